@@ -1,0 +1,1 @@
+"""One folder per deep-learning framework; reached by name through :mod:`rnnlens.adapters.registry` only."""

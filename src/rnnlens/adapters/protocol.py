@@ -1,0 +1,218 @@
+"""The contract between a deep-learning framework and rnnlens.
+
+An adapter turns a model and a batch into plain arrays; everything that rnnlens knows about recurrence happens on those
+arrays, outside the adapter. What every method leaves behind in the user's model, process and random state: nothing,
+also after an exception or an interrupt.
+
+Conventions for every array named here:
+
+* order: sample first, then time: ``(sample, time, feature)``. Time is chronological: index 0 is the first input step,
+  also for layers that run backwards (their outputs are turned round by the adapter).
+* gates in the order of :data:`rnnlens.vocabulary.GATES`, also in kernels, whatever the framework's own order.
+* kind: NumPy arrays, or the framework's own where they follow the array-API standard and should stay on their device
+  (torch). Never attached to a graph, never a view that the user could see change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from ..recurrence.cells import KnownCell
+from ..recurrence.cells.custom import StepCell
+from ..typing import Array
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One recurrent layer as found in a model; a row of ``rl.layers(model)``."""
+
+    name: str
+    kind: str
+    cell: str
+    units: int
+    direction: Literal["forward", "backward", "bidirectional"]
+    return_sequences: bool
+    masked: bool | None = None
+    stateful: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Batch:
+    """What one forward pass is fed: the user's data, unchanged, and how to run it.
+
+    ``loss`` is None (the compiled loss where the framework has one), or a callable, or a name that the framework knows.
+    ``initial_state`` maps a layer name to the state to start from.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    class_weight: Mapping[int, float] | None = None
+    loss: Any = None
+    training: bool = False
+    initial_state: Mapping[str, Sequence[Any]] | None = None
+    seed: int | None = None
+
+
+@dataclass
+class RecurrentCall:
+    """What one direction of one call of one recurrent layer did in a forward pass, and what came back from above.
+
+    Attributes
+    ----------
+    layer
+        Name of the node in the result: ``"lstm"``; ``"lstm#0"``, ``"lstm#1"`` for a layer that was called twice;
+        ``"encoder/lstm"`` inside a nested model.
+    direction
+        ``"backward"``: the recurrence runs from the last step to the first. The arrays are chronological all the same.
+    bidirectional
+        True where this call is one half of a bidirectional layer; its sibling has the same ``layer``.
+    cell
+        The equations and weights of a known cell, or a :class:`StepCell` to be asked step by step.
+    input : (sample, time, feature)
+    mask : (sample, time) of bool, or None
+    initial_state : one (sample, unit) array per state
+    output : (sample, time, unit), or (sample, unit) where the layer returns its last output only
+        Before a bidirectional layer merges its halves.
+    output_from_state : (sample, time) of bool, or None for "everywhere"
+        Where y_t moves with the state after step t. False where the framework returns a constant (zeros at padding).
+    masked_output
+        What the layer returns at a masked step: the ``"state"`` carried over, the previous ``"output"``, or ``"zero"``.
+        For known cells the first two are the same thing.
+    final_state : one (sample, unit) array per state, or None where the layer does not return it
+    output_grad, final_state_grad : shaped as output and final_state
+        The direct gradients: partial L over what the layer returned. None without a loss.
+    input_scale, state_scale : (sample, n) or (gate, sample, n), or None
+        Dropout multipliers, the same at every step.
+    weights_key
+        Calls with the same key share their weights; ``weight_grads`` is then the sum over them.
+    weight_grads
+        The framework's own dL/dW by the names of :meth:`KnownCell.weights`, without what a weight regulariser adds.
+        For custom cells by the framework's names. None without a loss or where not asked for.
+    """
+
+    layer: str
+    direction: Literal["forward", "backward"]
+    cell: KnownCell | StepCell
+    input: Array
+    initial_state: tuple[Array, ...]
+    output: Array
+    bidirectional: bool = False
+    mask: Array | None = None
+    output_from_state: Array | None = None
+    masked_output: Literal["state", "output", "zero"] = "state"
+    final_state: tuple[Array, ...] | None = None
+    output_grad: Array | None = None
+    final_state_grad: tuple[Array, ...] | None = None
+    input_scale: Array | None = None
+    state_scale: Array | None = None
+    weights_key: str = ""
+    weight_grads: Mapping[str, Array] | None = None
+
+    @property
+    def returns_sequences(self) -> bool:
+        """Whether ``output`` has a time axis."""
+        return len(self.output.shape) == 3
+
+
+@dataclass
+class PlainCall:
+    """Output and direct gradient of one call of a layer that is not recurrent, any rank."""
+
+    layer: str
+    output: Array
+    output_grad: Array | None = None
+
+
+@dataclass
+class Capture:
+    """All that one forward pass (and one backward pass, with a loss) told about a model."""
+
+    calls: list[RecurrentCall]
+    plain: list[PlainCall] = field(default_factory=list)
+    loss: float | None = None
+    outputs: Any = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CaptureRequest:
+    """What to look at. The less is asked, the less is computed.
+
+    ``layers``: node names or layer names, recurrent or not; None for all recurrent layers.
+    ``inputs``: capture inputs, states and masks, so that the recurrence can be replayed.
+    ``gradients``: capture direct gradients (needs a loss). ``weight_grads``: also dL/dW of the layers asked for.
+    """
+
+    layers: tuple[str, ...] | None = None
+    inputs: bool = True
+    gradients: bool = True
+    weight_grads: bool = True
+
+
+@dataclass(frozen=True)
+class Port:
+    """A tensor at the border of a layer or model: where the framework's own differentiation starts or ends.
+
+    ``kind`` is one of ``"input"`` (index: which), ``"output"`` (index: which of several), ``"initial_state"`` and
+    ``"final_state"`` (index: which state), ``"weight"`` (``key``: its name within the layer), ``"loss"``.
+    ``layer`` is None for the model itself. ``direction`` picks one half of a bidirectional layer: its ports are those of
+    the half, before merging.
+    """
+
+    kind: Literal["input", "output", "initial_state", "final_state", "weight", "loss"]
+    layer: str | None = None
+    index: int = 0
+    key: str = ""
+    direction: Literal["forward", "backward"] | None = None
+
+
+class Pullback(Protocol):
+    """One forward pass, kept alive for differentiation; a context manager that frees everything on exit."""
+
+    values: Mapping[Port, Array]
+
+    def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
+        """Pull cotangents at ``of`` ports back to every ``wrt`` port.
+
+        Each cotangent has the shape of its port with one leading axis K (K pulled at once, vectorised); so has each
+        result. None where no path leads from any of the given ``of`` ports to that ``wrt`` port. For a
+        recurrent layer's ``output`` port as ``wrt`` the result is the *direct* gradient.
+        """
+
+    def __enter__(self) -> Pullback: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class Adapter(Protocol):
+    """What rnnlens asks of a framework. One module-level object per adapter folder, found through the registry."""
+
+    name: str
+
+    def describe(self, model: Any) -> list[LayerInfo]:
+        """Recurrent layers in the order in which they are called, without running the model. May raise ModelError."""
+
+    def capture(self, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
+        """One forward pass and, with a loss, one backward pass. Called once per ``rl.trace``."""
+
+    def pullback(self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port]) -> Pullback:
+        """Run the model once, and keep what is needed to differentiate any ``of`` with respect to any ``wrt``."""
+
+    def weights(self, model: Any) -> Mapping[str, LayerWeights]:
+        """All layers with weights, copies of the values, gates in our order."""
+
+    def provenance(self, model: Any) -> Mapping[str, str]:
+        """Framework, its version, engine, dtype, device: plain strings."""
+
+
+@dataclass
+class LayerWeights:
+    """The weights of one layer: by name, and as a known cell per direction where it is one."""
+
+    values: dict[str, Array]
+    trainable: dict[str, bool]
+    cells: dict[str, KnownCell] = field(default_factory=dict)
+    penalties: dict[str, Callable[[Any], Any]] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Pure numerics of recurrence on the array API: no framework, no xarray, no plotting, no files."""

@@ -1,0 +1,39 @@
+"""What the recurrence asks of a cell whose equations it does not know: to be run, and differentiated, step by step.
+
+The framework does both (its adapter implements this protocol), on batches in which sample and time are folded into one
+axis ``n``: steps are independent once the states are known, so all of them are differentiated in one vectorised call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from ...typing import Array
+
+
+class StepCell(Protocol):
+    """A recurrent cell of unknown equations. States are flat tuples of (n, size) arrays, however nested the user's are."""
+
+    state_sizes: tuple[int, ...]
+    output_size: int
+
+    def step(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
+        """(n, feature) and states (n, size) to output (n, output_size) and new states."""
+
+    def vjp(
+        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Pull dL/dy_t and dL/ds_t back to dL/dx_t (n, feature) and dL/ds_{t-1}; row by row."""
+
+    def weight_vjp(
+        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
+    ) -> Mapping[str, Array]:
+        """Pull back to the weights, summed over ``n``."""
+
+    def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
+        """Per-step Jacobians of the vector [new states, output], states side by side, S = sum(state_sizes).
+
+        Returns ``(n, S + output_size, S)`` with respect to the states and ``(n, S + output_size, feature)`` with
+        respect to the input.
+        """

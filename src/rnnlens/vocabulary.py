@@ -1,0 +1,142 @@
+"""The words of rnnlens, each spelled once: dimensions, states, gates and quantities.
+
+Every label that a user reads (axis names, units, definitions in files, figures and pages) comes from here.
+This module imports nothing of rnnlens and may be imported from everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Dimensions, in the order in which they appear in results.
+SAMPLE = "sample"
+TIME = "time"
+DIRECTION = "direction"
+FEATURE = "feature"
+GATE = "gate"
+STATE = "state"
+UNIT = "unit"
+UNIT_IN = "unit_in"
+OUT_TIME, OUT_UNIT, IN_TIME, IN_FEATURE = "out_time", "out_unit", "in_time", "in_feature"
+
+FORWARD, BACKWARD, BIDIRECTIONAL = "forward", "backward", "bidirectional"
+
+#: Gates per cell kind, in the order in which every kernel of ours is laid out.
+GATES: dict[str, tuple[str, ...]] = {
+    "simple_rnn": ("candidate",),
+    "lstm": ("input", "forget", "candidate", "output"),
+    "gru": ("update", "reset", "candidate"),
+}
+
+#: States per cell kind; the first is what the layer returns.
+STATES: dict[str, tuple[str, ...]] = {
+    "simple_rnn": ("hidden",),
+    "lstm": ("hidden", "cell"),
+    "gru": ("hidden",),
+}
+
+
+def state_names(cell: str, count: int) -> tuple[str, ...]:
+    """Names of the ``count`` state tensors of a cell: ours for known cells, else hidden, state_1, state_2, ..."""
+    return STATES.get(cell) or ("hidden", *(f"state_{i}" for i in range(1, count)))
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One variable of a trace: its dimensions and the words that explain it.
+
+    ``dims`` are those of a unidirectional layer; a bidirectional layer adds ``direction`` after ``time``
+    (after ``sample`` where there is no time). ``needs_loss`` marks gradients.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    long_name: str
+    units: str
+    definition: str
+    needs_loss: bool = False
+    source: str = ""
+
+
+_PASCANU = "Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5"
+_STU = (SAMPLE, TIME, UNIT)
+_STGU = (SAMPLE, TIME, GATE, UNIT)
+
+QUANTITIES: dict[str, Quantity] = {
+    q.name: q
+    for q in (
+        Quantity("input", (SAMPLE, TIME, FEATURE), "layer input", "1", "x_t, what the layer is fed at step t"),
+        Quantity("mask", (SAMPLE, TIME), "mask", "1", "True where the step is real, False where it is padding"),
+        Quantity("hidden", _STU, "hidden state", "1", "h_t after step t; carried over at masked steps"),
+        Quantity("cell", _STU, "cell state", "1", "c_t after step t; carried over at masked steps"),
+        Quantity("gates", _STGU, "gate activation", "1", "gate values after their activation function"),
+        Quantity("gate_preactivation", _STGU, "gate pre-activation", "1", "gate values before their activation"),
+        Quantity("output", _STU, "layer output", "1", "y_t, what the layer returns; no time where only the last is"),
+        Quantity(
+            "output_grad",
+            _STU,
+            "direct gradient of the output",
+            "loss / 1",
+            "partial L / partial y_t: only through what sits above the layer",
+            True,
+            _PASCANU,
+        ),
+        Quantity(
+            "hidden_grad",
+            _STU,
+            "total gradient of the hidden state",
+            "loss / 1",
+            "dL/dh_t: from above and through the layer's own recurrence (BPTT adjoint)",
+            True,
+            _PASCANU,
+        ),
+        Quantity(
+            "cell_grad",
+            _STU,
+            "total gradient of the cell state",
+            "loss / 1",
+            "dL/dc_t as c_t is produced: includes the path through h_t",
+            True,
+            _PASCANU,
+        ),
+        Quantity(
+            "gate_grad", _STGU, "gradient of the gate pre-activation", "loss / 1", "dL/dz_t, total", True, _PASCANU
+        ),
+        Quantity(
+            "input_grad",
+            (SAMPLE, TIME, FEATURE),
+            "gradient of the layer input",
+            "loss / 1",
+            "dL/dx_t through this layer; exactly 0 at masked steps",
+            True,
+            _PASCANU,
+        ),
+        Quantity(
+            "initial_state_grad",
+            (SAMPLE, STATE, UNIT),
+            "gradient of the initial state",
+            "loss / 1",
+            "dL/ds_0, the state before the first step",
+            True,
+            _PASCANU,
+        ),
+        Quantity(
+            "final_state_grad",
+            (SAMPLE, STATE, UNIT),
+            "direct gradient of the returned final state",
+            "loss / 1",
+            "partial L / partial s_T where the layer returns its state",
+            True,
+            _PASCANU,
+        ),
+    )
+}
+
+
+def state_quantity(name: str, *, gradient: bool = False) -> Quantity:
+    """The quantity of a state tensor of a custom cell, such as ``state_1`` or ``state_1_grad``."""
+    if gradient:
+        return Quantity(
+            f"{name}_grad", _STU, f"total gradient of {name}", "loss / 1", f"dL/d{name} at step t", True, _PASCANU
+        )
+    return Quantity(name, _STU, name.replace("_", " "), "1", f"{name} after step t; carried over at masked steps")
