@@ -10,34 +10,40 @@ Importing rnnlens loads no deep-learning framework and no plotting library: name
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __version__ = "0.1.0"
 
-#: public name -> module that holds it; a module of the same name is returned itself.
+#: public name -> module that holds it.
 _HOME = {
-    "layers": "rnnlens.trace",
-    "trace": "rnnlens.trace",
-    "jacobian": "rnnlens.jacobian",
-    "gradients": "rnnlens.gradients",
-    "weights": "rnnlens.weights",
-    "weight_norms": "rnnlens.weights",
+    "layers": "rnnlens.verbs.trace",
+    "trace": "rnnlens.verbs.trace",
+    "jacobian": "rnnlens.verbs.jacobian",
+    "gradients": "rnnlens.verbs.gradients",
+    "weights": "rnnlens.verbs.weights",
+    "weight_norms": "rnnlens.verbs.weights",
     "open": "rnnlens.results.files",
-    "options": "rnnlens.options",
+    "options": "rnnlens.settings",
+}
+
+#: public name -> module that it is.
+_ROOMS = {
     "plot": "rnnlens.plot",
     "torch": "rnnlens.adapters.torch.public",
     "errors": "rnnlens.errors",
     "testing": "rnnlens.testing",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = ["__version__", *sorted({**_HOME, **_ROOMS})]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name in _ROOMS:
+        value: Any = importlib.import_module(_ROOMS[name])
+    elif name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    else:
         raise AttributeError(f"module 'rnnlens' has no attribute {name!r}")
-    module = importlib.import_module(_HOME[name])
-    value = getattr(module, name, module)
     globals()[name] = value
     return value
 
