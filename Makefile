@@ -1,0 +1,48 @@
+# Everything runs from `.venv` in this folder, made on first use; nothing needs to be activated.
+#
+#   make demo       the main job, on real data          make lint       ruff, mypy, import layers
+#   make test       every suite (needs all frameworks)  make bench      speed and memory, as ratios
+#   make test-full  the same and the wide sweeps        make gallery    draw the pictures of docs/ again
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --editable
+
+.PHONY: demo test test-full lint bench gallery clean
+.DEFAULT_GOAL := test
+
+demo: .venv/.demo
+	@$(BIN)/rnnlens demo
+
+test: .venv/.dev
+	@$(BIN)/python tests/suites.py
+
+test-full: .venv/.dev
+	@$(BIN)/python tests/suites.py --full
+
+lint: .venv/.dev
+	@$(BIN)/python tests/suites.py lint
+
+bench: .venv/.dev
+	@$(BIN)/python benchmarks/run_all.py
+
+gallery: .venv/.dev
+	@$(BIN)/python docs/gallery/make.py
+
+clean:
+	rm -rf .venv demo-output
+
+.venv/bin/python:
+	@echo "Making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "Python >= 3.11 with venv is needed (on Debian: python3-venv)" >&2; exit 1; }
+
+# A stamp per set of packages: installed again only when pyproject.toml changes.
+.venv/.demo: pyproject.toml | .venv/bin/python
+	@echo "Installing rnnlens with Keras, JAX and scikit-learn into .venv"
+	@$(PIP) '.[demo]'
+	@touch $@
+
+.venv/.dev: pyproject.toml | .venv/bin/python
+	@echo "Installing rnnlens with every framework and the development tools into .venv"
+	@$(PIP) '.[dev]'
+	@touch $@ .venv/.demo

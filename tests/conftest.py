@@ -1,0 +1,41 @@
+"""What every suite shares: one framework engine per process, no window, no skip that hides, no figure left open."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+#: Set by tests/suites.py. A framework that should be there and is not must fail, not skip.
+SKIP_IS_FAILURE = os.environ.get("RNNLENS_SKIP_IS_FAILURE") == "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call):
+    report = yield
+    if SKIP_IS_FAILURE and report.skipped and not hasattr(report, "wasxfail") and not item.get_closest_marker("cuda"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which hides: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    report = yield
+    if SKIP_IS_FAILURE and report.skipped:
+        report.outcome = "failed"
+        report.longrepr = f"skipped while collecting, which hides: {report.longrepr}"
+    return report
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    """No test leaves a figure behind for the next one."""
+    yield
+    if pyplot := sys.modules.get("matplotlib.pyplot"):
+        pyplot.close("all")

@@ -1,0 +1,151 @@
+"""Runs every suite in a process of its own, as many side by side as there are cores, and sums up.
+
+A deep-learning framework is chosen once per process, so the suites are: the checks of the code, the tests that need no
+particular framework, the Keras contract once per engine, torch, and the documents. A suite that fails, a suite that
+collects nothing and a test file that belongs to no suite all make the run fail.
+
+    python tests/suites.py [--full] [SUITE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+COUNTED = ("passed", "failed", "error", "errors", "skipped", "deselected", "xfailed", "xpassed")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Commands run one after the other, with what they add to the environment."""
+
+    name: str
+    paths: tuple[str, ...] = ()
+    commands: tuple[tuple[str, ...], ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    suite: Suite
+    code: int
+    seconds: float
+    output: str
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What pytest's closing line counted."""
+        found = re.findall(r"(\d+) (\w+)", self.closing_line)
+        return Counter({word: int(number) for number, word in found if word in COUNTED})
+
+    @property
+    def closing_line(self) -> str:
+        lines = [line for line in self.output.splitlines() if line.strip()]
+        return lines[-1].strip("= ") if lines else "printed nothing"
+
+
+LINT = (
+    ("ruff", "check", "."),
+    ("ruff", "format", "--check", "."),
+    ("mypy", "src/rnnlens"),
+    ("lint-imports", "--no-cache"),
+)
+
+# The longest first, so that the cores finish together.
+SUITES = (
+    *(
+        Suite(f"keras-{engine}", ("tests/contract/keras", "tests/oracle/keras"), environment={"KERAS_BACKEND": engine})
+        for engine in ("tensorflow", "jax", "torch")
+    ),
+    Suite("core", ("tests/unit", "tests/property", "tests/surface"), environment={"KERAS_BACKEND": "jax"}),
+    Suite("torch", ("tests/contract/torch", "tests/oracle/torch")),
+    Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
+    Suite("lint", commands=LINT),
+)
+
+
+def commands_of(suite: Suite, full: bool) -> tuple[tuple[str, ...], ...]:
+    """The suite's own commands, or pytest on its paths."""
+    if suite.commands:
+        return tuple((str(BIN / command[0]), *command[1:]) for command in suite.commands)
+    wide = ("-m", "full or not full") if full else ()
+    return ((sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *wide, *suite.paths),)
+
+
+def run(suite: Suite, full: bool) -> Outcome:
+    """Run all commands of a suite, also after one failed."""
+    quiet = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "MPLBACKEND": "Agg", "RNNLENS_SKIP_IS_FAILURE": "1"}
+    environment = {**os.environ, **quiet, **suite.environment}
+    start, code, output = time.perf_counter(), 0, []
+    for command in commands_of(suite, full):
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        code = code or done.returncode
+        output.append(done.stdout)
+    return Outcome(suite, code, time.perf_counter() - start, "".join(output))
+
+
+def orphans() -> list[str]:
+    """Test files that no suite runs."""
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    homes = tuple(f"{path}/" for suite in SUITES for path in suite.paths)
+    return sorted(file for file in files if not file.startswith(homes))
+
+
+def main() -> int:
+    """Run the suites asked for, print what failed in full, and one line that sums up."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--full", action="store_true", help="also the wide sweeps marked 'full'")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(suite.name for suite in SUITES))
+    asked = parser.parse_args()
+    chosen = [suite for suite in SUITES if suite.name in asked.suites or not asked.suites]
+    if unknown := set(asked.suites) - {suite.name for suite in SUITES}:
+        parser.error(f"no suite named {', '.join(sorted(unknown))}")
+
+    outcomes = []
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for future in as_completed([pool.submit(run, suite, asked.full) for suite in chosen]):
+            outcome = future.result()
+            outcomes.append(outcome)
+            word = "FAILED" if outcome.code else "ok"
+            print(f"{outcome.suite.name:18}{word:8}{outcome.seconds:5.0f} s  {outcome.closing_line}", flush=True)
+    return conclude(outcomes)
+
+
+def conclude(outcomes: list[Outcome]) -> int:
+    """Print the output of what failed and the totals; the exit code."""
+    lost = orphans()
+    for outcome in outcomes:
+        if outcome.code:
+            print(f"\n{'=' * 30} {outcome.suite.name} {'=' * 30}\n{outcome.output}")
+    for path in lost:
+        print(f"{path}: belongs to no suite of tests/suites.py")
+    total = sum((outcome.counts for outcome in outcomes), Counter())
+    broken = [outcome.suite.name for outcome in outcomes if outcome.code]
+    if broken:
+        print(f"\nfailed suites: {', '.join(broken)}")
+    failed = total["failed"] + total["error"] + total["errors"]
+    print(f"\n{total['passed']} passed, {max(failed, len(broken) + len(lost))} failed, {total['skipped']} skipped")
+    return 1 if broken or lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
