@@ -1,1 +1,213 @@
-"""What a recurrent call did, step by step: the record that every sweep starts from."""
+"""What a recurrent call did, step by step: the record from which every sweep starts.
+
+Arrays are sample-first and chronological. ``order`` says which way the recurrence ran; no array is ever turned round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ..typing import Array, Namespace
+from .cells import KnownCell, equations, lstm, project_input
+from .cells.record import Record
+
+if TYPE_CHECKING:
+    from .cells.custom import StepCell
+
+
+@dataclass
+class Run:
+    """One recurrent layer (one direction of it) on one batch.
+
+    Attributes
+    ----------
+    states : one (sample, time, size) array per state, after step t
+    record : gates of all steps for a known cell: (sample, time, gate, unit); None for a custom cell
+    step_output : (sample, time, unit) or None
+        What a custom cell put out at each step before masking; None where the output is the first state.
+    residual
+        Largest difference between what was recomputed and what the framework returned, relative to the latter's
+        largest magnitude.
+    """
+
+    cell: KnownCell | StepCell
+    xp: Namespace
+    input: Array
+    initial_state: tuple[Array, ...]
+    states: tuple[Array, ...]
+    record: Record | None = None
+    step_output: Array | None = None
+    mask: Array | None = None
+    order: Literal["forward", "backward"] = "forward"
+    input_scale: Array | None = None
+    state_scale: Array | None = None
+    residual: float = 0.0
+
+    @property
+    def preactivation(self) -> Array | None:
+        """(sample, time, gate, unit), None for a custom cell."""
+        return None if self.record is None else self.record.preactivation
+
+    @property
+    def gates(self) -> Array | None:
+        """(sample, time, gate, unit), None for a custom cell."""
+        return None if self.record is None else self.record.gates
+
+    def steps(self, *, reverse: bool = False) -> Iterator[int]:
+        """Time indices in the order in which the recurrence ran, or against it."""
+        return steps(self.input.shape[1], self.order, reverse=reverse)
+
+    def state_before(self, t: int) -> tuple[Array, ...]:
+        """The states that step t started from: one (sample, size) array each."""
+        previous = t - 1 if self.order == "forward" else t + 1
+        if 0 <= previous < self.input.shape[1]:
+            return tuple(s[:, previous, :] for s in self.states)
+        return self.initial_state
+
+    def states_before(self) -> tuple[Array, ...]:
+        """The states that each step started from: one (sample, time, size) array each."""
+        return tuple(shift(s, s0, self.order, self.xp) for s, s0 in zip(self.states, self.initial_state, strict=True))
+
+
+def steps(count: int, order: str, *, reverse: bool = False) -> Iterator[int]:
+    """Time indices 0 ... count-1 in the order of a recurrence, or against it."""
+    chronological = (order == "forward") != reverse
+    return iter(range(count) if chronological else range(count - 1, -1, -1))
+
+
+def shift(after: Array, initial: Array, order: str, xp: Namespace) -> Array:
+    """States after each step to states before each step."""
+    first = initial[:, None, :]
+    if order == "forward":
+        return xp.concat([first, after[:, :-1, :]], axis=1)
+    return xp.concat([after[:, 1:, :], first], axis=1)
+
+
+def replay(
+    cell: KnownCell,
+    x: Array,
+    initial_state: Sequence[Array],
+    *,
+    xp: Namespace,
+    mask: Array | None = None,
+    order: Literal["forward", "backward"] = "forward",
+    hidden: Array | None = None,
+    input_scale: Array | None = None,
+    state_scale: Array | None = None,
+) -> Run:
+    """Recompute gates and states of a known cell.
+
+    Parameters
+    ----------
+    x : (sample, time, feature)
+    hidden : (sample, time, unit), optional
+        The hidden states where they are known already. All matrix products are then taken at once and only what is
+        element-wise runs step by step. At masked steps its values are not looked at.
+    """
+    run = Run(cell, xp, x, tuple(initial_state), (), None, None, mask, order, input_scale, state_scale)
+    projected = project_input(cell, x, input_scale, xp)
+    if hidden is None:
+        _replay_in_sequence(run, cell, projected)
+    else:
+        _replay_at_once(run, cell, projected, hidden)
+    return run
+
+
+def carried(new: Array, old: Array, mask_t: Array | None, xp: Namespace) -> Array:
+    """A state after a step: the new one where the step is real, the old one where it is masked."""
+    return new if mask_t is None else xp.where(mask_t[:, None], new, old)
+
+
+def _replay_in_sequence(run: Run, cell: KnownCell, projected: Array) -> None:
+    xp, module, state = run.xp, equations(cell), run.initial_state
+    records: list[Record] = []
+    states: list[tuple[Array, ...]] = []
+    order = list(run.steps())
+    for t in order:
+        record, new = module.step(cell, projected[:, t, :], state, run.state_scale, xp)
+        mask_t = None if run.mask is None else run.mask[:, t]
+        state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
+        records.append(record)
+        states.append(state)
+    if run.order == "backward":
+        records, states = records[::-1], states[::-1]
+    inner = None if records[0].inner is None else xp.stack([r.inner for r in records], axis=1)
+    run.record = Record(
+        xp.stack([r.preactivation for r in records], axis=1), xp.stack([r.gates for r in records], axis=1), inner
+    )
+    run.states = tuple(xp.stack(list(column), axis=1) for column in zip(*states, strict=True))
+
+
+def _replay_at_once(run: Run, cell: KnownCell, projected: Array, hidden: Array) -> None:
+    xp, module = run.xp, equations(cell)
+    if run.mask is not None:
+        hidden = _fill_masked(hidden, run)
+    before = shift(hidden, run.initial_state[0], run.order, xp)
+    if cell.kind == "lstm":
+        run.record = lstm.gates(cell, projected, before, run.state_scale, xp)
+        c = _cell_states(run, run.record.gates)
+        run.states = (hidden, c)
+        recomputed = lstm.hidden(cell, run.record.gates, c, xp)
+    else:
+        run.record, (recomputed,) = module.step(cell, projected, (before,), run.state_scale, xp)
+        run.states = (hidden,)
+    run.residual = residual(recomputed, hidden, run.mask, xp)
+
+
+def _fill_masked(hidden: Array, run: Run) -> Array:
+    """At masked steps frameworks return various things; the state is the one carried over."""
+    xp, state = run.xp, run.initial_state[0]
+    filled: list[Array] = []
+    for t in run.steps():
+        state = carried(hidden[:, t, :], state, run.mask[:, t], xp)  # type: ignore[index]
+        filled.append(state)
+    return xp.stack(filled if run.order == "forward" else filled[::-1], axis=1)
+
+
+def _cell_states(run: Run, gates: Array) -> Array:
+    """c_t of an LSTM whose gates are all known: an element-wise recurrence."""
+    c = run.initial_state[1]
+    out = run.xp.empty_like(gates[:, :, 0, :])
+    for t in run.steps():
+        mask_t = None if run.mask is None else run.mask[:, t]
+        c = carried(lstm.next_cell(gates[:, t, :, :], c), c, mask_t, run.xp)
+        out[:, t, :] = c
+    return out
+
+
+def residual(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> float:
+    """Largest difference at unmasked steps, relative to the largest magnitude captured."""
+    difference = xp.abs(recomputed - captured)
+    if mask is not None:
+        difference = xp.where(mask[:, :, None], difference, xp.zeros_like(difference))
+    scale = float(xp.max(xp.abs(captured)))
+    return float(xp.max(difference)) / (scale or 1.0)
+
+
+def replay_custom(
+    cell: StepCell,
+    x: Array,
+    initial_state: Sequence[Array],
+    *,
+    xp: Namespace,
+    mask: Array | None = None,
+    order: Literal["forward", "backward"] = "forward",
+) -> Run:
+    """Step a cell of unknown equations through time by asking the framework; the record of its states and outputs."""
+    run = Run(cell, xp, x, tuple(initial_state), (), None, None, mask, order)
+    state = run.initial_state
+    states: list[tuple[Array, ...]] = []
+    outputs: list[Array] = []
+    for t in run.steps():
+        output, new = cell.step(x[:, t, :], state)
+        mask_t = None if mask is None else mask[:, t]
+        state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
+        states.append(state)
+        outputs.append(output)
+    if order == "backward":
+        states, outputs = states[::-1], outputs[::-1]
+    run.states = tuple(xp.stack(list(column), axis=1) for column in zip(*states, strict=True))
+    run.step_output = xp.stack(outputs, axis=1)
+    return run

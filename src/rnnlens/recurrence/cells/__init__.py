@@ -2,14 +2,13 @@
 
 Every cell module has
 
-``step(cell, projected, state, scale, xp) -> (preactivation, gates, new_state)``
-    one time step from the projected input (see :func:`affine.project_input`);
-``replay(cell, projected, hidden_before, hidden_after, initial_state, order, mask, scale, xp) -> (preactivation, gates, states)``
-    all time steps at once where the hidden states are already known;
-``pull_back(cell, at, cotangent, scale, xp) -> (gate_cotangent, carry)``
-    the adjoint of ``step``: from dL/ds_t to dL/dz_t and the part of dL/ds_{t-1} that it causes;
-``push_forward(cell, at, gate_tangent_x, tangent, scale, xp) -> tangent``
-    the tangent of ``step``.
+``step(cell, projected, before, scale, xp) -> (record, after)``
+    from the projected input and the states before to the gates and the states after; one step, or all at once
+    where every state before is known (``scale``: dropout multipliers of the recurrent side);
+``pull_back(cell, record, before, after, cotangent, scale, xp) -> (gate_cotangent, carry, total)``
+    the adjoint of ``step``; it broadcasts over axes between sample and unit;
+``recurrent_gradients(cell, record, before, gate_cotangent, scale, by_time, xp) -> dict``
+    gradients of the weights on the recurrent side.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...typing import Array
+from ...typing import Array, Namespace
 from ...vocabulary import GATES, STATES
+from . import affine
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,19 @@ class KnownCell:
         """The weights that exist, by name."""
         names = ("kernel", "recurrent_kernel", "bias", "recurrent_bias", "projection")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def project_input(cell: KnownCell, x: Array, scale: Array | None, xp: Namespace) -> Array:
+    """The input side of all pre-activations: (sample, ..., feature) to (sample, ..., gate * unit), biases included.
+
+    The recurrent bias is included too, save where a GRU's reset gate multiplies it.
+    """
+    z = affine.project(x, cell.kernel, scale, len(cell.gates), xp)
+    if cell.bias is not None:
+        z = z + cell.bias
+    if cell.recurrent_bias is not None and not (cell.kind == "gru" and cell.reset_after):
+        z = z + cell.recurrent_bias
+    return z
 
 
 def equations(cell: KnownCell) -> Any:

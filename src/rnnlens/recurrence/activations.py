@@ -1,0 +1,209 @@
+"""Activation functions that Keras ships, with their derivatives, on any array namespace.
+
+``value(x, xp)`` and ``vjp(x, a, g, xp)``, where ``a = value(x)`` and ``g`` is dL/da. At a kink the derivative is the one
+that the frameworks take: 0 at the border of a flat piece. Element-wise activations also have ``slope(x, a, xp)``; those that
+mix the units of a layer (softmax, log_softmax, sparsemax) have none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..typing import Array, Namespace
+
+_SELU_ALPHA = 1.6732632423543772848170429916717
+_SELU_SCALE = 1.0507009873554804934193349852946
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One activation function; see the module for the meaning of its parts."""
+
+    name: str
+    value: Callable[[Array, Namespace], Array]
+    slope: Callable[[Array, Array, Namespace], Array] | None = None
+    mixed_vjp: Callable[[Array, Array, Array, Namespace], Array] | None = None
+    mixed_jvp: Callable[[Array, Array, Array, Namespace], Array] | None = None
+
+    def vjp(self, x: Array, a: Array, g: Array, xp: Namespace) -> Array:
+        """Pull dL/da back to dL/dx."""
+        if self.slope is not None:
+            return g * self.slope(x, a, xp)
+        assert self.mixed_vjp is not None
+        return self.mixed_vjp(x, a, g, xp)
+
+    def jvp(self, x: Array, a: Array, d: Array, xp: Namespace) -> Array:
+        """Push a change of x forward to a change of a."""
+        if self.slope is not None:
+            return d * self.slope(x, a, xp)
+        assert self.mixed_jvp is not None
+        return self.mixed_jvp(x, a, d, xp)
+
+
+def _relu(x: Array, xp: Namespace) -> Array:
+    return xp.where(x > 0, x, xp.zeros_like(x))
+
+
+def _step(condition: Array, like: Array, xp: Namespace) -> Array:
+    return xp.astype(condition, like.dtype)
+
+
+def _sigmoid(x: Array, xp: Namespace) -> Array:
+    # tanh saturates without overflow, where exp(-x) would warn for large negative x.
+    return 0.5 * xp.tanh(0.5 * x) + 0.5
+
+
+def _softplus(x: Array, xp: Namespace) -> Array:
+    return _relu(x, xp) + xp.log1p(xp.exp(-xp.abs(x)))
+
+
+def _erf(x: Array, xp: Namespace) -> Array:
+    """The error function, which the array-API standard does not have."""
+    if "torch" in xp.__name__:
+        return xp.erf(x)
+    flat = xp.reshape(x, (-1,))
+    values = [math.erf(float(flat[i])) for i in range(flat.shape[0])]
+    return xp.reshape(xp.asarray(values, dtype=x.dtype), x.shape)
+
+
+def _gelu_slope(x: Array, a: Array, xp: Namespace) -> Array:
+    return 0.5 * (1 + _erf(x / math.sqrt(2), xp)) + x * xp.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+def _clip(x: Array, low: float, high: float, xp: Namespace) -> Array:
+    return xp.clip(x, low, high)
+
+
+def _inside(x: Array, low: float, high: float, xp: Namespace) -> Array:
+    return _step((x > low) & (x < high), x, xp)
+
+
+def _softmax(x: Array, xp: Namespace) -> Array:
+    e = xp.exp(x - xp.max(x, axis=-1, keepdims=True))
+    return e / xp.sum(e, axis=-1, keepdims=True)
+
+
+def _log_softmax(x: Array, xp: Namespace) -> Array:
+    shifted = x - xp.max(x, axis=-1, keepdims=True)
+    return shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))
+
+
+def _sparsemax(x: Array, xp: Namespace) -> Array:
+    """Martins and Astudillo 2016, arXiv:1602.02068, algorithm 1."""
+    ordered = xp.sort(x, axis=-1, descending=True)
+    rank = xp.astype(xp.arange(1, x.shape[-1] + 1), x.dtype)
+    total = xp.cumulative_sum(ordered, axis=-1)
+    support = _step(1 + rank * ordered > total, x, xp)
+    count = xp.sum(support, axis=-1, keepdims=True)
+    threshold = (xp.sum(ordered * support, axis=-1, keepdims=True) - 1) / count
+    return _relu(x - threshold, xp)
+
+
+def _softmax_vjp(x: Array, a: Array, g: Array, xp: Namespace) -> Array:
+    return a * (g - xp.sum(g * a, axis=-1, keepdims=True))
+
+
+def _log_softmax_vjp(x: Array, a: Array, g: Array, xp: Namespace) -> Array:
+    return g - xp.exp(a) * xp.sum(g, axis=-1, keepdims=True)
+
+
+def _log_softmax_jvp(x: Array, a: Array, d: Array, xp: Namespace) -> Array:
+    return d - xp.sum(xp.exp(a) * d, axis=-1, keepdims=True)
+
+
+def _sparsemax_vjp(x: Array, a: Array, g: Array, xp: Namespace) -> Array:
+    support = _step(a > 0, a, xp)
+    mean = xp.sum(g * support, axis=-1, keepdims=True) / xp.sum(support, axis=-1, keepdims=True)
+    return support * (g - mean)
+
+
+_TABLE = (
+    Activation("linear", lambda x, xp: x, lambda x, a, xp: xp.ones_like(x)),
+    Activation("tanh", lambda x, xp: xp.tanh(x), lambda x, a, xp: 1 - a * a),
+    Activation("sigmoid", _sigmoid, lambda x, a, xp: a * (1 - a)),
+    Activation("relu", _relu, lambda x, a, xp: _step(x > 0, x, xp)),
+    Activation(
+        "leaky_relu",
+        lambda x, xp: xp.where(x > 0, x, 0.2 * x),
+        lambda x, a, xp: 0.2 + 0.8 * _step(x > 0, x, xp),
+    ),
+    Activation("relu6", lambda x, xp: _clip(x, 0.0, 6.0, xp), lambda x, a, xp: _inside(x, 0.0, 6.0, xp)),
+    Activation(
+        "elu",
+        lambda x, xp: xp.where(x > 0, x, xp.expm1(xp.where(x > 0, xp.zeros_like(x), x))),
+        lambda x, a, xp: xp.where(x > 0, xp.ones_like(x), a + 1),
+    ),
+    Activation(
+        "celu",
+        lambda x, xp: xp.where(x > 0, x, xp.expm1(xp.where(x > 0, xp.zeros_like(x), x))),
+        lambda x, a, xp: xp.where(x > 0, xp.ones_like(x), a + 1),
+    ),
+    Activation(
+        "selu",
+        lambda x, xp: _SELU_SCALE * xp.where(x > 0, x, _SELU_ALPHA * xp.expm1(xp.where(x > 0, xp.zeros_like(x), x))),
+        lambda x, a, xp: xp.where(x > 0, _SELU_SCALE * xp.ones_like(x), a + _SELU_SCALE * _SELU_ALPHA),
+    ),
+    Activation("softplus", _softplus, lambda x, a, xp: _sigmoid(x, xp)),
+    Activation("softsign", lambda x, xp: x / (1 + xp.abs(x)), lambda x, a, xp: (1 - xp.abs(a)) ** 2),
+    Activation(
+        "squareplus",
+        lambda x, xp: 0.5 * (x + xp.sqrt(x * x + 4)),
+        lambda x, a, xp: 0.5 * (1 + x / xp.sqrt(x * x + 4)),
+    ),
+    Activation(
+        "soft_shrink",
+        lambda x, xp: _relu(x - 0.5, xp) - _relu(-x - 0.5, xp),
+        lambda x, a, xp: _step(xp.abs(x) > 0.5, x, xp),
+    ),
+    Activation(
+        "hard_shrink",
+        lambda x, xp: xp.where(xp.abs(x) > 0.5, x, xp.zeros_like(x)),
+        lambda x, a, xp: _step(xp.abs(x) > 0.5, x, xp),
+    ),
+    Activation("tanh_shrink", lambda x, xp: x - xp.tanh(x), lambda x, a, xp: (x - a) ** 2),
+    Activation(
+        "sparse_plus",
+        lambda x, xp: xp.where(x >= 1, x, 0.25 * _relu(_clip(x, -1.0, 1.0, xp) + 1, xp) ** 2),
+        lambda x, a, xp: 0.5 * (_clip(x, -1.0, 1.0, xp) + 1),
+    ),
+    Activation(
+        "silu",
+        lambda x, xp: x * _sigmoid(x, xp),
+        lambda x, a, xp: _sigmoid(x, xp) + a * (1 - _sigmoid(x, xp)),
+    ),
+    Activation("gelu", lambda x, xp: 0.5 * x * (1 + _erf(x / math.sqrt(2), xp)), _gelu_slope),
+    Activation(
+        "sparse_sigmoid",
+        lambda x, xp: 0.5 * (_clip(x, -1.0, 1.0, xp) + 1),
+        lambda x, a, xp: 0.5 * _inside(x, -1.0, 1.0, xp),
+    ),
+    Activation("exponential", lambda x, xp: xp.exp(x), lambda x, a, xp: a),
+    Activation(
+        "hard_sigmoid",
+        lambda x, xp: _clip(x / 6 + 0.5, 0.0, 1.0, xp),
+        lambda x, a, xp: _inside(x, -3.0, 3.0, xp) / 6,
+    ),
+    Activation(
+        "hard_silu",
+        lambda x, xp: x * _clip(x / 6 + 0.5, 0.0, 1.0, xp),
+        lambda x, a, xp: xp.where(x >= 3, xp.ones_like(x), _inside(x, -3.0, 3.0, xp) * (x / 3 + 0.5)),
+    ),
+    Activation("hard_tanh", lambda x, xp: _clip(x, -1.0, 1.0, xp), lambda x, a, xp: _inside(x, -1.0, 1.0, xp)),
+    Activation(
+        "mish",
+        lambda x, xp: x * xp.tanh(_softplus(x, xp)),
+        lambda x, a, xp: (
+            xp.tanh(_softplus(x, xp)) + x * (1 - xp.tanh(_softplus(x, xp)) ** 2) * _sigmoid(x, xp)
+        ),
+    ),
+    Activation("log_sigmoid", lambda x, xp: -_softplus(-x, xp), lambda x, a, xp: 1 - xp.exp(a)),
+    Activation("softmax", _softmax, None, _softmax_vjp, _softmax_vjp),
+    Activation("log_softmax", _log_softmax, None, _log_softmax_vjp, _log_softmax_jvp),
+    Activation("sparsemax", _sparsemax, None, _sparsemax_vjp, _sparsemax_vjp),
+)
+
+#: Activations by the name Keras gives them. ``glu`` halves its input and ``threshold`` needs arguments: neither can be
+#: the activation of a recurrent cell, so neither is here.
+ACTIVATIONS: dict[str, Activation] = {a.name: a for a in _TABLE}

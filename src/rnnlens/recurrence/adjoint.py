@@ -1,0 +1,118 @@
+"""The BPTT adjoint: total gradients of every state, gate and input of a recurrent layer from the direct ones.
+
+    lambda_t = dL/ds_t|direct + A_{t+1}^T lambda_{t+1},   dL/dx_t = B_t^T lambda_t,   masked step: A = I, B = 0
+
+Werbos 1990, doi:10.1109/5.58337; in this notation Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..typing import Array, Namespace
+from .cells import KnownCell, affine, equations
+from .run import Run
+
+
+@dataclass
+class Adjoint:
+    """Total gradients, sample-first and chronological.
+
+    Attributes
+    ----------
+    state_grads : one (sample, time, size) array per state
+        dL/ds_t. For the cell state of an LSTM: as it is produced, the path through h_t included.
+    gate_grad : (sample, time, gate, unit), None for a custom cell
+        dL/dz_t, with respect to the pre-activations.
+    input_grad : (sample, time, feature)
+    initial_state_grad : one (sample, size) array per state
+    output_cotangent : (sample, time, unit), custom cells only
+        The direct gradient of each step's output after masking was undone.
+    """
+
+    state_grads: tuple[Array, ...]
+    gate_grad: Array | None
+    input_grad: Array
+    initial_state_grad: tuple[Array, ...]
+    output_cotangent: Array | None = None
+
+
+def adjoint(
+    run: Run, state_cotangent: Array, final_state_cotangent: Sequence[Array] | None = None
+) -> Adjoint:
+    """Sweep direct gradients back through a known cell's recurrence.
+
+    Parameters
+    ----------
+    state_cotangent : (sample, time, unit) array, or a sequence of one (or None) per state
+        dL/ds_t, direct: through what sits above the layer only. A lone array belongs to the first state, the output.
+    final_state_cotangent : one (sample, size) array per state, optional
+        What comes back through the states that the layer returned after its last step.
+    """
+    if not isinstance(run.cell, KnownCell) or run.record is None:
+        raise TypeError("adjoint() sweeps known cells; custom cells go through adjoint_custom()")
+    xp, module, cell = run.xp, equations(run.cell), run.cell
+    direct = _per_state(state_cotangent, len(run.states))
+    carry = _start(run, final_state_cotangent)
+    state_grads = tuple(xp.empty_like(s) for s in run.states)
+    gate_grad = xp.empty_like(run.record.gates)
+    for t in run.steps(reverse=True):
+        cotangent = tuple(c if d is None else c + d[:, t, :] for c, d in zip(carry, direct, strict=True))
+        record, after = run.record.at((slice(None), t)), tuple(s[:, t, :] for s in run.states)
+        dz, carry, total = module.pull_back(cell, record, run.state_before(t), after, cotangent, run.state_scale, xp)
+        if run.mask is not None:
+            real = run.mask[:, t, None]
+            carry = tuple(xp.where(real, new, old) for new, old in zip(carry, cotangent, strict=True))
+            total = tuple(xp.where(real, new, old) for new, old in zip(total, cotangent, strict=True))
+            dz = xp.where(real[:, :, None], dz, xp.zeros_like(dz))
+        gate_grad[:, t, :, :] = dz
+        for grads, value in zip(state_grads, total, strict=True):
+            grads[:, t, :] = value
+    flat = affine.join_gates(gate_grad, xp)
+    input_grad = affine.unproject(flat, cell.kernel, run.input_scale, len(cell.gates), xp)
+    return Adjoint(state_grads, gate_grad, input_grad, carry)
+
+
+def weight_gradients(run: Run, result: Adjoint, *, by_time: bool = False) -> dict[str, Array]:
+    """Gradients of a known cell's weights, by the names of :meth:`KnownCell.weights`.
+
+    Summed over samples, and over time unless ``by_time``: then each array has a leading time axis, and its sum over
+    time is dL/dW.
+    """
+    cell, xp = run.cell, run.xp
+    if not isinstance(cell, KnownCell) or run.record is None or result.gate_grad is None:
+        raise TypeError("weight_gradients() knows the weights of known cells only")
+    flat = affine.join_gates(result.gate_grad, xp)
+    grads = {"kernel": affine.outer(run.input, flat, run.input_scale, len(cell.gates), by_time, xp)}
+    if cell.bias is not None:
+        grads["bias"] = xp.sum(flat, axis=0 if by_time else (0, 1))
+    before = run.states_before()[0]
+    grads |= equations(cell).recurrent_gradients(
+        cell, run.record, before, result.gate_grad, run.state_scale, by_time, xp
+    )
+    if cell.projection is not None:
+        grads["projection"] = _projection_gradient(run, cell, result.state_grads[0], by_time, xp)
+    return grads
+
+
+def _projection_gradient(run: Run, cell: KnownCell, hidden_grad: Array, by_time: bool, xp: Namespace) -> Array:
+    from .activations import ACTIVATIONS
+
+    assert run.record is not None
+    unprojected = run.record.gates[..., 3, :] * ACTIVATIONS[cell.activation].value(run.states[1], xp)
+    if run.mask is not None:
+        hidden_grad = xp.where(run.mask[:, :, None], hidden_grad, xp.zeros_like(hidden_grad))
+    return affine.outer(unprojected, hidden_grad, None, 1, by_time, xp)
+
+
+def _per_state(cotangent: Array | Sequence[Array | None], count: int) -> tuple[Array | None, ...]:
+    if isinstance(cotangent, (tuple, list)):
+        return tuple(cotangent)
+    return (cotangent, *([None] * (count - 1)))
+
+
+def _start(run: Run, final: Sequence[Array] | None) -> tuple[Array, ...]:
+    if final is not None:
+        return tuple(final)
+    return tuple(run.xp.zeros_like(s) for s in run.initial_state)

@@ -1,0 +1,76 @@
+"""Products with kernels, shared by all cells, with the dropout multipliers that Keras and torch apply inside them.
+
+A multiplier ``scale`` is None, (sample, n): one for all gates, or (gate, sample, n): one per gate.
+"""
+
+from __future__ import annotations
+
+from ...typing import Array, Namespace
+
+
+def columns(kernel: Array, gate: int, gates: int) -> Array:
+    """The part of a (n, gate * unit) kernel that belongs to one gate: (n, unit)."""
+    units = kernel.shape[1] // gates
+    return kernel[:, gate * units : (gate + 1) * units]
+
+
+def split_gates(z: Array, gates: int, xp: Namespace) -> Array:
+    """(..., gate * unit) to (..., gate, unit)."""
+    return xp.reshape(z, (*z.shape[:-1], gates, z.shape[-1] // gates))
+
+
+def join_gates(z: Array, xp: Namespace) -> Array:
+    """(..., gate, unit) to (..., gate * unit)."""
+    return xp.reshape(z, (*z.shape[:-2], z.shape[-2] * z.shape[-1]))
+
+
+def _with_time(scale: Array, like: Array) -> Array:
+    """Insert axes after sample so that a (sample, n) multiplier meets (sample, ..., n)."""
+    extra = len(like.shape) - 2
+    return scale[(slice(None), *([None] * extra), slice(None))]
+
+
+def project(x: Array, kernel: Array, scale: Array | None, gates: int, xp: Namespace) -> Array:
+    """(sample, ..., n) @ (n, gate * unit), the input scaled by dropout where there is any."""
+    if scale is None:
+        return x @ kernel
+    if len(scale.shape) == 2:
+        return (x * _with_time(scale, x)) @ kernel
+    parts = [(x * _with_time(scale[g], x)) @ columns(kernel, g, gates) for g in range(gates)]
+    return xp.concat(parts, axis=-1)
+
+
+def unproject(dz: Array, kernel: Array, scale: Array | None, gates: int, xp: Namespace) -> Array:
+    """The adjoint of :func:`project`: (sample, ..., gate * unit) back to (sample, ..., n)."""
+    if scale is None:
+        return dz @ kernel.T
+    if len(scale.shape) == 2:
+        product = dz @ kernel.T
+        return product * _with_time(scale, product)
+    units = dz.shape[-1] // gates
+    total = None
+    for g in range(gates):
+        part = dz[..., g * units : (g + 1) * units] @ columns(kernel, g, gates).T
+        part = part * _with_time(scale[g], part)
+        total = part if total is None else total + part
+    return total
+
+
+def outer(x: Array, dz: Array, scale: Array | None, gates: int, by_time: bool, xp: Namespace) -> Array:
+    """Gradient of the kernel in :func:`project`: summed over samples, and over time unless ``by_time``.
+
+    x : (sample, time, n); dz : (sample, time, gate * unit). Returns (n, gate * unit) or (time, n, gate * unit).
+    """
+    if scale is not None and len(scale.shape) == 3:
+        units = dz.shape[-1] // gates
+        parts = [
+            outer(x * _with_time(scale[g], x), dz[..., g * units : (g + 1) * units], None, gates, by_time, xp)
+            for g in range(gates)
+        ]
+        return xp.concat(parts, axis=-1)
+    if scale is not None:
+        x = x * _with_time(scale, x)
+    if by_time:
+        return xp.permute_dims(x, (1, 2, 0)) @ xp.permute_dims(dz, (1, 0, 2))
+    rows = x.shape[0] * x.shape[1]
+    return xp.reshape(x, (rows, x.shape[2])).T @ xp.reshape(dz, (rows, dz.shape[2]))
