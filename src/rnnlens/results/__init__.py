@@ -1,0 +1,1 @@
+"""Arrays and vocabulary in, labelled results out: schema, files, self-checks, repr."""

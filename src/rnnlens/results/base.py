@@ -1,0 +1,241 @@
+"""What every result has in common: labelled data per layer, where it comes from, notes, checks, save and open.
+
+A result class is a thin subclass that names its kind::
+
+    class Gradients(Result, kind="gradients"):
+        def __init__(self, datasets, *, disconnected=None, **common): ...
+        def _meta(self):
+            return {**super()._meta(), "disconnected": dict(self.disconnected)}
+
+``_meta`` returns the keyword arguments that, after a trip through JSON, build the same result again; ``rl.open`` finds
+the class by its kind. A kind whose module may not have been imported yet is named in ``HOMES``.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+from collections.abc import Iterable, Iterator, Mapping
+from os import PathLike
+from typing import Any, ClassVar, Self
+
+import xarray as xr
+
+from ..errors import LayerNotFoundError, did_you_mean, message
+from .checks import Check
+from .names import from_path, to_paths
+
+#: kind -> "module:class" of results that live beside their verb.
+HOMES: dict[str, str] = {
+    "trace": "rnnlens.results.trace:Trace",
+    "gradients": "rnnlens.verbs.gradients:Gradients",
+    "weights": "rnnlens.verbs.weights:Weights",
+    "jacobian": "rnnlens.verbs.jacobian:Jacobian",
+}
+
+_CLASSES: dict[str, type[Result]] = {}
+
+
+def result_class(kind: str) -> type[Result] | None:
+    """Find the class that registered itself for ``kind``, imported if need be; None for a kind nobody knows."""
+    if kind not in _CLASSES and kind in HOMES:
+        module, _, name = HOMES[kind].partition(":")
+        try:
+            getattr(importlib.import_module(module), name)
+        except (ModuleNotFoundError, AttributeError):
+            return None
+    return _CLASSES.get(kind)
+
+
+class Result(Mapping[str, Any]):
+    """Labelled data with one node per layer.
+
+    Behaves as a mapping from layer names to what :meth:`_node` makes of their datasets.
+
+    Parameters
+    ----------
+    datasets
+        By layer name, in the order in which the layers were called; or the tree itself, with that order in ``layers``.
+    provenance
+        Framework, versions, engine, dtype, device: plain strings.
+    notes
+        Sentences that a reader of the numbers must know.
+    checks
+        Self-checks, as :class:`~rnnlens.results.checks.Check` or as mappings.
+    """
+
+    kind: ClassVar[str] = ""
+
+    def __init_subclass__(cls, *, kind: str = "", **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        if kind:
+            cls.kind = kind
+            _CLASSES[kind] = cls
+
+    def __init__(
+        self,
+        datasets: Mapping[str, xr.Dataset] | xr.DataTree,
+        *,
+        provenance: Mapping[str, str] | None = None,
+        notes: Iterable[str] = (),
+        checks: Iterable[Check | Mapping[str, Any]] = (),
+        layers: Iterable[str] | None = None,
+    ) -> None:
+        self._tree = datasets if isinstance(datasets, xr.DataTree) else _tree(datasets)
+        paths = {from_path(node.path): node.path for node in self._tree.subtree if node.has_data}
+        order = layers if layers is not None else (paths if datasets is self._tree else datasets)
+        self._paths = {str(name): paths[str(name)] for name in order}
+        self.provenance = dict(provenance or {})
+        self.notes = list(notes)
+        self.checks = [check if isinstance(check, Check) else Check(**check) for check in checks]
+
+    @property
+    def tree(self) -> xr.DataTree:
+        """All data as one xarray DataTree: one node per layer, nested models as groups."""
+        return self._tree
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers, in the order in which they were called."""
+        return tuple(self._paths)
+
+    def dataset(self, name: str) -> xr.Dataset:
+        """All variables of one layer.
+
+        Raises
+        ------
+        LayerNotFoundError
+            If no layer has that name, or if more than one could be meant.
+        """
+        node: Any = self._tree[self._paths[self._resolve(name)]]
+        dataset: xr.Dataset = node.to_dataset(inherit=False)
+        return dataset
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write everything to one file: netCDF for ``.nc``, Zarr for ``.zarr``; ``rl.open`` reads it back.
+
+        A result of that name that is already there is replaced, and only once the new one is complete: after an error
+        or an interrupt the old file is as it was.
+
+        Raises
+        ------
+        FileError
+            If the path cannot be written, or ends in neither.
+        """
+        from .files import save
+
+        save(self, path)
+
+    def _node(self, name: str) -> Any:
+        """Build what ``result[name]`` returns."""
+        return self.dataset(name)
+
+    def _meta(self) -> dict[str, Any]:
+        """Keyword arguments that build this result again from its tree; JSON can hold them."""
+        return {
+            "layers": list(self.layers),
+            "provenance": self.provenance,
+            "notes": self.notes,
+            "checks": [check.to_dict() for check in self.checks],
+        }
+
+    @classmethod
+    def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
+        return cls(tree, **meta)
+
+    def _resolve(self, name: str) -> str:
+        """Full name of a layer: exact, or short where only one layer ends in it."""
+        if name in self._paths:
+            return name
+        calls = [known for known in self._paths if known.rpartition("#")[0] == name]
+        inside = [known for known in self._paths if known.endswith(f"/{name}")]
+        inside_calls = [known for known in self._paths if known.rpartition("#")[0].endswith(f"/{name}")]
+        candidates = calls or inside or inside_calls
+        if len(candidates) == 1:
+            return candidates[0]
+        if not candidates:
+            raise LayerNotFoundError(
+                message(f"No layer named {name!r} in this {self.kind}.", hint=did_you_mean(name, self._paths))
+            )
+        why = "was called more than once" if calls else "exists more than once"
+        listing = ", ".join(repr(candidate) for candidate in candidates)
+        raise LayerNotFoundError(message(f"Layer {name!r} {why}.", got=repr(name), expected=f"one of: {listing}"))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._node(self._resolve(name))
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            self._resolve(str(name))
+        except LayerNotFoundError:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self._paths)
+
+    def _headline(self) -> str:
+        """First line of the repr."""
+        return f"{len(self)} {'layer' if len(self) == 1 else 'layers'}"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """Name and description per layer, for the repr."""
+        return [(name, ", ".join(str(v) for v in self.dataset(name).data_vars)) for name in self]
+
+    def _remarks(self) -> list[tuple[str, str]]:
+        """Label and sentence of whatever follows the layers in the repr."""
+        remarks = [("checks", sentence) for sentence in _check_sentences(self.checks)]
+        remarks += [("note", note) for note in self.notes]
+        if self.provenance:
+            remarks.append(("from", ", ".join(self.provenance.values())))
+        return remarks
+
+    def __repr__(self) -> str:
+        lines = [f"<rnnlens {type(self).__name__}> {self._headline()}"]
+        rows = self._rows() + self._remarks()
+        width = max((len(label) for label, _ in rows), default=0)
+        return "\n".join(lines + [f"  {label:<{width}}  {text}" for label, text in rows])
+
+    def _repr_html_(self) -> str:
+        def table(rows: list[tuple[str, str]], *, head: bool) -> str:
+            cell = "th" if head else "td"
+            return "".join(
+                f'<tr><{cell} style="text-align:left;vertical-align:top">{html.escape(label)}</{cell}>'
+                f'<td style="text-align:left">{html.escape(text)}</td></tr>'
+                for label, text in rows
+            )
+
+        details = "".join(
+            f"<details><summary>{html.escape(name)}</summary>{self.dataset(name)._repr_html_()}</details>"
+            for name in self
+        )
+        title = html.escape(f"{type(self).__name__}: {self._headline()}")
+        rows = table(self._rows(), head=True) + table(self._remarks(), head=False)
+        return f'<div class="rnnlens"><strong>{title}</strong><table>{rows}</table>{details}</div>'
+
+
+def _tree(datasets: Mapping[str, xr.Dataset]) -> xr.DataTree:
+    paths = to_paths(datasets)
+    return xr.DataTree.from_dict({paths[name]: dataset for name, dataset in datasets.items()})
+
+
+def _check_sentences(checks: list[Check]) -> list[str]:
+    """Every failure in full; otherwise the closest call, in one sentence."""
+    failed = [check.sentence for check in checks if not check.ok]
+    if failed or not checks:
+        return [f"FAILED {sentence}" for sentence in failed]
+    worst = max(checks, key=lambda check: check.residual / check.bound)
+    figures = f"largest residual {worst.residual:.1g}, rounding explains {worst.bound:.1g}"
+    return [f"{len(checks)} of {len(checks)} passed ({worst.layer} {worst.name}: {figures})"]

@@ -1,0 +1,47 @@
+"""Between the names of layers and the paths of a tree.
+
+A layer of a nested model, ``"encoder/lstm"``, is the node ``lstm`` of the group ``encoder``. Groups of a tree share
+their coordinates with what is below them, which must then agree in size; a layer with variables of its own that also
+holds layers keeps its variables in a child named ``"@"``, so that nothing below has to agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from urllib.parse import unquote
+
+OWN = "@"
+
+
+def to_paths(names: Iterable[str]) -> dict[str, str]:
+    """Path of each name.
+
+    >>> to_paths(["lstm#0", "encoder/gru", "rnn[1]"])
+    {'lstm#0': '/lstm#0', 'encoder/gru': '/encoder/gru', 'rnn[1]': '/rnn[1]'}
+    >>> to_paths(["encoder", "encoder/gru"])
+    {'encoder': '/encoder/@', 'encoder/gru': '/encoder/gru'}
+    """
+    names = list(names)
+    parents = {"/".join(parts[:i]) for parts in (name.split("/") for name in names) for i in range(1, len(parts))}
+    return {name: _path(name) + (f"/{OWN}" if name in parents else "") for name in names}
+
+
+def from_path(path: str) -> str:
+    """Name of the layer at a path.
+
+    >>> from_path("/encoder/@"), from_path("/encoder/gru")
+    ('encoder', 'encoder/gru')
+    """
+    return "/".join(unquote(part) for part in path.removesuffix(f"/{OWN}").strip("/").split("/"))
+
+
+def _path(name: str) -> str:
+    return "".join(f"/{_quote(part)}" for part in name.split("/"))
+
+
+def _quote(part: str) -> str:
+    """Escape what a path cannot hold: an empty part, the two relative ones, our own mark, and the escape itself."""
+    escaped = part.replace("%", "%25")
+    if escaped in ("", ".", "..", OWN):
+        return "".join(f"%{ord(c):02X}" for c in escaped) or "%00"
+    return escaped

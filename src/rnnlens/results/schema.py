@@ -1,0 +1,290 @@
+"""From plain arrays to labelled ones: which dimensions, which coordinates, which words.
+
+Nothing here copies an array: the variables of a dataset are views of what the caller holds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ..errors import InputError, message
+from ..vocabulary import (
+    BACKWARD,
+    DIRECTION,
+    FEATURE,
+    FORWARD,
+    GATE,
+    GATES,
+    IN_FEATURE,
+    IN_TIME,
+    OUT_TIME,
+    OUT_UNIT,
+    QUANTITIES,
+    SAMPLE,
+    STATE,
+    TIME,
+    UNIT,
+    UNIT_IN,
+    Quantity,
+    state_names,
+    state_quantity,
+)
+
+#: Rises when files written by an older rnnlens could be misread by this one, or the other way round.
+SCHEMA_VERSION = 1
+
+_DIMENSION_WORDS: dict[str, tuple[str, str]] = {
+    SAMPLE: ("sample", "position in the batch, from 0"),
+    TIME: ("time step", "chronological: 0 is the first input step, whatever the direction of the layer"),
+    FEATURE: ("input feature", "position in the layer input, from 0"),
+    UNIT: ("unit", "position in the layer, from 0"),
+    UNIT_IN: ("previous hidden unit", "unit of h_{t-1} that a recurrent weight reads"),
+    GATE: ("gate", "gate names of rnnlens, the same for every framework"),
+    STATE: ("state", "what the cell carries from step to step"),
+    DIRECTION: ("direction", "half of a bidirectional layer; both are in chronological time"),
+    OUT_TIME: ("output time step", "chronological, from 0"),
+    OUT_UNIT: ("output unit", "position in the output, from 0"),
+    IN_TIME: ("input time step", "chronological, from 0"),
+    IN_FEATURE: ("input feature", "position in the input, from 0"),
+}
+
+_KERNEL, _RECURRENT, _BIAS = (FEATURE, GATE, UNIT), (UNIT_IN, GATE, UNIT), (GATE, UNIT)
+_SCALE = "1"
+
+_WEIGHTS: dict[str, Quantity] = {
+    q.name: q
+    for q in (
+        Quantity("kernel", _KERNEL, "input kernel", _SCALE, "W_x: from the layer input to each gate"),
+        Quantity("recurrent_kernel", _RECURRENT, "recurrent kernel", _SCALE, "W_h: from h_{t-1} to each gate"),
+        Quantity("bias", _BIAS, "bias", _SCALE, "added on the input side of each gate"),
+        Quantity("recurrent_bias", _BIAS, "recurrent bias", _SCALE, "added on the recurrent side of each gate"),
+        Quantity("projection", (UNIT, UNIT_IN), "projection", _SCALE, "from o_t * tanh(c_t) to the smaller h_t"),
+    )
+}
+
+_BORDER_STATE = re.compile(r"(?P<when>initial|final)_(?P<state>.+?)(?P<grad>_grad)?")
+
+
+def quantity(name: str) -> Quantity:
+    """Look up the quantity of that name: of a trace, a weight, their gradients, or a state tensor of a custom cell.
+
+    >>> quantity("hidden_grad").dims
+    ('sample', 'time', 'unit')
+    >>> quantity("recurrent_kernel_grad").dims
+    ('unit_in', 'gate', 'unit')
+    >>> quantity("initial_state_1_grad").long_name
+    'gradient of the initial state 1'
+    """
+    if name in QUANTITIES:
+        return QUANTITIES[name]
+    weight, gradient = name.removesuffix("_grad"), name.endswith("_grad")
+    if weight in _WEIGHTS:
+        known = _WEIGHTS[weight]
+        if not gradient:
+            return known
+        definition = f"dL/d{weight}, summed over samples (and over time where there is no time axis)"
+        return Quantity(name, known.dims, f"gradient of the {known.long_name}", "loss / 1", definition, True)
+    border = _BORDER_STATE.fullmatch(name)
+    if border is not None:
+        return _border_state(name, border["when"], border["state"], border["grad"] is not None)
+    return state_quantity(weight, gradient=gradient)
+
+
+def _border_state(name: str, when: str, state: str, gradient: bool) -> Quantity:
+    """``initial_hidden``, ``final_cell_grad``: one state at one end, where the states differ in size."""
+    words, symbol = f"{when} {state.replace('_', ' ')}", f"{state}_{'0' if when == 'initial' else 'T'}"
+    if not gradient:
+        return Quantity(name, (SAMPLE, UNIT), words, "1", f"{symbol}, chronologically by the layer's own direction")
+    return Quantity(name, (SAMPLE, UNIT), f"gradient of the {words}", "loss / 1", f"dL/d{symbol}", True)
+
+
+def layer_dataset(
+    arrays: Mapping[str, Any],
+    *,
+    info: Any,
+    provenance: Mapping[str, str] | None = None,
+    bidirectional: bool | None = None,
+    dims: Mapping[str, Sequence[str]] | None = None,
+) -> xr.Dataset:
+    """Label the arrays of one layer.
+
+    Parameters
+    ----------
+    arrays
+        By quantity name (``vocabulary.QUANTITIES``, names of custom states, weights and their ``_grad``). None is
+        skipped. Sample first, then time, chronological; not copied.
+    info
+        A :class:`~rnnlens.adapters.protocol.LayerInfo` or a mapping with its fields; ``name`` is required. ``cell``
+        gives the gate and state names, ``gates`` and ``states`` override them.
+    provenance
+        Plain strings that every variable carries as one line.
+    bidirectional
+        Whether arrays may have a direction axis (forward first), after time, or after sample where there is no time.
+        Default: what ``info`` says. Arrays without that axis (input, mask) are recognised by their rank.
+    dims
+        Dimensions of single arrays, where the rules above would not find them.
+
+    Returns
+    -------
+    Dataset
+        ``unit`` has the size of the hidden state (of the output, where there is none). Variables of another size, such
+        as the cell state of an LSTM with a projection, get a dimension of their own: ``cell_unit``.
+
+    Raises
+    ------
+    InputError
+        If the rank of an array does not fit its quantity.
+    """
+    described = info_mapping(info)
+    both = described.get("direction") == "bidirectional" if bidirectional is None else bidirectional
+    present = {name: plain(array) for name, array in arrays.items() if array is not None}
+    named = {name: tuple((dims or {}).get(name) or _dims(name, array, both)) for name, array in present.items()}
+    named = _separate_units(named, present)
+    common = {"layer": str(described["name"]), "schema": SCHEMA_VERSION, "provenance": provenance_line(provenance)}
+    variables = {
+        name: xr.Variable(named[name], array, {**describe(name), **common, **_original(arrays[name], array)})
+        for name, array in present.items()
+    }
+    sizes = {dim: size for variable in variables.values() for dim, size in variable.sizes.items()}
+    return xr.Dataset(variables, coords=coordinates(sizes, described), attrs=_layer_attrs(described))
+
+
+def info_mapping(info: Any) -> dict[str, Any]:
+    """Fields of a LayerInfo, or of a mapping, as a dict of its own."""
+    if is_dataclass(info) and not isinstance(info, type):
+        return asdict(info)
+    return dict(info)
+
+
+def plain(array: Any) -> np.ndarray[Any, Any]:
+    """Return a NumPy view; floats that files cannot hold (bfloat16) become float32, which represents them exactly."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        if str(array.dtype) == "torch.bfloat16":
+            array = array.float()
+    values = np.asarray(array)
+    return values.astype(np.float32) if values.dtype.kind == "V" else values
+
+
+def describe(name: str) -> dict[str, str]:
+    """Words of one quantity, as attributes: long_name, units, definition and, where there is one, the source."""
+    known = quantity(name)
+    attrs = {"long_name": known.long_name, "units": known.units, "definition": known.definition}
+    return {**attrs, "source": known.source} if known.source else attrs
+
+
+def provenance_line(provenance: Mapping[str, str] | None) -> str:
+    """All of the provenance in one line that fits an attribute.
+
+    >>> provenance_line({"framework": "keras 3.15.1", "dtype": "float32"})
+    'framework: keras 3.15.1; dtype: float32'
+    """
+    return "; ".join(f"{key}: {value}" for key, value in (provenance or {}).items())
+
+
+def coordinates(sizes: Mapping[Any, int], info: Mapping[str, Any]) -> dict[Hashable, xr.Variable]:
+    """One coordinate per dimension: names for gates, states and directions, positions from 0 for all others."""
+    return {str(dim): _coordinate(str(dim), size, info) for dim, size in sizes.items()}
+
+
+def labelled(
+    values: Any,
+    dims: Sequence[str],
+    *,
+    name: str,
+    attrs: Mapping[str, Any],
+    coords: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, str] | None = None,
+    info: Mapping[str, Any] | None = None,
+) -> xr.DataArray:
+    """One labelled array that belongs to no layer dataset, such as a time Jacobian; ``coords`` override positions."""
+    array = plain(values)
+    everywhere = coordinates(dict(zip(dims, array.shape, strict=True)), info or {})
+    for dim, labels in (coords or {}).items():
+        given = everywhere.get(dim)
+        everywhere[dim] = xr.Variable((dim,), np.asarray(labels), given.attrs if given is not None else {})
+    common = {"schema": SCHEMA_VERSION, "provenance": provenance_line(provenance)}
+    return xr.DataArray(array, dims=tuple(dims), coords=everywhere, name=name, attrs={**attrs, **common})
+
+
+def _coordinate(dim: str, size: int, info: Mapping[str, Any]) -> xr.Variable:
+    long_name, definition = _DIMENSION_WORDS.get(dim, (dim.replace("_", " "), "position, from 0"))
+    cell = str(info.get("cell", ""))
+    names: dict[str, Callable[[], Sequence[str]]] = {
+        GATE: lambda: info.get("gates") or GATES.get(cell, ()),
+        STATE: lambda: info.get("states") or state_names(cell, size),
+        DIRECTION: lambda: (FORWARD, BACKWARD),
+    }
+    labels = list(names[dim]()) if dim in names else []
+    values = np.array(labels) if len(labels) == size else np.arange(size)
+    return xr.Variable((dim,), values, {"long_name": long_name, "definition": definition})
+
+
+def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool) -> tuple[str, ...]:
+    """Dimensions by quantity and rank: with or without direction, time, or, for weights, a leading time."""
+    full = quantity(name).dims
+    candidates = [full]
+    if name in ("output", "output_grad"):
+        candidates = [full, (SAMPLE, UNIT), (SAMPLE,), (SAMPLE, *(f"axis_{i}" for i in range(1, array.ndim - 1)), UNIT)]
+    elif name.removesuffix("_grad") in _WEIGHTS:
+        candidates = [full, (TIME, *full)]
+    if bidirectional:
+        candidates = [*(_with_direction(c) for c in candidates), *candidates]
+    for candidate in candidates:
+        if len(candidate) == array.ndim:
+            return candidate
+    raise InputError(
+        message(
+            f"The rank of {name!r} does not fit.",
+            got=f"shape {array.shape}",
+            expected=" or ".join(f"({', '.join(c)})" for c in candidates),
+        )
+    )
+
+
+def _with_direction(dims: tuple[str, ...]) -> tuple[str, ...]:
+    """Direction comes after time, else after sample, else first (weights)."""
+    for anchor in (TIME, SAMPLE):
+        if anchor in dims:
+            at = dims.index(anchor) + 1
+            return (*dims[:at], DIRECTION, *dims[at:])
+    return (DIRECTION, *dims)
+
+
+def _separate_units(
+    named: Mapping[str, tuple[str, ...]], arrays: Mapping[str, np.ndarray[Any, Any]]
+) -> dict[str, tuple[str, ...]]:
+    """Give variables whose last axis is not as long as that of ``hidden`` a unit dimension of their own."""
+    reference = next((arrays[n].shape[-1] for n in ("hidden", "hidden_grad", "output", "gates") if n in arrays), None)
+    separated = {}
+    for name, dims in named.items():
+        own = reference is not None and dims[-1:] == (UNIT,) and arrays[name].shape[-1] != reference
+        separated[name] = (*dims[:-1], f"{_unit_owner(name)}_unit") if own else dims
+    return separated
+
+
+def _unit_owner(name: str) -> str:
+    """Whose units a variable has: gates have those of the cell state, a gradient those of its variable."""
+    base = re.sub(r"^(initial|final)_(?!state$)", "", name.removesuffix("_grad"))
+    return "cell" if base in ("gates", "gate_preactivation", "gate") else base
+
+
+def _original(array: Any, stored: np.ndarray[Any, Any]) -> dict[str, str]:
+    """Name the dtype that an array was computed in, where it is stored in another."""
+    dtype = str(array.dtype).removeprefix("torch.") if hasattr(array, "dtype") else str(stored.dtype)
+    return {} if dtype == str(stored.dtype) else {"computed_dtype": dtype}
+
+
+def _layer_attrs(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of a layer: the words as they are, the rest as one line of JSON (files hold no dicts)."""
+    words = {"layer": "name", "kind": "kind", "cell": "cell", "direction": "direction"}
+    attrs: dict[str, Any] = {attr: str(info[key]) for attr, key in words.items() if info.get(key)}
+    rest = {key: value for key, value in info.items() if key not in words.values()}
+    return {**attrs, "details": json.dumps(rest, default=str), "schema": SCHEMA_VERSION}

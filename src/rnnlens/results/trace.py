@@ -1,0 +1,166 @@
+"""The result of ``rl.trace``: what each recurrent layer did at every step, and what the loss says about it."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import xarray as xr
+
+from ..errors import QuantityNotFoundError, did_you_mean, message
+from ..vocabulary import QUANTITIES, SAMPLE, TIME
+from .base import Result
+from .checks import Check
+from .schema import quantity
+
+
+class LayerTrace:
+    """Variables of one layer, by attribute: ``trace["lstm"].hidden_grad``.
+
+    Each is a DataArray that carries its own name, units, definition and origin. ``.dataset`` has them all at once.
+    """
+
+    def __init__(
+        self, name: str, dataset: xr.Dataset, *, loss: float | None = None, asked: tuple[str, ...] | None = None
+    ) -> None:
+        self.name = name
+        self.dataset = dataset
+        self._loss = loss
+        self._asked = asked
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What is known of the layer: kind, cell, direction, units, options."""
+        attrs = self.dataset.attrs
+        words = {key: attrs[key] for key in ("kind", "cell", "direction") if key in attrs}
+        return {"name": self.name, **words, **json.loads(attrs.get("details", "{}"))}
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """Names of the variables."""
+        return tuple(str(name) for name in self.dataset.data_vars)
+
+    def __getattr__(self, name: str) -> xr.DataArray:
+        if name.startswith("_") or name == "dataset":
+            raise AttributeError(name)
+        return self[name]
+
+    def __getitem__(self, name: str) -> xr.DataArray:
+        if name in self.dataset.variables:
+            return self.dataset[name]
+        raise QuantityNotFoundError(self._absence(name))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.dataset.data_vars
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.quantities]
+
+    def _absence(self, name: str) -> str:
+        """Why there is no such variable, and what to do about it."""
+        where = f"{name!r} was not computed for layer {self.name!r}"
+        attrs = self.dataset.attrs
+        cell = str(attrs.get("cell") or attrs.get("kind") or "layer")
+        if name not in QUANTITIES and not name.startswith(("state_", "initial_", "final_")):
+            hint = did_you_mean(name, self.quantities)
+            return message(f"No quantity named {name!r} for layer {self.name!r}.", hint=hint)
+        if name in ("cell", "cell_grad") and cell != "lstm":
+            return message(f"{where}: {cell} has no cell state.", hint="hidden or hidden_grad")
+        if quantity(name).needs_loss and self._loss is None:
+            return message(f"{where}: no loss was given.", hint="rl.trace(model, x, y, loss=...) or a compiled model")
+        if self._asked is not None and name not in self._asked:
+            return message(f"{where}: it is not among quantities=.", got=", ".join(self._asked), hint=f"add {name!r}")
+        return message(f"{where}: it does not exist for {cell}.", expected=f"one of: {', '.join(self.quantities)}")
+
+    @property
+    def summary(self) -> str:
+        """One line: kind, sizes, direction, and the names of the variables."""
+        return f"{describe_layer(self.dataset)}: {' '.join(self.quantities)}"
+
+    def __repr__(self) -> str:
+        lines = [f"<rnnlens LayerTrace {self.name!r}> {describe_layer(self.dataset)}"]
+        width = max((len(name) for name in self.quantities), default=0)
+        for name in self.quantities:
+            array = self.dataset[name]
+            shape = ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items())
+            lines.append(f"  {name:<{width}}  ({shape})  {array.attrs.get('long_name', '')}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        title = html.escape(f"{self.name}: {describe_layer(self.dataset)}")
+        return f'<div class="rnnlens"><strong>{title}</strong>{self.dataset._repr_html_()}</div>'
+
+
+class Trace(Result, kind="trace"):
+    """What ``rl.trace`` returns: a mapping from layer names to :class:`LayerTrace`.
+
+    Parameters
+    ----------
+    datasets
+        One per layer, as :func:`~rnnlens.results.schema.layer_dataset` builds them, in the order of the calls.
+    loss
+        The loss of this batch, or None without one. NaN and infinity are kept, and flagged.
+    quantities
+        What was asked for, where that was not everything.
+    provenance, notes, checks, layers
+        As in :class:`~rnnlens.results.base.Result`.
+    """
+
+    def __init__(
+        self,
+        datasets: Mapping[str, xr.Dataset] | xr.DataTree,
+        *,
+        loss: float | None = None,
+        quantities: Iterable[str] | None = None,
+        provenance: Mapping[str, str] | None = None,
+        notes: Iterable[str] = (),
+        checks: Iterable[Check | Mapping[str, Any]] = (),
+        layers: Iterable[str] | None = None,
+    ) -> None:
+        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks, layers=layers)
+        self.loss = None if loss is None else float(loss)
+        self.quantities = None if quantities is None else tuple(quantities)
+
+    def __getitem__(self, name: str) -> LayerTrace:
+        return self._node(self._resolve(name))
+
+    def _node(self, name: str) -> LayerTrace:
+        return LayerTrace(name, self.dataset(name), loss=self.loss, asked=self.quantities)
+
+    def _meta(self) -> dict[str, Any]:
+        asked = None if self.quantities is None else list(self.quantities)
+        return {**super()._meta(), "loss": self.loss, "quantities": asked}
+
+    def _headline(self) -> str:
+        sizes = {dim: n for name in reversed(self.layers) for dim, n in self.dataset(name).sizes.items()}
+        parts = [super()._headline()]
+        parts += [f"{sizes[dim]} {dim if sizes[dim] == 1 else plural}" for dim, plural in _COUNTED if dim in sizes]
+        return ", ".join(parts) + ("" if self.loss is None else f", loss {self.loss:.4g}")
+
+    def _rows(self) -> list[tuple[str, str]]:
+        return [(name, self[name].summary) for name in self]
+
+    def _remarks(self) -> list[tuple[str, str]]:
+        flag = []
+        if self.loss is None:
+            flag = [("loss", "none given: no gradients")]
+        elif not math.isfinite(self.loss):
+            flag = [("loss", f"WARNING: the loss is {self.loss}; gradients may be NaN or infinite")]
+        return flag + super()._remarks()
+
+
+_COUNTED = ((SAMPLE, "samples"), (TIME, "time steps"))
+
+
+def describe_layer(dataset: xr.Dataset) -> str:
+    """Kind, units and direction of a layer in a few words, from its attributes and sizes."""
+    attrs = dataset.attrs
+    words = [str(attrs.get("kind") or attrs.get("cell") or "layer")]
+    if "unit" in dataset.sizes:
+        words.append(f"{dataset.sizes['unit']} units")
+    if attrs.get("direction", "forward") != "forward":
+        words.append(str(attrs["direction"]))
+    return ", ".join(words)
