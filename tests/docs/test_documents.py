@@ -1,0 +1,67 @@
+"""What the documents say is so: snippets run, commands and links exist."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = ("*.md", "docs/**/*.md", "src/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
+DOCUMENTS = sorted({path for place in PLACES for path in ROOT.glob(place)})
+SNIPPETS = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()])
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
+#: python under another label would escape the test below.
+OTHER_NAMES_OF_PYTHON = {"py", "python3", "pycon", "ipython"}
+
+by_name = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+@pytest.fixture
+def fresh_keras():
+    """Automatic layer names start anew, as in a process of the reader's own."""
+    if keras := sys.modules.get("keras"):
+        keras.utils.clear_session()
+
+
+@by_name
+def test_python_snippets_run(document, fresh_keras, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for example in SNIPPETS.parse(document).examples():
+        example.evaluate()
+
+
+@by_name
+def test_links_inside_the_project_lead_somewhere(document):
+    text = BLOCK.sub("", document.read_text())
+    targets = ["".join(pair).split("#")[0] for pair in LINK.findall(text)]
+    local = [target for target in targets if target and "://" not in target and not target.startswith("mailto:")]
+    missing = [target for target in local if not (document.parent / target).exists()]
+    assert missing == []
+
+
+@by_name
+def test_python_is_labelled_python(document):
+    labels = {label for label, _ in BLOCK.findall(document.read_text())}
+    assert not labels & OTHER_NAMES_OF_PYTHON
+
+
+@by_name
+def test_commands_exist(document):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shell = "\n".join(text for label, text in BLOCK.findall(document.read_text()) if label in {"bash", "sh", "console"})
+    unknown = set(re.findall(r"^(?:\$ )?make ([\w-]+)", shell, re.MULTILINE)) - targets
+    assert unknown == set()
+    scripts = re.findall(r"python ((?:benchmarks|examples|docs|tests)/[\w/.-]+)", shell)
+    assert [script for script in scripts if not (ROOT / script).exists()] == []
+
+
+def test_documents_were_found():
+    found = {path.relative_to(ROOT).as_posix() for path in DOCUMENTS}
+    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/LIMITATIONS.md"} <= found
