@@ -1,0 +1,32 @@
+"""Runs every benchmark of this folder, one after the other, each in a process of its own.
+
+    python benchmarks/run_all.py [--small]
+
+``--small`` asks each benchmark for its toy size: to see that it runs, not how fast.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def main() -> int:
+    """Run them all, also after one failed; the number of failures."""
+    failed = []
+    for script in sorted(HERE.glob("*.py")):
+        if script.name.startswith("_") or script == Path(__file__):
+            continue
+        print(f"\n{'=' * 20} {script.name} {'=' * 20}", flush=True)
+        if subprocess.run([sys.executable, script, *sys.argv[1:]], check=False).returncode:
+            failed.append(script.name)
+    if failed:
+        print(f"\nfailed: {', '.join(failed)}")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""rl.trace against the framework's own compiled forward and backward pass: time and memory, as ratios in one run.
+
+    python benchmarks/trace_keras.py [--small] [--rounds 5] [tensorflow jax]
+
+Two LSTM layers of 256 units, batch 64, 500 steps, 32 features, a loss at every step. What is compared:
+
+full trace
+    ``rl.trace(model, x, y)``, all quantities of both layers, against the compiled loss and its gradient with respect to
+    the trainable weights.
+upper output_grad
+    ``rl.trace(..., layers=["upper"], quantities=["output_grad"])`` against a compiled forward pass and the gradient
+    from the upper layer's output on.
+
+Times are medians of interleaved rounds after one round that compiles. Memory is the high-water mark of a process of its
+own, above what it held before the first call; a full trace may need the framework's own plus 1.5 times what it returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+BARS = {"full trace": 3.0, "upper output_grad": 1.1, "memory": 1.5}
+
+
+def build(small: bool):
+    """Model and batch; the same in every process."""
+    import keras
+    import numpy as np
+
+    units, batch, steps, features = (32, 8, 50, 4) if small else (256, 64, 500, 32)
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((steps, features)),
+            keras.layers.LSTM(units, return_sequences=True, name="lower"),
+            keras.layers.LSTM(units, return_sequences=True, name="upper"),
+            keras.layers.Dense(1, name="head"),
+        ]
+    )
+    model.compile("sgd", "mse")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((batch, steps, features), dtype="float32")
+    return model, x, rng.standard_normal((batch, steps, 1), dtype="float32")
+
+
+def tensorflow_peers(model, x, y):
+    """Compiled forward and backward passes in TensorFlow; each waits for its result."""
+    import tensorflow as tf
+
+    lower, upper, head = model.layers
+
+    @tf.function
+    def backward(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        return tape.gradient(loss, model.trainable_weights)
+
+    @tf.function
+    def upward(x, y):
+        between = upper(lower(x))
+        with tf.GradientTape() as tape:
+            tape.watch(between)
+            loss = tf.reduce_mean((head(between) - y) ** 2)
+        return tape.gradient(loss, between)
+
+    x, y = tf.constant(x), tf.constant(y)
+    return (lambda: [g.numpy() for g in backward(x, y)]), (lambda: upward(x, y).numpy())
+
+
+def jax_peers(model, x, y):
+    """Compiled forward and backward passes in JAX; each waits for its result."""
+    import jax
+
+    lower, upper, head = model.layers
+    values = [w.value for w in model.trainable_variables]
+    others = [w.value for w in model.non_trainable_variables]
+
+    def loss_of(values):
+        return ((model.stateless_call(values, others, x)[0] - y) ** 2).mean()
+
+    def above(between):
+        return ((head(between) - y) ** 2).mean()
+
+    backward = jax.jit(jax.value_and_grad(loss_of))
+    upward = jax.jit(lambda x: jax.grad(above)(upper(lower(x))))
+    return (lambda: jax.block_until_ready(backward(values))), (lambda: jax.block_until_ready(upward(x)))
+
+
+def jobs(small: bool) -> dict:
+    """Name -> what is called, in this process's engine."""
+    import keras
+
+    import rnnlens as rl
+
+    model, x, y = build(small)
+    peers = {"tensorflow": tensorflow_peers, "jax": jax_peers}[keras.backend.backend()]
+    backward, upward = peers(model, x, y)
+    return {
+        "framework": backward,
+        "full trace": lambda: rl.trace(model, x, y),
+        "framework, from the upper layer up": upward,
+        "upper output_grad": lambda: rl.trace(model, x, y, layers=["upper"], quantities=["output_grad"]),
+    }
+
+
+def time_all(small: bool, rounds: int) -> dict[str, float]:
+    """Median seconds of each job, interleaved."""
+    todo = jobs(small)
+    seconds = {name: [] for name in todo}
+    for turn in range(rounds + 1):
+        for name, job in todo.items():
+            start = time.perf_counter()
+            job()
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def high_water(small: bool, name: str) -> dict[str, float]:
+    """MiB above the resident set before the first call, and MiB returned."""
+    job = jobs(small)[name]
+    Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark of the imports
+    before = _status("VmRSS")
+    result = job()
+    peak = _status("VmHWM") - before
+    returned = sum(result[layer].dataset.nbytes for layer in result) if "trace" in name else 0
+    return {"peak": peak, "returned": returned / 2**20}
+
+
+def _status(field: str) -> float:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def ask(engine: str, small: bool, *task: str) -> dict:
+    """Run one task of this file in a process of its own."""
+    command = [sys.executable, __file__, *(["--small"] if small else []), "--task", *task]
+    environment = {**os.environ, "KERAS_BACKEND": engine, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(engine: str, small: bool, rounds: int) -> None:
+    """Print one table."""
+    seconds = ask(engine, small, "time", str(rounds))
+    own, trace = ask(engine, small, "memory", "framework"), ask(engine, small, "memory", "full trace")
+    pairs = {"full trace": "framework", "upper output_grad": "framework, from the upper layer up"}
+    print(f"\n{engine}")
+    print(f"{'':20}{'rnnlens':>12}{'framework':>12}{'ratio':>8}{'bar':>8}")
+    for name, peer in pairs.items():
+        ratio = seconds[name] / seconds[peer]
+        print(f"{name:20}{seconds[name]:10.3f} s{seconds[peer]:10.3f} s{ratio:8.2f}{BARS[name]:8.1f}")
+    extra = (trace["peak"] - own["peak"]) / trace["returned"]
+    print(
+        f"{'memory':20}{trace['peak']:8.0f} MiB{own['peak']:8.0f} MiB{extra:8.2f}{BARS['memory']:8.1f}"
+        f"   ratio: (ours - framework's) / {trace['returned']:.0f} MiB returned"
+    )
+
+
+def main() -> None:
+    """Either one task in this process, or the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engines", nargs="*", default=["tensorflow", "jax"])
+    parser.add_argument("--small", action="store_true", help="a toy, to see that it runs")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--task", nargs=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.task:
+        kind, argument = asked.task
+        print(json.dumps(time_all(asked.small, int(argument)) if kind == "time" else high_water(asked.small, argument)))
+        return
+    for engine in asked.engines:
+        compare(engine, asked.small, asked.rounds)
+
+
+if __name__ == "__main__":
+    main()
