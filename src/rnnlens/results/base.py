@@ -82,9 +82,8 @@ class Result(Mapping[str, Any]):
         layers: Iterable[str] | None = None,
     ) -> None:
         self._tree = datasets if isinstance(datasets, xr.DataTree) else _tree(datasets)
-        paths = {from_path(node.path): node.path for node in self._tree.subtree if node.has_data}
-        order = layers if layers is not None else (paths if datasets is self._tree else datasets)
-        self._paths = {str(name): paths[str(name)] for name in order}
+        order = datasets if layers is None and not isinstance(datasets, xr.DataTree) else layers
+        self._paths = _found(self._tree) if order is None else to_paths(str(name) for name in order)
         self.provenance = dict(provenance or {})
         self.notes = list(notes)
         self.checks = [check if isinstance(check, Check) else Check(**check) for check in checks]
@@ -229,6 +228,10 @@ class Result(Mapping[str, Any]):
 def _tree(datasets: Mapping[str, xr.Dataset]) -> xr.DataTree:
     paths = to_paths(datasets)
     return xr.DataTree.from_dict({paths[name]: dataset for name, dataset in datasets.items()})
+
+
+def _found(tree: xr.DataTree) -> dict[str, str]:
+    return {from_path(node.path): node.path for node in tree.subtree if node.has_data}
 
 
 def _check_sentences(checks: list[Check]) -> list[str]:

@@ -58,7 +58,7 @@ class Check:
         """What was compared, and how it came out.
 
         >>> Check("replay", "lstm", 0.5, 1e-4).sentence
-        "lstm: the replayed output differs from the captured one by 0.5 (relative); rounding explains 0.0001"
+        'lstm: the replayed output differs from the captured one by 0.5 (relative); rounding explains 0.0001'
         """
         meaning = _MEANING.get(self.name, f"{self.name}: two ways to the same number differ")
         return f"{self.layer}: {meaning} by {self.residual:.3g} (relative); rounding explains {self.bound:.3g}"

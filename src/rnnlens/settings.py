@@ -1,0 +1,203 @@
+"""Options that hold for a while, or for a block of code; memory sizes in words; a progress bar for long jobs only."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sized
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeVar
+
+from .errors import InputError, did_you_mean, message
+
+T = TypeVar("T")
+
+#: A job shorter than this needs no progress bar.
+PATIENCE_S = 2.0
+
+_BYTES = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is in force.
+
+    Attributes
+    ----------
+    memory
+        Bytes that a single call may use for its working arrays and result, where it can choose.
+    progress
+        True or False; None shows a bar only where someone watches: standard error is a terminal, or a notebook runs.
+    """
+
+    memory: int = 2 * 1024**3
+    progress: bool | None = None
+
+
+_CURRENT: ContextVar[Settings] = ContextVar("rnnlens_settings", default=Settings())  # noqa: B039 - it is frozen
+
+
+def current() -> Settings:
+    """Settings in force in this thread or task."""
+    return _CURRENT.get()
+
+
+class options:  # noqa: N801 - called like a function
+    """Set options from here on, or for the length of a ``with`` block.
+
+    Holds in the current thread or asyncio task.
+
+    Parameters
+    ----------
+    memory
+        Such as ``"2 GiB"``, or a number of bytes.
+    progress
+        True, False, or None for "only where someone watches".
+
+    Raises
+    ------
+    InputError
+        If an option is unknown or has no such value; nothing is changed then.
+
+    Examples
+    --------
+    >>> with options(memory="1 GiB"):
+    ...     current().memory
+    1073741824
+    >>> current().memory
+    2147483648
+    """
+
+    def __init__(self, **chosen: Any) -> None:
+        known = [field.name for field in fields(Settings)]
+        for name in chosen:
+            if name not in known:
+                raise InputError(message(f"No option named {name!r}.", hint=did_you_mean(name, known)))
+        if "memory" in chosen:
+            chosen["memory"] = parse_memory(chosen["memory"])
+        if chosen.get("progress") not in (None, True, False):
+            raise InputError(message("progress= is a switch.", got=chosen["progress"], expected="True, False or None"))
+        self._token = _CURRENT.set(replace(current(), **chosen))
+
+    def __enter__(self) -> Settings:
+        return current()
+
+    def __exit__(self, *exc: object) -> None:
+        _CURRENT.reset(self._token)
+
+
+def parse_memory(amount: str | int | float) -> int:
+    """Number of bytes in words such as ``"2 GiB"``, ``"500 MB"``, or in a plain number.
+
+    >>> parse_memory("1.5 KiB"), parse_memory("2GB"), parse_memory(4096)
+    (1536, 2000000000, 4096)
+
+    Raises
+    ------
+    InputError
+        If that is no positive amount of memory.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(amount), re.IGNORECASE)
+    unit = None if match is None else _unit(match[2])
+    try:
+        size = int(float(match[1]) * unit) if match and unit else 0
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0 or isinstance(amount, bool):
+        expected = 'such as "2 GiB", "500 MB" or a number of bytes'
+        raise InputError(message("This is no amount of memory.", got=repr(amount), expected=expected))
+    return size
+
+
+def format_memory(size: int | float) -> str:
+    """Bytes in words, in binary units.
+
+    >>> format_memory(1536), format_memory(3 * 1024**3)
+    ('1.5 KiB', '3 GiB')
+    """
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"
+
+
+def _unit(word: str) -> int | None:
+    """Bytes in a unit, however it is capitalised; K, M, G and T alone are binary, as users of tools mean them."""
+    by_lower = {unit.lower(): size for unit, size in _BYTES.items()}
+    return by_lower.get({"": "b"}.get(word.lower(), word.lower()) if len(word) != 1 else _letter(word.lower()))
+
+
+def _letter(word: str) -> str:
+    return word if word == "b" else f"{word}ib"
+
+
+class Progress:
+    """A bar on standard error that appears once a job has run for two seconds, and is wiped away when it ends.
+
+    Examples
+    --------
+    >>> with Progress("time Jacobian", total=10) as progress:
+    ...     for _ in range(10):
+    ...         progress.advance()
+    """
+
+    def __init__(self, description: str, total: float | None = None, *, patience: float = PATIENCE_S) -> None:
+        self._description = description
+        self._total = total
+        self._patience = patience
+        self._done = 0.0
+        self._bar: Any = None
+        self._task: Any = None
+
+    def advance(self, amount: float = 1.0) -> None:
+        """Report that ``amount`` more of ``total`` is done."""
+        self._done += amount
+        if self._bar is None and self._due():
+            self._show()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done)
+
+    def _due(self) -> bool:
+        return self._wanted and time.monotonic() - self._start >= self._patience
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(self._description, total=self._total)
+        self._bar.start()
+
+    def __enter__(self) -> Self:
+        chosen = current().progress
+        self._wanted = _someone_watches() if chosen is None else chosen
+        self._start = time.monotonic()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def track(items: Iterable[T], description: str, total: float | None = None) -> Iterator[T]:
+    """Go through ``items`` with a :class:`Progress` bar; the total is their length where they have one."""
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    with Progress(description, total) as progress:
+        for item in items:
+            yield item
+            progress.advance()
+
+
+def _someone_watches() -> bool:
+    return sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
