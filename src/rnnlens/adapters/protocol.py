@@ -87,6 +87,8 @@ class RecurrentCall:
         The direct gradients: partial L over what the layer returned. None without a loss.
     input_scale, state_scale : (sample, n) or (gate, sample, n), or None
         Dropout multipliers, the same at every step.
+    compute_dtype
+        The dtype that the framework computed in, where it is coarser than that of the arrays (mixed precision).
     weights_key
         Calls with the same key share their weights; ``weight_grads`` is then the sum over them.
     weight_grads
@@ -109,6 +111,7 @@ class RecurrentCall:
     final_state_grad: tuple[Array, ...] | None = None
     input_scale: Array | None = None
     state_scale: Array | None = None
+    compute_dtype: str = ""
     weights_key: str = ""
     weight_grads: Mapping[str, Array] | None = None
 
@@ -125,6 +128,7 @@ class PlainCall:
     layer: str
     output: Array
     output_grad: Array | None = None
+    kind: str = ""
 
 
 @dataclass
@@ -198,8 +202,15 @@ class Adapter(Protocol):
     def capture(self, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         """One forward pass and, with a loss, one backward pass. Called once per ``rl.trace``."""
 
-    def pullback(self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port]) -> Pullback:
-        """Run the model once, and keep what is needed to differentiate any ``of`` with respect to any ``wrt``."""
+    def pullback(
+        self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
+    ) -> Pullback:
+        """Run the model once, and keep what is needed to differentiate any ``of`` with respect to any ``wrt``.
+
+        Differentiation stops at every ``cut`` port (outputs and final states of recurrent layers): its value counts as
+        given from outside, so that nothing flows through the layer behind it. A cut port may be a ``wrt`` port as well:
+        it receives what arrives there. The time Jacobian cuts at every recurrent layer and sweeps through those itself.
+        """
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
         """All layers with weights, copies of the values, gates in our order."""
