@@ -194,9 +194,7 @@ _TABLE = (
     Activation(
         "mish",
         lambda x, xp: x * xp.tanh(_softplus(x, xp)),
-        lambda x, a, xp: (
-            xp.tanh(_softplus(x, xp)) + x * (1 - xp.tanh(_softplus(x, xp)) ** 2) * _sigmoid(x, xp)
-        ),
+        lambda x, a, xp: xp.tanh(_softplus(x, xp)) + x * (1 - xp.tanh(_softplus(x, xp)) ** 2) * _sigmoid(x, xp),
     ),
     Activation("log_sigmoid", lambda x, xp: -_softplus(-x, xp), lambda x, a, xp: 1 - xp.exp(a)),
     Activation("softmax", _softmax, None, _softmax_vjp, _softmax_vjp),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..typing import Array, Namespace
+from .activations import ACTIVATIONS
 from .cells import KnownCell, affine, equations
 from .run import Run
 
@@ -39,7 +40,9 @@ class Adjoint:
 
 
 def adjoint(
-    run: Run, state_cotangent: Array, final_state_cotangent: Sequence[Array] | None = None
+    run: Run,
+    state_cotangent: Array | Sequence[Array | None],
+    final_state_cotangent: Sequence[Array] | None = None,
 ) -> Adjoint:
     """Sweep direct gradients back through a known cell's recurrence.
 
@@ -53,13 +56,13 @@ def adjoint(
     if not isinstance(run.cell, KnownCell) or run.record is None:
         raise TypeError("adjoint() sweeps known cells; custom cells go through adjoint_custom()")
     xp, module, cell = run.xp, equations(run.cell), run.cell
-    direct = _per_state(state_cotangent, len(run.states))
-    carry = _start(run, final_state_cotangent)
+    direct = per_state(state_cotangent, len(run.states))
+    carry = final_or_zero(run, final_state_cotangent)
     state_grads = tuple(xp.empty_like(s) for s in run.states)
     gate_grad = xp.empty_like(run.record.gates)
     for t in run.steps(reverse=True):
         cotangent = tuple(c if d is None else c + d[:, t, :] for c, d in zip(carry, direct, strict=True))
-        record, after = run.record.at((slice(None), t)), tuple(s[:, t, :] for s in run.states)
+        record, after = run.record.at((slice(None), t, ...)), tuple(s[:, t, :] for s in run.states)
         dz, carry, total = module.pull_back(cell, record, run.state_before(t), after, cotangent, run.state_scale, xp)
         if run.mask is not None:
             real = run.mask[:, t, None]
@@ -97,8 +100,6 @@ def weight_gradients(run: Run, result: Adjoint, *, by_time: bool = False) -> dic
 
 
 def _projection_gradient(run: Run, cell: KnownCell, hidden_grad: Array, by_time: bool, xp: Namespace) -> Array:
-    from .activations import ACTIVATIONS
-
     assert run.record is not None
     unprojected = run.record.gates[..., 3, :] * ACTIVATIONS[cell.activation].value(run.states[1], xp)
     if run.mask is not None:
@@ -106,13 +107,15 @@ def _projection_gradient(run: Run, cell: KnownCell, hidden_grad: Array, by_time:
     return affine.outer(unprojected, hidden_grad, None, 1, by_time, xp)
 
 
-def _per_state(cotangent: Array | Sequence[Array | None], count: int) -> tuple[Array | None, ...]:
+def per_state(cotangent: Array | Sequence[Array | None], count: int) -> tuple[Array | None, ...]:
+    """One direct gradient, or None, per state; a lone array belongs to the first state."""
     if isinstance(cotangent, (tuple, list)):
         return tuple(cotangent)
     return (cotangent, *([None] * (count - 1)))
 
 
-def _start(run: Run, final: Sequence[Array] | None) -> tuple[Array, ...]:
+def final_or_zero(run: Run, final: Sequence[Array] | None) -> tuple[Array, ...]:
+    """What the sweep starts from at the last step."""
     if final is not None:
         return tuple(final)
     return tuple(run.xp.zeros_like(s) for s in run.initial_state)

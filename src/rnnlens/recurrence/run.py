@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from array_api_compat import array_namespace
 
 from ..typing import Array, Namespace
 from .cells import KnownCell, equations, lstm, project_input
@@ -54,6 +56,45 @@ class Run:
     def gates(self) -> Array | None:
         """(sample, time, gate, unit), None for a custom cell."""
         return None if self.record is None else self.record.gates
+
+    @classmethod
+    def from_call(cls, call: Any, xp: Namespace | None = None) -> Run:
+        """Replay a captured call (``adapters.protocol.RecurrentCall``) with the arrays' own namespace."""
+        xp = xp or array_namespace(call.input)
+        if not isinstance(call.cell, KnownCell):
+            run = replay_custom(call.cell, call.input, call.initial_state, xp=xp, mask=call.mask, order=call.direction)
+            if call.returns_sequences:
+                run.residual = residual(run.step_output, call.output, call.mask, xp)
+                return run
+        else:
+            run = replay(
+                call.cell,
+                call.input,
+                call.initial_state,
+                xp=xp,
+                mask=call.mask,
+                order=call.direction,
+                hidden=call.output if call.returns_sequences else None,
+                input_scale=call.input_scale,
+                state_scale=call.state_scale,
+            )
+        if not call.returns_sequences:
+            last = run.last_output(call.masked_output)
+            run.residual = residual(last[:, None, :], call.output[:, None, :], None, xp)
+        return run
+
+    def last_output(self, masked_output: str = "state") -> Array:
+        """(sample, unit): what the layer returns when it returns its last output only."""
+        *_, last = self.steps()
+        if self.step_output is None or (self.mask is not None and masked_output == "state"):
+            return self.states[getattr(self.cell, "output_state", 0)][:, last, :]
+        if self.mask is None:
+            return self.step_output[:, last, :]
+        output = self.xp.zeros_like(self.step_output[:, last, :])
+        for t in self.steps():
+            old = output if masked_output == "output" else self.xp.zeros_like(output)
+            output = carried(self.step_output[:, t, :], old, self.mask[:, t], self.xp)
+        return output
 
     def steps(self, *, reverse: bool = False) -> Iterator[int]:
         """Time indices in the order in which the recurrence ran, or against it."""
@@ -180,9 +221,12 @@ def _cell_states(run: Run, gates: Array) -> Array:
 def residual(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> float:
     """Largest difference at unmasked steps, relative to the largest magnitude captured."""
     difference = xp.abs(recomputed - captured)
+    # A network that diverged has NaN on both sides: that is agreement.
+    difference = xp.where(xp.isnan(recomputed) & xp.isnan(captured), xp.zeros_like(difference), difference)
     if mask is not None:
         difference = xp.where(mask[:, :, None], difference, xp.zeros_like(difference))
-    scale = float(xp.max(xp.abs(captured)))
+    finite = xp.where(xp.isfinite(captured), xp.abs(captured), xp.zeros_like(difference))
+    scale = float(xp.max(finite))
     return float(xp.max(difference)) / (scale or 1.0)
 
 

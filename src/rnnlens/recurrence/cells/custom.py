@@ -17,6 +17,8 @@ class StepCell(Protocol):
 
     state_sizes: tuple[int, ...]
     output_size: int
+    #: Which of the flat states a masked step returns, where the framework returns a state there.
+    output_state: int
 
     def step(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
         """(n, feature) and states (n, size) to output (n, output_size) and new states."""

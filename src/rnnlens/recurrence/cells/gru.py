@@ -1,8 +1,8 @@
 """The gated recurrent unit: h_t = u h_{t-1} + (1 - u) n, with the reset gate before or after the recurrent product.
 
-    u, r = rec_act(W x_t + U h_{t-1} + b)
-    reset_after:   n = act(W_n x_t + b_n + r (U_n h_{t-1} + b'_n))      (cuDNN; arXiv:1406.1078v1)
-    reset before:  n = act(W_n x_t + b_n + U_n (r h_{t-1}))             (Cho et al. 2014, arXiv:1406.1078v3, eqs. 5-8)
+u, r = rec_act(W x_t + U h_{t-1} + b)
+reset_after:   n = act(W_n x_t + b_n + r (U_n h_{t-1} + b'_n))      (cuDNN; arXiv:1406.1078v1)
+reset before:  n = act(W_n x_t + b_n + U_n (r h_{t-1}))             (Cho et al. 2014, arXiv:1406.1078v3, eqs. 5-8)
 """
 
 from __future__ import annotations

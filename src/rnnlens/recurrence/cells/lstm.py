@@ -1,7 +1,7 @@
 """The long short-term memory cell. Hochreiter, Schmidhuber 1997; Gers, Schmidhuber, Cummins 2000 (forget gate).
 
-    z = W x_t + U h_{t-1} + b,  (i, f, o) = rec_act(z_i, z_f, z_o),  g = act(z_g)
-    c_t = f c_{t-1} + i g,      h_t = o act(c_t), projected where the cell has a projection (arXiv:1402.1128, eq. 6)
+z = W x_t + U h_{t-1} + b,  (i, f, o) = rec_act(z_i, z_f, z_o),  g = act(z_g)
+c_t = f c_{t-1} + i g,      h_t = o act(c_t), projected where the cell has a projection (arXiv:1402.1128, eq. 6)
 """
 
 from __future__ import annotations

@@ -19,6 +19,4 @@ class Record(NamedTuple):
 
     def at(self, index: tuple[object, ...]) -> Record:
         """The same record at one index of its leading axes."""
-        return Record(
-            self.preactivation[index], self.gates[index], None if self.inner is None else self.inner[index]
-        )
+        return Record(self.preactivation[index], self.gates[index], None if self.inner is None else self.inner[index])

@@ -1,0 +1,217 @@
+"""A reference for gradients through time that shares nothing with the code it checks: slow, plain, float64.
+
+The equations of each cell are written out once more, one step at a time. Jacobians of a step are taken by the complex
+step (Squire, Trapp 1998, doi:10.1137/S003614459631241X): exact to rounding, with no differencing error, and with no
+formula for a derivative that could carry the same mistake twice. The adjoint is dense:
+lambda_t = direct_t + A_{t+1}^T lambda_{t+1}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..recurrence.cells import KnownCell
+
+Matrix = np.ndarray[Any, Any]
+_STEP = 1e-30
+
+
+def _real_branch(test: Callable[[Matrix], Any], yes: Callable[[Any], Any], no: Callable[[Any], Any]) -> Any:
+    return lambda z: np.where(test(z.real), yes(z), no(z))
+
+
+def _softmax(z: Matrix) -> Matrix:
+    e = np.exp(z - z.real.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+#: Activations that extend to complex arguments, piecewise where they have pieces.
+ACTIVATIONS: dict[str, Callable[[Matrix], Matrix]] = {
+    "linear": lambda z: z,
+    "tanh": np.tanh,
+    "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
+    "exponential": np.exp,
+    "softplus": lambda z: np.log(1 + np.exp(z)),
+    "silu": lambda z: z / (1 + np.exp(-z)),
+    "softmax": _softmax,
+    "log_softmax": lambda z: np.log(_softmax(z)),
+    "relu": _real_branch(lambda r: r > 0, lambda z: z, lambda z: 0 * z),
+    "leaky_relu": _real_branch(lambda r: r > 0, lambda z: z, lambda z: 0.2 * z),
+    "elu": _real_branch(lambda r: r > 0, lambda z: z, lambda z: np.exp(z) - 1),
+    "softsign": _real_branch(lambda r: r > 0, lambda z: z / (1 + z), lambda z: z / (1 - z)),
+    "hard_sigmoid": _real_branch(lambda r: np.abs(r) < 3, lambda z: z / 6 + 0.5, lambda z: 0 * z + (z.real > 0)),
+}
+
+
+def step(cell: KnownCell, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
+    """One step of one sample: x (feature,), states (size,) each; complex arguments allowed."""
+    act, rec = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation]
+    n, h = cell.units, state[0]
+    gate = [slice(k * n, (k + 1) * n) for k in range(len(cell.gates))]
+    b = 0 if cell.bias is None else np.asarray(cell.bias)
+    rb = 0 if cell.recurrent_bias is None else np.asarray(cell.recurrent_bias)
+    wx = x @ np.asarray(cell.kernel) + b
+    u = np.asarray(cell.recurrent_kernel)
+    if cell.kind == "simple_rnn":
+        return [act(wx + h @ u + rb)]
+    if cell.kind == "lstm":
+        z = wx + h @ u + rb
+        c = rec(z[gate[1]]) * state[1] + rec(z[gate[0]]) * act(z[gate[2]])
+        out = rec(z[gate[3]]) * act(c)
+        return [out if cell.projection is None else out @ np.asarray(cell.projection), c]
+    if cell.reset_after:
+        uh = h @ u + rb
+        r = rec(wx[gate[1]] + uh[gate[1]])
+        update, candidate = rec(wx[gate[0]] + uh[gate[0]]), act(wx[gate[2]] + r * uh[gate[2]])
+    else:
+        r = rec(wx[gate[1]] + h @ u[:, gate[1]])
+        update = rec(wx[gate[0]] + h @ u[:, gate[0]])
+        candidate = act(wx[gate[2]] + (r * h) @ u[:, gate[2]])
+    return [update * h + (1 - update) * candidate]
+
+
+def step_jacobians(cell: KnownCell, x: Matrix, state: Sequence[Matrix]) -> tuple[Matrix, Matrix]:
+    """A_t (S, S) and B_t (S, feature) of one step of one sample; states side by side."""
+    sizes = [s.shape[0] for s in state]
+    flat = np.concatenate([*state, x]).astype(complex)
+    columns = []
+    for i in range(flat.shape[0]):
+        moved = flat.copy()
+        moved[i] += 1j * _STEP
+        parts = np.split(moved, np.cumsum(sizes))
+        columns.append(np.concatenate(step(cell, parts[-1], parts[:-1])).imag / _STEP)
+    jacobian = np.stack(columns, axis=1)
+    return jacobian[:, : sum(sizes)], jacobian[:, sum(sizes) :]
+
+
+@dataclass
+class Reference:
+    """States after each step, their total gradients, and what comes out below; sample-first, chronological."""
+
+    states: list[Matrix]
+    state_grads: list[Matrix]
+    input_grad: Matrix
+    initial_state_grad: list[Matrix]
+
+
+def bptt(
+    cell: KnownCell,
+    x: Matrix,
+    initial_state: Sequence[Matrix],
+    output_grad: Matrix,
+    *,
+    mask: Matrix | None = None,
+    backward: bool = False,
+    final_state_grad: Sequence[Matrix] | None = None,
+) -> Reference:
+    """Backpropagation through time, dense and by sample.
+
+    Parameters
+    ----------
+    x : (sample, time, feature)
+    initial_state : one (sample, size) array per state
+    output_grad : (sample, time, unit)
+        Direct gradient of h_t.
+
+    Notes
+    -----
+    ``state_grads[1]`` of an LSTM is dL/dc_t as it is produced: the path through h_t = o_t act(c_t) is part of it.
+    """
+    batch, time, _ = x.shape
+    order = list(range(time))[:: -1 if backward else 1]
+    sizes = [s.shape[1] for s in initial_state]
+    states = [np.zeros((batch, time, n)) for n in sizes]
+    grads = [np.zeros((batch, time, n)) for n in sizes]
+    result = Reference(states, grads, np.zeros(x.shape), [np.zeros(s.shape) for s in initial_state])
+    for b in range(batch):
+        trajectory, state = [], [np.asarray(s[b], dtype=float) for s in initial_state]
+        for t in order:
+            trajectory.append(state)
+            if mask is None or mask[b, t]:
+                state = [s.real for s in step(cell, x[b, t], state)]
+            for target, value in zip(states, state, strict=True):
+                target[b, t] = value
+        lam = np.concatenate(
+            [np.zeros(n) if final_state_grad is None else final_state_grad[i][b] for i, n in enumerate(sizes)]
+        )
+        for t, before in zip(order[::-1], trajectory[::-1], strict=True):
+            lam[: sizes[0]] += output_grad[b, t]
+            _store(cell, grads, lam, b, t, x, before, real=mask is None or bool(mask[b, t]))
+            if mask is None or mask[b, t]:
+                a, into = step_jacobians(cell, x[b, t], before)
+                result.input_grad[b, t] = into.T @ lam
+                lam = a.T @ lam
+        for target, value in zip(result.initial_state_grad, np.split(lam, np.cumsum(sizes)[:-1]), strict=True):
+            target[b] = value
+    return result
+
+
+def _store(
+    cell: KnownCell,
+    grads: list[Matrix],
+    lam: Matrix,
+    b: int,
+    t: int,
+    x: Matrix,
+    before: Sequence[Matrix],
+    *,
+    real: bool,
+) -> None:
+    """Total gradients of the states after step t."""
+    parts = np.split(lam, np.cumsum([g.shape[2] for g in grads])[:-1])
+    for target, value in zip(grads, parts, strict=True):
+        target[b, t] = value
+    if cell.kind == "lstm" and real:
+        grads[1][b, t] += _through_hidden(cell, x[b, t], before).T @ parts[0]
+
+
+def _through_hidden(cell: KnownCell, x: Matrix, before: Sequence[Matrix]) -> Matrix:
+    """dh_t/dc_t (unit_in, unit) within one step, gates held fixed."""
+    act, rec = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation]
+    n = cell.units
+    c = step(cell, x, before)[1].real
+    extra = sum(np.asarray(v)[3 * n :] for v in (cell.bias, cell.recurrent_bias) if v is not None)
+    z = x @ np.asarray(cell.kernel)[:, 3 * n :] + before[0] @ np.asarray(cell.recurrent_kernel)[:, 3 * n :] + extra
+    o = rec(z).real
+    moved = c[None, :] + 1j * _STEP * np.eye(n)
+    slopes = np.stack([act(row).imag for row in moved], axis=1) / _STEP
+    through = o[:, None] * slopes
+    return through if cell.projection is None else np.asarray(cell.projection).T @ through
+
+
+def weight_gradients(
+    cell: KnownCell,
+    x: Matrix,
+    states_before: Sequence[Matrix],
+    state_cotangent: Sequence[Matrix],
+    *,
+    mask: Matrix | None = None,
+) -> Mapping[str, Matrix]:
+    """dL/dW by the complex step on every weight, given the cotangent of every step's states.
+
+    ``state_cotangent`` is lambda_t itself: for an LSTM dL/dc_t *without* the path through h_t.
+    """
+    values = {name: np.asarray(w, dtype=complex) for name, w in cell.weights().items()}
+    grads = {name: np.zeros(w.shape) for name, w in values.items()}
+    for name, w in values.items():
+        for index in np.ndindex(*w.shape):
+            moved = w.copy()
+            moved[index] += 1j * _STEP
+            changed = KnownCell(
+                cell.kind,
+                **{**values, name: moved},
+                activation=cell.activation,
+                recurrent_activation=cell.recurrent_activation,
+                reset_after=cell.reset_after,
+            )
+            for b, t in np.ndindex(*x.shape[:2]):
+                if mask is None or mask[b, t]:
+                    after = step(changed, x[b, t], [s[b, t] for s in states_before])
+                    grads[name][index] += sum(
+                        float(c[b, t] @ (s.imag / _STEP)) for c, s in zip(state_cotangent, after, strict=True)
+                    )
+    return grads

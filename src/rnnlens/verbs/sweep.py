@@ -1,0 +1,91 @@
+"""One captured call through the recurrence: replay, direct gradients to the right places, sweep, weight gradients.
+
+What is the same for known and custom cells is decided here, once, for all verbs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..adapters.protocol import RecurrentCall
+from ..recurrence.adjoint import Adjoint, adjoint, weight_gradients
+from ..recurrence.adjoint_custom import (
+    adjoint_custom,
+    custom_weight_gradients,
+    output_is_state,
+    unmasked_output_cotangent,
+)
+from ..recurrence.cells import KnownCell
+from ..recurrence.run import Run
+from ..typing import Array
+from ..vocabulary import state_names
+
+
+def names_of_states(call: RecurrentCall) -> tuple[str, ...]:
+    """``("hidden", "cell")`` for an LSTM, ``("hidden", "state_1", ...)`` for custom cells."""
+    if isinstance(call.cell, KnownCell):
+        return call.cell.states
+    return state_names("custom", len(call.initial_state))
+
+
+def sweep(
+    call: RecurrentCall,
+    run: Run,
+    output_grad: Array | None = None,
+    final_state_grad: Sequence[Array] | None = None,
+    state_grad: Mapping[int, Array] | None = None,
+) -> Adjoint:
+    """Total gradients of a call from direct ones.
+
+    Parameters
+    ----------
+    output_grad : shaped as ``call.output``
+        What comes from above through the layer's output; None for nothing.
+    final_state_grad : one (sample, size) array per state
+        What comes through the states that the layer returned.
+    state_grad : (sample, time, size) by index of the state
+        What is put on the states themselves, such as the cotangent of ``lstm.cell``.
+    """
+    states, own_output = _place_output(call, run, output_grad)
+    for index, extra in (state_grad or {}).items():
+        present = states[index]
+        states[index] = extra if present is None else present + extra
+    if isinstance(call.cell, KnownCell):
+        return adjoint(run, states, final_state_grad)
+    return adjoint_custom(run, states, own_output, final_state_grad)
+
+
+def weights_of(call: RecurrentCall, run: Run, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:
+    """dL/dW of the call, summed over time or with a leading time axis."""
+    if isinstance(call.cell, KnownCell):
+        return weight_gradients(run, result, by_time=by_time)
+    return custom_weight_gradients(run, result, by_time=by_time)
+
+
+def _place_output(call: RecurrentCall, run: Run, output_grad: Array | None) -> tuple[list[Array | None], Array | None]:
+    """Gradient of the output to the state that it is, or to the steps' own outputs where it is none."""
+    states: list[Array | None] = [None] * len(run.states)
+    if output_grad is None:
+        return states, None
+    spread = output_grad if call.returns_sequences else _at_last_step(run, output_grad)
+    index = 0 if isinstance(call.cell, KnownCell) else call.cell.output_state
+    if output_is_state(run):
+        if call.output_from_state is not None and call.returns_sequences:
+            spread = run.xp.where(call.output_from_state[:, :, None], spread, run.xp.zeros_like(spread))
+        states[index] = spread
+        return states, None
+    own, carried = unmasked_output_cotangent(run, spread, call.masked_output)
+    states[index] = carried
+    return states, own
+
+
+def _at_last_step(run: Run, output_grad: Array) -> Array:
+    """(sample, unit) to (sample, time, unit): zero but at the step that the recurrence took last."""
+    *_, last = run.steps()
+    spread = run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, :], _with_time(run, output_grad)))
+    spread[:, last, :] = output_grad
+    return spread
+
+
+def _with_time(run: Run, array: Array) -> tuple[int, int, int]:
+    return int(array.shape[0]), int(run.input.shape[1]), int(array.shape[1])

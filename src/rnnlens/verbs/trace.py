@@ -1,0 +1,258 @@
+"""``rl.layers`` and ``rl.trace``: what each recurrent layer does at every step, and what the loss says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import xarray as xr
+
+from ..adapters.protocol import Batch, Capture, CaptureRequest, PlainCall, RecurrentCall
+from ..adapters.registry import adapter_for
+from ..errors import InputError, message
+from ..errors import did_you_mean as suggestion
+from ..recurrence.run import Run
+from ..results.checks import REPLAY, Check, rounding_bound, warn_about, weight_sum_check
+from ..results.layers import LayerTable
+from ..results.schema import layer_dataset
+from ..results.trace import Trace
+from ..typing import Array
+from ..vocabulary import QUANTITIES
+from .assemble import Arrays, join_directions
+from .sweep import names_of_states, sweep, weights_of
+
+#: What can be had without replaying the recurrence.
+_CAPTURED = frozenset({"input", "mask", "output", "output_grad", "final_state_grad"})
+
+
+def layers(model: Any) -> LayerTable:
+    """List the recurrent layers of a model, without running it.
+
+    Parameters
+    ----------
+    model
+        A Keras model or layer, or a ``torch.nn.Module``.
+
+    Returns
+    -------
+    LayerTable
+        A sequence of :class:`~rnnlens.adapters.protocol.LayerInfo` that prints as a table.
+
+    Raises
+    ------
+    ModelError
+        If the model is of no known framework, or was not built yet.
+    """
+    return LayerTable(adapter_for(model).describe(model))
+
+
+def trace(
+    model: Any,
+    x: Any,
+    y: Any = None,
+    *,
+    loss: str | Callable[..., Any] | None = None,
+    layers: str | Iterable[str] | None = None,
+    quantities: str | Iterable[str] | None = None,
+    sample_weight: Any = None,
+    class_weight: Mapping[int, float] | None = None,
+    training: bool = False,
+    initial_state: Mapping[str, Sequence[Any]] | None = None,
+    seed: int | None = None,
+) -> Trace:
+    """Trace a model on one batch: activations, gates, states, and the direct and total gradient of every timestep.
+
+    Parameters
+    ----------
+    model
+        A Keras model (any engine) or ``torch.nn.Module``; left exactly as found.
+    x
+        One batch, as the model takes it: an array, or a tuple, list or dict of arrays.
+    y
+        Target. Without it, and without a ``loss`` that needs none, there are no gradients.
+    loss
+        Keras: ``loss(y_true, y_pred)``, a Keras loss or its name; the compiled loss by default.
+        torch: ``loss(output, target)``, required for gradients. It must return a scalar.
+    layers
+        Names of the layers to trace, recurrent or not; all recurrent layers by default.
+    quantities
+        Names of the variables to compute and keep; all by default. See ``rnnlens.vocabulary.QUANTITIES``.
+    sample_weight, class_weight
+        As in training.
+    training
+        Run in training mode: dropout acts. State, statistics and random state are restored.
+    initial_state
+        By layer name: the states to start from, one (sample, unit) array each.
+    seed
+        Makes dropout reproducible.
+
+    Returns
+    -------
+    Trace
+        ``trace["lstm"].hidden_grad`` and so on: DataArrays with dimensions ``sample, time, (direction,) unit``.
+
+    Raises
+    ------
+    InputError
+        If data, target or an argument does not fit.
+    ModelError
+        If the model is not built, not compiled (and no loss given), or of no known framework.
+    LayerNotFoundError
+        If ``layers`` names a layer that the model does not have.
+    UnsupportedError
+        If the model contains what rnnlens refuses by name.
+
+    Warns
+    -----
+    SelfCheckWarning
+        If a self-check exceeds what rounding explains.
+
+    References
+    ----------
+    Total gradients: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5.
+    """
+    has_loss = y is not None or loss is not None
+    wanted = _wanted(quantities, has_loss)
+    adapter = adapter_for(model)
+    batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
+    capture = adapter.capture(model, batch, _request(layers, wanted, has_loss))
+    datasets, checks = _datasets(adapter.describe(model), capture, wanted, adapter.provenance(model))
+    warn_about(checks)
+    return Trace(
+        datasets,
+        loss=capture.loss,
+        quantities=None if wanted is None else sorted(wanted),
+        provenance=adapter.provenance(model),
+        notes=capture.notes,
+        checks=checks,
+    )
+
+
+def _wanted(quantities: str | Iterable[str] | None, has_loss: bool) -> frozenset[str] | None:
+    """Names asked for; None for all."""
+    if quantities is None:
+        return None
+    names = frozenset([quantities] if isinstance(quantities, str) else quantities)
+    for name in sorted(names):
+        stem = name.removesuffix("_grad")
+        if name not in QUANTITIES and not (stem.startswith("state_") and stem[6:].isdigit()):
+            raise InputError(message(f"There is no quantity {name!r}.", hint=suggestion(name, QUANTITIES)))
+        if name.endswith("_grad") and not has_loss:
+            raise InputError(
+                message(
+                    f"{name!r} is a gradient of the loss, and there is no loss.",
+                    got="neither y nor loss",
+                    hint="pass the target: rl.trace(model, x, y)",
+                )
+            )
+    return names
+
+
+def _request(layers: str | Iterable[str] | None, wanted: frozenset[str] | None, has_loss: bool) -> CaptureRequest:
+    names = None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
+    replayed = wanted is None or bool(wanted - _CAPTURED)
+    gradients = has_loss and (wanted is None or any(name.endswith("_grad") for name in wanted))
+    return CaptureRequest(
+        layers=names,
+        inputs=replayed or bool(wanted & {"input", "mask"} if wanted else False),
+        gradients=gradients,
+        weight_grads=gradients and _needs_sweep(wanted),
+    )
+
+
+def _needs_sweep(wanted: frozenset[str] | None) -> bool:
+    return wanted is None or any(name.endswith("_grad") for name in wanted - _CAPTURED)
+
+
+def _datasets(
+    infos: Sequence[Any], capture: Capture, wanted: frozenset[str] | None, provenance: Mapping[str, str]
+) -> tuple[dict[str, xr.Dataset], list[Check]]:
+    """One dataset per node, in the order of the calls, and the self-checks."""
+    described = {info.name: info for info in infos}
+    nodes: dict[str, list[Arrays]] = {}
+    checks: list[Check] = []
+    sums: dict[str, _WeightSum] = {}
+    for call in capture.calls:
+        arrays, check = _trace_call(call, wanted, sums)
+        nodes.setdefault(call.layer, []).append(arrays)
+        checks += check
+    checks += [total.check() for total in sums.values()]
+    datasets = {}
+    for name, halves in nodes.items():
+        info = described.get(name) or described.get(name.rpartition("#")[0])
+        datasets[name] = layer_dataset(
+            join_directions(halves),
+            info={**(vars(info) if info else {}), "name": name},
+            provenance=provenance,
+            bidirectional=len(halves) > 1,
+        )
+    for plain in capture.plain:
+        datasets[plain.layer] = _plain_dataset(plain, wanted, provenance)
+    return datasets, checks
+
+
+def _plain_dataset(call: PlainCall, wanted: frozenset[str] | None, provenance: Mapping[str, str]) -> xr.Dataset:
+    arrays = {"output": call.output, "output_grad": call.output_grad}
+    kept = {name: array for name, array in arrays.items() if wanted is None or name in wanted}
+    return layer_dataset(kept, info={"name": call.layer, "kind": call.kind}, provenance=provenance, bidirectional=False)
+
+
+class _WeightSum:
+    """Per-step weight gradients summed over time and over all calls that share the weights, against the framework's."""
+
+    def __init__(self, call: RecurrentCall) -> None:
+        self.layer, self.reference, self.steps = call.layer.partition("#")[0], call.weight_grads or {}, 0
+        self.dtype = call.compute_dtype or str(call.input.dtype)
+        self.total: dict[str, Array] = {}
+
+    def add(self, grads: Mapping[str, Array], steps: int) -> None:
+        self.steps += steps
+        for name, grad in grads.items():
+            self.total[name] = self.total[name] + grad if name in self.total else grad
+
+    def check(self) -> Check:
+        return weight_sum_check(self.layer, self.total, self.reference, steps=self.steps, dtype=self.dtype)
+
+
+def _trace_call(
+    call: RecurrentCall, wanted: frozenset[str] | None, sums: dict[str, _WeightSum]
+) -> tuple[Arrays, list[Check]]:
+    """All arrays asked for of one direction of one call."""
+    arrays: Arrays = {
+        "input": call.input,
+        "mask": call.mask,
+        "output": call.output,
+        "output_grad": call.output_grad,
+    }
+    names = names_of_states(call)
+    if call.final_state_grad is not None:
+        arrays |= _border("final", names, call.final_state_grad)
+    if wanted is not None and wanted <= _CAPTURED:
+        return _keep(arrays, wanted), []
+    run = Run.from_call(call)
+    arrays |= dict(zip(names, run.states, strict=True))
+    arrays |= {"gates": run.gates, "gate_preactivation": run.preactivation}
+    steps = int(call.input.shape[1])
+    bound = rounding_bound(call.compute_dtype or call.output.dtype, steps)
+    checks = [Check(REPLAY, call.layer, run.residual, bound)]
+    if call.output_grad is not None and _needs_sweep(wanted):
+        result = sweep(call, run, call.output_grad, call.final_state_grad)
+        arrays |= {f"{name}_grad": grad for name, grad in zip(names, result.state_grads, strict=True)}
+        arrays |= {"gate_grad": result.gate_grad, "input_grad": result.input_grad}
+        arrays |= _border("initial", names, result.initial_state_grad)
+        if call.weight_grads is not None:
+            key = call.weights_key or f"{call.layer}/{call.direction}"
+            sums.setdefault(key, _WeightSum(call)).add(weights_of(call, run, result), steps)
+    return _keep(arrays, wanted), checks
+
+
+def _border(when: str, names: Sequence[str], grads: Sequence[Array]) -> Arrays:
+    """Gradients of the first or last state: stacked where all states have one size, else one variable each."""
+    if len({grad.shape[-1] for grad in grads}) == 1:
+        return {f"{when}_state_grad": tuple(grads)}
+    return {f"{when}_{name}_grad": grad for name, grad in zip(names, grads, strict=True)}
+
+
+def _keep(arrays: Arrays, wanted: frozenset[str] | None) -> Arrays:
+    present = {name: array for name, array in arrays.items() if array is not None}
+    return present if wanted is None else {name: array for name, array in present.items() if name in wanted}

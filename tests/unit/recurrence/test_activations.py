@@ -1,0 +1,83 @@
+"""Every activation that Keras ships: values against Keras' formulas in torch, slopes against torch autograd."""
+
+import array_api_compat.numpy as np_xp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as fn
+
+from rnnlens.recurrence.activations import ACTIVATIONS
+
+ORACLE = {
+    "linear": lambda x: x,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "leaky_relu": lambda x: fn.leaky_relu(x, 0.2),
+    "relu6": fn.relu6,
+    "elu": fn.elu,
+    "celu": fn.celu,
+    "selu": fn.selu,
+    "softplus": fn.softplus,
+    "softsign": fn.softsign,
+    "squareplus": lambda x: (x + torch.sqrt(x**2 + 4)) / 2,
+    "soft_shrink": fn.softshrink,
+    "hard_shrink": fn.hardshrink,
+    "tanh_shrink": fn.tanhshrink,
+    "sparse_plus": lambda x: torch.where(x <= -1, 0 * x, torch.where(x < 1, (x + 1) ** 2 / 4, x)),
+    "silu": fn.silu,
+    "gelu": fn.gelu,
+    "sparse_sigmoid": lambda x: fn.hardtanh(x) / 2 + 0.5,
+    "exponential": torch.exp,
+    # torch's own hardsigmoid holds 1/6 in single precision.
+    "hard_sigmoid": lambda x: torch.clip(x / 6 + 0.5, 0, 1),
+    "hard_silu": lambda x: x * torch.clip(x / 6 + 0.5, 0, 1),
+    "hard_tanh": fn.hardtanh,
+    "mish": fn.mish,
+    "log_sigmoid": fn.logsigmoid,
+    "softmax": lambda x: torch.softmax(x, -1),
+    "log_softmax": lambda x: torch.log_softmax(x, -1),
+}
+#: Every smooth piece of every activation, and no kink.
+POINTS = np.array([[-7.3, -3.1, -1.7, -0.8, -0.3], [0.2, 0.7, 1.9, 3.4, 7.7], [40.0, -40.0, 0.01, -0.01, 2.5]])
+
+
+@pytest.mark.parametrize("name", sorted(ORACLE))
+def test_value_and_derivatives(name):
+    activation = ACTIVATIONS[name]
+    x = torch.tensor(POINTS, requires_grad=True)
+    weights = np.linspace(-1, 2, POINTS.size).reshape(POINTS.shape)
+    expected = ORACLE[name](x)
+    (expected * torch.tensor(weights)).sum().backward()
+    value = activation.value(POINTS, np_xp)
+    np.testing.assert_allclose(value, expected.detach().numpy(), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(activation.vjp(POINTS, value, weights, np_xp), x.grad.numpy(), rtol=1e-10, atol=1e-13)
+    moved = np.cos(np.arange(POINTS.size)).reshape(POINTS.shape)
+    jacobian = torch.autograd.functional.jacobian(ORACLE[name], x.detach())
+    tangent = torch.einsum("abcd,cd->ab", jacobian, torch.tensor(moved))
+    np.testing.assert_allclose(activation.jvp(POINTS, value, moved, np_xp), tangent.numpy(), rtol=1e-10, atol=1e-13)
+
+
+def test_sparsemax_projects_onto_the_simplex_and_its_vjp_is_its_slope():
+    activation = ACTIVATIONS["sparsemax"]
+    x = np.array([[0.3, 0.1, -2.0, 0.25]])
+    value = activation.value(x, np_xp)
+    np.testing.assert_allclose(value, [[0.3 + 7 / 60, 0.1 + 7 / 60, 0, 0.25 + 7 / 60]], rtol=1e-12)
+    g = np.array([[1.0, -2.0, 5.0, 0.5]])
+    numeric = [
+        ((activation.value(x + 1e-6 * e, np_xp) - activation.value(x - 1e-6 * e, np_xp)) * g).sum() / 2e-6
+        for e in np.eye(4)
+    ]
+    np.testing.assert_allclose(activation.vjp(x, value, g, np_xp)[0], numeric, atol=1e-8)
+
+
+def test_no_activation_goes_untested():
+    assert set(ACTIVATIONS) == set(ORACLE) | {"sparsemax"}
+
+
+def test_float32_stays_float32_and_extremes_do_not_warn():
+    for activation in ACTIVATIONS.values():
+        x = np.array([[-50.0, 0.0, 50.0]], dtype=np.float32)
+        value = activation.value(x, np_xp)
+        assert value.dtype == np.float32, activation.name
+        assert activation.vjp(x, value, np.ones_like(x), np_xp).dtype == np.float32, activation.name

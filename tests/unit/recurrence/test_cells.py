@@ -1,0 +1,176 @@
+"""Replay and adjoint of the known cells against a dense complex-step reference, over the product of their options."""
+
+import itertools
+
+import array_api_compat.numpy as np_xp
+import array_api_compat.torch as torch_xp
+import array_api_strict
+import numpy as np
+import pytest
+import torch
+
+from rnnlens.recurrence.adjoint import adjoint, weight_gradients
+from rnnlens.recurrence.cells import KnownCell
+from rnnlens.recurrence.run import replay
+from rnnlens.testing import reference
+
+BATCH, TIME, FEATURES, UNITS = 2, 4, 2, 3
+
+
+def make_cell(kind, *, reset_after=True, bias=True, recurrent_bias=False, projection=False, rng, **activations):
+    gates = {"simple_rnn": 1, "lstm": 4, "gru": 3}[kind] * UNITS
+    hidden = 2 if projection else UNITS
+    return KnownCell(
+        kind,
+        kernel=rng.normal(size=(FEATURES, gates)),
+        recurrent_kernel=rng.normal(size=(hidden, gates)) * 0.7,
+        bias=rng.normal(size=gates) if bias else None,
+        recurrent_bias=rng.normal(size=gates) if recurrent_bias else None,
+        projection=rng.normal(size=(UNITS, hidden)) if projection else None,
+        reset_after=reset_after,
+        **activations,
+    )
+
+
+def variants():
+    for kind, reset_after, bias, recurrent_bias, projection in itertools.product(
+        ("simple_rnn", "lstm", "gru"), *[(True, False)] * 4
+    ):
+        if (kind != "gru" and not reset_after) or (kind != "lstm" and projection):
+            continue
+        if kind == "gru" and not reset_after and recurrent_bias:
+            continue
+        yield {
+            "kind": kind,
+            "reset_after": reset_after,
+            "bias": bias,
+            "recurrent_bias": recurrent_bias,
+            "projection": projection,
+        }
+
+
+def data(cell, rng, masked):
+    x = rng.normal(size=(BATCH, TIME, FEATURES))
+    mask = np.array([[True, False, True, True], [False, True, True, False]]) if masked else None
+    s0 = [rng.normal(size=(BATCH, n)) for n in cell.state_sizes]
+    dy = rng.normal(size=(BATCH, TIME, cell.state_sizes[0]))
+    final = [rng.normal(size=s.shape) for s in s0]
+    return x, mask, s0, dy, final
+
+
+def close(actual, expected, tolerance=1e-10):
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape
+    assert np.abs(actual - expected).max() <= tolerance * max(np.abs(expected).max(), 1e-300)
+
+
+@pytest.mark.parametrize("variant", list(variants()), ids=lambda v: "-".join(str(x) for x in v.values()))
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("order", ["forward", "backward"])
+@pytest.mark.parametrize("known_hidden", [False, True], ids=["in_sequence", "at_once"])
+def test_adjoint_equals_dense_reference(variant, masked, order, known_hidden):
+    rng = np.random.default_rng(7)
+    cell = make_cell(**variant, rng=rng)
+    x, mask, s0, dy, final = data(cell, rng, masked)
+    expected = reference.bptt(cell, x, s0, dy, mask=mask, backward=order == "backward", final_state_grad=final)
+    hidden = expected.states[0] if known_hidden else None
+
+    run = replay(cell, x, s0, xp=np_xp, mask=mask, order=order, hidden=hidden)
+    result = adjoint(run, dy, final)
+
+    for got, want in zip(run.states, expected.states, strict=True):
+        close(got, want)
+    for got, want in zip(result.state_grads, expected.state_grads, strict=True):
+        close(got, want)
+    for got, want in zip(result.initial_state_grad, expected.initial_state_grad, strict=True):
+        close(got, want)
+    close(result.input_grad, expected.input_grad)
+    assert run.residual <= 1e-12
+
+
+@pytest.mark.parametrize("variant", list(variants()), ids=lambda v: "-".join(str(x) for x in v.values()))
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_weight_gradients_equal_complex_step(variant, masked):
+    rng = np.random.default_rng(8)
+    cell = make_cell(**variant, rng=rng)
+    x, mask, s0, dy, final = data(cell, rng, masked)
+    run = replay(cell, x, s0, xp=np_xp, mask=mask)
+    result = adjoint(run, dy, final)
+    cotangent = list(result.state_grads)
+    if cell.kind == "lstm":
+        through = np.zeros_like(cotangent[1])
+        before = run.states_before()
+        for b, t in np.ndindex(BATCH, TIME):
+            if mask is None or mask[b, t]:
+                state = [s[b, t] for s in before]
+                through[b, t] = reference._through_hidden(cell, x[b, t], state).T @ cotangent[0][b, t]
+        cotangent[1] = cotangent[1] - through
+    expected = reference.weight_gradients(cell, x, run.states_before(), cotangent, mask=mask)
+
+    summed, by_time = weight_gradients(run, result), weight_gradients(run, result, by_time=True)
+
+    assert set(summed) == set(expected) == set(cell.weights())
+    for name, want in expected.items():
+        close(summed[name], want)
+        close(by_time[name].sum(0), want)
+        assert by_time[name].shape == (TIME, *want.shape)
+
+
+@pytest.mark.parametrize("variant", list(variants()), ids=lambda v: "-".join(str(x) for x in v.values()))
+def test_all_array_libraries_agree(variant):
+    rng = np.random.default_rng(9)
+    cell = make_cell(**variant, rng=rng)
+    x, mask, s0, dy, final = data(cell, rng, True)
+
+    def run_with(xp, convert):
+        weights = {k: convert(v) for k, v in cell.weights().items()}
+        other = KnownCell(cell.kind, **weights, reset_after=cell.reset_after)
+        run = replay(other, convert(x), [convert(s) for s in s0], xp=xp, mask=convert(mask))
+        result = adjoint(run, convert(dy), [convert(f) for f in final])
+        grads = weight_gradients(run, result)
+        return [*run.states, run.gates, *result.state_grads, result.gate_grad, result.input_grad, *grads.values()]
+
+    plain = run_with(np_xp, np.asarray)
+    for other in (run_with(torch_xp, torch.asarray), run_with(array_api_strict, array_api_strict.asarray)):
+        for got, want in zip(other, plain, strict=True):
+            close(got, want, 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["simple_rnn", "lstm", "gru"])
+@pytest.mark.parametrize("activation", sorted(set(reference.ACTIVATIONS) - {"exponential"}))
+def test_adjoint_with_every_activation_of_the_reference(kind, activation):
+    rng = np.random.default_rng(10)
+    recurrent = "sigmoid" if activation in ("softmax", "log_softmax", "linear") else activation
+    cell = make_cell(kind, rng=rng, activation=activation, recurrent_activation=recurrent)
+    x, _, s0, dy, final = data(cell, rng, False)
+    expected = reference.bptt(cell, x, s0, dy, final_state_grad=final)
+    result = adjoint(replay(cell, x, s0, xp=np_xp), dy, final)
+    for got, want in zip(result.state_grads, expected.state_grads, strict=True):
+        close(got, want)
+    close(result.input_grad, expected.input_grad)
+
+
+def test_dropout_multipliers_per_gate_and_shared():
+    rng = np.random.default_rng(11)
+    for kind, shape in itertools.product(("simple_rnn", "lstm", "gru"), ("shared", "per_gate")):
+        cell = make_cell(kind, rng=rng, reset_after=False)
+        gates = len(cell.gates)
+        lead = () if shape == "shared" else (gates,)
+        x, _, s0, dy, final = data(cell, rng, False)
+        scales = {
+            "input_scale": rng.integers(0, 2, size=(*lead, BATCH, FEATURES)) * 2.0,
+            "state_scale": rng.integers(0, 2, size=(*lead, BATCH, UNITS)) * 2.0,
+        }
+        run = replay(cell, x, s0, xp=np_xp, **scales)
+        result = adjoint(run, dy, final)
+        moved = rng.normal(size=x.shape)
+
+        def loss(shift, cell=cell, s0=s0, x=x, moved=moved, scales=scales, dy=dy, final=final):
+            other = replay(cell, x + shift * moved, s0, xp=np_xp, **scales)
+            return (other.states[0] * dy).sum() + sum(
+                (s[:, -1] * f).sum() for s, f in zip(other.states, final, strict=True)
+            )
+
+        slope = (loss(1e-6) - loss(-1e-6)) / 2e-6
+        close((result.input_grad * moved).sum(), slope, 1e-7)
+        close(replay(cell, x, s0, xp=np_xp, hidden=run.states[0], **scales).gates, run.gates, 1e-13)
