@@ -65,6 +65,17 @@ def save(result: Result | xr.DataArray | xr.Dataset, path: str | PathLike[str]) 
             tree.to_netcdf(temporary, engine="h5netcdf", format="NETCDF4", encoding=_no_fill_values(tree))
 
 
+def check_path(path: str | PathLike[str]) -> None:
+    """Find out now, rather than after a long computation, that nothing could be saved to ``path``.
+
+    Raises
+    ------
+    FileError
+        As :func:`save` would.
+    """
+    _check_target(Path(path), _engine(Path(path)))
+
+
 def open(path: str | PathLike[str], *, lazy: bool = False) -> Any:
     """Read a saved result; its class is the one that was saved.
 
@@ -233,6 +244,8 @@ def _engine(path: Path) -> str:
 def _check_target(target: Path, engine: str) -> None:
     if not target.parent.is_dir():
         raise FileError(message("There is no such folder.", got=str(target.parent), hint="create it first"))
+    if not os.access(target.parent, os.W_OK):
+        raise FileError(message("Nothing can be written to this folder.", got=str(target.parent)))
     store = any((target / name).is_file() for name in (".zgroup", "zarr.json"))
     if target.is_dir() and not (engine == "zarr" and (store or not any(target.iterdir()))):
         raise FileError(message("A folder is in the way.", got=str(target), hint="save under another name"))

@@ -43,7 +43,7 @@ class LayerTable(Sequence[Any]):
         return (
             info.name,
             info.kind,
-            "" if info.cell == info.kind.lower() else info.cell,
+            "" if info.cell.replace("_", "") == info.kind.lower() else info.cell,
             str(info.units),
             info.direction,
             "every step" if info.return_sequences else "last step",

@@ -1,0 +1,5 @@
+"""``python -m rnnlens.cli``, the same as ``rnnlens``."""
+
+from . import main
+
+main()

@@ -1,0 +1,258 @@
+"""Models of the command line: a ``.keras`` file, or a Python function that makes one.
+
+What a file brings along may run code. Keras files are read in safe mode, torch weights with ``weights_only=True``; what
+these refuse is refused here, with the reason, unless the user says ``--unsafe``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import pickle
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import FileError, InputError, MissingDependencyError, ModelError, RnnlensError, message
+from .console import say
+
+_FILES = (".keras", ".h5", ".hdf5")
+#: Lightest first; torch before TensorFlow since it needs no tracing.
+_ENGINES = ("jax", "torch", "tensorflow")
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str] = (), unsafe: bool = False) -> Any:
+    """Load the model that ``spec`` names.
+
+    Parameters
+    ----------
+    spec
+        Path of a ``.keras`` (or ``.h5``) file, or ``package.module:factory``, a model or a function that makes one.
+    weights
+        For a factory: a state dict (torch) or a weights file (Keras).
+    imports
+        Modules to import first, where custom layers are registered.
+    unsafe
+        Load also what could run code.
+
+    Raises
+    ------
+    FileError
+        If the file is missing, damaged, or refused as unsafe.
+    InputError
+        If ``spec`` is neither, or the factory fails.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if Path.cwd().as_posix() not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    if Path(spec).suffix in _FILES:
+        if weights is not None:
+            raise InputError(
+                message("A model file has its own weights.", got=f"--weights {weights}", hint="leave it out")
+            )
+        return _load_keras(Path(spec), imports, unsafe)
+    if not _FACTORY.fullmatch(spec):
+        expected = "a path ending in .keras, or package.module:factory"
+        raise InputError(message("This names no model.", got=repr(spec), expected=expected))
+    _choose_engine(announce=False)
+    _import_all(imports)
+    model = _make(spec)
+    if weights is not None:
+        _load_weights(model, weights, unsafe)
+    return model
+
+
+def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
+    if not path.is_file():
+        raise FileError(message("There is no such model file.", got=str(path), expected="a file written by model.save"))
+    _choose_engine(announce=True)
+    keras = _import_keras()
+    _import_all(imports)
+    try:
+        return keras.saving.load_model(path, safe_mode=not unsafe)
+    except Exception as error:  # Keras raises ValueError, TypeError, KeyError, OSError alike
+        raise _keras_refusal(path, error) from error
+
+
+def _import_keras() -> Any:
+    """Keras, without what TensorFlow's libraries write to standard error before they can be told not to."""
+    try:
+        with _quiet_libraries():
+            return importlib.import_module("keras")
+    except ImportError as error:
+        hint = "pip install keras, and one of jax, torch, tensorflow"
+        raise MissingDependencyError(message("A Keras model needs Keras.", got=str(error), hint=hint)) from error
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Drop what compiled libraries write to the process's standard error; Python's own messages pass."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    python_stderr, sys.stderr = sys.stderr, os.fdopen(os.dup(kept), "w")
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        sys.stderr.close()
+        sys.stderr = python_stderr
+
+
+def _keras_refusal(path: Path, error: Exception) -> RnnlensError:
+    """Why Keras did not load a file, in one message."""
+    text = str(error)
+    if "safe_mode" in text or "unsafe_deserialization" in text or "arbitrary code" in text:
+        what = "a Lambda layer" if "Lambda" in text or "lambda" in text else "content"
+        return FileError(
+            message(
+                "This model file is not loaded, because doing so could run code that it contains.",
+                got=f"{path}: {what} that Keras' safe mode refuses",
+                hint="--unsafe, if you trust whoever made the file",
+            )
+        )
+    missing = re.search(r"Could not locate (?:class|function) '([^']+)'", text)
+    if missing:
+        return ModelError(
+            message(
+                f"The model uses {missing[1]!r}, which is not known here.",
+                got=str(path),
+                expected="a class registered with @keras.saving.register_keras_serializable()",
+                hint="--import your.module, where it is defined",
+            )
+        )
+    lines = text.strip().splitlines() or [type(error).__name__]
+    return FileError(message("This model file cannot be loaded.", got=f"{path}: {lines[-1][:300]}"))
+
+
+def _choose_engine(*, announce: bool) -> None:
+    """Set KERAS_BACKEND to an installed engine where the user chose none."""
+    if "KERAS_BACKEND" in os.environ or "keras" in sys.modules:
+        return
+    installed = [name for name in _ENGINES if importlib.util.find_spec(name) is not None]
+    configured = _configured_engine()
+    if configured in installed:
+        engine = configured
+    elif installed:
+        engine = installed[0]
+    else:
+        return  # Keras itself says what is missing
+    os.environ["KERAS_BACKEND"] = engine
+    if announce:
+        say(f"Keras runs on {engine} (set KERAS_BACKEND to choose)")
+
+
+def _configured_engine() -> str:
+    """Engine named in Keras' own configuration file; "" if there is none."""
+    home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
+    try:
+        return str(json.loads((home / "keras.json").read_text()).get("backend", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""
+
+
+def _import_all(modules: Iterable[str]) -> None:
+    for name in modules:
+        _import(name)
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        hint = "run from the folder that holds it, or install it"
+        raise InputError(message(f"There is no module {error.name!r}.", got=name, hint=hint)) from error
+
+
+def resolve(spec: str) -> Any:
+    """What ``package.module:name`` stands for.
+
+    Raises
+    ------
+    InputError
+        If there is no such module, or nothing of that name in it.
+    """
+    module_name, _, dotted = spec.partition(":")
+    found = _import(module_name)
+    for part in dotted.split("."):
+        if not hasattr(found, part):
+            raise InputError(message(f"{module_name} has nothing named {dotted!r}.", got=spec))
+        found = getattr(found, part)
+    return found
+
+
+def _make(spec: str) -> Any:
+    """The model itself, or what the factory of that name returns."""
+    found = resolve(spec)
+    if not isinstance(found, type) and _is_model(found):
+        return found
+    if not callable(found):
+        raise InputError(message(f"{spec} is neither a model nor a function.", got=type(found).__name__))
+    try:
+        return found()
+    except TypeError as error:
+        hint = "write a function without parameters that returns the model"
+        raise InputError(message(f"{spec} cannot be called without arguments.", got=str(error), hint=hint)) from error
+
+
+def is_torch(model: Any) -> bool:
+    """Whether this is a plain torch module; a Keras model that runs on torch is not."""
+    keras = sys.modules.get("keras")
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None
+        and isinstance(model, torch.nn.Module)
+        and not (keras and isinstance(model, keras.layers.Layer))
+    )
+
+
+def _is_model(found: Any) -> bool:
+    keras = sys.modules.get("keras")
+    return is_torch(found) or (keras is not None and isinstance(found, keras.layers.Layer))
+
+
+def _load_weights(model: Any, path: Path, unsafe: bool) -> None:
+    if not path.is_file():
+        raise FileError(message("There is no such weights file.", got=str(path)))
+    if not is_torch(model):
+        try:
+            model.load_weights(path)
+        except Exception as error:  # whatever Keras says, the user meets one error
+            raise FileError(message("These weights do not fit the model.", got=f"{path}: {error}")) from error
+        return
+    state = _read_state(path, unsafe)
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise FileError(message("These weights do not fit the model.", got=f"{path}: {error}")) from error
+
+
+def _read_state(path: Path, unsafe: bool) -> Any:
+    """A state dict; also out of a checkpoint that keeps it under its customary name."""
+    import torch
+
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=not unsafe)
+    except pickle.UnpicklingError as error:
+        raise FileError(
+            message(
+                "This weights file is not loaded, because doing so could run code that it contains.",
+                got=f"{path}: more than tensors (torch.load with weights_only=True refuses it)",
+                expected="torch.save(model.state_dict(), path)",
+                hint="--unsafe, if you trust whoever made the file",
+            )
+        ) from error
+    except Exception as error:  # a damaged file raises RuntimeError, EOFError, KeyError, ...
+        raise FileError(message("This weights file cannot be read.", got=f"{path}: {type(error).__name__}")) from error
+    for key in ("state_dict", "model_state_dict"):
+        if isinstance(state, dict) and key in state:
+            return state[key]
+    return state
