@@ -1,7 +1,7 @@
 """The BPTT adjoint of a cell whose equations are not known: the framework differentiates single steps, we chain them.
 
-Two ways, the cheaper one is taken. *Folded*: the Jacobians of all (sample, time) steps in one vectorised batch, chained by
-matrix products. *Stepwise*: one vector-Jacobian product per step, where those Jacobians would not fit into memory.
+Two ways, the cheaper one is taken. *Folded*: the Jacobians of all (sample, time) steps in one vectorised batch, chained
+by matrix products. *Stepwise*: one vector-Jacobian product per step, where those Jacobians would not fit into memory.
 """
 
 from __future__ import annotations

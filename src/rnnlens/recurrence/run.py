@@ -5,11 +5,12 @@ Arrays are sample-first and chronological. ``order`` says which way the recurren
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, device
 
 from ..typing import Array, Namespace
 from .cells import KnownCell, equations, lstm, project_input
@@ -148,11 +149,10 @@ def replay(
         element-wise runs step by step. At masked steps its values are not looked at.
     """
     run = Run(cell, xp, x, tuple(initial_state), (), None, None, mask, order, input_scale, state_scale)
-    projected = project_input(cell, x, input_scale, xp)
     if hidden is None:
-        _replay_in_sequence(run, cell, projected)
+        _replay_in_sequence(run, cell)
     else:
-        _replay_at_once(run, cell, projected, hidden)
+        _replay_at_once(run, cell, hidden)
     return run
 
 
@@ -161,8 +161,9 @@ def carried(new: Array, old: Array, mask_t: Array | None, xp: Namespace) -> Arra
     return new if mask_t is None else xp.where(mask_t[:, None], new, old)
 
 
-def _replay_in_sequence(run: Run, cell: KnownCell, projected: Array) -> None:
+def _replay_in_sequence(run: Run, cell: KnownCell) -> None:
     xp, module, state = run.xp, equations(cell), run.initial_state
+    projected = project_input(cell, run.input, run.input_scale, xp)
     records: list[Record] = []
     states: list[tuple[Array, ...]] = []
     order = list(run.steps())
@@ -181,20 +182,61 @@ def _replay_in_sequence(run: Run, cell: KnownCell, projected: Array) -> None:
     run.states = tuple(xp.stack(list(column), axis=1) for column in zip(*states, strict=True))
 
 
-def _replay_at_once(run: Run, cell: KnownCell, projected: Array, hidden: Array) -> None:
-    xp, module = run.xp, equations(cell)
+def _replay_at_once(run: Run, cell: KnownCell, hidden: Array) -> None:
     if run.mask is not None:
         hidden = _fill_masked(hidden, run)
-    before = shift(hidden, run.initial_state[0], run.order, xp)
+    run.record = _gates_at_once(run, cell, shift(hidden, run.initial_state[0], run.order, run.xp))
     if cell.kind == "lstm":
-        run.record = lstm.gates(cell, projected, before, run.state_scale, xp)
-        c = _cell_states(run, run.record.gates)
-        run.states = (hidden, c)
-        recomputed = lstm.hidden(cell, run.record.gates, c, xp)
+        run.states = (hidden, _cell_states(run, run.record.gates))
     else:
-        run.record, (recomputed,) = module.step(cell, projected, (before,), run.state_scale, xp)
         run.states = (hidden,)
-    run.residual = residual(recomputed, hidden, run.mask, xp)
+    run.residual = _one_step_residual(run, cell)
+
+
+def _gates_at_once(run: Run, cell: KnownCell, before: Array) -> Record:
+    """Gates of all steps, a few samples at a time: what is computed together then stays in the processor's cache."""
+    xp, (batch, time, _) = run.xp, run.input.shape
+    shape = (batch, time, len(cell.gates), cell.units)
+    z, a = (xp.empty(shape, dtype=before.dtype, device=device(before)) for _ in range(2))
+    inner = xp.empty_like(z[:, :, 0, :]) if cell.kind == "gru" and cell.reset_after else None
+    for some in _sample_chunks(batch, time * shape[2] * shape[3]):
+        scales = [_of_samples(scale, some) for scale in (run.input_scale, run.state_scale)]
+        projected = project_input(cell, run.input[some, ...], scales[0], xp)
+        if cell.kind == "lstm":
+            part = lstm.gates(cell, projected, before[some, ...], scales[1], xp)
+        else:
+            part, _ = equations(cell).step(cell, projected, (before[some, ...],), scales[1], xp)
+        z[some, ...], a[some, ...] = part.preactivation, part.gates
+        if inner is not None:
+            inner[some, ...] = part.inner
+    return Record(z, a, inner)
+
+
+def _one_step_residual(run: Run, cell: KnownCell) -> float:
+    """How far h_t recomputed from the gates is from the h_t that the framework returned."""
+    xp, gates, worst, largest = run.xp, run.gates, 0.0, 0.0
+    for some in _sample_chunks(*run.states[0].shape[:1], run.states[0].shape[1] * run.states[0].shape[2]):
+        if cell.kind == "lstm":
+            recomputed = lstm.hidden(cell, gates[some, ...], run.states[1][some, ...], xp)  # type: ignore[index]
+        else:
+            before = shift(run.states[0][some, ...], run.initial_state[0][some, ...], run.order, xp)
+            recomputed = equations(cell).hidden(gates[some, ...], before)  # type: ignore[index]
+        mask = None if run.mask is None else run.mask[some, ...]
+        difference, magnitude = distance(recomputed, run.states[0][some, ...], mask, xp)
+        worst, largest = max(worst, difference), max(largest, magnitude)
+    return worst / (largest or 1.0)
+
+
+def _sample_chunks(batch: int, elements: int) -> Iterator[slice]:
+    """Slices over samples of about 2**19 elements each."""
+    size = max(1, 2**19 // max(elements, 1))
+    return (slice(start, start + size) for start in range(0, batch, size))
+
+
+def _of_samples(scale: Array | None, some: slice) -> Array | None:
+    if scale is None:
+        return None
+    return scale[some, ...] if len(scale.shape) == 2 else scale[:, some, :]
 
 
 def _fill_masked(hidden: Array, run: Run) -> Array:
@@ -218,16 +260,28 @@ def _cell_states(run: Run, gates: Array) -> Array:
     return out
 
 
-def residual(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> float:
-    """Largest difference at unmasked steps, relative to the largest magnitude captured."""
+def distance(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> tuple[float, float]:
+    """Largest difference at unmasked steps, and largest magnitude captured.
+
+    A network that diverged has NaN on both sides: that is agreement.
+    """
     difference = xp.abs(recomputed - captured)
-    # A network that diverged has NaN on both sides: that is agreement.
     difference = xp.where(xp.isnan(recomputed) & xp.isnan(captured), xp.zeros_like(difference), difference)
     if mask is not None:
         difference = xp.where(mask[:, :, None], difference, xp.zeros_like(difference))
-    finite = xp.where(xp.isfinite(captured), xp.abs(captured), xp.zeros_like(difference))
-    scale = float(xp.max(finite))
-    return float(xp.max(difference)) / (scale or 1.0)
+    magnitude = xp.where(xp.isfinite(captured), xp.abs(captured), xp.zeros_like(difference))
+    return _largest(difference, xp), _largest(magnitude, xp)
+
+
+def _largest(values: Array, xp: Namespace) -> float:
+    largest = float(xp.max(values))
+    return math.inf if math.isnan(largest) else largest
+
+
+def residual(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> float:
+    """Largest difference relative to the largest magnitude captured."""
+    difference, magnitude = distance(recomputed, captured, mask, xp)
+    return difference / (magnitude or 1.0)
 
 
 def replay_custom(

@@ -13,7 +13,7 @@ from ...typing import Array
 
 
 class StepCell(Protocol):
-    """A recurrent cell of unknown equations. States are flat tuples of (n, size) arrays, however nested the user's are."""
+    """A cell of unknown equations. States are flat tuples of (n, size) arrays, however nested the user has them."""
 
     state_sizes: tuple[int, ...]
     output_size: int

@@ -54,8 +54,13 @@ def step(
         z_n = projected[..., split:] + affine.project(ur[..., 1, :] * h, u_n, _candidate_scale(scale), 1, xp)
     n = act.value(z_n, xp)
     z = xp.concat([z_ur, z_n[..., None, :]], axis=-2)
-    u = ur[..., 0, :]
-    return Record(z, xp.concat([ur, n[..., None, :]], axis=-2), inner), (u * h + (1 - u) * n,)
+    gates = xp.concat([ur, n[..., None, :]], axis=-2)
+    return Record(z, gates, inner), (hidden(gates, h),)
+
+
+def hidden(gates: Array, before: Array) -> Array:
+    """h_t from the gates (..., gate, unit) and h_{t-1}."""
+    return gates[..., 0, :] * before + (1 - gates[..., 0, :]) * gates[..., 2, :]
 
 
 def pull_back(
@@ -90,7 +95,7 @@ def pull_back(
 def recurrent_gradients(
     cell: KnownCell, record: Record, before: Array, dz: Array, scale: Array | None, by_time: bool, xp: Namespace
 ) -> dict[str, Array]:
-    """Gradients of the weights on the recurrent side. before : (sample, time, unit_in); dz : (sample, time, gate, unit)."""
+    """Gradients of the recurrent weights. before : (sample, time, unit_in); dz : (sample, time, gate, unit)."""
     reset = record.gates[..., 1, :]
     if cell.reset_after:
         flat = xp.concat([dz[..., 0, :], dz[..., 1, :], dz[..., 2, :] * reset], axis=-1)

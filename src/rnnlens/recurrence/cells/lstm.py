@@ -80,7 +80,7 @@ def pull_back(
 def recurrent_gradients(
     cell: KnownCell, record: Record, before: Array, dz: Array, scale: Array | None, by_time: bool, xp: Namespace
 ) -> dict[str, Array]:
-    """Gradients of the weights on the recurrent side. before : (sample, time, unit_in); dz : (sample, time, gate, unit)."""
+    """Gradients of the recurrent weights. before : (sample, time, unit_in); dz : (sample, time, gate, unit)."""
     flat = affine.join_gates(dz, xp)
     grads = {"recurrent_kernel": affine.outer(before, flat, scale, _GATES, by_time, xp)}
     if cell.recurrent_bias is not None:

@@ -20,6 +20,11 @@ def step(
     return Record(z, a), (h,)
 
 
+def hidden(gates: Array, before: Array) -> Array:
+    """h_t from the gates (..., gate, unit): the only one."""
+    return gates[..., 0, :]
+
+
 def pull_back(
     cell: KnownCell,
     record: Record,
@@ -40,7 +45,7 @@ def pull_back(
 def recurrent_gradients(
     cell: KnownCell, record: Record, before: Array, dz: Array, scale: Array | None, by_time: bool, xp: Namespace
 ) -> dict[str, Array]:
-    """Gradients of the weights on the recurrent side. before : (sample, time, unit_in); dz : (sample, time, gate, unit)."""
+    """Gradients of the recurrent weights. before : (sample, time, unit_in); dz : (sample, time, gate, unit)."""
     flat = affine.join_gates(dz, xp)
     grads = {"recurrent_kernel": affine.outer(before, flat, scale, 1, by_time, xp)}
     if cell.recurrent_bias is not None:
