@@ -1,0 +1,68 @@
+"""Colours: a diverging map with white at 0 that colour-blind readers can tell apart, and what missing values look like.
+
+Blue to orange is told apart in protanopia, deuteranopia and tritanopia. The maps are our own objects, not registered
+with matplotlib and not put into rcParams.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import LinearSegmentedColormap, Normalize, SymLogNorm
+
+from ._data import Numbers
+
+#: Where a value is NaN or infinite. Neither map contains this grey.
+MISSING = "#7a7a7a"
+
+#: Lines told apart by colour: Okabe and Ito 2008, "Color Universal Design", without its yellow.
+CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#7f5fa8")
+
+_BLUE_WHITE_ORANGE = ("#08306b", "#1f6fb4", "#8fc1e3", "#ffffff", "#fdb978", "#dd6b10", "#7f2704")
+
+
+def _map(name: str, colours: tuple[str, ...]) -> LinearSegmentedColormap:
+    made = LinearSegmentedColormap.from_list(name, colours, N=257)  # odd: one entry is exactly the middle
+    made.set_bad(MISSING)
+    return made
+
+
+DIVERGING = _map("rnnlens.diverging", _BLUE_WHITE_ORANGE)
+#: For values >= 0: the upper half of the diverging map, so that white is 0 here as well.
+POSITIVE = _map("rnnlens.positive", _BLUE_WHITE_ORANGE[3:])
+
+#: Decades below the largest magnitude at which a logarithmic scale gives up and treats a value as 0.
+DECADES = 4
+
+
+def line_colours(count: int) -> list[Any]:
+    """Colours for ``count`` lines that a legend names."""
+    return [CYCLE[i % len(CYCLE)] for i in range(count)]
+
+
+def around_zero(limit: float, *, log: bool = False) -> Normalize:
+    """Symmetric scale from -limit to limit, so that 0 is white."""
+    limit = limit if limit > 0 and math.isfinite(limit) else 1.0
+    if log:
+        return SymLogNorm(linthresh=limit * 10.0**-DECADES, linscale=0.5, vmin=-limit, vmax=limit, base=10)
+    return Normalize(-limit, limit)
+
+
+def from_zero(values: Numbers, limit: float, *, log: bool = False) -> Normalize:
+    """Scale for values >= 0; the logarithmic one goes linearly to 0 below the smallest value (``DECADES`` at most)."""
+    limit = limit if limit > 0 and math.isfinite(limit) else 1.0
+    if not log:
+        return Normalize(0, limit)
+    with np.errstate(invalid="ignore"):
+        positive = values[(values > 0) & np.isfinite(values)]
+    lowest = min(float(positive.min()), limit / 10) if positive.size else limit / 10
+    return SymLogNorm(linthresh=max(lowest, limit * 10.0**-DECADES), linscale=0.3, vmin=0, vmax=limit, base=10)
+
+
+def scale_note(norm: Normalize) -> str:
+    """How a colour bar's label names its scale."""
+    if isinstance(norm, SymLogNorm):
+        return f", log scale, linear below {norm.linthresh:.1g}"
+    return ""

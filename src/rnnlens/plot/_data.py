@@ -1,0 +1,269 @@
+"""What callers pass becomes labelled arrays here, and every word of a figure is read from their attributes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ..errors import InputError, did_you_mean, message
+from ..vocabulary import BACKWARD, DIRECTION, FEATURE, GATE, SAMPLE, TIME, UNIT
+
+Numbers = np.ndarray[Any, Any]
+
+#: Dimensions of a plain array by its rank, for figures over time.
+OVER_TIME = {1: (TIME,), 2: (TIME, UNIT), 3: (SAMPLE, TIME, UNIT), 4: (SAMPLE, TIME, GATE, UNIT)}
+
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Half:
+    """One direction of an array (or all of an array without directions), and the words for its time axis."""
+
+    name: str | None
+    data: xr.DataArray
+    time_label: str
+
+
+def numbers(data: Any, figure: str) -> Numbers:
+    """Plain floating numbers from any array of any framework: never a view that is written to, never a graph."""
+    if hasattr(data, "detach"):
+        data = data.detach().cpu()
+        if str(data.dtype) == "torch.bfloat16":
+            data = data.float()
+    values = np.asarray(data)
+    if values.dtype.kind == "V" or (values.dtype.kind == "f" and values.dtype.itemsize < 4):
+        return values.astype(np.float32)
+    if values.dtype.kind in "biu":
+        return values.astype(np.float64)
+    if values.dtype.kind != "f":
+        raise InputError(
+            message(
+                f"plot.{figure} draws real numbers.", got=f"dtype {values.dtype}", expected="an array of real numbers"
+            )
+        )
+    return values
+
+
+def labelled(
+    data: Any, figure: str, *, dims: Sequence[str] | None = None, guess: Mapping[int, Sequence[str]] | None = None
+) -> xr.DataArray:
+    """Return a DataArray of floats; dimensions of plain arrays come from ``dims``, or by rank from ``guess``.
+
+    Raises
+    ------
+    InputError
+        For a whole layer or trace instead of one of its variables, an empty array, a rank without a guess, ``dims``
+        that do not fit, or anything but numbers.
+    """
+    if isinstance(data, xr.DataArray):
+        array = data.copy(data=numbers(data.values, figure), deep=False)
+    else:
+        _refuse_whole_results(data, figure)
+        values = numbers(data, figure)
+        array = xr.DataArray(values, dims=_dims_of(values, figure, dims, guess or OVER_TIME))
+    if array.size == 0:
+        raise InputError(
+            message(f"plot.{figure} got an empty array.", got=str(dict(array.sizes)), expected="values to draw")
+        )
+    return array
+
+
+def _refuse_whole_results(data: Any, figure: str) -> None:
+    dataset = getattr(data, "dataset", data)
+    if isinstance(dataset, xr.Dataset):
+        names = ", ".join(str(name) for name in dataset.data_vars)
+        raise InputError(
+            message(
+                f"plot.{figure} draws one variable.",
+                got=f"a whole layer with {names}",
+                expected="a DataArray or an array",
+                hint='pass one of them, such as trace["lstm"].hidden_grad',
+            )
+        )
+    if isinstance(data, Mapping) or hasattr(data, "keys"):
+        raise InputError(
+            message(
+                f"plot.{figure} draws one variable.",
+                got=type(data).__name__,
+                expected="a DataArray or an array",
+                hint='pass one variable of one layer, such as trace["lstm"].hidden_grad',
+            )
+        )
+
+
+def _dims_of(
+    values: Numbers, figure: str, dims: Sequence[str] | None, guess: Mapping[int, Sequence[str]]
+) -> tuple[str, ...]:
+    if dims is not None:
+        if len(dims) != values.ndim:
+            raise InputError(
+                message(
+                    "dims= does not fit the array.",
+                    got=f"{tuple(dims)} for shape {values.shape}",
+                    expected=f"{values.ndim} names",
+                )
+            )
+        return tuple(dims)
+    if values.ndim not in guess:
+        known = "; ".join(f"{rank}: ({', '.join(names)})" for rank, names in guess.items())
+        raise InputError(
+            message(
+                f"plot.{figure} cannot tell the dimensions of this array.",
+                got=f"shape {values.shape}",
+                expected=f"a DataArray, or an array of rank {known}",
+                hint=f"name them, such as dims={tuple(guess[max(guess)])!r}",
+            )
+        )
+    return tuple(guess[values.ndim])
+
+
+def require_dim(array: xr.DataArray, dim: str, figure: str, *, hint: str | None = None) -> None:
+    """Raise InputError with the known dimensions where ``dim`` is none of them."""
+    if dim not in array.dims:
+        known = [str(d) for d in array.dims]
+        raise InputError(
+            message(
+                f"plot.{figure} needs a dimension that this array does not have.",
+                got=f"dimensions ({', '.join(known)})",
+                expected=f"{dim!r} among them",
+                hint=hint or did_you_mean(dim, known),
+            )
+        )
+
+
+def unit_dim(array: xr.DataArray) -> str | None:
+    """The dimension that counts units: ``unit``, that of a state of another size (``cell_unit``), or ``feature``."""
+    dims = [str(d) for d in array.dims]
+    exact = [d for d in (UNIT, FEATURE) if d in dims]
+    return next(iter(exact + [d for d in dims if d.endswith(("_unit", "_feature"))]), None)
+
+
+def halves(array: xr.DataArray, *, as_computed: bool = False) -> list[Half]:
+    """Forward and backward, each without the direction dimension; one nameless half where there is no direction.
+
+    Both run in chronological time. ``as_computed`` turns the backward one round: its first step is then the one that
+    the layer computed first, the last of the sequence.
+    """
+    time_label = axis_label(array, TIME)
+    if DIRECTION not in array.dims:
+        return [Half(None, array, time_label)]
+    found: list[Half] = []
+    for name in names_of(array, DIRECTION):
+        data = array.isel({DIRECTION: len(found)}, drop=True)
+        label = time_label
+        if as_computed and name == BACKWARD and TIME in data.dims:
+            data = data.isel({TIME: slice(None, None, -1)}).drop_vars(TIME, errors="ignore")
+            label = f"{time_label}, as computed (from the last)"
+        found.append(Half(name, data, label))
+    return found
+
+
+def names_of(array: xr.DataArray, dim: Hashable) -> list[str]:
+    """Labels along ``dim`` as text: its coordinate, else positions."""
+    if dim in array.coords:
+        return [str(value) for value in array.coords[dim].values]
+    return [str(i) for i in range(array.sizes[dim])]
+
+
+def positions(array: xr.DataArray, dim: Hashable) -> Numbers:
+    """Numbers along ``dim`` for an axis: its coordinate where that is numeric, else 0, 1, 2, ..."""
+    if dim in array.coords and array.coords[dim].values.dtype.kind in "iuf":
+        return np.asarray(array.coords[dim].values)
+    return np.arange(array.sizes[dim])
+
+
+def axis_label(array: xr.DataArray, dim: Hashable) -> str:
+    """The words for ``dim``: long_name of its coordinate, else its name."""
+    if dim in array.coords:
+        return str(array.coords[dim].attrs.get("long_name", dim)).replace("_", " ")
+    return "time step" if dim == TIME else str(dim).replace("_", " ")
+
+
+def value_label(array: xr.DataArray) -> str:
+    """The words for the values: long_name, else name, and units unless they are 1."""
+    words = str(array.attrs.get("long_name") or (array.name if array.name is not None else "value")).replace("_", " ")
+    units = str(array.attrs.get("units", "1")).removesuffix(" / 1")  # a loss per unit of a pure number
+    return words if units in ("", "1") else f"{words} [{units}]"
+
+
+def title_of(array: xr.DataArray) -> str:
+    """Layer and long_name, as far as they are known."""
+    words = array.attrs.get("long_name") or array.name
+    return " · ".join(str(part) for part in (array.attrs.get("layer"), words) if part)
+
+
+def chunks(values: Numbers) -> Iterator[Numbers]:
+    """The values in flat pieces of bounded size, so that no temporary array is as large as the data."""
+    flat = values.reshape(-1) if values.flags.c_contiguous else None
+    if flat is None:
+        yield from (values[i].reshape(-1) for i in range(len(values))) if values.ndim > 1 else (values,)
+        return
+    for start in range(0, flat.size, _CHUNK):
+        yield flat[start : start + _CHUNK]
+
+
+def finite_range(values: Numbers) -> tuple[float, float] | None:
+    """Smallest and largest finite value; None where there is none."""
+    low, high = math.inf, -math.inf
+    for piece in chunks(values):
+        with np.errstate(invalid="ignore"):
+            lowest, highest = float(np.fmin.reduce(piece)), float(np.fmax.reduce(piece))
+        if not (math.isfinite(lowest) and math.isfinite(highest)):
+            finite = piece[np.isfinite(piece)]
+            if finite.size == 0:
+                continue
+            lowest, highest = float(finite.min()), float(finite.max())
+        low, high = min(low, lowest), max(high, highest)
+    return None if low > high else (low, high)
+
+
+def largest_magnitude(*arrays: Numbers) -> float:
+    """Largest finite magnitude in any of the arrays, 0 where there is none."""
+    ranges = [found for found in map(finite_range, arrays) if found is not None]
+    return max((max(abs(low), abs(high)) for low, high in ranges), default=0.0)
+
+
+def nonfinite_counts(values: Numbers) -> tuple[int, int]:
+    """Number of NaN, number of infinities."""
+    nan = infinite = 0
+    for piece in chunks(values):
+        finite = int(np.count_nonzero(np.isfinite(piece)))
+        if finite != piece.size:
+            missing = int(np.count_nonzero(np.isnan(piece)))
+            nan, infinite = nan + missing, infinite + piece.size - finite - missing
+    return nan, infinite
+
+
+def nonfinite_note(values: Numbers) -> str | None:
+    """``"NaN: 3 of 4,000 (0.075 %)"``, with infinities likewise; None where all values are finite."""
+    parts = [
+        f"{word}: {count:,} of {values.size:,} ({100 * count / values.size:.3g} %)"
+        for word, count in zip(("NaN", "Inf"), nonfinite_counts(values), strict=True)
+        if count
+    ]
+    return ", ".join(parts) or None
+
+
+def choose(count: int, limit: int, words: str, *, page: int | None = None) -> tuple[list[int], str | None]:
+    """Which of ``count`` things to show when at most ``limit`` fit, and the sentence that says so.
+
+    Without ``page`` evenly spaced ones, first and last among them; with ``page`` the page-th run of ``limit``.
+    """
+    if limit < 1:
+        raise InputError(message(f"At least one of the {words} has to be drawn.", got=limit, expected="1 or more"))
+    if page is None:
+        if count <= limit:
+            return list(range(count)), None
+        picked = np.linspace(0, count - 1, limit).round().astype(int) if limit > 1 else np.array([0])
+        return [int(i) for i in picked], f"{limit} of {count} {words}, evenly spaced"
+    pages = math.ceil(count / limit)
+    if not 0 <= page < pages:
+        raise InputError(message("There is no such page.", got=f"page={page}", expected=f"0 to {pages - 1}"))
+    shown = list(range(page * limit, min(count, (page + 1) * limit)))
+    return shown, f"{words} {shown[0]}-{shown[-1]} of {count} (page {page} of 0-{pages - 1})"

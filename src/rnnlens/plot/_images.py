@@ -1,0 +1,132 @@
+"""Matrices as images: reduced to what a page can show, with separators and with every missing value marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import Normalize
+
+from ._data import Numbers
+from ._panels import SEPARATOR, whole_numbers
+
+#: Cells of an image beyond which neighbours are merged: rows, columns.
+MOST_CELLS = (512, 1024)
+
+#: Crosses drawn at most for missing values; beyond that their colour is seen anyway.
+MOST_CROSSES = 400
+
+#: Keywords of ``Axes.imshow`` that are not properties of the image.
+IMSHOW = (
+    "aspect",
+    "interpolation",
+    "interpolation_stage",
+    "resample",
+    "filternorm",
+    "filterrad",
+    "vmin",
+    "vmax",
+    "origin",
+)
+
+
+def steps_for(shape: tuple[int, int], limits: tuple[int, int] = MOST_CELLS) -> tuple[int, int]:
+    """How many rows and columns are merged into one cell."""
+    return -(-shape[0] // limits[0]), -(-shape[1] // limits[1])
+
+
+def extreme_of_blocks(matrix: Numbers, steps: tuple[int, int]) -> Numbers:
+    """Each block of ``steps`` (rows, columns) becomes its value of largest magnitude, sign kept; NaN if it holds one.
+
+    A mean would hide what is looked for: a spike at one step, opposite signs, a missing value.
+    """
+    if steps == (1, 1):
+        return matrix
+    pad = [(0, -size % step) for size, step in zip(matrix.shape, steps, strict=True)]
+    padded = np.pad(matrix, pad, mode="edge")
+    blocks = padded.reshape(padded.shape[0] // steps[0], steps[0], padded.shape[1] // steps[1], steps[1])
+    highest, lowest = blocks.max(axis=(1, 3)), blocks.min(axis=(1, 3))
+    return np.asarray(np.where(highest >= -lowest, highest, lowest))
+
+
+def merge_note(steps: tuple[int, int], rows: str, columns: str) -> str | None:
+    """The sentence for a figure whose cells were merged; None where none were."""
+    if steps == (1, 1):
+        return None
+    return f"each cell: value of largest magnitude of {steps[0]} {rows} x {steps[1]} {columns}"
+
+
+def edges(centres: Numbers) -> tuple[float, float]:
+    """Outer edges of cells that are centred on evenly spaced positions."""
+    first, last = float(centres[0]), float(centres[-1])
+    half = 0.5 * (last - first) / (len(centres) - 1) if len(centres) > 1 else 0.5
+    return first - half, last + half
+
+
+def evenly_spaced(centres: Numbers) -> bool:
+    """Whether positions can be an axis as they are."""
+    gaps = np.diff(centres.astype(float))
+    return bool(len(centres) < 2 or (gaps[0] != 0 and np.allclose(gaps, gaps[0])))
+
+
+def draw_image(
+    ax: Any,
+    matrix: Numbers,
+    *,
+    x: Numbers,
+    y: Numbers,
+    cmap: Any,
+    norm: Normalize,
+    upward: bool = False,
+    limits: tuple[int, int] = MOST_CELLS,
+    image: dict[str, Any] | None = None,
+) -> Any:
+    """One matrix (rows, columns) whose columns lie at ``x`` and rows at ``y``; returns the AxesImage.
+
+    Cells beyond ``limits`` (rows, columns) are merged.
+    Non-finite cells take the colour of missing values and a cross. ``upward``: y grows upward.
+    """
+    x_even, y_even = evenly_spaced(x), evenly_spaced(y)
+    xs, ys = (x if x_even else np.arange(len(x))), (y if y_even else np.arange(len(y)))
+    left, right = edges(xs)
+    top, bottom = edges(ys)
+    whole_numbers(ax, *(axis for axis, even in (("x", x_even), ("y", y_even)) if even))
+    extent = (left, right, top, bottom) if upward else (left, right, bottom, top)
+    steps = steps_for((matrix.shape[0], matrix.shape[1]), limits)
+    missing = ~np.isfinite(matrix)
+    with np.errstate(invalid="ignore"):
+        shown = np.ma.masked_invalid(extreme_of_blocks(np.where(missing, np.nan, matrix), steps), copy=False)
+    keywords = {"cmap": cmap, "norm": norm, "aspect": "auto", **(image or {})}
+    drawn = ax.imshow(shown, origin="lower" if upward else "upper", extent=extent, **keywords)
+    _cross_out(ax, missing, xs, ys)
+    if not x_even:
+        name_ticks(ax, "x", xs, [f"{value:g}" for value in x])
+    if not y_even:
+        name_ticks(ax, "y", ys, [f"{value:g}" for value in y])
+    return drawn
+
+
+def _cross_out(ax: Any, missing: Numbers, x: Numbers, y: Numbers) -> None:
+    rows, columns = np.nonzero(missing)
+    if 0 < len(rows) <= MOST_CROSSES:
+        limits = ax.get_xlim(), ax.get_ylim()
+        ax.plot(x[columns], y[rows], "x", color="black", markersize=5, markeredgewidth=1.1, gid="non-finite")
+        ax.set(xlim=limits[0], ylim=limits[1])
+
+
+def name_ticks(ax: Any, axis: str, places: Sequence[float] | Numbers, names: Sequence[str], *, most: int = 12) -> None:
+    """Ticks with names; every n-th of them where there are more than ``most``."""
+    every = -(-len(names) // most)
+    setter = ax.set_xticks if axis == "x" else ax.set_yticks
+    setter(list(places)[::every], labels=list(names)[::every])
+
+
+def separate(ax: Any, axis: str, size: int, names: Sequence[str], *, kind: str = "gate") -> None:
+    """Lines between blocks of ``size`` cells along ``axis``, and the name of each block at its middle."""
+    line = ax.axvline if axis == "x" else ax.axhline
+    for number in range(1, len(names)):
+        line(number * size - 0.5, gid=f"{kind} separator", **SEPARATOR)
+    middles = [(number + 0.5) * size - 0.5 for number in range(len(names))]
+    name_ticks(ax, axis, middles, names, most=len(names))
+    ax.tick_params(axis=axis, length=0)

@@ -1,0 +1,248 @@
+"""The paper that figures are drawn on: own figures or the caller's, grids of panels, titles that stay on the canvas.
+
+Figures are made without pyplot: nothing is registered, shown or left open, and rcParams are only read. A figure is
+freed with the last reference to it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+
+from ..errors import InputError, message
+from ._colour import DECADES
+
+_LETTERS_PER_INCH = 12
+SEPARATOR: dict[str, Any] = {"color": "#404040", "linewidth": 1.2, "linestyle": "-"}
+
+
+class Picture(Figure):
+    """A matplotlib Figure that a notebook shows when it is the last thing in a cell: ``axes[0].figure``."""
+
+    def _repr_png_(self) -> bytes:
+        stored = io.BytesIO()
+        self.savefig(stored, format="png")
+        return stored.getvalue()
+
+
+@dataclass
+class Panels:
+    """Axes to draw into, half by half (forward, backward), and where common words go.
+
+    ``owners`` holds the figure or subfigure of each half; it is empty when the caller gave Axes of their own.
+    """
+
+    halves: list[list[Any]]
+    figure: Any
+    owners: list[Any]
+
+    @property
+    def axes(self) -> list[Any]:
+        """All Axes in drawing order."""
+        return [ax for half in self.halves for ax in half]
+
+    def result(self) -> Any:
+        """What the plot returns: a 1-D array of Axes in drawing order."""
+        found = np.empty(len(self.axes), dtype=object)
+        found[:] = self.axes
+        return found
+
+    def title(self, words: str, notes: Iterable[str | None] = ()) -> None:
+        """Common title with the notes in lines below it, wrapped to the width of the figure."""
+        parts = [words, "; ".join(note for note in notes if note)]
+        if self.owners:
+            width = max(24, int(_LETTERS_PER_INCH * _width(self.figure)))
+            self.figure.suptitle(_wrapped(parts, width), fontsize="medium")
+            return
+        first = self.axes[0]
+        own = first.get_title()
+        width = max(24, int(_LETTERS_PER_INCH * _width(first.figure) * first.get_position().width))
+        first.set_title(_wrapped([*parts, own], width), fontsize="medium")
+
+    def label(self, x: Sequence[str] | str, y: str) -> None:
+        """Axis labels: once per half and once at the left where there are several panels, else on the Axes."""
+        words = [x] * len(self.halves) if isinstance(x, str) else list(x)
+        for number, (half, label) in enumerate(zip(self.halves, words, strict=True)):
+            if self.owners and len(half) > 1:
+                self.owners[number].supxlabel(label, fontsize="medium")
+                if number == 0:
+                    self.owners[number].supylabel(wrapped_label(y, _height(self.figure)), fontsize="medium")
+                continue
+            for ax in half:
+                ax.set_xlabel(label)
+            if number == 0 or not self.owners:
+                tall = _height(half[0].figure) * half[0].get_position().height
+                half[0].set_ylabel(wrapped_label(y, tall))
+
+    def outer_ticks_only(self) -> None:
+        """Tick labels at the left and lower rim only; for panels with common limits."""
+        for half in self.halves:
+            cells = {_cell(ax) for ax in half if ax.get_subplotspec() is not None}
+            for ax in half:
+                if ax.get_subplotspec() is None:
+                    continue
+                row, column = _cell(ax)
+                ax.tick_params(labelbottom=(row + 1, column) not in cells, labelleft=column == 0)
+
+
+def _cell(ax: Any) -> tuple[int, int]:
+    spec = ax.get_subplotspec()
+    return spec.rowspan.start, spec.colspan.start
+
+
+def wrapped_label(words: str, inches: float) -> str:
+    """``words`` in lines that fit an axis of that length."""
+    return textwrap.fill(words, max(16, int(_LETTERS_PER_INCH * inches)))
+
+
+def whole_numbers(ax: Any, *axes: str) -> None:
+    """Ticks at whole numbers only, for axes that count steps or units."""
+    for axis in axes:
+        getattr(ax, f"{axis}axis").set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+
+
+def log_around_zero(ax: Any, limit: float) -> None:
+    """Symmetric logarithmic value axis over ``DECADES`` decades, with few enough ticks to be read."""
+    limit = limit or 1.0
+    ax.set_yscale("symlog", linthresh=limit * 10.0**-DECADES, linscale=0.5)
+    top = 10.0 ** math.floor(math.log10(limit))
+    ticks = [0.0] + [sign * top * 10.0**-k for k in range(0, DECADES, 2) for sign in (1, -1)]
+    ax.yaxis.set_major_locator(FixedLocator(sorted(ticks)))
+    ax.yaxis.set_minor_locator(NullLocator())
+
+
+def _height(figure: Any) -> float:
+    return float(figure.bbox.height / figure.dpi)
+
+
+def _width(figure: Any) -> float:
+    return float(figure.bbox.width / figure.dpi)
+
+
+def _wrapped(parts: Iterable[str], width: int) -> str:
+    return "\n".join(textwrap.fill(part, width, break_long_words=True) for part in parts if part)
+
+
+def near_square(count: int, *, aspect: float = 1.5) -> tuple[int, int]:
+    """Rows and columns for ``count`` panels, also for a prime count: the last row may have gaps, a strip is never made.
+
+    ``aspect`` is the wanted ratio of columns to rows.
+    """
+    ideal = math.sqrt(count * aspect)
+    near = range(max(1, math.ceil(0.7 * ideal)), max(1, math.floor(1.5 * ideal)) + 1)
+
+    def cost(columns: int) -> float:
+        gaps = -count % columns
+        return gaps / count + abs(math.log(columns / ideal))
+
+    columns = min(count, min(near, key=cost, default=1))
+    return math.ceil(count / columns), columns
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Make a figure that belongs to nobody but its holder, with a layout that keeps all text on the canvas."""
+    return Picture(figsize=(width, height), layout="constrained")
+
+
+def given_axes(ax: Any, count: int, figure: str) -> list[Any]:
+    """Return the caller's Axes as a list of ``count``.
+
+    Raises
+    ------
+    InputError
+        If there are more or fewer than the figure has panels.
+    """
+    found = [ax] if isinstance(ax, Axes) else list(np.asarray(ax, dtype=object).reshape(-1))
+    if len(found) != count or not all(isinstance(one, Axes) for one in found):
+        raise InputError(
+            message(
+                f"plot.{figure} needs one Axes per panel in ax=.",
+                got=f"{len(found)} of type {type(found[0]).__name__ if found else 'nothing'}",
+                expected=f"{count} matplotlib Axes",
+                hint="pass figure= (a Figure or SubFigure) and let the panels be made, or select fewer panels",
+            )
+        )
+    return found
+
+
+def check_figure(figure: Any, name: str) -> None:
+    """Raise InputError unless ``figure`` is None, a Figure or a SubFigure."""
+    if figure is not None and not isinstance(figure, Figure | SubFigure):
+        raise InputError(
+            message(
+                f"plot.{name} got a figure= that is none.",
+                got=type(figure).__name__,
+                expected="a matplotlib Figure or SubFigure",
+            )
+        )
+
+
+def open_panels(
+    count: int,
+    *,
+    name: str,
+    halves: Sequence[str | None] = (None,),
+    shape: tuple[int, int] | None = None,
+    size: tuple[float, float] = (2.4, 1.5),
+    margin: tuple[float, float] = (0.9, 1.1),
+    ax: Any = None,
+    figure: Any = None,
+    **subplots: Any,
+) -> Panels:
+    """``count`` panels per half in a near-square grid (or ``shape`` rows and columns), halves side by side.
+
+    ``size`` is that of one panel, ``margin`` what labels and title need, in inches.
+    """
+    check_figure(figure, name)
+    if ax is not None:
+        flat = given_axes(ax, count * len(halves), name)
+        return Panels([flat[i * count : (i + 1) * count] for i in range(len(halves))], flat[0].figure, [])
+    rows, columns = shape or near_square(count, aspect=1.5 / len(halves))
+    if figure is None:
+        width = min(18.0, columns * size[0] * len(halves) + margin[0])
+        figure = new_figure(max(4.2, width), min(22.0, max(2.6, rows * size[1] + margin[1])))
+    owners = [figure] if len(halves) == 1 else list(figure.subfigures(1, len(halves), wspace=0.02))
+    found = []
+    for owner, half in zip(owners, halves, strict=True):
+        grid = owner.subplots(rows, columns, squeeze=False, **subplots).reshape(-1)
+        for unused in grid[count:]:
+            unused.remove()
+        found.append(list(grid[:count]))
+        if half is not None:
+            owner.suptitle(half, fontsize="medium", fontstyle="italic")
+    for number in range(1, len(halves)):
+        x = number / len(halves)
+        figure.add_artist(
+            Line2D([x, x], [0.02, 0.92], transform=figure.transSubfigure, gid="direction separator", **SEPARATOR)
+        )
+    return Panels(found, figure, owners)
+
+
+def mark_steps(ax: Any, steps: Any) -> None:
+    """Crosses at the lower rim at the x positions where a value is NaN or infinite."""
+    if len(steps):
+        ax.plot(
+            steps,
+            np.full(len(steps), 0.03),
+            "x",
+            color="black",
+            markersize=4,
+            transform=ax.get_xaxis_transform(),
+            gid="non-finite",
+            clip_on=False,
+        )
+
+
+def zero_line(ax: Any) -> None:
+    """Thin line at 0 behind the data."""
+    ax.axhline(0, color="#909090", linewidth=0.6, zorder=0.5, gid="zero")

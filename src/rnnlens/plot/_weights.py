@@ -1,0 +1,107 @@
+"""Weights of one layer, as the weight figures draw them: kernel by kernel, gates and directions by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ..errors import InputError, message
+from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME, UNIT
+from ._data import Numbers, axis_label, labelled, names_of, value_label
+
+#: Dimensions of plain arrays by the name of the kernel; with one more, direction comes first.
+DIMS = {
+    "kernel": ("feature", GATE, UNIT),
+    "recurrent_kernel": ("unit_in", GATE, UNIT),
+    "bias": (GATE, UNIT),
+    "recurrent_bias": (GATE, UNIT),
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One weight of one direction, as (row, gate, unit); ``gates`` is empty where it has none."""
+
+    name: str
+    words: str
+    direction: str | None
+    values: Numbers
+    gates: list[str]
+    row_label: str
+
+
+def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[Kernel], dict[str, Any]]:
+    """All weights of a layer (their gradients with ``grad``) in drawing order, forward first; and its attributes.
+
+    Raises
+    ------
+    InputError
+        If there are none.
+    """
+    dataset = getattr(weights, "dataset", weights)
+    if not isinstance(dataset, xr.Dataset | Mapping):
+        raise InputError(
+            message(
+                f"plot.{figure} draws the weights of one layer.",
+                got=type(weights).__name__,
+                expected="a Dataset or a mapping from names to arrays",
+                hint='pass rl.weights(model)["lstm"]',
+            )
+        )
+    names = dataset.data_vars if isinstance(dataset, xr.Dataset) else dataset
+    wanted = [str(name) for name in names if str(name).endswith("_grad") == grad and not _is_count(str(name))]
+    found = [kernel for name in wanted for kernel in _split(name, _labelled(name, dataset[name], figure))]
+    if not found:
+        raise InputError(
+            message(
+                f"plot.{figure} found no {'gradients of ' if grad else ''}weights here.",
+                got=f"variables {', '.join(map(str, names)) or 'none'}",
+                expected="kernel, recurrent_kernel, bias" + (" with _grad" if grad else ""),
+                hint="pass data to rl.weights(model, x, y) for gradients" if grad else 'pass rl.weights(model)["lstm"]',
+            )
+        )
+    return found, dict(dataset.attrs) if isinstance(dataset, xr.Dataset) else {}
+
+
+def _is_count(name: str) -> bool:
+    return name.endswith(("_nan", "_inf", "_norm", "_nan_count", "_inf_count"))
+
+
+def _labelled(name: str, data: Any, figure: str) -> xr.DataArray:
+    if isinstance(data, xr.DataArray):
+        return labelled(data, figure)
+    dims = DIMS.get(name.removesuffix("_grad"))
+    rank = np.ndim(data)
+    if dims is not None and rank == len(dims) + 1:
+        dims = (DIRECTION, *dims)
+    if dims is None or rank != len(dims):
+        dims = (*(f"axis_{i}" for i in range(rank - 1)), UNIT)
+    array = labelled(data, figure, dims=dims).rename(name)
+    if DIRECTION in dims:
+        array = array.assign_coords({DIRECTION: [FORWARD, BACKWARD][: array.sizes[DIRECTION]]})
+    return array
+
+
+def _split(name: str, array: xr.DataArray) -> list[Kernel]:
+    """By direction; a gradient by time is summed over it, which is dL/dW."""
+    words = value_label(array)
+    if TIME in array.dims:
+        array = array.sum(TIME, skipna=False, keep_attrs=True)
+    if DIRECTION not in array.dims:
+        return [_kernel(name, words, None, array)]
+    parts = [array.isel({DIRECTION: i}, drop=True) for i in range(array.sizes[DIRECTION])]
+    return [_kernel(name, words, half, part) for half, part in zip(names_of(array, DIRECTION), parts, strict=True)]
+
+
+def _kernel(name: str, words: str, direction: str | None, array: xr.DataArray) -> Kernel:
+    gates = names_of(array, GATE) if GATE in array.dims else []
+    columns = str(array.dims[-1])
+    rows = [str(d) for d in array.dims if d not in (GATE, columns)]
+    ordered = array.transpose(*rows, *([GATE] if gates else []), columns).values
+    values = ordered.reshape(-1, len(gates) or 1, array.sizes[columns])
+    row_label = ", ".join(axis_label(array, row) for row in rows)
+    return Kernel(name, words, direction, values, gates, row_label)

@@ -1,0 +1,237 @@
+"""``curves``: values over time, a panel per unit and a line per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from matplotlib.collections import LineCollection
+
+from ..recurrence.measures import finite_mean
+from ..vocabulary import GATE, SAMPLE, TIME
+from ._colour import line_colours
+from ._data import (
+    Half,
+    Numbers,
+    axis_label,
+    choose,
+    finite_range,
+    halves,
+    labelled,
+    largest_magnitude,
+    names_of,
+    nonfinite_note,
+    positions,
+    require_dim,
+    title_of,
+    unit_dim,
+    value_label,
+)
+from ._keywords import checked
+from ._panels import Panels, log_around_zero, mark_steps, open_panels, whole_numbers, zero_line
+
+#: Lines that a legend names one by one; more are drawn alike, with their mean.
+MOST_NAMED = 8
+#: Points of one line beyond which steps are thinned to the lowest and highest of each run.
+MOST_POINTS = 1200
+
+
+def curves(
+    data: Any,
+    *,
+    dims: Sequence[str] | None = None,
+    panel: str | None = None,
+    shared: bool = True,
+    log: bool = False,
+    max_panels: int = 36,
+    page: int | None = None,
+    max_lines: int = 64,
+    as_computed: bool = False,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **line: Any,
+) -> Any:
+    """Draw values over time: a panel per unit, a line per sample; gates in rows, directions side by side.
+
+    Parameters
+    ----------
+    data : (sample, time, unit), also with gate or direction, in any order
+        A DataArray, or a plain array: rank 1 is (time), 2 (time, unit), 3 (sample, time, unit), 4 (sample, time, gate,
+        unit).
+    dims
+        Dimensions of a plain array where the guess does not fit.
+    panel
+        ``"unit"`` (default, whatever that dimension is called), or ``"sample"``: a panel per sample, a line per unit.
+    shared
+        Same value axis in all panels.
+    log
+        Symmetric logarithmic value axis, linear within 1e-4 of the largest magnitude.
+    max_panels, page
+        More panels than this are thinned evenly; ``page`` shows the page-th run of them instead. The figure says so.
+    max_lines
+        Most lines per panel, thinned evenly.
+    as_computed
+        Turn the backward half of a bidirectional layer round, into the order in which it was computed.
+    title
+        Instead of the one made from the labels.
+    ax, figure
+        Axes, one per panel, or a Figure or SubFigure to draw into.
+    **line
+        Properties of matplotlib's LineCollection.
+
+    Returns
+    -------
+    1-D array of Axes, in panel order, forward before backward
+
+    Raises
+    ------
+    InputError
+        If there is no time, a dimension or keyword is unknown, or ``ax`` has not one Axes per panel.
+    """
+    array = labelled(data, "curves", dims=dims)
+    require_dim(array, TIME, "curves", hint="draw values without time with plot.points")
+    keywords = checked(line, LineCollection, figure="curves")
+    by, along = _roles(array, panel)
+    shown = halves(array, as_computed=as_computed)
+    gates = names_of(array, GATE) if GATE in array.dims else [None]
+    count = array.sizes[by] if by else 1
+    picked, thinned = choose(count, max(1, max_panels // len(gates)), f"{by}s", page=page)
+    lines, fewer = choose(array.sizes[along] if along else 1, max_lines, f"{along}s")
+    shape = (len(gates), len(picked)) if len(gates) > 1 else None
+    panels = open_panels(
+        len(gates) * len(picked), name="curves", halves=[h.name for h in shown], shape=shape, ax=ax, figure=figure
+    )
+    note = None
+    for half, axes in zip(shown, panels.halves, strict=True):
+        slots = [(gate, index) for gate in range(len(gates)) for index in picked]
+        for place, (gate, index) in zip(axes, slots, strict=True):
+            values = _panel_values(half.data, by, along, index, gate, lines)
+            note = _draw(place, half, values, keywords, len(lines)) or note
+            place.set_title(_panel_title(array, by, index, gates[gate]), fontsize="small", pad=3)
+    _finish(panels, array, shown, shared=shared, log=log)
+    _name_lines(panels, array, along, lines, keywords)
+    cloud = f"{len(lines)} {along}s, black: their mean" if len(lines) > MOST_NAMED else None
+    panels.title(title or title_of(array) or "curves", [thinned, fewer, cloud, note, nonfinite_note(array.values)])
+    return panels.result()
+
+
+def _roles(array: xr.DataArray, panel: str | None) -> tuple[str | None, str | None]:
+    """Dimension of the panels, dimension of the lines."""
+    unit = unit_dim(array)
+    sample = SAMPLE if SAMPLE in array.dims else None
+    wanted = unit if panel in (None, "unit") else panel
+    if panel not in (None, "unit"):
+        require_dim(array, str(panel), "curves")
+    rest = [str(d) for d in array.dims if d not in (TIME, "direction", GATE, wanted)]
+    along = sample if sample in rest else next(iter(rest), None)
+    leftover = [d for d in rest if d != along]
+    if leftover:
+        require_dim(
+            array.isel({leftover[0]: 0}), leftover[0], "curves", hint=f"select one, such as .isel({leftover[0]}=0)"
+        )
+    return wanted, along
+
+
+def _panel_values(
+    data: xr.DataArray, by: str | None, along: str | None, index: int, gate: int, lines: list[int]
+) -> Numbers:
+    """(line, time) of one panel."""
+    chosen = data.isel({GATE: gate}) if GATE in data.dims else data
+    chosen = chosen.isel({by: index}) if by else chosen
+    if along is None:
+        return np.asarray(chosen.values)[None, :]
+    return np.asarray(chosen.isel({along: lines}).transpose(along, TIME).values)
+
+
+def thin(values: Numbers, x: Numbers, most: int) -> tuple[Numbers, Numbers]:
+    """(line, time) with every run of steps reduced to its lowest and highest value, in their order; spikes survive."""
+    run = 2 * -(-len(x) // most)
+    if len(x) <= most:
+        return values, x
+    whole = len(x) // run * run
+    blocks = values[:, :whole].reshape(len(values), -1, run)
+    pair = np.sort(np.stack([np.argmin(blocks, axis=2), np.argmax(blocks, axis=2)], axis=2), axis=2)
+    kept = np.take_along_axis(blocks, pair, axis=2).reshape(len(values), -1)
+    middle = x[:whole].reshape(-1, run)[:, [0, run // 2]].reshape(-1)
+    return np.concatenate([kept, values[:, whole:]], axis=1), np.concatenate([middle, x[whole:]])
+
+
+def _draw(ax: Any, half: Half, values: Numbers, keywords: dict[str, Any], count: int) -> str | None:
+    """Lines of one panel; returns the note where steps were merged."""
+    x = positions(half.data, TIME)
+    bad = ~np.isfinite(values)
+    clean = np.where(bad, np.nan, values)
+    mark_steps(ax, x[bad.any(axis=0)])
+    drawn, at = thin(clean, x, MOST_POINTS)
+    many = count > MOST_NAMED
+    look: dict[str, Any] = {"linewidth": 0.6 if many else 1.1, "alpha": max(0.15, 4 / count) if many else 1.0}
+    look["color"] = "#0072b2" if many else line_colours(count)
+    segments = np.stack([np.broadcast_to(at, drawn.shape), drawn], axis=2)
+    zero_line(ax)
+    ax.add_collection(LineCollection(list(segments), gid="lines", **{**look, **keywords}), autolim=False)
+    if many:
+        mean = finite_mean(clean, axis=0, xp=np)
+        ax.plot(x, mean, color="black", linewidth=1.0, gid="mean")
+    margin = 0.5 if len(x) == 1 else 0.0
+    ax.set_xlim(x.min() - margin, x.max() + margin)
+    if len(at) != len(x):
+        return f"lowest and highest of every {2 * -(-len(x) // MOST_POINTS)} steps"
+    return None
+
+
+def _panel_title(array: xr.DataArray, by: str | None, index: int, gate: str | None) -> str:
+    parts = [gate, f"{axis_label(array, by)} {names_of(array, by)[index]}" if by else None]
+    return " · ".join(part for part in parts if part)
+
+
+def limits_of(values: Numbers, *, log: bool) -> tuple[float, float]:
+    """Value axis for the finite values with a margin of 5 %; around 0 for a constant."""
+    found = finite_range(values) or (0.0, 0.0)
+    low, high = min(found[0], 0.0) if log else found[0], max(found[1], 0.0) if log else found[1]
+    room = abs(low) * 0.1 or 1.0 if low == high else 0.05 * (high - low)
+    return low - room, high + room
+
+
+def _finish(panels: Panels, array: xr.DataArray, shown: list[Half], *, shared: bool, log: bool) -> None:
+    """Value axes, labels, ticks."""
+    everything = _drawn(panels.axes)
+    for ax in panels.axes:
+        mine = everything if shared else _drawn([ax])
+        if log:
+            log_around_zero(ax, largest_magnitude(mine))
+        ax.set_ylim(*limits_of(mine, log=log))
+        whole_numbers(ax, "x")
+        ax.tick_params(labelsize="small")
+    panels.label([half.time_label for half in shown], value_label(array) + (", log scale" if log else ""))
+    if shared and panels.owners:
+        panels.outer_ticks_only()
+
+
+def _drawn(axes: list[Any]) -> Numbers:
+    """All values of the lines in these panels."""
+    found = [
+        np.concatenate([np.asarray(path.vertices[:, 1]) for path in collection.get_paths()])
+        for ax in axes
+        for collection in ax.collections
+        if collection.get_gid() == "lines"
+    ]
+    return np.concatenate(found)
+
+
+def _name_lines(
+    panels: Panels, array: xr.DataArray, along: str | None, lines: list[int], keywords: dict[str, Any]
+) -> None:
+    """Legend in the first panel, where few lines have colours of their own."""
+    if along is None or not 1 < len(lines) <= MOST_NAMED or {"color", "colors", "array"} & set(keywords):
+        return
+    names = names_of(array, along)
+    handles = [
+        panels.axes[0].plot([], [], color=colour, label=names[i])[0]
+        for i, colour in zip(lines, line_colours(len(lines)), strict=True)
+    ]
+    where = {"loc": "outside right upper"} if panels.owners and hasattr(panels.figure, "legend") else {"loc": "best"}
+    target = panels.owners[-1] if panels.owners else panels.axes[0]
+    target.legend(handles=handles, title=axis_label(array, along), fontsize="small", title_fontsize="small", **where)

@@ -1,0 +1,226 @@
+"""``heatmap``: units by time as colours, white is 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from matplotlib.image import AxesImage
+
+from ..errors import InputError, message
+from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
+from ._colour import DIVERGING, around_zero, scale_note
+from ._data import (
+    Numbers,
+    axis_label,
+    choose,
+    halves,
+    labelled,
+    largest_magnitude,
+    names_of,
+    nonfinite_note,
+    positions,
+    require_dim,
+    title_of,
+    unit_dim,
+    value_label,
+)
+from ._images import IMSHOW, draw_image, merge_note, separate, steps_for
+from ._keywords import checked
+from ._panels import Panels, open_panels, wrapped_label
+
+#: Dimensions of a plain array by its rank.
+GUESS = {2: (TIME, "unit"), 3: (SAMPLE, TIME, "unit"), 4: (SAMPLE, TIME, GATE, "unit")}
+
+
+def heatmap(
+    data: Any,
+    *,
+    dims: Sequence[str] | None = None,
+    x: str | None = None,
+    y: str | None = None,
+    shared: bool = True,
+    limit: float | None = None,
+    log: bool = False,
+    max_panels: int = 16,
+    page: int | None = None,
+    as_computed: bool = False,
+    colorbar: bool = True,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **image: Any,
+) -> Any:
+    """Draw units by time as colours, a panel per sample; gates above each other, directions side by side.
+
+    Parameters
+    ----------
+    data : (sample, time, unit), also with gate or direction; or any array of at least two dimensions
+        A DataArray, or a plain array: rank 2 is (time, unit), 3 (sample, time, unit), 4 (sample, time, gate, unit).
+    dims
+        Dimensions of a plain array where the guess does not fit.
+    x, y
+        Dimensions across and down. Default: time and unit; without time the last two. All others become panels, gates
+        are stacked into y.
+    shared
+        One colour scale for all panels, from the largest finite magnitude in the *whole* array, drawn or not; else
+        each panel has its own scale and colour bar.
+    limit
+        Colour scale from -limit to limit instead. Values beyond it take the end colours.
+    log
+        Symmetric logarithmic colours over 4 decades, linear below: shows a gradient while it vanishes.
+    max_panels, page
+        More panels are thinned evenly; ``page`` shows the page-th run of them instead. The figure says so.
+    as_computed
+        Turn the backward half of a bidirectional layer round, into the order in which it was computed.
+    colorbar
+        Draw the colour bar.
+    title
+        Instead of the one made from the labels.
+    ax, figure
+        Axes, one per panel, or a Figure or SubFigure to draw into.
+    **image
+        Properties of matplotlib's AxesImage and keywords of ``Axes.imshow`` (``cmap``, ``norm``, ``interpolation``).
+
+    Returns
+    -------
+    1-D array of Axes, in panel order, forward before backward
+
+    Raises
+    ------
+    InputError
+        If a dimension or keyword is unknown or ``ax`` has not one Axes per panel.
+    """
+    array = labelled(data, "heatmap", dims=dims, guess=GUESS)
+    keywords = checked(image, AxesImage, figure="heatmap", extra=IMSHOW)
+    across, down = _axes_of(array, x, y)
+    keep = [str(d) for d in array.dims if d not in (across, down, GATE, DIRECTION)]
+    stacked = GATE in array.dims and GATE not in (across, down)
+    shown = halves(array, as_computed=as_computed)
+    slots = slots_of(array, keep)
+    picked, thinned = choose(len(slots), max_panels, " x ".join(f"{d}s" for d in keep) or "panels", page=page)
+    top = limit if limit is not None else largest_magnitude(array.values)
+    rows = array.sizes[down] * (array.sizes[GATE] if stacked else 1)
+    panels = open_panels(
+        len(picked),
+        name="heatmap",
+        halves=[h.name for h in shown],
+        size=_size(len(picked), rows),
+        margin=(1.9, 1.1),
+        ax=ax,
+        figure=figure,
+    )
+    limits = _cells(len(picked))
+    drawn = []
+    for half, axes in zip(shown, panels.halves, strict=True):
+        for place, slot in zip(axes, [slots[i] for i in picked], strict=True):
+            matrix = _matrix(half.data.isel(slot[0]), across, down, stacked)
+            own = top if shared or limit is not None else largest_magnitude(matrix)
+            look = {"cmap": DIVERGING, "norm": around_zero(own, log=log), **keywords}
+            if "vmin" in look or "vmax" in look:
+                look["norm"] = None
+            where_y = np.arange(rows) if stacked else positions(half.data, down)
+            drawn.append(
+                draw_image(
+                    place,
+                    matrix,
+                    x=positions(half.data, across),
+                    y=where_y,
+                    cmap=look.pop("cmap"),
+                    norm=look.pop("norm"),
+                    limits=limits,
+                    image=look,
+                )
+            )
+            place.set_title(slot[1], fontsize="small", pad=3)
+            place.tick_params(labelsize="small")
+            if stacked:
+                separate(place, "y", array.sizes[down], names_of(array, GATE))
+    labels = [half.time_label if across == TIME else axis_label(array, across) for half in shown]
+    panels.label(labels, f"gate, {axis_label(array, down)}" if stacked else axis_label(array, down))
+    _bars(panels, drawn, value_label(array), shared=shared, wanted=colorbar)
+    if panels.owners:
+        panels.outer_ticks_only()
+    merged = merge_note(steps_for((rows, array.sizes[across]), limits), f"{down}s", f"{across}s")
+    panels.title(title or title_of(array) or "heatmap", [thinned, merged, nonfinite_note(array.values)])
+    return panels.result()
+
+
+def _axes_of(array: xr.DataArray, x: str | None, y: str | None) -> tuple[str, str]:
+    """Dimension across and dimension down."""
+    for given in (x, y):
+        if given is not None:
+            require_dim(array, given, "heatmap")
+    free = [str(d) for d in array.dims if d not in (DIRECTION, x, y)]
+    if len(free) + (x is not None) + (y is not None) < 2:
+        raise InputError(
+            message(
+                "plot.heatmap needs two dimensions.",
+                got=f"dimensions ({', '.join(map(str, array.dims))})",
+                expected="at least two besides direction",
+                hint="draw it with plot.curves or plot.points",
+            )
+        )
+    if x is None:
+        x = TIME if TIME in free else next(d for d in reversed(free) if d != GATE)
+        free.remove(x)
+    if y is None:
+        unit = unit_dim(array)
+        plain = [d for d in free if d not in (GATE, SAMPLE)] or [d for d in free if d != GATE] or free
+        y = unit if unit in plain else plain[-1]
+    return x, y
+
+
+def slots_of(array: xr.DataArray, keep: list[str]) -> list[tuple[dict[str, int], str]]:
+    """Selection and title of each panel."""
+    found: list[tuple[dict[str, int], str]] = [({}, "")]
+    for dim in keep:
+        names = names_of(array, dim)
+        words = axis_label(array, dim)
+        found = [
+            ({**where, dim: i}, f"{title} · {words} {name}".removeprefix(" · "))
+            for where, title in found
+            for i, name in enumerate(names)
+        ]
+    return found
+
+
+def _matrix(data: xr.DataArray, across: str, down: str, stacked: bool) -> Numbers:
+    """(down, across), gates stacked into the rows."""
+    if not stacked:
+        return np.asarray(data.transpose(down, across).values)
+    values = data.transpose(GATE, down, across).values
+    return np.asarray(values.reshape(-1, values.shape[-1]))
+
+
+def _cells(count: int) -> tuple[int, int]:
+    """Rows and columns that one of ``count`` panels can show."""
+    return (512, 1024) if count == 1 else (384, 512) if count <= 4 else (256, 384)
+
+
+def _size(count: int, rows: int) -> tuple[float, float]:
+    """Inches of one panel: large alone, small among many; tall for many rows."""
+    tall = min(1.0, 0.55 + rows / 400)
+    width, height = (6.0, 4.6) if count == 1 else (3.4, 2.4) if count <= 4 else (2.6, 1.9)
+    return width, height * tall
+
+
+def _bars(panels: Panels, drawn: list[Any], label: str, *, shared: bool, wanted: bool) -> None:
+    """One colour bar for all panels, or one for each."""
+    if not wanted:
+        return
+    if shared:
+        last = panels.halves[-1]
+        bar = last[0].figure.colorbar(drawn[-1], ax=last, fraction=0.08, pad=0.02)
+        bar.ax.tick_params(labelsize="small")
+        bar.set_label(
+            wrapped_label(label + scale_note(drawn[-1].norm), 0.8 * last[0].figure.bbox.height / last[0].figure.dpi)
+        )
+        return
+    for ax, image in zip(panels.axes, drawn, strict=True):
+        bar = ax.figure.colorbar(image, ax=ax, fraction=0.08, pad=0.02)
+        bar.ax.tick_params(labelsize="x-small")
+        if len(drawn) == 1:
+            bar.set_label(label + scale_note(image.norm))

@@ -1,0 +1,165 @@
+"""``weights_heatmap``: every weight of a layer in its place, gates side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.image import AxesImage
+
+from ._colour import DIVERGING, POSITIVE, around_zero, from_zero, scale_note
+from ._data import largest_magnitude, nonfinite_note
+from ._images import IMSHOW, draw_image, merge_note, separate, steps_for
+from ._keywords import checked
+from ._panels import Panels, open_panels, wrapped_label
+from ._weights import Kernel, kernels_of
+
+#: Rows and columns that one kernel can show.
+CELLS = (384, 1024)
+
+
+def weights_heatmap(
+    weights: Any,
+    *,
+    grad: bool = False,
+    absolute: bool = False,
+    shared: bool = True,
+    limit: float | None = None,
+    log: bool = False,
+    colorbar: bool = True,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **image: Any,
+) -> Any:
+    """Draw kernel, recurrent kernel and bias of a layer above each other, so that the columns of a unit line up.
+
+    Gates are side by side with separators and names, the backward direction is beside the forward one. Missing values
+    are grey and crossed out, and counted for each kernel; nothing is set to zero.
+
+    Parameters
+    ----------
+    weights
+        The weights of one layer: a Dataset with kernel (feature, gate, unit), recurrent_kernel (unit_in, gate, unit),
+        bias (gate, unit), any of them with direction, in any order; or a mapping from names to such arrays. Weights of
+        layers that are not recurrent are drawn with their last dimension across.
+    grad
+        Draw the gradients (variables ending in ``_grad``); those by time are summed over time.
+    absolute
+        Draw magnitudes, on a scale from white at 0.
+    shared
+        One colour scale for all kernels; else each has its own scale and colour bar.
+    limit
+        Colour scale up to this magnitude instead of the largest.
+    log
+        Logarithmic colours over 4 decades.
+    colorbar
+        Draw the colour bar.
+    title
+        Instead of the one made from the labels.
+    ax, figure
+        Axes, one per kernel (all of forward, then all of backward), or a Figure or SubFigure to draw into.
+    **image
+        Properties of matplotlib's AxesImage and keywords of ``Axes.imshow``.
+
+    Returns
+    -------
+    1-D array of Axes, kernel by kernel, forward before backward
+
+    Raises
+    ------
+    InputError
+        If there is nothing to draw, a keyword is unknown, or ``ax`` has not one Axes per kernel.
+    """
+    kernels, attrs = kernels_of(weights, "weights_heatmap", grad=grad)
+    keywords = checked(image, AxesImage, figure="weights_heatmap", extra=IMSHOW)
+    directions = list(dict.fromkeys(kernel.direction for kernel in kernels))
+    columns = [[kernel for kernel in kernels if kernel.direction == way] for way in directions]
+    panels = _open(columns, directions, ax, figure)
+    top = limit if limit is not None else largest_magnitude(*(kernel.values for kernel in kernels))
+    drawn = []
+    for column, axes in zip(columns, panels.halves, strict=True):
+        for kernel, place in zip(column, axes, strict=True):
+            own = top if shared or limit is not None else largest_magnitude(kernel.values)
+            drawn.append(_draw(place, kernel, own, keywords, absolute=absolute, log=log))
+    label = kernels[0].words if len(kernels) == 1 else "gradient" if grad else "weight"
+    _bars(panels, drawn, f"|{label}|" if absolute else label, shared=shared, wanted=colorbar)
+    panels.label("gate, unit" if any(kernel.gates for kernel in kernels) else "unit", "")
+    what = "gradients of the weights" if grad else "weights"
+    merged = {merge_note(_steps(kernel), "rows", "units") for kernel in kernels}
+    panels.title(title or " · ".join(p for p in (attrs.get("layer"), what) if p), sorted(filter(None, merged)))
+    return panels.result()
+
+
+def _open(columns: list[list[Kernel]], directions: list[str | None], ax: Any, figure: Any) -> Panels:
+    """One row per kernel, as tall as it has rows, within reason."""
+    count = max(len(column) for column in columns)
+    tall = [
+        0.35 + 2.6 * min(1.0, max(c.values.shape[0] for c in row) / 64) ** 0.6 for row in zip(*columns, strict=True)
+    ]
+    wide = max(kernel.values.shape[1] * kernel.values.shape[2] for kernel in columns[0])
+    width = float(np.clip(wide / 60, 4.5, 10.0 / len(columns) + 1.5))
+    return open_panels(
+        count,
+        name="weights_heatmap",
+        halves=directions,
+        shape=(count, 1),
+        size=(width, sum(tall) / count + 0.35),
+        margin=(1.9, 1.0),
+        ax=ax,
+        figure=figure,
+        height_ratios=tall,
+    )
+
+
+def _steps(kernel: Kernel) -> tuple[int, int]:
+    rows, gates, units = kernel.values.shape
+    return steps_for((rows, units), (CELLS[0], max(1, CELLS[1] // gates)))
+
+
+def _draw(ax: Any, kernel: Kernel, top: float, keywords: dict[str, Any], *, absolute: bool, log: bool) -> Any:
+    """One kernel with its separators and its count of missing values."""
+    rows, gates, units = kernel.values.shape
+    matrix = kernel.values.reshape(rows, gates * units)
+    matrix = np.abs(matrix) if absolute else matrix
+    norm = from_zero(matrix, top, log=log) if absolute else around_zero(top, log=log)
+    look = {"cmap": POSITIVE if absolute else DIVERGING, "norm": norm, **keywords}
+    if "vmin" in look or "vmax" in look:
+        look["norm"] = None
+    steps = _steps(kernel)
+    limits = (-(-rows // steps[0]), -(-gates * units // steps[1]))
+    drawn = draw_image(
+        ax,
+        matrix,
+        x=np.arange(gates * units),
+        y=np.arange(rows),
+        cmap=look.pop("cmap"),
+        norm=look.pop("norm"),
+        limits=limits,
+        image=look,
+    )
+    missing = nonfinite_note(kernel.values)
+    ax.set_title(" · ".join(part for part in (kernel.name, missing) if part), fontsize="small", pad=3)
+    ax.set_ylabel(kernel.row_label, fontsize="small")
+    ax.tick_params(labelsize="small")
+    if kernel.gates:
+        separate(ax, "x", units, kernel.gates)
+    if rows == 1:
+        ax.set_yticks([])
+    return drawn
+
+
+def _bars(panels: Panels, drawn: list[Any], label: str, *, shared: bool, wanted: bool) -> None:
+    if not wanted:
+        return
+    if shared:
+        last = panels.halves[-1]
+        bar = last[0].figure.colorbar(drawn[-1], ax=last, fraction=0.08, pad=0.02)
+        bar.set_label(
+            wrapped_label(label + scale_note(drawn[-1].norm), 0.8 * last[0].figure.bbox.height / last[0].figure.dpi)
+        )
+        bar.ax.tick_params(labelsize="small")
+        return
+    for ax, image in zip(panels.axes, drawn, strict=True):
+        bar = ax.figure.colorbar(image, ax=ax, fraction=0.08, pad=0.02)
+        bar.ax.tick_params(labelsize="x-small")

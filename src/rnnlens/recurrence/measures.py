@@ -1,0 +1,247 @@
+"""Single numbers and profiles that finished arrays are summarised by. Pure functions on the array API.
+
+Each takes ``xp`` (the array namespace; found from the array when left out) and returns arrays of the same kind.
+Values that are NaN or infinite are left out of means and shares by the functions that say so, and by no other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from ..typing import Array, Namespace
+
+
+def safe_norm(array: Array, *, axis: int | tuple[int, ...], xp: Namespace | None = None) -> Array:
+    """Euclidean norm that neither under- nor overflows: a gradient of 1e-30 in float32 has a norm, not 0.
+
+    Parameters
+    ----------
+    array : any real floating array
+    axis : the axes that are contracted
+    """
+    xp = xp or array_namespace(array)
+    largest = xp.max(xp.abs(array), axis=axis, keepdims=True)
+    usable = xp.isfinite(largest) & (largest > 0)
+    scale = xp.where(usable, largest, xp.ones_like(largest))
+    scaled = array / scale
+    norm = xp.sqrt(xp.sum(scaled * scaled, axis=axis, keepdims=True)) * scale
+    return xp.squeeze(norm, axis=axis)
+
+
+def finite_mean(array: Array, *, axis: int | tuple[int, ...], xp: Namespace | None = None) -> Array:
+    """Mean over the finite values along ``axis``; NaN where there is none."""
+    xp = xp or array_namespace(array)
+    finite = xp.isfinite(array)
+    count = xp.sum(xp.astype(finite, array.dtype), axis=axis)
+    total = xp.sum(xp.where(finite, array, xp.zeros_like(array)), axis=axis)
+    return xp.where(count > 0, total / xp.where(count > 0, count, xp.ones_like(count)), xp.full_like(total, math.nan))
+
+
+def quantiles(array: Array, *, q: Sequence[float], axis: int, xp: Namespace | None = None) -> tuple[Array, ...]:
+    """Quantiles of the values along ``axis`` by linear interpolation between order statistics, one array per ``q``.
+
+    NaN anywhere along ``axis`` makes the result NaN there.
+    """
+    xp = xp or array_namespace(array)
+    ordered = xp.sort(array, axis=axis)
+    spoilt = xp.any(xp.isnan(array), axis=axis)
+    count = array.shape[axis]
+    results = []
+    for share in q:
+        position = share * (count - 1)
+        below = min(int(position), count - 1)
+        above = min(below + 1, count - 1)
+        low, high = (xp.take(ordered, xp.asarray([i]), axis=axis) for i in (below, above))
+        value = xp.squeeze(low + (high - low) * (position - below), axis=axis)
+        results.append(xp.where(spoilt, xp.full_like(value, math.nan), value))
+    return tuple(results)
+
+
+def saturation_share(
+    gates: Array,
+    *,
+    axis: int | tuple[int, ...],
+    low: float = 0.1,
+    high: float = 0.9,
+    where: Array | None = None,
+    xp: Namespace | None = None,
+) -> tuple[Array, Array]:
+    """Share of the values along ``axis`` below ``low``, and above ``high``.
+
+    NaN counts neither as a value nor as saturated; so do the positions where ``where`` (broadcastable) is False.
+    The picture of low against high share per unit is that of Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
+    """
+    xp = xp or array_namespace(gates)
+    counted = ~xp.isnan(gates)
+    if where is not None:
+        counted = counted & where
+    kind = xp.float64 if gates.dtype == xp.float64 else xp.float32
+    number = xp.sum(xp.astype(counted, kind), axis=axis)
+    floor = xp.where(number > 0, number, xp.ones_like(number))
+    shares = []
+    for beyond in (gates < low, gates > high):
+        share = xp.sum(xp.astype(beyond & counted, kind), axis=axis) / floor
+        shares.append(xp.where(number > 0, share, xp.full_like(share, math.nan)))
+    return shares[0], shares[1]
+
+
+def _full_grid(norms: Array, out_times: Sequence[int], in_times: Sequence[int], xp: Namespace) -> tuple[Array, Array]:
+    """Spread a Jacobian of selected times over all times up to the last; and 1 where it was given, else 0."""
+    length = max(max(out_times), max(in_times)) + 1
+    given = xp.ones(norms.shape[-2:], dtype=norms.dtype)
+    for axis, times in ((-2, out_times), (-1, in_times)):
+        place = {time: i for i, time in enumerate(times)}
+        index = xp.asarray([place.get(time, 0) for time in range(length)])
+        here = xp.asarray([time in place for time in range(length)])
+        here = here[:, None] if axis == -2 else here[None, :]
+        norms, given = (
+            xp.where(here, taken, xp.zeros_like(taken))
+            for taken in (xp.take(norms, index, axis=norms.ndim + axis), xp.take(given, index, axis=given.ndim + axis))
+        )
+    return norms, given
+
+
+def _sum_along_diagonals(square: Array, xp: Namespace) -> Array:
+    """(..., T, T) to (..., T): entry tau is the sum of square[t, t - tau] over t."""
+    length = square.shape[-1]
+    lead = tuple(square.shape[:-2])
+    turned = xp.flip(square, axis=-1)  # column j holds in_time T - 1 - j
+    padded = xp.concat([turned, xp.zeros_like(turned)], axis=-1)
+    flat = xp.reshape(padded, (*lead, 2 * length * length))[..., :-length]
+    sheared = xp.reshape(flat, (*lead, length, 2 * length - 1))  # row t moved right by t: column T - 1 + lag
+    return xp.sum(sheared[..., length - 1 :], axis=-2)
+
+
+def lag_profile(
+    norms: Array,
+    *,
+    out_times: Sequence[int] | None = None,
+    in_times: Sequence[int] | None = None,
+    xp: Namespace | None = None,
+) -> Array:
+    """m(tau): mean over t of the norm of the time Jacobian G[t, t - tau].
+
+    Parameters
+    ----------
+    norms : (..., out_time, in_time)
+        Norm of each block of the time Jacobian, >= 0.
+    out_times, in_times
+        Which time steps the two axes hold, when not all of them from 0 on. Times before 0 do not exist.
+
+    Returns
+    -------
+    (..., lag), lag = 0, 1, ...; NaN at a lag that no pair of the given times has. Negative lags (the backward half of a
+    bidirectional layer) are left out.
+    """
+    xp = xp or array_namespace(norms)
+    out_times = range(norms.shape[-2]) if out_times is None else [int(t) for t in out_times]
+    in_times = range(norms.shape[-1]) if in_times is None else [int(t) for t in in_times]
+    grid, given = _full_grid(norms, out_times, in_times, xp)
+    total, count = _sum_along_diagonals(grid, xp), _sum_along_diagonals(given, xp)
+    mean = total / xp.where(count > 0, count, xp.ones_like(count))
+    return xp.where(count > 0, mean, xp.full_like(mean, math.nan))
+
+
+def half_life(profile: Array, *, axis: int = -1, level: float = 0.5, xp: Namespace | None = None) -> Array:
+    """Lags from the peak of ``profile`` until it has fallen to ``level`` of the peak, for good or not.
+
+    Between two lags the profile is taken as exponential, so that m(tau) = a**tau gives ln(level) / ln(a) exactly.
+    Infinite where it never falls that low; NaN where the profile is 0 throughout or has no finite value.
+
+    Parameters
+    ----------
+    profile : non-negative, lag along ``axis``
+    """
+    xp = xp or array_namespace(profile)
+    profile = xp.moveaxis(profile, axis, -1)
+    finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))
+    peak = xp.max(finite, axis=-1, keepdims=True)
+    start = xp.argmax(finite, axis=-1, keepdims=True)
+    lag = xp.arange(profile.shape[-1])
+    fallen = (lag > start) & xp.isfinite(profile) & (profile <= level * peak)
+    found = xp.any(fallen, axis=-1)
+    first = xp.argmax(xp.astype(fallen, xp.int64), axis=-1, keepdims=True)
+    at = xp.sum(xp.where(lag == first, finite, xp.zeros_like(finite)), axis=-1)
+    before = xp.sum(xp.where(lag == first - 1, finite, xp.zeros_like(finite)), axis=-1)
+    peak, start, first = peak[..., 0], start[..., 0], first[..., 0]
+    one = xp.ones_like(at)
+    usable = found & (at > 0) & (before > at)
+    ratio = xp.log(xp.where(usable, before / xp.where(usable, level * peak, one), one))
+    slope = xp.log(xp.where(usable, before / xp.where(usable, at, one), one * math.e))
+    part = xp.where(usable, ratio / slope, one)
+    life = xp.astype(first - start - 1, profile.dtype) + part
+    life = xp.where(found, life, xp.full_like(life, math.inf))
+    return xp.where(peak > 0, life, xp.full_like(life, math.nan))
+
+
+def horizon(profile: Array, *, epsilon: float = 0.01, axis: int = -1, xp: Namespace | None = None) -> Array:
+    """The largest lag at which ``profile`` is still at least ``epsilon`` of its peak; -1 where it is 0 throughout."""
+    xp = xp or array_namespace(profile)
+    profile = xp.moveaxis(profile, axis, -1)
+    finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))
+    peak = xp.max(finite, axis=-1, keepdims=True)
+    alive = (finite >= epsilon * peak) & (peak > 0)
+    lag = xp.arange(profile.shape[-1])
+    return xp.max(xp.where(alive, lag, xp.full_like(lag, -1)), axis=-1)
+
+
+def mean_lag(profile: Array, *, axis: int = -1, xp: Namespace | None = None) -> Array:
+    """Mean of the lag, weighted by ``profile``; lags without a finite value are left out."""
+    xp = xp or array_namespace(profile)
+    profile = xp.moveaxis(profile, axis, -1)
+    finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))
+    lag = xp.astype(xp.arange(profile.shape[-1]), profile.dtype)
+    total = xp.sum(finite, axis=-1)
+    mean = xp.sum(finite * lag, axis=-1) / xp.where(total > 0, total, xp.ones_like(total))
+    return xp.where(total > 0, mean, xp.full_like(mean, math.nan))
+
+
+def covering_lag(profile: Array, *, share: float = 0.9, axis: int = -1, xp: Namespace | None = None) -> Array:
+    """tau_90: the smallest lag up to which ``share`` of the whole profile lies; -1 where it is 0 throughout."""
+    xp = xp or array_namespace(profile)
+    profile = xp.moveaxis(profile, axis, -1)
+    finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))
+    reached = xp.cumulative_sum(finite, axis=-1)
+    total = reached[..., -1:]
+    enough = reached >= share * total
+    first = xp.argmax(xp.astype(enough, xp.int64), axis=-1)
+    return xp.where(total[..., 0] > 0, first, xp.full_like(first, -1))
+
+
+def bootstrap_interval(
+    values: Array,
+    *,
+    axis: int = 0,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+    seed: int = 0,
+    xp: Namespace | None = None,
+) -> tuple[Array, Array]:
+    """Percentile bootstrap interval of the mean along ``axis``: (low, high).
+
+    Samples are drawn with replacement as often as there are samples, as counts, so that one matrix product makes all
+    resampled means. Efron 1979, "Bootstrap methods: another look at the jackknife", Annals of Statistics 7(1).
+    """
+    xp = xp or array_namespace(values)
+    values = xp.moveaxis(values, axis, 0)
+    count, rest = values.shape[0], tuple(values.shape[1:])
+    draws = np.random.default_rng(seed).multinomial(count, [1 / count] * count, size=resamples) / count
+    means = xp.matmul(xp.asarray(draws, dtype=values.dtype), xp.reshape(values, (count, -1)))
+    tail = (1 - confidence) / 2
+    low, high = quantiles(means, q=(tail, 1 - tail), axis=0, xp=xp)
+    return xp.reshape(low, rest), xp.reshape(high, rest)
+
+
+def share_above(profile: Array, *, threshold: float = 0.01, axis: int = -1, xp: Namespace | None = None) -> Array:
+    """Share of the steps at which ``profile`` exceeds ``threshold`` of its largest value; 0 where it is 0 throughout.
+
+    A step without a finite value counts as a step, and not as above.
+    """
+    xp = xp or array_namespace(profile)
+    finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))
+    above = finite > threshold * xp.max(finite, axis=axis, keepdims=True)
+    return xp.mean(xp.astype(above, profile.dtype), axis=axis)
