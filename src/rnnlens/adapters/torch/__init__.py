@@ -1,0 +1,56 @@
+"""The adapter for PyTorch modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..protocol import Batch, Capture, CaptureRequest, LayerInfo, LayerWeights, Port, Pullback
+from .capture import capture
+from .discover import describe, named_modules, node_name, unwrapped
+from .inputs import home_of
+from .weights import layer_weights
+
+__all__ = ["adapter"]
+
+
+class TorchAdapter:
+    """Implements :class:`rnnlens.adapters.protocol.Adapter` for ``torch.nn.Module``."""
+
+    name = "torch"
+
+    def describe(self, model: nn.Module) -> list[LayerInfo]:
+        """Recurrent layers in the order of their definition."""
+        return describe(model)
+
+    def capture(self, model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
+        """One forward pass and, with a loss, one backward pass."""
+        return capture(model, batch, request)
+
+    def pullback(self, model: nn.Module, batch: Batch, of: Sequence[Port], wrt: Sequence[Port]) -> Pullback:
+        """One forward pass, kept for differentiation."""
+        from .pullback import TorchPullback
+
+        return TorchPullback(model, batch, of, wrt)
+
+    def weights(self, model: nn.Module) -> Mapping[str, LayerWeights]:
+        """All modules with weights, recurrent ones per stacked layer, gates in our order."""
+        return layer_weights(named_modules(unwrapped(model)), node_name)
+
+    def provenance(self, model: Any) -> Mapping[str, str]:
+        """Versions, dtype and device as plain strings."""
+        device, dtype = home_of(model)
+        return {
+            "framework": "torch",
+            "framework_version": str(torch.__version__),
+            "engine": "torch",
+            "adapter": self.name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": str(device),
+        }
+
+
+adapter = TorchAdapter()

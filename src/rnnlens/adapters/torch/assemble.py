@@ -1,0 +1,272 @@
+"""From the noted runs and their gradients to the calls of the contract: sample first, the caller's order, our gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...recurrence.cells import KnownCell
+from ...recurrence.cells.custom import StepCell
+from ..protocol import PlainCall, RecurrentCall
+from .record import Limits, PlainVisit, Recorder, Run, Visit
+from .weights import NAMES, known_cell, ours, replayable
+
+#: from a tap to its gradient; None where no path led to it.
+Gradients = Callable[[Tensor], Tensor | None]
+
+
+class JoinedTooFar(Exception):
+    """Calls were joined that may not be; the limits name where, and the pass is to be run again."""
+
+
+def node_names(runs: list[Run]) -> list[list[str]]:
+    """Per run, the node name of each stacked layer: ``path``, ``path[1]``, ``path#0``, ``path[1]#0``."""
+    count: dict[int, int] = {}
+    for run in runs:
+        count[run.owner.key] = count.get(run.owner.key, 0) + 1
+    seen: dict[int, int] = {}
+    names = []
+    for run in runs:
+        index = seen.get(run.owner.key, 0)
+        seen[run.owner.key] = index + 1
+        suffix = f"#{index}" if count[run.owner.key] > 1 else ""
+        owner = run.owner
+        names.append(
+            [f"{owner.name}[{i}]{suffix}" if owner.layers > 1 else owner.name + suffix for i in range(owner.layers)]
+        )
+    return names
+
+
+def check_joints(recorder: Recorder, gradient: Gradients) -> None:
+    """Refuse runs in which a gradient arrives from above where the joined recurrence has no place for it.
+
+    Raises
+    ------
+    JoinedTooFar
+        After the recorder's limits were extended.
+    """
+    before = len(recorder.limits.never) + len(recorder.limits.after)
+    made: dict[int, int] = {}
+    for run in recorder.runs:
+        start = made.get(run.owner.key, 0)
+        made[run.owner.key] = start + len(run.visits)
+        if len(run.visits) > 1:
+            _check_run(run, start, recorder.limits, gradient)
+    if len(recorder.limits.never) + len(recorder.limits.after) > before:
+        raise JoinedTooFar
+
+
+def _check_run(run: Run, start: int, limits: Limits, gradient: Gradients) -> None:
+    valid = run.valid()
+    cell = run.owner.step_cell is not None or not run.owner.stacked
+    last = None if valid is None else _last(valid)
+    for step, visit in enumerate(run.visits):
+        dropped = None if valid is None else ~valid[step]
+        if dropped is not None and _nonzero_in(gradient(visit.pieces[0].output), dropped):
+            limits.never.add(run.owner.key)
+            return
+        for tap in visit.state_taps if cell else visit.state_taps[1:]:
+            pulled = gradient(tap) if tap is not None else None
+            if pulled is None:
+                continue
+            if dropped is not None and last is not None:
+                if _nonzero_in(pulled, dropped):
+                    limits.never.add(run.owner.key)
+                    return
+                early = last != step
+                if _nonzero_in(pulled, early):
+                    limits.after.add((run.owner.key, start + step + 1))
+            elif step < len(run.visits) - 1 and bool((pulled != 0).any()):
+                limits.after.add((run.owner.key, start + step + 1))
+
+
+def _last(valid: Tensor) -> Tensor:
+    """(sample,): the last step at which a sample's state lived on."""
+    steps = torch.arange(valid.shape[0], device=valid.device)[:, None]
+    return torch.where(valid, steps, 0).amax(dim=0)
+
+
+def _nonzero_in(pulled: Tensor | None, rows: Tensor) -> bool:
+    """Whether (1, sample, unit) gradients are non-zero in the chosen samples."""
+    return pulled is not None and bool((pulled[:, rows[: pulled.shape[1]]] != 0).any())
+
+
+class Assembler:
+    """Makes the contract's calls from the runs of one pass.
+
+    Parameters
+    ----------
+    recorder
+        The finished pass.
+    gradient
+        Gradient of the loss at a tap; None without a loss.
+    """
+
+    def __init__(self, recorder: Recorder, gradient: Gradients | None) -> None:
+        self.recorder, self.gradient = recorder, gradient
+        self._cells: dict[int, tuple[str, KnownCell]] = {}
+
+    def calls(self) -> list[RecurrentCall]:
+        """One call per run, stacked layer and direction."""
+        runs = self.recorder.runs
+        found = []
+        for run, names in zip(runs, node_names(runs), strict=True):
+            for layer, name in enumerate(names):
+                found.extend(self._call(run, layer, name, direction) for direction in range(run.owner.directions))
+        return found
+
+    def plain(self) -> list[PlainCall]:
+        """One entry per call of a plain layer that was asked for."""
+        return [self._plain(visit) for visit in self.recorder.plain]
+
+    def _plain(self, visit: PlainVisit) -> PlainCall:
+        grad = None
+        if self.gradient is not None and visit.output.is_floating_point():
+            grad = _or_zeros(self.gradient(visit.output), visit.output)
+        return PlainCall(visit.name, replayable(visit.output), None if grad is None else replayable(grad))
+
+    def _call(self, run: Run, layer: int, name: str, direction: int) -> RecurrentCall:
+        owner, first = run.owner, run.visits[0]
+        side = ("forward", "backward")[direction]
+        key, cell = self._cell(run, layer, f"{name}/{side}" if owner.directions > 1 else name, direction)
+        mask = _mask(run)
+        call = RecurrentCall(
+            layer=name,
+            direction=side,  # type: ignore[arg-type]
+            bidirectional=owner.directions > 1,
+            cell=cell,
+            input=_sequence(run, lambda v: v.pieces[layer].seen),
+            mask=mask,
+            initial_state=tuple(_state(first, state[direction]) for state in first.pieces[layer].fed),
+            output=_sequence(run, lambda v: _half(v.pieces[layer].output, owner.directions, direction)),
+            final_state=self._final_state(run, layer, direction),
+            weights_key=key,
+        )
+        if first.packing is not None and mask is not None:
+            call.output_from_state, call.masked_output = mask, "zero"
+        elif mask is not None:
+            call.output = _carried(call.output, mask, call.initial_state[0])
+        if self.gradient is not None:
+            call.output_grad = self._output_grad(run, layer, direction)
+            call.final_state_grad = self._final_state_grad(run, layer, direction)
+            if self.recorder.weight_grads:
+                call.weight_grads = self._weight_grads(run, layer, direction)
+        return call
+
+    def _cell(self, run: Run, layer: int, name: str, direction: int) -> tuple[str, KnownCell | StepCell]:
+        owner, piece = run.owner, run.visits[0].pieces[layer]
+        if owner.step_cell is not None:
+            return owner.name, owner.step_cell(piece)
+        weights = piece.weights[direction]
+        known = self._cells.get(id(weights["weight_ih"]))
+        if known is None:
+            known = (name, known_cell(owner.kind, weights, owner.activation))
+            self._cells[id(weights["weight_ih"])] = known
+        return known
+
+    def _output_grad(self, run: Run, layer: int, direction: int) -> Tensor:
+        owner = run.owner
+        assert self.gradient is not None
+        grads: dict[int, Tensor] = {}
+        for visit in run.visits:
+            output = visit.pieces[layer].output
+            grad = _or_zeros(self.gradient(output), output)
+            tap = visit.state_taps[0]
+            passed_on = visit is not run.visits[-1] and owner.stacked and tap is not None
+            arrived = self.gradient(tap) if passed_on and tap is not None else None
+            if arrived is not None:
+                grad = torch.cat([grad[:-1], grad[-1:] + arrived[layer : layer + 1]])
+            grads[id(visit)] = grad
+        return _sequence(run, lambda v: _half(grads[id(v)], owner.directions, direction))
+
+    def _final_state(self, run: Run, layer: int, direction: int) -> tuple[Tensor, ...]:
+        valid = run.valid()
+        if valid is None:
+            visit = run.visits[-1]
+            return tuple(_state(visit, state[direction]) for state in visit.pieces[layer].finals)
+        last = _last(valid)
+        count = len(run.visits[0].pieces[layer].finals)
+        start = run.visits[0].pieces[layer].fed
+        finals = []
+        for i in range(count):
+            values = start[i][direction].detach().clone()
+            for step, visit in enumerate(run.visits):
+                rows = (valid[step] & (last == step)).nonzero().squeeze(1)
+                values[rows] = visit.pieces[layer].finals[i].detach()[direction, rows]
+            finals.append(replayable(values))
+        return tuple(finals)
+
+    def _final_state_grad(self, run: Run, layer: int, direction: int) -> tuple[Tensor, ...]:
+        owner = run.owner
+        finals = self._final_state(run, layer, direction)
+        index = layer * owner.directions + direction
+        result = []
+        for i, final in enumerate(finals):
+            total = torch.zeros_like(final)
+            for visit in run.visits if run.valid() is not None else run.visits[-1:]:
+                tap = visit.state_taps[i]
+                pulled = self.gradient(tap) if tap is not None and self.gradient is not None else None
+                if pulled is not None:
+                    grad = _state(visit, pulled[index])
+                    total[: grad.shape[0]] += grad
+            result.append(total)
+        return tuple(result)
+
+    def _weight_grads(self, run: Run, layer: int, direction: int) -> dict[str, Tensor]:
+        assert self.gradient is not None
+        owner, weights = run.owner, run.visits[0].pieces[layer].weights[direction]
+        grads = {slot: _or_zeros(self.gradient(weight), weight) for slot, weight in weights.items()}
+        if owner.step_cell is not None:
+            return {name: replayable(grad) for name, grad in grads.items()}
+        return {NAMES[slot]: replayable(ours(owner.kind, slot, grad)) for slot, grad in grads.items()}
+
+
+def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad
+
+
+def _half(value: Tensor, directions: int, direction: int) -> Tensor:
+    size = value.shape[-1] // directions
+    return value[..., direction * size : (direction + 1) * size]
+
+
+def _sequence(run: Run, part: Callable[[Visit], Tensor]) -> Tensor:
+    """(sample, time, ...) from the time-first parts of every call; zeros where a sample has left the batch."""
+    parts = []
+    for visit in run.visits:
+        value = part(visit).detach()
+        parts.append(visit.packing.padded(value) if visit.packing is not None else value)
+    samples = parts[0].shape[1]
+    parts = [p if p.shape[1] == samples else _filled(p, samples) for p in parts]
+    return replayable((parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1))
+
+
+def _filled(part: Tensor, samples: int) -> Tensor:
+    rest = part.new_zeros((part.shape[0], samples - part.shape[1], *part.shape[2:]))
+    return torch.cat([part, rest], dim=1)
+
+
+def _state(visit: Visit, state: Tensor) -> Tensor:
+    """(sample, unit) in the caller's order."""
+    if visit.packing is not None and visit.packing.order is not None:
+        state = state.index_select(0, visit.packing.order)
+    return replayable(state)
+
+
+def _mask(run: Run) -> Tensor | None:
+    packing = run.visits[0].packing
+    mask = packing.mask if packing is not None else run.valid()
+    return None if mask is None or bool(mask.all()) else mask.T.contiguous()
+
+
+def _carried(output: Tensor, mask: Tensor, start: Tensor) -> Tensor:
+    """Outputs with the one of the last valid step repeated at masked steps."""
+    steps = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, steps, -1).cummax(dim=1).values
+    index = last.clamp(min=0)[:, :, None].expand(-1, -1, output.shape[2])
+    held = output.gather(1, index)
+    if start.shape[1:] != output.shape[2:]:
+        return torch.where((last >= 0)[:, :, None], held, torch.zeros_like(held))
+    return torch.where((last >= 0)[:, :, None], held, start[:, None, :])

@@ -1,0 +1,287 @@
+"""One forward pass, and with a loss one backward pass, from which every border of every recurrent layer is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ...errors import LayerNotFoundError, ModelError, did_you_mean, message
+from ..protocol import Batch, Capture, CaptureRequest
+from .assemble import Assembler, JoinedTooFar, check_joints
+from .discover import cell_candidates, named_modules, node_name, recurrent_modules, unwrapped
+from .fused import Interceptor
+from .inputs import as_tensors, call_model, check_features, on_leaves
+from .left_as_found import borrowed
+from .losses import evaluate
+from .record import Limits, Owner, PlainVisit, Recorder, differentiable
+from .steps import CellHook, own_cells_only
+
+
+def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
+    """See :meth:`rnnlens.adapters.protocol.Adapter.capture`."""
+    model = unwrapped(model)
+    asked = Asked.of(model, request.layers)
+    x = as_tensors(batch.x, model, "x")
+    limits, keep_gradients = Limits(), False
+    while True:
+        try:
+            return _pass(model, batch, x, request, asked, limits, keep_gradients)
+        except JoinedTooFar:
+            continue
+        except _NoGradients:
+            keep_gradients = True
+
+
+class _NoGradients(Exception):
+    """The model's forward runs under ``torch.no_grad``; run it again with gradients on."""
+
+
+@dataclass
+class Asked:
+    """What is looked at: recurrent modules by path, candidates for custom cells, plain layers, and the names asked for."""
+
+    recurrent: list[tuple[str, nn.Module]]
+    cells: list[tuple[str, nn.Module]]
+    plain: list[tuple[str, nn.Module]]
+    names: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, model: nn.Module, names: Sequence[str] | None) -> Asked:
+        """Sort the asked names; refuse those that name nothing."""
+        recurrent, cells = recurrent_modules(model), cell_candidates(model)
+        if names is None:
+            return cls(recurrent, cells, [], None)
+        modules = named_modules(model)
+        rooms = dict(recurrent) | dict(cells)
+        nodes = {node_name(path, m, i): path for path, m in recurrent for i in range(getattr(m, "num_layers", 1))}
+        plain = []
+        for name in names:
+            base = name.split("#")[0]
+            if base in nodes or base in rooms:
+                continue
+            found = [(path, module) for path, module in modules if path == base]
+            if not found:
+                known = dict.fromkeys([*nodes, *(path for path, _ in modules[1:])])
+                raise LayerNotFoundError(
+                    message("No layer of that name.", got=repr(name), hint=did_you_mean(name, known))
+                )
+            plain.extend(found)
+        wanted = {name.split("#")[0].split("[")[0] for name in names}
+        bases = {name.split("#")[0] for name in names}
+        return cls(
+            [(path, m) for path, m in recurrent if path in wanted or path in bases or path.split("[")[0] in wanted],
+            [(path, m) for path, m in cells if path in bases],
+            plain,
+            tuple(names),
+        )
+
+    def keeps(self, node: str) -> bool:
+        """Whether a node of the result was asked for."""
+        if self.names is None:
+            return True
+        base = node.split("#")[0]
+        return any(name in (node, base) or ("#" not in name and base.rpartition("[")[0] == name) for name in self.names)
+
+
+def _pass(
+    model: nn.Module,
+    batch: Batch,
+    x: Any,
+    request: CaptureRequest,
+    asked: Asked,
+    limits: Limits,
+    keep_gradients: bool,
+) -> Capture:
+    recorder = Recorder(limits, weight_grads=request.weight_grads and request.gradients)
+    with borrowed(model, training=batch.training, seed=batch.seed):
+        with watched(model, recorder, asked, batch, keep_gradients) as interceptor:
+            outputs = call_model(model, x)
+        own_cells_only(recorder)
+        loss = evaluate(batch, outputs, model)
+        if loss is not None and not loss.requires_grad and interceptor.cut_gradients and not keep_gradients:
+            raise _NoGradients
+        return _read(recorder, asked, request, loss, outputs, keep_gradients)
+
+
+@contextmanager
+def watched(
+    model: nn.Module, recorder: Recorder, asked: Asked, batch: Batch, keep_gradients: bool = False
+) -> Iterator[Interceptor]:
+    """Within the block, what was asked for is noted in ``recorder`` as the model runs; no hook stays behind."""
+    recorder.initial_state = dict(batch.initial_state or {})
+    owners = _Owners(asked)
+    handles = []
+    try:
+        for path, module in named_modules(model):
+            if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.Linear)):
+                hook = owners.entering(path)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        for path, module in asked.cells:
+            hook_pair = CellHook(recorder, path, module)
+            handles.append(module.register_forward_pre_hook(hook_pair.before, with_kwargs=True))
+            handles.append(module.register_forward_hook(hook_pair.after, with_kwargs=True))
+        for path, module in asked.plain:
+            handles.append(module.register_forward_hook(_plain_hook(recorder, path)))
+        with Interceptor(recorder, owners.find, keep_gradients=keep_gradients) as interceptor:
+            yield interceptor
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Owners:
+    """Knows which module is running, so that a kernel call finds its name."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = {id(module): (path, module) for path, module in asked.recurrent}
+        self.inside_cells = {id(inner) for _, cell in asked.cells for inner in cell.modules()}
+        self.everything = asked.names is None
+        self.entered: nn.Module | None = None
+        self.order: Tensor | None = None
+        self.known: dict[int, Owner] = {}
+
+    def entering(self, path: str) -> Any:
+        """A forward pre-hook that checks the input and notes which module runs."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            value = args[0] if args else kwargs.get("input")
+            check_features(path, module, value)
+            if not isinstance(module, nn.Linear):
+                self.entered = module
+                self.order = value.unsorted_indices if isinstance(value, PackedSequence) else None
+
+        return hook
+
+    def find(self, kind: str, activation: str, args: tuple[Any, ...]) -> tuple[Owner, Tensor | None] | None:
+        """Whose call this is; None if it was not asked for."""
+        module, order = self.entered, self.order
+        self.entered = self.order = None
+        stacked = isinstance(args[2], (list, tuple)) or isinstance(args[3], (list, tuple))
+        if module is None:
+            return (self._bare(kind, activation, args, stacked), None) if self.everything else None
+        found = self.asked.get(id(module))
+        if found is None:
+            return None
+        owner = self.known.get(id(module))
+        if owner is None:
+            path, module = found
+            layers = int(getattr(module, "num_layers", 1))
+            directions = 2 if getattr(module, "bidirectional", False) else 1
+            owner = Owner(id(module), path, kind, activation, layers, directions, stacked)
+            self.known[id(module)] = owner
+        return owner, order
+
+    def _bare(self, kind: str, activation: str, args: tuple[Any, ...], stacked: bool) -> Owner:
+        """A kernel called without a registered module: a module in a plain list, or the bare function."""
+        weight = args[3] if isinstance(args[3], (list, tuple)) else args[2]
+        first = weight[0] if stacked else weight
+        owner = self.known.get(id(first))
+        if owner is None:
+            unnamed = sum(o.name.startswith("unnamed_") for o in self.known.values())
+            rest = args[4:] if stacked and isinstance(args[3], (list, tuple)) else args[3:]
+            layers, both = (int(rest[1]), bool(rest[4])) if stacked else (1, False)
+            owner = Owner(id(first), f"unnamed_{kind}_{unnamed}", kind, activation, layers, 1 + both, stacked)
+            self.known[id(first)] = owner
+        return owner
+
+
+def _plain_hook(recorder: Recorder, path: str) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        noted = False
+
+        def tap(value: Any) -> Any:
+            nonlocal noted
+            if noted or not isinstance(value, Tensor):
+                return value
+            noted = True
+            if not value.is_floating_point():
+                recorder.plain.append(PlainVisit(path, value))
+                return value
+            value = differentiable(value)
+            recorder.plain.append(PlainVisit(path, value))
+            return value.clone()
+
+        return on_leaves(output, tap)
+
+    return hook
+
+
+def _read(
+    recorder: Recorder, asked: Asked, request: CaptureRequest, loss: Tensor | None, outputs: Any, kept: bool
+) -> Capture:
+    if not recorder.runs and not recorder.plain:
+        raise ModelError(
+            message(
+                "No recurrent layer ran in this forward pass.",
+                expected="nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a custom cell",
+                hint="rl.torch.cell(module) names a custom cell",
+            )
+        )
+    notes = list(recorder.notes)
+    if kept:
+        notes.append("The model's forward runs under torch.no_grad(); it was run with gradients on.")
+    gradient = None
+    if loss is not None and request.gradients:
+        gradient = _gradients(recorder, loss, notes)
+        check_joints(recorder, gradient)
+    assembler = Assembler(recorder, gradient)
+    calls = [call for call in assembler.calls() if asked.keeps(call.layer)]
+    value = None if loss is None else float(loss.detach())
+    if value is not None and not math.isfinite(value):
+        notes.append(f"The loss is {value}.")
+    notes.extend(_broken_runs(recorder))
+    return Capture(calls, _numbered(assembler), value, on_leaves(outputs, _detached), notes)
+
+
+def _gradients(recorder: Recorder, loss: Tensor, notes: list[str]) -> Any:
+    taps: dict[int, Tensor] = {}
+    for run in recorder.runs:
+        for visit in run.visits:
+            wanted = [*(piece.output for piece in visit.pieces), *(tap for tap in visit.state_taps if tap is not None)]
+            if recorder.weight_grads:
+                wanted.extend(w for piece in visit.pieces for half in piece.weights for w in half.values())
+            taps.update((id(tap), tap) for tap in wanted if tap.requires_grad)
+    taps.update((id(v.output), v.output) for v in recorder.plain if v.output.requires_grad)
+    pulled: Sequence[Tensor | None] = [None] * len(taps)
+    if loss.requires_grad:
+        pulled = torch.autograd.grad(loss, list(taps.values()), allow_unused=True)
+    if taps and all(grad is None for grad in pulled):
+        notes.append("No path leads from the loss to any layer asked for: every gradient is zero.")
+    found = {key: None if g is None else g.detach() for key, g in zip(taps, pulled, strict=True)}
+    return lambda tap: found.get(id(tap))
+
+
+def _broken_runs(recorder: Recorder) -> list[str]:
+    counts: dict[str, list[int]] = {}
+    for run in recorder.runs:
+        if not run.owner.stacked:
+            counts.setdefault(run.owner.name, []).append(run.length)
+    return [
+        f"{name}: the state was not passed on unchanged from call to call; its {sum(lengths)} calls are "
+        f"{len(lengths)} recurrences of {min(lengths)} to {max(lengths)} steps."
+        for name, lengths in counts.items()
+        if len(lengths) > 1
+    ]
+
+
+def _numbered(assembler: Assembler) -> list[Any]:
+    calls = assembler.plain()
+    names = [call.layer for call in calls]
+    seen: dict[str, int] = {}
+    for call in calls:
+        if names.count(call.layer) > 1:
+            index = seen.get(call.layer, 0)
+            seen[call.layer] = index + 1
+            call.layer = f"{call.layer}#{index}"
+    return calls
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

@@ -1,0 +1,175 @@
+"""What is recurrent in a torch model, under which name; and what is refused because nothing can be seen inside it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ModelError, UnsupportedError, message
+from ..protocol import LayerInfo
+from .public import named_cell
+from .weights import kind_of
+
+_STATE_PARAMETER = re.compile(r"^(h|c|hx|hc|hidden|state|states|carry|prev|memory)$|hidden|state")
+_RECURRENT_SCRIPT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The plain module inside ``torch.compile(module)``; any other module unchanged."""
+    while hasattr(module, "_orig_mod"):
+        module = module._orig_mod
+    return module
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module once, with its path; the wrapper that ``torch.compile`` puts around a module is left out."""
+    found: list[tuple[str, nn.Module]] = []
+    for path, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):
+            continue
+        clean = ".".join(part for part in path.split(".") if part != "_orig_mod")
+        found.append((clean or type(module).__name__.lower(), module))
+    return found
+
+
+def node_name(path: str, module: Any, layer: int) -> str:
+    """Name of one stacked layer: the module's path, with its index where there are several."""
+    return f"{path}[{layer}]" if getattr(module, "num_layers", 1) > 1 and isinstance(module, nn.RNNBase) else path
+
+
+def recurrent_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Torch's own recurrent modules and cells that can be looked into, in the order of their definition.
+
+    Raises
+    ------
+    UnsupportedError
+        For a recurrent layer inside TorchScript, or a quantized one: neither can be seen from Python.
+    """
+    named = named_modules(model)
+    cells = [path for path, module in named if named_cell(module) is not None]
+    found = []
+    for path, module in named:
+        if any(path.startswith(f"{outer}.") for outer in cells):
+            continue
+        refuse(path, module)
+        if kind_of(module) is not None and named_cell(module) is None:
+            found.append((path, module))
+    return found
+
+
+def refuse(path: str, module: nn.Module) -> None:
+    """Raise for a recurrent layer whose inside cannot be seen."""
+    script = isinstance(module, torch.jit.ScriptModule)
+    original = str(getattr(module, "original_name", "")) if script else ""
+    if original in _RECURRENT_SCRIPT and named_cell(module) is None:
+        raise UnsupportedError(
+            message(
+                f"Layer {path!r} is a {original} inside TorchScript, where nothing between its steps can be seen.",
+                got="torch.jit.script or torch.jit.trace",
+                expected="the Python module that it was made from",
+                hint="trace the module before scripting it; load_state_dict() takes the scripted weights",
+            )
+        )
+    if "quantized" in type(module).__module__ and type(module).__name__ in _RECURRENT_SCRIPT:
+        raise UnsupportedError(
+            message(
+                f"Layer {path!r} is quantized; integer kernels have no gradient.",
+                got=f"{type(module).__module__}.{type(module).__name__}",
+                expected="the floating-point model",
+            )
+        )
+
+
+def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that may be custom cells: called with something and a state, and holding no recurrent layer inside.
+
+    Whether one is a cell shows only when it runs: its returned state must come back as the next call's state.
+    """
+    named = named_modules(model)
+    inner = [path for path, module in named if kind_of(module) is not None or named_cell(module) is not None]
+    found = []
+    for path, module in named:
+        if named_cell(module) is not None:
+            found.append((path, module))
+        elif not any(other == path or other.startswith(f"{path}.") for other in inner) and _takes_two(module):
+            holder = module is named[0][1] and any(inner)
+            if not holder:
+                found.append((path, module))
+    return found
+
+
+def _takes_two(module: nn.Module) -> bool:
+    if type(module).__module__.startswith("torch.nn.modules"):
+        return False
+    return len(_positional(module)) >= 2
+
+
+def _positional(module: nn.Module) -> list[str]:
+    if isinstance(module, torch.jit.ScriptModule):
+        schema = getattr(getattr(module, "forward", None), "schema", None)
+        return [argument.name for argument in schema.arguments[1:]] if schema is not None else []
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def describe(model: nn.Module) -> list[LayerInfo]:
+    """Rows of ``rl.layers(model)``, without running the model.
+
+    A custom cell is listed if it was named through ``rl.torch.cell`` or if the second argument of its ``forward`` is
+    called a state; others show when the model runs.
+    """
+    model = unwrapped(model)
+    rows = [row for path, module in recurrent_modules(model) for row in _known_rows(path, module)]
+    rows.extend(
+        _custom_row(path, module)
+        for path, module in cell_candidates(model)
+        if named_cell(module) is not None or _STATE_PARAMETER.search((_positional(module) + ["", ""])[1])
+    )
+    if not rows:
+        raise ModelError(
+            message(
+                "The model has no recurrent layer that can be found without running it.",
+                got=type(model).__name__,
+                expected="nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a custom cell",
+                hint="rl.torch.cell(module) names a custom cell",
+            )
+        )
+    order = {path: index for index, (path, _) in enumerate(named_modules(model))}
+    return sorted(rows, key=lambda row: order[row.name.split("[")[0] if row.name not in order else row.name])
+
+
+def _known_rows(path: str, module: Any) -> Iterator[LayerInfo]:
+    kind, activation = kind_of(module) or ("", "")
+    stacked = isinstance(module, nn.RNNBase)
+    options: dict[str, Any] = {"bias": bool(module.bias)}
+    if kind == "simple_rnn":
+        options["activation"] = activation
+    if stacked:
+        options |= {"batch_first": module.batch_first, "dropout": module.dropout, "proj_size": module.proj_size}
+    for layer in range(module.num_layers if stacked else 1):
+        yield LayerInfo(
+            name=node_name(path, module, layer),
+            kind=type(module).__name__,
+            cell=kind,
+            units=int(module.hidden_size),
+            direction="bidirectional" if stacked and module.bidirectional else "forward",
+            return_sequences=True,
+            options=options,
+        )
+
+
+def _custom_row(path: str, module: nn.Module) -> LayerInfo:
+    sizes = (getattr(module, name, None) for name in ("hidden_size", "units", "hidden_dim", "state_size", "hidden"))
+    units = next((size for size in sizes if isinstance(size, int)), 0)
+    kind = str(getattr(module, "original_name", type(module).__name__))
+    return LayerInfo(
+        name=path, kind=kind, cell="custom", units=units, direction="forward", return_sequences=True, options={}
+    )

@@ -1,0 +1,223 @@
+"""Torch's fused recurrences and single cells, run one layer at a time so that every border between layers can be tapped.
+
+Each layer runs on torch's own kernel with the layer's own weights, and dropout between layers is drawn where and how
+torch draws it on a CPU, so outputs are those of the undivided call. Every kernel runs in its training mode: with a single
+layer and no dropout inside, that changes no value, and it is the mode in which cuDNN can be differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .lineage import Link
+from .record import Owner, Packing, Piece, Recorder, Visit, differentiable
+from .weights import slots
+
+_VF: Any = torch._VF  # type: ignore[attr-defined]
+
+#: torch function -> (cell kind, activation)
+FUSED = {
+    _VF.lstm: ("lstm", "tanh"),
+    _VF.gru: ("gru", "tanh"),
+    _VF.rnn_tanh: ("simple_rnn", "tanh"),
+    _VF.rnn_relu: ("simple_rnn", "relu"),
+}
+CELLS = {
+    _VF.lstm_cell: ("lstm", "tanh"),
+    _VF.gru_cell: ("gru", "tanh"),
+    _VF.rnn_tanh_cell: ("simple_rnn", "tanh"),
+    _VF.rnn_relu_cell: ("simple_rnn", "relu"),
+}
+
+
+@dataclass
+class Call:
+    """The arguments of one fused call under their names; ``batch_sizes`` is None unless the input is packed."""
+
+    input: Tensor
+    state: tuple[Tensor, ...]
+    weights: Sequence[Tensor]
+    bias: bool
+    layers: int
+    dropout: float
+    training: bool
+    bidirectional: bool
+    batch_first: bool = False
+    batch_sizes: Tensor | None = None
+
+    @classmethod
+    def of(cls, args: Sequence[Any]) -> Call:
+        """From the positional arguments of torch's two overloads."""
+        if isinstance(args[3], (list, tuple)):
+            data, sizes, state, weights, *rest = args
+            return cls(data, _as_tuple(state), weights, *rest, batch_sizes=sizes)
+        data, state, weights, *rest = args
+        return cls(data, _as_tuple(state), weights, *rest)
+
+
+def _as_tuple(state: Any) -> tuple[Tensor, ...]:
+    return (state,) if isinstance(state, Tensor) else tuple(state)
+
+
+class Interceptor(TorchFunctionMode):
+    """Routes torch's recurrent kernels to a recorder and leaves every other function alone.
+
+    Parameters
+    ----------
+    recorder
+        What is noted.
+    owner
+        Finds who a call belongs to, from the weights; None if nobody asked for it. Also gives the order that a packed
+        batch was sorted into.
+    keep_gradients
+        Ignore ``torch.no_grad`` inside the model's forward.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        owner: Callable[[str, str, Any], tuple[Owner, Tensor | None] | None],
+        *,
+        keep_gradients: bool = False,
+    ) -> None:
+        super().__init__()
+        self.recorder, self.owner, self.keep_gradients = recorder, owner, keep_gradients
+        self.cut_gradients = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in FUSED:
+            found = self.owner(*FUSED[func], args)
+            if found is not None:
+                return _fused(self.recorder, func, *found, Call.of(args))
+        elif func in CELLS:
+            found = self.owner(*CELLS[func], args)
+            if found is not None:
+                return _cell(self.recorder, func, found[0], *args)
+        elif func is torch._C._set_grad_enabled and not args[0]:
+            self.cut_gradients = True
+            if self.keep_gradients:
+                return None
+        return func(*args, **(kwargs or {}))
+
+
+def _fused(recorder: Recorder, func: Any, owner: Owner, order: Tensor | None, call: Call) -> Any:
+    packing = None if call.batch_sizes is None else Packing.of(call.batch_sizes, order, call.input.device)
+    x = call.input.transpose(0, 1) if call.batch_first and packing is None else call.input
+    fed, continues = _start(recorder, owner, call, packing)
+    directions = 2 if call.bidirectional else 1
+    per_layer = len(call.weights) // call.layers
+    pieces: list[Piece] = []
+    for layer in range(call.layers):
+        states = tuple(state[layer * directions : (layer + 1) * directions] for state in fed)
+        weights = call.weights[layer * per_layer : (layer + 1) * per_layer]
+        pieces.append(_one_layer(recorder, func, owner, layer, call, x, states, weights))
+        x = pieces[-1].output
+        if call.dropout and call.training and layer < call.layers - 1:
+            x = torch.dropout(x, call.dropout, True)
+    raw = tuple(torch.cat([piece.finals[i] for piece in pieces]) for i in range(len(fed)))
+    taps = tuple(state.clone() for state in raw)
+    handed = tuple(state.clone() for state in taps)
+    visit = Visit(pieces, taps, Link(call.state, fed, raw, handed), packing=packing)
+    recorder.add(owner, visit, continues=continues)
+    output = x.clone()
+    return (output.transpose(0, 1) if call.batch_first and packing is None else output, *handed)
+
+
+def _start(recorder: Recorder, owner: Owner, call: Call, packing: Packing | None) -> tuple[tuple[Tensor, ...], bool]:
+    tail = recorder.tail(owner)
+    joinable = packing is None and not call.bidirectional and tail is not None and tail.packing is None
+    if joinable and tail is not None:
+        found = tail.link.continued_by(call.state, rowwise=False)
+        if found is not None:
+            return found[0], True
+    given = _overridden(recorder, owner, call, packing)
+    return tuple(differentiable(state) for state in given), False
+
+
+def _overridden(recorder: Recorder, owner: Owner, call: Call, packing: Packing | None) -> tuple[Tensor, ...]:
+    """The states of the call, with those that the user gave by layer name put in their place."""
+    states = [state.clone() for state in call.state]
+    directions = 2 if call.bidirectional else 1
+    for layer in range(call.layers):
+        name = f"{owner.name}[{layer}]" if call.layers > 1 else owner.name
+        given = recorder.initial_state.get(name)
+        if given is None:
+            continue
+        for i, value in enumerate(given):
+            direction, which = divmod(i, len(states))
+            value = torch.as_tensor(value, dtype=states[which].dtype, device=states[which].device)
+            if packing is not None and packing.order is not None:
+                value = torch.empty_like(value).index_copy(0, packing.order, value)
+            states[which][layer * directions + direction] = value
+    return tuple(states) if recorder.initial_state else call.state
+
+
+def _one_layer(
+    recorder: Recorder,
+    func: Any,
+    owner: Owner,
+    layer: int,
+    call: Call,
+    x: Tensor,
+    states: tuple[Tensor, ...],
+    weights: Sequence[Tensor],
+) -> Piece:
+    directions = 2 if call.bidirectional else 1
+    each = len(weights) // directions
+    names = slots(each, bias=call.bias) if call.bias or each == 2 else ("weight_ih", "weight_hh", "weight_hr")
+    stand_ins = [
+        {
+            name: recorder.leaf(owner, f"{name}/{layer}/{direction}", weights[direction * each + i])
+            for i, name in enumerate(names)
+        }
+        for direction in range(directions)
+    ]
+    flat = [weight for half in stand_ins for weight in half.values()]
+    hx: Any = states if len(states) > 1 else states[0]
+    if call.batch_sizes is not None:
+        output, *finals = func(x, call.batch_sizes, hx, flat, call.bias, 1, 0.0, True, call.bidirectional)
+    else:
+        output, *finals = func(x, hx, flat, call.bias, 1, 0.0, True, call.bidirectional, False)
+    return Piece(x, x.detach(), states, differentiable(output), tuple(finals), stand_ins)
+
+
+def _cell(
+    recorder: Recorder,
+    func: Any,
+    owner: Owner,
+    x: Tensor,
+    hx: Any,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Any:
+    given = _as_tuple(hx)
+    tail = recorder.tail(owner)
+    rows = owner.key not in recorder.limits.never
+    found = tail.link.continued_by(given, rowwise=rows) if tail is not None else None
+    if found is None:
+        named = recorder.initial_state.get(owner.name)
+        start = given if named is None else tuple(torch.as_tensor(s, dtype=x.dtype, device=x.device) for s in named)
+        fed = tuple(differentiable(state) for state in start)
+    else:
+        fed = found[0]
+        if tail is not None:
+            tail.rows = found[1]
+    weights = {"weight_ih": w_ih, "weight_hh": w_hh, "bias_ih": b_ih, "bias_hh": b_hh}
+    stand_ins = {name: recorder.leaf(owner, f"{name}/0/0", w) for name, w in weights.items() if w is not None}
+    flat = [stand_ins.get(name) for name in weights]
+    raw = _as_tuple(func(x, fed if len(fed) > 1 else fed[0], *flat))
+    taps = tuple(state.clone().unsqueeze(0) for state in raw)
+    handed = tuple(tap.squeeze(0).clone() for tap in taps)
+    finals = tuple(state.unsqueeze(0) for state in raw)
+    piece = Piece(x, x.detach().clone().unsqueeze(0), tuple(s.unsqueeze(0) for s in fed), taps[0], finals, [stand_ins])
+    visit = Visit([piece], (None, *taps[1:]), Link(given, fed, raw, handed))
+    recorder.add(owner, visit, continues=found is not None)
+    return handed if len(handed) > 1 else handed[0]

@@ -1,0 +1,118 @@
+"""The user's data as tensors that the model can be called with, and the errors for data that it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ...errors import InputError, message
+
+
+def home_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and floating dtype of a model: those of its first floating parameter or buffer."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            return tensor.device, tensor.dtype
+    return torch.device("cpu"), torch.get_default_dtype()
+
+
+def on_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with ``change`` applied to every array within nested tuples, lists and dicts."""
+    if isinstance(value, PackedSequence):
+        return value._replace(data=change(value.data))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(on_leaves(item, change) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(on_leaves(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: on_leaves(item, change) for key, item in value.items()}
+    return change(value)
+
+
+def as_tensors(data: Any, model: nn.Module, what: str) -> Any:
+    """Tensors where the user gave arrays; NumPy floats take the model's dtype, tensors keep theirs.
+
+    Raises
+    ------
+    InputError
+        For data that is not numeric or has an empty axis.
+    """
+    device, dtype = home_of(model)
+
+    def one(value: Any) -> Any:
+        if isinstance(value, (int, float, bool, str)) or value is None:
+            return value
+        return _tensor(value, device, dtype, what)
+
+    if isinstance(data, (int, float, bool, str)):
+        raise InputError(message(f"{what} is not numeric data.", got=repr(data), expected="a tensor or an array"))
+    if isinstance(data, list) and data and all(isinstance(row, (int, float, list)) for row in data):
+        data = np.asarray(data)
+    return on_leaves(data, one)
+
+
+def _tensor(value: Any, device: torch.device, dtype: torch.dtype, what: str) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        tensor = value.clone() if value.is_inference() else value.detach()
+    else:
+        array = np.asarray(value)
+        if array.dtype.kind not in "fiubc":
+            raise InputError(
+                message(f"{what} is not numeric.", got=f"dtype {array.dtype}", expected="numbers: a tensor or an array")
+            )
+        tensor = torch.tensor(array, dtype=dtype if array.dtype.kind == "f" else None, device=device)
+    if 0 in tensor.shape:
+        raise InputError(
+            message(
+                f"{what} is empty.",
+                got=f"shape {tuple(tensor.shape)}",
+                expected="at least 1 sample and at least 1 time step",
+            )
+        )
+    return tensor
+
+
+def call_model(model: nn.Module, x: Any) -> Any:
+    """``model(x)``, ``model(*x)`` for a tuple or list, ``model(**x)`` for a dict."""
+    if isinstance(x, dict):
+        return model(**x)
+    if isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
+        return model(*x)
+    return model(x)
+
+
+def check_features(name: str, module: nn.Module, value: Any) -> None:
+    """Refuse what a recurrent or linear module cannot take, with its name, before torch complains without one."""
+    if isinstance(value, PackedSequence):
+        value = value.data
+        ranks: tuple[int, ...] = (2,)
+    elif isinstance(module, nn.RNNBase):
+        ranks = (2, 3)
+    elif isinstance(module, nn.RNNCellBase):
+        ranks = (1, 2)
+    else:
+        ranks = ()
+    if not isinstance(value, torch.Tensor):
+        return
+    if ranks and value.dim() not in ranks:
+        raise InputError(
+            message(
+                f"Layer {name!r} got data of a wrong rank.",
+                got=f"shape {tuple(value.shape)}",
+                expected=" or ".join(f"{rank} axes" for rank in ranks),
+            )
+        )
+    size = getattr(module, "input_size", getattr(module, "in_features", None))
+    if value.dim() and isinstance(size, int) and value.shape[-1] != size:
+        raise InputError(
+            message(
+                f"Layer {name!r} got data with a wrong number of features.",
+                got=f"shape {tuple(value.shape)}, {value.shape[-1]} features",
+                expected=f"{size} features on the last axis",
+            )
+        )

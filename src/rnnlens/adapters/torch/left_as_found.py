@@ -1,0 +1,112 @@
+"""Borrow a model for one forward pass and hand it back exactly as it was found, whatever happens in between.
+
+What a forward pass can change behind its caller's back: train/eval flags, buffers (running statistics, the vectors of a
+spectral norm), attributes that a forward writes (``self.hidden = h`` would keep our graph alive), and random states,
+also Python's and NumPy's (teacher forcing is mostly decided by ``random.random()``).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+_CONTAINERS = (list, dict, set)
+
+
+@contextmanager
+def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Iterator[None]:
+    """Run the block with ``model`` in the asked mode and gradients on; undo every change afterwards.
+
+    Compiled submodules run as the plain modules that they wrap, because a compiled graph shows nothing of its inside.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_random_states(model))
+        stack.enter_context(_attributes(model))
+        stack.enter_context(_buffers(model))
+        stack.enter_context(_modes(model, training))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if seed is not None:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002  the state that user code draws from
+            torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _random_states(model: torch.nn.Module) -> Iterator[None]:
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=sorted(devices)):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+@contextmanager
+def _modes(model: torch.nn.Module, training: bool) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(training)
+        yield
+    finally:
+        for module, flag in before:
+            module.training = flag
+
+
+@contextmanager
+def _buffers(model: torch.nn.Module) -> Iterator[None]:
+    """Values and identities of all buffers; each module's table is put back by :func:`_attributes`."""
+    before = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value, version in before:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+@contextmanager
+def _attributes(model: torch.nn.Module) -> Iterator[None]:
+    before = [(module, _shallow(module.__dict__)) for module in model.modules() if hasattr(module, "__dict__")]
+    try:
+        yield
+    finally:
+        for module, (attributes, contents) in before:
+            _put_back(module.__dict__, attributes)
+            for container, content in contents:
+                _put_back(container, content)
+
+
+def _shallow(attributes: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
+    contents = [(value, type(value)(value)) for value in attributes.values() if type(value) in _CONTAINERS]
+    return dict(attributes), contents
+
+
+def _put_back(container: Any, content: Any) -> None:
+    """Make ``container`` hold ``content`` again, the same object, touched only where it changed."""
+    if isinstance(container, list):
+        if len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
+            container[:] = content
+        return
+    if isinstance(container, set):
+        container.intersection_update(content)
+        container.update(content)
+        return
+    for key in [key for key in container if key not in content]:
+        del container[key]
+    for key, value in content.items():
+        if container.get(key, _MISSING) is not value:
+            container[key] = value
+
+
+_MISSING = object()

@@ -1,0 +1,201 @@
+"""What is noted while a model runs: runs of calls, each with the tensors at its border, still inside the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...recurrence.cells.custom import StepCell
+from .lineage import Link
+
+
+@dataclass
+class Owner:
+    """The recurrent module (or bare function) whose calls are noted; ``name`` is its path in the model."""
+
+    key: int
+    name: str
+    kind: str
+    activation: str = "tanh"
+    layers: int = 1
+    directions: int = 1
+    stacked: bool = False
+    step_cell: Callable[[Piece], StepCell] | None = None
+
+
+@dataclass
+class Packing:
+    """How torch laid out a packed batch: ``rows[t, b]`` is the row of sample ``b``, in the caller's order, at step t."""
+
+    rows: Tensor
+    mask: Tensor
+    order: Tensor | None
+
+    @classmethod
+    def of(cls, batch_sizes: Tensor, order: Tensor | None, device: torch.device) -> Packing:
+        """From torch's batch sizes per step; ``order`` holds each caller's sample's place in the sorted batch."""
+        sizes = batch_sizes.to(device)
+        start = torch.cumsum(sizes, 0) - sizes
+        place = torch.arange(int(batch_sizes[0]), device=device) if order is None else order
+        mask = place[None, :] < sizes[:, None]
+        return cls(torch.where(mask, start[:, None] + place[None, :], 0), mask, order)
+
+    def padded(self, data: Tensor) -> Tensor:
+        """(row, ...) to (time, sample, ...) with zeros at padding."""
+        values = data.index_select(0, self.rows.reshape(-1)).reshape(*self.rows.shape, *data.shape[1:])
+        return values * self.mask.reshape(*self.mask.shape, *[1] * (data.dim() - 1)).to(values.dtype)
+
+
+@dataclass
+class Piece:
+    """What one stacked layer did in one call, time first: (time, sample, ...), states (direction, sample, unit).
+
+    ``output`` is a tensor inside the graph at which only gradients from above arrive. ``input`` and ``fed`` are inside
+    the graph too; their detached values are what the layer saw.
+    """
+
+    input: Tensor
+    seen: Tensor
+    fed: tuple[Tensor, ...]
+    output: Tensor
+    finals: tuple[Tensor, ...]
+    weights: list[dict[str, Tensor]]
+
+
+@dataclass
+class Visit:
+    """One call: a piece per stacked layer.
+
+    ``state_taps`` are the returned final states, (layer * direction, sample, unit), at which gradients from above
+    arrive; None where the state is also the output, whose tap has them. ``rows`` is False for the samples whose state
+    was not passed on.
+    """
+
+    pieces: list[Piece]
+    state_taps: tuple[Tensor | None, ...]
+    link: Link
+    rows: Tensor | None = None
+    packing: Packing | None = None
+
+    @property
+    def steps(self) -> int:
+        """Number of time steps of this call."""
+        return int(self.packing.mask.shape[0]) if self.packing is not None else int(self.pieces[0].seen.shape[0])
+
+
+@dataclass
+class Run:
+    """Calls of one owner that continue each other: one recurrence through time."""
+
+    owner: Owner
+    visits: list[Visit]
+
+    @property
+    def length(self) -> int:
+        """Number of time steps."""
+        return sum(visit.steps for visit in self.visits)
+
+    def valid(self) -> Tensor | None:
+        """(time, sample): where a call's state lived on; None where it is everywhere.
+
+        False where a sample had already left the batch, and where the user kept its state from before the call.
+        """
+        visits = self.visits
+        counts = [int(visit.link.raw[0].shape[0]) for visit in visits]
+        if all(visit.rows is None for visit in visits):
+            return None
+        mask = torch.zeros((len(visits), counts[0]), dtype=torch.bool, device=visits[0].link.raw[0].device)
+        for step, visit in enumerate(visits):
+            mask[step, : counts[step]] = True
+            if visit.rows is not None:
+                mask[step, : visit.rows.shape[0]] = visit.rows
+        return mask
+
+
+@dataclass
+class PlainVisit:
+    """One call of a layer that is not recurrent; ``output`` is inside the graph."""
+
+    name: str
+    output: Tensor
+
+
+@dataclass
+class Limits:
+    """Where an earlier pass found that calls may not be joined.
+
+    ``never``: owners whose states are not passed on row by row after all. ``after``: (owner, run index, step) at which
+    a state other than the output is also used from above.
+    """
+
+    never: set[int] = field(default_factory=set)
+    after: set[tuple[int, int]] = field(default_factory=set)
+
+
+class Recorder:
+    """Collects the runs of one forward pass.
+
+    Parameters
+    ----------
+    limits
+        Where not to join calls.
+    weight_grads
+        Whether weights are to be differentiated too.
+    """
+
+    def __init__(self, limits: Limits, *, weight_grads: bool = True) -> None:
+        self.runs: list[Run] = []
+        self.plain: list[PlainVisit] = []
+        self.notes: list[str] = []
+        self.limits = limits
+        self.weight_grads = weight_grads
+        self.inputs: dict[int, Any] = {}
+        self.initial_state: dict[str, Any] = {}
+        self._tails: dict[int, Run] = {}
+        self._counts: dict[int, int] = {}
+        self._leaves: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+        self._by_identity: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def tail(self, owner: Owner) -> Visit | None:
+        """The last call of ``owner``, if the next one may continue it."""
+        run = self._tails.get(owner.key)
+        if run is None or (owner.key, self._counts[owner.key]) in self.limits.after:
+            return None
+        return run.visits[-1]
+
+    def add(self, owner: Owner, visit: Visit, *, continues: bool) -> None:
+        """Note one call."""
+        self._counts[owner.key] = self._counts.get(owner.key, 0) + 1
+        if continues:
+            self._tails[owner.key].visits.append(visit)
+            return
+        run = Run(owner, [visit])
+        self.runs.append(run)
+        self._tails[owner.key] = run
+
+    def leaf(self, owner: Owner, slot: str, weight: Tensor) -> Tensor:
+        """The stand-in for a weight, the same one at every call, so that its gradient is the sum over them.
+
+        A plain parameter is replaced by a leaf of its own (frozen or not, the user's stays untouched); a weight that
+        is computed from others keeps its path to them.
+        """
+        if not self.weight_grads and not weight.requires_grad:
+            return weight.detach()
+        known = self._by_identity.get(id(weight)) or self._leaves.get((owner.key, slot))
+        if known is not None and (known[0] is weight or torch.equal(known[0], weight)):
+            return known[1]
+        if weight.grad_fn is not None:
+            stand_in = weight.clone()
+        else:
+            stand_in = weight.detach().requires_grad_(self.weight_grads)
+        self._by_identity[id(weight)] = self._leaves[owner.key, slot] = (weight, stand_in)
+        return stand_in
+
+
+def differentiable(tensor: Tensor) -> Tensor:
+    """``tensor`` itself if gradients can arrive at it, else a leaf with its values."""
+    return tensor if tensor.requires_grad else tensor.detach().requires_grad_()

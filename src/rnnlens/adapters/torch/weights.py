@@ -1,0 +1,121 @@
+"""Torch's recurrent weights in our words: gates in our order, kernels as (input, gate * unit), two biases kept apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...recurrence.cells import KnownCell
+from ..protocol import LayerWeights
+
+#: where each of our gates sits in torch's order: LSTM i, f, g, o; GRU r, z, n, of which the update gate is z.
+_ORDER: dict[str, tuple[int, ...]] = {"simple_rnn": (0,), "lstm": (0, 1, 2, 3), "gru": (1, 0, 2)}
+
+#: torch's name -> ours, in the order in which torch hands a layer's weights to its kernels.
+NAMES = {
+    "weight_ih": "kernel",
+    "weight_hh": "recurrent_kernel",
+    "bias_ih": "bias",
+    "bias_hh": "recurrent_bias",
+    "weight_hr": "projection",
+}
+
+
+def slots(count: int, *, bias: bool) -> tuple[str, ...]:
+    """Torch's names of the ``count`` weights of one layer and direction, without the layer's suffix."""
+    names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if bias else ()), "weight_hr")
+    return names[:count]
+
+
+def ours(kind: str, slot: str, value: Any) -> Any:
+    """A weight, or its gradient, of torch's layout in ours. Leading axes beyond the weight's own are kept.
+
+    The result of reordering is a copy; a transposed LSTM kernel is a view.
+    """
+    if slot == "weight_hr":
+        return value.mT
+    axis = -1 if slot.startswith("bias") else -2
+    order = _ORDER[kind]
+    if order != tuple(range(len(order))):
+        parts = value.chunk(len(order), dim=axis)
+        value = torch.cat([parts[i] for i in order], dim=axis)
+    return value if axis == -1 else value.mT
+
+
+def theirs(kind: str, slot: str, value: Any) -> Any:
+    """The inverse of :func:`ours`."""
+    if slot == "weight_hr":
+        return value.mT
+    order = _ORDER[kind]
+    axis = -1 if slot.startswith("bias") else -2
+    value = value if axis == -1 else value.mT
+    if order != tuple(range(len(order))):
+        parts = value.chunk(len(order), dim=axis)
+        value = torch.cat([parts[order.index(i)] for i in range(len(order))], dim=axis)
+    return value
+
+
+def replayable(value: Any) -> Any:
+    """A detached copy for the replay; half precision is widened to float32, in which a recurrence can be trusted."""
+    value = value.detach()
+    if value.dtype in (torch.bfloat16, torch.float16):
+        return value.float().contiguous()
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def known_cell(kind: str, weights: Mapping[str, Any], activation: str = "tanh") -> KnownCell:
+    """The cell of one layer and direction from torch's weights by slot name."""
+    arrays = {NAMES[slot]: replayable(ours(kind, slot, value)) for slot, value in weights.items()}
+    return KnownCell(kind=kind, activation=activation, recurrent_activation="sigmoid", **arrays)
+
+
+def kind_of(module: nn.Module) -> tuple[str, str] | None:
+    """Cell kind and activation of a torch recurrent module or cell; None for any other module."""
+    if isinstance(module, (nn.LSTM, nn.LSTMCell)):
+        return "lstm", "tanh"
+    if isinstance(module, (nn.GRU, nn.GRUCell)):
+        return "gru", "tanh"
+    if isinstance(module, (nn.RNN, nn.RNNCell)):
+        return "simple_rnn", str(module.nonlinearity)
+    return None
+
+
+def cell_weights(module: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """``(layer index, direction, weights by slot)`` of a torch recurrent module or cell."""
+    if isinstance(module, nn.RNNCellBase):
+        names = [
+            slot for slot in ("weight_ih", "weight_hh", "bias_ih", "bias_hh") if getattr(module, slot, None) is not None
+        ]
+        yield 0, "forward", {slot: getattr(module, slot) for slot in names}
+        return
+    for layer in range(module.num_layers):
+        for direction, suffix in (("forward", ""), ("backward", "_reverse"))[: 2 if module.bidirectional else 1]:
+            names = slots(2 + 2 * bool(module.bias) + bool(module.proj_size), bias=bool(module.bias))
+            if not module.bias and module.proj_size:
+                names = ("weight_ih", "weight_hh", "weight_hr")
+            yield layer, direction, {slot: getattr(module, f"{slot}_l{layer}{suffix}") for slot in names}
+
+
+def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dict[str, LayerWeights]:
+    """All modules that own weights; a recurrent module gives one entry per stacked layer."""
+    result: dict[str, LayerWeights] = {}
+    for path, module in named:
+        kind = kind_of(module)
+        if kind is None:
+            own = dict(module.named_parameters(recurse=False))
+            if own:
+                values = {name: p.detach().clone() for name, p in own.items()}
+                result[path] = LayerWeights(values, {name: p.requires_grad for name, p in own.items()})
+            continue
+        for layer, direction, weights in cell_weights(module):
+            entry = result.setdefault(node_name(path, module, layer), LayerWeights({}, {}))
+            cell = known_cell(kind[0], weights, kind[1])
+            entry.cells[direction] = cell
+            prefix = f"{direction}/" if getattr(module, "bidirectional", False) else ""
+            for slot, value in weights.items():
+                entry.values[prefix + NAMES[slot]] = ours(kind[0], slot, value.detach()).clone()
+                entry.trainable[prefix + NAMES[slot]] = value.requires_grad
+    return result
