@@ -1,0 +1,218 @@
+"""From a run of the model to the arrays of the adapter contract."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+import numpy as np
+
+from ...errors import LayerNotFoundError, ModelError, did_you_mean, message
+from ...typing import Array
+from ..protocol import Batch, Capture, CaptureRequest, PlainCall, RecurrentCall
+from . import loss as losses
+from .cells import KerasStepCell
+from .data import prepare
+from .discover import Site, choose, places
+from .engines import Engine, current
+from .hooks import Call
+from .masks import masked_output, output_from_state
+from .run import Job, Result, run
+from .weights import cell_variables, known_arrays, known_cell, known_kind
+
+_REPLAY = frozenset({"input", "initial_state", "mask", "dropout", "output", "final_state", "outputs"})
+
+
+def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
+    """One forward pass and, with ``request.gradients``, one backward pass; see :class:`Adapter`."""
+    engine = current()
+    found = places(model)
+    sites, plain = choose(found, request.layers)
+    loss = losses.plan(model, batch) if request.gradients else None
+    data = prepare(model, batch, engine)
+    weights = _weights(sites) if loss is not None and request.weight_grads else {}
+    job = Job(
+        model=model,
+        data=data,
+        sites=sites,
+        plain=plain,
+        training=batch.training,
+        seed=batch.seed,
+        loss=loss,
+        loss_given=batch.loss,
+        wanted=frozenset({"output", "final_state"}) if loss is not None else frozenset(),
+        keep=_REPLAY if request.inputs else frozenset({"output", "final_state"}),
+        weights={name: variable for name, (variable, _) in weights.items()},
+    )
+    result = run(job, engine)
+    return _Assembly(engine, result, sites).capture(request, loss is not None)
+
+
+def _weights(sites: list[Site]) -> dict[str, tuple[Any, Any]]:
+    """Weights of the cells by tap key; a cell shared between layers has one entry per weight."""
+    found = {}
+    for site in sites:
+        for name, variable in cell_variables(site.layer.cell).items():
+            found[f"{id(site.layer.cell)}|{name}"] = (variable, site)
+    return found
+
+
+class _Assembly:
+    """Turns the tensors of a run into calls of the contract."""
+
+    def __init__(self, engine: Engine, result: Result, sites: list[Site]) -> None:
+        self._engine, self._result = engine, result
+        self._sites: dict[tuple[str, int], Site] = {}
+        for site in sites:
+            half = sum(name == site.name for name, _ in self._sites)
+            self._sites[site.name, half] = site
+        self._times = {call.place: call.index + 1 for call in result.calls}
+        self._cells: dict[int, Any] = {}
+
+    def capture(self, request: CaptureRequest, with_loss: bool) -> Capture:
+        """All calls that were asked for, in the order in which they happened."""
+        calls: list[RecurrentCall] = []
+        plain: list[PlainCall] = []
+        for call in self._result.calls:
+            if request.layers is not None and not {call.place, self._node(call)} & set(request.layers):
+                continue
+            if (call.place, call.half) in self._sites:
+                calls.append(self._recurrent(call, request, with_loss))
+            else:
+                plain.extend(self._plain(call))
+        self._refuse_silence(request, calls, plain)
+        value = None if self._result.loss is None else float(self._engine.to_array(self._result.loss))
+        outputs = self._result.outputs
+        return Capture(
+            calls=calls,
+            plain=plain,
+            loss=value,
+            outputs=None if outputs is None else keras.tree.map_structure(self._engine.to_array, outputs),
+            notes=self._notes(value),
+        )
+
+    def _node(self, call: Call) -> str:
+        return call.place if self._times[call.place] == 1 else f"{call.place}#{call.index}"
+
+    def _recurrent(self, call: Call, request: CaptureRequest, with_loss: bool) -> RecurrentCall:
+        site = self._sites[call.place, call.half]
+        layer, get = site.layer, self._getter(call)
+        known = known_kind(layer.cell) is not None
+        mask = get("mask")
+        mask = None if mask is None else self._turned_to_bool(mask)
+        follows = output_from_state(layer, None if mask is None else np.asarray(keras.ops.convert_to_numpy(mask)))
+        backwards = layer.go_backwards and layer.return_sequences
+        return RecurrentCall(
+            layer=self._node(call),
+            direction=site.direction,
+            bidirectional=site.bidirectional,
+            cell=self._cell(layer.cell),
+            input=get("input"),
+            mask=mask,
+            initial_state=get.all("initial_state"),
+            output=_turned(get("output"), backwards),
+            output_from_state=None if follows is None else self._engine.like(follows, mask),
+            masked_output=masked_output(layer, known),
+            final_state=get.all("final_state") or None if layer.return_state else None,
+            output_grad=_turned(get.gradient("output"), backwards),
+            final_state_grad=get.all_gradients("final_state") or None if layer.return_state else None,
+            input_scale=get("input_scale"),
+            state_scale=get("state_scale"),
+            weights_key=self._weights_key(layer.cell),
+            weight_grads=self._weight_grads(layer.cell) if with_loss and request.weight_grads else None,
+        )
+
+    def _getter(self, call: Call) -> _Getter:
+        return _Getter(self._engine, call, self._result.gradients)
+
+    def _turned_to_bool(self, mask: Any) -> Array:
+        shape = tuple(mask.shape)
+        return mask.reshape(shape[:2]) != 0
+
+    def _cell(self, cell: Any) -> Any:
+        if id(cell) not in self._cells:
+            make = known_cell if known_kind(cell) is not None else KerasStepCell
+            convert = self._copy if make is known_cell else self._engine
+            self._cells[id(cell)] = make(cell, convert)
+        return self._cells[id(cell)]
+
+    def _copy(self, variable: Any) -> Array:
+        """The value that the layer computed with: rounded to its compute dtype where that is a half."""
+        return copy_of(self._engine, variable)
+
+    def _weights_key(self, cell: Any) -> str:
+        users = [f"{name}|{half}" for (name, half), site in self._sites.items() if site.layer.cell is cell]
+        return users[0]
+
+    def _weight_grads(self, cell: Any) -> dict[str, Array]:
+        found = {
+            name: self._engine.to_array(self._result.gradients[f"weight|{id(cell)}|{name}"])
+            for name in cell_variables(cell)
+        }
+        return known_arrays(cell, found)
+
+    def _plain(self, call: Call) -> list[PlainCall]:
+        get = self._getter(call)
+        names = [name for name in call.arrays if name.startswith("output/")]
+        node = self._node(call)
+        return [
+            PlainCall(node if len(names) == 1 else f"{node}[{i}]", get(name), get.gradient(name))
+            for i, name in enumerate(names)
+        ]
+
+    def _refuse_silence(self, request: CaptureRequest, calls: list[RecurrentCall], plain: list[PlainCall]) -> None:
+        """A layer that was asked for by name and gave nothing is an error, not an empty result."""
+        given = {c.layer for c in calls} | {p.layer.split("[")[0] for p in plain}
+        silent = [n for n in request.layers or () if not any(g == n or g.startswith(f"{n}#") for g in given)]
+        nodes = [self._node(call) for call in self._result.calls]
+        for name in silent:
+            base = name.rpartition("#")[0]
+            if base and base in self._times:
+                raise LayerNotFoundError(message(f"There is no call {name!r}.", hint=did_you_mean(name, nodes)))
+            raise ModelError(message(f"Layer {name!r} did not run in this forward pass.", hint=did_you_mean(name, nodes)))
+        if not calls and not plain:
+            raise ModelError(message("No recurrent layer ran in this forward pass.", hint="does call() use its layers?"))
+
+    def _notes(self, loss: float | None) -> list[str]:
+        notes = []
+        if loss is not None and not math.isfinite(loss):
+            notes.append(f"The loss is {loss}: gradients mean nothing, and the first quantity that is not finite is the cause.")
+        halves = {site.layer.compute_dtype for site in self._sites.values()} & {"float16", "bfloat16"}
+        if halves:
+            notes.append(f"Computed in {', '.join(sorted(halves))}, shown as float32; the loss scale is not applied.")
+        return notes
+
+
+class _Getter:
+    """Arrays of one call by the name under which they were heard."""
+
+    def __init__(self, engine: Engine, call: Call, gradients: dict[str, Any]) -> None:
+        self._engine, self._call, self._gradients = engine, call, gradients
+
+    def __call__(self, name: str) -> Array | None:
+        tensor = self._call.arrays.get(name)
+        return None if tensor is None else self._engine.to_array(tensor)
+
+    def gradient(self, name: str) -> Array | None:
+        tensor = self._gradients.get(f"{self._call.key}|{name}")
+        return None if tensor is None else self._engine.to_array(tensor)
+
+    def all(self, kind: str) -> tuple[Array, ...]:
+        return tuple(self(name) for name in self._call.arrays if name.startswith(kind + "/"))
+
+    def all_gradients(self, kind: str) -> tuple[Array, ...]:
+        found = (self.gradient(name) for name in self._call.arrays if name.startswith(kind + "/"))
+        return tuple(g for g in found if g is not None)
+
+
+def copy_of(engine: Engine, variable: Any) -> Array:
+    """The value of a variable as an array of our own."""
+    value = engine.to_array(keras.ops.convert_to_tensor(variable))
+    return value.clone() if hasattr(value, "clone") else np.array(value)
+
+
+def _turned(array: Array | None, backwards: bool) -> Array | None:
+    if array is None or not backwards:
+        return array
+    return array.flip(1) if hasattr(array, "flip") and not isinstance(array, np.ndarray) else array[:, ::-1].copy()

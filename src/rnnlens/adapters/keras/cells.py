@@ -1,0 +1,109 @@
+"""Cells of unknown equations: run and differentiated by the engine, sample and time folded into one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ...typing import Array
+from .engines import Engine
+from .found import as_found
+from .weights import cell_variables
+
+#: Bytes that the Jacobians of one chunk of steps may take.
+_CHUNK = 256 * 2**20
+
+
+class KerasStepCell:
+    """A Keras cell as a pure function of (x, states, weights); implements :class:`rnnlens.recurrence.cells.custom.StepCell`.
+
+    Works on the values that the weights had when it was made. Cells run with ``training=False``.
+    """
+
+    def __init__(self, cell: Any, engine: Engine) -> None:
+        self._cell, self._engine = cell, engine
+        self._template = _state_template(cell)
+        self.state_sizes: tuple[int, ...] = tuple(int(size) for size in keras.tree.flatten(self._template))
+        self.output_size = _output_size(cell, self.state_sizes)
+        self._variables = cell_variables(cell)
+        self._weights = {name: _frozen(v) for name, v in self._variables.items()}
+        self._dtype = getattr(cell, "compute_dtype", keras.backend.floatx())
+        self._per_step = engine.per_step(self._pure)
+
+    def step(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
+        """(n, feature) and states (n, size) to output (n, output_size) and new states."""
+        with self._left_alone():
+            output, new = self._per_step.step(*self._inputs(x, state))
+        return self._engine.to_array(output), tuple(self._engine.to_array(s) for s in new)
+
+    def vjp(
+        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Pull dL/dy_t and dL/ds_t back to dL/dx_t (n, feature) and dL/ds_{t-1}; row by row."""
+        by_x, by_state, _ = self._pull(x, state, output_cotangent, state_cotangent)
+        return self._engine.to_array(by_x), tuple(self._engine.to_array(s) for s in by_state)
+
+    def weight_vjp(
+        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
+    ) -> Mapping[str, Array]:
+        """Pull back to the weights, summed over ``n``; by the names of ``weight_grads``."""
+        _, _, by_weight = self._pull(x, state, output_cotangent, state_cotangent)
+        return {name: self._engine.to_array(g) for name, g in by_weight.items()}
+
+    def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
+        """(n, S + output_size, S) and (n, S + output_size, feature): [new states, output] by states and by input."""
+        parts = [self._jacobian(x[rows], [s[rows] for s in state]) for rows in self._chunks(x)]
+        joined = tuple(self._engine.join([part[i] for part in parts]) for i in range(2))
+        return joined[0], joined[1]
+
+    def _chunks(self, x: Array) -> Iterator[slice]:
+        total = sum(self.state_sizes)
+        row = 8 * (total + self.output_size) * (total + int(x.shape[1]))
+        size = max(1, _CHUNK // row)
+        for start in range(0, int(x.shape[0]), size):
+            yield slice(start, start + size)
+
+    def _jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
+        with self._left_alone():
+            by_state, by_input = self._per_step.jacobian(self._inputs(x, state))
+        return self._engine.to_array(by_state), self._engine.to_array(by_input)
+
+    def _pull(self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]) -> Any:
+        cotangents = (self._tensor(output_cotangent), [self._tensor(c) for c in state_cotangent])
+        with self._left_alone():
+            return self._per_step.vjp(self._inputs(x, state), cotangents)
+
+    def _inputs(self, x: Array, state: Sequence[Array]) -> tuple[Any, list[Any], dict[str, Any]]:
+        return self._tensor(x), [self._tensor(s) for s in state], self._weights
+
+    def _tensor(self, array: Array) -> Any:
+        return keras.ops.convert_to_tensor(array, dtype=self._dtype)
+
+    def _left_alone(self) -> Any:
+        return as_found(self._cell, self._engine)
+
+    def _pure(self, x: Any, states: Sequence[Any], weights: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        mapping = [(self._variables[name], value) for name, value in weights.items()]
+        with keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
+            output, new = self._cell(x, keras.tree.pack_sequence_as(self._template, list(states)))
+        return output, keras.tree.flatten(new)
+
+
+def _state_template(cell: Any) -> list[Any]:
+    """The nesting in which ``keras.layers.RNN`` hands the states to the cell, with sizes for leaves."""
+    size = cell.state_size
+    return [size] if isinstance(size, int) else list(size)
+
+
+def _output_size(cell: Any, state_sizes: tuple[int, ...]) -> int:
+    size = getattr(cell, "output_size", None)
+    return state_sizes[0] if size is None else int(size)
+
+
+def _frozen(variable: Any) -> Any:
+    """The value of a variable now, apart from later updates."""
+    value = keras.ops.convert_to_tensor(np.array(keras.ops.convert_to_numpy(variable)), dtype=variable.dtype)
+    return value

@@ -1,0 +1,179 @@
+"""The user's batch: checked against the model before anything runs, then converted as Keras' own fit would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from ...errors import InputError, message
+from ..protocol import Batch
+from .engines import Engine
+
+
+@dataclass
+class Data:
+    """Tensors of the engine, in the structure that the user gave."""
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    initial_state: dict[str, list[Any]] | None = None
+
+    def arrays(self) -> dict[str, Any]:
+        """The tensors as one tree."""
+        return {"x": self.x, "y": self.y, "sample_weight": self.sample_weight, "initial_state": self.initial_state}
+
+
+def prepare(model: Any, batch: Batch, engine: Engine) -> Data:
+    """Check ``batch`` and turn it into tensors.
+
+    Raises
+    ------
+    InputError
+        For data that is not numeric, empty, or of another shape than the model was built for.
+    """
+    x = _structure(batch.x, "x")
+    _check_shapes(model, x)
+    y = None if batch.y is None else _structure(batch.y, "y")
+    weight = _sample_weight(batch, y)
+    count = keras.tree.flatten(x)[0].shape[0]
+    for name, value in (("y", y), ("sample_weight", weight)):
+        _check_count(name, value, count)
+    states = {
+        name: [_leaf(state, f"initial_state[{name!r}]") for state in keras.tree.flatten(given)]
+        for name, given in (batch.initial_state or {}).items()
+    }
+    for name, given in states.items():
+        _check_count(f"initial_state[{name!r}]", given, count)
+    floats = "float64" if getattr(model, "compute_dtype", "") == "float64" else keras.backend.floatx()
+
+    def tensors(tree: Any) -> Any:
+        return keras.tree.map_structure(lambda leaf: _tensor(leaf, floats, engine), tree)
+
+    return Data(tensors(x), tensors(y), tensors(weight), tensors(states) if states else None)
+
+
+def _structure(value: Any, name: str) -> Any:
+    """Lists of numbers become one array; lists, tuples and dicts of arrays stay what they are."""
+    if isinstance(value, dict):
+        return {key: _structure(item, f"{name}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and any(hasattr(item, "shape") for item in value):
+        return type(value)(_structure(item, f"{name}[{i}]") for i, item in enumerate(value))
+    return _leaf(value, name)
+
+
+def _leaf(value: Any, name: str) -> Any:
+    if keras.ops.is_tensor(value):
+        return value
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiubc":
+        raise InputError(
+            message(
+                f"{name} is not numeric.",
+                got=f"dtype {array.dtype}",
+                expected="numbers",
+                hint="encode text as integer ids first, for example with keras.layers.TextVectorization",
+            )
+        )
+    return array
+
+
+def _tensor(leaf: Any, floats: str, engine: Engine) -> Any:
+    if leaf is None:
+        return None
+    kind = keras.backend.standardize_dtype(leaf.dtype)
+    return keras.ops.convert_to_tensor(engine.own(leaf), dtype=floats if kind in ("float32", "float64") else kind)
+
+
+def _check_shapes(model: Any, x: Any) -> None:
+    leaves = keras.tree.flatten(x)
+    expected, exact = _expected_shapes(model)
+    for i, leaf in enumerate(leaves):
+        name = "x" if len(leaves) == 1 else f"x[{i}]"
+        shape = tuple(leaf.shape)
+        if not shape or 0 in shape:
+            _raise_empty(name, shape)
+        if expected is not None and len(expected) == len(leaves):
+            _check_shape(name, shape, expected[i], exact)
+    if expected is not None and exact and len(expected) != len(leaves):
+        raise InputError(
+            message(
+                "The number of inputs does not fit the model.",
+                got=f"{len(leaves)} array(s)",
+                expected=f"{len(expected)}, of shapes {', '.join(map(str, expected))}",
+                hint="pass the inputs as a list, a tuple or a dict of arrays",
+            )
+        )
+
+
+def _raise_empty(name: str, shape: tuple[int, ...]) -> None:
+    if not shape:
+        raise InputError(message(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)"))
+    what = {0: "Batch is empty.", 1: "Sequence is empty."}.get(shape.index(0), "An axis of the data is empty.")
+    least = {0: "at least 1 sample", 1: "at least 1 time step"}.get(shape.index(0), "no axis of length 0")
+    raise InputError(message(what, got=f"{name} of shape {shape}", expected=least))
+
+
+def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...], exact: bool) -> None:
+    if len(shape) == len(wanted) - 1 and wanted[-1] == 1:
+        return  # Keras adds the last axis itself
+    if len(shape) == len(wanted) + 1 and shape[-1] == 1:
+        return
+    axes = range(len(wanted)) if exact else [len(wanted) - 1]
+    fits = len(shape) == len(wanted) and all(wanted[a] in (None, shape[a]) for a in axes)
+    if not fits:
+        what = "feature count" if len(shape) == len(wanted) and wanted[-1] != shape[-1] else "shape"
+        what = "rank" if len(shape) != len(wanted) else what
+        raise InputError(
+            message(
+                f"The {what} of {name} does not fit the model.",
+                got=f"{name} of shape {shape}",
+                expected="(" + ", ".join("any" if size is None else str(size) for size in wanted) + ")",
+            )
+        )
+
+
+def _expected_shapes(model: Any) -> tuple[list[tuple[int | None, ...]] | None, bool]:
+    """Shapes of the model's inputs where they are known, and whether every axis of them binds."""
+    inputs = getattr(model, "inputs", None) if isinstance(model, keras.Model) else None
+    if inputs:
+        return [tuple(t.shape) for t in inputs], True
+    shapes = getattr(model, "_build_shapes_dict", None) or {}
+    if len(shapes) != 1:
+        return None, False
+    shape = next(iter(shapes.values()))
+    if not isinstance(shape, (tuple, list)) or not all(size is None or isinstance(size, int) for size in shape):
+        return None, False
+    if len(shape) < 2:
+        return None, False
+    # What a subclassed model was built with binds the rank and the features, not the batch or the number of steps.
+    return [(*([None] * (len(shape) - 1)), shape[-1])], False
+
+
+def _check_count(name: str, value: Any, count: int) -> None:
+    for leaf in keras.tree.flatten(value):
+        if leaf is not None and (not leaf.shape or leaf.shape[0] != count):
+            raise InputError(
+                message(
+                    f"{name} has another number of samples than x.",
+                    got=f"{name} of shape {tuple(leaf.shape)}",
+                    expected=f"{count} samples",
+                )
+            )
+
+
+def _sample_weight(batch: Batch, y: Any) -> Any:
+    if batch.class_weight is None:
+        return None if batch.sample_weight is None else _structure(batch.sample_weight, "sample_weight")
+    if batch.sample_weight is not None:
+        raise InputError(message("Both class_weight and sample_weight were given.", hint="multiply them into one"))
+    if y is None or keras.tree.is_nested(y):
+        raise InputError(message("class_weight needs one y.", got="no y" if y is None else "several"))
+    labels = np.asarray(keras.ops.convert_to_numpy(y))
+    if labels.ndim > 1 and labels.shape[-1] > 1:
+        labels = labels.argmax(axis=-1)
+    labels = labels.reshape(labels.shape[0], -1)[:, 0] if labels.ndim > 1 else labels
+    return np.asarray([batch.class_weight.get(int(label), 1.0) for label in labels], dtype="float32")

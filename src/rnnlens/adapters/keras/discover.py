@@ -1,0 +1,253 @@
+"""Finds the layers of a Keras model, recurrent ones above all, and gives each the name under which results show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import keras
+
+from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message
+from ..protocol import LayerInfo
+from .weights import known_kind
+
+_OWN_LOOPS = (keras.layers.RNN, keras.layers.SimpleRNN, keras.layers.LSTM, keras.layers.GRU)
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One place in a model where a recurrence runs: a recurrent layer, or one half of a bidirectional one.
+
+    ``name`` is that of the node in results; ``refusal`` says why it cannot be traced, None where it can.
+    """
+
+    name: str
+    layer: Any
+    owner: Any
+    bidirectional: bool = False
+    refusal: str | None = None
+
+    @property
+    def direction(self) -> Literal["forward", "backward"]:
+        """Which way the recurrence runs through time."""
+        return "backward" if self.layer.go_backwards else "forward"
+
+
+@dataclass(frozen=True)
+class Places:
+    """All layers of a model by the name of their node: recurrent sites in order, and every other layer."""
+
+    sites: tuple[Site, ...]
+    plain: dict[str, Any]
+
+    def names(self) -> list[str]:
+        """Every name that may be asked for, recurrent layers first."""
+        return list(dict.fromkeys([*(s.name for s in self.sites), *self.plain]))
+
+
+def places(model: Any) -> Places:
+    """Walk through ``model``, nested models and custom blocks included.
+
+    Raises
+    ------
+    ModelError
+        If the model is not built, or two different layers share a name.
+    """
+    if not model.built:
+        raise ModelError(
+            message(
+                f"Model {model.name!r} is not built: its weights do not exist yet.",
+                expected="a model that knows the shape of its input",
+                hint="call it once on a batch, model(x), or model.build(input_shape)",
+            )
+        )
+    sites: list[Site] = []
+    plain: dict[str, Any] = {}
+    for name, layer, wrapper in _walk(model):
+        found = list(_sites_of(name, layer, wrapper))
+        if not found or found[0].bidirectional:
+            _add_unique(plain, name, layer)
+        sites.extend(found)
+    _refuse_twins(sites)
+    return Places(tuple(sites), plain)
+
+
+def describe(model: Any) -> list[LayerInfo]:
+    """Rows of ``rl.layers``: one per recurrent layer; the halves of a bidirectional one are one row."""
+    rows: dict[str, LayerInfo] = {}
+    for site in places(model).sites:
+        if site.name not in rows:
+            rows[site.name] = _info(site)
+    return list(rows.values())
+
+
+def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[Site], dict[str, Any]]:
+    """The sites and plain layers that ``wanted`` names, exactly; all sites where it is None.
+
+    A node such as ``"lstm#1"`` is found under its layer's name.
+
+    Raises
+    ------
+    LayerNotFoundError, ModelError, UnsupportedError
+        For an unknown name, a model without recurrent layers, a layer that cannot be traced.
+    """
+    if wanted is None:
+        if not found.sites:
+            raise ModelError(
+                message(
+                    "There is no recurrent layer in this model.",
+                    expected="a keras.layers.RNN, SimpleRNN, LSTM, GRU or Bidirectional",
+                    hint="name the layers to look at: layers=[...], " + did_you_mean("", found.names()),
+                )
+            )
+        chosen, others = list(found.sites), {}
+    else:
+        names = {base_name(name, found) for name in wanted}
+        chosen = [s for s in found.sites if s.name in names]
+        recurrent = {s.name for s in chosen}
+        others = {name: layer for name, layer in found.plain.items() if name in names - recurrent}
+    for site in chosen:
+        if site.refusal is not None:
+            raise UnsupportedError(site.refusal)
+    return chosen, others
+
+
+def base_name(name: str, found: Places) -> str:
+    """The layer that a node name such as ``"lstm#1"`` belongs to; LayerNotFoundError where there is none."""
+    known = found.names()
+    if name in known:
+        return name
+    base, mark, call = name.rpartition("#")
+    if mark and call.isdigit() and base in known:
+        return base
+    raise LayerNotFoundError(message(f"No layer is called {name!r}.", hint=did_you_mean(name, known)))
+
+
+def _walk(model: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(node name, layer, TimeDistributed wrapper around it or None) of every layer, containers before contents."""
+    seen: set[int] = {id(model)}
+    if _is_recurrent(model):
+        yield model.name, model, None
+        return
+
+    def visit(parent: Any, prefix: str, wrapper: Any) -> Iterator[tuple[str, Any, Any]]:
+        for child in parent._flatten_layers(include_self=False, recursive=False):
+            if id(child) in seen or isinstance(child, keras.layers.InputLayer) or _is_inner_graph(parent, child):
+                continue
+            seen.add(id(child))
+            name = prefix + child.name
+            yield name, child, wrapper
+            if not _is_recurrent(child):
+                inside = child if isinstance(child, keras.layers.TimeDistributed) else wrapper
+                yield from visit(child, name + "/", inside)
+
+    yield from visit(model, "", None)
+
+
+def _is_inner_graph(parent: Any, child: Any) -> bool:
+    """A Sequential model keeps a Functional twin of itself."""
+    return isinstance(parent, keras.Sequential) and getattr(parent, "_functional", None) is child
+
+
+def _is_recurrent(layer: Any) -> bool:
+    return isinstance(layer, (keras.layers.RNN, keras.layers.Bidirectional))
+
+
+def _sites_of(name: str, layer: Any, wrapper: Any) -> Iterator[Site]:
+    if isinstance(layer, keras.layers.Bidirectional):
+        for half in (layer.forward_layer, layer.backward_layer):
+            yield Site(name, half, layer, True, _refusal(name, half, wrapper))
+    elif isinstance(layer, keras.layers.RNN):
+        yield Site(name, layer, layer, False, _refusal(name, layer, wrapper))
+
+
+def _refusal(name: str, layer: Any, wrapper: Any) -> str | None:
+    kind = type(layer).__name__
+    if wrapper is not None:
+        return message(
+            f"Layer {name!r} cannot be traced: {kind} inside TimeDistributed runs once per outer step.",
+            hint="give the inner layer a model of its own and trace that on one outer step, x[:, i]",
+        )
+    if not isinstance(layer, keras.layers.RNN):
+        return message(
+            f"Layer {name!r} cannot be traced: its half {kind} is not a keras.layers.RNN.",
+            hint="wrap the cell in keras.layers.RNN(cell)",
+        )
+    if "ConvLSTM" in kind or any("ConvLSTM" in base.__name__ for base in type(layer).__mro__):
+        return message(
+            f"Layer {name!r} cannot be traced: {kind} has states with axes of space.",
+            expected="a recurrent layer whose states are (sample, unit)",
+            hint="name the other layers, layers=[...]",
+        )
+    if not any(type(layer).inner_loop is loop.inner_loop for loop in _OWN_LOOPS):
+        return message(
+            f"Layer {name!r} cannot be traced: {kind} has an inner_loop of its own.",
+            hint="write the recurrence as a cell, keras.layers.RNN(cell)",
+        )
+    return None
+
+
+def _add_unique(plain: dict[str, Any], name: str, layer: Any) -> None:
+    if name in plain and plain[name] is not layer:
+        _raise_twins(name)
+    plain[name] = layer
+
+
+def _refuse_twins(sites: Iterable[Site]) -> None:
+    owners: dict[str, Any] = {}
+    for site in sites:
+        if owners.setdefault(site.name, site.owner) is not site.owner:
+            _raise_twins(site.name)
+
+
+def _raise_twins(name: str) -> None:
+    raise ModelError(
+        message(
+            f"Two different layers are called {name!r}.",
+            expected="a name of its own for each layer",
+            hint="pass name= when making the layers",
+        )
+    )
+
+
+def _info(site: Site) -> LayerInfo:
+    layer, cell = site.layer, site.layer.cell
+    options = {
+        "return_state": layer.return_state,
+        "go_backwards": layer.go_backwards,
+        "unroll": layer.unroll,
+        "dropout": getattr(cell, "dropout", 0.0),
+        "recurrent_dropout": getattr(cell, "recurrent_dropout", 0.0),
+    }
+    if site.bidirectional:
+        options["merge_mode"] = site.owner.merge_mode
+        options["go_backwards"] = False
+    if site.refusal is not None:
+        options["refused"] = site.refusal.splitlines()[0]
+    return LayerInfo(
+        name=site.name,
+        kind=type(site.owner).__name__,
+        cell=known_kind(cell) or type(cell).__name__,
+        units=_units(layer),
+        direction="bidirectional" if site.bidirectional else site.direction,
+        return_sequences=layer.return_sequences,
+        masked=_masked(site.owner),
+        stateful=layer.stateful,
+        options=options,
+    )
+
+
+def _units(layer: Any) -> int:
+    size = getattr(layer.cell, "output_size", None)
+    flat = keras.tree.flatten(layer.state_size if size is None else size)
+    return int(flat[0])
+
+
+def _masked(layer: Any) -> bool | None:
+    """Whether a mask reaches the layer; None where that is known only when the model runs."""
+    nodes = getattr(layer, "_inbound_nodes", [])
+    if not nodes:
+        return None
+    tensors = [t for node in nodes for t in keras.tree.flatten(node.input_tensors)]
+    return any(getattr(t, "_keras_mask", None) is not None for t in tensors)

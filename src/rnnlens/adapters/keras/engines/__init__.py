@@ -1,0 +1,69 @@
+"""What differs between TensorFlow, JAX and torch under Keras: differentiation, compilation, arrays. One file per engine."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import keras
+
+from ....typing import Array
+
+#: ``tap(key, tensor)`` returns the tensor to go on with; the loss is differentiated with respect to it.
+Tap = Callable[[str, Any], Any]
+#: A program runs the model once, tapping as it goes, and returns (loss or None, everything else of interest).
+Program = Callable[[Tap], tuple[Any, Any]]
+
+
+class Linearised(Protocol):
+    """A program that was run once and can be differentiated many times."""
+
+    aux: Any
+    targets: Mapping[str, Any]
+
+    def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
+        """K cotangents per target, stacked along a first axis, to K gradients per tapped key; None: no path."""
+
+
+class Engine(Protocol):
+    """The little that the rest of this adapter asks of an engine."""
+
+    name: str
+
+    def to_array(self, tensor: Any) -> Array:
+        """A NumPy array (torch off the CPU: a torch tensor) that shares nothing with the user; halves become float32."""
+
+    def like(self, array: Array, other: Array) -> Array:
+        """A NumPy array as the kind of array that ``other``, a result of :meth:`to_array`, is."""
+
+    def own(self, array: Any) -> Any:
+        """A copy where the engine would otherwise share memory with the user's array."""
+
+    def values(self, variables: Sequence[Any]) -> list[Any] | None:
+        """What to run with in place of the variables; None where the program may read them itself."""
+
+    def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
+        """Loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
+
+    def forward(self, program: Program) -> tuple[Any, Any]:
+        """Loss and aux, without gradients."""
+
+    def compile(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``function`` compiled, or itself."""
+
+    def preserved(self) -> AbstractContextManager[None]:
+        """Process-wide state of the engine (random generators) is put back on exit."""
+
+    def linearise(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> Linearised:
+        """Run ``program(arguments, tap)``, which returns (targets, aux), and keep what is needed to differentiate it."""
+
+    def per_step(self, function: Callable[..., Any]) -> Any:
+        """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""
+
+
+def current() -> Engine:
+    """The engine that Keras runs on in this process."""
+    engine: Engine = importlib.import_module(f"{__name__}.{keras.backend.backend()}").engine
+    return engine

@@ -1,0 +1,144 @@
+"""Keras on JAX: taps add a zero to a tensor, and the loss is differentiated with respect to the zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ....typing import Array
+from . import Program, Tap
+from .jax_paths import linked_outputs
+
+
+class Jax:
+    """See :class:`rnnlens.adapters.keras.engines.Engine`."""
+
+    name = "jax"
+
+    def to_array(self, tensor: Any) -> Array:
+        tensor = jnp.asarray(tensor)
+        if tensor.dtype in (jnp.bfloat16, jnp.float16):
+            tensor = tensor.astype(jnp.float32)
+        return np.asarray(tensor)
+
+    def like(self, array: Array, other: Array) -> Array:
+        del other
+        return array
+
+    def own(self, array: Any) -> Any:
+        # JAX on a CPU may use a NumPy array's own memory.
+        return np.array(array) if isinstance(array, np.ndarray) else array
+
+    def values(self, variables: Sequence[Any]) -> list[Any] | None:
+        return [v._value for v in variables]
+
+    def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
+        zeros = _zeros(program)
+
+        def loss_of(zeros: dict[str, Any]) -> Any:
+            return program(_adding(zeros))
+
+        (loss, aux), found = jax.value_and_grad(loss_of, has_aux=True)(zeros)
+        return loss, aux, found
+
+    def forward(self, program: Program) -> tuple[Any, Any]:
+        return program(lambda key, tensor: tensor)
+
+    def compile(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        compiled: Callable[[Any], Any] = jax.jit(function)
+        return compiled
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        yield
+
+    def linearise(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> Any:
+        return _Linearised(program, arguments)
+
+    def per_step(self, function: Callable[..., Any]) -> _PerStep:
+        return _PerStep(function)
+
+
+def _zeros(program: Callable[[Tap], Any]) -> dict[str, Any]:
+    """A zero of the shape of every tap; the program is traced, not run."""
+    shapes: dict[str, Any] = {}
+
+    def tap(key: str, tensor: Any) -> Any:
+        shapes[key] = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+        return tensor
+
+    jax.eval_shape(lambda: program(tap)[1])
+    return {key: jnp.zeros(s.shape, s.dtype) for key, s in shapes.items()}
+
+
+def _adding(zeros: dict[str, Any]) -> Tap:
+    return lambda key, tensor: tensor + zeros[key]
+
+
+class _Linearised:
+    """``jax.vjp`` of the compiled program; cotangents are pulled back under ``vmap``."""
+
+    def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> None:
+        zeros = _zeros(lambda tap: (None, program(arguments, tap)))
+
+        @jax.jit
+        def run(zeros: dict[str, Any], arguments: Any) -> Any:
+            return program(arguments, _adding(zeros))
+
+        self.targets, pull, self.aux = jax.vjp(lambda z: run(z, arguments), zeros, has_aux=True)
+        self._keys = list(zeros)
+        self._pull = pull
+        self._many = jax.jit(jax.vmap(lambda cotangents: pull(cotangents)[0]))
+
+    def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
+        count = len(next(iter(cotangents.values())))
+        linked = self._linked(cotangents)
+        full = {}
+        for name, target in self.targets.items():
+            shape, dtype = (count, *target.shape), target.dtype
+            full[name] = jnp.asarray(cotangents[name], dtype) if name in cotangents else _no_cotangent(shape, dtype)
+        found = self._many(full)
+        return {key: found[key] if key in linked else None for key in self._keys}
+
+    def _linked(self, names: Mapping[str, Any]) -> set[str]:
+        template = {n: _no_cotangent(t.shape, t.dtype) for n, t in self.targets.items()}
+        return linked_outputs(lambda cotangents: self._pull(cotangents)[0], template, set(names))
+
+
+def _no_cotangent(shape: tuple[int, ...], dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.zeros(shape, dtype)
+    return np.zeros(shape, jax.dtypes.float0)
+
+
+class _PerStep:
+    """A step function and its derivatives, each compiled once."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.step = jax.jit(function)
+        self.vjp = jax.jit(lambda inputs, cotangents: jax.vjp(function, *inputs)[1](cotangents))
+        self._function = function
+        self.jacobian = jax.jit(self._jacobian)
+
+    def _jacobian(self, inputs: Any) -> Any:
+        x, states, weights = inputs
+        cuts = np.cumsum([s.shape[-1] for s in states])[:-1]
+
+        def stacked(joined: Any, x: Any) -> Any:
+            output, new = self._function(x, jnp.split(joined, cuts, axis=-1), weights)
+            return jnp.concatenate([*new, output], axis=-1)
+
+        value, pull = jax.vjp(stacked, jnp.concatenate(states, axis=-1), x)
+        n, size = value.shape
+        rows = jnp.broadcast_to(jnp.eye(size, dtype=value.dtype)[:, None, :], (size, n, size))
+        # Samples do not mix within a step, so one cotangent per output serves all of them.
+        by_state, by_input = jax.vmap(pull)(rows)
+        return jnp.moveaxis(by_state, 0, 1), jnp.moveaxis(by_input, 0, 1)
+
+
+engine = Jax()

@@ -1,0 +1,174 @@
+"""Keras on TensorFlow: taps are identities that a tape watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ....typing import Array
+from . import Program, Tap
+
+
+class TensorFlow:
+    """See :class:`rnnlens.adapters.keras.engines.Engine`."""
+
+    name = "tensorflow"
+
+    def to_array(self, tensor: Any) -> Array:
+        tensor = tf.convert_to_tensor(tensor)
+        if tensor.dtype in (tf.bfloat16, tf.float16):
+            tensor = tf.cast(tensor, tf.float32)
+        return tensor.numpy()
+
+    def like(self, array: Array, other: Array) -> Array:
+        del other
+        return array
+
+    def own(self, array: Any) -> Any:
+        return array
+
+    def values(self, variables: Sequence[Any]) -> list[Any] | None:
+        del variables
+        return None
+
+    def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
+        points: dict[str, Any] = {}
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+
+            def tap(key: str, tensor: Any) -> Any:
+                tensor = _kept_mask(tensor, tf.identity(tensor))
+                tape.watch(tensor)
+                points[key] = tensor
+                return tensor
+
+            loss, aux = program(tap)
+        found = tape.gradient(loss, points, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return loss, aux, {key: tf.convert_to_tensor(g) for key, g in found.items()}
+
+    def forward(self, program: Program) -> tuple[Any, Any]:
+        return program(lambda key, tensor: tensor)
+
+    def compile(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        # No autograph: Keras layers do not need it, and the user's exceptions keep their text.
+        compiled: Callable[[Any], Any] = tf.function(function, autograph=False)
+        return compiled
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        yield
+
+    def linearise(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> Any:
+        return _Linearised(program, arguments)
+
+    def per_step(self, function: Callable[..., Any]) -> _PerStep:
+        return _PerStep(function)
+
+
+def _kept_mask(old: Any, new: Any) -> Any:
+    mask = getattr(old, "_keras_mask", None)
+    if mask is not None:
+        new._keras_mask = mask
+    return new
+
+
+class _Linearised:
+    """The compiled forward pass under a tape, its taps turned into inputs by adding zeros to them.
+
+    One run forward; every pull back runs the compiled backward half.
+    """
+
+    def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> None:
+        shapes, self._paths = self._probe(program, arguments)
+        zeros = {key: tf.zeros(shape, dtype) for key, (shape, dtype) in shapes.items()}
+
+        def run(arguments: Any, zeros: dict[str, Any]) -> Any:
+            return program(arguments, lambda key, t: _kept_mask(t, t + zeros[key]))
+
+        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+            tape.watch(zeros)
+            self.targets, self.aux = tf.function(run, autograph=False)(arguments, zeros)
+        self._tape, self._zeros = tape, zeros
+
+    @staticmethod
+    def _probe(program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> tuple[Any, Any]:
+        """Shapes of the taps, and for each target the taps that lead to it. Traces a graph and never runs it."""
+        shapes: dict[str, Any] = {}
+        paths: dict[str, set[str]] = {}
+
+        def trace(arguments: Any) -> None:
+            points: dict[str, Any] = {}
+
+            def tap(key: str, tensor: Any) -> Any:
+                points[key] = _kept_mask(tensor, tf.identity(tensor))
+                tape.watch(points[key])
+                shapes[key] = (tuple(tensor.shape), tensor.dtype)
+                return points[key]
+
+            with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+                targets, _ = program(arguments, tap)
+            for name, target in targets.items():
+                found = tape.gradient(target, points) if target.dtype.is_floating else {}
+                paths[name] = {key for key, g in found.items() if g is not None}
+
+        tf.function(trace, autograph=False).get_concrete_function(arguments)
+        return shapes, paths
+
+    def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
+        names = list(cotangents)
+        targets = [self.targets[name] for name in names]
+        linked = set().union(*(self._paths[name] for name in names))
+        sources = {key: z for key, z in self._zeros.items() if key in linked}
+        count = len(next(iter(cotangents.values())))
+        rows = []
+        for k in range(count):
+            given = [tf.convert_to_tensor(cotangents[name][k], dtype=self.targets[name].dtype) for name in names]
+            found = self._tape.gradient(
+                targets, sources, output_gradients=given, unconnected_gradients=tf.UnconnectedGradients.ZERO
+            )
+            rows.append({key: tf.convert_to_tensor(g).numpy() for key, g in found.items()})
+        return {key: np.stack([row[key] for row in rows]) if key in sources else None for key in self._zeros}
+
+
+class _PerStep:
+    """A step function and its derivatives, each compiled once."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.step = tf.function(function, autograph=False, reduce_retracing=True)
+        self._pull = tf.function(self._vjp, autograph=False, reduce_retracing=True)
+        self._rows = tf.function(self._jacobian, autograph=False, reduce_retracing=True)
+        self._function = function
+
+    def vjp(self, inputs: Any, cotangents: Any) -> Any:
+        return self._pull(inputs, cotangents)
+
+    def jacobian(self, inputs: Any) -> Any:
+        return self._rows(inputs)
+
+    def _vjp(self, inputs: Any, cotangents: Any) -> Any:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(inputs)
+            outputs = self._function(*inputs)
+        found = tape.gradient(outputs, inputs, cotangents, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return tf.nest.map_structure(tf.convert_to_tensor, found)
+
+    def _jacobian(self, inputs: Any) -> Any:
+        x, states, weights = inputs
+        sizes = [s.shape[-1] for s in states]
+        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+            joined = tf.concat(states, axis=-1)
+            tape.watch(x)
+            tape.watch(joined)
+            output, new = self._function(x, tf.split(joined, sizes, axis=-1), weights)
+            stacked = tf.concat([*new, output], axis=-1)
+        zero = tf.UnconnectedGradients.ZERO
+        return (
+            tape.batch_jacobian(stacked, joined, unconnected_gradients=zero),
+            tape.batch_jacobian(stacked, x, unconnected_gradients=zero),
+        )
+
+
+engine = TensorFlow()

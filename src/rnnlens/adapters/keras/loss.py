@@ -1,0 +1,141 @@
+"""The loss of a run: the compiled one as training counts it, or one that the user gives, plus the model's own losses."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+from keras.src.trainers.compile_utils import CompileLoss
+
+from ...errors import InputError, ModelError, message
+from ..protocol import Batch
+
+Loss = Callable[[Any, Any, Any, Any], Any]
+
+
+def plan(model: Any, batch: Batch) -> Loss:
+    """A function ``(x, y, y_pred, sample_weight) -> scalar tensor``, decided before anything runs.
+
+    Raises
+    ------
+    InputError, ModelError
+        If there is no loss to take, or no target for it.
+    """
+    if batch.loss is None:
+        return _compiled(model, batch)
+    given = _given(batch)
+    return lambda x, y, y_pred, weight: _with_own_losses(model, _scalar(given(y, y_pred, weight)))
+
+
+@contextmanager
+def undisturbed(model: Any) -> Iterator[None]:
+    """Weight regularisers count in the loss and not in its gradient; a loss not yet built leaves no trace."""
+    own = vars(model)
+    saved = {name: own[name] for name in ("_get_regularization_losses", "_compile_loss") if name in own}
+    regularisation = model._get_regularization_losses
+    own["_get_regularization_losses"] = lambda: [keras.ops.stop_gradient(loss) for loss in regularisation()]
+    compiled = saved.get("_compile_loss")
+    if compiled is not None and not compiled.built:
+        own["_compile_loss"] = CompileLoss(compiled._user_loss, compiled._user_loss_weights, output_names=compiled.output_names)
+    try:
+        yield
+    finally:
+        own.pop("_get_regularization_losses")
+        own.update(saved)
+
+
+def _compiled(model: Any, batch: Batch) -> Loss:
+    if not isinstance(model, keras.Model):
+        raise ModelError(
+            message("A layer on its own has no compiled loss.", hint="pass loss=, a name or a function of (y, output)")
+        )
+    overridden = type(model).compute_loss is not keras.Model.compute_loss
+    if not model.compiled and not overridden:
+        raise ModelError(
+            message(
+                f"Model {model.name!r} has no loss: it is not compiled.",
+                hint='model.compile(loss=...), or pass loss=, such as loss="mse"',
+            )
+        )
+    has_loss = getattr(model, "_compile_loss", None) is not None
+    if has_loss and batch.y is None and not overridden:
+        raise InputError(message("The compiled loss needs a target.", got="y=None", hint="pass y, or loss= of outputs alone"))
+
+    def compiled(x: Any, y: Any, y_pred: Any, weight: Any) -> Any:
+        return _scalar(model._compute_loss(x, y, y_pred, weight, training=batch.training))
+
+    return compiled
+
+
+def _given(batch: Batch) -> Callable[[Any, Any, Any], Any]:
+    loss = batch.loss
+    if isinstance(loss, str) or _is_own_function(loss):
+        _need_target(batch)
+        return CompileLoss(_named(loss))
+    if isinstance(loss, keras.losses.Loss):
+        _need_target(batch)
+        return lambda y, y_pred, weight: loss(y, y_pred, sample_weight=weight)
+    if isinstance(loss, (list, tuple, dict)):
+        _need_target(batch)
+        return CompileLoss(loss)
+    if not callable(loss):
+        raise InputError(
+            message(
+                "loss cannot be used.",
+                got=repr(loss),
+                expected="a function of (y_true, y_pred), a keras.losses.Loss, or a name that Keras knows",
+            )
+        )
+    if batch.sample_weight is not None or batch.class_weight is not None:
+        raise InputError(
+            message(
+                "A loss function of (y_true, y_pred) has no place for sample weights.",
+                hint="pass a keras.losses.Loss or a name, or weight inside the function",
+            )
+        )
+    return lambda y, y_pred, weight: loss(y, y_pred)
+
+
+def _named(loss: Any) -> Any:
+    try:
+        return keras.losses.get(loss)
+    except ValueError:
+        raise InputError(
+            message("Keras knows no loss of that name.", got=repr(loss), hint='a name such as "mse", or a function')
+        ) from None
+
+
+def _is_own_function(loss: Any) -> bool:
+    """Keras' own loss functions give one value per sample; compile() averages them, and so do we."""
+    return isinstance(loss, types.FunctionType) and getattr(keras.losses, loss.__name__, None) is loss
+
+
+def _need_target(batch: Batch) -> None:
+    if batch.y is None:
+        raise InputError(message("This loss needs a target.", got="y=None", hint="pass y"))
+
+
+def _scalar(loss: Any) -> Any:
+    if loss is None:
+        raise InputError(message("The loss is None.", expected="one number", hint="return the loss from the function"))
+    loss = keras.ops.convert_to_tensor(loss)
+    if tuple(loss.shape) != ():
+        raise InputError(
+            message(
+                "The loss is not one number.",
+                got=f"shape {tuple(loss.shape)}",
+                expected="shape ()",
+                hint="keras.ops.mean(...) or keras.ops.sum(...) around it",
+            )
+        )
+    return loss
+
+
+def _with_own_losses(model: Any, loss: Any) -> Any:
+    """What training adds to any loss: add_loss, activity and weight regularisers."""
+    for extra in model.losses:
+        loss = loss + keras.ops.cast(keras.ops.sum(extra), loss.dtype)
+    return loss

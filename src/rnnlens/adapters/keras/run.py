@@ -1,0 +1,188 @@
+"""Runs a model once, listening, without leaving a trace in it: compiled and cached per model, or eagerly."""
+
+from __future__ import annotations
+
+import contextvars
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from . import loss as losses
+from .data import Data
+from .discover import Site
+from .engines import Engine, Tap
+from .found import _SEEDS, as_found, global_state
+from .hooks import Call, Listener
+from .stamps import stamp, stamp_of_layers, stamp_of_tensors
+
+_eagerly: contextvars.ContextVar[bool] = contextvars.ContextVar("eagerly", default=False)
+_CACHED_PER_MODEL = 8
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Within this block nothing is compiled: quicker for a single run on little data."""
+    token = _eagerly.set(True)
+    try:
+        yield
+    finally:
+        _eagerly.reset(token)
+
+
+@dataclass
+class Job:
+    """What to run and what to listen to. Alive during one run only: nothing cached refers to it."""
+
+    model: Any
+    data: Data
+    sites: Sequence[Site]
+    plain: Mapping[str, Any]
+    training: bool
+    seed: int | None = None
+    loss: losses.Loss | None = None
+    loss_given: Any = None
+    wanted: frozenset[str] = frozenset()
+    keep: frozenset[str] = frozenset()
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    tap_inputs: bool = False
+    calls: list[Call] = field(default_factory=list)
+
+    def variables(self) -> list[Any]:
+        """All variables whose values the run may read."""
+        seeds = global_state.get_global_attribute(_SEEDS)
+        metrics = getattr(self.model, "metrics_variables", [])
+        found = [*self.model.variables, *metrics, *([] if seeds is None else [seeds.state])]
+        return list({id(v): v for v in found}.values())
+
+    def arguments(self, engine: Engine) -> dict[str, Any]:
+        """Everything that changes from run to run, as one tree of tensors."""
+        variables = self.variables()
+        random = _seed_states(variables)
+        seeds = [keras.ops.convert_to_tensor(v) if self.seed is None else _seeded(v, self.seed, i) for i, v in enumerate(random)]
+        return {**self.data.arrays(), "values": engine.values(variables), "seeds": seeds}
+
+
+def program(job: Job, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]:
+    """Run ``job`` once: (loss or None, (tensors of every call, outputs of the model))."""
+    variables = job.variables()
+    values = {} if arguments["values"] is None else {id(v): a for v, a in zip(variables, arguments["values"], strict=True)}
+    values.update({id(v): a for v, a in zip(_seed_states(variables), arguments["seeds"], strict=True)})
+    for key, variable in job.weights.items():
+        values[id(variable)] = tap(f"weight|{key}", values.get(id(variable), keras.ops.convert_to_tensor(variable)))
+    mapping = [(v, values[id(v)]) for v in variables if id(v) in values]
+    listener = Listener(tap, job.wanted, job.keep, arguments["initial_state"] or {})
+    x, y, weight = arguments["x"], arguments["y"], arguments["sample_weight"]
+    if job.tap_inputs:
+        flat = [tap(f"model|input/{i}", t) if _is_float(t) else t for i, t in enumerate(keras.tree.flatten(x))]
+        x = keras.tree.pack_sequence_as(x, flat)
+    with keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
+        with listener.listening(job.sites, job.plain):
+            outputs = _call(job.model, x, job.training)
+        value = None if job.loss is None else job.loss(x, y, outputs, weight)
+    job.calls[:] = listener.calls
+    kept = outputs if "outputs" in job.keep else None
+    return value, ([call.arrays for call in listener.calls], kept)
+
+
+@dataclass
+class Result:
+    """Tensors of one run: per call, gradients by tap, the loss and the outputs of the model."""
+
+    calls: list[Call]
+    gradients: dict[str, Any]
+    loss: Any
+    outputs: Any
+
+
+def run(job: Job, engine: Engine) -> Result:
+    """Run ``job`` and differentiate its loss with respect to every tap; the model is left as it was found."""
+    with as_found(job.model, engine), losses.undisturbed(job.model):
+        arguments = job.arguments(engine)
+        raw, calls = _compiled_or_eager(job, arguments, engine)
+    value, (arrays, outputs), gradients = raw
+    made = [Call(c.place, c.half, c.index, a) for c, a in zip(calls, arrays, strict=True)]
+    return Result(made, gradients, value, outputs)
+
+
+def _body(job: Job, arguments: Any, engine: Engine) -> Any:
+    if job.loss is None:
+        value, aux = engine.forward(lambda tap: program(job, arguments, tap))
+        return value, aux, {}
+    return engine.gradients(lambda tap: program(job, arguments, tap))
+
+
+@dataclass
+class _Entry:
+    """A compiled run. ``live`` holds the job only while it runs, so that no model is kept alive by its cache."""
+
+    live: list[Job] = field(default_factory=list)
+    compiled: Callable[[Any], Any] | None = None
+    calls: list[Call] = field(default_factory=list)
+
+
+_cache: weakref.WeakKeyDictionary[Any, OrderedDict[Any, _Entry]] = weakref.WeakKeyDictionary()
+
+
+def _compiled_or_eager(job: Job, arguments: Any, engine: Engine) -> tuple[Any, list[Call]]:
+    key = None if _eagerly.get() or getattr(job.model, "run_eagerly", False) else _key(job, arguments)
+    if key is not None:
+        entry = _entry(job, key, engine)
+        entry.live.append(job)
+        try:
+            assert entry.compiled is not None
+            return entry.compiled(arguments), entry.calls
+        except Exception:
+            # Not everything can be compiled. If it was the user's own error, running eagerly raises it unchanged.
+            _cache.get(job.model, OrderedDict()).pop(key, None)
+        finally:
+            entry.live.clear()
+    return _body(job, arguments, engine), job.calls
+
+
+def _entry(job: Job, key: Any, engine: Engine) -> _Entry:
+    entries = _cache.setdefault(job.model, OrderedDict())
+    entry = entries.get(key)
+    if entry is None:
+        entry = entries[key] = _Entry()
+        live, calls = entry.live, entry.calls
+
+        def body(arguments: Any) -> Any:
+            result = _body(live[0], arguments, engine)
+            calls[:] = [Call(c.place, c.half, c.index) for c in live[0].calls]
+            return result
+
+        entry.compiled = engine.compile(body)
+    entries.move_to_end(key)
+    while len(entries) > _CACHED_PER_MODEL:
+        entries.popitem(last=False)
+    return entry
+
+
+def _key(job: Job, arguments: Any) -> Any:
+    """Everything on which a compiled run depends; None where that cannot be told, and nothing is cached."""
+    loss = stamp(job.loss_given if job.loss_given is not None else getattr(job.model, "_compile_loss", None))
+    layers = stamp_of_layers(job.model)
+    names = tuple(site.name for site in job.sites), tuple(job.plain), tuple(job.weights)
+    options = (job.training, job.loss is None, job.tap_inputs, job.wanted, job.keep)
+    return (names, options, loss, layers, stamp_of_tensors(arguments))
+
+
+def _call(model: Any, x: Any, training: bool) -> Any:
+    return model(x, training=training) if getattr(model, "_call_has_training_arg", False) else model(x)
+
+
+def _is_float(tensor: Any) -> bool:
+    return bool(keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)))
+
+
+def _seed_states(variables: Sequence[Any]) -> list[Any]:
+    return [v for v in variables if v.name == "seed_generator_state"]
+
+
+def _seeded(variable: Any, seed: int, index: int) -> Any:
+    return keras.ops.convert_to_tensor([seed % 2**31, index], dtype=variable.dtype)
