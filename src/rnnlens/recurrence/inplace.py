@@ -1,0 +1,112 @@
+"""Array operations that write into memory the caller owns, on NumPy, torch and any other array namespace.
+
+A sweep runs the same few operations hundreds of times on the same shapes; allocating their results would cost more than
+computing them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from array_api_compat import is_numpy_namespace, is_torch_namespace
+
+from ..typing import Array, Namespace
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Allocation and in-place arithmetic for arrays like ``like`` (same namespace, dtype, device)."""
+
+    xp: Namespace
+    like: Array
+
+    @property
+    def is_numpy(self) -> bool:
+        """Whether arrays are NumPy's."""
+        return bool(is_numpy_namespace(self.xp))
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether arrays are torch's."""
+        return bool(is_torch_namespace(self.xp))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per number."""
+        size = getattr(self.like.dtype, "itemsize", None)
+        return int(size) if size is not None else int(np.dtype(str(self.like.dtype).rpartition(".")[2]).itemsize)
+
+    def empty(self, *shape: int) -> Array:
+        """Uninitialised array."""
+        return self.xp.empty(shape, dtype=self.like.dtype, device=self._device)
+
+    def zeros(self, *shape: int) -> Array:
+        """Array of zeros; memory that is never touched is never paid for."""
+        return self.xp.zeros(shape, dtype=self.like.dtype, device=self._device)
+
+    def eye(self, n: int) -> Array:
+        """Identity matrix."""
+        return self.xp.eye(n, dtype=self.like.dtype, device=self._device)
+
+    def asarray(self, values: Any) -> Array:
+        """Numbers from anywhere, in this dtype and on this device."""
+        if not self.is_torch and hasattr(values, "detach"):
+            values = values.detach().cpu().numpy()
+        return self.xp.asarray(values, dtype=self.like.dtype, device=self._device)
+
+    @property
+    def _device(self) -> Any:
+        return getattr(self.like, "device", None)
+
+    def matmul(self, a: Array, b: Array, out: Array) -> None:
+        """``out = a @ b``, batched over the first axis. ``out`` must not overlap ``a`` or ``b``."""
+        if self.is_numpy:
+            np.matmul(a, b, out=out)
+        elif self.is_torch:
+            self.xp.bmm(a, b, out=out)
+        else:
+            out[...] = self.xp.matmul(a, b)
+
+    def multiply(self, a: Array, b: Array, out: Array) -> None:
+        """``out = a * b``, broadcast."""
+        if self.is_numpy:
+            np.multiply(a, b, out=out)
+        elif self.is_torch:
+            self.xp.mul(a, b, out=out)
+        else:
+            out[...] = a * b
+
+    def add_product(self, target: Array, a: Array, b: Array, spare: Array) -> None:
+        """``target += a * b``, broadcast; ``spare`` has the shape of ``target``."""
+        if self.is_torch:
+            target.addcmul_(a, b)
+        elif self.is_numpy:
+            np.multiply(a, b, out=spare)
+            np.add(target, spare, out=target)
+        else:
+            target[...] = target + a * b
+
+    def diagonal_add(self, matrices: Array, values: Array) -> None:
+        """Add (..., n) to the diagonals of (..., n, n), in place."""
+        if self.is_numpy:
+            diagonal = np.einsum("...ii->...i", matrices)
+            diagonal += values
+        elif self.is_torch:
+            self.xp.diagonal(matrices, dim1=-2, dim2=-1).add_(values)
+        else:
+            matrices[...] = matrices + values[..., None] * self.eye(int(values.shape[-1]))
+
+    def numpy(self, array: Array) -> np.ndarray[Any, Any]:
+        """As NumPy, on the host."""
+        if self.is_torch:
+            host = array.detach().cpu()
+            # NumPy has no bfloat16.
+            return np.asarray(host.float() if "bfloat16" in str(host.dtype) else host)
+        return np.asarray(array)
+
+    def quiet(self) -> contextlib.AbstractContextManager[Any]:
+        """Keep torch from recording what happens inside."""
+        return self.xp.no_grad() if self.is_torch else contextlib.nullcontext()  # type: ignore[no-any-return]

@@ -1,0 +1,176 @@
+"""What a sweep's values become on the spot: the full Jacobian, or one number per pair of steps.
+
+A reduction works on blocks (sample, group, out, in): all units of one output step against all features of one input step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from ..typing import Array
+from .inplace import Workspace
+
+
+def frobenius(block: Array) -> Array:
+    """Frobenius norm of each block."""
+    xp = array_namespace(block)
+    if isinstance(block, np.ndarray):
+        return np.sqrt(np.einsum("bgof,bgof->bg", block, block))
+    return xp.sqrt(xp.sum(block * block, axis=(-2, -1)))
+
+
+def spectral(block: Array) -> Array:
+    """Largest singular value of each block, from the smaller of its two Gram matrices."""
+    xp = array_namespace(block)
+    if 1 in block.shape[-2:]:
+        return frobenius(block)
+    # Scaled first: the squares in a Gram matrix of a vanishing block would underflow.
+    scale = xp.max(xp.abs(block), axis=(-2, -1), keepdims=True)
+    scale = xp.where(scale > 0, scale, xp.ones_like(scale))
+    unit = block / scale
+    turned = xp.permute_dims(unit, (0, 1, 3, 2))
+    gram = xp.matmul(unit, turned) if block.shape[-2] <= block.shape[-1] else xp.matmul(turned, unit)
+    largest = xp.linalg.eigvalsh(gram)[..., -1]
+    return xp.sqrt(xp.where(largest > 0, largest, xp.zeros_like(largest))) * scale[..., 0, 0]
+
+
+def _sum(block: Array) -> Array:
+    return array_namespace(block).sum(block, axis=(-2, -1))
+
+
+def _mean(block: Array) -> Array:
+    return array_namespace(block).mean(block, axis=(-2, -1))
+
+
+def _abs_mean(block: Array) -> Array:
+    xp = array_namespace(block)
+    return xp.mean(xp.abs(block), axis=(-2, -1))
+
+
+#: Reductions by the name a user gives them.
+REDUCTIONS: Mapping[str, Callable[[Array], Array]] = {
+    "norm": frobenius,
+    "spectral": spectral,
+    "sum": _sum,
+    "mean": _mean,
+    "abs_mean": _abs_mean,
+}
+
+
+class Collector:
+    """A sink that keeps what a sweep brings, reduced or not.
+
+    Parameters
+    ----------
+    groups, rows, width
+        Groups of rows, rows of one group, and numbers per row.
+    steps
+        Time index -> place along the step axis. Others are not kept. ``-1`` stands for the initial state.
+    reduce
+        Name of a reduction, or None to keep everything.
+    readout
+        Applied to the values before anything else: ``readout(t, values)``.
+    swapped
+        Rows are inputs (tangents) rather than outputs: blocks arrive as (in, out).
+    average
+        Sum over samples instead of keeping each.
+
+    Attributes
+    ----------
+    result
+        ``(sample, step, group)`` if reduced, else ``(sample, step, group, row, width)``; no sample axis if averaged.
+    error_squares
+        Sum over input steps of the mean square that pruned rows would have brought.
+    """
+
+    def __init__(
+        self,
+        work: Workspace,
+        samples: int,
+        groups: int,
+        rows: int,
+        width: int,
+        steps: Mapping[int, int],
+        *,
+        reduce: str | None = None,
+        readout: Callable[[int, Array], Array] | None = None,
+        swapped: bool = False,
+        average: bool = False,
+    ) -> None:
+        self.work, self.groups, self.rows, self.steps = work, groups, rows, steps
+        self.reduce = None if reduce is None else REDUCTIONS[reduce]
+        self.readout, self.swapped, self.average = readout, swapped, average
+        tail = () if reduce is not None else (rows, width)
+        lead = () if average else (samples,)
+        self.result = work.zeros(*lead, len(steps), groups, *tail)
+        self.error_squares = 0.0
+
+    def take(self, t: int, first: int, values: Array) -> None:
+        """Keep the values of step t."""
+        place = self.steps.get(t)
+        if place is None or values.shape[1] == 0:
+            return
+        values = values if self.readout is None else self.readout(t, values)
+        start = first // self.rows
+        block = self._grouped(values)
+        if self.reduce is not None:
+            block = self.reduce(_swap(block) if self.swapped else block)
+        groups = slice(start, start + int(block.shape[1]))
+        if self.average:
+            target = self.result[place, groups]
+            target[...] = target + block.sum(0)
+        else:
+            self.result[:, place, groups] = block
+
+    def residue(self, t: int, values: Array) -> None:
+        """Count what was pruned away."""
+        if t not in self.steps:
+            return
+        values = values if self.readout is None else self.readout(t, values)
+        self.error_squares += float((values * values).sum()) / int(values.shape[1])
+
+    def _grouped(self, values: Array) -> Array:
+        shape = (int(values.shape[0]), int(values.shape[1]) // self.rows, self.rows, int(values.shape[2]))
+        return self.work.xp.reshape(values, shape)
+
+
+def _swap(block: Array) -> Array:
+    return array_namespace(block).permute_dims(block, (0, 1, 3, 2))
+
+
+class FieldCollector:
+    """A sink that adds to a field (sample, row, time, n), so that several sweeps may meet in it."""
+
+    def __init__(self, field: Array) -> None:
+        self.field = field
+
+    def take(self, t: int, first: int, values: Array) -> None:
+        """Add the values of step t."""
+        target = self.field[:, first : first + int(values.shape[1]), t]
+        target[...] = target + values
+
+    def residue(self, t: int, values: Array) -> None:
+        """Fields are not pruned."""
+
+
+def probe_blocks(
+    probes: int, outputs: int, times: int, samples: int, seed: int
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Random signs (sample, time, probe, output): E[z z^T] = I, so that E|z^T G|^2 = |G|_F^2 (Hutchinson 1990)."""
+    signs = np.random.default_rng(seed).integers(0, 2, size=(samples, times, probes, outputs))
+    return 2.0 * signs - 1.0
+
+
+def sketch_estimate(squares: Array) -> tuple[Array, Array]:
+    """Mean and standard error over the last axis, one |z^T G|^2 per probe."""
+    xp = array_namespace(squares)
+    probes = int(squares.shape[-1])
+    mean = xp.mean(squares, axis=-1)
+    if probes == 1:
+        return mean, xp.full_like(mean, math.nan)
+    deviation = squares - mean[..., None]
+    return mean, xp.sqrt(xp.sum(deviation * deviation, axis=-1) / (probes * (probes - 1)))

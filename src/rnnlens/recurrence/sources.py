@@ -1,0 +1,102 @@
+"""Where a sweep's rows come from: cotangents that enter at single steps, or a field of them over all steps.
+
+Rows are kept in the order in which the recurrence ran; a sweep meets the last of them first, so that the rows alive are
+always a suffix, and what does not exist yet (the acausal half) is never computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..typing import Array
+
+
+class Source(Protocol):
+    """Rows of a sweep. ``group`` rows belong together (one target step); ``count`` is the number of all rows."""
+
+    count: int
+    group: int
+
+    def first(self, t: int) -> int:
+        """First row alive at step t; never grows in the direction of the sweep."""
+
+    def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
+        """What enters at step t into rows ``first ... stop - 1``: by state, (sample or 1, row, size)."""
+
+    @property
+    def lasting(self) -> bool:
+        """Whether rows receive something at every step, not at their first one only."""
+
+
+@dataclass
+class Points:
+    """Rows that enter at one step each.
+
+    Attributes
+    ----------
+    times
+        The step of each group.
+    blocks
+        By state: (sample or 1, time or 1, group row, size): what enters at each time index, for every group that is there.
+    order
+        ``"forward"``: sweeps go down in time; ``"backward"``: up. For tangents it is the other way round.
+    """
+
+    times: Sequence[int]
+    blocks: Mapping[int, Array]
+    order: str = "forward"
+
+    def __post_init__(self) -> None:
+        self.sequence = sorted(self.times, reverse=self.order == "backward")
+        self.group = int(next(iter(self.blocks.values())).shape[2])
+        self.count = self.group * len(self.sequence)
+        sign = -1 if self.order == "backward" else 1
+        self._ranks = [sign * t for t in self.sequence]
+        self._sign = sign
+
+    @property
+    def lasting(self) -> bool:
+        """Points enter once."""
+        return False
+
+    def first(self, t: int) -> int:
+        """Groups at or after t, in the order of the recurrence."""
+        from bisect import bisect_left
+
+        return self.group * bisect_left(self._ranks, self._sign * t)
+
+    def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
+        """The block of step t, if this is the step at which rows enter."""
+        if stop == first:
+            return {}
+        found = {}
+        for state, block in self.blocks.items():
+            at = block if block.shape[0] == 1 else block[samples]
+            found[state] = at[:, 0 if block.shape[1] == 1 else t]
+        return found
+
+
+@dataclass
+class Field:
+    """Rows that receive something at every step: (sample, row, time, size) by state."""
+
+    fields: Mapping[int, Array]
+
+    def __post_init__(self) -> None:
+        self.count = int(next(iter(self.fields.values())).shape[1])
+        self.group = 1
+
+    @property
+    def lasting(self) -> bool:
+        """Fields enter everywhere."""
+        return True
+
+    def first(self, t: int) -> int:
+        """All rows are alive from the start."""
+        return 0
+
+    def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
+        """What the field holds at step t."""
+        return {state: field[samples, first:stop, t] for state, field in self.fields.items()}

@@ -1,0 +1,224 @@
+"""The engineered sweeps against plain products of dense per-step matrices, and those against finite differences."""
+
+import itertools
+
+import array_api_compat.numpy as anp
+import array_api_compat.torch as atorch
+import numpy as np
+import pytest
+import torch
+
+from rnnlens.recurrence.cells import KnownCell
+from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
+from rnnlens.recurrence.linear import state_columns
+from rnnlens.recurrence.linear_cells import BasisSystem, linear_system
+from rnnlens.recurrence.reductions import Collector, FieldCollector
+from rnnlens.recurrence.run import replay
+from rnnlens.recurrence.sources import Field, Points
+
+B, T, F, H = 2, 5, 3, 4
+KINDS = ("lstm", "gru_after", "gru_before", "simple_rnn", "lstm_projected", "lstm_softmax", "gru_softmax")
+
+
+def make_cell(kind, rng, to):
+    gates = {"lstm": 4, "gru": 3, "simple": 1}[kind.split("_")[0]]
+    hidden = 2 if kind == "lstm_projected" else H
+    random = lambda *shape: to(0.6 * rng.normal(size=shape))  # noqa: E731
+    return KnownCell(
+        {"simple": "simple_rnn"}.get(kind.split("_")[0], kind.split("_")[0]),
+        random(F, gates * H),
+        random(hidden, gates * H),
+        bias=random(gates * H),
+        recurrent_bias=random(gates * H) if kind == "gru_after" else None,
+        projection=random(H, hidden) if kind == "lstm_projected" else None,
+        activation="softmax" if kind.endswith("softmax") else "tanh",
+        reset_after=kind != "gru_before",
+    )
+
+
+def make_run(kind, order="forward", masked=False, dropout=None, engine="numpy", x=None, seed=0):
+    rng = np.random.default_rng(seed)
+    to = torch.from_numpy if engine == "torch" else np.asarray
+    xp = atorch if engine == "torch" else anp
+    cell = make_cell(kind, rng, to)
+    drawn = rng.normal(size=(B, T, F))
+    state = tuple(to(0.3 * rng.normal(size=(B, n))) for n in cell.state_sizes)
+    mask = to(np.array([[True, True, False, True, False], [False, True, True, True, True]])) if masked else None
+    gates = len(cell.gates)
+    shapes = {None: None, "shared": (B,), "per_gate": (gates, B)}[dropout]
+    scale = [None if shapes is None else to(2.0 * (rng.random((*shapes, n)) < 0.6)) for n in (F, cell.state_sizes[0])]
+    return replay(
+        cell,
+        to(drawn if x is None else x),
+        state,
+        xp=xp,
+        mask=mask,
+        order=order,
+        input_scale=scale[0],
+        state_scale=scale[1],
+    )
+
+
+def dense_chain(run):
+    """State after t by input at k, by state after k, and by the initial state, as plain products: all (..., S, ...)."""
+    block = BasisSystem(run).build(0, T, slice(None), inputs=True)
+    product = np.asarray(block.product)
+    size = sum(int(s.shape[-1]) for s in run.states)
+    A, N = np.swapaxes(product[..., :size], 0, 1), np.swapaxes(product[..., size:], 0, 1)
+    by_input, by_state = np.zeros((B, T, size, T, F)), np.zeros((B, T, size, T, size))
+    by_initial = np.zeros((B, T, size, size))
+    order = list(run.steps())
+    for i, t in enumerate(order):
+        transition = np.broadcast_to(np.eye(size), (B, size, size))
+        for k in reversed(order[: i + 1]):
+            by_state[:, t, :, k] = transition
+            by_input[:, t, :, k] = transition @ N[k]
+            transition = transition @ A[k]
+        by_initial[:, t] = transition
+    return by_input, by_state, by_initial
+
+
+def close(a, b, bound=1e-12):
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.shape == b.shape
+    assert np.abs(a - b).max() <= bound * max(1.0, np.abs(b).max())
+
+
+def reverse_full(run, state, tap, times=range(T), reduce=None):
+    system = linear_system(run)
+    size = system.state_sizes[state]
+    order = "forward" if run.order == "forward" else "backward"
+    source = Points(list(times), {state: system.work.eye(size)[None, None]}, order)
+    width = F if tap == "input" else system.state_sizes[tap]
+    sink = Collector(system.work, B, len(times), size, width, {t: t for t in range(T)}, reduce=reduce)
+    taps = Taps(input=sink) if tap == "input" else Taps(states={tap: sink})
+    cost = reverse(system, source, taps)
+    result = system.work.numpy(sink.result)[:, :, np.argsort(source.sequence)]
+    return (np.moveaxis(result, 1, 3) if reduce is None else np.moveaxis(result, 1, 2)), cost
+
+
+@pytest.mark.parametrize("engine", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("kind", "order", "masked", "dropout"),
+    list(itertools.product(KINDS, ("forward", "backward"), (False, True), (None, "shared", "per_gate"))),
+)
+def test_reverse_and_forward_sweeps_equal_the_plain_product_chain(kind, order, masked, dropout, engine):
+    run = make_run(kind, order, masked, dropout, engine)
+    by_input, _, by_initial = dense_chain(run)
+    hidden = int(run.states[0].shape[-1])
+    close(reverse_full(run, 0, "input")[0], by_input[:, :, :hidden])
+
+    system = linear_system(run)
+    sink = Collector(system.work, B, T, F, hidden, {t: t for t in range(T)}, swapped=True)
+    forward(system, Entrances("input", range(T)), {0: sink}, frozenset(range(T)))
+    got = system.work.numpy(sink.result)  # (sample, out_time, youngest group, feature, unit)
+    entered = list(run.steps())
+    chronological = got[:, :, [T - 1 - entered.index(k) for k in range(T)]]
+    close(chronological.transpose(0, 1, 4, 2, 3), by_input[:, :, :hidden])
+
+    initial = Collector(system.work, B, T, hidden, system.state_sizes[-1], {-1: 0})
+    source = Points(range(T), {0: system.work.eye(hidden)[None, None]}, order)
+    reverse(system, source, Taps(initial={len(run.states) - 1: initial}))
+    got = system.work.numpy(initial.result)[:, 0, np.argsort(source.sequence)]
+    close(got, by_initial[:, :, :hidden, -system.state_sizes[-1] :])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_to_state_counts_the_path_of_c_through_h(kind, masked):
+    run = make_run(kind, masked=masked)
+    _, by_state, _ = dense_chain(run)
+    sizes = [int(s.shape[-1]) for s in run.states]
+    system = linear_system(run)
+    starts = np.cumsum([0, *sizes])
+    for of, wrt in itertools.product(range(len(sizes)), repeat=2):
+        expected = by_state[:, :, starts[of] : starts[of + 1], :, starts[wrt] : starts[wrt + 1]].copy()
+        if wrt == 1:
+            # c_t as it is produced also moves h_t: d(c after t) has the extra path lift * d(h after t).
+            lift = dense_lift(run)
+            hidden = by_state[:, :, starts[of] : starts[of + 1], :, : sizes[0]]
+            expected += np.einsum("btohm,bhmc->btohc", hidden, lift)
+        got, _ = reverse_full(run, of, wrt)
+        close(got, expected)
+        sink = Collector(system.work, B, T, sizes[wrt], sizes[of], {t: t for t in range(T)}, swapped=True)
+        forward(system, Entrances("state", range(T), state=wrt), {of: sink}, frozenset(range(T)))
+        close(sink.result[:, :, ::-1].transpose(0, 1, 4, 2, 3), expected)
+
+
+def dense_lift(run):
+    """dh_t/dc_t (sample, time, hidden, unit); zero at masked steps."""
+    c, o = run.states[1], run.gates[:, :, 3, :]
+    if run.cell.activation == "tanh":
+        local = np.eye(H) * (o * (1 - np.tanh(c) ** 2))[..., None]
+    else:
+        e = np.exp(c - c.max(-1, keepdims=True))
+        s = e / e.sum(-1, keepdims=True)
+        local = o[..., None] * (np.eye(H) * s[..., None] - s[..., None] * s[..., None, :])
+    if run.cell.projection is not None:
+        local = run.cell.projection.T @ local
+    return local if run.mask is None else local * run.mask[:, :, None, None]
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru_after", "gru_before", "simple_rnn"])
+def test_dense_chain_itself_against_finite_differences(kind):
+    run, eps = make_run(kind), 1e-6
+    by_input, _, _ = dense_chain(run)
+    x, hidden = np.asarray(run.input), int(run.states[0].shape[-1])
+    for k, f in itertools.product(range(T), range(F)):
+        step = np.zeros_like(x)
+        step[:, k, f] = eps
+        up, down = (make_run(kind, x=x + s * step).states[0] for s in (1, -1))
+        close((up - down) / (2 * eps), by_input[:, :, :hidden, k, f], 1e-8)
+
+
+@pytest.mark.parametrize("reduce", ["norm", "spectral", "sum", "mean", "abs_mean"])
+@pytest.mark.parametrize("kind", ["lstm", "gru_after"])
+def test_reductions_inside_the_sweep_equal_those_of_the_full_jacobian(kind, reduce):
+    run = make_run(kind)
+    full = np.moveaxis(dense_chain(run)[0][:, :, :H], 2, 3)  # (sample, out, in, unit, feature)
+    expected = {
+        "norm": lambda g: np.sqrt((g**2).sum((-2, -1))),
+        "spectral": lambda g: np.linalg.svd(g, compute_uv=False)[..., 0],
+        "sum": lambda g: g.sum((-2, -1)),
+        "mean": lambda g: g.mean((-2, -1)),
+        "abs_mean": lambda g: np.abs(g).mean((-2, -1)),
+    }[reduce](full)
+    close(reverse_full(run, 0, "input", reduce=reduce)[0], expected, 1e-8 if reduce == "spectral" else 1e-12)
+
+
+@pytest.mark.parametrize("order", ["forward", "backward"])
+@pytest.mark.parametrize("kind", ["lstm", "gru_before", "lstm_projected"])
+def test_a_field_of_cotangents_is_pulled_back_as_the_sum_of_its_points(kind, order):
+    run = make_run(kind, order, masked=True)
+    by_input = dense_chain(run)[0]
+    system, hidden = linear_system(run), int(run.states[0].shape[-1])
+    cotangents = np.random.default_rng(1).normal(size=(B, 7, T, hidden))
+    field = np.zeros((B, 7, T, F))
+    reverse(system, Field({0: cotangents}), Taps(input=FieldCollector(field)))
+    close(field, np.einsum("brth,bthkf->brkf", cotangents, by_input[:, :, :hidden]))
+
+
+def test_chosen_steps_and_samples_only():
+    run = make_run("lstm")
+    by_input = dense_chain(run)[0]
+    system = linear_system(run)
+    source = Points([4, 1], {0: system.work.eye(H)[None, None]})
+    sink = Collector(system.work, 1, 2, H, F, {3: 0, 1: 1})
+    cost = reverse(system, source, Taps(input=sink, steps=frozenset((3, 1))), samples=slice(1, 2))
+    close(np.moveaxis(sink.result, 1, 3), by_input[1:, [1, 4]][:, :, :H][:, :, :, [3, 1]])
+    everything = reverse_full(run, 0, "input")[1]
+    assert cost.flops < 0.5 * everything.flops
+
+
+def test_the_acausal_half_costs_nothing():
+    run = make_run("gru_after")
+    _, cost = reverse_full(run, 0, "input")
+    alive = sum(range(1, T + 1)) * H
+    assert cost.flops == 2 * B * alive * H * (H + F)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru_after", "simple_rnn"])
+def test_state_columns_cover_every_state_once(kind):
+    system = linear_system(make_run(kind))
+    seen = sorted(i for s in range(len(system.state_sizes)) for i in range(*state_columns(system, s).indices(99)))
+    assert seen == list(range(sum(system.state_sizes)))
