@@ -7,8 +7,8 @@ A result class is a thin subclass that names its kind::
         def _meta(self):
             return {**super()._meta(), "disconnected": dict(self.disconnected)}
 
-``_meta`` returns the keyword arguments that, after a trip through JSON, build the same result again; ``rl.open`` finds
-the class by its kind. A kind whose module may not have been imported yet is named in ``HOMES``.
+``_meta`` returns the keyword arguments that, after a trip through JSON, build the same result again. ``rl.open`` finds
+the class by its kind: one that nobody has imported yet lives in the module of that name in this folder.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import html
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from os import PathLike
 from typing import Any, ClassVar, Self
 
@@ -25,25 +26,14 @@ from ..errors import LayerNotFoundError, did_you_mean, message
 from .checks import Check
 from .names import from_path, to_paths
 
-#: kind -> "module:class" of results that live beside their verb.
-HOMES: dict[str, str] = {
-    "trace": "rnnlens.results.trace:Trace",
-    "gradients": "rnnlens.verbs.gradients:Gradients",
-    "weights": "rnnlens.verbs.weights:Weights",
-    "jacobian": "rnnlens.verbs.jacobian:Jacobian",
-}
-
 _CLASSES: dict[str, type[Result]] = {}
 
 
 def result_class(kind: str) -> type[Result] | None:
     """Find the class that registered itself for ``kind``, imported if need be; None for a kind nobody knows."""
-    if kind not in _CLASSES and kind in HOMES:
-        module, _, name = HOMES[kind].partition(":")
-        try:
-            getattr(importlib.import_module(module), name)
-        except (ModuleNotFoundError, AttributeError):
-            return None
+    if kind not in _CLASSES and kind.isidentifier():
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(f"{__package__}.{kind}")
     return _CLASSES.get(kind)
 
 
@@ -55,7 +45,7 @@ class Result(Mapping[str, Any]):
     Parameters
     ----------
     datasets
-        By layer name, in the order in which the layers were called; or the tree itself, with that order in ``layers``.
+        By layer name, in the order in which the layers were called; or a tree of them.
     provenance
         Framework, versions, engine, dtype, device: plain strings.
     notes
@@ -79,11 +69,9 @@ class Result(Mapping[str, Any]):
         provenance: Mapping[str, str] | None = None,
         notes: Iterable[str] = (),
         checks: Iterable[Check | Mapping[str, Any]] = (),
-        layers: Iterable[str] | None = None,
     ) -> None:
         self._tree = datasets if isinstance(datasets, xr.DataTree) else _tree(datasets)
-        order = datasets if layers is None and not isinstance(datasets, xr.DataTree) else layers
-        self._paths = _found(self._tree) if order is None else to_paths(str(name) for name in order)
+        self._paths = _found(datasets) if isinstance(datasets, xr.DataTree) else to_paths(datasets)
         self.provenance = dict(provenance or {})
         self.notes = list(notes)
         self.checks = [check if isinstance(check, Check) else Check(**check) for check in checks]
@@ -132,7 +120,6 @@ class Result(Mapping[str, Any]):
     def _meta(self) -> dict[str, Any]:
         """Keyword arguments that build this result again from its tree; JSON can hold them."""
         return {
-            "layers": list(self.layers),
             "provenance": self.provenance,
             "notes": self.notes,
             "checks": [check.to_dict() for check in self.checks],
@@ -140,7 +127,10 @@ class Result(Mapping[str, Any]):
 
     @classmethod
     def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
-        return cls(tree, **meta)
+        """Build the result again from its tree, :meth:`_meta`, and the order of its layers."""
+        meta = dict(meta)
+        nodes: dict[str, Any] = {name: tree[path] for name, path in to_paths(meta.pop("layers")).items()}
+        return cls({name: node.to_dataset(inherit=False) for name, node in nodes.items()}, **meta)
 
     def _resolve(self, name: str) -> str:
         """Full name of a layer: exact, or short where only one layer ends in it."""

@@ -127,7 +127,7 @@ def _to_tree(result: Any) -> xr.DataTree:
 def _marked_tree(result: Any) -> xr.DataTree:
     if isinstance(result, Result):
         tree = result.tree.copy(deep=False)
-        tree.attrs = root_attrs(result.kind, result._meta())
+        tree.attrs = root_attrs(result.kind, {**result._meta(), "layers": list(result.layers)})
         return tree
     if isinstance(result, xr.DataArray):
         name = result.name or "values"

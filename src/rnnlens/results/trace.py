@@ -105,7 +105,7 @@ class Trace(Result, kind="trace"):
         The loss of this batch, or None without one. NaN and infinity are kept, and flagged.
     quantities
         What was asked for, where that was not everything.
-    provenance, notes, checks, layers
+    provenance, notes, checks
         As in :class:`~rnnlens.results.base.Result`.
     """
 
@@ -118,9 +118,8 @@ class Trace(Result, kind="trace"):
         provenance: Mapping[str, str] | None = None,
         notes: Iterable[str] = (),
         checks: Iterable[Check | Mapping[str, Any]] = (),
-        layers: Iterable[str] | None = None,
     ) -> None:
-        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks, layers=layers)
+        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks)
         self.loss = None if loss is None else float(loss)
         self.quantities = None if quantities is None else tuple(quantities)
 
