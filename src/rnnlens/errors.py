@@ -39,6 +39,12 @@ class QuantityNotFoundError(RnnlensError, AttributeError, KeyError):
         return str(self.args[0])
 
 
+class DisconnectedError(RnnlensError, ValueError):
+    """The one gradient that was asked for does not exist; ``reason`` says why and what to ask for instead."""
+
+    reason: object = None
+
+
 class FileError(RnnlensError, OSError):
     """A file that cannot be read, is not ours, or was written by a newer rnnlens."""
 

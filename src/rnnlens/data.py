@@ -1,0 +1,284 @@
+"""One way to read data: arrays, Zarr, ``tf.data``, ``DataLoader`` and generators all become batches.
+
+Nothing is loaded that the user has not loaded: a ``tf.data.Dataset`` is known by looking in ``sys.modules``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .errors import InputError, message
+
+
+class DataBatch(NamedTuple):
+    """One batch: what the model is fed, its target, the weights of its samples (the last two may be None)."""
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+
+
+def batches(
+    x: Any,
+    y: Any = None,
+    *,
+    sample_weight: Any = None,
+    batch_size: int | None = None,
+    as_numpy: bool = False,
+) -> Iterator[DataBatch]:
+    """Read a data set batch by batch, holding one batch in memory at a time.
+
+    Parameters
+    ----------
+    x
+        An array with samples first, a tuple, list or dict of such arrays (a model with several inputs), a Zarr array;
+        or a source of batches: ``tf.data.Dataset``, torch ``DataLoader``, Keras ``PyDataset``, a generator. Batches
+        of a source are ``x``, ``(x, y)`` or ``(x, y, sample_weight)``.
+    y, sample_weight
+        As ``x``, for arrays only; a source brings its own.
+    batch_size
+        Samples per batch. Arrays: all samples at once where None. Zarr: one chunk where None. A ``tf.data.Dataset``
+        is rebatched; the other sources come in batches of their own and refuse it.
+    as_numpy
+        Turn framework tensors of a source into NumPy arrays, for a model of another framework.
+
+    Yields
+    ------
+    DataBatch
+        ``(x, y, sample_weight)``.
+
+    Raises
+    ------
+    InputError
+        For an empty data set, arrays of different lengths, or a type that is not known.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> [batch.x.shape for batch in batches(np.zeros((5, 3)), batch_size=2)]
+    [(2, 3), (2, 3), (1, 3)]
+    """
+    if batch_size is not None and batch_size < 1:
+        raise InputError(message("The batch size must be positive.", got=f"batch_size={batch_size}"))
+    if not is_source(x):
+        yield from _slices(DataBatch(x, y, sample_weight), batch_size)
+        return
+    if y is not None or sample_weight is not None:
+        raise InputError(
+            message(
+                f"A {type(x).__name__} brings its own targets and weights.",
+                got="y or sample_weight beside it",
+                expected="batches of x, (x, y) or (x, y, sample_weight)",
+                hint="put y into the data set, for instance by zipping the two",
+            )
+        )
+    empty = True
+    for element in _elements(x, batch_size):
+        empty = False
+        yield _as_batch(element, as_numpy)
+    if empty:
+        raise InputError(
+            message(
+                "The data set is empty.",
+                got=f"a {type(x).__name__} without batches",
+                expected="at least 1 batch",
+                hint="a generator can be read only once: make a new one for every call",
+            )
+        )
+
+
+def is_source(x: Any) -> bool:
+    """Whether ``x`` hands out batches by itself, rather than being one array (or a few) to cut into batches."""
+    return _is_dataset(x) or _is_loader(x) or _is_sequence(x) or hasattr(x, "__next__")
+
+
+def count_samples(x: Any) -> int | None:
+    """Number of samples in ``x`` where it can be told without reading; None for sources of unknown length."""
+    if is_source(x):
+        dataset = getattr(x, "dataset", None)
+        return len(dataset) if _is_loader(x) and hasattr(dataset, "__len__") else None
+    return len_of(x)
+
+
+def count_batches(x: Any, batch_size: int | None = None) -> int | None:
+    """Number of batches :func:`batches` will yield, or None where it cannot be told without reading."""
+    if not is_source(x):
+        size = batch_size or _natural_size(x)
+        return -(-len_of(x) // size)
+    if _is_dataset(x):
+        count = int(x.cardinality()) if batch_size is None else -1
+        return count if count >= 0 else None
+    try:
+        return len(x)
+    except TypeError:
+        return None
+
+
+def len_of(x: Any) -> int:
+    """Number of samples of an array, or of the arrays in a tuple, list or dict."""
+    leaves = _leaves(x)
+    if not leaves:
+        raise InputError(message("There is no data.", got=f"{x!r}", expected="an array with at least 1 sample"))
+    lengths = {_length(leaf) for leaf in leaves}
+    if len(lengths) > 1:
+        raise InputError(
+            message("The arrays have different numbers of samples.", got=", ".join(map(str, sorted(lengths))))
+        )
+    count = lengths.pop()
+    if count == 0:
+        raise InputError(
+            message("Batch is empty.", got=f"x of shape {_shape(leaves[0])}", expected="at least 1 sample")
+        )
+    return count
+
+
+def take(tree: Any, start: int, stop: int) -> Any:
+    """Samples ``start:stop`` of an array, or of every array in a tuple, list or dict; None stays None.
+
+    An array of one sample is repeated, so that one initial state serves every batch.
+    """
+
+    def cut(leaf: Any) -> Any:
+        if _length(leaf) == 1:
+            return (
+                leaf.expand(stop - start, *leaf.shape[1:]) if hasattr(leaf, "expand") else _repeated(leaf, stop - start)
+            )
+        return leaf[start:stop]
+
+    return None if tree is None else _map(cut, tree)
+
+
+def _repeated(leaf: Any, count: int) -> Any:
+    return np.broadcast_to(np.asarray(leaf), (count, *leaf.shape[1:]))
+
+
+def _slices(data: DataBatch, batch_size: int | None) -> Iterator[DataBatch]:
+    count = len_of(data.x)
+    for name in ("y", "sample_weight"):
+        part = getattr(data, name)
+        if part is not None and len_of(part) != count:
+            raise InputError(
+                message(f"x and {name} have different numbers of samples.", got=f"{count} and {len_of(part)}")
+            )
+    size = batch_size or _natural_size(data.x)
+    if size >= count and not _is_lazy(data.x):
+        yield data
+        return
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        yield DataBatch(*(None if part is None else _map(lambda a: a[start:stop], part) for part in data))  # noqa: B023 - used at once
+
+
+def _natural_size(x: Any) -> int:
+    """One chunk of a lazily read array, everything otherwise."""
+    for leaf in _leaves(x):
+        if _is_lazy(leaf):
+            return int(leaf.chunks[0])
+    return len_of(x)
+
+
+def _elements(x: Any, batch_size: int | None) -> Iterator[Any]:
+    if _is_dataset(x):
+        return iter(x if batch_size is None else x.rebatch(batch_size))
+    if batch_size is not None:
+        raise InputError(
+            message(
+                f"A {type(x).__name__} comes in batches of its own.",
+                got=f"batch_size={batch_size}",
+                hint="set the batch size where the data set is made",
+            )
+        )
+    return (x[i] for i in range(len(x))) if _is_sequence(x) else iter(x)
+
+
+def _as_batch(element: Any, as_numpy: bool) -> DataBatch:
+    """One element of a source; a tuple or list of two or three is (x, y) or (x, y, sample_weight)."""
+    parts = tuple(element) if isinstance(element, tuple | list) else (element,)
+    if not 1 <= len(parts) <= 3:
+        raise InputError(
+            message(
+                "An element of the data set has too many parts.",
+                got=f"{len(parts)} parts",
+                expected="x, (x, y) or (x, y, sample_weight)",
+                hint="put several inputs into one tuple or dict: ((x1, x2), y)",
+            )
+        )
+    if as_numpy or _is_tf(parts):
+        parts = tuple(None if part is None else _map(_numpy, part) for part in parts)
+    return DataBatch(*parts)
+
+
+def _is_tf(parts: tuple[Any, ...]) -> bool:
+    """TensorFlow tensors leave as NumPy arrays always: any engine of Keras reads those."""
+    return any(type(leaf).__module__.startswith("tensorflow") for part in parts for leaf in _leaves(part))
+
+
+def _numpy(leaf: Any) -> Any:
+    if hasattr(leaf, "detach"):
+        leaf = leaf.detach().cpu()
+    return leaf.numpy() if hasattr(leaf, "numpy") else np.asarray(leaf) if hasattr(leaf, "shape") else leaf
+
+
+def _is_dataset(x: Any) -> bool:
+    tf = sys.modules.get("tensorflow")
+    return tf is not None and isinstance(x, tf.data.Dataset)
+
+
+def _is_loader(x: Any) -> bool:
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and isinstance(x, data.DataLoader)
+
+
+def _is_sequence(x: Any) -> bool:
+    """A Keras ``PyDataset``: batches by index."""
+    keras = sys.modules.get("keras")
+    return keras is not None and hasattr(keras, "utils") and isinstance(x, keras.utils.PyDataset)
+
+
+def _is_lazy(x: Any) -> bool:
+    """A Zarr (or HDF5) array: read from disk when sliced, in chunks. Dask and NumPy arrays are not meant."""
+    return isinstance(getattr(x, "chunks", None), tuple) and not hasattr(x, "__dask_graph__") and bool(x.chunks)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, Mapping):
+        return [leaf for part in tree.values() for leaf in _leaves(part)]
+    if isinstance(tree, tuple | list) and not _is_packed(tree):
+        return [leaf for part in tree for leaf in _leaves(part)]
+    return [] if tree is None else [tree]
+
+
+def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _map(function, part) for key, part in tree.items()}
+    if isinstance(tree, tuple | list) and not _is_packed(tree):
+        return type(tree)(_map(function, part) for part in tree)
+    return None if tree is None else function(tree)
+
+
+def _is_packed(tree: Any) -> bool:
+    """A torch ``PackedSequence`` is a named tuple, but one thing."""
+    return type(tree).__name__ == "PackedSequence"
+
+
+def _length(leaf: Any) -> int:
+    if _is_packed(leaf):
+        return int(leaf.batch_sizes[0])
+    shape = _shape(leaf)
+    if not shape:
+        raise InputError(
+            message(
+                "This is not data that can be cut into batches.",
+                got=f"{type(leaf).__name__}",
+                expected="an array with samples first, tf.data.Dataset, DataLoader, generator or Zarr array",
+            )
+        )
+    return int(shape[0])
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(getattr(leaf, "shape", ()))
