@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..typing import Array, Namespace
+from ..typing import Array
 from .activations import ACTIVATIONS
 from .cells import KnownCell, affine, equations
 from .run import Run
@@ -77,34 +77,35 @@ def adjoint(
     return Adjoint(state_grads, gate_grad, input_grad, carry)
 
 
-def weight_gradients(run: Run, result: Adjoint, *, by_time: bool = False) -> dict[str, Array]:
+def weight_gradients(
+    run: Run, result: Adjoint, *, by_time: bool = False, times: slice = slice(None)
+) -> dict[str, Array]:
     """Gradients of a known cell's weights, by the names of :meth:`KnownCell.weights`.
 
     Summed over samples, and over time unless ``by_time``: then each array has a leading time axis, and its sum over
-    time is dL/dW.
+    time is dL/dW. ``times`` restricts the sum, or that axis, to some steps.
     """
     cell, xp = run.cell, run.xp
     if not isinstance(cell, KnownCell) or run.record is None or result.gate_grad is None:
         raise TypeError("weight_gradients() knows the weights of known cells only")
-    flat = affine.join_gates(result.gate_grad, xp)
-    grads = {"kernel": affine.outer(run.input, flat, run.input_scale, len(cell.gates), by_time, xp)}
+    gate_grad = result.gate_grad[:, times, :, :]
+    flat = affine.join_gates(gate_grad, xp)
+    grads = {"kernel": affine.outer(run.input[:, times, :], flat, run.input_scale, len(cell.gates), by_time, xp)}
     if cell.bias is not None:
         grads["bias"] = xp.sum(flat, axis=0 if by_time else (0, 1))
-    before = run.states_before()[0]
-    grads |= equations(cell).recurrent_gradients(
-        cell, run.record, before, result.gate_grad, run.state_scale, by_time, xp
-    )
+    before = run.states_before()[0][:, times, :]
+    record = run.record.at((slice(None), times, ...))
+    grads |= equations(cell).recurrent_gradients(cell, record, before, gate_grad, run.state_scale, by_time, xp)
     if cell.projection is not None:
-        grads["projection"] = _projection_gradient(run, cell, result.state_grads[0], by_time, xp)
+        hidden_grad = result.state_grads[0] if run.mask is None else _at_real_steps(run, result.state_grads[0])
+        squashed = ACTIVATIONS[cell.activation].value(run.states[1][:, times, :], xp)
+        unprojected = record.gates[..., 3, :] * squashed
+        grads["projection"] = affine.outer(unprojected, hidden_grad[:, times, :], None, 1, by_time, xp)
     return grads
 
 
-def _projection_gradient(run: Run, cell: KnownCell, hidden_grad: Array, by_time: bool, xp: Namespace) -> Array:
-    assert run.record is not None
-    unprojected = run.record.gates[..., 3, :] * ACTIVATIONS[cell.activation].value(run.states[1], xp)
-    if run.mask is not None:
-        hidden_grad = xp.where(run.mask[:, :, None], hidden_grad, xp.zeros_like(hidden_grad))
-    return affine.outer(unprojected, hidden_grad, None, 1, by_time, xp)
+def _at_real_steps(run: Run, values: Array) -> Array:
+    return run.xp.where(run.mask[:, :, None], values, run.xp.zeros_like(values))  # type: ignore[index]
 
 
 def per_state(cotangent: Array | Sequence[Array | None], count: int) -> tuple[Array | None, ...]:

@@ -215,7 +215,8 @@ def _gates_at_once(run: Run, cell: KnownCell, before: Array) -> Record:
 def _one_step_residual(run: Run, cell: KnownCell) -> float:
     """How far h_t recomputed from the gates is from the h_t that the framework returned."""
     xp, gates, worst, largest = run.xp, run.gates, 0.0, 0.0
-    for some in _sample_chunks(*run.states[0].shape[:1], run.states[0].shape[1] * run.states[0].shape[2]):
+    batch, time, size = run.states[0].shape
+    for some in _sample_chunks(batch, time * size):
         if cell.kind == "lstm":
             recomputed = lstm.hidden(cell, gates[some, ...], run.states[1][some, ...], xp)  # type: ignore[index]
         else:

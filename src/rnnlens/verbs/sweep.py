@@ -15,7 +15,7 @@ from ..recurrence.adjoint_custom import (
     output_is_state,
     unmasked_output_cotangent,
 )
-from ..recurrence.cells import KnownCell
+from ..recurrence.cells import KnownCell, affine
 from ..recurrence.run import Run
 from ..typing import Array
 from ..vocabulary import state_names
@@ -60,6 +60,24 @@ def weights_of(call: RecurrentCall, run: Run, result: Adjoint, *, by_time: bool 
     if isinstance(call.cell, KnownCell):
         return weight_gradients(run, result, by_time=by_time)
     return custom_weight_gradients(run, result, by_time=by_time)
+
+
+def weight_norms_by_time(run: Run, result: Adjoint) -> dict[str, Array]:
+    """Frobenius norm of each timestep's contribution to dL/dW: (time, gate), a projection's (time,).
+
+    A few steps at a time, so that memory stays at a few copies of the weights.
+    """
+    cell, xp, time = run.cell, run.xp, run.input.shape[1]
+    if not isinstance(cell, KnownCell):
+        raise TypeError("norms by gate exist for known cells only")
+    parts: dict[str, list[Array]] = {}
+    for start in range(0, time, 8):
+        grads = weight_gradients(run, result, by_time=True, times=slice(start, start + 8))
+        for name, grad in grads.items():
+            split = grad if name == "projection" else affine.split_gates(grad, len(cell.gates), xp)
+            axes = tuple(i for i in range(1, len(split.shape)) if name == "projection" or i != len(split.shape) - 2)
+            parts.setdefault(name, []).append(xp.sqrt(xp.sum(split * split, axis=axes)))
+    return {name: xp.concat(pieces, axis=0) for name, pieces in parts.items()}
 
 
 def _place_output(call: RecurrentCall, run: Run, output_grad: Array | None) -> tuple[list[Array | None], Array | None]:

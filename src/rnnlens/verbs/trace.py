@@ -171,7 +171,7 @@ def _datasets(
     described = {info.name: info for info in infos}
     nodes: dict[str, list[Arrays]] = {}
     checks: list[Check] = []
-    sums: dict[str, _WeightSum] = {}
+    sums: dict[str, WeightSum] = {}
     for call in capture.calls:
         arrays, check = _trace_call(call, wanted, sums)
         nodes.setdefault(call.layer, []).append(arrays)
@@ -197,7 +197,7 @@ def _plain_dataset(call: PlainCall, wanted: frozenset[str] | None, provenance: M
     return layer_dataset(kept, info={"name": call.layer, "kind": call.kind}, provenance=provenance, bidirectional=False)
 
 
-class _WeightSum:
+class WeightSum:
     """Per-step weight gradients summed over time and over all calls that share the weights, against the framework's."""
 
     def __init__(self, call: RecurrentCall) -> None:
@@ -206,16 +206,18 @@ class _WeightSum:
         self.total: dict[str, Array] = {}
 
     def add(self, grads: Mapping[str, Array], steps: int) -> None:
+        """Add what one call contributed."""
         self.steps += steps
         for name, grad in grads.items():
             self.total[name] = self.total[name] + grad if name in self.total else grad
 
     def check(self) -> Check:
+        """Compare with the framework's dL/dW."""
         return weight_sum_check(self.layer, self.total, self.reference, steps=self.steps, dtype=self.dtype)
 
 
 def _trace_call(
-    call: RecurrentCall, wanted: frozenset[str] | None, sums: dict[str, _WeightSum]
+    call: RecurrentCall, wanted: frozenset[str] | None, sums: dict[str, WeightSum]
 ) -> tuple[Arrays, list[Check]]:
     """All arrays asked for of one direction of one call."""
     arrays: Arrays = {
@@ -236,13 +238,13 @@ def _trace_call(
     bound = rounding_bound(call.compute_dtype or call.output.dtype, steps)
     checks = [Check(REPLAY, call.layer, run.residual, bound)]
     if call.output_grad is not None and _needs_sweep(wanted):
-        result = sweep(call, run, call.output_grad, call.final_state_grad)
+        result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
         arrays |= {f"{name}_grad": grad for name, grad in zip(names, result.state_grads, strict=True)}
         arrays |= {"gate_grad": result.gate_grad, "input_grad": result.input_grad}
         arrays |= _border("initial", names, result.initial_state_grad)
         if call.weight_grads is not None:
             key = call.weights_key or f"{call.layer}/{call.direction}"
-            sums.setdefault(key, _WeightSum(call)).add(weights_of(call, run, result), steps)
+            sums.setdefault(key, WeightSum(call)).add(weights_of(call, run, result), steps)
     return _keep(arrays, wanted), checks
 
 

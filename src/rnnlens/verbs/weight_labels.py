@@ -1,0 +1,117 @@
+"""Weights as labelled variables: gates split, directions stacked, what is not finite counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import xarray as xr
+
+from ..recurrence.cells import KnownCell
+from ..results.schema import coordinates, plain, provenance_line, quantity
+from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME, UNIT, UNIT_IN
+
+Values = np.ndarray[Any, Any]
+
+
+class Labelled(NamedTuple):
+    """Values with dimension names, words, and names of gates."""
+
+    values: Values
+    dims: tuple[str, ...]
+    words: Mapping[str, str]
+    cell: str = ""
+
+
+def label_cell(
+    by_direction: Mapping[str, Mapping[str, Any]],
+    cells: Mapping[str, KnownCell],
+    *,
+    suffix: str = "",
+    by_time: bool | str = False,
+) -> dict[str, Labelled]:
+    """Weights or gradients of a known cell, (..., gate * unit) per direction: gates split, directions stacked."""
+    cell = next(iter(cells.values()))
+    order = [direction for direction in (FORWARD, BACKWARD) if direction in by_direction]
+    labelled = {}
+    for name in by_direction[order[0]]:
+        halves = [_split(name, plain(by_direction[direction][name]), cell, by_time) for direction in order]
+        dims, words = _dims(name, by_time), _words(name + suffix, by_time)
+        values = np.stack(halves) if len(order) > 1 else halves[0]
+        key = f"{name}{suffix}_norm" if by_time == "norm" else name + suffix
+        labelled[key] = Labelled(values, (DIRECTION, *dims) if len(order) > 1 else dims, words, cell.kind)
+    if _biases_add_up(cell) and not by_time and "recurrent_bias" in labelled:
+        both = labelled["bias"].values + labelled["recurrent_bias"].values
+        words = {"long_name": "sum of both biases", "units": "1", "definition": "bias + recurrent_bias"}
+        labelled["bias_total"] = labelled["bias"]._replace(values=both, words=words)
+    return labelled
+
+
+def label_plain(values: Mapping[str, Any]) -> dict[str, Labelled]:
+    """Weights of a layer that is not recurrent: axes by position, the last one the units."""
+    labelled = {}
+    for name, array in values.items():
+        array = plain(array)
+        stem = name.removesuffix("_grad").replace("/", ".")
+        dims = tuple(f"{stem}_axis_{i}" for i in range(array.ndim))
+        gradient = name.endswith("_grad")
+        words = {
+            "long_name": f"gradient of {stem}" if gradient else stem,
+            "units": "loss / 1" if gradient else "1",
+            "definition": f"dL/d{stem}" if gradient else f"weight {stem} as the framework holds it",
+        }
+        labelled[name.replace("/", ".")] = Labelled(array, dims, words)
+    return labelled
+
+
+def node_dataset(name: str, variables: Mapping[str, Labelled], provenance: Mapping[str, str]) -> xr.Dataset:
+    """All variables of one layer, and per gate and direction the counts of NaN and infinite values."""
+    common = {"layer": name, "provenance": provenance_line(provenance)}
+    data: dict[str, xr.Variable] = {}
+    for key, entry in variables.items():
+        data[key] = xr.Variable(entry.dims, entry.values, {**entry.words, **common})
+        data |= _counts(key, entry, common)
+    sizes = {dim: size for variable in data.values() for dim, size in variable.sizes.items()}
+    cell = next((entry.cell for entry in variables.values() if entry.cell), "")
+    return xr.Dataset(data, coords=coordinates(sizes, {"cell": cell}), attrs={"layer": name, "cell": cell})
+
+
+def _counts(key: str, entry: Labelled, common: Mapping[str, str]) -> dict[str, xr.Variable]:
+    kept = tuple(dim for dim in entry.dims if dim in (DIRECTION, GATE))
+    axes = tuple(i for i, dim in enumerate(entry.dims) if dim not in kept)
+    counted = {}
+    for what, test in (("nan", np.isnan), ("inf", np.isinf)):
+        attrs = {"long_name": f"{what} values in {key}", "units": "1", **common}
+        counted[f"{key}_{what}_count"] = xr.Variable(kept, np.sum(test(entry.values), axis=axes), attrs)
+    return counted
+
+
+def _split(name: str, values: Values, cell: KnownCell, by_time: bool | str) -> Values:
+    if name == "projection" or by_time == "norm":
+        return values
+    return values.reshape(*values.shape[:-1], len(cell.gates), cell.units)
+
+
+def _dims(name: str, by_time: bool | str) -> tuple[str, ...]:
+    if by_time == "norm":
+        return (TIME,) if name == "projection" else (TIME, GATE)
+    dims = (UNIT, UNIT_IN) if name == "projection" else quantity(name).dims
+    return (TIME, *dims) if by_time else dims
+
+
+def _words(name: str, by_time: bool | str) -> dict[str, str]:
+    known = quantity(name)
+    words = {"long_name": known.long_name, "units": known.units, "definition": known.definition}
+    if by_time == "norm":
+        words["long_name"] = f"norm of the {known.long_name} by step"
+        words["definition"] = f"Frobenius norm, per gate, of the contribution of step t to {known.definition}"
+    elif by_time:
+        words["long_name"] = f"{known.long_name} by step"
+        words["definition"] = f"contribution of step t to {known.definition}; its sum over time is dL/dW"
+    return words
+
+
+def _biases_add_up(cell: KnownCell) -> bool:
+    """A GRU's reset gate comes between its biases where it acts after the recurrent product."""
+    return cell.bias is not None and cell.recurrent_bias is not None and not (cell.kind == "gru" and cell.reset_after)
