@@ -1,0 +1,197 @@
+"""The main job on real data: what three recurrent networks learn through time, before and after training.
+
+scikit-learn's handwritten digits are read pixel by pixel, 64 steps each, and named after the last pixel. What stands in
+the upper rows can only be used if the gradient of the loss, taken at the last step, reaches back that far.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..errors import InputError, MissingDependencyError, message
+from ..verbs.trace import trace
+from .portrait import Portrait, draw, read, sentence, table
+
+if TYPE_CHECKING:
+    from ..results.trace import Trace
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one network is called and trained: about 15 seconds on two cores."""
+
+    layer: str
+    epochs: int
+    learning_rate: float
+
+
+#: By Keras layer. SimpleRNN's steps are cheaper, and its trained dynamics unstable at a higher rate.
+RECIPES = {
+    "SimpleRNN": Recipe("simple_rnn", 150, 1e-3),
+    "GRU": Recipe("gru", 80, 3e-3),
+    "LSTM": Recipe("lstm", 80, 3e-3),
+}
+HELD_OUT = 360
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Digits as sequences of pixels: ``(sample, time, feature)``, scaled to mean 0 and standard deviation 1."""
+
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+
+
+def run(
+    output: str | Path = "demo-output",
+    *,
+    cells: Sequence[str] = tuple(RECIPES),
+    units: int = 64,
+    epochs: int | None = None,
+    train: int | None = None,
+    seed: int = 0,
+    console: Console | None = None,
+) -> list[Portrait]:
+    """Train, trace before and after, print the table and the sentences, write the figures.
+
+    Parameters
+    ----------
+    output
+        Folder for the figures; made if it does not exist.
+    cells
+        Which of ``"SimpleRNN"``, ``"GRU"``, ``"LSTM"``.
+    units
+        Units per layer.
+    epochs
+        Passes over the training digits; about 20 seconds' worth for each network if not given.
+    train
+        Number of training digits; all that are not held out if not given.
+    seed
+        Of the split, the initial weights and the order of the batches.
+    console
+        Where to print.
+
+    Raises
+    ------
+    InputError
+        With less than 1 epoch.
+    MissingDependencyError
+        Without Keras, an engine for it, or scikit-learn.
+    """
+    if epochs is not None and epochs < 1:
+        raise InputError(message("Nothing to compare without training.", got=f"epochs={epochs}", expected=">= 1"))
+    console = console or Console()
+    keras = load_keras()
+    digits = load_digits(train, seed)
+    portraits = []
+    with _progress(console) as progress:
+        for kind in cells:
+            keras.utils.set_random_seed(seed)
+            model = build(keras, kind, units)
+            fitting = partial(fit, keras, model, digits, epochs or RECIPES[kind].epochs, progress(kind))
+            portraits.append(portray(model, digits, fitting))
+    console.print(table(portraits))
+    for portrait in portraits:
+        console.print(sentence(portrait), highlight=False)
+    for path in draw(portraits, Path(output)):
+        console.print(f"wrote {path}", highlight=False)
+    return portraits
+
+
+def load_keras() -> Any:
+    """Keras, on JAX unless the user chose an engine."""
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        import keras
+    except ImportError as error:
+        raise MissingDependencyError(
+            message("The demo trains Keras models.", got=str(error), hint="pip install 'rnnlens[demo]'")
+        ) from error
+    return keras
+
+
+def load_digits(train: int | None, seed: int) -> Digits:
+    """The digits of scikit-learn, shuffled; the last 360 are held out."""
+    try:
+        from sklearn.datasets import load_digits as bundled
+    except ImportError as error:
+        raise MissingDependencyError(
+            message("The demo reads scikit-learn's digits.", got=str(error), hint="pip install 'rnnlens[demo]'")
+        ) from error
+    pixels, names = bundled(return_X_y=True)
+    order = np.random.default_rng(seed).permutation(len(names))
+    x = ((pixels - pixels.mean()) / pixels.std()).astype("float32")[order, :, np.newaxis]
+    y = names.astype("int32")[order]
+    stop = len(y) - HELD_OUT
+    kept = slice(0, stop if train is None else min(train, stop))
+    return Digits(x[kept], y[kept], x[stop:], y[stop:])
+
+
+def build(keras: Any, kind: str, units: int) -> Any:
+    """One recurrent layer that is read out after the last pixel."""
+    recipe = RECIPES[kind]
+    recurrent = getattr(keras.layers, kind)(units, name=recipe.layer)
+    model = keras.Sequential([keras.Input((64, 1)), recurrent, keras.layers.Dense(10, name="digit")])
+    optimizer = keras.optimizers.Adam(recipe.learning_rate, clipnorm=1.0)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def fit(keras: Any, model: Any, digits: Digits, epochs: int, advance: Callable[[int, int, float], None]) -> None:
+    """Train, and tell ``advance`` after every epoch."""
+    follow = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: advance(epoch + 1, epochs, float(logs["loss"]))
+    )
+    model.fit(digits.x_train, digits.y_train, batch_size=32, epochs=epochs, verbose=0, callbacks=[follow])
+
+
+def portray(model: Any, digits: Digits, fitting: Callable[[], None]) -> Portrait:
+    """Look at a network, train it, look again."""
+    layer, spread = model.layers[0].name, digits.x_test.std(axis=0)
+    first, first_accuracy = look(model, digits)
+    fitting()
+    last, last_accuracy = look(model, digits)
+    before, after = read(first[layer], spread, first_accuracy), read(last[layer], spread, last_accuracy)
+    return Portrait(layer, before, after, (first, last))
+
+
+def look(model: Any, digits: Digits) -> tuple[Trace, float]:
+    """Trace the held-out digits, and count how many are named correctly."""
+    named = np.argmax(model.predict(digits.x_test, batch_size=HELD_OUT, verbose=0), axis=-1)
+    return trace(model, digits.x_test, digits.y_test), float(np.mean(named == digits.y_test))
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], Callable[[int, int, float], None]]]:
+    """A bar per network: call with its name, then with (epochs done, epochs, loss)."""
+    columns = (
+        TextColumn("{task.description:10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("epochs, loss {task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+
+        def start(name: str) -> Callable[[int, int, float], None]:
+            task = progress.add_task(name, total=None, loss="?")
+
+            def advance(done: int, epochs: int, loss: float) -> None:
+                progress.update(task, completed=done, total=epochs, loss=f"{loss:.3f}")
+
+            return advance
+
+        yield start
