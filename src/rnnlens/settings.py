@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, TypeVar
 
-from .errors import InputError, did_you_mean, message
+from .errors import InputError, message
 
 T = TypeVar("T")
 
@@ -33,11 +33,11 @@ class Settings:
     memory
         Bytes that a single call may use for its working arrays and result, where it can choose.
     progress
-        True or False; None shows a bar only where someone watches: standard error is a terminal, or a notebook runs.
+        True or False; ``"auto"`` shows a bar only where someone watches: a terminal or a notebook.
     """
 
     memory: int = 2 * 1024**3
-    progress: bool | None = None
+    progress: bool | Literal["auto"] = "auto"
 
 
 _CURRENT: ContextVar[Settings] = ContextVar("rnnlens_settings", default=Settings())  # noqa: B039 - it is frozen
@@ -56,14 +56,15 @@ class options:  # noqa: N801 - called like a function
     Parameters
     ----------
     memory
-        Such as ``"2 GiB"``, or a number of bytes.
+        Bytes that a single call may use for its working arrays and result, where it can choose: ``"2 GiB"`` (as unless
+        set), or a number.
     progress
-        True, False, or None for "only where someone watches".
+        Whether long jobs show a bar; ``"auto"``, as unless set, where standard error is a terminal or a notebook runs.
 
     Raises
     ------
     InputError
-        If an option is unknown or has no such value; nothing is changed then.
+        If an option has no such value; nothing is changed then.
 
     Examples
     --------
@@ -74,15 +75,16 @@ class options:  # noqa: N801 - called like a function
     2147483648
     """
 
-    def __init__(self, **chosen: Any) -> None:
-        known = [field.name for field in fields(Settings)]
-        for name in chosen:
-            if name not in known:
-                raise InputError(message(f"No option named {name!r}.", hint=did_you_mean(name, known)))
-        if "memory" in chosen:
-            chosen["memory"] = parse_memory(chosen["memory"])
-        if chosen.get("progress") not in (None, True, False):
-            raise InputError(message("progress= is a switch.", got=chosen["progress"], expected="True, False or None"))
+    def __init__(self, *, memory: str | int | None = None, progress: bool | Literal["auto"] | None = None) -> None:
+        chosen: dict[str, Any] = {}
+        if memory is not None:
+            chosen["memory"] = parse_memory(memory)
+        if progress is not None:
+            if progress not in (True, False, "auto"):
+                raise InputError(
+                    message("progress= is a switch.", got=repr(progress), expected="True, False or 'auto'")
+                )
+            chosen["progress"] = progress
         self._token = _CURRENT.set(replace(current(), **chosen))
 
     def __enter__(self) -> Settings:
@@ -103,7 +105,7 @@ def parse_memory(amount: str | int | float) -> int:
     InputError
         If that is no positive amount of memory.
     """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(amount), re.IGNORECASE)
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+]?[0-9]+)?)\s*([a-z]*)\s*", str(amount), re.IGNORECASE)
     unit = None if match is None else _unit(match[2])
     try:
         size = int(float(match[1]) * unit) if match and unit else 0
@@ -122,11 +124,12 @@ def format_memory(size: int | float) -> str:
     ('1.5 KiB', '3 GiB')
     """
     value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} TiB"
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
 
 
 def _unit(word: str) -> int | None:
@@ -180,7 +183,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         chosen = current().progress
-        self._wanted = _someone_watches() if chosen is None else chosen
+        self._wanted = _someone_watches() if chosen == "auto" else chosen
         self._start = time.monotonic()
         return self
 

@@ -105,10 +105,12 @@ def residual(actual: Array, expected: Array, *, scale: float | None = None) -> f
     if 0 in expected.shape:
         return 0.0
     finite = xp.isfinite(expected)
-    if not bool(xp.all(finite == xp.isfinite(actual))):
+    same = (actual == expected) | (xp.isnan(actual) & xp.isnan(expected))
+    if not bool(xp.all(xp.where(finite, xp.isfinite(actual), same))):
         return math.inf
-    difference = float(xp.max(xp.where(finite, xp.abs(actual - expected), xp.zeros_like(expected))))
-    largest = float(xp.max(xp.where(finite, xp.abs(expected), xp.zeros_like(expected))))
+    nothing = xp.zeros_like(expected)
+    actual, expected = xp.where(finite, actual, nothing), xp.where(finite, expected, nothing)
+    difference, largest = float(xp.max(xp.abs(actual - expected))), float(xp.max(xp.abs(expected)))
     unit = max(largest, scale or 0.0)
     if unit == 0.0:
         return 0.0 if difference == 0.0 else math.inf

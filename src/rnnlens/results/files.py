@@ -141,21 +141,29 @@ def _marked_tree(result: Any) -> xr.DataTree:
 
 
 def _from_tree(tree: xr.DataTree, source: Path) -> Any:
-    meta = json.loads(tree.attrs[META])
     kind = str(tree.attrs[KIND])
+    cls = result_class(kind)
+    if cls is None and kind not in ("array", "dataset"):
+        raise FileError(
+            message("This rnnlens has no such kind of result.", got=f"{kind!r} in {source}", hint="upgrade rnnlens")
+        )
+    try:
+        return _restore(cls, tree)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FileError(message("This file is damaged.", got=f"{source}: {type(error).__name__}: {error}")) from error
+
+
+def _restore(cls: type[Result] | None, tree: xr.DataTree) -> Any:
+    """The result, from a tree that still carries our marks; they are taken off."""
+    meta = json.loads(tree.attrs[META])
     for path, names in json.loads(tree.attrs.get(ORDER, "{}")).items():
         node: Any = tree[path]
         node.dataset = node.to_dataset(inherit=False)[names]
     tree.attrs = {key: value for key, value in tree.attrs.items() if key not in (KIND, SCHEMA, VERSION, META, ORDER)}
-    if kind in ("array", "dataset"):
-        dataset = tree.to_dataset()
-        return dataset if kind == "dataset" else dataset[meta["name"]]
-    cls = result_class(kind)
-    if cls is None:
-        raise FileError(
-            message("This rnnlens has no such kind of result.", got=f"{kind!r} in {source}", hint="upgrade rnnlens")
-        )
-    return cls._restore(tree, meta)
+    if cls is not None:
+        return cls._restore(tree, meta)
+    dataset = tree.to_dataset()
+    return dataset[meta["name"]] if "name" in meta else dataset
 
 
 def _unmarked(tree: xr.DataTree, source: Path) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from urllib.parse import unquote
 
-OWN = "@"
+OWN, EMPTY = "@", "%"
 
 
 def to_paths(names: Iterable[str]) -> dict[str, str]:
@@ -32,7 +32,8 @@ def from_path(path: str) -> str:
     >>> from_path("/encoder/@"), from_path("/encoder/gru")
     ('encoder', 'encoder/gru')
     """
-    return "/".join(unquote(part) for part in path.removesuffix(f"/{OWN}").strip("/").split("/"))
+    parts = path.removesuffix(f"/{OWN}").removeprefix("/").split("/")
+    return "/".join("" if part == EMPTY else unquote(part) for part in parts)
 
 
 def _path(name: str) -> str:
@@ -42,6 +43,6 @@ def _path(name: str) -> str:
 def _quote(part: str) -> str:
     """Escape what a path cannot hold: an empty part, the two relative ones, our own mark, and the escape itself."""
     escaped = part.replace("%", "%25")
-    if escaped in ("", ".", "..", OWN):
-        return "".join(f"%{ord(c):02X}" for c in escaped) or "%00"
-    return escaped
+    if escaped in (".", "..", OWN):
+        return "".join(f"%{ord(character):02X}" for character in escaped)
+    return escaped or EMPTY

@@ -1,0 +1,77 @@
+import math
+
+import numpy as np
+import pytest
+
+from rnnlens.errors import SelfCheckWarning
+from rnnlens.results.checks import Check, epsilon, replay_check, residual, rounding_bound, warn_about, weight_sum_check
+
+
+def test_epsilon_by_name_of_any_library():
+    for dtype in ("float64", "float32", "float16"):
+        assert epsilon(np.dtype(dtype)) == np.finfo(dtype).eps
+        assert epsilon(f"torch.{dtype}") == np.finfo(dtype).eps
+    assert epsilon("bfloat16") == 2.0**-7
+    assert epsilon(np.dtype("int32")) == np.finfo("float64").eps
+
+
+def test_the_bound_grows_with_the_root_of_the_steps():
+    assert rounding_bound("float32", 400) == pytest.approx(20 * rounding_bound("float32", 1))
+    assert rounding_bound("float64", 1) == 32 * 2.0**-52
+    assert rounding_bound("float32", 1000) < 2e-4
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_residual_is_relative_to_the_largest_value_expected(library):
+    xp = pytest.importorskip(library)
+    expected = xp.asarray([1.0, -4.0, 0.0])
+    assert residual(xp.asarray([1.0, -4.0, 1.0]), expected) == 0.25
+    assert residual(xp.asarray([1.0, -4.0, 1.0]), expected, scale=8.0) == 0.125
+    assert residual(expected, expected) == 0.0
+    nan = xp.asarray([math.nan, -4.0, 0.0])
+    assert residual(nan, nan) == 0.0
+    assert residual(nan, expected) == math.inf
+    assert residual(expected, nan) == math.inf
+    zero = xp.zeros(3)
+    assert residual(zero, zero) == 0.0
+    assert residual(expected, zero) == math.inf
+
+
+def test_signs_of_infinity_are_told_apart():
+    assert residual(np.array([np.inf, 1.0]), np.array([-np.inf, 1.0])) == math.inf
+    assert residual(np.array([np.inf, 1.0]), np.array([np.nan, 1.0])) == math.inf
+    assert residual(np.array([np.inf, 1.0]), np.array([np.inf, 1.0])) == 0.0
+
+
+def test_a_lost_step_fails_and_rounding_passes():
+    rng = np.random.default_rng(0)
+    exact = rng.normal(size=(2, 50, 4))
+    rounded = exact.astype("float32")
+    assert replay_check("lstm", rounded.astype("float64"), exact, steps=50, dtype="float32").ok
+    shifted = np.roll(exact, 1, axis=1)
+    assert not replay_check("lstm", shifted, exact, steps=50, dtype="float32").ok
+
+
+def test_weight_sums_take_the_worst_weight_and_the_scale_of_the_layer():
+    reference = {"kernel": np.array([[100.0, -3.0]]), "bias": np.array([1e-9, 0.0]), "unused": np.zeros(1)}
+    close = {"kernel": np.array([[100.0, -3.0]]), "bias": np.array([2e-9, 0.0]), "other": np.ones(1)}
+    check = weight_sum_check("lstm", close, reference, steps=4)
+    assert check.residual == pytest.approx(1e-11)
+    wrong = {**close, "kernel": np.array([[100.0, -3.5]])}
+    assert weight_sum_check("lstm", wrong, reference, steps=4).residual == pytest.approx(0.005)
+    assert not weight_sum_check("lstm", wrong, reference, steps=4, dtype="float32").ok
+
+
+def test_failed_checks_warn_with_their_sentence_and_passed_ones_do_not():
+    good, bad, nan = Check("replay", "a", 1e-9, 1e-6), Check("replay", "b", 0.5, 1e-6), Check("x", "c", math.nan, 1.0)
+    with pytest.warns(SelfCheckWarning) as caught:
+        warn_about([good, bad, nan])
+    assert [str(w.message) for w in caught] == [
+        "b: the replayed output differs from the captured one by 0.5 (relative); rounding explains 1e-06",
+        "c: x: two ways to the same number differ by nan (relative); rounding explains 1",
+    ]
+
+
+def test_no_warning_without_cause(recwarn):
+    warn_about([Check("replay", "a", 0.0, 0.0)])
+    assert not recwarn.list

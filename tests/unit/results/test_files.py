@@ -1,0 +1,281 @@
+import json
+import math
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import xarray as xr
+
+from rnnlens.errors import FileError, InputError, MissingDependencyError
+from rnnlens.results import files
+from rnnlens.results.files import save
+from rnnlens.results.schema import SCHEMA_VERSION
+from rnnlens.results.trace import Trace
+
+from .conftest import gru_dataset, lstm_dataset
+
+SUFFIXES = [".nc", ".zarr"]
+each_format = pytest.mark.parametrize("suffix", SUFFIXES)
+
+
+def assert_same(left, right):
+    assert type(left) is type(right)
+    assert left.layers == right.layers
+    assert repr(left) == repr(right)
+    assert left._meta() == right._meta() or math.isnan(left.loss)
+    for name in left:
+        one, other = left.dataset(name), right.dataset(name)
+        xr.testing.assert_identical(one, other)
+        assert list(one.data_vars) == list(other.data_vars)
+        for variable in one.variables:
+            assert one[variable].dtype == other[variable].dtype, variable
+            assert one[variable].values.tobytes() == other[variable].values.tobytes(), variable
+            for key, value in one[variable].attrs.items():
+                assert type(value) is type(other[variable].attrs[key])
+
+
+@each_format
+def test_what_comes_back_is_what_went_in(trace, tmp_path, suffix):
+    trace.save(tmp_path / f"run{suffix}")
+    back = files.open(tmp_path / f"run{suffix}")
+    assert_same(trace, back)
+    assert math.isnan(back.loss)
+    assert back.checks[0] == trace.checks[0]
+    assert math.isnan(back.checks[1].residual)
+    assert back.notes == trace.notes
+    assert back.provenance == trace.provenance
+    assert back.quantities == trace.quantities
+
+
+@each_format
+@pytest.mark.parametrize("name", ["lstm", "lstm#3", "encoder.rnn[1]", "a/b/c", "@", "..", "50%", "späße", "two words"])
+def test_names_of_every_kind_survive(tmp_path, suffix, name):
+    path = str(tmp_path / f"run{suffix}")
+    save(Trace({name: lstm_dataset(name), "z": gru_dataset("z")}), path)
+    back = files.open(path)
+    assert back.layers == (name, "z")
+    assert back[name].hidden.attrs["layer"] == name
+
+
+@each_format
+def test_a_layer_that_holds_layers_survives(tmp_path, suffix):
+    trace = Trace({"outer": lstm_dataset("outer", unit=7), "outer/gru": gru_dataset("outer/gru")}, loss=1.0)
+    trace.save(tmp_path / f"run{suffix}")
+    assert_same(trace, files.open(tmp_path / f"run{suffix}"))
+
+
+@each_format
+def test_a_layer_without_variables_and_a_trace_without_layers_survive(tmp_path, suffix):
+    path = tmp_path / f"run{suffix}"
+    Trace({"lstm": lstm_dataset()[[]]}).save(path)
+    assert files.open(path).layers == ("lstm",)
+    Trace({}).save(path)
+    assert files.open(path).layers == ()
+
+
+@each_format
+def test_arrays_and_datasets_survive(trace, tmp_path, suffix):
+    for value in (trace["gru"].gates, trace["gru"].gates.isel(time=-1), trace.dataset("lstm#1")):
+        save(value, tmp_path / f"part{suffix}")
+        xr.testing.assert_identical(files.open(tmp_path / f"part{suffix}"), value)
+
+
+def test_an_array_that_was_written_with_xarray_is_recognised(trace, tmp_path):
+    trace["gru"].hidden.to_netcdf(tmp_path / "hidden.nc")
+    xr.testing.assert_identical(files.open(tmp_path / "hidden.nc"), trace["gru"].hidden)
+
+
+@each_format
+def test_saving_changes_nothing_in_the_result(trace, tmp_path, suffix):
+    before = repr(trace.tree), {name: trace.dataset(name).copy(deep=True) for name in trace}
+    trace.save(tmp_path / f"run{suffix}")
+    assert repr(trace.tree) == before[0]
+    for name in trace:
+        xr.testing.assert_identical(trace.dataset(name), before[1][name])
+
+
+@each_format
+def test_a_saved_result_is_replaced_and_nothing_else_is_left(trace, tmp_path, suffix):
+    path = tmp_path / f"run{suffix}"
+    Trace({"old": lstm_dataset("old")}).save(path)
+    trace.save(path)
+    assert files.open(path).layers == trace.layers
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@each_format
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, ValueError])
+def test_a_failed_save_leaves_the_old_file_and_no_half_of_a_new_one(trace, tmp_path, suffix, error, monkeypatch):
+    path = tmp_path / f"run{suffix}"
+    Trace({"old": lstm_dataset("old")}).save(path)
+
+    def break_off(_, target, **options):
+        Path(target).mkdir() if suffix == ".zarr" else Path(target).write_text("half")
+        raise error("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(xr.DataTree, "to_zarr", break_off)
+        patch.setattr(xr.DataTree, "to_netcdf", break_off)
+        with pytest.raises(FileError if error is OSError else error):
+            trace.save(path)
+    assert os.listdir(tmp_path) == [path.name]
+    assert files.open(path).layers == ("old",)
+
+
+def test_a_zarr_folder_comes_back_if_the_new_one_cannot_move_in(trace, tmp_path, monkeypatch):
+    path = tmp_path / "run.zarr"
+    Trace({"old": lstm_dataset("old")}).save(path)
+    rename, calls = os.rename, []
+
+    def second_fails(source, target):
+        calls.append(source)
+        if len(calls) == 2:
+            raise OSError("busy")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", second_fails)
+    with pytest.raises(FileError, match="busy"):
+        trace.save(path)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == ["run.zarr"]
+    assert files.open(path).layers == ("old",)
+
+
+@each_format
+def test_no_file_stays_open(trace, tmp_path, suffix):
+    path = tmp_path / f"run{suffix}"
+    trace.save(path)
+    back = files.open(path)
+    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)]
+    assert not [name for name in held if name.startswith(str(path))]
+    assert isinstance(back["gru"].hidden.variable._data, np.ndarray)
+
+
+def _exists(fd):
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def test_zarr_can_be_read_lazily_and_netcdf_cannot(trace, tmp_path):
+    trace.save(tmp_path / "run.zarr")
+    back = files.open(tmp_path / "run.zarr", lazy=True)
+    assert not isinstance(back["gru"].hidden.variable._data, np.ndarray)
+    assert_same(trace, back)
+    trace.save(tmp_path / "run.nc")
+    with pytest.raises(InputError) as caught:
+        files.open(tmp_path / "run.nc", lazy=True)
+    assert str(caught.value) == (
+        f"Only Zarr can be read lazily.\n  got:      {tmp_path}/run.nc\n  try:      save to a path ending in .zarr"
+    )
+
+
+def refused(path):
+    with pytest.raises(FileError) as caught:
+        files.open(path)
+    return str(caught.value)
+
+
+def test_a_file_of_a_newer_schema_is_refused(trace, tmp_path):
+    trace.save(tmp_path / "run.nc")
+    with h5py.File(tmp_path / "run.nc", "a") as file:
+        file.attrs["rnnlens_schema"] = SCHEMA_VERSION + 1
+        file.attrs["rnnlens_version"] = "9.9"
+    trace.save(tmp_path / "run.zarr")
+    attributes = tmp_path / "run.zarr" / ".zattrs"
+    stored = json.loads(attributes.read_text())
+    attributes.write_text(json.dumps({**stored, "rnnlens_schema": SCHEMA_VERSION + 1, "rnnlens_version": "9.9"}))
+    for suffix in SUFFIXES:
+        assert refused(tmp_path / f"run{suffix}") == (
+            "This file was written by a newer rnnlens.\n"
+            f"  got:      {tmp_path}/run{suffix}: schema {SCHEMA_VERSION + 1}, written by rnnlens 9.9\n"
+            f"  expected: schema {SCHEMA_VERSION} or older\n"
+            "  try:      pip install --upgrade rnnlens"
+        )
+
+
+def test_an_array_of_a_newer_schema_is_refused(trace, tmp_path):
+    trace["gru"].hidden.assign_attrs(schema=SCHEMA_VERSION + 1).to_netcdf(tmp_path / "hidden.nc")
+    assert refused(tmp_path / "hidden.nc").startswith("This file was written by a newer rnnlens.")
+
+
+def test_what_is_not_there_or_has_no_known_ending(tmp_path):
+    assert refused(tmp_path / "run.nc") == (
+        f"There is no such file.\n  got:      {tmp_path}/run.nc\n  expected: a result saved by rnnlens"
+    )
+    assert refused(tmp_path / "run.pkl") == (
+        f"The format is told by the ending.\n  got:      {tmp_path}/run.pkl\n  expected: a path in .nc or .zarr"
+    )
+
+
+def test_damaged_files_give_one_clear_error(trace, tmp_path):
+    (tmp_path / "text.nc").write_text("no netCDF")
+    (tmp_path / "empty.nc").write_bytes(b"")
+    (tmp_path / "empty.zarr").mkdir()
+    trace.save(tmp_path / "run.nc")
+    (tmp_path / "cut.nc").write_bytes((tmp_path / "run.nc").read_bytes()[:4000])
+    for name in ("text.nc", "empty.nc", "empty.zarr", "cut.nc"):
+        text = refused(tmp_path / name).splitlines()
+        assert text[0] == "This file cannot be read."
+        assert text[1].startswith(f"  got:      {tmp_path}/{name}: ")
+        assert text[2] == "  expected: a result saved by rnnlens, as netCDF (.nc) or Zarr (.zarr)"
+        assert len(text) == 3
+
+
+@pytest.mark.parametrize("meta", ["{", "{}", '{"layers": ["gone"]}', '{"layers": [], "unheard_of": 1}', None])
+def test_damaged_metadata_gives_one_clear_error(trace, tmp_path, meta):
+    trace.save(tmp_path / "run.nc")
+    with h5py.File(tmp_path / "run.nc", "a") as file:
+        if meta is None:
+            del file.attrs["rnnlens_meta"]
+        else:
+            file.attrs["rnnlens_meta"] = meta
+    assert refused(tmp_path / "run.nc").startswith(f"This file is damaged.\n  got:      {tmp_path}/run.nc: ")
+
+
+def test_files_of_others_are_refused(tmp_path):
+    xr.Dataset({"a": ("x", [1.0])}).to_netcdf(tmp_path / "other.nc")
+    path = tmp_path / "other.nc"
+    assert refused(path) == (
+        f"This file was not written by rnnlens.\n  got:      {path}\n  try:      xarray.open_datatree({str(path)!r})"
+    )
+
+
+def test_an_unknown_kind_is_refused(trace, tmp_path):
+    trace.save(tmp_path / "run.nc")
+    with h5py.File(tmp_path / "run.nc", "a") as file:
+        file.attrs["rnnlens_kind"] = "horoscope"
+    assert refused(tmp_path / "run.nc") == (
+        f"This rnnlens has no such kind of result.\n  got:      'horoscope' in {tmp_path}/run.nc\n"
+        "  try:      upgrade rnnlens"
+    )
+
+
+def test_nothing_but_a_zarr_store_is_ever_replaced_by_one(trace, tmp_path):
+    folder = tmp_path / "photos.zarr"
+    folder.mkdir()
+    (folder / "cat.jpg").write_text("meow")
+    (tmp_path / "note.zarr").write_text("text")
+    (tmp_path / "folder.nc").mkdir()
+    for name in ("photos.zarr", "note.zarr", "folder.nc", "missing/run.nc"):
+        with pytest.raises(FileError):
+            trace.save(tmp_path / name)
+    assert (folder / "cat.jpg").read_text() == "meow"
+    assert sorted(os.listdir(tmp_path)) == ["folder.nc", "note.zarr", "photos.zarr"]
+
+
+def test_only_results_can_be_saved(tmp_path):
+    with pytest.raises(InputError) as caught:
+        save([1, 2], tmp_path / "run.nc")
+    assert str(caught.value) == (
+        "This cannot be saved.\n  got:      list\n  expected: a result of rnnlens, a DataArray or a Dataset"
+    )
+
+
+def test_a_missing_library_is_named(trace, tmp_path, monkeypatch):
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError) as caught:
+        trace.save(tmp_path / "run.nc")
+    assert str(caught.value) == (
+        "Files in .nc need h5netcdf.\n  got:      not installed\n  try:      pip install h5netcdf"
+    )
