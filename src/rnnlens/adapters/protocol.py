@@ -85,6 +85,8 @@ class RecurrentCall:
     final_state : one (sample, unit) array per state, or None where the layer does not return it
     output_grad, final_state_grad : shaped as output and final_state
         The direct gradients: partial L over what the layer returned. None without a loss.
+    state_grad : (sample, time, unit) by index of the state, or None
+        Direct gradients of states at single steps, where the user's own loop takes more than the output from them.
     input_scale, state_scale : (sample, n) or (gate, sample, n), or None
         Dropout multipliers, the same at every step.
     compute_dtype
@@ -109,6 +111,7 @@ class RecurrentCall:
     final_state: tuple[Array, ...] | None = None
     output_grad: Array | None = None
     final_state_grad: tuple[Array, ...] | None = None
+    state_grad: Mapping[int, Array] | None = None
     input_scale: Array | None = None
     state_scale: Array | None = None
     compute_dtype: str = ""

@@ -10,15 +10,15 @@ from torch import Tensor
 from ...recurrence.cells import KnownCell
 from ...recurrence.cells.custom import StepCell
 from ..protocol import PlainCall, RecurrentCall
-from .record import Limits, PlainVisit, Recorder, Run, Visit
+from .record import PlainVisit, Recorder, Run, Visit
 from .weights import NAMES, known_cell, ours, replayable
 
 #: from a tap to its gradient; None where no path led to it.
 Gradients = Callable[[Tensor], Tensor | None]
 
 
-class JoinedTooFar(Exception):
-    """Calls were joined that may not be; the limits name where, and the pass is to be run again."""
+class JoinedTooFarError(Exception):
+    """Calls were joined row by row that may not be; the recorder names whose, and the pass is to be run again."""
 
 
 def node_names(runs: list[Run]) -> list[list[str]]:
@@ -40,46 +40,22 @@ def node_names(runs: list[Run]) -> list[list[str]]:
 
 
 def check_joints(recorder: Recorder, gradient: Gradients) -> None:
-    """Refuse runs in which a gradient arrives from above where the joined recurrence has no place for it.
+    """Refuse runs in which a gradient arrives at a state that the user seemed to drop.
 
     Raises
     ------
     JoinedTooFar
         After the recorder's limits were extended.
     """
-    before = len(recorder.limits.never) + len(recorder.limits.after)
-    made: dict[int, int] = {}
+    before = len(recorder.never_by_row)
     for run in recorder.runs:
-        start = made.get(run.owner.key, 0)
-        made[run.owner.key] = start + len(run.visits)
-        if len(run.visits) > 1:
-            _check_run(run, start, recorder.limits, gradient)
-    if len(recorder.limits.never) + len(recorder.limits.after) > before:
-        raise JoinedTooFar
-
-
-def _check_run(run: Run, start: int, limits: Limits, gradient: Gradients) -> None:
-    valid = run.valid()
-    cell = run.owner.step_cell is not None or not run.owner.stacked
-    last = None if valid is None else _last(valid)
-    for step, visit in enumerate(run.visits):
-        dropped = None if valid is None else ~valid[step]
-        if dropped is not None and _nonzero_in(gradient(visit.pieces[0].output), dropped):
-            limits.never.add(run.owner.key)
-            return
-        for tap in visit.state_taps if cell else visit.state_taps[1:]:
-            pulled = gradient(tap) if tap is not None else None
-            if pulled is None:
-                continue
-            if dropped is not None and last is not None:
-                if _nonzero_in(pulled, dropped):
-                    limits.never.add(run.owner.key)
-                    return
-                early = last != step
-                if _nonzero_in(pulled, early):
-                    limits.after.add((run.owner.key, start + step + 1))
-            elif step < len(run.visits) - 1 and bool((pulled != 0).any()):
-                limits.after.add((run.owner.key, start + step + 1))
+        valid = run.valid()
+        for step, visit in enumerate(run.visits if valid is not None else ()):
+            taps = (visit.pieces[0].output, *visit.state_taps)
+            if any(_nonzero_in(gradient(tap), ~valid[step]) for tap in taps if tap is not None):  # type: ignore[index]
+                recorder.never_by_row.add(run.owner.key)
+    if len(recorder.never_by_row) > before:
+        raise JoinedTooFarError
 
 
 def _last(valid: Tensor) -> Tensor:
@@ -144,6 +120,8 @@ class Assembler:
             final_state=self._final_state(run, layer, direction),
             weights_key=key,
         )
+        if first.pieces[layer].output.dtype in (torch.bfloat16, torch.float16):
+            call.compute_dtype = str(first.pieces[layer].output.dtype).removeprefix("torch.")
         if first.packing is not None and mask is not None:
             call.output_from_state, call.masked_output = mask, "zero"
         elif mask is not None:
@@ -151,6 +129,7 @@ class Assembler:
         if self.gradient is not None:
             call.output_grad = self._output_grad(run, layer, direction)
             call.final_state_grad = self._final_state_grad(run, layer, direction)
+            call.state_grad = self._state_grad(run, layer)
             if self.recorder.weight_grads:
                 call.weight_grads = self._weight_grads(run, layer, direction)
         return call
@@ -158,7 +137,7 @@ class Assembler:
     def _cell(self, run: Run, layer: int, name: str, direction: int) -> tuple[str, KnownCell | StepCell]:
         owner, piece = run.owner, run.visits[0].pieces[layer]
         if owner.step_cell is not None:
-            return owner.name, owner.step_cell(piece)
+            return owner.name, owner.step_cell
         weights = piece.weights[direction]
         known = self._cells.get(id(weights["weight_ih"]))
         if known is None:
@@ -199,20 +178,38 @@ class Assembler:
         return tuple(finals)
 
     def _final_state_grad(self, run: Run, layer: int, direction: int) -> tuple[Tensor, ...]:
-        owner = run.owner
-        finals = self._final_state(run, layer, direction)
-        index = layer * owner.directions + direction
+        """What arrived at the states after the last call; nothing where samples ended earlier: see ``_state_grad``."""
+        owner, visit = run.owner, run.visits[-1]
         result = []
-        for i, final in enumerate(finals):
-            total = torch.zeros_like(final)
-            for visit in run.visits if run.valid() is not None else run.visits[-1:]:
-                tap = visit.state_taps[i]
-                pulled = self.gradient(tap) if tap is not None and self.gradient is not None else None
-                if pulled is not None:
-                    grad = _state(visit, pulled[index])
-                    total[: grad.shape[0]] += grad
-            result.append(total)
+        for i, state in enumerate(run.visits[0].pieces[layer].fed):
+            tap = visit.state_taps[i] if run.valid() is None else None
+            pulled = None if tap is None else self._pulled(tap)
+            if pulled is None:
+                result.append(replayable(torch.zeros_like(state[direction])))
+            else:
+                result.append(_state(visit, pulled[layer * owner.directions + direction]))
         return tuple(result)
+
+    def _state_grad(self, run: Run, layer: int) -> dict[int, Tensor] | None:
+        """What arrived at states between the calls, by state: (sample, time, unit), zero where nothing did.
+
+        The first state of a stacked layer is its output; what arrived at it is in ``output_grad``.
+        """
+        found: dict[int, Tensor] = {}
+        last = run.visits[-1] if run.valid() is None else None
+        for i in range(1 if run.owner.stacked else 0, len(run.visits[0].state_taps)):
+            at: dict[int, Tensor] = {}
+            for visit in run.visits:
+                tap = visit.state_taps[i]
+                pulled = None if tap is None or visit is last else self._pulled(tap)
+                if pulled is not None and bool((pulled != 0).any()):
+                    at[id(visit)] = pulled[layer : layer + 1]
+            if at:
+                found[i] = _sequence(run, lambda v, i=i, at=at: _at_end(v, v.pieces[layer].finals[i], at.get(id(v))))  # type: ignore[misc]
+        return found or None
+
+    def _pulled(self, tap: Tensor) -> Tensor | None:
+        return None if self.gradient is None else self.gradient(tap)
 
     def _weight_grads(self, run: Run, layer: int, direction: int) -> dict[str, Tensor]:
         assert self.gradient is not None
@@ -225,6 +222,14 @@ class Assembler:
 
 def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
+
+
+def _at_end(visit: Visit, like: Tensor, grad: Tensor | None) -> Tensor:
+    """(time, sample, unit) of one call: zero but at its last step."""
+    whole = like.detach().new_zeros((visit.steps, *like.shape[1:]))
+    if grad is not None:
+        whole[-1] = grad[0]
+    return whole
 
 
 def _half(value: Tensor, directions: int, direction: int) -> Tensor:

@@ -14,13 +14,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import LayerNotFoundError, ModelError, did_you_mean, message
 from ..protocol import Batch, Capture, CaptureRequest
-from .assemble import Assembler, JoinedTooFar, check_joints
+from .assemble import Assembler, JoinedTooFarError, check_joints
 from .discover import cell_candidates, named_modules, node_name, recurrent_modules, unwrapped
 from .fused import Interceptor
 from .inputs import as_tensors, call_model, check_features, on_leaves
 from .left_as_found import borrowed
 from .losses import evaluate
-from .record import Limits, Owner, PlainVisit, Recorder, differentiable
+from .record import Owner, PlainVisit, Recorder, differentiable
 from .steps import CellHook, own_cells_only
 
 
@@ -29,23 +29,24 @@ def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
     model = unwrapped(model)
     asked = Asked.of(model, request.layers)
     x = as_tensors(batch.x, model, "x")
-    limits, keep_gradients = Limits(), False
+    never_by_row: set[int] = set()
+    keep_gradients = False
     while True:
         try:
-            return _pass(model, batch, x, request, asked, limits, keep_gradients)
-        except JoinedTooFar:
+            return _pass(model, batch, x, request, asked, never_by_row, keep_gradients)
+        except JoinedTooFarError:
             continue
-        except _NoGradients:
+        except _NoGradientsError:
             keep_gradients = True
 
 
-class _NoGradients(Exception):
+class _NoGradientsError(Exception):
     """The model's forward runs under ``torch.no_grad``; run it again with gradients on."""
 
 
 @dataclass
 class Asked:
-    """What is looked at: recurrent modules by path, candidates for custom cells, plain layers, and the names asked for."""
+    """What is looked at: recurrent modules, candidates for custom cells and plain layers, by path; the names asked for."""
 
     recurrent: list[tuple[str, nn.Module]]
     cells: list[tuple[str, nn.Module]]
@@ -96,17 +97,17 @@ def _pass(
     x: Any,
     request: CaptureRequest,
     asked: Asked,
-    limits: Limits,
+    never_by_row: set[int],
     keep_gradients: bool,
 ) -> Capture:
-    recorder = Recorder(limits, weight_grads=request.weight_grads and request.gradients)
+    recorder = Recorder(never_by_row, weight_grads=request.weight_grads and request.gradients)
     with borrowed(model, training=batch.training, seed=batch.seed):
         with watched(model, recorder, asked, batch, keep_gradients) as interceptor:
             outputs = call_model(model, x)
-        own_cells_only(recorder)
+        own_cells_only(recorder, training=batch.training)
         loss = evaluate(batch, outputs, model)
         if loss is not None and not loss.requires_grad and interceptor.cut_gradients and not keep_gradients:
-            raise _NoGradients
+            raise _NoGradientsError
         return _read(recorder, asked, request, loss, outputs, keep_gradients)
 
 
@@ -124,9 +125,9 @@ def watched(
                 hook = owners.entering(path)
                 handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         for path, module in asked.cells:
-            hook_pair = CellHook(recorder, path, module)
-            handles.append(module.register_forward_pre_hook(hook_pair.before, with_kwargs=True))
-            handles.append(module.register_forward_hook(hook_pair.after, with_kwargs=True))
+            around = CellHook(recorder, path, module)
+            handles.append(module.register_forward_pre_hook(around.before, with_kwargs=True))
+            handles.append(module.register_forward_hook(around.after, with_kwargs=True))
         for path, module in asked.plain:
             handles.append(module.register_forward_hook(_plain_hook(recorder, path)))
         with Interceptor(recorder, owners.find, keep_gradients=keep_gradients) as interceptor:
@@ -198,7 +199,7 @@ def _plain_hook(recorder: Recorder, path: str) -> Any:
 
         def tap(value: Any) -> Any:
             nonlocal noted
-            if noted or not isinstance(value, Tensor):
+            if noted or recorder.paused or not isinstance(value, Tensor):
                 return value
             noted = True
             if not value.is_floating_point():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ModelError, UnsupportedError, message
+from ...errors import UnsupportedError, message
 from ..protocol import LayerInfo
 from .public import named_cell
 from .weights import kind_of
@@ -92,14 +92,15 @@ def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     named = named_modules(model)
     inner = [path for path, module in named if kind_of(module) is not None or named_cell(module) is not None]
+    whole = [path for path, module in named if named_cell(module) is not None]
     found = []
     for path, module in named:
         if named_cell(module) is not None:
             found.append((path, module))
+        elif any(path.startswith(f"{outer}.") for outer in whole):
+            continue
         elif not any(other == path or other.startswith(f"{path}.") for other in inner) and _takes_two(module):
-            holder = module is named[0][1] and any(inner)
-            if not holder:
-                found.append((path, module))
+            found.append((path, module))
     return found
 
 
@@ -120,6 +121,13 @@ def _positional(module: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
+def input_argument(module: nn.Module) -> tuple[int, str]:
+    """Position and name of a cell's input among the arguments of its forward: the first that is not called a state."""
+    names = _positional(module)
+    swapped = len(names) >= 2 and _STATE_PARAMETER.search(names[0]) and not _STATE_PARAMETER.search(names[1])
+    return (1, names[1]) if swapped else (0, names[0] if names else "")
+
+
 def describe(model: nn.Module) -> list[LayerInfo]:
     """Rows of ``rl.layers(model)``, without running the model.
 
@@ -131,17 +139,8 @@ def describe(model: nn.Module) -> list[LayerInfo]:
     rows.extend(
         _custom_row(path, module)
         for path, module in cell_candidates(model)
-        if named_cell(module) is not None or _STATE_PARAMETER.search((_positional(module) + ["", ""])[1])
+        if named_cell(module) is not None or _STATE_PARAMETER.search([*_positional(module), "", ""][1])
     )
-    if not rows:
-        raise ModelError(
-            message(
-                "The model has no recurrent layer that can be found without running it.",
-                got=type(model).__name__,
-                expected="nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a custom cell",
-                hint="rl.torch.cell(module) names a custom cell",
-            )
-        )
     order = {path: index for index, (path, _) in enumerate(named_modules(model))}
     return sorted(rows, key=lambda row: order[row.name.split("[")[0] if row.name not in order else row.name])
 

@@ -91,6 +91,8 @@ class Interceptor(TorchFunctionMode):
         self.cut_gradients = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.recorder.paused:
+            return func(*args, **(kwargs or {}))
         if func in FUSED:
             found = self.owner(*FUSED[func], args)
             if found is not None:
@@ -200,7 +202,7 @@ def _cell(
 ) -> Any:
     given = _as_tuple(hx)
     tail = recorder.tail(owner)
-    rows = owner.key not in recorder.limits.never
+    rows = owner.key not in recorder.never_by_row
     found = tail.link.continued_by(given, rowwise=rows) if tail is not None else None
     if found is None:
         named = recorder.initial_state.get(owner.name)

@@ -60,7 +60,7 @@ def cell(*modules: nn.Module) -> _Named:
             raise InputError(
                 message("Only a module can be a cell.", got=type(module).__name__, expected="a torch.nn.Module")
             )
-    return _Named(modules)
+    return _Named(tuple(getattr(module, "_orig_mod", module) for module in modules))
 
 
 def named_cell(module: nn.Module) -> nn.Module | None:

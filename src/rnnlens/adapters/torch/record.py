@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,8 @@ class Owner:
     layers: int = 1
     directions: int = 1
     stacked: bool = False
-    step_cell: Callable[[Piece], StepCell] | None = None
+    step_cell: StepCell | None = None
+    named: bool = False
 
 
 @dataclass
@@ -124,52 +124,36 @@ class PlainVisit:
     output: Tensor
 
 
-@dataclass
-class Limits:
-    """Where an earlier pass found that calls may not be joined.
-
-    ``never``: owners whose states are not passed on row by row after all. ``after``: (owner, run index, step) at which
-    a state other than the output is also used from above.
-    """
-
-    never: set[int] = field(default_factory=set)
-    after: set[tuple[int, int]] = field(default_factory=set)
-
-
 class Recorder:
     """Collects the runs of one forward pass.
 
     Parameters
     ----------
-    limits
-        Where not to join calls.
+    never_by_row
+        Keys of owners whose states an earlier pass found not to be passed on row by row after all.
     weight_grads
         Whether weights are to be differentiated too.
     """
 
-    def __init__(self, limits: Limits, *, weight_grads: bool = True) -> None:
+    def __init__(self, never_by_row: set[int], *, weight_grads: bool = True) -> None:
         self.runs: list[Run] = []
         self.plain: list[PlainVisit] = []
         self.notes: list[str] = []
-        self.limits = limits
+        self.never_by_row = never_by_row
         self.weight_grads = weight_grads
-        self.inputs: dict[int, Any] = {}
+        self.paused = False
         self.initial_state: dict[str, Any] = {}
         self._tails: dict[int, Run] = {}
-        self._counts: dict[int, int] = {}
         self._leaves: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self._by_identity: dict[int, tuple[Tensor, Tensor]] = {}
 
     def tail(self, owner: Owner) -> Visit | None:
         """The last call of ``owner``, if the next one may continue it."""
         run = self._tails.get(owner.key)
-        if run is None or (owner.key, self._counts[owner.key]) in self.limits.after:
-            return None
-        return run.visits[-1]
+        return None if run is None else run.visits[-1]
 
     def add(self, owner: Owner, visit: Visit, *, continues: bool) -> None:
         """Note one call."""
-        self._counts[owner.key] = self._counts.get(owner.key, 0) + 1
         if continues:
             self._tails[owner.key].visits.append(visit)
             return

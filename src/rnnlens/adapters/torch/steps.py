@@ -1,13 +1,242 @@
+"""Custom cells as they run: each call of a candidate is noted, and those whose states come back are recurrences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ...errors import UnsupportedError, message
+from .cells import Form, TorchStepCell, leaves
+from .discover import input_argument
+from .lineage import Link
+from .public import named_cell
+from .record import Owner, Piece, Recorder, Run, Visit, differentiable
+
+#: From an input and state tensors to the arguments of the user's cell.
+Arguments = Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+class _NotACellError(Exception):
+    """Why a call cannot be a step of a recurrence."""
+
+
+class Entered:
+    """One call between its two hooks: the user's tensors, those fed in their place, and how to call again."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> None:
+        self.flat, self.spec = pytree.tree_flatten((args, kwargs))
+        self.x = args[position] if len(args) > position else kwargs.get(name)
+        if not isinstance(self.x, Tensor) or self.x.dim() != 2 or not self.x.is_floating_point():
+            raise _NotACellError("its input is not a floating tensor (sample, feature)")
+        self.places = [i for i, leaf in enumerate(self.flat) if isinstance(leaf, Tensor) and leaf is not self.x]
+        self.given = [self.flat[i] for i in self.places]
+        for state in self.given:
+            if not state.is_floating_point() or state.dim() < 2 or state.shape[0] != self.x.shape[0]:
+                raise _NotACellError("one of its tensors is no state: not floating, or not (sample, ...)")
+        self.fed: list[Tensor] = []
+        self.continues = False
+        self.arguments: Arguments = self._again
+
+    def _again(self, x: Tensor, state: Sequence[Tensor]) -> Any:
+        # Only what is no tensor is remembered: nothing of this forward pass is kept alive.
+        again = list(self._constants)
+        for i in self._inputs:
+            again[i] = x
+        for i, value in zip(self.places, state, strict=True):
+            again[i] = value
+        return pytree.tree_unflatten(again, self.spec)
+
+    def release(self) -> None:
+        """Forget the user's tensors; only the way of calling is left."""
+        self._inputs = [i for i, leaf in enumerate(self.flat) if leaf is self.x]
+        self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in self.flat]
+
+
 class CellHook:
-    def __init__(s, *a):
-        pass
+    """The pair of hooks around the calls of one candidate.
 
-    def before(s, m, a, k):
+    A candidate that turns out not to be a cell is left to run as it is. One that the user named is refused with the
+    reason instead.
+    """
+
+    def __init__(self, recorder: Recorder, path: str, module: nn.Module) -> None:
+        self.recorder, self.module = recorder, module
+        self.owner = Owner(id(module), path, "custom", named=named_cell(module) is not None)
+        self.position, self.name = input_argument(module)
+        self.active = True
+        self.entered: Entered | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Feed the recurrence in place of the state that the user passed on."""
+        self.entered = None
+        if not self.active or self.recorder.paused:
+            return None
+        try:
+            entered = Entered(args, kwargs, self.position, self.name)
+        except _NotACellError as reason:
+            return self._give_up(reason)
+        flat = list(entered.flat)
+        entered.fed, entered.continues = self._fed(entered.given)
+        for i, state in zip(entered.places, entered.fed, strict=True):
+            flat[i] = state
+        entered.release()
+        self.entered = entered
+        return pytree.tree_unflatten(flat, entered.spec)
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Hand out copies of what was returned, so that gradients from above and from the next step stay apart."""
+        entered, self.entered = self.entered, None
+        if entered is None or not self.active or self.recorder.paused:
+            return None
+        try:
+            if not entered.given:
+                self._start_from_zero(entered, output)
+            return self._note(entered, output)
+        except _NotACellError as reason:
+            return self._give_up(reason)
+
+    def _fed(self, given: list[Tensor]) -> tuple[list[Tensor], bool]:
+        tail = self.recorder.tail(self.owner)
+        if tail is not None and given:
+            found = tail.link.continued_by(tuple(given), rowwise=self.owner.key not in self.recorder.never_by_row)
+            if found is not None:
+                tail.rows = found[1]
+                return list(found[0]), True
+        return [differentiable(state) for state in given], False
+
+    def _note(self, entered: Entered, output: Any) -> Any:
+        flat, spec = pytree.tree_flatten(output)
+        returned = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        states = _states_of(returned, entered)
+        raw = {id(leaf): differentiable(leaf) for leaf in returned}
+        taps = {key: leaf.flatten(1).unsqueeze(0).clone() for key, leaf in raw.items()}
+        handed = {id(leaf): taps[id(leaf)].reshape(leaf.shape).clone() for leaf in returned}
+        first = returned[0]
+        if self.owner.step_cell is None:
+            form = Form(entered.arguments, tuple(tuple(s.shape[1:]) for s in states), len(states) == len(returned))
+            self.owner.step_cell = TorchStepCell(self.module, form, tuple(first.shape[1:]), first.dtype)
+        piece = Piece(
+            entered.x,
+            entered.x.detach().clone().unsqueeze(0),
+            tuple(s.flatten(1).unsqueeze(0) for s in entered.fed),
+            taps[id(first)],
+            tuple(raw[id(s)].flatten(1).unsqueeze(0) for s in states),
+            [{name: p for name, p in self.module.named_parameters() if p.requires_grad}],
+        )
+        link = Link(
+            tuple(entered.given or entered.fed),
+            tuple(entered.fed),
+            tuple(raw[id(s)] for s in states),
+            tuple(handed[id(s)] for s in states),
+        )
+        visit = Visit([piece], tuple(None if s is first else taps[id(s)] for s in states), link)
+        self.recorder.add(self.owner, visit, continues=entered.continues)
+        return pytree.tree_unflatten([handed.get(id(leaf), leaf) for leaf in flat], spec)
+
+    def _start_from_zero(self, entered: Entered, output: Any) -> None:
+        """Find the state that a call without one started from: zeros of the shape that came back, if that is the same.
+
+        The cell is run once more to see. A returned pair may be (output, state) or a state of two tensors.
+        """
+        guesses = [output[1], output] if isinstance(output, tuple) and len(output) == 2 else [output]
+        for guess in guesses:
+            zeros = pytree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, guess)
+            arguments = _with_state(entered, zeros, self.position)
+            if arguments is not None and self._same(output, arguments(entered.x, leaves(zeros))):
+                entered.arguments, entered.fed = arguments, [differentiable(leaf) for leaf in leaves(zeros)]
+                return
+        raise _NotACellError("it starts from a state of its own that is not zero; pass the first state to it")
+
+    def _same(self, output: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+        self.recorder.paused = True
+        try:
+            with torch.no_grad():
+                again = self.module(*arguments[0], **arguments[1])
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+            return False  # not the form of this cell's state
+        finally:
+            self.recorder.paused = False
+        pairs = list(zip(leaves(output), leaves(again), strict=False))
+        return len(pairs) == len(leaves(output)) and all(torch.equal(a, b) for a, b in pairs)
+
+    def _give_up(self, reason: Exception) -> None:
+        if self.owner.named:
+            raise UnsupportedError(
+                message(
+                    f"Module {self.owner.name!r} was named a cell and cannot be looked into as one: {reason}.",
+                    expected="calls that map (input, state) to state or to (output, state)",
+                )
+            )
+        self.active = False
+        self.recorder.runs = [run for run in self.recorder.runs if run.owner is not self.owner]
+
+
+def _states_of(returned: list[Tensor], entered: Entered) -> list[Tensor]:
+    """Which of the returned tensors are the state; the rest, at most one in front, is the output."""
+    extra = len(returned) - len(entered.fed)
+    if extra not in (0, 1) or not entered.fed:
+        raise _NotACellError(f"it takes {len(entered.fed)} state tensors and returns {len(returned)} tensors")
+    states = returned[extra:]
+    if [s.shape for s in states] != [s.shape for s in entered.fed]:
+        raise _NotACellError("the states that it returns differ in shape from those that it takes")
+    first = returned[0]
+    if not first.is_floating_point() or first.dim() < 2 or first.shape[0] != entered.x.shape[0]:
+        raise _NotACellError("its output is not a floating tensor (sample, ...)")
+    return states
+
+
+def _with_state(entered: Entered, state: Any, position: int) -> Arguments | None:
+    """How to call the cell with a state where the user passed none: in place of a None, or after the input."""
+    flat = entered._constants
+    (args, kwargs) = pytree.tree_unflatten(list(range(len(flat))), entered.spec)
+    empty = [i for i, leaf in enumerate(flat) if leaf is None and i not in entered._inputs]
+    spec = pytree.tree_structure(state)
+    if not empty and position > 0:
         return None
 
-    def after(s, m, a, k, o):
-        return None
+    def arguments(x: Tensor, values: Sequence[Tensor]) -> Any:
+        nested = pytree.tree_unflatten(list(values), spec)
+
+        def value(index: int) -> Any:
+            if index in entered._inputs:
+                return x
+            return nested if empty and index == empty[0] else flat[index]
+
+        again = [value(i) for i in args], {key: value(i) for key, i in kwargs.items()}
+        return (*again[0], *(() if empty else (nested,))), again[1]
+
+    return arguments
 
 
-def own_cells_only(r):
-    pass
+def own_cells_only(recorder: Recorder, *, training: bool) -> None:
+    """Keep candidates that are cells: named ones, and the innermost whose state came back at least once."""
+    custom = [run for run in recorder.runs if run.owner.step_cell is not None]
+    joined = {run.owner.name for run in custom if len(run.visits) > 1}
+    cells = {name for name in joined if not any(other.startswith(f"{name}.") for other in joined)}
+
+    def kept(run: Run) -> bool:
+        return run.owner.step_cell is None or run.owner.named or run.owner.name in cells
+
+    recorder.runs = [run for run in recorder.runs if kept(run)]
+    for run in recorder.runs:
+        if training and isinstance(run.owner.step_cell, TorchStepCell):
+            _refuse_chance(run.owner.name, run.owner.step_cell.module)
+
+
+def _refuse_chance(name: str, cell: nn.Module) -> None:
+    """A cell is run again to be differentiated; what it drew at random, or over the batch, would not come again."""
+    for path, inner in cell.named_modules():
+        dropout = isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0
+        if inner.training and (dropout or isinstance(inner, nn.modules.batchnorm._BatchNorm)):
+            raise UnsupportedError(
+                message(
+                    f"Cell {name!r} holds a {type(inner).__name__} ({path!r}) that acts in training mode.",
+                    got="training=True",
+                    expected="a cell whose step is a function of its input and state alone",
+                    hint="trace with training=False",
+                )
+            )

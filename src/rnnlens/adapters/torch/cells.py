@@ -1,0 +1,158 @@
+"""A custom cell, run and differentiated step by step by torch's own autograd, with sample and time folded into one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a cell is called and what it returns.
+
+    Attributes
+    ----------
+    call
+        From an input (n, feature) and the state tensors, in the user's nesting, to the positional and keyword arguments.
+    shapes
+        Shape of each state tensor without its leading sample axis.
+    output_is_state
+        Whether the cell returns its state only.
+    """
+
+    call: Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+    shapes: tuple[tuple[int, ...], ...]
+    output_is_state: bool
+
+
+def leaves(value: Any) -> list[Tensor]:
+    """All tensors within nested tuples, lists and dicts, in torch's order."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+class TorchStepCell:
+    """Implements :class:`rnnlens.recurrence.cells.custom.StepCell` for a module.
+
+    Rows must be independent of each other: a cell that mixes samples (batch statistics in training mode) is refused by
+    the adapter before it comes here.
+
+    Parameters
+    ----------
+    module
+        The user's cell; not copied, not changed.
+    form
+        How it is called.
+    dtype
+        The dtype that it computes in; results are widened to at least float32.
+    """
+
+    def __init__(self, module: nn.Module, form: Form, output_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.module, self.form, self.output_shape, self.dtype = module, form, output_shape, dtype
+        self.modes = [(inner, inner.training) for inner in module.modules()]
+        self.state_sizes = tuple(_size(shape) for shape in form.shapes)
+        self.output_size = _size(output_shape)
+        self.output_state = 0
+
+    def step(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """One step of (n, feature) from states (n, size)."""
+        with self._as_captured(), torch.no_grad():
+            output, new = self._run(x, state)
+        return _widened(output), tuple(_widened(s) for s in new)
+
+    def vjp(
+        self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Pull cotangents back to the input and the states before the step."""
+        with self._as_captured():
+            sources = [t.detach().requires_grad_() for t in (x, *state)]
+            output, new = self._run(sources[0], sources[1:])
+            pulled = _pull([output, *new], sources, [output_cotangent, *state_cotangent])
+        return pulled[0], tuple(pulled[1:])
+
+    def weight_vjp(
+        self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Pull cotangents back to the trainable weights, summed over rows."""
+        named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        if not named:
+            return {}
+        with self._as_captured():
+            output, new = self._run(x.detach(), [s.detach() for s in state])
+            pulled = _pull([output, *new], list(named.values()), [output_cotangent, *state_cotangent])
+        return dict(zip(named, pulled, strict=True))
+
+    def jacobian(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Per-row Jacobians of [new states, output] with respect to the states and to the input."""
+        with self._as_captured():
+            sources = [t.detach().requires_grad_() for t in (x, *state)]
+            output, new = self._run(sources[0], sources[1:])
+            joined = torch.cat([*new, output], dim=1)
+            rows = _all_rows(joined, sources)
+        by_input, *by_state = (_widened(part) for part in rows)
+        return torch.cat(by_state, dim=2), by_input
+
+    def _run(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        shaped = [s.to(self.dtype).reshape(-1, *shape) for s, shape in zip(state, self.form.shapes, strict=True)]
+        args, kwargs = self.form.call(x.to(self.dtype), shaped)
+        returned = leaves(self.module(*args, **kwargs))
+        new = returned if self.form.output_is_state else returned[1:]
+        return returned[0].flatten(1), tuple(s.flatten(1) for s in new)
+
+    @contextmanager
+    def _as_captured(self) -> Iterator[None]:
+        """The cell in the mode in which it ran, eagerly, with gradients; as found afterwards."""
+        before = [(inner, inner.training) for inner, _ in self.modes]
+        try:
+            for inner, flag in self.modes:
+                inner.training = flag
+            with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            for inner, flag in before:
+                inner.training = flag
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def _widened(value: Tensor) -> Tensor:
+    value = value.detach()
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _pull(outputs: Sequence[Tensor], sources: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
+    pairs = [(out, c.to(out.dtype)) for out, c in zip(outputs, cotangents, strict=True) if out.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(source) for source in sources]
+    pulled = torch.autograd.grad([o for o, _ in pairs], sources, [c for _, c in pairs], allow_unused=True)
+    return [_widened(torch.zeros_like(s) if g is None else g) for g, s in zip(pulled, sources, strict=True)]
+
+
+def _all_rows(joined: Tensor, sources: Sequence[Tensor]) -> list[Tensor]:
+    """(n, rows, size) per source: one pull-back per column of ``joined``, all of them at once where torch can."""
+    n, count = joined.shape
+    eye = torch.eye(count, dtype=joined.dtype, device=joined.device)[:, None, :].expand(count, n, count)
+    try:
+        pulled = torch.autograd.grad(
+            joined, sources, eye, is_grads_batched=True, allow_unused=True, retain_graph=True
+        )
+    except RuntimeError:  # an operation without a batching rule
+        each = [torch.autograd.grad(joined, sources, row, allow_unused=True, retain_graph=True) for row in eye]
+        pulled = tuple(
+            None if column[0] is None else torch.stack([g for g in column if g is not None])
+            for column in zip(*each, strict=True)
+        )
+    return [
+        s.new_zeros((n, count, s.shape[1])) if g is None else g.transpose(0, 1)
+        for g, s in zip(pulled, sources, strict=True)
+    ]
