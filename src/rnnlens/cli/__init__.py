@@ -17,9 +17,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from .app import app
     from .console import print_error
 
-    warnings.showwarning = _show_warning
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="rnnlens")
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            app(args=None if arguments is None else list(arguments), prog_name="rnnlens")
     except RnnlensError as error:
         print_error(str(error))
         sys.exit(2)

@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +76,10 @@ def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
     keras = _import_keras()
     _import_all(imports)
     try:
-        return keras.saving.load_model(path, safe_mode=not unsafe)
+        with warnings.catch_warnings():
+            # That an optimizer never took a step concerns training, not looking.
+            warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
+            return keras.saving.load_model(path, safe_mode=not unsafe)
     except Exception as error:  # Keras raises ValueError, TypeError, KeyError, OSError alike
         raise _keras_refusal(path, error) from error
 
@@ -252,6 +256,8 @@ def _read_state(path: Path, unsafe: bool) -> Any:
         ) from error
     except Exception as error:  # a damaged file raises RuntimeError, EOFError, KeyError, ...
         raise FileError(message("This weights file cannot be read.", got=f"{path}: {type(error).__name__}")) from error
+    if isinstance(state, torch.nn.Module):
+        return state.state_dict()
     for key in ("state_dict", "model_state_dict"):
         if isinstance(state, dict) and key in state:
             return state[key]

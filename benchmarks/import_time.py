@@ -1,0 +1,50 @@
+"""How long ``import rnnlens`` takes, against importing what every result is made of: NumPy and xarray.
+
+Each import runs in a fresh process; the time is taken inside it, so that starting Python does not count. Beside the
+bare import, the same with the public functions loaded, as the first call of any of them does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+
+PEER = "import numpy, xarray"
+BAR = 2.0
+CASES = {
+    "import rnnlens": "import rnnlens",
+    "and rl.trace, rl.open, rl.options": "import rnnlens as rl; rl.trace, rl.open, rl.options",
+}
+
+
+def seconds(code: str) -> float:
+    """Time of one import in a process of its own."""
+    script = f"import time; start = time.perf_counter(); {code}; print(time.perf_counter() - start)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="five rounds instead of fifteen")
+    rounds = 5 if parser.parse_args().small else 15
+    codes = {PEER: PEER, **CASES}
+    for code in codes.values():
+        seconds(code)  # compiles what has no bytecode yet
+    taken = {label: [] for label in codes}
+    for _ in range(rounds):
+        for label, code in codes.items():
+            taken[label].append(seconds(code))
+    medians = {label: statistics.median(values) for label, values in taken.items()}
+    print(f"{'':36}{'median':>10}{'ratio':>8}   bar (medians of {rounds}, fresh processes, interleaved)")
+    print(f"{PEER:36}{medians[PEER]:9.3f}s{1:8.2f}")
+    for label in CASES:
+        ratio = medians[label] / medians[PEER]
+        print(f"{label:36}{medians[label]:9.3f}s{ratio:8.2f}   <= {BAR:g}: {'met' if ratio <= BAR else 'MISSED'}")
+
+
+if __name__ == "__main__":
+    main()
