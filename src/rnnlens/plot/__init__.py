@@ -4,11 +4,30 @@ Nothing here computes statistics, calls ``show()``, or changes global settings. 
 them with ``axes[0].figure.savefig("run.png")``, or let a notebook show ``axes[0].figure``.
 """
 
+from .comparison import before_after
 from .dots import points
+from .flow import gradient_flow
+from .gate_activity import gates
 from .histograms import histogram
+from .jacobians import time_jacobian
+from .lags import lag_profile
 from .lines import curves
 from .maps import heatmap
+from .norms import weight_norms
 from .weight_histograms import weights_histogram
 from .weight_maps import weights_heatmap
 
-__all__ = ["curves", "heatmap", "histogram", "points", "weights_heatmap", "weights_histogram"]
+__all__ = [
+    "before_after",
+    "curves",
+    "gates",
+    "gradient_flow",
+    "heatmap",
+    "histogram",
+    "lag_profile",
+    "points",
+    "time_jacobian",
+    "weight_norms",
+    "weights_heatmap",
+    "weights_histogram",
+]

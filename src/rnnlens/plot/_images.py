@@ -54,7 +54,7 @@ def merge_note(steps: tuple[int, int], rows: str, columns: str) -> str | None:
     """The sentence for a figure whose cells were merged; None where none were."""
     if steps == (1, 1):
         return None
-    return f"each cell: value of largest magnitude of {steps[0]} {rows} x {steps[1]} {columns}"
+    return f"one cell shows {steps[0]} {rows} x {steps[1]} {columns}, by their value of largest magnitude"
 
 
 def edges(centres: Numbers) -> tuple[float, float]:
@@ -77,7 +77,7 @@ def draw_image(
     x: Numbers,
     y: Numbers,
     cmap: Any,
-    norm: Normalize,
+    norm: Normalize | None,
     upward: bool = False,
     limits: tuple[int, int] = MOST_CELLS,
     image: dict[str, Any] | None = None,

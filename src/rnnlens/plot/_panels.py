@@ -143,7 +143,7 @@ def near_square(count: int, *, aspect: float = 1.5) -> tuple[int, int]:
 
     def cost(columns: int) -> float:
         gaps = -count % columns
-        return gaps / count + abs(math.log(columns / ideal))
+        return 3 * gaps / count + abs(math.log(columns / ideal))
 
     columns = min(count, min(near, key=cost, default=1))
     return math.ceil(count / columns), columns

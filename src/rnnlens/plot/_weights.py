@@ -53,7 +53,7 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
             )
         )
     names = dataset.data_vars if isinstance(dataset, xr.Dataset) else dataset
-    wanted = [str(name) for name in names if str(name).endswith("_grad") == grad and not _is_count(str(name))]
+    wanted = [str(name) for name in names if str(name).endswith("_grad") == grad and not _is_derived(str(name))]
     found = [kernel for name in wanted for kernel in _split(name, _labelled(name, dataset[name], figure))]
     if not found:
         raise InputError(
@@ -67,8 +67,8 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
     return found, dict(dataset.attrs) if isinstance(dataset, xr.Dataset) else {}
 
 
-def _is_count(name: str) -> bool:
-    return name.endswith(("_nan", "_inf", "_norm", "_nan_count", "_inf_count"))
+def _is_derived(name: str) -> bool:
+    return name.endswith(("_count", "_norm")) or name.startswith("bias_total")
 
 
 def _labelled(name: str, data: Any, figure: str) -> xr.DataArray:

@@ -44,7 +44,7 @@ def histogram(
     dims: Sequence[str] | None = None,
     panel: str | Sequence[str] | None = None,
     overlay: str | None = None,
-    bins: int = 60,
+    bins: int | None = None,
     shared: bool = True,
     log: bool = False,
     clip_peaks: int = 0,
@@ -68,7 +68,8 @@ def histogram(
     overlay
         A dimension whose positions are overlaid in each panel, in colours (``"gate"``).
     bins
-        Number of equal bins between the lowest and the highest finite value.
+        Number of equal bins between the lowest and the highest finite value; by default the square root of the number
+        of values in a panel, 10 at least and 60 at most.
     shared
         Same bins and same counts axis in all panels.
     log
@@ -93,7 +94,7 @@ def histogram(
     InputError
         If a dimension or keyword is unknown, ``bins`` is below 1, or ``ax`` has not one Axes per panel.
     """
-    if bins < 1 or clip_peaks < 0:
+    if (bins is not None and bins < 1) or clip_peaks < 0:
         raise InputError(
             message(
                 "A histogram needs bins.",
@@ -124,7 +125,7 @@ def histogram(
     if shared and panels.owners:
         panels.outer_ticks_only()
     everything = None if len(layers) > 1 else nonfinite_note(first.values)
-    clipped = f"{clip_peaks} tallest bars per panel cut off, their counts written" if clip_peaks else None
+    clipped = f"tallest {clip_peaks} per panel cut off, with their count" if clip_peaks else None
     panels.title(title or title_of(first) or "histogram", [thinned, everything, clipped])
     return panels.result()
 
@@ -151,8 +152,10 @@ def _layers(data: Any, dims: Sequence[str] | None, overlay: str | None) -> dict[
     return {name: array.isel({overlay: i}) for i, name in enumerate(names_of(array, overlay))}
 
 
-def equal_bins(arrays: Sequence[Numbers], bins: int) -> Numbers:
-    """Equal bins from the lowest to the highest finite value of all arrays."""
+def equal_bins(arrays: Sequence[Numbers], bins: int | None) -> Numbers:
+    """Equal bins from the lowest to the highest finite value of all arrays; see :func:`histogram` for their number."""
+    if bins is None:
+        bins = int(np.clip(np.sqrt(max(array.size for array in arrays)), 10, 60))
     ranges = [found for found in map(finite_range, arrays) if found is not None]
     low = min((low for low, _ in ranges), default=0.0)
     high = max((high for _, high in ranges), default=0.0)

@@ -95,7 +95,7 @@ def heatmap(
     """
     array = labelled(data, "heatmap", dims=dims, guess=GUESS)
     keywords = checked(image, AxesImage, figure="heatmap", extra=IMSHOW)
-    across, down = _axes_of(array, x, y)
+    across, down = axes_of(array, x, y)
     keep = [str(d) for d in array.dims if d not in (across, down, GATE, DIRECTION)]
     stacked = GATE in array.dims and GATE not in (across, down)
     shown = halves(array, as_computed=as_computed)
@@ -116,7 +116,7 @@ def heatmap(
     drawn = []
     for half, axes in zip(shown, panels.halves, strict=True):
         for place, slot in zip(axes, [slots[i] for i in picked], strict=True):
-            matrix = _matrix(half.data.isel(slot[0]), across, down, stacked)
+            matrix = matrix_of(half.data.isel(slot[0]), across, down, stacked)
             own = top if shared or limit is not None else largest_magnitude(matrix)
             look = {"cmap": DIVERGING, "norm": around_zero(own, log=log), **keywords}
             if "vmin" in look or "vmax" in look:
@@ -148,7 +148,7 @@ def heatmap(
     return panels.result()
 
 
-def _axes_of(array: xr.DataArray, x: str | None, y: str | None) -> tuple[str, str]:
+def axes_of(array: xr.DataArray, x: str | None, y: str | None) -> tuple[str, str]:
     """Dimension across and dimension down."""
     for given in (x, y):
         if given is not None:
@@ -187,7 +187,7 @@ def slots_of(array: xr.DataArray, keep: list[str]) -> list[tuple[dict[str, int],
     return found
 
 
-def _matrix(data: xr.DataArray, across: str, down: str, stacked: bool) -> Numbers:
+def matrix_of(data: xr.DataArray, across: str, down: str, stacked: bool) -> Numbers:
     """(down, across), gates stacked into the rows."""
     if not stacked:
         return np.asarray(data.transpose(down, across).values)

@@ -18,7 +18,7 @@ def weights_histogram(
     weights: Any,
     *,
     grad: bool = False,
-    bins: int = 60,
+    bins: int | None = None,
     shared: bool | str = "row",
     log: bool = False,
     clip_peaks: int = 0,
@@ -38,7 +38,7 @@ def weights_histogram(
     grad
         Draw the gradients (variables ending in ``_grad``); those by time are summed over time.
     bins
-        Number of equal bins.
+        Number of equal bins; by default the square root of the number of values in a panel, 10 to 60.
     shared
         ``"row"`` (default): the gates of one kernel have the same bins and counts axis; True: all panels have; False:
         none.
@@ -78,7 +78,7 @@ def weights_histogram(
         scale_counts(panels, shared=True, log=log, clip_peaks=clip_peaks)
     what = "gradients of the weights" if grad else "weights"
     panels.label("gradient" if grad else "weight", "count" + (", log scale" if log else ""))
-    clipped = f"{clip_peaks} tallest bars per panel cut off, their counts written" if clip_peaks else None
+    clipped = f"tallest {clip_peaks} per panel cut off, with their count" if clip_peaks else None
     total = nonfinite_note(np.concatenate([kernel.values.reshape(-1) for kernel in kernels]))
     panels.title(title or " · ".join(p for p in (attrs.get("layer"), what) if p), [total, clipped])
     return panels.result()
@@ -118,7 +118,7 @@ def _deal(axes: list[Any], counts: list[int]) -> list[list[Any]]:
 
 
 def _draw_row(
-    row: list[Any], kernel: Kernel, edges: Numbers | None, bins: int, keywords: dict[str, Any], *, shared: bool
+    row: list[Any], kernel: Kernel, edges: Numbers | None, bins: int | None, keywords: dict[str, Any], *, shared: bool
 ) -> None:
     """The gates of one kernel."""
     if edges is None and shared:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.image import AxesImage
 
+from ..recurrence.measures import quantiles
 from ._colour import DIVERGING, POSITIVE, around_zero, from_zero, scale_note
 from ._data import largest_magnitude, nonfinite_note
 from ._images import IMSHOW, draw_image, merge_note, separate, steps_for
@@ -50,7 +51,8 @@ def weights_heatmap(
     shared
         One colour scale for all kernels; else each has its own scale and colour bar.
     limit
-        Colour scale up to this magnitude instead of the largest.
+        Colour scale up to this magnitude. By default the largest; where a few outliers (such as a forget bias of 1) are
+        more than twice the 99.5 % quantile of all magnitudes, that quantile, and the figure says so.
     log
         Logarithmic colours over 4 decades.
     colorbar
@@ -76,7 +78,7 @@ def weights_heatmap(
     directions = list(dict.fromkeys(kernel.direction for kernel in kernels))
     columns = [[kernel for kernel in kernels if kernel.direction == way] for way in directions]
     panels = _open(columns, directions, ax, figure)
-    top = limit if limit is not None else largest_magnitude(*(kernel.values for kernel in kernels))
+    top, clipped = (limit, None) if limit is not None else _common_limit(kernels)
     drawn = []
     for column, axes in zip(columns, panels.halves, strict=True):
         for kernel, place in zip(column, axes, strict=True):
@@ -86,17 +88,15 @@ def weights_heatmap(
     _bars(panels, drawn, f"|{label}|" if absolute else label, shared=shared, wanted=colorbar)
     panels.label("gate, unit" if any(kernel.gates for kernel in kernels) else "unit", "")
     what = "gradients of the weights" if grad else "weights"
-    merged = {merge_note(_steps(kernel), "rows", "units") for kernel in kernels}
-    panels.title(title or " · ".join(p for p in (attrs.get("layer"), what) if p), sorted(filter(None, merged)))
+    merged = dict.fromkeys(f"{k.name}: {note}" for k in kernels if (note := merge_note(_steps(k), "rows", "units")))
+    panels.title(title or " · ".join(p for p in (attrs.get("layer"), what) if p), [*merged, clipped])
     return panels.result()
 
 
 def _open(columns: list[list[Kernel]], directions: list[str | None], ax: Any, figure: Any) -> Panels:
     """One row per kernel, as tall as it has rows, within reason."""
     count = max(len(column) for column in columns)
-    tall = [
-        0.35 + 2.6 * min(1.0, max(c.values.shape[0] for c in row) / 64) ** 0.6 for row in zip(*columns, strict=True)
-    ]
+    tall = [0.1 + 2.6 * min(1.0, max(c.values.shape[0] for c in row) / 64) ** 0.6 for row in zip(*columns, strict=True)]
     wide = max(kernel.values.shape[1] * kernel.values.shape[2] for kernel in columns[0])
     width = float(np.clip(wide / 60, 4.5, 10.0 / len(columns) + 1.5))
     return open_panels(
@@ -110,6 +110,16 @@ def _open(columns: list[list[Kernel]], directions: list[str | None], ax: Any, fi
         figure=figure,
         height_ratios=tall,
     )
+
+
+def _common_limit(kernels: list[Kernel]) -> tuple[float, str | None]:
+    """Colour limit for all kernels, and the note where outliers are beyond it."""
+    largest = largest_magnitude(*(kernel.values for kernel in kernels))
+    magnitudes = np.abs(np.concatenate([kernel.values.reshape(-1) for kernel in kernels]))
+    (bulk,) = quantiles(magnitudes[np.isfinite(magnitudes)], q=(0.995,), axis=0, xp=np) if largest else (0.0,)
+    if largest <= 2 * bulk or not bulk:
+        return largest, None
+    return float(bulk), f"colours end at {bulk:.2g}, the 99.5 % quantile of magnitudes; largest {largest:.3g}"
 
 
 def _steps(kernel: Kernel) -> tuple[int, int]:

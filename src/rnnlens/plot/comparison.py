@@ -1,0 +1,187 @@
+"""``before_after``: two results of one model on one scale, and their difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from matplotlib.image import AxesImage
+
+from ..errors import InputError, message
+from ..vocabulary import DIRECTION, GATE, TIME
+from ._colour import DIVERGING, around_zero, scale_note
+from ._data import (
+    Half,
+    Numbers,
+    axis_label,
+    choose,
+    halves,
+    labelled,
+    largest_magnitude,
+    names_of,
+    nonfinite_note,
+    positions,
+    title_of,
+    value_label,
+)
+from ._images import IMSHOW, draw_image, merge_note, separate, steps_for
+from ._keywords import checked
+from ._layers import variable
+from ._panels import Panels, open_panels, wrapped_label
+from .maps import GUESS, axes_of, matrix_of, slots_of
+
+CELLS = (384, 512)
+
+
+def before_after(
+    before: Any,
+    after: Any,
+    *,
+    quantity: str = "hidden_grad",
+    dims: Sequence[str] | None = None,
+    names: tuple[str, str] = ("before", "after"),
+    limit: float | None = None,
+    log: bool = False,
+    max_rows: int = 4,
+    page: int | None = None,
+    as_computed: bool = False,
+    colorbar: bool = True,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **image: Any,
+) -> Any:
+    """Draw the same quantity of one model twice, and ``after - before``; a row per sample, all on one colour scale.
+
+    Parameters
+    ----------
+    before, after
+        Two layers of traces, or two arrays of the same dimensions and sizes: (sample, time, unit), also with gate or
+        direction; or weights, whose last two dimensions are drawn.
+    quantity
+        Which variable is drawn when layers are given.
+    dims
+        Dimensions of plain arrays where the guess (as for :func:`heatmap`) does not fit.
+    names
+        Titles of the first two columns.
+    limit
+        Colour scale from -limit to limit instead of the largest magnitude of both and of the difference.
+    log
+        Symmetric logarithmic colours over 4 decades.
+    max_rows, page
+        More rows are thinned evenly; ``page`` shows the page-th run of them instead. The figure says so.
+    as_computed
+        Turn the backward half of a bidirectional layer round, into the order in which it was computed.
+    colorbar
+        Draw the colour bar.
+    title
+        Instead of the one made from the labels.
+    ax, figure
+        Axes, three per row, or a Figure or SubFigure to draw into.
+    **image
+        Properties of matplotlib's AxesImage and keywords of ``Axes.imshow``.
+
+    Returns
+    -------
+    1-D array of Axes: before, after, difference, row by row, forward before backward
+
+    Raises
+    ------
+    InputError
+        If dimensions and sizes of the two differ, a keyword is unknown, or ``ax`` has not three Axes per row.
+    """
+    keywords = checked(image, AxesImage, figure="before_after", extra=IMSHOW)
+    pair = [
+        labelled(variable(one, quantity, "before_after"), "before_after", dims=dims, guess=GUESS)
+        for one in (before, after)
+    ]
+    first, second = _same_kind(*pair)
+    difference = first.copy(data=second.values - first.values)
+    across, down = axes_of(first, None, None)
+    slots = slots_of(first, [str(d) for d in first.dims if d not in (across, down, GATE, DIRECTION)])
+    picked, thinned = choose(len(slots), max_rows, "samples", page=page)
+    columns = [halves(one, as_computed=as_computed) for one in (first, second, difference)]
+    top = limit if limit is not None else largest_magnitude(*(one.values for one in (first, second, difference)))
+    panels = open_panels(
+        3 * len(picked),
+        name="before_after",
+        halves=[half.name for half in columns[0]],
+        shape=(len(picked), 3),
+        size=(2.9, 2.2),
+        margin=(1.7, 1.1),
+        ax=ax,
+        figure=figure,
+    )
+    look = {"cmap": DIVERGING, "norm": around_zero(top, log=log), **keywords}
+    drawn: Any = None
+    for number, axes in enumerate(panels.halves):
+        for row, slot in enumerate(picked):
+            for column, words in enumerate((*names, f"{names[1]} - {names[0]}")):
+                place = axes[3 * row + column]
+                drawn = _draw(place, columns[column][number], slots[slot][0], across, down, look)
+                place.set_title(" · ".join(p for p in (words, slots[slot][1]) if p), fontsize="small", pad=3)
+    _finish(panels, columns[0], across, down, drawn if colorbar else None, value_label(first))
+    rows = first.sizes[down] * (first.sizes[GATE] if _stacked(first, across, down) else 1)
+    merged = merge_note(steps_for((rows, first.sizes[across]), CELLS), f"{down}s", f"{across}s")
+    missing = [f"{name}: {note}" for name, one in zip(names, pair, strict=True) if (note := nonfinite_note(one.values))]
+    panels.title(title or title_of(first) or "before and after", [thinned, merged, *missing])
+    return panels.result()
+
+
+def _same_kind(before: xr.DataArray, after: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
+    """Both with the dimensions in the same order."""
+    if dict(before.sizes) != dict(after.sizes):
+        raise InputError(
+            message(
+                "plot.before_after compares two results of the same dimensions and sizes.",
+                got=f"{dict(before.sizes)} and {dict(after.sizes)}",
+                hint="trace the same layers of the model with the same batch",
+            )
+        )
+    return before, after.transpose(*before.dims)
+
+
+def _stacked(array: xr.DataArray, across: str, down: str) -> bool:
+    return GATE in array.dims and GATE not in (across, down)
+
+
+def _draw(ax: Any, half: Half, where: dict[str, int], across: str, down: str, look: dict[str, Any]) -> Any:
+    """One panel."""
+    chosen = half.data.isel(where)
+    stacked = _stacked(chosen, across, down)
+    matrix: Numbers = matrix_of(chosen, across, down, stacked)
+    keywords = dict(look)
+    if "vmin" in keywords or "vmax" in keywords:
+        keywords["norm"] = None
+    drawn = draw_image(
+        ax,
+        matrix,
+        x=positions(chosen, across),
+        y=np.arange(len(matrix)) if stacked else positions(chosen, down),
+        cmap=keywords.pop("cmap"),
+        norm=keywords.pop("norm"),
+        limits=CELLS,
+        image=keywords,
+    )
+    ax.tick_params(labelsize="small")
+    if stacked:
+        separate(ax, "y", chosen.sizes[down], names_of(chosen, GATE))
+    return drawn
+
+
+def _finish(panels: Panels, shown: list[Half], across: str, down: str, drawn: Any, label: str) -> None:
+    """Labels, ticks and the one colour bar."""
+    array = shown[0].data
+    panels.label(
+        [half.time_label if across == TIME else axis_label(array, across) for half in shown], axis_label(array, down)
+    )
+    if panels.owners:
+        panels.outer_ticks_only()
+    if drawn is None:
+        return
+    last = panels.halves[-1]
+    bar = last[0].figure.colorbar(drawn, ax=last, fraction=0.06, pad=0.02)
+    bar.set_label(wrapped_label(label + scale_note(drawn.norm), 0.8 * last[0].figure.bbox.height / last[0].figure.dpi))
+    bar.ax.tick_params(labelsize="small")

@@ -1,0 +1,193 @@
+"""``time_jacobian``: how much every input step moves every output step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from matplotlib.image import AxesImage
+
+from ..recurrence.measures import finite_mean, safe_norm
+from ..vocabulary import DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
+from ._colour import DIVERGING, POSITIVE, around_zero, from_zero, scale_note
+from ._data import (
+    Numbers,
+    axis_label,
+    choose,
+    labelled,
+    largest_magnitude,
+    names_of,
+    nonfinite_note,
+    positions,
+    require_dim,
+    value_label,
+)
+from ._images import IMSHOW, draw_image, merge_note, steps_for
+from ._keywords import checked
+from ._panels import open_panels, wrapped_label
+
+#: Dimensions of a plain array by its rank.
+GUESS = {
+    2: (OUT_TIME, IN_TIME),
+    3: (SAMPLE, OUT_TIME, IN_TIME),
+    5: (SAMPLE, OUT_TIME, OUT_UNIT, IN_TIME, IN_FEATURE),
+}
+CELLS = (768, 768)
+
+
+def block_norms(data: Any, figure: str, dims: Sequence[str] | None) -> tuple[xr.DataArray, bool]:
+    """One number per pair of steps, and whether it is a norm taken here, over output units and input features.
+
+    A Jacobian of a layer that returns its last output only gets an ``out_time`` of one step: the last.
+    """
+    array = labelled(data, figure, dims=dims, guess=GUESS)
+    require_dim(array, IN_TIME, figure, hint="pass what rl.jacobian(model, x) returned")
+    kept = (SAMPLE, OUT_TIME, IN_TIME, DIRECTION)
+    blocks = [d for d in array.dims if d not in kept]
+    if blocks:
+        axes = tuple(array.get_axis_num(d) for d in blocks)
+        norms = safe_norm(array.values, axis=axes, xp=np)
+        rest = [d for d in array.dims if d in kept]
+        coords = {d: array.coords[d] for d in rest if d in array.coords}
+        attrs = {**array.attrs, "long_name": f"norm of the {array.attrs.get('long_name', 'time Jacobian')}"}
+        array = xr.DataArray(np.asarray(norms), dims=rest, coords=coords, name=array.name, attrs=attrs)
+    if OUT_TIME not in array.dims:
+        array = array.expand_dims({OUT_TIME: [positions(array, IN_TIME)[-1]]}, axis=array.dims.index(IN_TIME))
+    return array, bool(blocks)
+
+
+def time_jacobian(
+    jacobian: Any,
+    *,
+    dims: Sequence[str] | None = None,
+    samples: str = "mean",
+    log: bool = True,
+    shared: bool = True,
+    limit: float | None = None,
+    max_panels: int = 16,
+    colorbar: bool = True,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **image: Any,
+) -> Any:
+    """Draw the time Jacobian as an image: input steps across, output steps upward.
+
+    A full Jacobian is drawn as the Frobenius norm over output units and input features of each pair of steps; a reduced
+    one as it is. White is 0: an input after the output has no effect on it. The diagonal is lag 0.
+
+    Parameters
+    ----------
+    jacobian : (sample, out_time, out_unit, in_time, in_feature), or reduced to (sample, out_time, in_time)
+        What :func:`rnnlens.jacobian` returned, or a plain array: rank 2 is (out_time, in_time), 3 and 5 as above.
+    dims
+        Dimensions of a plain array where the guess does not fit.
+    samples
+        ``"mean"`` over samples in one panel, or ``"panels"``: one for each.
+    log
+        Logarithmic colours over 4 decades, linear below.
+    shared
+        One colour scale for all panels.
+    limit
+        Colours up to this value instead of the largest magnitude.
+    max_panels
+        More panels are thinned evenly; the figure says so.
+    colorbar
+        Draw the colour bar.
+    title
+        Instead of the one made from the labels.
+    ax, figure
+        Axes, one per panel, or a Figure or SubFigure to draw into.
+    **image
+        Properties of matplotlib's AxesImage and keywords of ``Axes.imshow``.
+
+    Returns
+    -------
+    1-D array of Axes
+
+    Raises
+    ------
+    InputError
+        If there is no input time, a keyword is unknown, or ``ax`` has not one Axes per panel.
+    """
+    keywords = checked(image, AxesImage, figure="time_jacobian", extra=IMSHOW)
+    array, taken = block_norms(jacobian, "time_jacobian", dims)
+    panels_of, matrices, notes = _matrices(array, samples, max_panels)
+    panels = open_panels(
+        len(matrices),
+        name="time_jacobian",
+        size=(4.6, 4.1) if len(matrices) == 1 else (2.5, 2.3),
+        margin=(1.6, 1.0),
+        ax=ax,
+        figure=figure,
+    )
+    top = limit if limit is not None else largest_magnitude(*matrices)
+    drawn = []
+    for place, matrix, words in zip(panels.axes, matrices, panels_of, strict=True):
+        own = top if shared or limit is not None else largest_magnitude(matrix)
+        drawn.append(_draw(place, matrix, array, own, keywords, log=log))
+        place.set_title(words, fontsize="small", pad=3)
+    if colorbar:
+        for targets, one in (
+            [(panels.axes, drawn[-1])] if shared else [([p], d) for p, d in zip(panels.axes, drawn, strict=True)]
+        ):
+            bar = targets[0].figure.colorbar(one, ax=targets, fraction=0.08, pad=0.02)
+            bar.ax.tick_params(labelsize="small")
+            if shared:
+                label = value_label(array) + (" (Frobenius)" if taken else "") + scale_note(one.norm)
+                bar.set_label(wrapped_label(label, 0.8 * targets[0].figure.bbox.height / targets[0].figure.dpi))
+    panels.label(axis_label(array, IN_TIME), axis_label(array, OUT_TIME))
+    if panels.owners and len(matrices) > 1:
+        panels.outer_ticks_only()
+    merged = merge_note(steps_for(matrices[0].shape, CELLS), "output steps", "input steps")
+    head = " · ".join(str(part) for part in (array.attrs.get("layer"), "time Jacobian") if part)
+    panels.title(title or head, [*notes, merged, nonfinite_note(array.values)])
+    return panels.result()
+
+
+def _matrices(array: xr.DataArray, samples: str, most: int) -> tuple[list[str], list[Numbers], list[str | None]]:
+    """Titles, (out_time, in_time) matrices and notes."""
+    directions = names_of(array, DIRECTION) if DIRECTION in array.dims else [""]
+    parts = [array.isel({DIRECTION: i}) if DIRECTION in array.dims else array for i in range(len(directions))]
+    note: str | None = None
+    titles, found = [], []
+    for name, part in zip(directions, parts, strict=True):
+        if SAMPLE not in part.dims or (samples == "mean" and part.sizes[SAMPLE] == 1):
+            part, picked = part.squeeze(SAMPLE) if SAMPLE in part.dims else part, [-1]
+        elif samples == "mean":
+            part = part.copy(data=part.values).reduce(
+                lambda values, axis: finite_mean(values, axis=axis, xp=np), SAMPLE
+            )
+            note, picked = f"mean over {array.sizes[SAMPLE]} samples", [-1]
+        else:
+            picked, note = choose(part.sizes[SAMPLE], most, "samples")
+        for i in picked:
+            one = part if i < 0 else part.isel({SAMPLE: i})
+            titles.append(" · ".join(p for p in (name, f"sample {names_of(part, SAMPLE)[i]}" if i >= 0 else "") if p))
+            found.append(np.asarray(one.transpose(OUT_TIME, IN_TIME).values))
+    return titles, found, [note]
+
+
+def _draw(ax: Any, matrix: Numbers, array: xr.DataArray, top: float, keywords: dict[str, Any], *, log: bool) -> Any:
+    """One panel; signed values on the diverging map, others from white up."""
+    with np.errstate(invalid="ignore"):
+        signed = bool((matrix < 0).any())
+    look: dict[str, Any] = {"cmap": DIVERGING if signed else POSITIVE}
+    look["norm"] = around_zero(top, log=log) if signed else from_zero(matrix, top, log=log)
+    look |= keywords
+    if "vmin" in look or "vmax" in look:
+        look["norm"] = None
+    ax.tick_params(labelsize="small")
+    return draw_image(
+        ax,
+        matrix,
+        x=positions(array, IN_TIME),
+        y=positions(array, OUT_TIME),
+        cmap=look.pop("cmap"),
+        norm=look.pop("norm"),
+        upward=True,
+        limits=CELLS,
+        image=look,
+    )
