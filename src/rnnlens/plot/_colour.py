@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import LinearSegmentedColormap, Normalize, SymLogNorm
+from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize, SymLogNorm
 
 from ._data import Numbers
 
@@ -23,10 +23,9 @@ CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000
 _BLUE_WHITE_ORANGE = ("#08306b", "#1f6fb4", "#8fc1e3", "#ffffff", "#fdb978", "#dd6b10", "#7f2704")
 
 
-def _map(name: str, colours: tuple[str, ...]) -> LinearSegmentedColormap:
+def _map(name: str, colours: tuple[str, ...]) -> Colormap:
     made = LinearSegmentedColormap.from_list(name, colours, N=257)  # odd: one entry is exactly the middle
-    made.set_bad(MISSING)
-    return made
+    return made.with_extremes(bad=MISSING)
 
 
 DIVERGING = _map("rnnlens.diverging", _BLUE_WHITE_ORANGE)
