@@ -100,7 +100,7 @@ def count_samples(x: Any) -> int | None:
     """Number of samples in ``x`` where it can be told without reading; None for sources of unknown length."""
     if is_source(x):
         dataset = getattr(x, "dataset", None)
-        return len(dataset) if _is_loader(x) and hasattr(dataset, "__len__") else None
+        return len(dataset) if _is_loader(x) and dataset is not None and hasattr(dataset, "__len__") else None
     return len_of(x)
 
 

@@ -1,0 +1,191 @@
+"""The result of ``rl.gradients``: a gradient per tensor asked for, and the reason wherever there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ..errors import QuantityNotFoundError, did_you_mean, message
+from .base import Result
+from .checks import Check
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a gradient does not exist, or is zero, or must be read with care.
+
+    Attributes
+    ----------
+    name
+        The tensor, as named in the call.
+    code
+        One word to test for, such as ``"integer_input"`` or ``"stop_gradient"``; docs/gradients.md lists them.
+    sentence
+        What is the matter, with numbers where there are any.
+    remedy
+        The call to make instead.
+    """
+
+    name: str
+    code: str
+    sentence: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.sentence} Try: {self.remedy}"
+
+
+class LayerGradients:
+    """Gradients with respect to the tensors of one layer: ``g["conv1d"]["kernel"]`` or ``g["conv1d"].kernel``."""
+
+    def __init__(self, name: str, dataset: xr.Dataset, disconnected: Mapping[str, Reason]) -> None:
+        self.name = name
+        self.dataset = dataset
+        self._disconnected = disconnected
+
+    def __getitem__(self, name: str) -> xr.DataArray:
+        if name in self.dataset.data_vars:
+            return self.dataset[name]
+        for reason in self._disconnected.values():
+            if reason.name in (f"{self.name}/{name}", f"{self.name}.{name}"):
+                raise QuantityNotFoundError(_no_gradient(reason))
+        known = list(map(str, self.dataset.data_vars))
+        raise QuantityNotFoundError(
+            message(f"No gradient of {name!r} was computed for layer {self.name!r}.", hint=did_you_mean(name, known))
+        )
+
+    def __getattr__(self, name: str) -> xr.DataArray:
+        if name.startswith("_") or name == "dataset":
+            raise AttributeError(name)
+        return self[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.dataset.data_vars
+
+    def __iter__(self) -> Any:
+        return iter(map(str, self.dataset.data_vars))
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self]
+
+    def __repr__(self) -> str:
+        lines = [f"<rnnlens LayerGradients {self.name!r}>"]
+        return "\n".join(lines + [f"  {name}  {_summary(self.dataset[name])}" for name in self])
+
+
+class Gradients(Result, kind="gradients"):
+    """What ``rl.gradients`` returns for several tensors: a mapping from layer names to their gradients.
+
+    ``g["conv1d"]["kernel"]``, or by the full name of a tensor, ``g["conv1d/kernel"]``, ``g["lstm.hidden"]``,
+    ``g["input"]``. What belongs to no layer lies in a node named ``"model"``.
+
+    Attributes
+    ----------
+    of
+        What was differentiated.
+    value
+        Its value: a number, or one per sample with ``per_sample=True``.
+    disconnected
+        Tensors without a gradient by name, each with a :class:`Reason`. Where the gradient exists but is zero
+        throughout, the zeros are in the result as well.
+    flags
+        Tensors whose gradient is given but has to be read with care (frozen weights, masked steps), with the reason.
+    clipped
+        After clipping, where ``clip=`` was given: a result of the same layout.
+    clip
+        What was clipped and by how much: ``kind``, ``threshold``, ``norm``; empty without.
+    """
+
+    def __init__(
+        self,
+        datasets: Mapping[str, xr.Dataset] | xr.DataTree,
+        *,
+        of: str = "loss",
+        value: Any = None,
+        disconnected: Mapping[str, Reason | Mapping[str, str]] | None = None,
+        flags: Mapping[str, Reason | Mapping[str, str]] | None = None,
+        clip: Mapping[str, Any] | None = None,
+        clipped: Gradients | None = None,
+        provenance: Mapping[str, str] | None = None,
+        notes: Iterable[str] = (),
+        checks: Iterable[Check | Mapping[str, Any]] = (),
+    ) -> None:
+        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks)
+        self.of = of
+        self.value = np.asarray(value)[()] if value is not None else None
+        self.disconnected = {name: _reason(r) for name, r in (disconnected or {}).items()}
+        self.flags = {name: _reason(r) for name, r in (flags or {}).items()}
+        self.clip = dict(clip or {})
+        self.clipped = clipped
+        self._tensors = {
+            str(array.attrs["tensor"]): (node, str(name))
+            for node in self.layers
+            for name, array in self.dataset(node).data_vars.items()
+        }
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Full names of all tensors with a gradient here."""
+        return tuple(self._tensors)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._tensors:
+            node, variable = self._tensors[name]
+            return self.dataset(node)[variable]
+        if name in self.disconnected:
+            raise QuantityNotFoundError(_no_gradient(self.disconnected[name]))
+        if name not in self and any(r.name.startswith((f"{name}/", f"{name}.")) for r in self.disconnected.values()):
+            return LayerGradients(name, xr.Dataset(), self.disconnected)
+        return super().__getitem__(name)
+
+    def _node(self, name: str) -> LayerGradients:
+        return LayerGradients(name, self.dataset(name), self.disconnected)
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            **super()._meta(),
+            "of": self.of,
+            "value": None if self.value is None else np.asarray(self.value, dtype=float).tolist(),
+            "disconnected": {name: asdict(reason) for name, reason in self.disconnected.items()},
+            "flags": {name: asdict(reason) for name, reason in self.flags.items()},
+            "clip": self.clip,
+        }
+
+    def _headline(self) -> str:
+        value = "" if self.value is None or np.ndim(self.value) else f" = {float(self.value):.4g}"
+        count = len(self._tensors)
+        return f"of {self.of}{value}, with respect to {count} {'tensor' if count == 1 else 'tensors'}"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        return [(tensor, _summary(self.dataset(node)[name])) for tensor, (node, name) in self._tensors.items()]
+
+    def _remarks(self) -> list[tuple[str, str]]:
+        remarks = [("disconnected", f"{name}: {reason}") for name, reason in self.disconnected.items()]
+        remarks += [("flagged", f"{name}: {reason}") for name, reason in self.flags.items()]
+        if self.clip:
+            figures = ", ".join(f"{key} {value:.4g}" for key, value in self.clip.items() if key != "kind")
+            remarks.append(("clip", f"{self.clip['kind']}: {figures}; see .clipped"))
+        return remarks + super()._remarks()
+
+
+def _summary(array: xr.DataArray) -> str:
+    """Dimensions and norm in a few words."""
+    sizes = ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items()) or "one number"
+    touched = f", {array.attrs['touched_rows']} rows touched" if "touched_rows" in array.attrs else ""
+    return f"({sizes})  norm {float(np.linalg.norm(np.asarray(array.values, dtype=float))):.3g}{touched}"
+
+
+def _no_gradient(reason: Reason) -> str:
+    return message(
+        f"There is no gradient with respect to {reason.name!r} [{reason.code}].",
+        got=reason.sentence,
+        hint=reason.remedy,
+    )
+
+
+def _reason(reason: Reason | Mapping[str, str]) -> Reason:
+    return reason if isinstance(reason, Reason) else Reason(**reason)

@@ -1,0 +1,92 @@
+"""Gradient clipping as the optimizer applies it: to the framework's variables, whatever part of them was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError, ModelError, did_you_mean, message
+from ..typing import Array
+from .names import Catalogue, TensorName
+from .weight_keys import Source, sources
+
+#: Keras' names of the three ways to clip: every entry, the norm of every variable, the norm of all of them together.
+KINDS = ("clipvalue", "clipnorm", "global_clipnorm")
+
+Gradients = Mapping[TensorName, Array]
+
+
+def rule(clip: str | Mapping[str, float], model: Any) -> tuple[str, float]:
+    """Kind and threshold: of the model's optimizer, or as given: ``{"global_clipnorm": 1.0}``.
+
+    Raises
+    ------
+    ModelError
+        If the optimizer does not clip, or there is none.
+    """
+    if isinstance(clip, Mapping):
+        unknown = [kind for kind in clip if kind not in KINDS]
+        if unknown or len(clip) != 1:
+            raise InputError(
+                message("clip= takes one way to clip.", got=repr(clip), hint=did_you_mean("".join(unknown), KINDS))
+            )
+        ((kind, threshold),) = clip.items()
+        return kind, float(threshold)
+    if clip != "optimizer":
+        raise InputError(
+            message(f"No such clipping: {clip!r}.", expected='"optimizer" or a dict', hint='{"global_clipnorm": 1.0}')
+        )
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    for kind in KINDS:
+        if getattr(optimizer, kind, None):
+            return kind, float(getattr(optimizer, kind))
+    raise ModelError(
+        message(
+            "There is no clipping to apply: the optimizer of this model does not clip.",
+            got="no optimizer" if optimizer is None else type(optimizer).__name__,
+            expected="a compiled Keras model whose optimizer has clipvalue, clipnorm or global_clipnorm",
+            hint='say how: clip={"global_clipnorm": 1.0}; torch clips in the training loop, not in its optimizers',
+        )
+    )
+
+
+def clipped(
+    gradients: Gradients, known: Catalogue, kind: str, threshold: float
+) -> tuple[dict[TensorName, Array], float]:
+    """Gradients of all trainable weights after clipping, and the norm that was compared (the largest one per variable).
+
+    ``gradients`` must hold every trainable weight: the norm of all of them together counts those nobody asked about.
+    """
+    if kind == "clipvalue":
+        largest = max((float(np.abs(g).max()) for g in gradients.values() if g.size), default=0.0)
+        return {name: np.clip(g, -threshold, threshold) for name, g in gradients.items()}, largest
+    norms = {variable: np.sqrt(total) for variable, total in _squares(gradients, known).items()}
+    if kind == "global_clipnorm":
+        norm = float(np.sqrt(sum(n**2 for n in norms.values())))
+        factor = threshold / max(norm, threshold)
+        return {name: g * g.dtype.type(factor) for name, g in gradients.items()}, norm
+    factors = {variable: threshold / max(norm, threshold) for variable, norm in norms.items()}
+    result = {name: np.array(g) for name, g in gradients.items()}
+    for name, index, variable in _pieces(result, known):
+        result[name][index] *= result[name].dtype.type(factors[variable])
+    return result, float(max(norms.values(), default=0.0))
+
+
+def _squares(gradients: Gradients, known: Catalogue) -> dict[tuple[str, str], float]:
+    """Sum of squares per variable of the framework."""
+    totals: dict[tuple[str, str], float] = {}
+    for name, index, variable in _pieces(gradients, known):
+        piece = np.asarray(gradients[name][index], dtype=np.float64)
+        totals[variable] = totals.get(variable, 0.0) + float(np.sum(piece**2))
+    return totals
+
+
+def _pieces(gradients: Gradients, known: Catalogue) -> Iterator[tuple[TensorName, Any, tuple[str, str]]]:
+    """Which part of which gradient belongs to which variable: directions are apart there, biases may be together."""
+    for name in gradients:
+        found: list[Source] = sources(known.weights[str(name.layer)])[name.key]
+        for position, source in enumerate(found):
+            yield name, position if len(found) > 1 else ..., (str(name.layer), source.key)

@@ -1,0 +1,206 @@
+"""What lies inside recurrent layers: states, gates and their total gradients, by our own sweep over captured calls.
+
+A framework has no tensor for the state at step t of a fused layer. So a gradient that starts or ends in there is put
+together: our adjoint inside the layer, the framework's own differentiation outside of it, joined at the layer's border.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port, RecurrentCall
+from ..errors import LayerNotFoundError, message
+from ..recurrence.adjoint import Adjoint
+from ..recurrence.run import Run
+from ..results.schema import plain
+from ..typing import Array
+from .gate_gradients import gate_value_gradient
+from .names import TensorName
+from .sweep import sweep, weights_of
+
+
+@dataclass
+class Half:
+    """One direction of one call of a recurrent layer, and its replay."""
+
+    call: RecurrentCall
+    run: Run
+
+    @property
+    def last(self) -> int:
+        """Time index of the step that ran last."""
+        *_, last = self.run.steps()
+        return last
+
+    def port(self, kind: Any, index: int = 0) -> Port:
+        """A border of this half."""
+        direction = self.call.direction if self.call.bidirectional else None
+        return Port(kind, self.call.layer, index, direction=direction)
+
+    def above(self) -> list[Port]:
+        """Where gradients enter: the output, and the final states where the layer returns them."""
+        states = range(len(self.call.final_state or ()))
+        return [self.port("output"), *(self.port("final_state", i) for i in states)]
+
+    def below(self) -> list[Port]:
+        """Where gradients leave: the input, which both halves of a layer share, and the initial states."""
+        states = range(len(self.run.initial_state))
+        return [Port("input", self.call.layer), *(self.port("initial_state", i) for i in states)]
+
+    def sweep(self, states: Mapping[int, Array], arrived: Mapping[Port, Array | None]) -> Adjoint:
+        """Total gradients from cotangents put on states at every step and from what arrived at the upper border."""
+        output = arrived.get(self.port("output"))
+        final = [arrived.get(self.port("final_state", i)) for i in range(len(self.run.states))]
+        ending = None
+        if any(f is not None for f in final):
+            initial = self.run.initial_state
+            ending = [s * 0 if f is None else like(f, s) for f, s in zip(final, initial, strict=True)]
+        return sweep(
+            self.call,
+            self.run,
+            None if output is None else like(output, self.run.states[0]),
+            ending,
+            {index: like(array, self.run.states[index]) for index, array in states.items()},
+        )
+
+    def weight_gradients(self, swept: Adjoint, *, per_sample: bool = False) -> dict[str, Array]:
+        """dL/dW by the names of the cell's weights, summed over time, and over samples unless ``per_sample``."""
+        if not per_sample:
+            return {key: plain(grad) for key, grad in weights_of(self.call, self.run, swept).items()}
+        count = int(self.run.input.shape[0])
+        single = [weights_of(self.call, _cut_run(self.run, n), _cut_adjoint(swept, n)) for n in range(count)]
+        return {key: np.stack([plain(grads[key]) for grads in single]) for key in single[0]}
+
+
+class Inside:
+    """The recurrent layers of a model, looked into: replays of their calls by layer name, forward half first."""
+
+    def __init__(self, halves: Mapping[str, list[Half]]) -> None:
+        self.halves = dict(halves)
+
+    @classmethod
+    def look(cls, adapter: Adapter, model: Any, batch: Batch, layers: Iterable[str]) -> Inside:
+        """Capture and replay the layers asked for; an empty look costs nothing."""
+        wanted = tuple(dict.fromkeys(layers))
+        if not wanted:
+            return cls({})
+        capture = adapter.capture(model, batch, CaptureRequest(wanted, gradients=False, weight_grads=False))
+        halves: dict[str, list[Half]] = {}
+        for call in capture.calls:
+            halves.setdefault(call.layer, []).append(Half(call, Run.from_call(call)))
+        for both in halves.values():
+            both.sort(key=lambda half: half.call.bidirectional and half.call.direction == "backward")
+        return cls(halves)
+
+    def layer(self, name: str | None) -> list[Half]:
+        """The halves of one call of a layer.
+
+        Raises
+        ------
+        LayerNotFoundError
+            If the layer was called several times and the name does not say which call is meant, or never.
+        """
+        if name in self.halves:
+            return self.halves[name]
+        calls = [node for node in self.halves if node.rpartition("#")[0] == name]
+        if calls:
+            expected = "one of: " + ", ".join(repr(call) for call in calls)
+            raise LayerNotFoundError(message(f"Layer {name!r} was called more than once.", expected=expected))
+        raise LayerNotFoundError(message(f"Layer {name!r} was not called in this forward pass."))
+
+    def value(self, name: TensorName) -> Array:
+        """States of a layer, with a direction axis for a bidirectional one."""
+        return _join([_pick(half, half.run.states[name.index], name) for half in self.layer(name.layer)], name)
+
+    def on_states(self, name: TensorName, cotangent: Array) -> list[dict[int, Array]]:
+        """A cotangent of ``value(name)`` as one array of all steps by state, for each half."""
+        halves = self.layer(name.layer)
+        axis = 2 if name.what == "state" else 1
+        parts = [cotangent] if len(halves) == 1 else [np.take(cotangent, d, axis=axis) for d in range(len(halves))]
+        return [{name.index: _placed(half, part, name)} for half, part in zip(halves, parts, strict=True)]
+
+    def gradient(self, name: TensorName, swept: Sequence[Adjoint]) -> Array:
+        """Pick the gradient of a tensor inside a layer from the finished sweeps of its halves."""
+        pairs = list(zip(self.layer(name.layer), swept, strict=True))
+        if name.what == "input":
+            return np.sum([plain(result.input_grad) for result in swept], axis=0)
+        return _join([_gradient(half, result, name) for half, result in pairs], name)
+
+
+def like(array: Any, reference: Any) -> Array:
+    """``array`` as one of the same kind, dtype and device as ``reference``."""
+    if hasattr(reference, "detach"):
+        return array.to(reference) if hasattr(array, "detach") else reference.new_tensor(np.asarray(array))
+    return np.asarray(plain(array), dtype=reference.dtype)
+
+
+def _gradient(half: Half, result: Adjoint, name: TensorName) -> Array:
+    if name.what == "initial_state":
+        return plain(result.initial_state_grad[name.index])
+    if name.what == "gate_preactivation":
+        return plain(result.gate_grad)
+    if name.what == "gates":
+        return plain(gate_value_gradient(half.run, result))
+    return _pick(half, result.state_grads[name.index], name)
+
+
+def _pick(half: Half, states: Array, name: TensorName) -> Array:
+    """All steps, or the last one that ran."""
+    every = plain(states)
+    return every if name.what == "state" else every[:, half.last, :]
+
+
+def _placed(half: Half, cotangent: Array, name: TensorName) -> Array:
+    """A cotangent of the last state alone becomes one of all steps, zero but there."""
+    if name.what == "state":
+        return cotangent
+    whole = np.zeros(tuple(half.run.states[name.index].shape), dtype=cotangent.dtype)
+    whole[:, half.last, :] = cotangent
+    return whole
+
+
+def _join(parts: list[Array], name: TensorName) -> Array:
+    if len(parts) == 1:
+        return parts[0]
+    return np.stack(parts, axis=1 if name.what in ("final_state", "initial_state") else 2)
+
+
+def _cut_run(run: Run, n: int) -> Run:
+    """One sample of a run."""
+    rows = slice(n, n + 1)
+
+    def scale(a: Any) -> Any:
+        return None if a is None else a[rows] if len(a.shape) == 2 else a[:, rows]
+
+    return replace(
+        run,
+        input=run.input[rows],
+        initial_state=tuple(s[rows] for s in run.initial_state),
+        states=tuple(s[rows] for s in run.states),
+        record=None if run.record is None else run.record.at((rows, ...)),
+        step_output=None if run.step_output is None else run.step_output[rows],
+        mask=None if run.mask is None else run.mask[rows],
+        input_scale=scale(run.input_scale),
+        state_scale=scale(run.state_scale),
+    )
+
+
+def _cut_adjoint(swept: Adjoint, n: int) -> Adjoint:
+    """One sample of a sweep."""
+    rows = slice(n, n + 1)
+
+    def cut(a: Any) -> Any:
+        return None if a is None else a[rows]
+
+    states, initial = swept.state_grads, swept.initial_state_grad
+    return Adjoint(
+        tuple(map(cut, states)),
+        cut(swept.gate_grad),
+        cut(swept.input_grad),
+        tuple(map(cut, initial)),
+        cut(swept.output_cotangent),
+    )

@@ -1,0 +1,250 @@
+"""The short strings that name a tensor: ``"loss"``, ``"lstm.hidden"``, ``"weights"``, ``"lstm*/recurrent_kernel"``.
+
+A name is read against what the model has; the same grammar serves ``rl.gradients`` and ``rl.jacobian``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..adapters.protocol import Adapter, LayerInfo, LayerWeights, Port
+from ..errors import InputError, LayerNotFoundError, did_you_mean, message
+from ..vocabulary import state_names
+from .weight_keys import sources
+
+What = Literal[
+    "loss", "input", "output", "state", "initial_state", "final_state", "gates", "gate_preactivation", "weight"
+]
+
+_INDEXED = re.compile(r"(?P<what>input|output)\[(?P<which>[^\]]+)\]")
+_STATE = re.compile(r"(?P<when>initial_|final_)?(?P<state>hidden|cell|state_\d+)")
+_SIMPLE = ("output", "input", "gates", "gate_preactivation", "weights")
+
+
+@dataclass(frozen=True)
+class TensorName:
+    """One tensor of a model: the text that names it in results, and what it is.
+
+    ``index`` is that of an input, an output or a state; ``key`` the name of a weight within its layer.
+    """
+
+    text: str
+    what: What
+    layer: str | None = None
+    index: int = 0
+    key: str = ""
+
+    @property
+    def quantity(self) -> str:
+        """Name of the variable within the node of its layer."""
+        if self.what == "weight":
+            return self.key
+        return self.text if self.layer is None else self.text.removeprefix(f"{self.layer}.")
+
+    @property
+    def inside(self) -> bool:
+        """Whether it lies within a recurrence, where no framework tensor stands for it."""
+        return self.what in ("state", "gates", "gate_preactivation")
+
+    def port(self, direction: Literal["forward", "backward"] | None = None) -> Port:
+        """The border at which the framework's differentiation meets this tensor."""
+        if self.inside:
+            raise ValueError(f"{self.text} lies inside a recurrence")
+        return Port(self.what, self.layer, self.index, self.key, direction)  # type: ignore[arg-type]
+
+
+@dataclass
+class Catalogue:
+    """What a model has that can be named."""
+
+    recurrent: Mapping[str, LayerInfo]
+    weights: Mapping[str, LayerWeights]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    plain: tuple[str, ...] = field(default=())
+
+    def keys(self, layer: str) -> list[str]:
+        """Names of the weights of a layer, as results show them."""
+        return list(sources(self.weights[layer]))
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """All layers known by name."""
+        return tuple(dict.fromkeys([*self.recurrent, *self.plain, *self.weights]))
+
+    def suggestions(self) -> Iterator[str]:
+        """Names that could have been meant."""
+        yield from ("loss", "output", "input", "weights")
+        for layer in self.layers:
+            yield f"{layer}.output"
+            if layer in self.recurrent:
+                yield f"{layer}.hidden"
+            if layer in self.weights:
+                yield f"{layer}.weights"
+
+
+def catalogue(adapter: Adapter, model: Any, x: Any = None) -> Catalogue:
+    """Ask the adapter once for everything that a name may refer to."""
+    infos = {info.name: info for info in adapter.describe(model)}
+    keys = tuple(map(str, x)) if isinstance(x, Mapping) else ()
+    return Catalogue(
+        infos,
+        adapter.weights(model),
+        keys or _names_of(model, "input_names", "inputs"),
+        _names_of(model, "output_names", "outputs"),
+        tuple(str(layer.name) for layer in getattr(model, "layers", ()) if hasattr(layer, "name")),
+    )
+
+
+def read(text: str, known: Catalogue) -> list[TensorName]:
+    """Read a name, a pattern (``*``, ``?``) or ``"weights"``: all tensors it stands for, at least one.
+
+    Raises
+    ------
+    LayerNotFoundError
+        If it names nothing, with the closest name that exists.
+    """
+    for attempt in (_whole_model, _weight_path, _layer_quantity):
+        found = attempt(text, known)
+        if found:
+            return found
+    raise LayerNotFoundError(
+        message(
+            f"Nothing in this model is named {text!r}.", got=repr(text), hint=did_you_mean(text, known.suggestions())
+        )
+    )
+
+
+def read_one(text: str, known: Catalogue) -> TensorName:
+    """Read a name that must stand for exactly one tensor."""
+    found = read(text, known)
+    if len(found) > 1:
+        listing = ", ".join(repr(name.text) for name in found)
+        raise InputError(message(f"{text!r} names several tensors.", got=listing, expected="one of them"))
+    return found[0]
+
+
+def read_all(texts: Iterable[str], known: Catalogue) -> list[TensorName]:
+    """Read several names; each tensor once, in the order asked."""
+    return list(dict.fromkeys(name for text in texts for name in read(text, known)))
+
+
+def _whole_model(text: str, known: Catalogue) -> list[TensorName]:
+    if text == "weights":
+        return [_weight(layer, key) for layer in known.weights for key in known.keys(layer)]
+    if text == "loss":
+        return [TensorName(text, "loss")]
+    if text in ("input", "output"):
+        names = known.inputs if text == "input" else known.outputs
+        if len(names) < 2:
+            return [TensorName(text, text)]  # type: ignore[arg-type]
+        return [TensorName(f"{text}[{name}]", text, index=i) for i, name in enumerate(names)]  # type: ignore[arg-type]
+    indexed = _INDEXED.fullmatch(text)
+    return [] if indexed is None else [_indexed(text, indexed["what"], indexed["which"].strip("'\""), known)]
+
+
+def _indexed(text: str, what: str, which: str, known: Catalogue) -> TensorName:
+    names = known.inputs if what == "input" else known.outputs
+    if which in names:
+        return TensorName(f"{what}[{which}]", what, index=names.index(which))  # type: ignore[arg-type]
+    if which.isdigit() and (not names or int(which) < len(names)):
+        label = names[int(which)] if names else which
+        return TensorName(f"{what}[{label}]", what, index=int(which))  # type: ignore[arg-type]
+    raise LayerNotFoundError(message(f"This model has no {text}.", hint=did_you_mean(which, names)))
+
+
+def _weight_path(text: str, known: Catalogue) -> list[TensorName]:
+    """``layer/key``, ``pattern/key``, ``layer.key``: weights by their own names."""
+
+    def meant(layer: str, key: str) -> bool:
+        return any(_matches(text, f"{name}{sep}{key}") for name in (layer, _short(layer)) for sep in "/.")
+
+    return [_weight(layer, key) for layer in known.weights for key in known.keys(layer) if meant(layer, key)]
+
+
+def _layer_quantity(text: str, known: Catalogue) -> list[TensorName]:
+    """``layer.hidden``, ``layer.output``, ``layer.weights``; the layer may be a pattern."""
+    pattern, dot, what = text.rpartition(".")
+    state = _STATE.fullmatch(what)
+    if not dot or (state is None and what not in _SIMPLE):
+        return []
+    if what == "weights":
+        return [
+            _weight(layer, key) for layer in _layers(pattern, known.weights, text, known) for key in known.keys(layer)
+        ]
+    if state is not None or what.startswith("gate"):
+        layers = _layers(pattern, known.recurrent, text, known)
+        return [_inner(layer, what, state, known.recurrent[_uncalled(layer, known.recurrent)]) for layer in layers]
+    layers = _layers(pattern, known.layers, text, known)
+    return [TensorName(f"{layer}.{what}", what, layer) for layer in layers]  # type: ignore[arg-type]
+
+
+def _inner(layer: str, what: str, state: re.Match[str] | None, info: LayerInfo) -> TensorName:
+    """A state or the gates of a recurrent layer."""
+    if state is None:
+        if info.cell not in ("simple_rnn", "lstm", "gru"):
+            raise LayerNotFoundError(
+                message(
+                    f"{layer!r} has a cell of its own making: its gates are not known.",
+                    got=f"{layer}.{what}",
+                    expected=f"{layer}.hidden, {layer}.output or {layer}.weights",
+                )
+            )
+        return TensorName(f"{layer}.{what}", what, layer)  # type: ignore[arg-type]
+    when = {"initial_": "initial_state", "final_": "final_state", None: "state"}[state["when"]]
+    names = state_names(info.cell, 8)
+    if state["state"] not in names:
+        raise LayerNotFoundError(
+            message(
+                f"{layer!r} is a {info.cell} layer: it has no state named {state['state']!r}.",
+                got=f"{layer}.{what}",
+                hint=", ".join(f"{layer}.{name}" for name in names),
+            )
+        )
+    return TensorName(f"{layer}.{what}", when, layer, names.index(state["state"]))  # type: ignore[arg-type]
+
+
+def _layers(pattern: str, names: Iterable[str], text: str, known: Catalogue) -> list[str]:
+    """Layers that a name or pattern stands for: exact, one call of it (``lstm#0``), short, or by pattern."""
+    names = list(names)
+    if pattern in names or _uncalled(pattern, names) in names:
+        return [pattern]
+    found = [name for name in names if _matches(pattern, name)]
+    found = found or [name for name in names if _matches(pattern, _short(name))]
+    if len(found) > 1 and "*" not in pattern and "?" not in pattern:
+        listing = ", ".join(repr(name) for name in found)
+        raise LayerNotFoundError(message(f"{pattern!r} is the name of several layers.", got=text, expected=listing))
+    if not found:
+        hint = did_you_mean(text, known.suggestions())
+        raise LayerNotFoundError(message(f"Nothing in this model is named {text!r}.", got=repr(text), hint=hint))
+    return found
+
+
+def _uncalled(layer: str, names: Iterable[str]) -> str:
+    """``lstm`` for ``lstm#0``, the first of its calls."""
+    return layer if layer in names else layer.rpartition("#")[0]
+
+
+def _short(layer: str) -> str:
+    return layer.rpartition("/")[2]
+
+
+def _weight(layer: str, key: str) -> TensorName:
+    return TensorName(f"{layer}/{key}", "weight", layer, key=key)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Shell pattern with ``*`` and ``?`` only: brackets are part of torch names such as ``rnn[1]``."""
+    expression = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
+    return re.fullmatch(expression, name) is not None
+
+
+def _names_of(model: Any, names: str, tensors: str) -> tuple[str, ...]:
+    """Names of a model's inputs or outputs, where it was built with names."""
+    listed = getattr(model, names, None)
+    if listed is None:
+        listed = [getattr(t, "name", str(i)) for i, t in enumerate(getattr(model, tensors, None) or ())]
+    return tuple(map(str, listed)) if isinstance(listed, list | tuple) else ()

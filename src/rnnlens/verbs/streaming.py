@@ -1,0 +1,155 @@
+"""Answers of one batch after another put together as if the whole data set had been one batch, in bounded memory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from ..errors import InputError, UnsupportedError, did_you_mean, message
+from ..typing import Array
+from ..vocabulary import DIRECTION, SAMPLE, TIME
+from .names import TensorName
+from .question import Answer
+from .targets import Target
+
+Combine = Literal["mean", "sum"]
+Across = Literal["mean", "sum", "norm"]
+
+_KEPT_BY_NORM = (SAMPLE, TIME, DIRECTION)
+
+
+def combination(target: Target, by_function: bool, asked: str | None, loss_reduction: str | None) -> Combine | None:
+    """How the target of a data set follows from those of its batches; None where that is not known.
+
+    A loss is the mean over samples (unless it says that it sums), a mean is a mean, a sum is a sum.
+    """
+    if asked is not None:
+        if asked not in ("mean", "sum"):
+            raise InputError(
+                message(f"No way to combine batches named {asked!r}.", hint=did_you_mean(asked, ["mean", "sum"]))
+            )
+        return asked  # type: ignore[return-value]
+    if target.text == "loss":
+        return "sum" if loss_reduction == "sum" else "mean"
+    if target.per_sample:
+        return "sum"
+    if by_function or callable(target.reduce) or target.reduce == "norm":
+        return None
+    return "mean" if isinstance(target.reduce, str) and target.reduce == "mean" else "sum"
+
+
+class Accumulator:
+    """Takes one :class:`Answer` per batch; holds one running sum per tensor, or all samples where none is taken.
+
+    Parameters
+    ----------
+    combine
+        How the targets of batches make up that of the data set.
+    across
+        What is done with the sample axis: None keeps it, ``"mean"`` and ``"sum"`` reduce it, ``"norm"`` takes the L2
+        norm of every sample's gradient (over units or features, each step by itself) and means that over samples. A
+        gradient without a sample axis is left alone by the first two; ``"norm"`` is then the norm of the whole.
+    """
+
+    def __init__(self, combine: Combine | None, across: str | None) -> None:
+        if across not in (None, "mean", "sum", "norm"):
+            raise InputError(
+                message(
+                    f"No reduction across samples named {across!r}.",
+                    hint=did_you_mean(str(across), ["mean", "sum", "norm"]),
+                )
+            )
+        self.combine, self.across = combine, across
+        self.batches, self.samples = 0, 0
+        self.dims: dict[TensorName, tuple[str, ...]] = {}
+        self._kept: dict[TensorName, list[Array]] = {}
+        self._value: list[Array] = []
+        self._sums: dict[TensorName, Array] = {}
+        self._weights: list[int] = []
+        self._reduced: set[TensorName] = set()
+
+    def add(self, answer: Answer) -> None:
+        """Take in one batch."""
+        self.batches += 1
+        self.samples += answer.samples
+        if self.batches > 1 and self.combine is None:
+            raise UnsupportedError(
+                message(
+                    "The target of several batches does not follow from the targets of each.",
+                    got="a norm or a callable over more than one batch",
+                    expected='combine="sum" or combine="mean" if it is one of these over samples; or per_sample=True',
+                )
+            )
+        self._weights.append(answer.samples)
+        self._value.append(np.asarray(answer.value))
+        for name, grad in answer.gradients.items():
+            if grad is not None:
+                self._take(name, np.asarray(grad), answer.dims[name], answer.samples)
+
+    def _take(self, name: TensorName, grad: Array, dims: tuple[str, ...], samples: int) -> None:
+        by_sample = SAMPLE in dims
+        if by_sample and self.across is not None:
+            grad, dims = _reduced(grad, dims, self.across)
+            self._reduced.add(name)
+        self.dims[name] = dims
+        factor = samples if self.combine == "mean" else 1
+        if by_sample and self.across is None:
+            self._kept.setdefault(name, []).append(grad if factor == 1 else grad * grad.dtype.type(factor))
+            return
+        # Batches are many and small next to their sum: it is held in double precision.
+        weighted = grad.astype(np.float64) * factor
+        if name not in self._sums:
+            self._sums[name] = weighted
+            return
+        if self._sums[name].shape != weighted.shape:
+            raise InputError(_uneven(name, self._sums[name].shape, weighted.shape))
+        self._sums[name] += weighted
+
+    def result(self) -> dict[TensorName, Array]:
+        """Gradients of the data set by tensor."""
+        scale = 1.0 / self.samples if self.combine == "mean" else 1.0
+        found: dict[TensorName, Array] = {}
+        for name, parts in self._kept.items():
+            if len({part.shape[1:] for part in parts}) > 1:
+                raise InputError(
+                    _uneven(name, parts[0].shape, next(p.shape for p in parts if p.shape[1:] != parts[0].shape[1:]))
+                )
+            whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
+            found[name] = whole if scale == 1.0 else whole * whole.dtype.type(scale)
+        for name, total in self._sums.items():
+            found[name] = self._finished(name, total * scale)
+        return found
+
+    def _finished(self, name: TensorName, total: Array) -> Array:
+        if name in self._reduced:
+            return total / self.samples if self.across in ("mean", "norm") else total
+        if self.across == "norm":
+            self.dims[name] = ()
+            return np.asarray(np.linalg.norm(total))
+        return total
+
+    def value(self) -> Array:
+        """The target over the data set: a number, or one per sample."""
+        if self._value[0].ndim:
+            return np.concatenate(self._value)
+        values = np.asarray(self._value, dtype=np.float64)
+        return np.average(values, weights=self._weights) if self.combine == "mean" else values.sum()
+
+
+def _reduced(grad: Array, dims: tuple[str, ...], across: str) -> tuple[Array, tuple[str, ...]]:
+    """Sum over samples of the gradient, or of its norm over units or features."""
+    if across == "norm":
+        axes = tuple(i for i, dim in enumerate(dims) if dim not in _KEPT_BY_NORM)
+        grad = np.sqrt(np.sum(np.square(grad, dtype=np.float64), axis=axes))
+        dims = tuple(dim for dim in dims if dim in _KEPT_BY_NORM)
+    at = dims.index(SAMPLE)
+    return grad.sum(axis=at, dtype=np.float64), (*dims[:at], *dims[at + 1 :])
+
+
+def _uneven(name: TensorName, first: tuple[int, ...], other: tuple[int, ...]) -> str:
+    return message(
+        f"Batches differ in shape, so their gradients with respect to {name.text!r} cannot be put together.",
+        got=f"{first} and {other}",
+        hint="pad all batches to one length and mask the padding, or ask batch by batch",
+    )

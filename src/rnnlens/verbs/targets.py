@@ -1,0 +1,197 @@
+"""What is differentiated: a tensor, what of it was selected, and how it becomes one number (or one per sample).
+
+A selection and a reduction are applied to the value, and their transposes to the cotangent that differentiation starts
+from; so only what was asked for is differentiated, and no framework is needed for either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ..errors import InputError, did_you_mean, message
+from ..typing import Array
+from ..vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME, UNIT
+
+Reduction = Any
+#: Calls a user's function on tensors of the model's framework: arrays to (value, function that pulls a cotangent back).
+Differentiate = Callable[[Callable[..., Any], Sequence[Array]], tuple[Array, Callable[[Array], Sequence[Array]]]]
+
+REDUCTIONS = ("sum", "mean", "norm")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target as a user describes it: which steps and units, and how to reduce them."""
+
+    text: str
+    at: Mapping[str, Any]
+    reduce: Reduction
+    per_sample: bool
+
+    def evaluate(self, whole: xr.DataArray, differentiate: Differentiate) -> tuple[Array, Array]:
+        """Value of the target, a scalar or (sample,), and the cotangent of ``whole`` that it starts from.
+
+        Raises
+        ------
+        InputError
+            If ``at`` does not fit, or if more than one number is left and ``reduce`` does not say what to do.
+        """
+        positions = select(whole, self.at)
+        chosen = xr.DataArray(whole.values.ravel()[positions.values], dims=positions.dims)
+        value, cotangent = self._reduce(chosen, differentiate)
+        start = np.zeros(whole.size, dtype=np.result_type(whole.dtype, np.float32))
+        # add.at, not assignment: the same step may be selected twice.
+        np.add.at(start, positions.values.ravel(), np.asarray(cotangent).ravel())
+        return value, start.reshape(whole.shape)
+
+    def _reduce(self, chosen: xr.DataArray, differentiate: Differentiate) -> tuple[Array, Array]:
+        keep = (SAMPLE,) if self.per_sample and SAMPLE in chosen.dims else ()
+        axes = tuple(i for i, dim in enumerate(chosen.dims) if dim not in keep)
+        values = chosen.values
+        count = int(np.prod([values.shape[i] for i in axes], dtype=int))
+        if callable(self.reduce):
+            return self._reduce_by_call(values, bool(keep), differentiate)
+        if self.reduce is None:
+            if count != 1:
+                raise InputError(self._not_one_number(chosen, count))
+            return values.sum(axis=axes), np.ones_like(values)
+        if isinstance(self.reduce, str):
+            return _reduce_by_name(values, axes, self.reduce, count)
+        weights = self._weights(chosen)
+        return (values * weights).sum(axis=axes), np.broadcast_to(weights, values.shape)
+
+    def _reduce_by_call(self, values: Array, keep: bool, differentiate: Differentiate) -> tuple[Array, Array]:
+        value, pull = differentiate(self.reduce, [values])
+        expected = (values.shape[0],) if keep else ()
+        if value.shape != expected and not (keep and value.shape == ()):
+            raise InputError(
+                message(
+                    "reduce= must leave one number" + (" per sample." if keep else "."),
+                    got=f"shape {value.shape} from a selection of shape {values.shape}",
+                    expected=f"shape {expected}",
+                )
+            )
+        return value, pull(np.ones_like(value))[0]
+
+    def _weights(self, chosen: xr.DataArray) -> Array:
+        """Weights that fit the selection, with or without its sample axis; labelled ones by their dimensions."""
+        if isinstance(self.reduce, xr.DataArray):
+            missing = [dim for dim in self.reduce.dims if dim not in chosen.dims]
+            if not missing:
+                return self.reduce.broadcast_like(chosen).transpose(*chosen.dims).values
+        try:
+            weights = np.asarray(self.reduce, dtype=chosen.dtype)
+            np.broadcast_shapes(weights.shape, chosen.shape)
+            if weights.ndim > chosen.ndim:
+                raise ValueError
+        except (TypeError, ValueError):
+            raise InputError(
+                message(
+                    "The weights of reduce= do not fit the target.",
+                    got=f"shape {np.shape(self.reduce)}",
+                    expected=f"what broadcasts to {_sized(chosen)}; or one of {', '.join(REDUCTIONS)}, or a callable",
+                )
+            ) from None
+        return weights
+
+    def _not_one_number(self, chosen: xr.DataArray, count: int) -> str:
+        per = " per sample" if self.per_sample else ""
+        return message(
+            f"{self.text} is not one number{per}: a gradient needs one, and no sum over outputs is taken silently.",
+            got=f"{_sized(chosen)}, {count} numbers{per}",
+            expected='reduce="sum", "mean", "norm", weights or a callable; or at= to select steps and units',
+            hint=f"rl.jacobian(model, x, of={self.text!r}) for the derivative of every number by itself"
+            if not self.text.startswith("<")
+            else "rl.jacobian(model, x) for the derivative of every number by itself",
+        )
+
+
+def select(whole: xr.DataArray, at: Mapping[str, Any]) -> xr.DataArray:
+    """Flat positions of what ``at`` selects, by dimension name, with the dimensions that are left."""
+    positions = xr.DataArray(np.arange(whole.size).reshape(whole.shape), dims=whole.dims)
+    for dim, index in at.items():
+        if dim not in whole.dims:
+            raise InputError(
+                message(
+                    f"The target has no dimension {dim!r}.",
+                    got=f"at={dict(at)!r}",
+                    expected=_sized(whole),
+                    hint=did_you_mean(dim, map(str, whole.dims)),
+                )
+            )
+        positions = positions.isel({dim: _index(whole, dim, index)})
+    return positions
+
+
+def _index(whole: xr.DataArray, dim: str, index: Any) -> Any:
+    """Positions for a number, a list, a slice, a boolean mask, or labels such as gate names."""
+    if isinstance(index, slice):
+        return index
+    wanted = np.asarray(index)
+    if wanted.dtype.kind in "US":
+        labels = {DIRECTION: ["forward", "backward"]}.get(dim, [])
+        unknown = [label for label in np.atleast_1d(wanted) if label not in labels]
+        if unknown:
+            raise InputError(message(f"{dim!r} has no {unknown[0]!r}.", expected=", ".join(labels) or "numbers"))
+        wanted = np.vectorize(labels.index)(wanted)
+    if wanted.dtype == bool:
+        wanted = np.flatnonzero(wanted)
+    size = whole.sizes[dim]
+    if wanted.dtype.kind not in "iu" or (wanted.size and (wanted.min() < -size or wanted.max() >= size)):
+        raise InputError(
+            message(
+                f"at= selects beyond the target along {dim!r}.",
+                got=f"{dim}={index!r}",
+                expected=f"whole numbers from {-size} to {size - 1}",
+            )
+        )
+    return int(wanted) if wanted.ndim == 0 else wanted
+
+
+def _reduce_by_name(values: Array, axes: tuple[int, ...], how: str, count: int) -> tuple[Array, Array]:
+    if how == "sum":
+        return values.sum(axis=axes), np.ones_like(values)
+    if how == "mean":
+        return values.mean(axis=axes), np.full_like(values, 1.0 / max(count, 1))
+    if how == "norm":
+        norm = np.sqrt((values**2).sum(axis=axes, keepdims=True))
+        # At exactly 0 the norm has no derivative; 0 is the subgradient that frameworks agree on.
+        cotangent = np.divide(values, norm, out=np.zeros_like(values), where=norm > 0)
+        return np.squeeze(norm, axis=axes), cotangent
+    raise InputError(message(f"No reduction named {how!r}.", hint=did_you_mean(how, REDUCTIONS)))
+
+
+def dims_of(
+    shape: Sequence[int], *, bidirectional: bool = False, last: str = UNIT, gate: bool = False
+) -> tuple[str, ...]:
+    """Names of the axes of a tensor: sample, time, (direction), ..., unit.
+
+    >>> dims_of((2, 5, 3)), dims_of((2, 3)), dims_of((2, 4, 4, 3))
+    (('sample', 'time', 'unit'), ('sample', 'unit'), ('sample', 'axis_1', 'axis_2', 'unit'))
+    """
+    middle = [TIME, *([DIRECTION] if bidirectional else []), *([GATE] if gate else [])]
+    full = (SAMPLE, *middle, last)
+    if len(shape) == len(full):
+        return full
+    without_time = tuple(dim for dim in full if dim != TIME)
+    if len(shape) == len(without_time):
+        return without_time
+    if len(shape) < 2:
+        return (SAMPLE,)[: len(shape)]
+    return (SAMPLE, *(f"axis_{i}" for i in range(1, len(shape) - 1)), last)
+
+
+def input_dims(shape: Sequence[int], integer: bool = False) -> tuple[str, ...]:
+    """Names of the axes of a model input: ids have no feature axis."""
+    if integer and len(shape) == 2:
+        return (SAMPLE, TIME)
+    return dims_of(shape, last=FEATURE)
+
+
+def _sized(array: xr.DataArray) -> str:
+    return "(" + ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items()) + ")"
