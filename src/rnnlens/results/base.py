@@ -25,6 +25,7 @@ import xarray as xr
 from ..errors import LayerNotFoundError, did_you_mean, message
 from .checks import Check
 from .names import from_path, to_paths
+from .schema import with_version
 
 _CLASSES: dict[str, type[Result]] = {}
 
@@ -47,7 +48,7 @@ class Result(Mapping[str, Any]):
     datasets
         By layer name, in the order in which the layers were called; or a tree of them.
     provenance
-        Framework, versions, engine, dtype, device: plain strings.
+        Framework, versions, engine, dtype, device: plain strings. Which rnnlens it was is added.
     notes
         Sentences that a reader of the numbers must know.
     checks
@@ -72,7 +73,7 @@ class Result(Mapping[str, Any]):
     ) -> None:
         self._tree = datasets if isinstance(datasets, xr.DataTree) else _tree(datasets)
         self._paths = _found(datasets) if isinstance(datasets, xr.DataTree) else to_paths(datasets)
-        self.provenance = dict(provenance or {})
+        self.provenance = with_version(provenance)
         self.notes = list(notes)
         self.checks = [check if isinstance(check, Check) else Check(**check) for check in checks]
 
@@ -187,9 +188,7 @@ class Result(Mapping[str, Any]):
         """Label and sentence of whatever follows the layers in the repr."""
         remarks = [("checks", sentence) for sentence in _check_sentences(self.checks)]
         remarks += [("note", note) for note in self.notes]
-        if self.provenance:
-            remarks.append(("from", ", ".join(self.provenance.values())))
-        return remarks
+        return [*remarks, ("from", _origin(self.provenance))]
 
     def __repr__(self) -> str:
         lines = [f"<rnnlens {type(self).__name__}> {self._headline()}"]
@@ -222,6 +221,12 @@ def _tree(datasets: Mapping[str, xr.Dataset]) -> xr.DataTree:
 
 def _found(tree: xr.DataTree) -> dict[str, str]:
     return {from_path(node.path): node.path for node in tree.subtree if node.has_data}
+
+
+def _origin(provenance: Mapping[str, str]) -> str:
+    """Values of the provenance, each once; which rnnlens comes last."""
+    others = dict.fromkeys(value for key, value in provenance.items() if key != "rnnlens")
+    return ", ".join([*others, f"rnnlens {provenance['rnnlens']}"])
 
 
 def _check_sentences(checks: list[Check]) -> list[str]:

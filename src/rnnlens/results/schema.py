@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from .. import __version__
 from ..errors import InputError, message
 from ..vocabulary import (
     BACKWARD,
@@ -69,6 +70,8 @@ _WEIGHTS: dict[str, Quantity] = {
     )
 }
 
+_ORDER = {name: position for position, name in enumerate(QUANTITIES)}
+
 _BORDER_STATE = re.compile(r"(?P<when>initial|final)_(?P<state>.+?)(?P<grad>_grad)?")
 
 
@@ -119,7 +122,7 @@ def layer_dataset(
     ----------
     arrays
         By quantity name (``vocabulary.QUANTITIES``, names of custom states, weights and their ``_grad``). None is
-        skipped. Sample first, then time, chronological; not copied.
+        skipped. Sample first, then time, chronological; not copied. Listed in the order of the vocabulary.
     info
         A :class:`~rnnlens.adapters.protocol.LayerInfo` or a mapping with its fields; ``name`` is required. ``cell``
         gives the gate and state names, ``gates`` and ``states`` override them.
@@ -144,7 +147,7 @@ def layer_dataset(
     """
     described = info_mapping(info)
     both = described.get("direction") == "bidirectional" if bidirectional is None else bidirectional
-    present = {name: plain(array) for name, array in arrays.items() if array is not None}
+    present = {name: plain(arrays[name]) for name in sorted(arrays, key=_rank) if arrays[name] is not None}
     named = {name: tuple((dims or {}).get(name) or _dims(name, array, both)) for name, array in present.items()}
     named = _separate_units(named, present)
     common = {"layer": str(described["name"]), "schema": SCHEMA_VERSION, "provenance": provenance_line(provenance)}
@@ -183,10 +186,15 @@ def describe(name: str) -> dict[str, str]:
 def provenance_line(provenance: Mapping[str, str] | None) -> str:
     """All of the provenance in one line that fits an attribute.
 
-    >>> provenance_line({"framework": "keras 3.15.1", "dtype": "float32"})
-    'framework: keras 3.15.1; dtype: float32'
+    >>> provenance_line({"framework": "keras 3.15.1", "dtype": "float32", "rnnlens": "0.1.0"})
+    'framework: keras 3.15.1; dtype: float32; rnnlens: 0.1.0'
     """
-    return "; ".join(f"{key}: {value}" for key, value in (provenance or {}).items())
+    return "; ".join(f"{key}: {value}" for key, value in with_version(provenance).items())
+
+
+def with_version(provenance: Mapping[str, str] | None) -> dict[str, str]:
+    """Provenance that says which rnnlens made the numbers: this one, unless it says so already."""
+    return {**(provenance or {}), "rnnlens": (provenance or {}).get("rnnlens", __version__)}
 
 
 def coordinates(sizes: Mapping[Any, int], info: Mapping[str, Any]) -> dict[Hashable, xr.Variable]:
@@ -225,6 +233,11 @@ def _coordinate(dim: str, size: int, info: Mapping[str, Any]) -> xr.Variable:
     labels = list(names[dim]()) if dim in names else []
     values = np.array(labels) if len(labels) == size else np.arange(size)
     return xr.Variable((dim,), values, {"long_name": long_name, "definition": definition})
+
+
+def _rank(name: str) -> int:
+    """Where a variable stands in a listing: as in the vocabulary; what is not in it keeps its order, at the end."""
+    return _ORDER.get(name, len(_ORDER))
 
 
 def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -75,11 +76,6 @@ class LayerTrace:
             return message(f"{where}: it is not among quantities=.", got=", ".join(self._asked), hint=f"add {name!r}")
         return message(f"{where}: it does not exist for {cell}.", expected=f"one of: {', '.join(self.quantities)}")
 
-    @property
-    def summary(self) -> str:
-        """One line: kind, sizes, direction, and the names of the variables."""
-        return f"{describe_layer(self.dataset)}: {' '.join(self.quantities)}"
-
     def __repr__(self) -> str:
         lines = [f"<rnnlens LayerTrace {self.name!r}> {describe_layer(self.dataset)}"]
         width = max((len(name) for name in self.quantities), default=0)
@@ -140,7 +136,19 @@ class Trace(Result, kind="trace"):
         return ", ".join(parts) + ("" if self.loss is None else f", loss {self.loss:.4g}")
 
     def _rows(self) -> list[tuple[str, str]]:
-        return [(name, self[name].summary) for name in self]
+        rows = [(name, describe_layer(self.dataset(name))) for name in self]
+        return rows + [(label, names) for label, names in self._variables() if names]
+
+    def _variables(self) -> list[tuple[str, str]]:
+        """Names of the variables, listed once for all layers; with a count where only some layers have one."""
+        counts = Counter(str(name) for layer in self for name in self.dataset(layer).data_vars)
+        ordered = sorted(counts, key=lambda name: _LISTING.index(name) if name in _LISTING else len(_LISTING))
+        shown = {
+            name: name if counts[name] == len(self) else f"{name} ({counts[name]} of {len(self)})" for name in ordered
+        }
+        values = ", ".join(text for name, text in shown.items() if not name.endswith("_grad"))
+        gradients = ", ".join(text for name, text in shown.items() if name.endswith("_grad"))
+        return [("values", values), ("gradients", gradients)]
 
     def _remarks(self) -> list[tuple[str, str]]:
         flag = []
@@ -151,6 +159,7 @@ class Trace(Result, kind="trace"):
         return flag + super()._remarks()
 
 
+_LISTING = list(QUANTITIES)
 _COUNTED = ((SAMPLE, "samples"), (TIME, "time steps"))
 
 

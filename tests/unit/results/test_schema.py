@@ -3,6 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
+from rnnlens import __version__
 from rnnlens.adapters.protocol import LayerInfo
 from rnnlens.errors import InputError
 from rnnlens.results.schema import SCHEMA_VERSION, labelled, layer_dataset, quantity
@@ -37,7 +38,7 @@ def test_every_quantity_gets_its_dimensions_its_words_and_its_names(cell, bidire
         assert variable.attrs.get("source", "") == known.source
         assert variable.attrs["layer"] == "lstm"
         assert variable.attrs["schema"] == SCHEMA_VERSION
-        assert variable.attrs["provenance"] == "a: b"
+        assert variable.attrs["provenance"] == f"a: b; rnnlens: {__version__}"
     assert tuple(dataset["gate"].values) == GATES[cell]
     assert tuple(dataset["state"].values) == STATES[cell]
     assert list(dataset["time"].values) == [0, 1, 2]
@@ -154,5 +155,5 @@ def test_an_array_without_a_layer_gets_words_and_chosen_coordinates():
     )
     assert list(array["out_time"].values) == [10, 20, 50]
     assert array["out_time"].attrs["long_name"] == "output time step"
-    assert array.attrs["provenance"] == "framework: torch"
+    assert array.attrs["provenance"] == f"framework: torch; rnnlens: {__version__}"
     assert list(array["in_time"].values) == [0, 1, 2, 3]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from rnnlens import __version__
 from rnnlens.errors import LayerNotFoundError, QuantityNotFoundError
 from rnnlens.results.checks import Check
 from rnnlens.results.schema import layer_dataset
@@ -114,32 +115,38 @@ def test_what_is_missing_says_why():
 def test_the_repr_has_a_line_per_layer_and_everything_a_reader_must_know(trace):
     assert repr(trace) == (
         "<rnnlens Trace> 3 layers, 3 samples, 4 time steps, loss nan\n"
-        "  zulu/gru  Bidirectional, 3 units, bidirectional: hidden gates mask\n"
-        "  lstm#0    LSTM, 2 units: input mask hidden cell gates output hidden_grad initial_state_grad\n"
-        "  lstm#1    LSTM, 2 units: input mask hidden cell gates output hidden_grad initial_state_grad\n"
-        "  loss      WARNING: the loss is nan; gradients may be NaN or infinite\n"
-        "  checks    FAILED zulu/gru: the replayed output differs from the captured one by nan (relative); "
+        "  zulu/gru   Bidirectional, 3 units, bidirectional\n"
+        "  lstm#0     LSTM, 2 units\n"
+        "  lstm#1     LSTM, 2 units\n"
+        "  values     input (2 of 3), mask, hidden, cell (2 of 3), gates, output (2 of 3)\n"
+        "  gradients  hidden_grad (2 of 3), initial_state_grad (2 of 3)\n"
+        "  loss       WARNING: the loss is nan; gradients may be NaN or infinite\n"
+        "  checks     FAILED zulu/gru: the replayed output differs from the captured one by nan (relative); "
         "rounding explains 1e-05\n"
-        "  note      the loss is NaN\n"
-        "  from      keras 3.15.1, jax 0.10.2, float32"
+        "  note       the loss is NaN\n"
+        f"  from       keras 3.15.1, jax 0.10.2, float32, rnnlens {__version__}"
     )
 
 
 def test_the_repr_of_a_sound_trace_is_short():
     checks = [Check("replay", "lstm", 3e-8, 1e-5), Check("weight gradient sum", "lstm", 2e-7, 1e-5)]
-    assert repr(Trace({"lstm": lstm_dataset(samples=1)}, loss=0.25, checks=checks)) == (
+    dataset = lstm_dataset(samples=1)[["hidden", "hidden_grad"]]
+    assert repr(Trace({"lstm": dataset}, loss=0.25, checks=checks)) == (
         "<rnnlens Trace> 1 layer, 1 sample, 4 time steps, loss 0.25\n"
-        "  lstm    LSTM, 2 units: input mask hidden cell gates output hidden_grad initial_state_grad\n"
-        "  checks  2 of 2 passed (lstm weight gradient sum: largest residual 2e-07, rounding explains 1e-05)"
+        "  lstm       LSTM, 2 units\n"
+        "  values     hidden\n"
+        "  gradients  hidden_grad\n"
+        "  checks     2 of 2 passed (lstm weight gradient sum: largest residual 2e-07, rounding explains 1e-05)\n"
+        f"  from       rnnlens {__version__}"
     )
 
 
 def test_the_repr_of_a_layer_lists_its_variables(trace):
     assert repr(trace["gru"]) == (
         "<rnnlens LayerTrace 'zulu/gru'> Bidirectional, 3 units, bidirectional\n"
+        "  mask    (sample: 3, time: 4)  mask\n"
         "  hidden  (sample: 3, time: 4, direction: 2, unit: 3)  hidden state\n"
-        "  gates   (sample: 3, time: 4, direction: 2, gate: 3, unit: 3)  gate activation\n"
-        "  mask    (sample: 3, time: 4)  mask"
+        "  gates   (sample: 3, time: 4, direction: 2, gate: 3, unit: 3)  gate activation"
     )
 
 
