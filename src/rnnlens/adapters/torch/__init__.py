@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...typing import Array
 from ..protocol import Batch, Capture, CaptureRequest, LayerInfo, LayerWeights, Port, Pullback
 from .capture import capture
 from .discover import describe, named_modules, node_name, unwrapped
+from .functional import differentiate
 from .inputs import home_of
+from .pullback import TorchPullback
 from .weights import layer_weights
 
 __all__ = ["adapter"]
@@ -30,15 +33,21 @@ class TorchAdapter:
         """One forward pass and, with a loss, one backward pass."""
         return capture(model, batch, request)
 
-    def pullback(self, model: nn.Module, batch: Batch, of: Sequence[Port], wrt: Sequence[Port]) -> Pullback:
+    def pullback(
+        self, model: nn.Module, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
+    ) -> Pullback:
         """One forward pass, kept for differentiation."""
-        from .pullback import TorchPullback
-
-        return TorchPullback(model, batch, of, wrt)
+        return TorchPullback(model, batch, of, wrt, cut)
 
     def weights(self, model: nn.Module) -> Mapping[str, LayerWeights]:
         """All modules with weights, recurrent ones per stacked layer, gates in our order."""
         return layer_weights(named_modules(unwrapped(model)), node_name)
+
+    def differentiate(
+        self, function: Callable[..., Any], arrays: Sequence[Array], model: nn.Module
+    ) -> tuple[Array, Callable[[Array], list[Array]]]:
+        """Value of a user's function of tensors, and its pull-back."""
+        return differentiate(function, arrays, model)
 
     def provenance(self, model: Any) -> Mapping[str, str]:
         """Versions, dtype and device as plain strings."""

@@ -87,7 +87,7 @@ class Assembler:
     def calls(self) -> list[RecurrentCall]:
         """One call per run, stacked layer and direction."""
         runs = self.recorder.runs
-        found = []
+        found: list[RecurrentCall] = []
         for run, names in zip(runs, node_names(runs), strict=True):
             for layer, name in enumerate(names):
                 found.extend(self._call(run, layer, name, direction) for direction in range(run.owner.directions))
@@ -116,7 +116,7 @@ class Assembler:
             input=_sequence(run, lambda v: v.pieces[layer].seen),
             mask=mask,
             initial_state=tuple(_state(first, state[direction]) for state in first.pieces[layer].fed),
-            output=_sequence(run, lambda v: _half(v.pieces[layer].output, owner.directions, direction)),
+            output=_sequence(run, lambda v: half(v.pieces[layer].output, owner.directions, direction)),
             final_state=self._final_state(run, layer, direction),
             weights_key=key,
         )
@@ -158,7 +158,7 @@ class Assembler:
             if arrived is not None:
                 grad = torch.cat([grad[:-1], grad[-1:] + arrived[layer : layer + 1]])
             grads[id(visit)] = grad
-        return _sequence(run, lambda v: _half(grads[id(v)], owner.directions, direction))
+        return _sequence(run, lambda v: half(grads[id(v)], owner.directions, direction))
 
     def _final_state(self, run: Run, layer: int, direction: int) -> tuple[Tensor, ...]:
         valid = run.valid()
@@ -232,20 +232,22 @@ def _at_end(visit: Visit, like: Tensor, grad: Tensor | None) -> Tensor:
     return whole
 
 
-def _half(value: Tensor, directions: int, direction: int) -> Tensor:
+def half(value: Tensor, directions: int, direction: int) -> Tensor:
+    """One direction's share of the units."""
     size = value.shape[-1] // directions
     return value[..., direction * size : (direction + 1) * size]
 
 
 def _sequence(run: Run, part: Callable[[Visit], Tensor]) -> Tensor:
+    return replayable(sequence(run, [part(visit).detach() for visit in run.visits]))
+
+
+def sequence(run: Run, parts: list[Tensor]) -> Tensor:
     """(sample, time, ...) from the time-first parts of every call; zeros where a sample has left the batch."""
-    parts = []
-    for visit in run.visits:
-        value = part(visit).detach()
-        parts.append(visit.packing.padded(value) if visit.packing is not None else value)
-    samples = parts[0].shape[1]
-    parts = [p if p.shape[1] == samples else _filled(p, samples) for p in parts]
-    return replayable((parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1))
+    packed = [v.packing.padded(p) if v.packing is not None else p for v, p in zip(run.visits, parts, strict=True)]
+    samples = packed[0].shape[1]
+    filled = [p if p.shape[1] == samples else _filled(p, samples) for p in packed]
+    return (filled[0] if len(filled) == 1 else torch.cat(filled)).transpose(0, 1)
 
 
 def _filled(part: Tensor, samples: int) -> Tensor:

@@ -46,7 +46,7 @@ class _NoGradientsError(Exception):
 
 @dataclass
 class Asked:
-    """What is looked at: recurrent modules, candidates for custom cells and plain layers, by path; the names asked for."""
+    """What is looked at: recurrent modules, candidates for custom cells, plain layers; the names asked for."""
 
     recurrent: list[tuple[str, nn.Module]]
     cells: list[tuple[str, nn.Module]]

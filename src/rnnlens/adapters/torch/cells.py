@@ -1,4 +1,4 @@
-"""A custom cell, run and differentiated step by step by torch's own autograd, with sample and time folded into one axis."""
+"""A custom cell, run and differentiated by torch's own autograd, with sample and time folded into one axis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Form:
     Attributes
     ----------
     call
-        From an input (n, feature) and the state tensors, in the user's nesting, to the positional and keyword arguments.
+        From an input (n, feature) and the state tensors to the positional and keyword arguments, in the user's nesting.
     shapes
         Shape of each state tensor without its leading sample axis.
     output_is_state
@@ -143,9 +143,7 @@ def _all_rows(joined: Tensor, sources: Sequence[Tensor]) -> list[Tensor]:
     n, count = joined.shape
     eye = torch.eye(count, dtype=joined.dtype, device=joined.device)[:, None, :].expand(count, n, count)
     try:
-        pulled = torch.autograd.grad(
-            joined, sources, eye, is_grads_batched=True, allow_unused=True, retain_graph=True
-        )
+        pulled = torch.autograd.grad(joined, sources, eye, is_grads_batched=True, allow_unused=True, retain_graph=True)
     except RuntimeError:  # an operation without a batching rule
         each = [torch.autograd.grad(joined, sources, row, allow_unused=True, retain_graph=True) for row in eye]
         pulled = tuple(

@@ -1,8 +1,8 @@
-"""Torch's fused recurrences and single cells, run one layer at a time so that every border between layers can be tapped.
+"""Torch's fused recurrences and single cells, one layer at a time, so that every border between layers can be tapped.
 
 Each layer runs on torch's own kernel with the layer's own weights, and dropout between layers is drawn where and how
-torch draws it on a CPU, so outputs are those of the undivided call. Every kernel runs in its training mode: with a single
-layer and no dropout inside, that changes no value, and it is the mode in which cuDNN can be differentiated.
+torch draws it on a CPU, so outputs are those of the undivided call. Every kernel runs in its training mode: with a
+single layer and no dropout inside, that changes no value, and it is the mode in which cuDNN can be differentiated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .lineage import Link
 from .record import Owner, Packing, Piece, Recorder, Visit, differentiable
 from .weights import slots
 
-_VF: Any = torch._VF  # type: ignore[attr-defined]
+_VF: Any = torch._VF
 
 #: torch function -> (cell kind, activation)
 FUSED = {
@@ -55,8 +55,8 @@ class Call:
     def of(cls, args: Sequence[Any]) -> Call:
         """From the positional arguments of torch's two overloads."""
         if isinstance(args[3], (list, tuple)):
-            data, sizes, state, weights, *rest = args
-            return cls(data, _as_tuple(state), weights, *rest, batch_sizes=sizes)
+            data, sizes, state, weights, bias, layers, dropout, training, both = args
+            return cls(data, _as_tuple(state), weights, bias, layers, dropout, training, both, batch_sizes=sizes)
         data, state, weights, *rest = args
         return cls(data, _as_tuple(state), weights, *rest)
 
@@ -65,7 +65,7 @@ def _as_tuple(state: Any) -> tuple[Tensor, ...]:
     return (state,) if isinstance(state, Tensor) else tuple(state)
 
 
-class Interceptor(TorchFunctionMode):
+class Interceptor(TorchFunctionMode):  # type: ignore[misc]
     """Routes torch's recurrent kernels to a recorder and leaves every other function alone.
 
     Parameters
@@ -123,7 +123,10 @@ def _fused(recorder: Recorder, func: Any, owner: Owner, order: Tensor | None, ca
         if call.dropout and call.training and layer < call.layers - 1:
             x = torch.dropout(x, call.dropout, True)
     raw = tuple(torch.cat([piece.finals[i] for piece in pieces]) for i in range(len(fed)))
-    taps = tuple(state.clone() for state in raw)
+    taps = tuple(
+        torch.cat([recorder.handed(owner, layer, piece.finals[i]) for layer, piece in enumerate(pieces)]).clone()
+        for i in range(len(fed))
+    )
     handed = tuple(state.clone() for state in taps)
     visit = Visit(pieces, taps, Link(call.state, fed, raw, handed), packing=packing)
     recorder.add(owner, visit, continues=continues)
@@ -139,7 +142,7 @@ def _start(recorder: Recorder, owner: Owner, call: Call, packing: Packing | None
         if found is not None:
             return found[0], True
     given = _overridden(recorder, owner, call, packing)
-    return tuple(differentiable(state) for state in given), False
+    return tuple(recorder.fed(differentiable(state)) for state in given), False
 
 
 def _overridden(recorder: Recorder, owner: Owner, call: Call, packing: Packing | None) -> tuple[Tensor, ...]:
@@ -170,9 +173,10 @@ def _one_layer(
     states: tuple[Tensor, ...],
     weights: Sequence[Tensor],
 ) -> Piece:
+    x = recorder.fed(x)
     directions = 2 if call.bidirectional else 1
     each = len(weights) // directions
-    names = slots(each, bias=call.bias) if call.bias or each == 2 else ("weight_ih", "weight_hh", "weight_hr")
+    names = slots(each)
     stand_ins = [
         {
             name: recorder.leaf(owner, f"{name}/{layer}/{direction}", weights[direction * each + i])
@@ -186,7 +190,7 @@ def _one_layer(
         output, *finals = func(x, call.batch_sizes, hx, flat, call.bias, 1, 0.0, True, call.bidirectional)
     else:
         output, *finals = func(x, hx, flat, call.bias, 1, 0.0, True, call.bidirectional, False)
-    return Piece(x, x.detach(), states, differentiable(output), tuple(finals), stand_ins)
+    return Piece(x, x.detach(), states, recorder.handed(owner, layer, output), tuple(finals), stand_ins)
 
 
 def _cell(
@@ -207,7 +211,7 @@ def _cell(
     if found is None:
         named = recorder.initial_state.get(owner.name)
         start = given if named is None else tuple(torch.as_tensor(s, dtype=x.dtype, device=x.device) for s in named)
-        fed = tuple(differentiable(state) for state in start)
+        fed = tuple(recorder.fed(differentiable(state)) for state in start)
     else:
         fed = found[0]
         if tail is not None:
@@ -215,8 +219,9 @@ def _cell(
     weights = {"weight_ih": w_ih, "weight_hh": w_hh, "bias_ih": b_ih, "bias_hh": b_hh}
     stand_ins = {name: recorder.leaf(owner, f"{name}/0/0", w) for name, w in weights.items() if w is not None}
     flat = [stand_ins.get(name) for name in weights]
+    x = recorder.fed(x)
     raw = _as_tuple(func(x, fed if len(fed) > 1 else fed[0], *flat))
-    taps = tuple(state.clone().unsqueeze(0) for state in raw)
+    taps = tuple(recorder.handed(owner, 0, state.clone().unsqueeze(0)) for state in raw)
     handed = tuple(tap.squeeze(0).clone() for tap in taps)
     finals = tuple(state.unsqueeze(0) for state in raw)
     piece = Piece(x, x.detach().clone().unsqueeze(0), tuple(s.unsqueeze(0) for s in fed), taps[0], finals, [stand_ins])

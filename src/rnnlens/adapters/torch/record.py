@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class Owner:
 
 @dataclass
 class Packing:
-    """How torch laid out a packed batch: ``rows[t, b]`` is the row of sample ``b``, in the caller's order, at step t."""
+    """How torch laid out a packed batch: ``rows[t, b]`` is the row of the caller's sample ``b`` at step t."""
 
     rows: Tensor
     mask: Tensor
@@ -133,14 +134,26 @@ class Recorder:
         Keys of owners whose states an earlier pass found not to be passed on row by row after all.
     weight_grads
         Whether weights are to be differentiated too.
+    separate
+        Keep what a layer is fed apart from the user's tensors, so that a gradient there comes through the layer alone.
+    cut
+        Names of layers above which differentiation ends.
     """
 
-    def __init__(self, never_by_row: set[int], *, weight_grads: bool = True) -> None:
+    def __init__(
+        self,
+        never_by_row: set[int],
+        *,
+        weight_grads: bool = True,
+        separate: bool = False,
+        cut: Collection[str] = (),
+    ) -> None:
         self.runs: list[Run] = []
         self.plain: list[PlainVisit] = []
         self.notes: list[str] = []
         self.never_by_row = never_by_row
         self.weight_grads = weight_grads
+        self.separate, self.cut = separate, frozenset(cut)
         self.paused = False
         self.initial_state: dict[str, Any] = {}
         self._tails: dict[int, Run] = {}
@@ -161,6 +174,20 @@ class Recorder:
         self.runs.append(run)
         self._tails[owner.key] = run
 
+    def fed(self, tensor: Tensor) -> Tensor:
+        """What a layer is fed in place of ``tensor``."""
+        return differentiable(tensor).clone() if self.separate and tensor.is_floating_point() else tensor
+
+    def handed(self, owner: Owner, layer: int, tensor: Tensor) -> Tensor:
+        """What the layer returned, as a place where gradients from above arrive; they end there if it is cut."""
+        if not self.cut:
+            return differentiable(tensor)
+        name = f"{owner.name}[{layer}]" if owner.layers > 1 else owner.name
+        run = sum(run.owner.key == owner.key for run in self.runs)
+        if self.cut.isdisjoint({name, f"{name}#{run}"}):
+            return differentiable(tensor)
+        return tensor.detach().requires_grad_()
+
     def leaf(self, owner: Owner, slot: str, weight: Tensor) -> Tensor:
         """The stand-in for a weight, the same one at every call, so that its gradient is the sum over them.
 
@@ -172,10 +199,8 @@ class Recorder:
         known = self._by_identity.get(id(weight)) or self._leaves.get((owner.key, slot))
         if known is not None and (known[0] is weight or torch.equal(known[0], weight)):
             return known[1]
-        if weight.grad_fn is not None:
-            stand_in = weight.clone()
-        else:
-            stand_in = weight.detach().requires_grad_(self.weight_grads)
+        computed = weight.grad_fn is not None
+        stand_in = weight.clone() if computed else weight.detach().requires_grad_(self.weight_grads)
         self._by_identity[id(weight)] = self._leaves[owner.key, slot] = (weight, stand_in)
         return stand_in
 

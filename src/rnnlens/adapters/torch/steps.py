@@ -29,9 +29,10 @@ class Entered:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> None:
         self.flat, self.spec = pytree.tree_flatten((args, kwargs))
-        self.x = args[position] if len(args) > position else kwargs.get(name)
-        if not isinstance(self.x, Tensor) or self.x.dim() != 2 or not self.x.is_floating_point():
+        x = args[position] if len(args) > position else kwargs.get(name)
+        if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
             raise _NotACellError("its input is not a floating tensor (sample, feature)")
+        self.x: Tensor = x
         self.places = [i for i, leaf in enumerate(self.flat) if isinstance(leaf, Tensor) and leaf is not self.x]
         self.given = [self.flat[i] for i in self.places]
         for state in self.given:
@@ -79,12 +80,13 @@ class CellHook:
             entered = Entered(args, kwargs, self.position, self.name)
         except _NotACellError as reason:
             return self._give_up(reason)
-        flat = list(entered.flat)
+        x = self.recorder.fed(entered.x)
+        flat = [x if leaf is entered.x else leaf for leaf in entered.flat]
         entered.fed, entered.continues = self._fed(entered.given)
         for i, state in zip(entered.places, entered.fed, strict=True):
             flat[i] = state
         entered.release()
-        self.entered = entered
+        entered.x, self.entered = x, entered
         return pytree.tree_unflatten(flat, entered.spec)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -106,14 +108,16 @@ class CellHook:
             if found is not None:
                 tail.rows = found[1]
                 return list(found[0]), True
-        return [differentiable(state) for state in given], False
+        return [self.recorder.fed(differentiable(state)) for state in given], False
 
     def _note(self, entered: Entered, output: Any) -> Any:
         flat, spec = pytree.tree_flatten(output)
         returned = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         states = _states_of(returned, entered)
         raw = {id(leaf): differentiable(leaf) for leaf in returned}
-        taps = {key: leaf.flatten(1).unsqueeze(0).clone() for key, leaf in raw.items()}
+        taps = {
+            key: self.recorder.handed(self.owner, 0, leaf.flatten(1).unsqueeze(0).clone()) for key, leaf in raw.items()
+        }
         handed = {id(leaf): taps[id(leaf)].reshape(leaf.shape).clone() for leaf in returned}
         first = returned[0]
         if self.owner.step_cell is None:

@@ -1,4 +1,4 @@
-"""Torch's recurrent weights in our words: gates in our order, kernels as (input, gate * unit), two biases kept apart."""
+"""Torch's recurrent weights in our words: gates in our order, kernels (input, gate * unit), two biases kept apart."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ NAMES = {
 }
 
 
-def slots(count: int, *, bias: bool) -> tuple[str, ...]:
-    """Torch's names of the ``count`` weights of one layer and direction, without the layer's suffix."""
-    names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if bias else ()), "weight_hr")
-    return names[:count]
+def slots(count: int) -> tuple[str, ...]:
+    """Torch's names of the ``count`` weights of one layer and direction, without the layer's suffix.
+
+    Biases come in pairs; an odd number means that a projection stands at the end.
+    """
+    names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if count >= 4 else ()))
+    return (*names, "weight_hr") if count % 2 else names
 
 
 def ours(kind: str, slot: str, value: Any) -> Any:
@@ -86,17 +89,12 @@ def kind_of(module: nn.Module) -> tuple[str, str] | None:
 def cell_weights(module: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """``(layer index, direction, weights by slot)`` of a torch recurrent module or cell."""
     if isinstance(module, nn.RNNCellBase):
-        names = [
-            slot for slot in ("weight_ih", "weight_hh", "bias_ih", "bias_hh") if getattr(module, slot, None) is not None
-        ]
-        yield 0, "forward", {slot: getattr(module, slot) for slot in names}
+        yield 0, "forward", {slot: getattr(module, slot) for slot in slots(4 if module.bias else 2)}
         return
+    each = len(module._flat_weights) // (module.num_layers * (2 if module.bidirectional else 1))
     for layer in range(module.num_layers):
         for direction, suffix in (("forward", ""), ("backward", "_reverse"))[: 2 if module.bidirectional else 1]:
-            names = slots(2 + 2 * bool(module.bias) + bool(module.proj_size), bias=bool(module.bias))
-            if not module.bias and module.proj_size:
-                names = ("weight_ih", "weight_hh", "weight_hr")
-            yield layer, direction, {slot: getattr(module, f"{slot}_l{layer}{suffix}") for slot in names}
+            yield layer, direction, {slot: getattr(module, f"{slot}_l{layer}{suffix}") for slot in slots(each)}
 
 
 def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dict[str, LayerWeights]:

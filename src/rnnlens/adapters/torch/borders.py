@@ -1,0 +1,227 @@
+"""Ports as torch sees them: which tensors of a finished forward pass a port stands for, and how they lie in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
+from ..protocol import Port
+from .assemble import half, node_names, sequence
+from .record import Packing, Recorder, Run
+from .weights import NAMES, ours
+
+
+@dataclass
+class Border:
+    """The tensors behind a port, and the linear way from them (or their gradients) to the port's own layout."""
+
+    tensors: list[Tensor]
+    gather: Callable[[Sequence[Tensor]], Tensor]
+
+    @property
+    def value(self) -> Tensor:
+        """The port's value, inside the graph."""
+        return self.gather(self.tensors)
+
+
+def single(tensor: Tensor) -> Border:
+    """A port that is one tensor as it is."""
+    return Border([tensor], lambda parts: parts[0])
+
+
+class Borders:
+    """Finds the tensors of ports after a forward pass.
+
+    Parameters
+    ----------
+    recorder
+        The finished pass, with inputs and states kept apart per layer.
+    inputs, outputs
+        Leaves of what the model was called with, and of what it returned.
+    plain
+        What layers that are not recurrent took and returned: (input leaves, output leaves) per call, by path.
+    weights
+        Stand-ins for the weights of other layers, by path and name.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        inputs: Sequence[Any],
+        outputs: Sequence[Tensor],
+        loss: Tensor | None,
+        plain: dict[str, list[tuple[list[Tensor], list[Tensor]]]],
+        weights: dict[tuple[str, str], Tensor],
+    ) -> None:
+        self.recorder, self.inputs, self.outputs, self.loss = recorder, inputs, outputs, loss
+        self.plain, self.weights = plain, weights
+        self.nodes: dict[str, tuple[Run, int]] = {}
+        for run, names in zip(recorder.runs, node_names(recorder.runs), strict=True):
+            self.nodes.update({name: (run, layer) for layer, name in enumerate(names)})
+
+    def find(self, port: Port) -> Border:
+        """The border of a port.
+
+        Raises
+        ------
+        LayerNotFoundError
+            If its layer was not called, or more than once and the name does not say which call.
+        """
+        if port.layer is None:
+            return self._of_model(port)
+        if port.kind == "weight":
+            return self._weight(port)
+        found = self.nodes.get(port.layer)
+        if found is not None:
+            return _of_run(*found, port)
+        return self._of_plain(port)
+
+    def _of_model(self, port: Port) -> Border:
+        if port.kind == "loss":
+            if self.loss is None:
+                raise InputError(
+                    message("There is no loss to differentiate.", hint="pass loss=callable(output, target)")
+                )
+            return single(self.loss)
+        values: Sequence[Any] = self.inputs if port.kind == "input" else self.outputs
+        if port.index >= len(values):
+            raise InputError(message(f"The model has no {port.kind} {port.index}.", expected=f"0 to {len(values) - 1}"))
+        value = values[port.index]
+        if isinstance(value, PackedSequence):
+            packing = Packing.of(value.batch_sizes, value.unsorted_indices, value.data.device)
+            return Border([value.data], lambda parts: packing.padded(parts[0]).transpose(0, 1))
+        return single(value)
+
+    def _of_plain(self, port: Port) -> Border:
+        base, _, number = str(port.layer).partition("#")
+        calls = self.plain.get(base, [])
+        if not calls or (number and int(number) >= len(calls)) or (len(calls) > 1 and not number):
+            raise self._not_called(port, base, len(calls))
+        takes, returns = calls[int(number or 0)]
+        if port.kind not in ("input", "output"):
+            raise UnsupportedError(message(f"Layer {port.layer!r} is not recurrent and has no {port.kind}."))
+        side = takes if port.kind == "input" else returns
+        if port.index >= len(side):
+            raise InputError(message(f"Layer {port.layer!r} has no {port.kind} tensor number {port.index}."))
+        return single(side[port.index])
+
+    def _not_called(self, port: Port, base: str, calls: int) -> LayerNotFoundError:
+        several = [name for name in self.nodes if name.partition("#")[0] == base]
+        several = several or [f"{base}#{i}" for i in range(calls)]
+        if several:
+            what, listing = f"Layer {port.layer!r} was called more than once.", ", ".join(map(repr, several))
+            return LayerNotFoundError(message(what, expected=f"one of {listing}"))
+        what = f"Layer {port.layer!r} was not called in this forward pass."
+        return LayerNotFoundError(message(what, hint=did_you_mean(str(port.layer), [*self.nodes, *self.plain])))
+
+    def _weight(self, port: Port) -> Border:
+        direction, _, name = port.key.rpartition("/")
+        for node, (run, layer) in self.nodes.items():
+            if node.partition("#")[0] == str(port.layer).partition("#")[0] and run.owner.kind in _KINDS:
+                which = 1 if "backward" in (direction, port.direction) else 0
+                slot = {theirs: mine for mine, theirs in NAMES.items()}[name]
+                tensor = run.visits[0].pieces[layer].weights[which][slot]
+                return Border([tensor], partial(_in_our_order, run.owner.kind, slot))
+        found = self.weights.get((str(port.layer), port.key))
+        if found is None:
+            known = [f"{layer}.{key}" for layer, key in self.weights]
+            wanted = f"{port.layer}.{port.key}"
+            raise LayerNotFoundError(message("No weight of that name.", got=wanted, hint=did_you_mean(wanted, known)))
+        return single(found)
+
+
+def _in_our_order(kind: str, slot: str, parts: Sequence[Tensor]) -> Tensor:
+    return ours(kind, slot, parts[0])
+
+
+_KINDS = ("lstm", "gru", "simple_rnn")
+
+
+def _of_run(run: Run, layer: int, port: Port) -> Border:
+    owner, direction = run.owner, 1 if port.direction == "backward" else 0
+    index = layer * owner.directions + direction
+    if port.kind in ("input", "output"):
+        outputs = port.kind == "output"
+        tensors = [v.pieces[layer].output if outputs else v.pieces[layer].input for v in run.visits]
+
+        def gather(parts: Sequence[Tensor]) -> Tensor:
+            timed = [
+                p if p.dim() == 3 or v.packing is not None else p.unsqueeze(0)
+                for p, v in zip(parts, run.visits, strict=True)
+            ]
+            whole = sequence(run, timed)
+            return half(whole, owner.directions, direction) if outputs else whole
+
+        return Border(tensors, gather)
+    if port.kind == "initial_state":
+        first = run.visits[0]
+        states = list(first.link.fed)
+    elif port.kind == "final_state":
+        first = run.visits[-1]
+        states = [out if tap is None else tap for tap, out in zip(first.state_taps, _outputs(run), strict=True)]
+    else:
+        raise UnsupportedError(message(f"Layer {port.layer!r} has no port {port.kind!r}."))
+    state = states[port.index]
+    order = first.packing.order if first.packing is not None else None
+
+    def pick(parts: Sequence[Tensor]) -> Tensor:
+        one = parts[0][index] if owner.stacked or port.kind == "final_state" else parts[0].flatten(1)
+        return one if order is None else one.index_select(0, order)
+
+    return Border([state], pick)
+
+
+def _outputs(run: Run) -> list[Tensor]:
+    """For each state, the output tap that stands for it where the state is the output."""
+    return [run.visits[-1].pieces[0].output] * len(run.visits[-1].state_taps)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Tensors and packed sequences within nested tuples, lists and dicts, in order."""
+    if isinstance(value, (Tensor, PackedSequence)):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in leaves_of(item)]
+    return []
+
+
+def stand_ins(modules: Sequence[tuple[str, nn.Module]], ports: Sequence[Port]) -> dict[tuple[str, str], Tensor]:
+    """A tensor to differentiate with respect to, for each weight port of a layer that is not recurrent.
+
+    A trainable parameter stands for itself. In place of a frozen one a leaf is put into every module that holds it; the
+    caller puts the parameter back.
+    """
+    table = dict(modules)
+    found: dict[tuple[str, str], Tensor] = {}
+    for port in ports:
+        module = table.get(str(port.layer).partition("#")[0])
+        parameter = None if module is None else module._parameters.get(port.key)
+        if port.kind != "weight" or parameter is None:
+            continue
+        if parameter.requires_grad or not parameter.is_floating_point():
+            found[str(port.layer), port.key] = parameter
+            continue
+        leaf = nn.Parameter(parameter.detach())
+        found[str(port.layer), port.key] = leaf
+        for _, holder in modules:
+            for name, held in holder._parameters.items():
+                if held is parameter:
+                    holder._parameters[name] = leaf
+    return found
+
+
+def zeros_for(tensors: Sequence[Tensor], grads: Sequence[Tensor | None], count: int) -> list[Tensor]:
+    """Gradients with a leading axis ``count``, zero where there is none."""
+    return [
+        torch.zeros((count, *t.shape), dtype=t.dtype, device=t.device) if g is None else g
+        for t, g in zip(tensors, grads, strict=True)
+    ]

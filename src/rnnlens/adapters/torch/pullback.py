@@ -1,0 +1,186 @@
+"""One forward pass kept alive, so that cotangents at any border can be pulled back to any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ModelError, message
+from ..protocol import Batch, Port, Pullback
+from .borders import Border, Borders, leaves_of, stand_ins, zeros_for
+from .capture import Asked, watched
+from .discover import named_modules, unwrapped
+from .inputs import as_tensors, call_model, on_leaves
+from .left_as_found import borrowed
+from .losses import evaluate
+from .record import Recorder
+from .steps import own_cells_only
+from .weights import replayable
+
+#: Bytes that the gradients of one vectorised pull may take.
+BUDGET = 256 * 2**20
+
+
+class TorchPullback:
+    """Implements :class:`rnnlens.adapters.protocol.Pullback`.
+
+    Inputs, states and weights of recurrent layers are kept apart from the tensors that the user's code holds, so a
+    gradient at such a port is what arrives through that layer alone.
+    """
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
+    ) -> None:
+        model = unwrapped(model)
+        self.of, self.wrt = tuple(of), tuple(wrt)
+        self._batched = True
+        borders = self._run(model, batch, cut)
+        if borders is None:
+            borders = self._run(model, batch, cut, keep_gradients=True)
+        assert borders is not None
+        self._borders: dict[Port, Border] = {port: borders.find(port) for port in (*self.of, *self.wrt)}
+        with torch.enable_grad():
+            self._starts = {port: self._borders[port].value for port in self.of}
+        self.values: Mapping[Port, Any] = {port: replayable(b.value) for port, b in self._borders.items()}
+
+    def _run(
+        self, model: nn.Module, batch: Batch, cut: Sequence[Port], *, keep_gradients: bool = False
+    ) -> Borders | None:
+        """The forward pass; None if it has to be run again because it ran without gradients."""
+        modules = named_modules(model)
+        asked = Asked.of(model, None)
+        recorder = Recorder(set(), separate=True, cut={port.layer for port in cut if port.layer is not None})
+        plain: dict[str, list[Any]] = {}
+        inputs = on_leaves(as_tensors(batch.x, model, "x"), _source)
+        with borrowed(model, training=batch.training, seed=batch.seed):
+            weights = stand_ins(modules, (*self.of, *self.wrt))
+            handles = self._watch_plain(modules, asked, recorder, plain)
+            try:
+                with watched(model, recorder, asked, batch, keep_gradients) as interceptor:
+                    outputs = call_model(model, inputs)
+            finally:
+                for handle in handles:
+                    handle.remove()
+            own_cells_only(recorder, training=batch.training)
+            wanted = any(port.kind == "loss" for port in (*self.of, *self.wrt))
+            loss = evaluate(batch, outputs, model) if wanted else None
+        leaves = leaves_of(outputs)
+        if interceptor.cut_gradients and not keep_gradients and not any(_has_path(t) for t in (*leaves, loss)):
+            return None
+        return Borders(recorder, leaves_of(inputs), leaves, loss, plain, weights)
+
+    def _watch_plain(
+        self, modules: Sequence[tuple[str, nn.Module]], asked: Asked, recorder: Recorder, plain: dict[str, list[Any]]
+    ) -> list[Any]:
+        recurrent = {id(module) for _, module in (*asked.recurrent, *asked.cells)}
+        bases = {str(p.layer).partition("#")[0] for p in (*self.of, *self.wrt) if p.layer and p.kind != "weight"}
+        handles = []
+        for path, module in modules:
+            if path in bases and id(module) not in recurrent:
+                around = _PlainHook(recorder, plain.setdefault(path, []))
+                handles.append(module.register_forward_pre_hook(around.before, with_kwargs=True))
+                handles.append(module.register_forward_hook(around.after))
+        return handles
+
+    def vjp(self, cotangents: Mapping[Port, Any]) -> dict[Port, Tensor | None]:
+        """Pull cotangents (K, ...) back to every ``wrt`` port; None where no path leads there."""
+        if self._starts is None:
+            raise ModelError(message("This pullback was closed.", expected="use inside its with block"))
+        pairs = [(self._starts[port], torch.as_tensor(c).to(self._starts[port])) for port, c in cotangents.items()]
+        pairs = [(start, c) for start, c in pairs if start.requires_grad]
+        count = len(torch.as_tensor(next(iter(cotangents.values()))))
+        sources = {id(t): t for port in self.wrt for t in self._borders[port].tensors if t.requires_grad}
+        found: dict[int, Tensor | None] = dict.fromkeys(sources)
+        if pairs and sources:
+            found = dict(zip(sources, self._pull(pairs, list(sources.values()), count), strict=True))
+        return {port: self._gathered(self._borders[port], found, count) for port in self.wrt}
+
+    def _pull(self, pairs: Sequence[tuple[Tensor, Tensor]], sources: list[Tensor], count: int) -> list[Tensor | None]:
+        size = sum(t.numel() * t.element_size() for t in (*sources, *(start for start, _ in pairs)))
+        step = max(1, BUDGET // max(4 * size, 1))
+        parts: list[Sequence[Tensor | None]] = []
+        for first in range(0, count, step):
+            starts, some = [s for s, _ in pairs], [c[first : first + step] for _, c in pairs]
+            parts.append(self._pull_some(starts, sources, some))
+        return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
+
+    def _pull_some(
+        self, starts: Sequence[Tensor], sources: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """All of them at once if every operation on the way can be batched, else one by one."""
+        count = len(cotangents[0])
+        if self._batched and count > 1:
+            try:
+                return torch.autograd.grad(  # type: ignore[no-any-return]
+                    starts, sources, cotangents, is_grads_batched=True, retain_graph=True, allow_unused=True
+                )
+            except RuntimeError:
+                self._batched = False
+        each = [
+            torch.autograd.grad(starts, sources, [c[k] for c in cotangents], retain_graph=True, allow_unused=True)
+            for k in range(count)
+        ]
+        return [None if column[0] is None else torch.stack(column) for column in zip(*each, strict=True)]
+
+    def _gathered(self, border: Border, found: Mapping[int, Tensor | None], count: int) -> Tensor | None:
+        grads = [found.get(id(tensor)) for tensor in border.tensors]
+        if all(grad is None for grad in grads):
+            return None
+        whole = zeros_for(border.tensors, grads, count)
+        return torch.stack([replayable(border.gather([grad[k] for grad in whole])) for k in range(count)])
+
+    def __enter__(self) -> Pullback:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._starts = self._borders = None  # type: ignore[assignment]
+        self.values = {}
+
+
+class _PlainHook:
+    """Notes what a layer that is not recurrent takes and returns, kept apart from the user's own tensors."""
+
+    def __init__(self, recorder: Recorder, calls: list[Any]) -> None:
+        self.recorder, self.calls = recorder, calls
+        self.takes: list[Tensor] = []
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.takes = []
+        return None if self.recorder.paused else on_leaves((args, kwargs), self._note(self.takes))
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.recorder.paused:
+            return None
+        returns: list[Tensor] = []
+        output = on_leaves(output, self._note(returns))
+        self.calls.append((self.takes, returns))
+        return output
+
+    def _note(self, into: list[Tensor]) -> Any:
+        def tap(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if not value.is_floating_point():
+                into.append(value)
+                return value
+            # Apart at both ends: from what feeds it, whose gradient has other paths, and from changes made in place.
+            value = value.clone() if value.requires_grad else value.detach().requires_grad_()
+            into.append(value)
+            return value.clone()
+
+        return tap
+
+
+def _source(value: Any) -> Any:
+    """An input that gradients can arrive at, if it can have any."""
+    if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+        return value.detach().requires_grad_()
+    return value
+
+
+def _has_path(value: Any) -> bool:
+    tensor = getattr(value, "data", None) if hasattr(value, "batch_sizes") else value
+    return isinstance(tensor, Tensor) and tensor.requires_grad
