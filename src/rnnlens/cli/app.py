@@ -22,7 +22,7 @@ Model = Annotated[str, typer.Argument(help="A .keras file, or package.module:fac
 Weights = Annotated[Path | None, typer.Option(help="Weights for a factory's model: a torch state dict.")]
 Imports = Annotated[
     list[str] | None,
-    typer.Option("--import", metavar="MODULE", help="Module to import first, where custom layers are registered."),
+    typer.Option("--import", metavar="MODULE", help="Module to import first, where custom layers are defined."),
 ]
 Unsafe = Annotated[bool, typer.Option("--unsafe", help="Load also what could run code that the file contains.")]
 

@@ -38,7 +38,7 @@ def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str]
     weights
         For a factory: a state dict (torch) or a weights file (Keras).
     imports
-        Modules to import first, where custom layers are registered.
+        Modules to import first, where custom layers are defined.
     unsafe
         Load also what could run code.
 
@@ -62,7 +62,7 @@ def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str]
         expected = "a path ending in .keras, or package.module:factory"
         raise InputError(message("This names no model.", got=repr(spec), expected=expected))
     _choose_engine(announce=False)
-    _import_all(imports)
+    _names_in(imports)
     model = _make(spec)
     if weights is not None:
         _load_weights(model, weights, unsafe)
@@ -74,12 +74,12 @@ def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
         raise FileError(message("There is no such model file.", got=str(path), expected="a file written by model.save"))
     _choose_engine(announce=True)
     keras = _import_keras()
-    _import_all(imports)
+    own = _names_in(imports)
     try:
         with warnings.catch_warnings():
             # That an optimizer never took a step concerns training, not looking.
             warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
-            return keras.saving.load_model(path, safe_mode=not unsafe)
+            return keras.saving.load_model(path, custom_objects=own, safe_mode=not unsafe)
     except Exception as error:  # Keras raises ValueError, TypeError, KeyError, OSError alike
         raise _keras_refusal(path, error) from error
 
@@ -129,7 +129,6 @@ def _keras_refusal(path: Path, error: Exception) -> RnnlensError:
             message(
                 f"The model uses {missing[1]!r}, which is not known here.",
                 got=str(path),
-                expected="a class registered with @keras.saving.register_keras_serializable()",
                 hint="--import your.module, where it is defined",
             )
         )
@@ -163,9 +162,15 @@ def _configured_engine() -> str:
         return ""
 
 
-def _import_all(modules: Iterable[str]) -> None:
+def _names_in(modules: Iterable[str]) -> dict[str, Any]:
+    """Classes and functions that these modules define, by name: what a model file may refer to."""
+    own: dict[str, Any] = {}
     for name in modules:
-        _import(name)
+        module = _import(name)
+        own |= {
+            key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
+        }
+    return own
 
 
 def _import(name: str) -> Any:

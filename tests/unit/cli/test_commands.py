@@ -1,0 +1,280 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import rnnlens as rl
+from rnnlens import settings
+
+from .conftest import TORCH
+
+
+@pytest.fixture(scope="module")
+def keras_files(tmp_path_factory):
+    """A good model, one with a Lambda layer, one with a class that is known nowhere else."""
+    import keras
+
+    class Unregistered(keras.layers.Layer):
+        def call(self, x):
+            return x
+
+    folder = tmp_path_factory.mktemp("models")
+    for name, extra in {"good": [], "unsafe": [keras.layers.Lambda(lambda x: x * 2)], "own": [Unregistered()]}.items():
+        lstm = keras.layers.LSTM(3, name="lstm")
+        model = keras.Sequential([keras.Input((4, 2)), *extra, lstm, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.save(folder / f"{name}.keras")
+    return folder
+
+
+def test_version_and_help(rnnlens):
+    said = rnnlens("--version")
+    assert (said.code, said.out) == (0, f"rnnlens {rl.__version__}\n")
+    listing = rnnlens("--help").out
+    for command in ("layers", "trace", "show", "demo"):
+        assert command in listing
+        assert rnnlens(command, "--help").code == 0
+
+
+def test_layers_of_a_keras_file(rnnlens, keras_files):
+    said = rnnlens("layers", keras_files / "good.keras")
+    assert said.code == 0
+    assert "1 recurrent layer" in said.out
+    assert "lstm" in said.out
+    assert "last step" in said.out
+    assert said.err == ""
+
+
+def test_trace_and_show_a_keras_file(rnnlens, folder, keras_files):
+    import keras
+
+    said = rnnlens("trace", keras_files / "good.keras", "data.npz", "-o", "run.nc")
+    assert said.code == 0, said.err
+    assert said.err == "wrote run.nc\n"
+    data = np.load(folder / "data.npz")
+    model = keras.saving.load_model(keras_files / "good.keras")
+    expected = rl.trace(model, data["x"], data["y"])
+    saved = rl.open(folder / "run.nc")
+    np.testing.assert_array_equal(saved["lstm"].hidden_grad, expected["lstm"].hidden_grad)
+    assert said.out == f"{saved!r}\n"
+    assert rnnlens("show", "run.nc").out == said.out
+    assert rnnlens("show", "run.nc", "lstm").out == f"{saved['lstm']!r}\n"
+    assert "dL/dh_t" in rnnlens("show", "run.nc", "lstm.hidden_grad").out
+
+
+def test_trace_only_what_is_asked(rnnlens, folder, keras_files):
+    arguments = ("-q", "hidden_grad,output", "-q", "mask", "-l", "lstm", "-n", 2, "--loss", "mae", "-o", "run.zarr")
+    said = rnnlens("trace", keras_files / "good.keras", "data.npz", *arguments)
+    assert said.code == 0, said.err
+    saved = rl.open(folder / "run.zarr")
+    assert set(saved["lstm"].quantities) <= {"output", "hidden_grad", "mask"}
+    assert {"output", "hidden_grad"} <= set(saved["lstm"].quantities)
+    assert saved["lstm"].output.sizes["sample"] == 2
+
+
+def test_unsafe_content_is_refused_with_the_reason_unless_wanted(rnnlens, keras_files):
+    path = keras_files / "unsafe.keras"
+    said = rnnlens("layers", path)
+    assert said.code == 2
+    assert said.err == (
+        "This model file is not loaded, because doing so could run code that it contains.\n"
+        f"  got:      {path}: a Lambda layer that Keras' safe mode refuses\n"
+        "  try:      --unsafe, if you trust whoever made the file\n"
+    )
+    assert rnnlens("layers", path, "--unsafe").code == 0
+
+
+def test_custom_classes_are_imported_where_the_user_says(rnnlens, keras_files, module):
+    path = keras_files / "own.keras"
+    said = rnnlens("layers", path)
+    assert said.code == 2
+    assert said.err == (
+        "The model uses 'Unregistered', which is not known here.\n"
+        f"  got:      {path}\n"
+        "  try:      --import your.module, where it is defined\n"
+    )
+    name = module(
+        """
+        import keras
+
+        class Unregistered(keras.layers.Layer):
+            def call(self, x):
+                return x
+        """
+    )
+    assert rnnlens("layers", path, "--import", name).code == 0
+
+
+def test_trace_a_torch_module_with_weights(rnnlens, folder, module):
+    import torch
+
+    name = module(TORCH)
+    own = __import__(name)
+    torch.manual_seed(1)
+    model = own.make()
+    torch.save(model.state_dict(), "state.pt")
+    torch.save({"epoch": 3, "state_dict": model.state_dict()}, "checkpoint.pt")
+    data = {key: torch.from_numpy(value) for key, value in np.load("data.npz").items()}
+    expected = rl.trace(model, data["x"], data["y"], loss=own.squared)
+    losses = ("mse_loss", "mse", f"{name}:squared")
+    for weights, loss in (("state.pt", losses[0]), ("checkpoint.pt", losses[1]), ("state.pt", losses[2])):
+        said = rnnlens("trace", f"{name}:make", "--weights", weights, "data.npz", "--loss", loss, "-o", "run.nc")
+        assert said.code == 0, said.err
+        saved = rl.open("run.nc")
+        np.testing.assert_allclose(saved["rnn[1]"].hidden_grad, expected["rnn[1]"].hidden_grad, rtol=1e-6)
+    assert "rnn[0]" in rnnlens("layers", f"{name}:model").out
+
+
+def test_pickled_weights_are_refused_with_the_reason_unless_wanted(rnnlens, module):
+    import torch
+
+    name = module(TORCH)
+    torch.save(__import__(name).model, "whole.pt")
+    arguments = ("trace", f"{name}:make", "--weights", "whole.pt", "data.npz")
+    said = rnnlens(*arguments)
+    assert said.code == 2
+    assert said.err == (
+        "This weights file is not loaded, because doing so could run code that it contains.\n"
+        "  got:      whole.pt: more than tensors (torch.load with weights_only=True refuses it)\n"
+        "  expected: torch.save(model.state_dict(), path)\n"
+        "  try:      --unsafe, if you trust whoever made the file\n"
+    )
+    assert rnnlens(*arguments, "--unsafe", "--loss", "mse").code == 0
+
+
+def test_factories_and_weights_that_do_not_fit(rnnlens, module, folder):
+    import torch
+
+    name = module(TORCH)
+    torch.save({"rnn.weight_ih_l0": torch.zeros(1)}, "other.pt")
+    (folder / "broken.pt").write_text("text")
+    first_lines = {
+        (f"{name}:makee",): f"{name} has nothing named 'makee'.",
+        (f"{name}:number",): f"{name}:number is neither a model nor a function.",
+        (f"{name}:needs",): f"{name}:needs cannot be called without arguments.",
+        ("no_such_module:make",): "There is no module 'no_such_module'.",
+        ("data.npz",): "This names no model.",
+        ("missing.keras",): "There is no such model file.",
+        ("missing.keras", "--weights", "other.pt"): "A model file has its own weights.",
+        (f"{name}:make", "--weights", "other.pt"): "These weights do not fit the model.",
+        (f"{name}:make", "--weights", "missing.pt"): "There is no such weights file.",
+    }
+    for arguments, line in first_lines.items():
+        said = rnnlens("layers", *arguments)
+        assert (said.code, said.err.splitlines()[0]) == (2, line)
+        assert "Traceback" not in said.err
+    assert rnnlens("layers", f"{name}:make", "--weights", "broken.pt").code == 2
+
+
+def test_a_damaged_model_file(rnnlens, folder):
+    (folder / "broken.keras").write_text("text")
+    said = rnnlens("layers", "broken.keras")
+    assert said.code == 2
+    assert said.err.startswith("This model file cannot be loaded.\n  got:      broken.keras: ")
+
+
+def test_our_errors_are_printed_without_a_traceback(rnnlens, keras_files):
+    good = keras_files / "good.keras"
+    first_lines = {
+        ("trace", good, "missing.npz"): "There is no such data file.",
+        ("trace", good, "data.npz", "-q", "hiden_grad"): "There is no quantity 'hiden_grad'.",
+        ("trace", good, "data.npz", "-o", "nowhere/run.nc"): "There is no such folder.",
+        ("trace", good, "data.npz", "-o", "run.txt"): "The format is told by the ending.",
+        ("trace", good, "data.npz", "--x", "z"): "No array named 'z' in data.npz.",
+        ("show", "missing.nc"): "There is no such file.",
+    }
+    for arguments, line in first_lines.items():
+        said = rnnlens(*arguments)
+        assert (said.code, said.err.splitlines()[0], said.out) == (2, line, "")
+        assert "Traceback" not in said.err
+    said = rnnlens("trace", good, "data.npz", "-l", "lsmt")
+    assert said.code == 2
+    assert "did you mean 'lstm'?" in said.err
+
+
+def test_show_what_is_not_there(rnnlens, folder, keras_files):
+    rnnlens("trace", keras_files / "good.keras", "data.npz", "-o", "run.nc", "-q", "hidden")
+    for name, line in {
+        "gru": "No layer named 'gru' in this trace.",
+        "lstm.gates": "'gates' was not computed for layer 'lstm': it is not among quantities=.",
+        "gru.hidden": "Nothing named 'gru.hidden' in this result.",
+    }.items():
+        said = rnnlens("show", "run.nc", name)
+        assert (said.code, said.err.splitlines()[0]) == (2, line)
+
+
+def test_a_failed_self_check_is_one_yellow_line(rnnlens, keras_files, monkeypatch):
+    import warnings
+
+    from rnnlens.results import checks
+
+    monkeypatch.setattr(checks, "FACTOR", 0.0)
+    monkeypatch.setattr("rnnlens.verbs.trace.rounding_bound", lambda *_, **__: 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        said = rnnlens("trace", keras_files / "good.keras", "data.npz")
+    assert said.code == 0
+    assert "warning: lstm: the replayed output differs from the captured one by" in said.err
+    assert "FAILED lstm: the replayed output differs" in said.out
+
+
+def test_an_interrupt_ends_with_its_own_code(rnnlens, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rnnlens.cli.models.load_model", interrupt)
+    assert rnnlens("layers", "m:f").code == 130
+
+
+def test_the_demo_is_handed_its_options(rnnlens, monkeypatch):
+    calls = []
+    monkeypatch.setattr("rnnlens.cli.demo.run", lambda *args, **kwargs: calls.append((args, kwargs)))
+    assert rnnlens("demo", "-o", "figures", "--epochs", "2").code == 0
+    ((args, kwargs),) = calls
+    assert str(args[0]) == "figures"
+    assert kwargs == {"epochs": 2, "seed": 0}
+
+
+def engine_chosen(environment, home):
+    code = (
+        "from rnnlens.cli import models; import os, importlib.util\n"
+        f"missing, present = {environment.pop('WITHOUT', '')!r}, importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name: None if name == missing else present(name)\n"
+        "models._choose_engine(announce=True); print(os.environ.get('KERAS_BACKEND'))"
+    )
+    clean = {"PATH": "/usr/bin:/bin", "HOME": str(home), **environment}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=clean)
+    return done.stdout.strip(), done.stderr.strip()
+
+
+def test_the_engine_is_the_users_choice_else_an_installed_one_and_it_is_said(tmp_path):
+    said = "Keras runs on {} (set KERAS_BACKEND to choose)"
+    assert engine_chosen({"KERAS_BACKEND": "torch"}, tmp_path) == ("torch", "")
+    assert engine_chosen({}, tmp_path) == ("jax", said.format("jax"))
+    assert engine_chosen({"WITHOUT": "jax"}, tmp_path) == ("torch", said.format("torch"))
+    (tmp_path / ".keras").mkdir()
+    (tmp_path / ".keras" / "keras.json").write_text('{"backend": "tensorflow"}')
+    assert engine_chosen({}, tmp_path) == ("tensorflow", said.format("tensorflow"))
+    assert engine_chosen({"WITHOUT": "tensorflow"}, tmp_path) == ("jax", said.format("jax"))
+    (tmp_path / ".keras" / "keras.json").write_text("damaged")
+    assert engine_chosen({}, tmp_path) == ("jax", said.format("jax"))
+
+
+def test_the_command_is_installed_and_runs_as_a_module(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "rnnlens.cli", "show", "none.nc"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[0] == "There is no such file."
+
+
+def test_a_command_leaves_no_option_behind(rnnlens, keras_files):
+    before = settings.current()
+    rnnlens("layers", keras_files / "good.keras")
+    assert settings.current() == before
