@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from ..errors import InputError, did_you_mean, message
-from ..vocabulary import BACKWARD, DIRECTION, FEATURE, GATE, SAMPLE, TIME, UNIT
+from ..vocabulary import BACKWARD, DIRECTION, FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME, UNIT, UNIT_IN
 
 Numbers = np.ndarray[Any, Any]
 
@@ -19,6 +19,15 @@ Numbers = np.ndarray[Any, Any]
 OVER_TIME = {1: (TIME,), 2: (TIME, UNIT), 3: (SAMPLE, TIME, UNIT), 4: (SAMPLE, TIME, GATE, UNIT)}
 
 _CHUNK = 1 << 22
+
+#: Words for dimensions that have no coordinate to read them from.
+_WORDS = {
+    TIME: "time step",
+    OUT_TIME: "output time step",
+    IN_TIME: "input time step",
+    FEATURE: "input feature",
+    UNIT_IN: "previous hidden unit",
+}
 
 
 @dataclass(frozen=True)
@@ -182,7 +191,7 @@ def axis_label(array: xr.DataArray, dim: Hashable) -> str:
     """The words for ``dim``: long_name of its coordinate, else its name."""
     if dim in array.coords:
         return str(array.coords[dim].attrs.get("long_name", dim)).replace("_", " ")
-    return "time step" if dim == TIME else str(dim).replace("_", " ")
+    return _WORDS.get(str(dim), str(dim).replace("_", " "))
 
 
 def value_label(array: xr.DataArray) -> str:

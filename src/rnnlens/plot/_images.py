@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import Normalize
+from matplotlib.colors import Normalize, SymLogNorm
+from matplotlib.ticker import FixedLocator, NullLocator
 
+from ._colour import scale_note
 from ._data import Numbers
-from ._panels import SEPARATOR, whole_numbers
+from ._panels import SEPARATOR, decade_ticks, whole_numbers, wrapped_label
 
 #: Cells of an image beyond which neighbours are merged: rows, columns.
-MOST_CELLS = (512, 1024)
+MOST_CELLS = (400, 550)
 
 #: Crosses drawn at most for missing values; beyond that their colour is seen anyway.
 MOST_CROSSES = 400
@@ -51,10 +53,11 @@ def extreme_of_blocks(matrix: Numbers, steps: tuple[int, int]) -> Numbers:
 
 
 def merge_note(steps: tuple[int, int], rows: str, columns: str) -> str | None:
-    """The sentence for a figure whose cells were merged; None where none were."""
+    """The sentence for a figure whose cells were merged, from the names of dimensions; None where none were."""
+    rows, columns = ("step" if word == "time" else word for word in (rows, columns))
     if steps == (1, 1):
         return None
-    return f"one cell shows {steps[0]} {rows} x {steps[1]} {columns}, by their value of largest magnitude"
+    return f"one cell shows {steps[0]} {rows}s x {steps[1]} {columns}s, by their value of largest magnitude"
 
 
 def edges(centres: Numbers) -> tuple[float, float]:
@@ -80,12 +83,14 @@ def draw_image(
     norm: Normalize | None,
     upward: bool = False,
     limits: tuple[int, int] = MOST_CELLS,
+    empty: Numbers | None = None,
     image: dict[str, Any] | None = None,
 ) -> Any:
     """One matrix (rows, columns) whose columns lie at ``x`` and rows at ``y``; returns the AxesImage.
 
     Cells beyond ``limits`` (rows, columns) are merged.
-    Non-finite cells take the colour of missing values and a cross. ``upward``: y grows upward.
+    Non-finite cells take the colour of missing values and a cross, the latter not where ``empty`` says
+    that there was no value to begin with. ``upward``: y grows upward.
     """
     x_even, y_even = evenly_spaced(x), evenly_spaced(y)
     xs, ys = (x if x_even else np.arange(len(x))), (y if y_even else np.arange(len(y)))
@@ -97,9 +102,9 @@ def draw_image(
     missing = ~np.isfinite(matrix)
     with np.errstate(invalid="ignore"):
         shown = np.ma.masked_invalid(extreme_of_blocks(np.where(missing, np.nan, matrix), steps), copy=False)
-    keywords = {"cmap": cmap, "norm": norm, "aspect": "auto", **(image or {})}
+    keywords = {"cmap": cmap, "norm": norm, "aspect": "auto", "interpolation": "nearest", **(image or {})}
     drawn = ax.imshow(shown, origin="lower" if upward else "upper", extent=extent, **keywords)
-    _cross_out(ax, missing, xs, ys)
+    _cross_out(ax, missing if empty is None else missing & ~empty, xs, ys)
     if not x_even:
         name_ticks(ax, "x", xs, [f"{value:g}" for value in x])
     if not y_even:
@@ -130,3 +135,17 @@ def separate(ax: Any, axis: str, size: int, names: Sequence[str], *, kind: str =
     middles = [(number + 0.5) * size - 0.5 for number in range(len(names))]
     name_ticks(ax, axis, middles, names, most=len(names))
     ax.tick_params(axis=axis, length=0)
+
+
+def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "") -> None:
+    """Colour bar beside ``axes``, its label wrapped to its length, its ticks far enough apart to be read."""
+    figure = axes[0].figure
+    bar = figure.colorbar(drawn, ax=list(axes), fraction=0.08, pad=0.02)
+    bar.ax.tick_params(labelsize="small" if label else "x-small")
+    if label:
+        bar.set_label(wrapped_label(label + scale_note(drawn.norm), 0.8 * figure.bbox.height / figure.dpi))
+    if isinstance(drawn.norm, SymLogNorm):
+        low, high = drawn.norm.vmin or 0.0, drawn.norm.vmax or 0.0
+        ticks = [tick for tick in decade_ticks(max(abs(low), abs(high))) if low <= tick <= high]
+        bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
+        bar.ax.yaxis.set_minor_locator(NullLocator())

@@ -111,13 +111,17 @@ def whole_numbers(ax: Any, *axes: str) -> None:
         getattr(ax, f"{axis}axis").set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
 
 
+def decade_ticks(limit: float) -> list[float]:
+    """0 and every other power of ten up to ``limit``, both signs."""
+    top = 10.0 ** math.floor(math.log10(limit))
+    return sorted([0.0] + [sign * top * 10.0**-k for k in range(0, DECADES, 2) for sign in (1, -1)])
+
+
 def log_around_zero(ax: Any, limit: float) -> None:
     """Symmetric logarithmic value axis over ``DECADES`` decades, with few enough ticks to be read."""
     limit = limit or 1.0
     ax.set_yscale("symlog", linthresh=limit * 10.0**-DECADES, linscale=0.5)
-    top = 10.0 ** math.floor(math.log10(limit))
-    ticks = [0.0] + [sign * top * 10.0**-k for k in range(0, DECADES, 2) for sign in (1, -1)]
-    ax.yaxis.set_major_locator(FixedLocator(sorted(ticks)))
+    ax.yaxis.set_major_locator(FixedLocator(decade_ticks(limit)))
     ax.yaxis.set_minor_locator(NullLocator())
 
 

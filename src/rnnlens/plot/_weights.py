@@ -54,7 +54,9 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
         )
     names = dataset.data_vars if isinstance(dataset, xr.Dataset) else dataset
     wanted = [str(name) for name in names if str(name).endswith("_grad") == grad and not _is_derived(str(name))]
-    found = [kernel for name in wanted for kernel in _split(name, _labelled(name, dataset[name], figure))]
+    recurrent = any(name.startswith("recurrent_kernel") for name in wanted)
+    arrays = {name: _labelled(name, dataset[name], figure, recurrent=recurrent) for name in wanted}
+    found = [kernel for name, array in arrays.items() for kernel in _split(name, array)]
     if not found:
         raise InputError(
             message(
@@ -71,10 +73,11 @@ def _is_derived(name: str) -> bool:
     return name.endswith(("_count", "_norm")) or name.startswith("bias_total")
 
 
-def _labelled(name: str, data: Any, figure: str) -> xr.DataArray:
+def _labelled(name: str, data: Any, figure: str, *, recurrent: bool) -> xr.DataArray:
+    """Plain arrays have gates where there is a recurrent kernel among them."""
     if isinstance(data, xr.DataArray):
         return labelled(data, figure)
-    dims = DIMS.get(name.removesuffix("_grad"))
+    dims = DIMS.get(name.removesuffix("_grad")) if recurrent else None
     rank = np.ndim(data)
     if dims is not None and rank == len(dims) + 1:
         dims = (DIRECTION, *dims)

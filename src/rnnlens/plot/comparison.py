@@ -11,7 +11,7 @@ from matplotlib.image import AxesImage
 
 from ..errors import InputError, message
 from ..vocabulary import DIRECTION, GATE, TIME
-from ._colour import DIVERGING, around_zero, scale_note
+from ._colour import DIVERGING, around_zero
 from ._data import (
     Half,
     Numbers,
@@ -26,13 +26,14 @@ from ._data import (
     title_of,
     value_label,
 )
-from ._images import IMSHOW, draw_image, merge_note, separate, steps_for
+from ._images import IMSHOW, colour_bar, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
 from ._layers import variable
-from ._panels import Panels, open_panels, wrapped_label
+from ._panels import Panels, open_panels
 from .maps import GUESS, axes_of, matrix_of, slots_of
 
-CELLS = (384, 512)
+#: Rows and columns that one panel can show.
+CELLS = (180, 240)
 
 
 def before_after(
@@ -124,7 +125,7 @@ def before_after(
                 place.set_title(" · ".join(p for p in (words, slots[slot][1]) if p), fontsize="small", pad=3)
     _finish(panels, columns[0], across, down, drawn if colorbar else None, value_label(first))
     rows = first.sizes[down] * (first.sizes[GATE] if _stacked(first, across, down) else 1)
-    merged = merge_note(steps_for((rows, first.sizes[across]), CELLS), f"{down}s", f"{across}s")
+    merged = merge_note(steps_for((rows, first.sizes[across]), CELLS), down, across)
     missing = [f"{name}: {note}" for name, one in zip(names, pair, strict=True) if (note := nonfinite_note(one.values))]
     panels.title(title or title_of(first) or "before and after", [thinned, merged, *missing])
     return panels.result()
@@ -174,14 +175,10 @@ def _draw(ax: Any, half: Half, where: dict[str, int], across: str, down: str, lo
 def _finish(panels: Panels, shown: list[Half], across: str, down: str, drawn: Any, label: str) -> None:
     """Labels, ticks and the one colour bar."""
     array = shown[0].data
-    panels.label(
-        [half.time_label if across == TIME else axis_label(array, across) for half in shown], axis_label(array, down)
-    )
+    words = f"gate, {axis_label(array, down)}" if _stacked(array, across, down) else axis_label(array, down)
+    panels.label([half.time_label if across == TIME else axis_label(array, across) for half in shown], words)
     if panels.owners:
         panels.outer_ticks_only()
     if drawn is None:
         return
-    last = panels.halves[-1]
-    bar = last[0].figure.colorbar(drawn, ax=last, fraction=0.06, pad=0.02)
-    bar.set_label(wrapped_label(label + scale_note(drawn.norm), 0.8 * last[0].figure.bbox.height / last[0].figure.dpi))
-    bar.ax.tick_params(labelsize="small")
+    colour_bar(panels.halves[-1], drawn, label)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.collections import PathCollection
 
-from ..recurrence.measures import finite_mean, quantiles, saturation_share
+from ..recurrence.measures import finite_mean, masked_mean, quantiles, saturation_share
 from ..vocabulary import GATE, SAMPLE, TIME
 from ._colour import DIVERGING, POSITIVE
 from ._data import (
@@ -24,13 +24,13 @@ from ._data import (
     require_dim,
     unit_dim,
 )
-from ._images import draw_image, merge_note, steps_for
+from ._images import colour_bar, draw_image, merge_note, steps_for
 from ._keywords import checked
 from ._layers import dataset_of, variable
 from ._panels import mark_steps, open_panels, whole_numbers
 
 #: Cells of one map.
-CELLS = (256, 384)
+CELLS = (120, 160)
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class _Gate:
     high_share: Numbers
     bounds: tuple[float, float]
     bad_steps: Numbers
+    empty_steps: Numbers
 
 
 def gates(
@@ -116,11 +117,11 @@ def gates(
                 axes[3 * number : 3 * number + 3], row, positions(half.data, TIME), keywords, last=number == count - 1
             )
         _name_columns(axes, half, axis_label(array, unit_dim(array)))
-    merged = merge_note(steps_for((array.sizes[unit_dim(array)], array.sizes[TIME]), CELLS), "units", "steps")
+    merged = merge_note(steps_for((array.sizes[unit_dim(array)], array.sizes[TIME]), CELLS), "unit", "step")
     notes = [
         nonfinite_note(array.values),
         merged,
-        "masked steps left out" if valid is not None and not valid.all() else None,
+        "masked steps left out, grey where no sample has one" if valid is not None and not valid.all() else None,
     ]
     head = " · ".join(str(part) for part in (array.attrs.get("layer"), "gate activity and saturation") if part)
     panels.title(title or head, notes)
@@ -148,12 +149,12 @@ def _summary(half: Half, number: int, valid: Numbers | None) -> _Gate:
     low = -0.9 if name == "candidate" else 0.1
     where = None if valid is None else valid[:, :, None]
     shut, opened = saturation_share(values, axis=(0, 1), low=low, high=0.9, where=where, xp=np)
-    bad = ~np.isfinite(values).all(axis=(0, 2))
-    kept = values if where is None else np.where(where, values, np.nan)
-    mean = finite_mean(kept, axis=0, xp=np).T
+    bad: Numbers = np.asarray(~np.isfinite(values).all(axis=(0, 2)))
+    mean = (values.mean(axis=0) if where is None else masked_mean(values, where, axis=0, xp=np)).T
+    nowhere = np.zeros(len(bad), dtype=bool) if valid is None else np.asarray(~valid.any(axis=0))
     top = largest_magnitude(values)
     bounds = (0.0, 1.0) if name != "candidate" and top <= 1 else (-max(1.0, top), max(1.0, top))
-    return _Gate(name, positions(half.data, TIME), mean, shut, opened, bounds, bad)
+    return _Gate(name, positions(half.data, TIME), mean, shut, opened, bounds, bad & ~nowhere, nowhere)
 
 
 def _draw_row(axes: list[Any], row: _Gate, steps: Numbers, keywords: dict[str, Any], *, last: bool) -> None:
@@ -176,10 +177,10 @@ def _draw_row(axes: list[Any], row: _Gate, steps: Numbers, keywords: dict[str, A
         cmap=POSITIVE if row.bounds[0] == 0 else DIVERGING,
         norm=None,
         limits=CELLS,
+        empty=np.broadcast_to(row.empty_steps, row.mean.shape),
         image={"vmin": row.bounds[0], "vmax": row.bounds[1]},
     )
-    bar = picture.figure.colorbar(image, ax=picture, fraction=0.08, pad=0.02)
-    bar.ax.tick_params(labelsize="x-small")
+    colour_bar([picture], image)
     look = {"s": float(np.clip(2500 / len(row.mean), 6, 30)), "color": "#d55e00", "alpha": 0.55, "linewidth": 0}
     saturation.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
     saturation.scatter(row.high_share, row.low_share, gid="saturation", clip_on=False, **{**look, **keywords})

@@ -9,9 +9,9 @@ import numpy as np
 import xarray as xr
 from matplotlib.image import AxesImage
 
-from ..recurrence.measures import finite_mean, safe_norm
+from ..recurrence.measures import safe_norm
 from ..vocabulary import DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
-from ._colour import DIVERGING, POSITIVE, around_zero, from_zero, scale_note
+from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
 from ._data import (
     Numbers,
     axis_label,
@@ -24,9 +24,9 @@ from ._data import (
     require_dim,
     value_label,
 )
-from ._images import IMSHOW, draw_image, merge_note, steps_for
+from ._images import IMSHOW, colour_bar, draw_image, merge_note, steps_for
 from ._keywords import checked
-from ._panels import open_panels, wrapped_label
+from ._panels import mark_steps, open_panels, whole_numbers, zero_line
 
 #: Dimensions of a plain array by its rank.
 GUESS = {
@@ -34,7 +34,8 @@ GUESS = {
     3: (SAMPLE, OUT_TIME, IN_TIME),
     5: (SAMPLE, OUT_TIME, OUT_UNIT, IN_TIME, IN_FEATURE),
 }
-CELLS = (768, 768)
+#: Rows and columns that one panel can show.
+CELLS = (360, 400)
 
 
 def block_norms(data: Any, figure: str, dims: Sequence[str] | None) -> tuple[xr.DataArray, bool]:
@@ -77,6 +78,7 @@ def time_jacobian(
 
     A full Jacobian is drawn as the Frobenius norm over output units and input features of each pair of steps; a reduced
     one as it is. White is 0: an input after the output has no effect on it. The diagonal is lag 0.
+    A single output step is drawn as a line over input steps.
 
     Parameters
     ----------
@@ -129,19 +131,19 @@ def time_jacobian(
         own = top if shared or limit is not None else largest_magnitude(matrix)
         drawn.append(_draw(place, matrix, array, own, keywords, log=log))
         place.set_title(words, fontsize="small", pad=3)
-    if colorbar:
-        for targets, one in (
-            [(panels.axes, drawn[-1])] if shared else [([p], d) for p, d in zip(panels.axes, drawn, strict=True)]
-        ):
-            bar = targets[0].figure.colorbar(one, ax=targets, fraction=0.08, pad=0.02)
-            bar.ax.tick_params(labelsize="small")
-            if shared:
-                label = value_label(array) + (" (Frobenius)" if taken else "") + scale_note(one.norm)
-                bar.set_label(wrapped_label(label, 0.8 * targets[0].figure.bbox.height / targets[0].figure.dpi))
-    panels.label(axis_label(array, IN_TIME), axis_label(array, OUT_TIME))
+    if colorbar and drawn[-1] is not None:
+        label = value_label(array) + (" (Frobenius)" if taken else "")
+        if shared:
+            colour_bar(panels.axes, drawn[-1], label)
+        else:
+            for place, one in zip(panels.axes, drawn, strict=True):
+                colour_bar([place], one)
+    panels.label(
+        axis_label(array, IN_TIME), axis_label(array, OUT_TIME) if len(matrices[0]) > 1 else value_label(array)
+    )
     if panels.owners and len(matrices) > 1:
         panels.outer_ticks_only()
-    merged = merge_note(steps_for(matrices[0].shape, CELLS), "output steps", "input steps")
+    merged = merge_note(steps_for(matrices[0].shape, CELLS), "output step", "input step")
     head = " · ".join(str(part) for part in (array.attrs.get("layer"), "time Jacobian") if part)
     panels.title(title or head, [*notes, merged, nonfinite_note(array.values)])
     return panels.result()
@@ -157,9 +159,7 @@ def _matrices(array: xr.DataArray, samples: str, most: int) -> tuple[list[str], 
         if SAMPLE not in part.dims or (samples == "mean" and part.sizes[SAMPLE] == 1):
             part, picked = part.squeeze(SAMPLE) if SAMPLE in part.dims else part, [-1]
         elif samples == "mean":
-            part = part.copy(data=part.values).reduce(
-                lambda values, axis: finite_mean(values, axis=axis, xp=np), SAMPLE
-            )
+            part = part.mean(SAMPLE, skipna=False)  # a missing value in any sample stays visible
             note, picked = f"mean over {array.sizes[SAMPLE]} samples", [-1]
         else:
             picked, note = choose(part.sizes[SAMPLE], most, "samples")
@@ -180,6 +180,8 @@ def _draw(ax: Any, matrix: Numbers, array: xr.DataArray, top: float, keywords: d
     if "vmin" in look or "vmax" in look:
         look["norm"] = None
     ax.tick_params(labelsize="small")
+    if len(matrix) == 1:
+        return _draw_row(ax, matrix[0], positions(array, IN_TIME), log=log)
     return draw_image(
         ax,
         matrix,
@@ -191,3 +193,17 @@ def _draw(ax: Any, matrix: Numbers, array: xr.DataArray, top: float, keywords: d
         limits=CELLS,
         image=look,
     )
+
+
+def _draw_row(ax: Any, row: Numbers, steps: Numbers, *, log: bool) -> None:
+    """The only output step there is, as a line; on a logarithmic axis where nothing is negative."""
+    bad = ~np.isfinite(row)
+    mark_steps(ax, steps[bad])
+    positive = log and not (row[~bad] < 0).any()
+    shown = np.where(bad | ((row == 0) & positive), np.nan, row)
+    ax.plot(steps, shown, color="#0072b2", linewidth=1.3, marker="." if len(steps) < 80 else None, gid="row")
+    if positive:
+        ax.set_yscale("log")
+    else:
+        zero_line(ax)
+    whole_numbers(ax, "x")

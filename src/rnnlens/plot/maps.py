@@ -11,7 +11,7 @@ from matplotlib.image import AxesImage
 
 from ..errors import InputError, message
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
-from ._colour import DIVERGING, around_zero, scale_note
+from ._colour import DIVERGING, around_zero
 from ._data import (
     Numbers,
     axis_label,
@@ -27,9 +27,9 @@ from ._data import (
     unit_dim,
     value_label,
 )
-from ._images import IMSHOW, draw_image, merge_note, separate, steps_for
+from ._images import IMSHOW, MOST_CELLS, colour_bar, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
-from ._panels import Panels, open_panels, wrapped_label
+from ._panels import Panels, open_panels
 
 #: Dimensions of a plain array by its rank.
 GUESS = {2: (TIME, "unit"), 3: (SAMPLE, TIME, "unit"), 4: (SAMPLE, TIME, GATE, "unit")}
@@ -143,7 +143,7 @@ def heatmap(
     _bars(panels, drawn, value_label(array), shared=shared, wanted=colorbar)
     if panels.owners:
         panels.outer_ticks_only()
-    merged = merge_note(steps_for((rows, array.sizes[across]), limits), f"{down}s", f"{across}s")
+    merged = merge_note(steps_for((rows, array.sizes[across]), limits), down, across)
     panels.title(title or title_of(array) or "heatmap", [thinned, merged, nonfinite_note(array.values)])
     return panels.result()
 
@@ -197,7 +197,7 @@ def matrix_of(data: xr.DataArray, across: str, down: str, stacked: bool) -> Numb
 
 def _cells(count: int) -> tuple[int, int]:
     """Rows and columns that one of ``count`` panels can show."""
-    return (512, 1024) if count == 1 else (384, 512) if count <= 4 else (256, 384)
+    return MOST_CELLS if count == 1 else (200, 300) if count <= 4 else (150, 220)
 
 
 def _size(count: int, rows: int) -> tuple[float, float]:
@@ -212,15 +212,7 @@ def _bars(panels: Panels, drawn: list[Any], label: str, *, shared: bool, wanted:
     if not wanted:
         return
     if shared:
-        last = panels.halves[-1]
-        bar = last[0].figure.colorbar(drawn[-1], ax=last, fraction=0.08, pad=0.02)
-        bar.ax.tick_params(labelsize="small")
-        bar.set_label(
-            wrapped_label(label + scale_note(drawn[-1].norm), 0.8 * last[0].figure.bbox.height / last[0].figure.dpi)
-        )
+        colour_bar(panels.halves[-1], drawn[-1], label)
         return
     for ax, image in zip(panels.axes, drawn, strict=True):
-        bar = ax.figure.colorbar(image, ax=ax, fraction=0.08, pad=0.02)
-        bar.ax.tick_params(labelsize="x-small")
-        if len(drawn) == 1:
-            bar.set_label(label + scale_note(image.norm))
+        colour_bar([ax], image, label if len(drawn) == 1 else "")

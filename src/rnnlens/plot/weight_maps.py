@@ -8,15 +8,15 @@ import numpy as np
 from matplotlib.image import AxesImage
 
 from ..recurrence.measures import quantiles
-from ._colour import DIVERGING, POSITIVE, around_zero, from_zero, scale_note
+from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
 from ._data import largest_magnitude, nonfinite_note
-from ._images import IMSHOW, draw_image, merge_note, separate, steps_for
+from ._images import IMSHOW, colour_bar, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
-from ._panels import Panels, open_panels, wrapped_label
+from ._panels import Panels, open_panels
 from ._weights import Kernel, kernels_of
 
 #: Rows and columns that one kernel can show.
-CELLS = (384, 1024)
+CELLS = (256, 800)
 
 
 def weights_heatmap(
@@ -88,7 +88,7 @@ def weights_heatmap(
     _bars(panels, drawn, f"|{label}|" if absolute else label, shared=shared, wanted=colorbar)
     panels.label("gate, unit" if any(kernel.gates for kernel in kernels) else "unit", "")
     what = "gradients of the weights" if grad else "weights"
-    merged = dict.fromkeys(f"{k.name}: {note}" for k in kernels if (note := merge_note(_steps(k), "rows", "units")))
+    merged = dict.fromkeys(f"{k.name}: {note}" for k in kernels if (note := merge_note(_steps(k), "row", "unit")))
     panels.title(title or " · ".join(p for p in (attrs.get("layer"), what) if p), [*merged, clipped])
     return panels.result()
 
@@ -163,13 +163,7 @@ def _bars(panels: Panels, drawn: list[Any], label: str, *, shared: bool, wanted:
     if not wanted:
         return
     if shared:
-        last = panels.halves[-1]
-        bar = last[0].figure.colorbar(drawn[-1], ax=last, fraction=0.08, pad=0.02)
-        bar.set_label(
-            wrapped_label(label + scale_note(drawn[-1].norm), 0.8 * last[0].figure.bbox.height / last[0].figure.dpi)
-        )
-        bar.ax.tick_params(labelsize="small")
+        colour_bar(panels.halves[-1], drawn[-1], label)
         return
     for ax, image in zip(panels.axes, drawn, strict=True):
-        bar = ax.figure.colorbar(image, ax=ax, fraction=0.08, pad=0.02)
-        bar.ax.tick_params(labelsize="x-small")
+        colour_bar([ax], image)

@@ -41,6 +41,18 @@ def finite_mean(array: Array, *, axis: int | tuple[int, ...], xp: Namespace | No
     return xp.where(count > 0, total / xp.where(count > 0, count, xp.ones_like(count)), xp.full_like(total, math.nan))
 
 
+def masked_mean(array: Array, where: Array, *, axis: int | tuple[int, ...], xp: Namespace | None = None) -> Array:
+    """Mean along ``axis`` over the positions where ``where`` (broadcastable) is True; NaN where it is nowhere.
+
+    What is NaN or infinite at such a position makes the mean so; elsewhere it does not matter.
+    """
+    xp = xp or array_namespace(array)
+    counted = xp.broadcast_to(where, array.shape)
+    count = xp.sum(xp.astype(counted, array.dtype), axis=axis)
+    total = xp.sum(xp.where(counted, array, xp.zeros_like(array)), axis=axis)
+    return xp.where(count > 0, total / xp.where(count > 0, count, xp.ones_like(count)), xp.full_like(total, math.nan))
+
+
 def quantiles(array: Array, *, q: Sequence[float], axis: int, xp: Namespace | None = None) -> tuple[Array, ...]:
     """Quantiles of the values along ``axis`` by linear interpolation between order statistics, one array per ``q``.
 
