@@ -87,6 +87,13 @@ def test_an_array_that_was_written_with_xarray_is_recognised(trace, tmp_path):
     xr.testing.assert_identical(files.open(tmp_path / "hidden.nc"), trace["gru"].hidden)
 
 
+def test_nan_is_a_value_in_a_file_and_not_a_hole(trace, tmp_path):
+    trace.save(tmp_path / "run.nc")
+    with h5py.File(tmp_path / "run.nc") as file:
+        assert np.isnan(file["lstm#1/hidden_grad"][0, 0, 0])
+        assert "_FillValue" not in file["lstm#1/hidden_grad"].attrs
+
+
 @each_format
 def test_saving_changes_nothing_in_the_result(trace, tmp_path, suffix):
     before = repr(trace.tree), {name: trace.dataset(name).copy(deep=True) for name in trace}

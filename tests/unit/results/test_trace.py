@@ -76,6 +76,12 @@ def test_a_name_is_never_a_prefix():
     )
 
 
+def test_a_name_is_never_the_end_of_another():
+    trace = Trace({"my_lstm": lstm_dataset("my_lstm"), "outer/your_lstm": lstm_dataset("outer/your_lstm")})
+    assert "lstm" not in trace
+    assert "your_lstm" in trace
+
+
 def test_a_layer_may_hold_layers_of_other_sizes():
     trace = Trace({"outer": lstm_dataset("outer", unit=7), "outer/gru": gru_dataset("outer/gru")})
     assert trace["outer"].hidden.sizes["unit"] == 7
