@@ -77,9 +77,9 @@ def test_a_name_is_never_a_prefix():
 
 
 def test_a_name_is_never_the_end_of_another():
-    trace = Trace({"my_lstm": lstm_dataset("my_lstm"), "outer/your_lstm": lstm_dataset("outer/your_lstm")})
-    assert "lstm" not in trace
-    assert "your_lstm" in trace
+    for name in ("my_lstm", "outer/my_lstm", "my_lstm#0"):
+        assert "lstm" not in Trace({name: lstm_dataset(name)})
+        assert "my_lstm" in Trace({name: lstm_dataset(name)})
 
 
 def test_a_layer_may_hold_layers_of_other_sizes():
