@@ -19,6 +19,7 @@ def test_the_bound_grows_with_the_root_of_the_steps():
     assert rounding_bound("float32", 400) == pytest.approx(20 * rounding_bound("float32", 1))
     assert rounding_bound("float64", 1) == 32 * 2.0**-52
     assert rounding_bound("float32", 1000) < 2e-4
+    assert rounding_bound("float16", 10**6) == 0.25
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
