@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import xarray as xr
 
 from ..errors import FileError, InputError, MissingDependencyError, RnnlensError, message
+from .attributes import decode, encode
 from .base import Result, result_class
 from .schema import SCHEMA_VERSION
 
@@ -120,6 +120,7 @@ def root_attrs(kind: str, meta: Mapping[str, Any]) -> dict[str, Any]:
 
 def _to_tree(result: Any) -> xr.DataTree:
     tree = _marked_tree(result)
+    encode(tree)
     tree.attrs[ORDER] = json.dumps({node.path: list(node.data_vars) for node in tree.subtree if node.has_data})
     return tree
 
@@ -137,7 +138,7 @@ def _marked_tree(result: Any) -> xr.DataTree:
     else:
         expected = "a result of rnnlens, a DataArray or a Dataset"
         raise InputError(message("This cannot be saved.", got=type(result).__qualname__, expected=expected))
-    return xr.DataTree(dataset.assign_attrs({**dataset.attrs, **root_attrs(kind, meta)}))
+    return xr.DataTree(dataset.copy(deep=False).assign_attrs(root_attrs(kind, meta)))
 
 
 def _from_tree(tree: xr.DataTree, source: Path) -> Any:
@@ -200,11 +201,11 @@ def _read(source: Path, engine: str, *, lazy: bool) -> xr.DataTree:
     options: dict[str, Any] = {**_DECODE, **({"consolidated": False} if engine == "zarr" else {})}
     try:
         opened = xr.open_datatree(source, engine=engine, chunks=None, **options)
-        if lazy:
-            return _normalised(opened)
-        with opened:
-            opened.load()
-        return _normalised(opened)
+        if not lazy:
+            with opened:
+                opened.load()
+        decode(opened)
+        return opened
     except RnnlensError:
         raise
     except Exception as error:  # whatever the libraries below say about a damaged file, the user meets one error
@@ -216,19 +217,6 @@ def _read(source: Path, engine: str, *, lazy: bool) -> xr.DataTree:
                 expected="a result saved by rnnlens, as netCDF (.nc) or Zarr (.zarr)",
             )
         ) from error
-
-
-def _normalised(tree: xr.DataTree) -> xr.DataTree:
-    """Attributes as plain Python values, and no traces of how the file encoded them."""
-    for node in tree.subtree:
-        node.attrs = _plain_attrs(node.attrs)
-        for variable in node.variables.values():
-            variable.attrs = _plain_attrs(variable.attrs)
-    return tree
-
-
-def _plain_attrs(attrs: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: value.item() if isinstance(value, np.generic) else value for key, value in attrs.items()}
 
 
 def _no_fill_values(tree: xr.DataTree) -> dict[str, Any]:

@@ -95,6 +95,29 @@ def test_nan_is_a_value_in_a_file_and_not_a_hole(trace, tmp_path):
 
 
 @each_format
+def test_attributes_of_every_kind_survive(trace, tmp_path, suffix):
+    attrs = {
+        "yes": True,
+        "none": None,
+        "count": 3,
+        "bytes": 2**40,
+        "flops": 2**70,
+        "share": 0.5,
+        "nan": float("inf"),
+        "empty": "",
+        "text": "json:not",
+        "list": [1, 2.5, "a"],
+        "map": {"mode": "reverse", "chunks": [1, None]},
+    }
+    jacobian = xr.DataArray(np.zeros((2, 3)), dims=("sample", "lag"), attrs=attrs, name="jacobian")
+    save(jacobian, tmp_path / f"j{suffix}")
+    back = files.open(tmp_path / f"j{suffix}")
+    assert back.attrs == attrs
+    assert {key: type(value) for key, value in back.attrs.items()} == {key: type(value) for key, value in attrs.items()}
+    assert jacobian.attrs == attrs
+
+
+@each_format
 def test_saving_changes_nothing_in_the_result(trace, tmp_path, suffix):
     before = repr(trace.tree), {name: trace.dataset(name).copy(deep=True) for name in trace}
     trace.save(tmp_path / f"run{suffix}")

@@ -1,0 +1,53 @@
+"""Attributes that files cannot hold (True, None, lists, mappings), written as text and read back as what they were."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+_MARK = "json:"
+
+
+def encode(tree: xr.DataTree) -> None:
+    """Make all attributes of a tree writable, in place."""
+    _change(tree, _to_file)
+
+
+def decode(tree: xr.DataTree) -> None:
+    """Turn the attributes of a tree that was read back into plain Python values, in place."""
+    _change(tree, _from_file)
+
+
+def _change(tree: xr.DataTree, change: Callable[[Any], Any]) -> None:
+    for node in tree.subtree:
+        node.attrs = _changed(node.attrs, change)
+        for variable in node.variables.values():
+            variable.attrs = _changed(variable.attrs, change)
+
+
+def _changed(attrs: Mapping[Any, Any], change: Callable[[Any], Any]) -> dict[Any, Any]:
+    return {key: change(value) for key, value in attrs.items()}
+
+
+def _to_file(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    native = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
+    if native or (isinstance(value, str) and not value.startswith(_MARK)):
+        return value
+    return _MARK + json.dumps(value, default=_plain)
+
+
+def _from_file(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(_MARK):
+        return json.loads(value.removeprefix(_MARK))
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know: arrays become lists, anything else its text."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
