@@ -7,12 +7,20 @@ the three engines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from ...typing import Array
 from ..protocol import Batch, Capture, CaptureRequest, LayerInfo, LayerWeights, Port, Pullback
 from . import discover
-from .capture import capture
+from .capture import capture, copy_of
+from .engines import current
+from .functional import differentiate
+from .nudge import nudged
+from .provenance import provenance
+from .pullback import KerasPullback
+from .weights import layer_weights
 
 
 class KerasAdapter:
@@ -27,6 +35,43 @@ class KerasAdapter:
     def capture(self, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         """One forward pass and, with a loss, one backward pass."""
         return capture(model, batch, request)
+
+    def provenance(self, model: Any) -> Mapping[str, str]:
+        """Framework, engine, dtype, device: plain strings."""
+        return provenance(model)
+
+    def pullback(
+        self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
+    ) -> Pullback:
+        """Run the model once, and keep what is needed to differentiate any ``of`` with respect to any ``wrt``."""
+        return KerasPullback(model, batch, of, wrt, cut)
+
+    def weights(self, model: Any) -> Mapping[str, LayerWeights]:
+        """All layers that have weights of their own, by node name; the halves of a bidirectional layer under its name."""
+        engine = current()
+        found = discover.places(model)
+        sites: dict[str, dict[str, Any]] = {}
+        layers: dict[str, Any] = {}
+        for site in found.sites:
+            sites.setdefault(site.name, {})[site.direction] = site.layer
+            layers[site.name] = site.owner
+        inner = {name for name in found.plain if any(other.startswith(name + "/") for other in found.names())}
+        layers.update({name: layer for name, layer in found.plain.items() if name not in inner | layers.keys()})
+        return {
+            name: layer_weights(layer, sites.get(name, {}), lambda v: copy_of(engine, v))
+            for name, layer in layers.items()
+            if layer.weights
+        }
+
+    def differentiate(
+        self, function: Callable[..., Any], arrays: Sequence[Array], model: Any
+    ) -> tuple[Array, Callable[[Array], list[Array]]]:
+        """Value of a user's function of tensors, and its pull-back."""
+        return differentiate(function, arrays, current())
+
+    def nudged(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
+        """Move a weight or the output of a layer for the length of a block; False where that cannot be done."""
+        return nudged(model, port, size)
 
 
 adapter = KerasAdapter()

@@ -132,9 +132,9 @@ class _Assembly:
 
     def _cell(self, cell: Any) -> Any:
         if id(cell) not in self._cells:
-            make = known_cell if known_kind(cell) is not None else KerasStepCell
-            convert = self._copy if make is known_cell else self._engine
-            self._cells[id(cell)] = make(cell, convert)
+            known = known_kind(cell) is not None
+            made = known_cell(cell, self._copy) if known else KerasStepCell(cell, self._engine)
+            self._cells[id(cell)] = made
         return self._cells[id(cell)]
 
     def _copy(self, variable: Any) -> Array:
@@ -170,14 +170,20 @@ class _Assembly:
             base = name.rpartition("#")[0]
             if base and base in self._times:
                 raise LayerNotFoundError(message(f"There is no call {name!r}.", hint=did_you_mean(name, nodes)))
-            raise ModelError(message(f"Layer {name!r} did not run in this forward pass.", hint=did_you_mean(name, nodes)))
+            raise ModelError(
+                message(f"Layer {name!r} did not run in this forward pass.", hint=did_you_mean(name, nodes))
+            )
         if not calls and not plain:
-            raise ModelError(message("No recurrent layer ran in this forward pass.", hint="does call() use its layers?"))
+            raise ModelError(
+                message("No recurrent layer ran in this forward pass.", hint="does call() use its layers?")
+            )
 
     def _notes(self, loss: float | None) -> list[str]:
         notes = []
         if loss is not None and not math.isfinite(loss):
-            notes.append(f"The loss is {loss}: gradients mean nothing, and the first quantity that is not finite is the cause.")
+            notes.append(
+                f"The loss is {loss}: gradients mean nothing, and the first quantity that is not finite is the cause."
+            )
         halves = {site.layer.compute_dtype for site in self._sites.values()} & {"float16", "bfloat16"}
         if halves:
             notes.append(f"Computed in {', '.join(sorted(halves))}, shown as float32; the loss scale is not applied.")

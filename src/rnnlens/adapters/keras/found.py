@@ -11,8 +11,10 @@ from keras.src.backend.common import global_state
 
 from .engines import Engine
 
+__all__ = ["SEEDS", "as_found", "global_state"]
+
 _UNINITIALIZED = "uninitialized_variables"
-_SEEDS = "global_seed_generator"
+SEEDS = "global_seed_generator"
 
 
 @contextmanager
@@ -25,10 +27,10 @@ def as_found(model: Any, engine: Engine) -> Iterator[None]:
     attributes = [(vars(layer), dict(vars(layer))) for layer in layers]
     losses = [(layer._losses, list(layer._losses), layer._loss_ids, set(layer._loss_ids)) for layer in layers]
     pending = list(global_state.get_global_attribute(_UNINITIALIZED, []) or [])
-    seeds = global_state.get_global_attribute(_SEEDS)
+    seeds = global_state.get_global_attribute(SEEDS)
     if seeds is None:
         # Keras would make one from Python's random numbers, and keep it.
-        global_state.set_global_attribute(_SEEDS, keras.random.SeedGenerator(0, name="rnnlens_seeds"))
+        global_state.set_global_attribute(SEEDS, keras.random.SeedGenerator(0, name="rnnlens_seeds"))
     try:
         with engine.preserved():
             yield
@@ -42,4 +44,4 @@ def as_found(model: Any, engine: Engine) -> Iterator[None]:
             now_ids.clear()
             now_ids.update(before_ids)
         global_state.set_global_attribute(_UNINITIALIZED, pending or None)
-        global_state.set_global_attribute(_SEEDS, seeds)
+        global_state.set_global_attribute(SEEDS, seeds)

@@ -28,7 +28,9 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], engine:
 
     def program(arguments: Any, tap: Callable[[str, Any], Any]) -> tuple[dict[str, Any], Any]:
         value = function(*(tap(str(i), tensor) for i, tensor in enumerate(arguments)))
-        if not keras.ops.is_tensor(value) or not keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype)):
+        if not keras.ops.is_tensor(value) or not keras.backend.is_float_dtype(
+            keras.backend.standardize_dtype(value.dtype)
+        ):
             raise InputError(
                 message(
                     "The function must return one tensor of floats, made with the framework's own operations.",
@@ -51,6 +53,9 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], engine:
                     hint="use the framework's own differentiable operations: no NumPy, no argmax, no conversion to int",
                 )
             )
-        return [np.zeros_like(a) if p is None else np.asarray(engine.to_array(p))[0] for p, a in zip(parts, arrays, strict=True)]
+        return [
+            np.zeros_like(a) if p is None else np.asarray(engine.to_array(p))[0]
+            for p, a in zip(parts, arrays, strict=True)
+        ]
 
     return np.asarray(value), pull

@@ -31,19 +31,21 @@ def plan(model: Any, batch: Batch) -> Loss:
 
 
 @contextmanager
-def undisturbed(model: Any) -> Iterator[None]:
-    """Weight regularisers count in the loss and not in its gradient; a loss not yet built leaves no trace."""
+def undisturbed(model: Any, *, regularised: bool = False) -> Iterator[None]:
+    """A loss not yet built leaves no trace; weight regularisers count in the loss, in its gradient only if ``regularised``."""
     own = vars(model)
     saved = {name: own[name] for name in ("_get_regularization_losses", "_compile_loss") if name in own}
     regularisation = model._get_regularization_losses
-    own["_get_regularization_losses"] = lambda: [keras.ops.stop_gradient(loss) for loss in regularisation()]
+    if not regularised:
+        own["_get_regularization_losses"] = lambda: [keras.ops.stop_gradient(loss) for loss in regularisation()]
     compiled = saved.get("_compile_loss")
     if compiled is not None and not compiled.built:
-        own["_compile_loss"] = CompileLoss(compiled._user_loss, compiled._user_loss_weights, output_names=compiled.output_names)
+        given, weights = compiled._user_loss, compiled._user_loss_weights
+        own["_compile_loss"] = CompileLoss(given, weights, output_names=compiled.output_names)
     try:
         yield
     finally:
-        own.pop("_get_regularization_losses")
+        own.pop("_get_regularization_losses", None)
         own.update(saved)
 
 
@@ -62,7 +64,9 @@ def _compiled(model: Any, batch: Batch) -> Loss:
         )
     has_loss = getattr(model, "_compile_loss", None) is not None
     if has_loss and batch.y is None and not overridden:
-        raise InputError(message("The compiled loss needs a target.", got="y=None", hint="pass y, or loss= of outputs alone"))
+        raise InputError(
+            message("The compiled loss needs a target.", got="y=None", hint="pass y, or loss= of outputs alone")
+        )
 
     def compiled(x: Any, y: Any, y_pred: Any, weight: Any) -> Any:
         return _scalar(model._compute_loss(x, y, y_pred, weight, training=batch.training))
@@ -74,13 +78,13 @@ def _given(batch: Batch) -> Callable[[Any, Any, Any], Any]:
     loss = batch.loss
     if isinstance(loss, str) or _is_own_function(loss):
         _need_target(batch)
-        return CompileLoss(_named(loss))
+        return _compiled_form(_named(loss))
     if isinstance(loss, keras.losses.Loss):
         _need_target(batch)
         return lambda y, y_pred, weight: loss(y, y_pred, sample_weight=weight)
     if isinstance(loss, (list, tuple, dict)):
         _need_target(batch)
-        return CompileLoss(loss)
+        return _compiled_form(loss)
     if not callable(loss):
         raise InputError(
             message(
@@ -97,6 +101,12 @@ def _given(batch: Batch) -> Callable[[Any, Any, Any], Any]:
             )
         )
     return lambda y, y_pred, weight: loss(y, y_pred)
+
+
+def _compiled_form(loss: Any) -> Callable[[Any, Any, Any], Any]:
+    """The loss as ``compile(loss=...)`` would take it: averaged over samples, several outputs, sample weights."""
+    form: Callable[[Any, Any, Any], Any] = CompileLoss(loss)
+    return form
 
 
 def _named(loss: Any) -> Any:

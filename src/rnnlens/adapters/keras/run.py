@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import keras
@@ -16,7 +17,7 @@ from . import loss as losses
 from .data import Data
 from .discover import Site
 from .engines import Engine, Tap
-from .found import _SEEDS, as_found, global_state
+from .found import SEEDS, as_found, global_state
 from .hooks import Call, Listener
 from .stamps import stamp, stamp_of_layers, stamp_of_tensors
 
@@ -52,25 +53,31 @@ class Job:
     tap_inputs: bool = False
     calls: list[Call] = field(default_factory=list)
 
+    @cached_property
     def variables(self) -> list[Any]:
-        """All variables whose values the run may read."""
-        seeds = global_state.get_global_attribute(_SEEDS)
+        """All variables whose values the run may read; those that it makes itself are not among them."""
+        seeds = global_state.get_global_attribute(SEEDS)
         metrics = getattr(self.model, "metrics_variables", [])
         found = [*self.model.variables, *metrics, *([] if seeds is None else [seeds.state])]
-        return list({id(v): v for v in found}.values())
+        return [v for v in {id(v): v for v in found}.values() if v._value is not None]
 
     def arguments(self, engine: Engine) -> dict[str, Any]:
         """Everything that changes from run to run, as one tree of tensors."""
-        variables = self.variables()
+        variables = self.variables
         random = _seed_states(variables)
-        seeds = [keras.ops.convert_to_tensor(v) if self.seed is None else _seeded(v, self.seed, i) for i, v in enumerate(random)]
+        seeds = [
+            keras.ops.convert_to_tensor(v) if self.seed is None else _seeded(v, self.seed, i)
+            for i, v in enumerate(random)
+        ]
         return {**self.data.arrays(), "values": engine.values(variables), "seeds": seeds}
 
 
 def program(job: Job, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]:
     """Run ``job`` once: (loss or None, (tensors of every call, outputs of the model))."""
-    variables = job.variables()
-    values = {} if arguments["values"] is None else {id(v): a for v, a in zip(variables, arguments["values"], strict=True)}
+    variables = job.variables
+    values = (
+        {} if arguments["values"] is None else {id(v): a for v, a in zip(variables, arguments["values"], strict=True)}
+    )
     values.update({id(v): a for v, a in zip(_seed_states(variables), arguments["seeds"], strict=True)})
     for key, variable in job.weights.items():
         values[id(variable)] = tap(f"weight|{key}", values.get(id(variable), keras.ops.convert_to_tensor(variable)))
@@ -101,9 +108,12 @@ class Result:
 
 def run(job: Job, engine: Engine) -> Result:
     """Run ``job`` and differentiate its loss with respect to every tap; the model is left as it was found."""
-    with as_found(job.model, engine), losses.undisturbed(job.model):
+    with as_found(job.model, engine):
         arguments = job.arguments(engine)
-        raw, calls = _compiled_or_eager(job, arguments, engine)
+        compile_it = not (_eagerly.get() or getattr(job.model, "run_eagerly", False))
+        key = _key(job, arguments) if compile_it else None
+        with losses.undisturbed(job.model):
+            raw, calls = _compiled_or_eager(job, arguments, engine, key)
     value, (arrays, outputs), gradients = raw
     made = [Call(c.place, c.half, c.index, a) for c, a in zip(calls, arrays, strict=True)]
     return Result(made, gradients, value, outputs)
@@ -128,8 +138,7 @@ class _Entry:
 _cache: weakref.WeakKeyDictionary[Any, OrderedDict[Any, _Entry]] = weakref.WeakKeyDictionary()
 
 
-def _compiled_or_eager(job: Job, arguments: Any, engine: Engine) -> tuple[Any, list[Call]]:
-    key = None if _eagerly.get() or getattr(job.model, "run_eagerly", False) else _key(job, arguments)
+def _compiled_or_eager(job: Job, arguments: Any, engine: Engine, key: Any) -> tuple[Any, list[Call]]:
     if key is not None:
         entry = _entry(job, key, engine)
         entry.live.append(job)

@@ -16,15 +16,15 @@ _KINDS = {
     keras.layers.GRUCell: "gru",
 }
 
+_NAMES = (
+    *("linear", "tanh", "sigmoid", "relu", "leaky_relu", "relu6", "elu", "celu", "selu", "softplus", "softsign"),
+    *("squareplus", "soft_shrink", "hard_shrink", "tanh_shrink", "sparse_plus", "silu", "gelu", "sparse_sigmoid"),
+    *("exponential", "hard_sigmoid", "hard_silu", "hard_tanh", "mish", "log_sigmoid", "softmax", "log_softmax"),
+    "sparsemax",
+)
+
 #: Keras' own activation functions that keep the shape of their input, by identity.
-_ACTIVATIONS: dict[Any, str] = {
-    getattr(keras.activations, name): name
-    for name in (
-        "linear tanh sigmoid relu leaky_relu relu6 elu celu selu softplus softsign squareplus soft_shrink hard_shrink "
-        "tanh_shrink sparse_plus silu gelu sparse_sigmoid exponential hard_sigmoid hard_silu hard_tanh mish log_sigmoid "
-        "softmax log_softmax sparsemax"
-    ).split()
-}
+_ACTIVATIONS: dict[Any, str] = {getattr(keras.activations, name): name for name in _NAMES}
 
 
 def known_kind(cell: Any) -> str | None:
@@ -78,9 +78,7 @@ def named_variables(layer: Any) -> dict[str, Any]:
 def layer_weights(layer: Any, halves: Mapping[str, Any], convert: Callable[[Any], Any]) -> LayerWeights:
     """All weights of one layer. ``halves`` maps a direction to the recurrent layer that runs that way."""
     variables = named_variables(layer)
-    cells = {
-        direction: known_cell(half.cell, convert) for direction, half in halves.items() if known_kind(half.cell)
-    }
+    cells = {direction: known_cell(half.cell, convert) for direction, half in halves.items() if known_kind(half.cell)}
     return LayerWeights(
         values={name: convert(v) for name, v in variables.items()},
         trainable={name: bool(v.trainable) for name, v in variables.items()},

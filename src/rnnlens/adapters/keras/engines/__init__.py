@@ -38,6 +38,9 @@ class Engine(Protocol):
     def like(self, array: Array, other: Array) -> Array:
         """A NumPy array as the kind of array that ``other``, a result of :meth:`to_array`, is."""
 
+    def join(self, arrays: Sequence[Array]) -> Array:
+        """Results of :meth:`to_array` joined along their first axis."""
+
     def own(self, array: Any) -> Any:
         """A copy where the engine would otherwise share memory with the user's array."""
 

@@ -21,23 +21,32 @@ class Jax:
     name = "jax"
 
     def to_array(self, tensor: Any) -> Array:
+        """A NumPy array (torch off the CPU: a torch tensor); halves become float32."""
         tensor = jnp.asarray(tensor)
         if tensor.dtype in (jnp.bfloat16, jnp.float16):
             tensor = tensor.astype(jnp.float32)
         return np.asarray(tensor)
 
     def like(self, array: Array, other: Array) -> Array:
+        """A NumPy array as the kind of array that ``other``, a result of :meth:`to_array`, is."""
         del other
         return array
 
+    def join(self, arrays: Sequence[Array]) -> Array:
+        """Results of :meth:`to_array` joined along their first axis."""
+        return np.concatenate(list(arrays))
+
     def own(self, array: Any) -> Any:
+        """A copy where the engine would otherwise share memory with the user's array."""
         # JAX on a CPU may use a NumPy array's own memory.
         return np.array(array) if isinstance(array, np.ndarray) else array
 
     def values(self, variables: Sequence[Any]) -> list[Any] | None:
+        """What to run with in place of the variables; None where the program may read them itself."""
         return [v._value for v in variables]
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
+        """Loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
         zeros = _zeros(program)
 
         def loss_of(zeros: dict[str, Any]) -> Any:
@@ -47,20 +56,25 @@ class Jax:
         return loss, aux, found
 
     def forward(self, program: Program) -> tuple[Any, Any]:
+        """Loss and aux, without gradients."""
         return program(lambda key, tensor: tensor)
 
     def compile(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``function`` compiled, or itself."""
         compiled: Callable[[Any], Any] = jax.jit(function)
         return compiled
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
+        """Process-wide state of the engine (random generators) is put back on exit."""
         yield
 
     def linearise(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> Any:
+        """Run ``program(arguments, tap)``, which returns (targets, aux), and keep what is needed to differentiate it."""
         return _Linearised(program, arguments)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:
+        """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""
         return _PerStep(function)
 
 
@@ -86,16 +100,17 @@ class _Linearised:
     def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> None:
         zeros = _zeros(lambda tap: (None, program(arguments, tap)))
 
-        @jax.jit
         def run(zeros: dict[str, Any], arguments: Any) -> Any:
             return program(arguments, _adding(zeros))
 
-        self.targets, pull, self.aux = jax.vjp(lambda z: run(z, arguments), zeros, has_aux=True)
+        compiled = jax.jit(run)
+        self.targets, pull, self.aux = jax.vjp(lambda z: compiled(z, arguments), zeros, has_aux=True)
         self._keys = list(zeros)
         self._pull = pull
         self._many = jax.jit(jax.vmap(lambda cotangents: pull(cotangents)[0]))
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
+        """Pull cotangents back; see the contract in ``engines/__init__.py``."""
         count = len(next(iter(cotangents.values())))
         linked = self._linked(cotangents)
         full = {}

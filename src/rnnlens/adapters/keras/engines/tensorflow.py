@@ -19,23 +19,32 @@ class TensorFlow:
     name = "tensorflow"
 
     def to_array(self, tensor: Any) -> Array:
+        """A NumPy array (torch off the CPU: a torch tensor); halves become float32."""
         tensor = tf.convert_to_tensor(tensor)
         if tensor.dtype in (tf.bfloat16, tf.float16):
             tensor = tf.cast(tensor, tf.float32)
         return tensor.numpy()
 
     def like(self, array: Array, other: Array) -> Array:
+        """A NumPy array as the kind of array that ``other``, a result of :meth:`to_array`, is."""
         del other
         return array
 
+    def join(self, arrays: Sequence[Array]) -> Array:
+        """Results of :meth:`to_array` joined along their first axis."""
+        return np.concatenate(list(arrays))
+
     def own(self, array: Any) -> Any:
+        """A copy where the engine would otherwise share memory with the user's array."""
         return array
 
     def values(self, variables: Sequence[Any]) -> list[Any] | None:
+        """What to run with in place of the variables; None where the program may read them itself."""
         del variables
         return None
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
+        """Loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
         points: dict[str, Any] = {}
         with tf.GradientTape(watch_accessed_variables=False) as tape:
 
@@ -50,21 +59,26 @@ class TensorFlow:
         return loss, aux, {key: tf.convert_to_tensor(g) for key, g in found.items()}
 
     def forward(self, program: Program) -> tuple[Any, Any]:
+        """Loss and aux, without gradients."""
         return program(lambda key, tensor: tensor)
 
     def compile(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``function`` compiled, or itself."""
         # No autograph: Keras layers do not need it, and the user's exceptions keep their text.
         compiled: Callable[[Any], Any] = tf.function(function, autograph=False)
         return compiled
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
+        """Process-wide state of the engine (random generators) is put back on exit."""
         yield
 
     def linearise(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> Any:
+        """Run ``program(arguments, tap)``, which returns (targets, aux), and keep what is needed to differentiate it."""
         return _Linearised(program, arguments)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:
+        """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""
         return _PerStep(function)
 
 
@@ -118,6 +132,7 @@ class _Linearised:
         return shapes, paths
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
+        """Pull cotangents back; see the contract in ``engines/__init__.py``."""
         names = list(cotangents)
         targets = [self.targets[name] for name in names]
         linked = set().union(*(self._paths[name] for name in names))
@@ -143,9 +158,11 @@ class _PerStep:
         self._function = function
 
     def vjp(self, inputs: Any, cotangents: Any) -> Any:
+        """Pull cotangents back; see the contract in ``engines/__init__.py``."""
         return self._pull(inputs, cotangents)
 
     def jacobian(self, inputs: Any) -> Any:
+        """Rows of [new states, output] by states and by input."""
         return self._rows(inputs)
 
     def _vjp(self, inputs: Any, cotangents: Any) -> Any:

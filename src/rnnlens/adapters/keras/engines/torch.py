@@ -19,24 +19,33 @@ class Torch:
     name = "torch"
 
     def to_array(self, tensor: Any) -> Array:
+        """A NumPy array (torch off the CPU: a torch tensor); halves become float32."""
         tensor = torch.as_tensor(tensor).detach()
         if tensor.dtype in (torch.bfloat16, torch.float16):
             tensor = tensor.to(torch.float32)
         return tensor if tensor.device.type != "cpu" else tensor.resolve_conj().numpy()
 
     def like(self, array: Array, other: Array) -> Array:
+        """A NumPy array as the kind of array that ``other``, a result of :meth:`to_array`, is."""
         return torch.as_tensor(array, device=other.device) if isinstance(other, torch.Tensor) else array
 
+    def join(self, arrays: Sequence[Array]) -> Array:
+        """Results of :meth:`to_array` joined along their first axis."""
+        return torch.cat(list(arrays)) if isinstance(arrays[0], torch.Tensor) else np.concatenate(list(arrays))
+
     def own(self, array: Any) -> Any:
+        """A copy where the engine would otherwise share memory with the user's array."""
         if isinstance(array, torch.Tensor):
             return array.detach().clone()
         return np.array(array)
 
     def values(self, variables: Sequence[Any]) -> list[Any] | None:
+        """What to run with in place of the variables; None where the program may read them itself."""
         # Detached twins share memory with the parameters and leave requires_grad and grad alone.
         return [v._value.detach() for v in variables]
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
+        """Loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
         points: dict[str, Any] = {}
         with torch.enable_grad():
             loss, aux = program(_tapping(points))
@@ -45,22 +54,27 @@ class Torch:
         return loss.detach(), aux, dict(zip(points, zeros, strict=True))
 
     def forward(self, program: Program) -> tuple[Any, Any]:
+        """Loss and aux, without gradients."""
         with torch.no_grad():
             return program(lambda key, tensor: tensor)
 
     def compile(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``function`` compiled, or itself."""
         return function
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
+        """Process-wide state of the engine (random generators) is put back on exit."""
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=list(devices)):
             yield
 
     def linearise(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> Any:
+        """Run ``program(arguments, tap)``, which returns (targets, aux), and keep what is needed to differentiate it."""
         return _Linearised(program, arguments)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:
+        """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""
         return _PerStep(function)
 
 
@@ -93,6 +107,7 @@ class _Linearised:
             self.targets, self.aux = program(arguments, _tapping(self._points))
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
+        """Pull cotangents back; see the contract in ``engines/__init__.py``."""
         targets = [self.targets[name] for name in cotangents]
         given = [
             torch.as_tensor(c, dtype=t.dtype, device=t.device)
@@ -118,10 +133,12 @@ class _PerStep:
         self._function = function
 
     def step(self, x: Any, states: Any, weights: Any) -> Any:
+        """Output and new states."""
         with torch.no_grad():
             return self._function(x, states, weights)
 
     def vjp(self, inputs: Any, cotangents: Any) -> Any:
+        """Pull cotangents back; see the contract in ``engines/__init__.py``."""
         x, states, weights = inputs
         leaves = [t.detach().requires_grad_() for t in (x, *states, *weights.values())]
         count = len(states)
@@ -133,6 +150,7 @@ class _PerStep:
         return filled[0], filled[1 : 1 + count], dict(zip(weights, filled[1 + count :], strict=True))
 
     def jacobian(self, inputs: Any) -> Any:
+        """Rows of [new states, output] by states and by input."""
         x, states, weights = inputs
         sizes = [s.shape[-1] for s in states]
         x = x.detach().requires_grad_()

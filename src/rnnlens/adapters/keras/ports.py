@@ -1,0 +1,136 @@
+"""Where a :class:`Port` sits in a run: the key of its tap, and whether its time axis is turned round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
+from ..protocol import Port
+from .discover import Places, Site, base_name
+from .weights import named_variables
+
+#: Mark of the place where a bidirectional layer as a whole is listened to, besides its two halves.
+_WHOLE = "~whole"
+
+
+@dataclass
+class Spots:
+    """All ports of one pullback, resolved: the key of each, and what has to be listened to for them."""
+
+    found: Places
+    keys: dict[Port, str] = field(default_factory=dict)
+    turned: set[Port] = field(default_factory=set)
+    sites: dict[int, Site] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, port: Port, model: Any) -> None:
+        """Resolve ``port``.
+
+        Raises
+        ------
+        LayerNotFoundError, InputError, UnsupportedError
+            If there is no such tensor.
+        """
+        if port in self.keys:
+            return
+        if port.kind == "weight":
+            self.keys[port] = self._weight(port, model)
+        elif port.layer is None:
+            self.keys[port] = self._of_model(port)
+        else:
+            self.keys[port] = self._of_layer(port)
+
+    def heard_sites(self) -> list[Site]:
+        """The sites to listen to, both halves of a bidirectional layer so that halves keep their numbers."""
+        names = {site.name for site in self.sites.values()}
+        return [site for site in self.found.sites if site.name in names]
+
+    @staticmethod
+    def _of_model(port: Port) -> str:
+        if port.kind in ("input", "output"):
+            return f"model|{port.kind}/{port.index}"
+        if port.kind == "loss":
+            return "model|loss"
+        raise InputError(message(f"A model has no {port.kind}.", hint="name a recurrent layer"))
+
+    def _of_layer(self, port: Port) -> str:
+        assert port.layer is not None
+        name = base_name(port.layer, self.found)
+        index = port.layer[len(name) + 1 :] or "0"
+        halves = [site for site in self.found.sites if site.name == name]
+        if not halves:
+            return self._of_plain(port, name, self.found.plain[name], index)
+        if port.direction is None and halves[0].bidirectional:
+            if port.kind not in ("input", "output"):
+                raise InputError(
+                    message(
+                        f"{port.kind} of the bidirectional layer {name!r} exists once per half.",
+                        hint='direction="forward" or direction="backward"',
+                    )
+                )
+            return self._of_plain(port, name + _WHOLE, halves[0].owner, index)
+        return self._of_site(port, halves, index)
+
+    def _of_plain(self, port: Port, place: str, layer: Any, index: str) -> str:
+        if port.kind not in ("input", "output"):
+            raise InputError(message(f"Layer {port.layer!r} has no {port.kind}: it is not recurrent."))
+        self.plain[place] = layer
+        return f"{place}|0|{index}|{port.kind}/{port.index}"
+
+    def _of_site(self, port: Port, halves: list[Site], index: str) -> str:
+        half = next((i for i, s in enumerate(halves) if port.direction in (None, s.direction)), None)
+        if half is None:
+            raise InputError(
+                message(
+                    f"Layer {port.layer!r} does not run {port.direction}.", expected=f"{halves[0].direction!r} or None"
+                )
+            )
+        site = halves[half]
+        if site.refusal is not None:
+            raise UnsupportedError(site.refusal)
+        self.sites[id(site)] = site
+        name: str = port.kind
+        count = len(keras.tree.flatten(site.layer.state_size))
+        if port.kind == "output" and port.index == 0:
+            if site.layer.go_backwards and site.layer.return_sequences:
+                self.turned.add(port)
+        elif port.kind == "output":
+            name = f"final_state/{port.index - 1}"
+        elif port.kind in ("initial_state", "final_state"):
+            _check_index(port, count)
+            name = f"{port.kind}/{port.index}"
+        if name.startswith("final_state") and not site.layer.return_state:
+            raise InputError(
+                message(f"Layer {port.layer!r} does not return its final state.", hint="make it with return_state=True")
+            )
+        return f"{site.name}|{half}|{index}|{name}"
+
+    def _weight(self, port: Port, model: Any) -> str:
+        layer = model
+        if port.layer is not None:
+            name = base_name(port.layer, self.found)
+            halves = [s for s in self.found.sites if s.name == name]
+            layer = halves[0].owner if halves else self.found.plain[name]
+            if port.direction is not None:
+                layer = next((s.layer for s in halves if s.direction == port.direction), layer)
+        variables = named_variables(layer)
+        if port.key not in variables:
+            where = "the model" if port.layer is None else f"layer {port.layer!r}"
+            raise LayerNotFoundError(
+                message(f"There is no weight {port.key!r} in {where}.", hint=did_you_mean(port.key, variables))
+            )
+        variable = variables[port.key]
+        tap = next((key for key, v in self.weights.items() if v is variable), variable.path)
+        self.weights[tap] = variable
+        return f"weight|{tap}"
+
+
+def _check_index(port: Port, count: int) -> None:
+    if not 0 <= port.index < count:
+        raise InputError(
+            message(f"Layer {port.layer!r} has no state number {port.index}.", expected=f"0 to {count - 1}")
+        )

@@ -1,0 +1,153 @@
+"""One run of a model, kept so that any port can be differentiated with respect to any other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ...errors import InputError, LayerNotFoundError, message
+from ...typing import Array
+from ..protocol import Batch, Port, Pullback
+from . import loss as losses
+from .data import prepare
+from .discover import places
+from .engines import Engine, Tap, current
+from .found import as_found
+from .ports import Spots
+from .run import Job, program
+
+#: Bytes that the cotangents of one chunk may take, with what an engine needs around them.
+_CHUNK = 512 * 2**20
+_AROUND = 16
+
+
+class KerasPullback:
+    """Implements :class:`rnnlens.adapters.protocol.Pullback`."""
+
+    def __init__(
+        self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
+    ) -> None:
+        self._engine: Engine = current()
+        self._spots = Spots(places(model))
+        for port in (*of, *wrt, *cut):
+            self._spots.add(port, model)
+        self._of, self._wrt, self._cut = tuple(of), tuple(wrt), tuple(cut)
+        self._linear: Any = None
+        self.values: Mapping[Port, Array] = {}
+        self._run(model, batch)
+
+    def _run(self, model: Any, batch: Batch) -> None:
+        with_loss = any(port.kind == "loss" for port in (*self._of, *self._wrt))
+        loss = losses.plan(model, batch) if with_loss else None
+        job = self._job(model, batch, loss)
+        with as_found(model, self._engine), losses.undisturbed(model, regularised=True):
+            self._linear = self._engine.linearise(self._program(job), job.arguments(self._engine))
+        heard = {**self._linear.aux, **self._linear.targets}
+        values = {}
+        for port, key in self._spots.keys.items():
+            if key not in heard:
+                raise LayerNotFoundError(_missing(port))
+            values[port] = self._turned(port, self._engine.to_array(heard[key]), axis=1)
+        self.values = values
+
+    def _job(self, model: Any, batch: Batch, loss: losses.Loss | None) -> Job:
+        wanted = frozenset(self._spots.keys[port] for port in (*self._wrt, *self._cut))
+        return Job(
+            model=model,
+            data=prepare(model, batch, self._engine),
+            sites=self._spots.heard_sites(),
+            plain=self._spots.plain,
+            training=batch.training,
+            seed=batch.seed,
+            loss=loss,
+            wanted=wanted,
+            keep=frozenset(self._spots.keys.values()) | {"outputs"},
+            weights=self._spots.weights,
+            tap_inputs=any(key.startswith("model|input") for key in wanted),
+        )
+
+    def _program(self, job: Job) -> Any:
+        of = {self._spots.keys[port] for port in self._of}
+        keys, cut = set(self._spots.keys.values()), {self._spots.keys[port] for port in self._cut}
+
+        def run(arguments: Any, tap: Tap) -> tuple[dict[str, Any], Any]:
+            heard: dict[str, Any] = {f"model|input/{i}": t for i, t in enumerate(keras.tree.flatten(arguments["x"]))}
+
+            def noting(key: str, tensor: Any) -> Any:
+                heard[key] = tap(key, keras.ops.stop_gradient(tensor) if key in cut else tensor)
+                return heard[key]
+
+            value, (arrays, outputs) = program(job, arguments, noting)
+            for call, tensors in zip(job.calls, arrays, strict=True):
+                heard.update({f"{call.key}|{name}": tensor for name, tensor in tensors.items()})
+            heard.update({f"model|output/{i}": t for i, t in enumerate(keras.tree.flatten(outputs))})
+            if value is not None:
+                heard["model|loss"] = value
+            _check_targets(of, heard)
+            return {key: heard[key] for key in of}, {key: heard[key] for key in keys - of if key in heard}
+
+        return run
+
+    def vjp(self, cotangents: Mapping[Port, Array]) -> dict[Port, Array | None]:
+        """K cotangents per ``of`` port, first axis K, to K gradients per ``wrt`` port; None where no path leads."""
+        if self._linear is None:
+            raise InputError(message("This pullback is closed.", hint="use it inside its with block"))
+        given = {self._spots.keys[p]: self._turned(p, self._checked(p, c), axis=2) for p, c in cotangents.items()}
+        count = len(next(iter(given.values())))
+        size = self._chunk(count)
+        parts = [self._linear.vjp({k: c[i : i + size] for k, c in given.items()}) for i in range(0, count, size)]
+        return {port: self._joined(port, [part.get(self._spots.keys[port]) for part in parts]) for port in self._wrt}
+
+    def _joined(self, port: Port, rows: list[Any]) -> Array | None:
+        if rows[0] is None:
+            return None
+        arrays = [self._engine.to_array(row) for row in rows]
+        return self._turned(port, arrays[0] if len(arrays) == 1 else self._engine.join(arrays), axis=2)
+
+    def _chunk(self, count: int) -> int:
+        per_row: int = sum(8 * math.prod(array.shape) for array in self.values.values()) * _AROUND
+        return min(count, max(1, _CHUNK // max(per_row, 1)))
+
+    def _checked(self, port: Port, cotangent: Array) -> Array:
+        if port not in self._of:
+            raise InputError(message("A cotangent was given for a port that is not among of=.", got=port))
+        shape = tuple(self.values[port].shape)
+        if tuple(cotangent.shape)[1:] != shape:
+            raise InputError(
+                message("A cotangent does not fit its port.", got=tuple(cotangent.shape), expected=("K", *shape))
+            )
+        return cotangent
+
+    def _turned(self, port: Port, array: Array, axis: int) -> Array:
+        if port not in self._spots.turned:
+            return array
+        return np.flip(array, axis).copy() if isinstance(array, np.ndarray) else array.flip(axis)
+
+    def __enter__(self) -> Pullback:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._linear = None
+
+
+def _check_targets(of: set[str], heard: Mapping[str, Any]) -> None:
+    for key in of:
+        if key not in heard:
+            raise LayerNotFoundError(message(f"{_spoken(key)} does not appear in this forward pass."))
+        kind = keras.backend.standardize_dtype(heard[key].dtype)
+        if not keras.backend.is_float_dtype(kind):
+            raise InputError(message(f"{_spoken(key)} cannot be differentiated.", got=f"dtype {kind}"))
+
+
+def _spoken(key: str) -> str:
+    place, *_, name = key.split("|")
+    return f"{place}.{name}"
+
+
+def _missing(port: Port) -> str:
+    where = "model" if port.layer is None else f"layer {port.layer!r}"
+    return message(f"The {port.kind} number {port.index} of the {where} does not appear in this forward pass.")
