@@ -7,6 +7,7 @@ the upper rows can only be used if the gradient of the loss, taken at the last s
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def run(
     portraits = []
     with _progress(console) as progress:
         for kind in cells:
-            keras.utils.set_random_seed(seed)
+            set_seeds(keras, seed)
             model = build(keras, kind, units)
             fitting = partial(fit, keras, model, digits, epochs or RECIPES[kind].epochs, progress(kind))
             portraits.append(portray(model, digits, fitting))
@@ -121,6 +122,18 @@ def load_keras() -> Any:
             message("The demo trains Keras models.", got=str(error), hint="pip install 'rnnlens[demo]'")
         ) from error
     return keras
+
+
+def set_seeds(keras: Any, seed: int) -> None:
+    """Fix the initial weights and the order of the batches.
+
+    ``keras.utils.set_random_seed`` loads TensorFlow wherever it is installed, seconds of which JAX has no use.
+    """
+    if keras.backend.backend() == "jax":
+        random.seed(seed)  # from which Keras draws the seed of each initializer
+        np.random.seed(seed)  # noqa: NPY002  from which Keras draws the order of the batches
+    else:
+        keras.utils.set_random_seed(seed)
 
 
 def load_digits(train: int | None, seed: int) -> Digits:
