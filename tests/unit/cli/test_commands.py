@@ -278,3 +278,28 @@ def test_a_command_leaves_no_option_behind(rnnlens, keras_files):
     before = settings.current()
     rnnlens("layers", keras_files / "good.keras")
     assert settings.current() == before
+
+
+def test_a_keras_factory_takes_a_weights_file(rnnlens, folder, module):
+    name = module(
+        """
+        import keras
+
+        def make():
+            return keras.Sequential([keras.Input((4, 2)), keras.layers.LSTM(3, name="lstm"), keras.layers.Dense(1)])
+
+        def other():
+            return keras.Sequential([keras.Input((4, 2)), keras.layers.LSTM(5, name="lstm")])
+        """
+    )
+    model = __import__(name).make()
+    model.save_weights("model.weights.h5")
+    data = np.load("data.npz")
+    arguments = ("data.npz", "--weights", "model.weights.h5", "--loss", "mse", "-o", "run.nc")
+    said = rnnlens("trace", f"{name}:make", *arguments)
+    assert said.code == 0, said.err
+    expected = rl.trace(model, data["x"], data["y"], loss="mse")
+    np.testing.assert_array_equal(rl.open("run.nc")["lstm"].hidden_grad, expected["lstm"].hidden_grad)
+    said = rnnlens("trace", f"{name}:other", *arguments)
+    assert said.code == 2
+    assert said.err.splitlines()[0] == "These weights do not fit the model."
