@@ -7,7 +7,9 @@ single layer and no dropout inside, that changes no value, and it is the mode in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,11 +188,20 @@ def _one_layer(
     ]
     flat = [weight for half in stand_ins for weight in half.values()]
     hx: Any = states if len(states) > 1 else states[0]
-    if call.batch_sizes is not None:
-        output, *finals = func(x, call.batch_sizes, hx, flat, call.bias, 1, 0.0, True, call.bidirectional)
-    else:
-        output, *finals = func(x, hx, flat, call.bias, 1, 0.0, True, call.bidirectional, False)
+    with _without_advice():
+        if call.batch_sizes is not None:
+            output, *finals = func(x, call.batch_sizes, hx, flat, call.bias, 1, 0.0, True, call.bidirectional)
+        else:
+            output, *finals = func(x, hx, flat, call.bias, 1, 0.0, True, call.bidirectional, False)
     return Piece(x, x.detach(), states, recorder.handed(owner, layer, output), tuple(finals), stand_ins)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Torch advises on the speed of one kernel or another; a user who called none of them has no use for it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(oneDNN|contiguous chunk of memory).*", category=UserWarning)
+        yield
 
 
 def _cell(

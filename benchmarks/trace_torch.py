@@ -1,0 +1,165 @@
+"""rl.trace against torch's own forward and backward pass: time and memory, as ratios in one run.
+
+    python benchmarks/trace_torch.py [--small] [--rounds 5] [--device cpu cuda]
+
+Two LSTM layers of 256 units, batch 64, 500 steps, 32 features, a loss at every step. What is compared:
+
+full trace
+    ``rl.trace(model, x, y, loss=...)``, all quantities of both layers, checks included, against ``loss.backward()``.
+upper output_grad
+    ``rl.trace(..., layers=["rnn[1]"], quantities=["output_grad"])`` against the same.
+
+Times are medians of interleaved rounds after one round that warms up. Memory is the high-water mark of a process of its
+own above what it held before the first call. Without a CUDA device the CUDA rows say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+BAR = 3.0
+PARTS = ("torch", "full", "upper")
+
+
+def build(small: bool, device: str):
+    """Model and batch; the same in every process."""
+    import torch
+    from torch import nn
+
+    units, batch, steps, features = (32, 8, 50, 4) if small else (256, 64, 500, 32)
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(features, units, num_layers=2, batch_first=True)
+            self.head = nn.Linear(units, 1)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0])
+
+    model = Model().to(device)
+    return model, torch.randn(batch, steps, features, device=device), torch.randn(batch, steps, 1, device=device)
+
+
+def jobs(small: bool, device: str):
+    """What is timed, by name; each waits for its result and leaves nothing behind."""
+    import torch
+
+    import rnnlens as rl
+
+    model, x, y = build(small, device)
+    loss = torch.nn.functional.mse_loss
+
+    def waited(job):
+        def run():
+            result = job()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            return result
+
+        return run
+
+    def torchs_own():
+        model.train()
+        model.zero_grad()
+        loss(model(x), y).backward()
+
+    return {
+        "torch": waited(torchs_own),
+        "full": waited(lambda: rl.trace(model, x, y, loss=loss)),
+        "upper": waited(lambda: rl.trace(model, x, y, loss=loss, layers=["rnn[1]"], quantities=["output_grad"])),
+    }
+
+
+def times(small: bool, device: str, rounds: int):
+    """Median seconds by part."""
+    todo = jobs(small, device)
+    seconds = {part: [] for part in PARTS}
+    for index in range(rounds + 1):
+        for part, job in todo.items():
+            start = time.perf_counter()
+            job()
+            if index:
+                seconds[part].append(time.perf_counter() - start)
+    return {part: statistics.median(values) for part, values in seconds.items()}
+
+
+def peak(small: bool, part: str) -> tuple[int, int]:
+    """Bytes above the start at the highest point of one call, and bytes that it returned; in a process of its own."""
+    import psutil
+
+    job = jobs(small, "cpu")[part]
+    process = psutil.Process()
+    start, highest, done = process.memory_info().rss, 0, threading.Event()
+
+    def watch():
+        nonlocal highest
+        while not done.wait(0.002):
+            highest = max(highest, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    result = job()
+    done.set()
+    watcher.join()
+    returned = 0 if result is None else sum(result[name].dataset.nbytes for name in result)
+    return highest - start, returned
+
+
+def report(device: str, rows: dict[str, float]) -> bool:
+    """Print the ratios; whether the bar is kept."""
+    full, upper = rows["full"] / rows["torch"], rows["upper"] / rows["torch"]
+    print(f"{device:5}  torch forward + backward  {rows['torch']:8.3f} s")
+    print(f"{device:5}  full trace                {rows['full']:8.3f} s   {full:5.2f} x   (bar {BAR} x)")
+    print(f"{device:5}  upper output_grad         {rows['upper']:8.3f} s   {upper:5.2f} x")
+    return full <= BAR
+
+
+def report_memory(small: bool) -> None:
+    """Print the high-water marks of one torch pass and of one full trace."""
+    marks = {}
+    for part in ("torch", "full"):
+        command = [sys.executable, __file__, "--peak", part, *(["--small"] if small else [])]
+        marks[part] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    own, _ = marks["torch"]
+    full, returned = marks["full"]
+    allowed = own + 1.5 * returned
+    print(f"memory  torch {own / 2**20:.0f} MiB; full trace {full / 2**20:.0f} MiB, returning {returned / 2**20:.0f} MiB")
+    print(f"memory  {full / max(allowed, 1):.2f} of torch's own + 1.5 x what is returned")
+
+
+def main() -> int:
+    """Measure and print; 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="a toy size: to see that it runs, not how fast")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", nargs="+", default=["cpu", "cuda"], choices=["cpu", "cuda"])
+    parser.add_argument("--peak", choices=PARTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peak:
+        print(json.dumps(peak(options.small, options.peak)))
+        return 0
+
+    import torch
+
+    kept = True
+    for device in options.device:
+        if device == "cuda" and not torch.cuda.is_available():
+            print("cuda   not measured: no CUDA device here")
+            continue
+        ok = report(device, times(options.small, device, options.rounds))
+        kept = kept and (ok or options.small)
+    if "cpu" in options.device:
+        report_memory(options.small)
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

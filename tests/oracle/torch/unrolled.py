@@ -1,0 +1,130 @@
+"""Torch's recurrences written out step by step in plain operations, with a zero added wherever a gradient is wanted.
+
+Nothing of rnnlens is used: the gradient with respect to an added zero is the total derivative there, by torch's own
+autodiff. Samples run with a mask, so packed batches are plain ones whose ended samples stand still.
+"""
+
+from __future__ import annotations
+
+import torch
+
+GATE_ORDER = {"lstm": (0, 1, 2, 3), "gru": (1, 0, 2), "rnn": (0,)}
+
+
+def zero(like):
+    return torch.zeros_like(like, requires_grad=True)
+
+
+class Half:
+    """One direction of one layer, unrolled; ``taps`` hold the added zeros, ``seen`` the values, by quantity name."""
+
+    def __init__(self, kind, weights, x, mask, state, *, backward=False, activation=torch.tanh):
+        self.kind, self.act = kind, activation
+        self.w = weights
+        self.x_tap = zero(x)
+        self.state_taps = [zero(s) for s in state]
+        x = x + self.x_tap
+        state = [s + tap for s, tap in zip(state, self.state_taps, strict=True)]
+        order = range(x.shape[1])
+        rows = {}
+        for t in reversed(order) if backward else order:
+            state, rows[t] = self.step(x[:, t], mask[:, t, None], state)
+        stack = [rows[t] for t in order]
+        self.taps = {name: [row[name][0] for row in stack] for name in stack[0]}
+        self.seen = {name: torch.stack([row[name][1] for row in stack], dim=1) for name in stack[0]}
+        self.final = state
+        self.final_taps = [zero(s) for s in state]
+        self.output = torch.stack([row["output"][2] for row in stack], dim=1)
+        self.returned = [s + tap for s, tap in zip(state, self.final_taps, strict=True)]
+
+    def linear(self, value, weight, bias):
+        return value @ self.w[weight].T + self.w.get(bias, 0)
+
+    def step(self, x, real, state):
+        wx, wh = self.linear(x, "weight_ih", "bias_ih"), self.linear(state[0], "weight_hh", "bias_hh")
+        gates = len(GATE_ORDER[self.kind])
+        zx, zh = wx.chunk(gates, 1), wh.chunk(gates, 1)
+        row = {}
+        if self.kind == "gru":
+            taps = [zero(z) for z in zx]
+            r_in, z_in = zx[0] + zh[0] + taps[0], zx[1] + zh[1] + taps[1]
+            r, z = torch.sigmoid(r_in), torch.sigmoid(z_in)
+            n_in = zx[2] + r * zh[2] + taps[2]
+            n = torch.tanh(n_in)
+            pre, act, new = [r_in, z_in, n_in], [r, z, n], [(1 - z) * n + z * state[0]]
+        else:
+            taps = [zero(z) for z in zx]
+            pre = [a + b + tap for a, b, tap in zip(zx, zh, taps, strict=True)]
+            if self.kind == "rnn":
+                act = [self.act(pre[0])]
+                new = [act[0]]
+            else:
+                act = [torch.sigmoid(pre[0]), torch.sigmoid(pre[1]), torch.tanh(pre[2]), torch.sigmoid(pre[3])]
+                c_tap = zero(state[1])
+                c = torch.where(real, act[1] * state[1] + act[0] * act[2], state[1]) + c_tap
+                h = act[3] * torch.tanh(c)
+                h = h @ self.w["weight_hr"].T if "weight_hr" in self.w else h
+                new = [h, c]
+                row["cell"] = (c_tap, c.detach())
+        h_tap, y_tap = zero(new[0]), zero(new[0])
+        hidden = torch.where(real, new[0], state[0]) + h_tap
+        output = torch.where(real, hidden + y_tap, torch.zeros_like(hidden))  # torch pads with a constant
+        row["hidden"] = (h_tap, hidden.detach())
+        row["output"] = (y_tap, output.detach(), output)
+        order = GATE_ORDER[self.kind]
+        for g, source in enumerate(order):
+            row[f"gate{g}"] = (taps[source], act[source].detach())
+            row[f"pre{g}"] = (taps[source], pre[source].detach())
+        return [hidden, *new[1:]], row
+
+
+def gates(half, prefix):
+    names = sorted(name for name in half.seen if name.startswith(prefix))
+    return torch.stack([half.seen[name] for name in names], dim=2)
+
+
+class Unrolled:
+    """A whole ``nn.RNN/LSTM/GRU`` in float64: ``halves[layer][direction]``, ``output`` and final states as torch's."""
+
+    def __init__(self, module, x, mask, states):
+        kind = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"}[type(module).__name__]
+        activation = torch.relu if getattr(module, "nonlinearity", "tanh") == "relu" else torch.tanh
+        directions = 2 if module.bidirectional else 1
+        self.halves = []
+        finals = []
+        for layer in range(module.num_layers):
+            row = []
+            for d in range(directions):
+                suffix = f"_l{layer}" + ("_reverse" if d else "")
+                weights = {
+                    name.removesuffix(suffix): p.detach()
+                    for name, p in module.named_parameters()
+                    if name.endswith(suffix) and (d or not name.endswith("_reverse"))
+                }
+                start = [s[layer * directions + d] for s in states]
+                row.append(Half(kind, weights, x, mask, start, backward=bool(d), activation=activation))
+            x = torch.cat([half.output for half in row], dim=2)
+            finals.extend(half.returned for half in row)
+            self.halves.append(row)
+        self.output = x
+        self.final = [torch.stack(column) for column in zip(*finals, strict=True)]
+
+    def gradients(self, loss):
+        """Differentiate with respect to every added zero, in place."""
+        groups = [half for row in self.halves for half in row]
+        taps = [tap for half in groups for column in half.taps.values() for tap in column]
+        ends = [tap for half in groups for tap in (half.x_tap, *half.state_taps, *half.final_taps)]
+        pulled = torch.autograd.grad(loss, [*taps, *ends], allow_unused=True)
+        found = {
+            id(tap): torch.zeros_like(tap) if g is None else g for tap, g in zip([*taps, *ends], pulled, strict=True)
+        }
+        return lambda tap: found[id(tap)]
+
+
+def stacked(half, name, gradient):
+    return torch.stack([gradient(tap) for tap in half.taps[name]], dim=1)
+
+
+def gate_gradients(half, gradient):
+    names = sorted(name for name in half.taps if name.startswith("pre"))
+    return torch.stack([stacked(half, name, gradient) for name in names], dim=2)
