@@ -17,7 +17,11 @@ CHANGELOG = Path(__file__).resolve().parents[2] / "CHANGELOG.md"
 #: Functions with their parameters and defaults; rooms (modules) with None.
 PUBLIC = {
     "errors": None,
-    "gradients": "",
+    "gradients": (
+        "(model, x, y=None, *, of='loss', wrt='weights', at=None, reduce=None, per_sample=False, loss=None, "
+        "sample_weight=None, class_weight=None, training=False, initial_state=None, seed=None, batch_size=None, "
+        "combine=None, across=None, clip=None, memory=None)"
+    ),
     "jacobian": "",
     "layers": "(model)",
     "open": "(path, *, lazy=False)",
@@ -29,8 +33,11 @@ PUBLIC = {
         "(model, x, y=None, *, loss=None, layers=None, quantities=None, sample_weight=None, class_weight=None, "
         "training=False, initial_state=None, seed=None)"
     ),
-    "weight_norms": "",
-    "weights": "",
+    "weight_norms": "(model, *, layers=None, over=None, ord=2, history=None, step=None)",
+    "weights": (
+        "(model, x=None, y=None, *, layers=None, by_time=False, loss=None, sample_weight=None, class_weight=None, "
+        "training=False, seed=None)"
+    ),
 }
 FUNCTIONS = sorted(name for name, signature in PUBLIC.items() if signature is not None)
 
