@@ -104,6 +104,8 @@ def weight_norms(
 
     Parameters
     ----------
+    model, layers
+        As in :func:`weights`.
     over
         Dimensions to take the norm over, such as ``("feature", "unit_in", "unit")`` to keep one norm per gate; all by
         default: one number per weight.
