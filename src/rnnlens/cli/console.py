@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -9,9 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 
+#: Columns of a table that goes to a file or a pipe, which has no width of its own.
+PIPE_WIDTH = 160
+
+
 def out() -> Console:
     """Standard output; numbers and names as they are, without highlighting."""
-    return Console(highlight=False)
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if known else PIPE_WIDTH)
 
 
 def err() -> Console:
