@@ -236,7 +236,7 @@ def _gather(question: Question, feed: _Feed, template: Batch, with_loss: bool, t
     assert first is not None
     assert last is not None
     found = total.result()
-    return _Gathered(found, total.dims, total.value(), explain(question, first, found, total.dims, last.masks))
+    return _Gathered(found, total.dims, total.value(), explain(question, first, found, total.dims))
 
 
 def _result(
@@ -327,10 +327,10 @@ def _described(target: Target) -> str:
 
 def _touched_rows(question: Question, name: TensorName, array: Array, dims: Sequence[str]) -> int | None:
     """Rows of an embedding that the gradient reaches: all others were not looked up."""
-    if name.what != "weight" or not (name.key == "embeddings" or _is_embedding(question.model, name)):
+    table = name.key == "embeddings" or (name.what == "weight" and _is_embedding(question.model, name))
+    if not table or array.ndim < 2:
         return None
-    table = np.abs(array).reshape(-1, *array.shape[-2:]).max(axis=0)
-    return int(np.count_nonzero(table.max(axis=1)))
+    return int(np.count_nonzero(np.abs(array).reshape(-1, *array.shape[-2:]).max(axis=(0, 2))))
 
 
 def _is_embedding(model: Any, name: TensorName) -> bool:

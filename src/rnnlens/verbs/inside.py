@@ -89,8 +89,13 @@ class Inside:
         if not wanted:
             return cls({})
         capture = adapter.capture(model, batch, CaptureRequest(wanted, gradients=False, weight_grads=False))
+        return cls.of(capture.calls)
+
+    @classmethod
+    def of(cls, calls: Iterable[RecurrentCall]) -> Inside:
+        """Replay captured calls."""
         halves: dict[str, list[Half]] = {}
-        for call in capture.calls:
+        for call in calls:
             halves.setdefault(call.layer, []).append(Half(call, Run.from_call(call)))
         for both in halves.values():
             both.sort(key=lambda half: half.call.bidirectional and half.call.direction == "backward")

@@ -34,9 +34,10 @@ def combination(target: Target, by_function: bool, asked: str | None, loss_reduc
         return "sum" if loss_reduction == "sum" else "mean"
     if target.per_sample:
         return "sum"
-    if by_function or callable(target.reduce) or target.reduce == "norm":
+    named = target.reduce if isinstance(target.reduce, str) else None
+    if by_function or callable(target.reduce) or named == "norm":
         return None
-    return "mean" if isinstance(target.reduce, str) and target.reduce == "mean" else "sum"
+    return "mean" if named == "mean" else "sum"
 
 
 class Accumulator:

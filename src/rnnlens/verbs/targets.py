@@ -105,7 +105,7 @@ class Target:
             f"{self.text} is not one number{per}: a gradient needs one, and no sum over outputs is taken silently.",
             got=f"{_sized(chosen)}, {count} numbers{per}",
             expected='reduce="sum", "mean", "norm", weights or a callable; or at= to select steps and units',
-            hint=f"rl.jacobian(model, x, of={self.text!r}) for the derivative of every number by itself"
+            hint=f'rl.jacobian(model, x, of="{self.text}") for the derivative of every number by itself'
             if not self.text.startswith("<")
             else "rl.jacobian(model, x) for the derivative of every number by itself",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .capture import capture
 from .discover import describe, named_modules, node_name, unwrapped
 from .functional import differentiate
 from .inputs import home_of
+from .nudge import nudged
 from .pullback import TorchPullback
 from .weights import layer_weights
 
@@ -48,6 +50,10 @@ class TorchAdapter:
     ) -> tuple[Array, Callable[[Array], list[Array]]]:
         """Value of a user's function of tensors, and its pull-back."""
         return differentiate(function, arrays, model)
+
+    def nudged(self, model: nn.Module, port: Port, size: float) -> AbstractContextManager[bool]:
+        """Move a weight or the output of a layer for the length of a block; False where that cannot be done."""
+        return nudged(model, port, size)
 
     def provenance(self, model: Any) -> Mapping[str, str]:
         """Versions, dtype and device as plain strings."""

@@ -1,0 +1,73 @@
+"""Moves one tensor of a model a little, for the length of a block: to see by experiment what depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..protocol import Port
+from .discover import unwrapped
+from .inputs import on_leaves
+from .weights import NAMES
+
+
+@contextmanager
+def nudged(model: nn.Module, port: Port, size: float) -> Iterator[bool]:
+    """Within the block, add ``size`` times the tensor's own spread, in a fixed random pattern; False: it cannot be moved.
+
+    A weight is replaced by a moved copy and put back, the same object; an output is moved by a hook.
+    """
+    model = unwrapped(model)
+    path = str(port.layer).partition("#")[0]
+    modules = dict(model.named_modules())
+    module = modules.get(path, modules.get(path.partition("[")[0]))
+    if module is None or port.kind not in ("weight", "output"):
+        yield False
+        return
+    if port.kind == "weight":
+        with _moved_weights(module, path, port.key, size):
+            yield True
+        return
+    handle = module.register_forward_hook(lambda _module, _args, output: on_leaves(output, lambda v: _moved(v, size)))
+    try:
+        yield True
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _moved_weights(module: nn.Module, path: str, key: str, size: float) -> Iterator[None]:
+    names = [name for name in module._parameters if _is_meant(name, path, key)]
+    before = {name: module._parameters[name] for name in names}
+    try:
+        for name, parameter in before.items():
+            if parameter is not None:
+                # setattr, not the table: a recurrent module keeps a second list of its weights in step.
+                setattr(module, name, nn.Parameter(_moved(parameter.detach(), size), requires_grad=False))
+        yield
+    finally:
+        for name, parameter in before.items():
+            setattr(module, name, parameter)
+
+
+def _is_meant(name: str, path: str, key: str) -> bool:
+    """Whether torch's ``weight_ih_l0_reverse`` is our ``backward/kernel``; any other weight by its own name."""
+    direction, _, ours = key.rpartition("/")
+    slot = {theirs: mine for mine, theirs in NAMES.items()}.get(ours)
+    if slot is None or not name.startswith(slot):
+        return name == key
+    layer = path.partition("[")[2].rstrip("]") or "0"
+    rest = name.removeprefix(slot)
+    return rest in ("", f"_l{layer}{'_reverse' if direction == 'backward' else ''}")
+
+
+def _moved(value: Any, size: float) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    pattern = torch.randn(value.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    spread = float(value.detach().float().pow(2).mean().sqrt()) or 1.0
+    return value + (size * spread * pattern).to(value)

@@ -1,0 +1,74 @@
+"""The value of a target, without differentiating anything: what experiments on a model compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ..adapters.protocol import Batch, Capture, CaptureRequest
+from ..errors import LayerNotFoundError, message
+from ..results.schema import plain
+from ..typing import Array
+from .inside import Inside
+from .names import TensorName
+from .question import Question, dims_for, is_inside
+from .targets import dims_of
+
+
+def observed_value(question: Question, batch: Batch) -> Array:
+    """The target of a question on a batch, from one captured forward pass (of one run, compiled once)."""
+    with_loss = any(leaf.what == "loss" for leaf in question.leaves)
+    layers = tuple(dict.fromkeys(str(leaf.layer) for leaf in question.leaves if leaf.layer is not None))
+    request = CaptureRequest(layers or _any_layer(question), gradients=with_loss, weight_grads=False)
+    batch = batch if with_loss else replace(batch, y=None, loss=None, sample_weight=None, class_weight=None)
+    capture = question.adapter.capture(question.model, batch, request)
+    values = [_leaf(question, leaf, capture) for leaf in question.leaves]
+
+    def differentiate(function: Any, arrays: Any) -> Any:
+        return question.adapter.differentiate(function, arrays, question.model)  # type: ignore[attr-defined]
+
+    if question.function is None:
+        return np.asarray(question.target.evaluate(values[0], differentiate)[0], dtype=np.float64)
+    result, _ = differentiate(question.function, [v.values for v in values])
+    whole = xr.DataArray(result, dims=dims_of(result.shape))
+    return np.asarray(question.target.evaluate(whole, differentiate)[0], dtype=np.float64)
+
+
+def _any_layer(question: Question) -> tuple[str, ...] | None:
+    """Something to capture where only the model's output is of interest."""
+    known = question.known
+    return None if known.recurrent else tuple(known.layers)[:1]
+
+
+def _leaf(question: Question, leaf: TensorName, capture: Capture) -> xr.DataArray:
+    value = _value(question, leaf, capture)
+    return xr.DataArray(value, dims=dims_for(leaf, value, question.known, question.target.per_sample))
+
+
+def _value(question: Question, leaf: TensorName, capture: Capture) -> Array:
+    if leaf.what == "loss":
+        return np.asarray(capture.loss)
+    if is_inside(leaf, question.known):
+        return Inside.of(capture.calls).value(leaf)
+    if leaf.layer is None:
+        return plain(leaves_of(capture.outputs)[leaf.index])
+    for call in capture.plain:
+        if call.layer == leaf.layer:
+            return plain(call.output)
+    halves = [plain(call.output) for call in capture.calls if call.layer == leaf.layer]
+    if not halves:
+        raise LayerNotFoundError(message(f"Layer {leaf.layer!r} was not called in this forward pass."))
+    return halves[0] if len(halves) == 1 else np.stack(halves, axis=min(2, halves[0].ndim))
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Arrays within nested tuples, lists and dicts, in order."""
+    if isinstance(tree, Mapping):
+        return [leaf for part in tree.values() for leaf in leaves_of(part)]
+    if isinstance(tree, tuple | list):
+        return [leaf for part in tree for leaf in leaves_of(part)]
+    return [] if tree is None else [tree]

@@ -1,0 +1,283 @@
+"""rl.gradients on torch: per sample, over a stream of batches, as training counts it; against torch itself."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import rnnlens as rl
+from rnnlens.errors import InputError, ModelError, UnsupportedError
+
+B, T, F = 7, 5, 3
+
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.embedding = nn.Embedding(11, F)
+        self.drop = nn.Dropout(dropout)
+        self.lstm = nn.LSTM(F, 4, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, ids):
+        return self.head(self.lstm(self.drop(self.embedding(ids)))[0][:, -1])
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+X = torch.randint(0, 11, (B, T), generator=torch.Generator().manual_seed(1))
+Y = torch.randn((B, 2), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+mse = nn.functional.mse_loss
+
+
+def autograd(model, value):
+    """Gradients of a scalar by the names of rnnlens; LSTM weights in the layout that rl.gradients shows."""
+    names = dict(model.named_parameters())
+    grads = torch.autograd.grad(value, list(names.values()), allow_unused=True)
+    rename = {
+        "lstm.weight_ih_l0": "lstm/kernel",
+        "lstm.weight_hh_l0": "lstm/recurrent_kernel",
+        "lstm.bias_ih_l0": "lstm/bias",
+        "lstm.bias_hh_l0": "lstm/recurrent_bias",
+    }
+    found = {}
+    for name, g in zip(names, grads, strict=True):
+        if g is not None:
+            ours = rename.get(name, name.replace(".", "/"))
+            array = g.numpy()
+            found[ours] = (
+                (array.T if array.ndim == 2 else array).reshape(*array.T.shape[:-1], 4, 4) if name in rename else array
+            )
+    return found
+
+
+def close(g, expected):
+    assert set(g.tensors) == set(expected)
+    for name, true in expected.items():
+        np.testing.assert_allclose(g[name].values, true, rtol=1e-9, atol=1e-13, err_msg=name)
+
+
+def test_weights_of_the_loss(model):
+    close(rl.gradients(model, X, Y, loss=mse), autograd(model, mse(model(X), Y)))
+
+
+@pytest.mark.parametrize("memory", ["2 GiB", "4 KB"])
+def test_shares_of_samples_in_the_loss(model, memory):
+    g = rl.gradients(model, X, Y, loss=mse, per_sample=True, memory=memory)
+    for n in range(B):
+        share = ((model(X[n : n + 1]) - Y[n : n + 1]) ** 2).sum() / (B * 2)
+        for name, true in autograd(model, share).items():
+            np.testing.assert_allclose(g[name].isel(sample=n).values, true, rtol=1e-9, atol=1e-13)
+    close_to_sum = rl.gradients(model, X, Y, loss=mse)
+    for name in g.tensors:
+        np.testing.assert_allclose(g[name].sum("sample").values, close_to_sum[name].values, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("memory", ["2 GiB", "4 KB"])
+def test_weights_by_sample_of_a_state_inside(model, memory):
+    options = {"of": "lstm.hidden", "at": {"time": 3}, "reduce": "mean", "wrt": "weights"}
+    g = rl.gradients(model, X, per_sample=True, memory=memory, **options)
+    for n in range(B):
+        one = rl.gradients(model, X[n : n + 1], **options)
+        for name in one.tensors:
+            np.testing.assert_allclose(g[name].isel(sample=n).values, one[name].values, rtol=1e-9, atol=1e-13)
+        np.testing.assert_allclose(g.value[n], one.value, rtol=1e-12)
+    assert {r.code for r in g.disconnected.values()} == {"not_on_path"}
+
+
+@pytest.mark.parametrize("of", ["loss", "mean", "sum"])
+@pytest.mark.parametrize("batch_size", [1, 3, 7])
+def test_batch_size_never_changes_the_numbers(model, of, batch_size):
+    wrt = ["weights", "lstm.hidden", "embedding.output"]
+    target = {"y": Y, "loss": mse} if of == "loss" else {"of": "output", "reduce": of}
+    whole = rl.gradients(model, X, wrt=wrt, **target)
+    pieces = rl.gradients(model, X, wrt=wrt, batch_size=batch_size, **target)
+    np.testing.assert_allclose(pieces.value, whole.value, rtol=1e-10)
+    for name in whole.tensors:
+        assert pieces[name].dims == whole[name].dims
+        np.testing.assert_allclose(pieces[name].values, whole[name].values, rtol=1e-9, atol=1e-13, err_msg=name)
+
+
+@pytest.mark.parametrize("source", ["loader", "generator", "arrays"])
+def test_every_source_gives_the_same(model, source):
+    pairs = TensorDataset(X, Y)
+    feed = {
+        "loader": lambda: (DataLoader(pairs, batch_size=3),),
+        "generator": lambda: (((X[i : i + 3], Y[i : i + 3]) for i in range(0, B, 3)),),
+        "arrays": lambda: (X.numpy(), Y.numpy()),
+    }[source]()
+    close(rl.gradients(model, *feed, loss=mse), autograd(model, mse(model(X), Y)))
+
+
+@pytest.mark.parametrize("batch_size", [2, 7])
+@pytest.mark.parametrize("across", ["mean", "sum", "norm"])
+def test_reduced_across_samples_on_the_way(model, across, batch_size):
+    options = {"of": "lstm.final_hidden", "reduce": "mean", "per_sample": True, "wrt": "embedding.output"}
+    whole = rl.gradients(model, X, **options)
+    g = rl.gradients(model, X, across=across, batch_size=batch_size, **options)
+    expected = {
+        "mean": lambda: whole.mean("sample"),
+        "sum": lambda: whole.sum("sample"),
+        "norm": lambda: np.sqrt((whole**2).sum("unit")).mean("sample"),
+    }[across]()
+    assert g.dims == expected.dims
+    np.testing.assert_allclose(g.values, expected.values, rtol=1e-10)
+
+
+def test_norm_of_weights_is_that_of_the_data_set(model):
+    whole = rl.gradients(model, X, Y, loss=mse)
+    g = rl.gradients(model, X, Y, loss=mse, across="norm", batch_size=2)
+    for name in whole.tensors:
+        assert g[name].dims == ()
+        np.testing.assert_allclose(g[name].values, np.linalg.norm(whole[name].values), rtol=1e-10)
+
+
+def test_what_batches_cannot_tell_is_refused(model):
+    with pytest.raises(UnsupportedError) as caught:
+        rl.gradients(model, X, of="output", reduce="norm", batch_size=3)
+    assert str(caught.value) == (
+        "The target of several batches does not follow from the targets of each.\n"
+        "  got:      a norm or a callable over more than one batch\n"
+        '  expected: combine="sum" or combine="mean" if it is one of these over samples; or per_sample=True'
+    )
+    summed = rl.gradients(model, X, of=lambda out: out.sum(), batch_size=3, combine="sum")
+    close(summed, autograd(model, model(X).sum()))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "norm", "weights", "callable"])
+def test_reductions(model, reduce):
+    weights = np.random.default_rng(0).normal(size=(2,))
+    ours = {"weights": weights, "callable": lambda t: t.exp().mean()}.get(reduce, reduce)
+    out = model(X)
+    theirs = {
+        "sum": out.sum,
+        "mean": out.mean,
+        "norm": out.norm,
+        "weights": lambda: (out * torch.tensor(weights)).sum(),
+        "callable": lambda: out.exp().mean(),
+    }[reduce]()
+    g = rl.gradients(model, X, of="output", reduce=ours)
+    np.testing.assert_allclose(g.value, theirs.item(), rtol=1e-12)
+    close(g, autograd(model, theirs))
+
+
+def test_steps_and_units_are_selected_before_differentiation(model):
+    states, _ = model.lstm(model.embedding(X))
+    g = rl.gradients(
+        model, X, of="lstm.hidden", at={"time": [1, -1], "unit": slice(0, 2)}, reduce="sum", wrt="lstm.weights"
+    )
+    expected = autograd(model, states[:, [1, -1], :2].sum())
+    for name in g.tensors:
+        np.testing.assert_allclose(g[name].values, expected[name], rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["global_clipnorm", "clipnorm", "clipvalue"])
+def test_clipping_counts_weights_that_were_not_asked_for(model, kind):
+    threshold = {"global_clipnorm": 0.05, "clipnorm": 0.02, "clipvalue": 0.01}[kind]
+    true = autograd(model, mse(model(X), Y))
+    g = rl.gradients(model, X, Y, loss=mse, wrt=["head.weights", "lstm/kernel"], clip={kind: threshold})
+    norm = np.sqrt(sum((a**2).sum() for a in true.values()))
+    for name in ("head/weight", "head/bias", "lstm/kernel"):
+        own = {
+            "global_clipnorm": true[name] * min(1, threshold / norm),
+            "clipnorm": true[name] * min(1, threshold / np.linalg.norm(true[name])),
+            "clipvalue": np.clip(true[name], -threshold, threshold),
+        }[kind]
+        np.testing.assert_allclose(g.clipped[name].values, own, rtol=1e-9, atol=1e-13)
+        np.testing.assert_allclose(g[name].values, true[name], rtol=1e-9, atol=1e-13)
+    assert set(g.tensors) == {"head/weight", "head/bias", "lstm/kernel"}
+
+
+def test_torch_optimizers_do_not_clip(model):
+    with pytest.raises(ModelError, match="There is no clipping to apply"):
+        rl.gradients(model, X, Y, loss=mse, clip="optimizer")
+
+
+def test_embeddings_are_dense_and_count_their_rows(model):
+    g = rl.gradients(model, X, Y, loss=mse, wrt=["embedding/weight", "head/bias"])
+    assert g["embedding/weight"].attrs["touched_rows"] == len(X.unique())
+    assert f"{len(X.unique())} rows touched" in repr(g)
+
+
+def test_dropout_is_the_same_for_the_same_seed_and_the_generator_is_left_alone():
+    torch.manual_seed(0)
+    model = Net(dropout=0.5).double()
+    state = torch.get_rng_state()
+    wrt = ["lstm.hidden", "embedding/weight"]
+    first, again, other = (rl.gradients(model, X, Y, loss=mse, training=True, seed=seed, wrt=wrt) for seed in (3, 3, 4))
+    assert torch.equal(state, torch.get_rng_state())
+    for name in first.tensors:
+        np.testing.assert_array_equal(first[name].values, again[name].values)
+        assert not np.allclose(first[name].values, other[name].values)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model.train()
+        np.testing.assert_allclose(
+            first["embedding/weight"].values, autograd(model, mse(model(X), Y))["embedding/weight"]
+        )
+    still = rl.gradients(model, X, Y, loss=mse, wrt=wrt)
+    assert not np.allclose(still["lstm.hidden"].values, first["lstm.hidden"].values)
+
+
+def test_sample_weights(model):
+    weight = torch.linspace(0, 2, B, dtype=torch.float64)
+    each = ((model(X) - Y) ** 2).mean(1)
+    close(rl.gradients(model, X, Y, loss=mse, sample_weight=weight), autograd(model, (weight * each).mean()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"of": "output"},
+            "output is not one number: a gradient needs one, and no sum over outputs is taken silently.\n"
+            "  got:      (sample: 7, unit: 2), 14 numbers\n"
+            '  expected: reduce="sum", "mean", "norm", weights or a callable; or at= to select steps and units\n'
+            '  try:      rl.jacobian(model, x, of="output") for the derivative of every number by itself',
+        ),
+        (
+            {"of": "lstm.hidden", "at": {"time": 2}, "per_sample": True},
+            "lstm.hidden is not one number per sample: a gradient needs one, and no sum over outputs is taken silently.\n"
+            "  got:      (sample: 7, unit: 4), 4 numbers per sample\n"
+            '  expected: reduce="sum", "mean", "norm", weights or a callable; or at= to select steps and units\n'
+            '  try:      rl.jacobian(model, x, of="lstm.hidden") for the derivative of every number by itself',
+        ),
+        (
+            {"of": "lstm.hidden", "at": {"step": 2}, "reduce": "sum"},
+            "The target has no dimension 'step'.\n  got:      at={'step': 2}\n"
+            "  expected: (sample: 7, time: 5, unit: 4)\n  try:      did you mean 'time'? Known: 'sample', 'time', 'unit'",
+        ),
+        (
+            {"of": "lstm.hidden", "at": {"time": 5}, "reduce": "sum"},
+            "at= selects beyond the target along 'time'.\n  got:      time=5\n  expected: whole numbers from -5 to 4",
+        ),
+        (
+            {"of": "output", "reduce": np.ones(3)},
+            "The weights of reduce= do not fit the target.\n  got:      shape (3,)\n"
+            "  expected: what broadcasts to (sample: 7, unit: 2); or one of sum, mean, norm, or a callable",
+        ),
+        (
+            {"of": "output", "reduce": "men"},
+            "No reduction named 'men'.\n  try:      did you mean 'mean'? Known: 'sum', 'mean', 'norm'",
+        ),
+        (
+            {"of": "lstm.gates", "reduce": "sum"},
+            "'lstm.gates' cannot be differentiated; it can be differentiated with respect to.\n"
+            '  expected: "loss", "output", "layer.output", "layer.hidden", "layer.cell" or "layer.final_hidden"',
+        ),
+    ],
+)
+def test_unclear_questions_are_answered_in_words(model, arguments, text):
+    with pytest.raises((InputError, UnsupportedError)) as caught:
+        rl.gradients(model, X, **{"wrt": "embedding.output", **arguments})
+    assert str(caught.value) == text
+
+
+def test_misspelt_names_are_met_with_the_closest_one(model):
+    with pytest.raises(rl.errors.LayerNotFoundError, match=r"did you mean 'lstm.hidden'\?"):
+        rl.gradients(model, X, Y, loss=mse, wrt="lstn.hidden")
