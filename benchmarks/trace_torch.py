@@ -131,7 +131,9 @@ def report_memory(small: bool) -> None:
     own, _ = marks["torch"]
     full, returned = marks["full"]
     allowed = own + 1.5 * returned
-    print(f"memory  torch {own / 2**20:.0f} MiB; full trace {full / 2**20:.0f} MiB, returning {returned / 2**20:.0f} MiB")
+    print(
+        f"memory  torch {own / 2**20:.0f} MiB; full trace {full / 2**20:.0f} MiB, returning {returned / 2**20:.0f} MiB"
+    )
     print(f"memory  {full / max(allowed, 1):.2f} of torch's own + 1.5 x what is returned")
 
 

@@ -126,6 +126,7 @@ class Assembler:
             call.output_from_state, call.masked_output = mask, "zero"
         elif mask is not None:
             call.output = _carried(call.output, mask, call.initial_state[0])
+            call.masked_output = "state" if owner.step_cell is None else "output"
         if self.gradient is not None:
             call.output_grad = self._output_grad(run, layer, direction)
             call.final_state_grad = self._final_state_grad(run, layer, direction)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .lineage import Link
+from .lineage import Continuation, Link
 from .record import Owner, Packing, Piece, Recorder, Visit, differentiable
 from .weights import slots
 
@@ -113,7 +113,7 @@ class Interceptor(TorchFunctionMode):  # type: ignore[misc]
 def _fused(recorder: Recorder, func: Any, owner: Owner, order: Tensor | None, call: Call) -> Any:
     packing = None if call.batch_sizes is None else Packing.of(call.batch_sizes, order, call.input.device)
     x = call.input.transpose(0, 1) if call.batch_first and packing is None else call.input
-    fed, continues = _start(recorder, owner, call, packing)
+    fed, before = _start(recorder, owner, call, packing)
     directions = 2 if call.bidirectional else 1
     per_layer = len(call.weights) // call.layers
     pieces: list[Piece] = []
@@ -130,21 +130,23 @@ def _fused(recorder: Recorder, func: Any, owner: Owner, order: Tensor | None, ca
         for i in range(len(fed))
     )
     handed = tuple(state.clone() for state in taps)
-    visit = Visit(pieces, taps, Link(call.state, fed, raw, handed), packing=packing)
-    recorder.add(owner, visit, continues=continues)
+    visit = Visit(pieces, taps, Link(call.state, fed, raw, handed, before), packing=packing)
+    recorder.add(owner, visit, continues=before is not None)
     output = x.clone()
     return (output.transpose(0, 1) if call.batch_first and packing is None else output, *handed)
 
 
-def _start(recorder: Recorder, owner: Owner, call: Call, packing: Packing | None) -> tuple[tuple[Tensor, ...], bool]:
+def _start(
+    recorder: Recorder, owner: Owner, call: Call, packing: Packing | None
+) -> tuple[tuple[Tensor, ...], Continuation | None]:
     tail = recorder.tail(owner)
     joinable = packing is None and not call.bidirectional and tail is not None and tail.packing is None
     if joinable and tail is not None:
         found = tail.link.continued_by(call.state, rowwise=False)
         if found is not None:
-            return found[0], True
+            return found.fed, found
     given = _overridden(recorder, owner, call, packing)
-    return tuple(recorder.fed(differentiable(state)) for state in given), False
+    return tuple(recorder.fed(differentiable(state)) for state in given), None
 
 
 def _overridden(recorder: Recorder, owner: Owner, call: Call, packing: Packing | None) -> tuple[Tensor, ...]:
@@ -224,9 +226,9 @@ def _cell(
         start = given if named is None else tuple(torch.as_tensor(s, dtype=x.dtype, device=x.device) for s in named)
         fed = tuple(recorder.fed(differentiable(state)) for state in start)
     else:
-        fed = found[0]
+        fed = found.fed
         if tail is not None:
-            tail.rows = found[1]
+            tail.rows = found.rows
     weights = {"weight_ih": w_ih, "weight_hh": w_hh, "bias_ih": b_ih, "bias_hh": b_hh}
     stand_ins = {name: recorder.leaf(owner, f"{name}/0/0", w) for name, w in weights.items() if w is not None}
     flat = [stand_ins.get(name) for name in weights]
@@ -236,6 +238,6 @@ def _cell(
     handed = tuple(tap.squeeze(0).clone() for tap in taps)
     finals = tuple(state.unsqueeze(0) for state in raw)
     piece = Piece(x, x.detach().clone().unsqueeze(0), tuple(s.unsqueeze(0) for s in fed), taps[0], finals, [stand_ins])
-    visit = Visit([piece], (None, *taps[1:]), Link(given, fed, raw, handed))
+    visit = Visit([piece], (None, *taps[1:]), Link(given, fed, raw, handed, found))
     recorder.add(owner, visit, continues=found is not None)
     return handed if len(handed) > 1 else handed[0]

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+States = tuple[Tensor, ...]
+
 
 @dataclass
 class Link:
@@ -30,34 +32,37 @@ class Link:
         What the layer returned, inside the graph.
     handed
         What the user got: copies of ``raw``.
+    before
+        What came before in the same run; None for its first call.
     """
 
-    given: tuple[Tensor, ...]
-    fed: tuple[Tensor, ...]
-    raw: tuple[Tensor, ...]
-    handed: tuple[Tensor, ...]
+    given: States
+    fed: States
+    raw: States
+    handed: States
+    before: Continuation | None = None
 
     def __post_init__(self) -> None:
         self._versions = tuple(tensor._version for tensor in self.handed)
+        #: the states of the run, the one it started from first; shared by its calls.
+        self.history: list[States] = [self.given] if self.before is None else self.before.link.history
+        self.history.append(self.handed)
+        self.step = len(self.history) - 1
+        #: which of the history each sample's state in ``given`` is; None if all are the last one's.
+        self.origin: Tensor | None = None if self.before is None else self.before.origin
 
-    def continued_by(
-        self, given: tuple[Tensor, ...], *, rowwise: bool
-    ) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-        """How a call with the state ``given`` continues this one: the states to feed, and the rows that were real.
+    def continued_by(self, given: States, *, rowwise: bool) -> Continuation | None:
+        """How a call with the state ``given`` continues this one; None if it does not.
 
-        Returns None if it does not. The rows, (sample,) of bool, say for which samples this call's state was passed
-        on; the others kept the state from before this call. None for all of them.
+        With ``rowwise``, samples may also have kept the state from before this call, and the last ones may be gone.
         """
         if len(given) != len(self.handed):
             return None
-        if all(
-            new is old and new._version == seen
-            for new, old, seen in zip(given, self.handed, self._versions, strict=True)
-        ):
-            return self.raw, None
+        if self._unchanged(given):
+            return Continuation(self.raw, None, self)
         rows: Tensor | None = None
-        for new, old, before in zip(given, self.handed, self.given, strict=True):
-            found = _passed_on(new, old, before, rowwise)
+        for index in range(len(given)):
+            found = self._passed_on(given[index], index, rowwise)
             if found is None or (rows is not None and not torch.equal(rows, found)):
                 return None
             rows = found
@@ -65,37 +70,76 @@ class Link:
             return None
         count = given[0].shape[0]
         if bool(rows.all()) and count == self.raw[0].shape[0]:
-            return self.raw, None
+            return Continuation(self.raw, None, self)
         keep = [rows.reshape(-1, *[1] * (raw.dim() - 1)) for raw in self.raw]
-        fed = tuple(
-            torch.where(k, raw[:count], before[:count]) for k, raw, before in zip(keep, self.raw, self.fed, strict=True)
-        )
-        return fed, rows
+        parts = zip(keep, self.raw, self.fed, strict=True)
+        return Continuation(tuple(torch.where(k, raw[:count], old[:count]) for k, raw, old in parts), rows, self)
+
+    def _unchanged(self, given: States) -> bool:
+        same = zip(given, self.handed, self._versions, strict=True)
+        return all(new is old and new._version == seen for new, old, seen in same)
+
+    def _passed_on(self, new: Tensor, index: int, rowwise: bool) -> Tensor | None:
+        """Rows in which ``new`` is this call's state unchanged; None if any row is neither that nor the one before."""
+        old, before, count = self.handed[index], self.given[index], new.shape[0]
+        if not new.requires_grad or new.shape[1:] != old.shape[1:] or count > old.shape[0] or new.dtype != old.dtype:
+            return None
+        if not rowwise and (count != old.shape[0] or not torch.equal(new, old)):
+            return None
+        is_old, is_before = _rows_equal(new, old[:count]), _rows_equal(new, before[:count])
+        if not bool((is_old | is_before).all()):
+            return None
+        probe = torch.rand_like(new) + 0.5
+        sources = [before, *self._held(index)]
+        to_old, *arrived = _pulled_back(new, [old, *sources], probe)
+        passed, kept = _rows_equal(to_old, probe), torch.zeros_like(is_old)
+        for at in arrived:
+            kept = kept | _rows_equal(at, probe)
+        if not self.history[0][index].requires_grad:  # a constant start: no gradient to look for
+            kept = kept | (self._origins(count, new.device) == 0)
+        kept = kept & is_before & ~_any_in_rows(to_old)
+        return passed if bool((passed | kept).all()) else None
+
+    def _origins(self, count: int, device: torch.device) -> Tensor:
+        if self.origin is None:
+            return torch.full((count,), self.step - 1, device=device)
+        return self.origin[:count]
+
+    def _held(self, index: int) -> list[Tensor]:
+        """The states that samples may hold that do not move on."""
+        steps = {self.step - 1} if self.origin is None else set(self.origin.tolist())
+        return [self.history[int(step)][index] for step in sorted(steps)]
 
 
-def _passed_on(new: Tensor, old: Tensor, before: Tensor, rowwise: bool) -> Tensor | None:
-    """Rows in which ``new`` is ``old`` passed on unchanged; None if any row is neither that nor ``before``."""
-    count = new.shape[0]
-    if not new.requires_grad or new.shape[1:] != old.shape[1:] or count > old.shape[0] or new.dtype != old.dtype:
-        return None
-    if not rowwise and (count != old.shape[0] or not torch.equal(new, old)):
-        return None
-    same = _rows_equal(new, old[:count]) | _rows_equal(new, before[:count])
-    if not bool(same.all()):
-        return None
-    probe = torch.rand_like(new) + 0.5
-    sources = [old, before] if before.requires_grad else [old]
-    pulled = torch.autograd.grad(new, sources, probe, retain_graph=True, allow_unused=True)
-    to_old = torch.zeros_like(old) if pulled[0] is None else pulled[0]
-    if bool(to_old[count:].any()):
-        return None
-    is_old, not_old = _rows_equal(to_old[:count], probe), _rows_equal(to_old[:count], torch.zeros_like(probe))
-    if len(sources) == 2:
-        to_before = torch.zeros_like(before) if pulled[1] is None else pulled[1]
-        is_old = is_old & _rows_equal(to_before[:count], torch.zeros_like(probe))
-        not_old = not_old & _rows_equal(to_before[:count], probe)
-    return is_old if bool((is_old | not_old).all()) else None
+@dataclass
+class Continuation:
+    """What the next call is fed; ``rows`` (sample,) is False where a sample did not move on, None for nowhere."""
+
+    fed: States
+    rows: Tensor | None
+    link: Link
+
+    @property
+    def origin(self) -> Tensor | None:
+        """For each sample, which of the run's states it holds; None if all hold the last one."""
+        if self.rows is None:
+            return None
+        device = self.rows.device
+        return torch.where(self.rows, self.link.step, self.link._origins(len(self.rows), device))
+
+
+def _pulled_back(value: Tensor, sources: list[Tensor], cotangent: Tensor) -> list[Tensor]:
+    """Gradients at the sources' first rows; zero where no path leads."""
+    count = value.shape[0]
+    live = [source for source in sources if source.requires_grad]
+    found = iter(torch.autograd.grad(value, live, cotangent, retain_graph=True, allow_unused=True))
+    pulled = [next(found) if source.requires_grad else None for source in sources]
+    return [torch.zeros_like(cotangent) if g is None else g[:count] for g in pulled]
 
 
 def _rows_equal(a: Tensor, b: Tensor) -> Tensor:
     return (a == b).reshape(a.shape[0], -1).all(dim=1)
+
+
+def _any_in_rows(a: Tensor) -> Tensor:
+    return (a != 0).reshape(a.shape[0], -1).any(dim=1)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from ...errors import UnsupportedError, message
 from .cells import Form, TorchStepCell, leaves
 from .discover import input_argument
-from .lineage import Link
+from .lineage import Continuation, Link
 from .public import named_cell
 from .record import Owner, Piece, Recorder, Run, Visit, differentiable
 
@@ -39,7 +39,7 @@ class Entered:
             if not state.is_floating_point() or state.dim() < 2 or state.shape[0] != self.x.shape[0]:
                 raise _NotACellError("one of its tensors is no state: not floating, or not (sample, ...)")
         self.fed: list[Tensor] = []
-        self.continues = False
+        self.before: Continuation | None = None
         self.arguments: Arguments = self._again
 
     def _again(self, x: Tensor, state: Sequence[Tensor]) -> Any:
@@ -82,7 +82,7 @@ class CellHook:
             return self._give_up(reason)
         x = self.recorder.fed(entered.x)
         flat = [x if leaf is entered.x else leaf for leaf in entered.flat]
-        entered.fed, entered.continues = self._fed(entered.given)
+        entered.fed, entered.before = self._fed(entered.given)
         for i, state in zip(entered.places, entered.fed, strict=True):
             flat[i] = state
         entered.release()
@@ -101,14 +101,14 @@ class CellHook:
         except _NotACellError as reason:
             return self._give_up(reason)
 
-    def _fed(self, given: list[Tensor]) -> tuple[list[Tensor], bool]:
+    def _fed(self, given: list[Tensor]) -> tuple[list[Tensor], Continuation | None]:
         tail = self.recorder.tail(self.owner)
         if tail is not None and given:
             found = tail.link.continued_by(tuple(given), rowwise=self.owner.key not in self.recorder.never_by_row)
             if found is not None:
-                tail.rows = found[1]
-                return list(found[0]), True
-        return [self.recorder.fed(differentiable(state)) for state in given], False
+                tail.rows = found.rows
+                return list(found.fed), found
+        return [self.recorder.fed(differentiable(state)) for state in given], None
 
     def _note(self, entered: Entered, output: Any) -> Any:
         flat, spec = pytree.tree_flatten(output)
@@ -136,9 +136,10 @@ class CellHook:
             tuple(entered.fed),
             tuple(raw[id(s)] for s in states),
             tuple(handed[id(s)] for s in states),
+            entered.before,
         )
         visit = Visit([piece], tuple(None if s is first else taps[id(s)] for s in states), link)
-        self.recorder.add(self.owner, visit, continues=entered.continues)
+        self.recorder.add(self.owner, visit, continues=entered.before is not None)
         return pytree.tree_unflatten([handed.get(id(leaf), leaf) for leaf in flat], spec)
 
     def _start_from_zero(self, entered: Entered, output: Any) -> None:

@@ -1,0 +1,288 @@
+"""Cells called in a Python loop, against torch's autodiff with a zero added to every state of the same loop."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+
+B, T, F, H = 3, 5, 2, 4
+KINDS = {
+    "lstm": (nn.LSTMCell, {}),
+    "gru": (nn.GRUCell, {}),
+    "tanh": (nn.RNNCell, {}),
+    "relu": (nn.RNNCell, {"nonlinearity": "relu"}),
+}
+LENGTHS = torch.tensor([5, 3, 1])
+MASK = torch.arange(T)[None, :] < LENGTHS[:, None]
+
+
+class MinimalGated(nn.Module):
+    """Zhou et al. 2016, arXiv:1603.09420, eqs. 7-9: one gate."""
+
+    def __init__(self, inputs, units):
+        super().__init__()
+        self.hidden_size = units
+        self.gate, self.candidate = nn.Linear(inputs + units, units), nn.Linear(inputs + units, units)
+
+    def forward(self, x, h):
+        f = torch.sigmoid(self.gate(torch.cat([x, h], 1)))
+        return (1 - f) * h + f * torch.tanh(self.candidate(torch.cat([x, f * h], 1)))
+
+
+class Nested(nn.Module):
+    """Output apart from a nested state: (input, {"fast": h, "slow": (c,)}) to (output, state)."""
+
+    def __init__(self, inputs, units):
+        super().__init__()
+        self.mix, self.out = nn.Linear(inputs + units, units), nn.Linear(units + 2, 3)
+
+    def forward(self, x, state):
+        h, (c,) = state["fast"], state["slow"]
+        h = torch.tanh(self.mix(torch.cat([x, h], 1)))
+        c = 0.9 * c + 0.1 * h[:, :2]
+        return self.out(torch.cat([h, c], 1)), {"fast": h, "slow": (c,)}
+
+
+class Spread(nn.Module):
+    """States as arguments of their own: (x, h, c) to (h, c)."""
+
+    def __init__(self, inputs, units):
+        super().__init__()
+        self.cell = MinimalGated(inputs, units)
+        self.slow = nn.Linear(units, units)
+
+    def forward(self, x, h, c):
+        c = torch.sigmoid(self.slow(h)) * c + x.mean(1, keepdim=True)
+        return torch.tanh(self.cell.gate(torch.cat([x, h], 1)) + c), c
+
+
+def start(kind):
+    zeros = torch.zeros(B, H, dtype=torch.float64)
+    return {
+        "lstm": (zeros, zeros),
+        "nested": {"fast": zeros, "slow": (zeros[:, :2],)},
+        "spread": (zeros, zeros),
+    }.get(kind, zeros)
+
+
+def build(kind):
+    torch.manual_seed(0)
+    if kind in KINDS:
+        factory, options = KINDS[kind]
+        return factory(F, H, **options).double()
+    return {"minimal": MinimalGated, "nested": Nested, "spread": Spread}[kind](F, H).double()
+
+
+def step(cell, kind, x, state):
+    """Output and next state, whatever the form of the cell."""
+    if kind == "nested":
+        return cell(x, state)
+    state = cell(x, *state) if kind == "spread" else cell(x, state)
+    return (state[0] if isinstance(state, tuple) else state), state
+
+
+def over(function, *states):
+    """Apply a function to matching tensors of nested states."""
+    first = states[0]
+    if isinstance(first, dict):
+        return {key: over(function, *(s[key] for s in states)) for key in first}
+    if isinstance(first, tuple):
+        return tuple(over(function, *parts) for parts in zip(*states, strict=True))
+    return function(*states)
+
+
+class Loop(nn.Module):
+    """One cell in a loop, in each of the ways in which people pass the state on.
+
+    ``taps``: a list to which a zero per step is appended and added to the state, for the reference.
+    """
+
+    def __init__(self, kind, style):
+        super().__init__()
+        self.kind, self.style = kind, style
+        self.cell = build(kind)
+
+    def forward(self, x, taps=None):
+        state, seen = start(self.kind), []
+        for t in range(x.shape[1]):
+            if self.style == "early" and t == 3:
+                break
+            rows = slice(0, int((t < LENGTHS).sum())) if self.style == "shrink" else slice(None)
+            given = over(lambda s: s[rows], state)  # noqa: B023
+            if self.style == "index":
+                given = over(lambda s: torch.stack([s, s])[1].clone(), state)
+            if self.style == "detach" and t == 2:
+                given = over(lambda s: s.detach(), state)
+            if self.style == "scaled" and t:
+                given = over(lambda s: 0.5 * s, state)
+            output, new = step(self.cell, self.kind, x[rows, t], given)
+            if taps is not None:
+                zeros = over(lambda s: torch.zeros_like(s, requires_grad=True), new)
+                taps.append((zeros, over(torch.detach, new)))
+                new = over(torch.add, new, zeros)
+                output = output if self.kind == "nested" else flat(new)[0]
+            if self.style == "where":
+                real = MASK[:, t, None]
+                new = over(lambda n, s: torch.where(real, n, s), new, state)  # noqa: B023
+            if self.style == "blend":
+                real = MASK[:, t, None].double()
+                new = over(lambda n, s: real * n + (1 - real) * s, new, state)  # noqa: B023
+            if self.style in ("where", "blend"):
+                output = output * MASK[:, t, None]
+            if self.style == "cells_used":
+                over(lambda s: seen.append(s.pow(2)), new)
+            seen.append(output.sin())
+            state = new
+        return seen
+
+
+def loss(seen):
+    return sum(((i + 1) * part).sum() for i, part in enumerate(seen))
+
+
+def flat(state):
+    found = []
+    over(found.append, state)
+    return found
+
+
+def reference(model, x):
+    """Total gradient of each state tensor, (sample, time, unit), zero where a sample has left the batch.
+
+    The zeros added to an LSTM's c_t sit behind h_t; what reaches c_t through h_t = o_t tanh(c_t) is added here.
+    """
+    taps = []
+    value = loss(model(x, taps))
+    zeros = [tap for state, _ in taps for tap in flat(state)]
+    pulled = iter(torch.autograd.grad(value, zeros, allow_unused=True))
+    columns = []
+    for state, values in taps:
+        grads = [torch.zeros_like(tap) if (g := next(pulled)) is None else g for tap in flat(state)]
+        if getattr(model, "kind", "") == "lstm":
+            h, c = values
+            grads[1] = grads[1] + grads[0] * h / torch.tanh(c) * (1 - torch.tanh(c) ** 2)
+        columns.append([torch.cat([g, g.new_zeros(B - len(g), g.shape[1])]) for g in grads])
+    return [torch.stack(column, dim=1).numpy() for column in zip(*columns, strict=True)]
+
+
+def traced(model, x, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return rl.trace(model, x, loss=loss, **options)
+
+
+NAMES = {"lstm": ("hidden", "cell"), "nested": ("hidden", "state_1"), "spread": ("hidden", "state_1")}
+WHOLE = ("plain", "index", "where", "blend", "shrink", "early", "cells_used")
+
+
+@pytest.mark.parametrize("style", WHOLE)
+@pytest.mark.parametrize("kind", [*KINDS, "minimal", "nested", "spread"])
+def test_one_recurrence(kind, style):
+    """Passed on as it is, through a stack, behind a mask, in a shrinking batch: the calls are one layer."""
+    model = Loop(kind, style)
+    x = torch.randn(B, T, F, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = reference(model, x)
+    trace = traced(model, x)
+    assert list(trace) == ["cell"]
+    assert all(check.ok for check in trace.checks)
+    names = NAMES.get(kind, ("hidden",))
+    for name, true in zip(names, expected, strict=True):
+        got = trace["cell"][f"{name}_grad"].values
+        mask = trace["cell"].mask.values[:, :, None] if "mask" in trace["cell"].dataset else True
+        assert np.abs(true).max() > 0
+        # At a masked step the reference tap sits on a state that was dropped; ours on the one carried over.
+        np.testing.assert_allclose(np.where(mask, got, true), true, atol=1e-10 * np.abs(true).max())
+    if style in ("where", "blend", "shrink"):
+        assert trace["cell"].mask.values[:, : T - 1].tolist() == MASK[:, : T - 1].tolist()
+
+
+@pytest.mark.parametrize("style", ["detach", "scaled"])
+@pytest.mark.parametrize("kind", [*KINDS, "minimal", "nested", "spread"])
+def test_a_changed_state_starts_a_new_recurrence(kind, style):
+    """Nothing flows through a detached state, and a scaled one is not the state: each run is a node, and exact."""
+    model = Loop(kind, style)
+    x = torch.randn(B, T, F, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = reference(model, x)
+    if kind in KINDS or style == "detach":
+        trace = traced(model, x)
+    else:
+        with rl.torch.cell(model.cell):  # never called twice with the same state: no one can know that it is a cell
+            trace = traced(model, x)
+    assert list(trace) == [f"cell#{i}" for i in range(2 if style == "detach" else T)]
+    assert all(check.ok for check in trace.checks)
+    assert any("not passed on unchanged" in note for note in trace.notes)
+    for name, true in zip(NAMES.get(kind, ("hidden",)), expected, strict=True):
+        got = np.concatenate([trace[node][f"{name}_grad"].values for node in trace], axis=1)
+        np.testing.assert_allclose(got, true, atol=1e-10 * np.abs(true).max())
+
+
+def test_dropped_states_that_are_used_after_all():
+    """A mask keeps the old state, but the loss also reads the new one: no mask then, and still exact."""
+
+    class Leaky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = build("gru")
+
+        def forward(self, x, taps=None):
+            h, seen = start("gru"), []
+            for t in range(T):
+                new = self.cell(x[:, t], h)
+                if taps is not None:
+                    taps.append((torch.zeros_like(new, requires_grad=True), new.detach()))
+                    new = new + taps[-1][0]
+                seen.append(new.sin())
+                h = torch.where(MASK[:, t, None], new, h)
+            return [*seen, h]
+
+    model, x = Leaky(), torch.randn(B, T, F, dtype=torch.float64)
+    expected = reference(model, x)[0]
+    trace = traced(model, x)
+    assert list(trace) == [f"cell#{i}" for i in range(len(list(trace)))]
+    assert len(list(trace)) > 1
+    got = np.concatenate([trace[node].hidden_grad.values for node in trace], axis=1)
+    np.testing.assert_allclose(got, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_fused_module_called_step_by_step(kind):
+    """``output, h = rnn(x_t, h)``: the calls continue each other, and equal one call over the whole sequence."""
+    torch.manual_seed(0)
+    rnn = kind(F, H, 2).double()
+
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = rnn
+
+        def forward(self, x):
+            h, outputs = None, []
+            for t in range(T):
+                y, h = self.rnn(x[t : t + 1], h)
+                outputs.append(y)
+            return torch.cat(outputs), h
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = rnn
+
+        def forward(self, x):
+            return self.rnn(x)
+
+    def value(returned):
+        y, h = returned
+        return y.sin().sum() + sum((s**2).sum() for s in (h if isinstance(h, tuple) else (h,)))
+
+    x = torch.randn(T, B, F, dtype=torch.float64)
+    steps, whole = rl.trace(Steps(), x, loss=value), rl.trace(Whole(), x, loss=value)
+    assert list(steps) == list(whole) == ["rnn[0]", "rnn[1]"]
+    for node in steps:
+        for name in whole[node].dataset:
+            np.testing.assert_allclose(steps[node][name].values, whole[node][name].values, atol=1e-12, err_msg=name)
