@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-
 #: Columns of a table that goes to a file or a pipe, which has no width of its own.
 PIPE_WIDTH = 160
 

@@ -1,0 +1,68 @@
+"""Results of every kind come back as what they were, also where nobody has imported their class yet."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rnnlens.results import files
+from rnnlens.results.base import Result, result_class
+from rnnlens.results.gradients import Gradients, Reason
+from rnnlens.results.weights import Weights
+
+from .conftest import lstm_dataset, normal
+
+
+def gradients():
+    dataset = lstm_dataset()[["hidden_grad"]]
+    dataset["hidden_grad"].attrs["tensor"] = "lstm.hidden"
+    reason = Reason("head/kernel", "not_on_path", "It is not on the path.", 'of="output"')
+    return Gradients({"lstm": dataset}, of="loss", value=0.5, disconnected={"head/kernel": reason})
+
+
+def weights():
+    return Weights({"lstm": lstm_dataset()[["gates"]]}, penalties={"lstm/kernel": 0.25}, loss=1.0)
+
+
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+@pytest.mark.parametrize("make", [gradients, weights])
+def test_they_come_back(make, tmp_path, suffix):
+    result = make()
+    result.save(tmp_path / f"run{suffix}")
+    back = files.open(tmp_path / f"run{suffix}")
+    assert type(back) is type(result)
+    assert repr(back) == repr(result)
+    assert back._meta() == result._meta()
+    code = f"import rnnlens as rl; print(type(rl.open({str(tmp_path / f'run{suffix}')!r})).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == type(result).__name__
+
+
+def test_a_new_kind_needs_a_constructor_and_its_metadata_only(tmp_path):
+    class Spectrum(Result, kind="spectrum_of_a_test"):
+        def __init__(self, datasets, *, exponents=(), **common):
+            super().__init__(datasets, **common)
+            self.exponents = list(exponents)
+
+        def _meta(self):
+            return {**super()._meta(), "exponents": self.exponents}
+
+    Spectrum({"b": lstm_dataset("b"), "a": lstm_dataset("a")}, exponents=[0.5, -1.0]).save(tmp_path / "run.nc")
+    back = files.open(tmp_path / "run.nc")
+    assert isinstance(back, Spectrum)
+    assert back.exponents == [0.5, -1.0]
+    assert back.layers == ("b", "a")
+    assert back["a"].identical(back.dataset("a"))
+
+
+def test_a_kind_in_a_file_imports_nothing_of_ours_by_accident():
+    assert result_class("files") is None
+    assert result_class("no_such_kind") is None
+    assert result_class("../evil") is None
+
+
+def test_the_data_of_a_result_is_not_copied():
+    values = normal(3, 4, 2)
+    dataset = lstm_dataset()
+    dataset["hidden"].values = values
+    assert Weights({"lstm": dataset}).dataset("lstm")["hidden"].values is values
