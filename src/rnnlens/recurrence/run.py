@@ -75,10 +75,12 @@ class Run:
                 xp=xp,
                 mask=call.mask,
                 order=call.direction,
-                hidden=call.output if call.returns_sequences else None,
+                hidden=call.output if _output_is_hidden(call, xp) else None,
                 input_scale=call.input_scale,
                 state_scale=call.state_scale,
             )
+            if call.returns_sequences and not _output_is_hidden(call, xp):
+                run.residual = residual(run.states[0], call.output, call.mask & call.output_from_state, xp)
         if not call.returns_sequences:
             last = run.last_output(call.masked_output)
             run.residual = residual(last[:, None, :], call.output[:, None, :], None, xp)
@@ -111,6 +113,13 @@ class Run:
     def states_before(self) -> tuple[Array, ...]:
         """The states that each step started from: one (sample, time, size) array each."""
         return tuple(shift(s, s0, self.order, self.xp) for s, s0 in zip(self.states, self.initial_state, strict=True))
+
+
+def _output_is_hidden(call: Any, xp: Namespace) -> bool:
+    """Whether the output gives the hidden state at every real step."""
+    if not call.returns_sequences or call.mask is None or call.output_from_state is None:
+        return bool(call.returns_sequences)
+    return bool(xp.all(call.output_from_state | ~call.mask))
 
 
 def steps(count: int, order: str, *, reverse: bool = False) -> Iterator[int]:

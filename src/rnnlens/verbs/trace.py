@@ -17,7 +17,7 @@ from ..results.layers import LayerTable
 from ..results.schema import layer_dataset
 from ..results.trace import Trace
 from ..typing import Array
-from ..vocabulary import QUANTITIES
+from ..vocabulary import FORWARD, QUANTITIES
 from .assemble import Arrays, join_directions
 from .sweep import names_of_states, sweep, weights_of
 
@@ -174,7 +174,9 @@ def _datasets(
     sums: dict[str, WeightSum] = {}
     for call in capture.calls:
         arrays, check = _trace_call(call, wanted, sums)
-        nodes.setdefault(call.layer, []).append(arrays)
+        halves = nodes.setdefault(call.layer, [])
+        # Forward comes first, also where a bidirectional layer was built around one that goes backwards.
+        halves.insert(0 if call.direction == FORWARD else len(halves), arrays)
         checks += check
     checks += [total.check() for total in sums.values()]
     datasets = {}

@@ -1,0 +1,248 @@
+"""rl.trace over the whole product of Keras' options, against a dense complex-step reference and the engine's autodiff.
+
+Many layers share one model: its loss is a fixed linear functional of every layer's output, so that the direct gradient
+of each is known beforehand, and each layer is traced as if it were alone.
+"""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+from rnnlens.recurrence.cells import KnownCell
+from rnnlens.testing import reference
+
+BATCH, TIME, FEATURES, UNITS = 3, 4, 2, 2
+FLAGS = ("mask", "backwards", "stateful", "initial_state", "sequences", "bidirectional", "unroll", "bias")
+CELLS = ("simple_rnn", "lstm", "gru_after", "gru_before")
+# A hole, padding on the left, and on the right.
+MASK = np.array([[1, 0, 1, 1], [0, 1, 1, 0], [0, 0, 1, 1]], dtype=bool)
+LAYERS = {"simple_rnn": keras.layers.SimpleRNN, "lstm": keras.layers.LSTM, "gru": keras.layers.GRU}
+
+
+class Variant:
+    """One layer of the product and all that the reference needs to know of it."""
+
+    def __init__(self, cell, flags, rng):
+        self.kind = cell.partition("_")[0] if cell.startswith("gru") else cell
+        self.flags = dict(zip(FLAGS, flags, strict=True))
+        self.name = "_".join([cell, *(flag for flag in FLAGS if self.flags[flag])])
+        options = {
+            "go_backwards": self.flags["backwards"],
+            "stateful": self.flags["stateful"],
+            "return_sequences": self.flags["sequences"],
+            "unroll": self.flags["unroll"],
+            "use_bias": self.flags["bias"],
+            "bias_initializer": keras.initializers.RandomNormal(seed=1),
+        }
+        if self.kind == "gru":
+            options["reset_after"] = cell.endswith("after")
+        make = LAYERS[self.kind]
+        if self.flags["bidirectional"]:
+            other = make(UNITS, name="second", **{**options, "go_backwards": not self.flags["backwards"]})
+            self.layer = keras.layers.Bidirectional(
+                make(UNITS, name="first", **options), backward_layer=other, name=self.name
+            )
+            self.halves = [self.layer.forward_layer, self.layer.backward_layer]
+        else:
+            self.layer = make(UNITS, name=self.name, **options)
+            self.halves = [self.layer]
+        self.states = 2 if self.kind == "lstm" else 1
+        self.given = [rng.normal(size=(BATCH, UNITS)) for _ in range(self.states * len(self.halves))]
+        width = UNITS * len(self.halves)
+        self.functional = rng.normal(size=(BATCH, TIME, width) if self.flags["sequences"] else (BATCH, width))
+
+    def call(self, x, mask, states):
+        extra = {"initial_state": states} if self.flags["initial_state"] else {}
+        return self.layer(x, mask=mask if self.flags["mask"] else None, **extra)
+
+    def set_states(self, rng):
+        for half in self.halves:
+            for state in half.states or ():
+                state.assign(rng.normal(size=state.shape))
+
+    def initial(self, index):
+        half = self.halves[index]
+        if self.flags["initial_state"]:
+            return self.given[index * self.states : (index + 1) * self.states]
+        if self.flags["stateful"]:
+            return [keras.ops.convert_to_numpy(s.value).astype("float64") for s in half.states]
+        return [np.zeros((BATCH, UNITS))] * self.states
+
+    def known(self, index):
+        cell = self.halves[index].cell
+        arrays = {
+            w.name: keras.ops.convert_to_numpy(w.value).astype("float64") for w in cell.weights if "seed" not in w.name
+        }
+        if self.kind == "gru" and cell.reset_after and self.flags["bias"]:
+            arrays["bias"], arrays["recurrent_bias"] = arrays["bias"]
+        return KnownCell(self.kind, reset_after=getattr(cell, "reset_after", True), **arrays)
+
+
+def variants(cell, unroll, rng):
+    flags = itertools.product(*[(False, True) if flag != "unroll" else (unroll,) for flag in FLAGS])
+    return [variant for variant in (Variant(cell, chosen, rng) for chosen in flags) if not keras_fails(variant.flags)]
+
+
+def keras_fails(flags):
+    """Keras 3.15 on torch cannot turn a mask round in an unrolled loop; see the test below."""
+    runs_backwards = flags["backwards"] or flags["bidirectional"]
+    return keras.backend.backend() == "torch" and flags["unroll"] and flags["mask"] and runs_backwards
+
+
+def build(group, dtype):
+    x = keras.Input(batch_shape=(BATCH, TIME, FEATURES), dtype=dtype, name="x")
+    mask = keras.Input(batch_shape=(BATCH, TIME), dtype="bool", name="mask")
+    states = [
+        [keras.Input(batch_shape=(BATCH, UNITS), dtype=dtype, name=f"{v.name}_s{i}") for i in range(len(v.given))]
+        if v.flags["initial_state"]
+        else []
+        for v in group
+    ]
+    outputs = [v.call(x, mask, s) for v, s in zip(group, states, strict=True)]
+    model = keras.Model([x, mask, *itertools.chain(*states)], outputs)
+    # TensorFlow takes minutes to trace so many loops into one graph; what it computes is the same.
+    model.compile(run_eagerly=keras.backend.backend() == "tensorflow")
+    return model
+
+
+def chronological(values, variant, index):
+    """Keras returns what runs backwards in the order it was computed in, and turns the second half round once more."""
+    computed = values[:, ::-1] if index == 1 else values
+    return computed[:, ::-1] if variant.halves[index].go_backwards else computed
+
+
+def expected(variant, index, x, output):
+    """Direct gradient of one half in chronological time, its states, and the reference's total gradients.
+
+    What Keras returns at a masked step differs by engine and option: the state, the last output, or zero. Where its
+    output is not the state, the gradient put on it moves nothing.
+    """
+    backward = variant.halves[index].go_backwards
+    cell, s0 = variant.known(index), variant.initial(index)
+    mask = MASK if variant.flags["mask"] else None
+    half = slice(index * UNITS, (index + 1) * UNITS)
+    direct = np.zeros((BATCH, TIME, UNITS))
+    if variant.flags["sequences"]:
+        direct = chronological(variant.functional[..., half], variant, index)
+    else:
+        direct[:, 0 if backward else -1] = variant.functional[..., half]
+    states = reference.bptt(cell, x, s0, np.zeros_like(direct), mask=mask, backward=backward).states
+    follows = np.ones((BATCH, TIME, 1), dtype=bool)
+    if variant.flags["sequences"]:
+        returned = chronological(output[..., half], variant, index)
+        follows = (np.abs(returned - states[0]) < 1e-4).all(axis=-1, keepdims=True)
+        # Unrolled backwards, TensorFlow zeroes the mirror image of what is masked.
+        mirrored = (
+            keras.backend.backend() == "tensorflow" and variant.flags["unroll"] and variant.flags["bidirectional"]
+        )
+        assert mask is None or mirrored or follows[mask].all(), (variant.name, "replays")
+        if mask is not None and (variant.flags["unroll"] or keras.backend.backend() != "jax"):
+            # Zeros before the first real step are a constant, even if the initial state is zero too.
+            follows[before_first_real_step(mask, backward)] = False
+    full = reference.bptt(cell, x, s0, direct * follows, mask=mask, backward=backward)
+    return direct, states, full
+
+
+def before_first_real_step(mask, backward):
+    ran = mask[:, ::-1] if backward else mask
+    before = np.cumsum(ran, axis=1) == 0
+    return before[:, ::-1] if backward else before
+
+
+def close(actual, wanted, tolerance, what):
+    actual = np.asarray(actual, dtype="float64")
+    assert actual.shape == wanted.shape, what
+    scale = max(np.abs(wanted).max(), 1e-12)
+    worst = float(np.abs(actual - wanted).max())
+    assert worst <= tolerance * scale, what
+
+
+def returned(model, inputs, group):
+    """What Keras itself returns; the states of stateful layers put back."""
+    variables = [state for v in group for half in v.halves for state in half.states or ()]
+    kept = [(state, keras.ops.convert_to_numpy(state.value)) for state in variables]
+    outputs = [keras.ops.convert_to_numpy(o) for o in model(inputs)]
+    for state, value in kept:
+        state.assign(value)
+    return outputs
+
+
+def linear(functionals, outputs):
+    return sum(keras.ops.sum(f * o) for f, o in zip(functionals, outputs, strict=True))
+
+
+@pytest.fixture
+def dtype(request):
+    """The floating type of everything that Keras makes in this test."""
+    before = keras.config.floatx()
+    keras.config.set_floatx(request.param)
+    yield request.param
+    keras.config.set_floatx(before)
+
+
+def cases():
+    """The whole product; what is marked runs with `make test-full`. Tracing loops into JAX programs takes longest."""
+    quick = {("float64", "lstm", False), ("float64", "gru_after", False), ("float32", "lstm", False)}
+    if keras.backend.backend() != "jax":
+        quick |= {("float64", cell, unroll) for cell in CELLS for unroll in (False, True)}
+    for case in itertools.product(("float64", "float32"), CELLS, (False, True)):
+        name = "-".join([*case[:2], "unroll" if case[2] else "loop"])
+        yield pytest.param(*case, id=name, marks=() if case in quick else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("dtype", "cell", "unroll"), list(cases()), indirect=["dtype"])
+def test_every_option_product(cell, unroll, dtype):
+    tolerance = {"float64": 1e-10, "float32": 1e-4}[dtype]
+    rng = np.random.default_rng(5)
+    group = variants(cell, unroll, rng)
+    model = build(group, dtype)
+    for variant in group:
+        variant.set_states(rng)
+    x = rng.normal(size=(BATCH, TIME, FEATURES)).astype(dtype)
+    given = [s.astype(dtype) for v in group if v.flags["initial_state"] for s in v.given]
+    states = {v.name: [v.initial(i) for i in range(len(v.halves))] for v in group}
+
+    outputs = dict(zip(states, returned(model, [x, MASK, *given], group), strict=True))
+    wanted = {
+        v.name: [expected(v, i, x.astype("float64"), outputs[v.name]) for i in range(len(v.halves))] for v in group
+    }
+
+    trace = rl.trace(model, [x, MASK, *given], [v.functional.astype(dtype) for v in group], loss=linear)
+
+    assert set(trace.layers) == {v.name for v in group}
+    assert all(check.ok for check in trace.checks)
+    for variant in group:
+        compare(variant, trace[variant.name], wanted[variant.name], tolerance)
+        after = [variant.initial(i) for i in range(len(variant.halves))]
+        assert np.array_equal(np.array(after), np.array(states[variant.name])), "a state advanced"
+
+
+@pytest.mark.parametrize("dtype", ["float64"], indirect=True)
+def test_the_product_leaves_out_only_what_keras_itself_cannot_run(dtype):
+    layer = keras.layers.SimpleRNN(2, go_backwards=True, unroll=True)
+    x = np.zeros((BATCH, TIME, FEATURES))
+    if keras.backend.backend() == "torch":
+        with pytest.raises(AttributeError, match="'tuple' object has no attribute 'shape'"):
+            layer(x, mask=keras.ops.convert_to_tensor(MASK))
+    else:
+        assert layer(x, mask=keras.ops.convert_to_tensor(MASK)).shape == (BATCH, 2)
+
+
+def compare(variant, traced, wanted, tolerance):
+    directions = ["backward" if half.go_backwards else "forward" for half in variant.halves]
+    total_input = sum(full.input_grad for _, _, full in wanted)
+    close(traced.input_grad, total_input, tolerance, (variant.name, "input_grad"))
+    names = ["hidden", "cell"][: variant.states]
+    for direction, (direct, states, full) in zip(directions, wanted, strict=True):
+        half = traced.dataset.sel(direction=direction) if len(wanted) > 1 else traced.dataset
+        for name, state, grad in zip(names, states, full.state_grads, strict=True):
+            close(half[name], state, tolerance, (variant.name, direction, name))
+            close(half[f"{name}_grad"], grad, tolerance, (variant.name, direction, f"{name}_grad"))
+        initial = np.stack(full.initial_state_grad, axis=1)
+        close(half["initial_state_grad"], initial, tolerance, (variant.name, direction, "initial_state_grad"))
+        if not variant.flags["sequences"]:
+            direct = direct[:, 0 if direction == "backward" else -1]
+        close(half["output_grad"], direct, tolerance, (variant.name, direction, "output_grad"))
