@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,21 @@ class Workspace:
             self.xp.diagonal(matrices, dim1=-2, dim2=-1).add_(values)
         else:
             matrices[...] = matrices + values[..., None] * self.eye(int(values.shape[-1]))
+
+    @cached_property
+    def negligible(self) -> float:
+        """Magnitude below which a sweep takes a number for zero: 1e8 times the smallest normal one (1e-30 in float32).
+
+        Below the smallest normal number processors compute many times slower, and vanishing gradients end up there.
+        """
+        return float(self.xp.finfo(self.like.dtype).smallest_normal) * 1e8
+
+    def flush(self, values: Array) -> None:
+        """Set negligible numbers to zero, in place."""
+        if self.is_torch:
+            values.copy_(self.xp.nn.functional.hardshrink(values, self.negligible))
+        else:
+            values[self.xp.abs(values) < self.negligible] = 0
 
     def numpy(self, array: Array) -> np.ndarray[Any, Any]:
         """As NumPy, on the host."""

@@ -21,6 +21,9 @@ from .sources import Source
 #: Bytes of product matrices held at a time.
 BLOCK_BUDGET = 32 * 2**20
 
+#: Steps between two looks for numbers that have become negligible.
+FLUSH_EVERY = 4
+
 
 class Sink(Protocol):
     """Takes the values that a sweep passes by."""
@@ -112,6 +115,8 @@ class _Reverse:
                 if wanted and self.taps.input is not None:
                     self._give(self.taps.input, t, slice(self.system.rows, self.width))
                 self.stop = self.pruning.drop(self.old, self.system.rows, self.start, self.stop)
+            if t % FLUSH_EVERY == 0:
+                self.work.flush(self.old[:, self.start : self.stop + self.pruning.probes_alive, : self.system.rows])
             if progress is not None:
                 progress()
             if remaining is not None and wanted:
@@ -268,6 +273,8 @@ class _Forward:
             if remaining == 0:
                 break
             self.stop = self.pruning.drop(self.old, self.system.rows, self.start, self.stop)
+            if t % FLUSH_EVERY == 0:
+                self.work.flush(self.old[:, self.start : self.stop + self.pruning.probes_alive])
             if progress is not None:
                 progress()
         return self.cost

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -70,8 +71,8 @@ class Collector:
         Groups of rows, rows of one group, and numbers per row.
     steps
         Time index -> place along the step axis. Others are not kept. ``-1`` stands for the initial state.
-    reduce
-        Name of a reduction, or None to keep everything.
+    reduce, tail
+        Turns blocks (sample, group, out, in) into (sample, group, *tail); None keeps everything.
     readout
         Applied to the values before anything else: ``readout(t, values)``.
     swapped
@@ -82,7 +83,7 @@ class Collector:
     Attributes
     ----------
     result
-        ``(sample, step, group)`` if reduced, else ``(sample, step, group, row, width)``; no sample axis if averaged.
+        ``(sample, step, group, *tail)`` if reduced, else ``(sample, step, group, row, width)``; no sample axis if averaged.
     error_squares
         Sum over input steps of the mean square that pruned rows would have brought.
     """
@@ -96,15 +97,16 @@ class Collector:
         width: int,
         steps: Mapping[int, int],
         *,
-        reduce: str | None = None,
+        reduce: Callable[[Array], Array] | None = None,
+        tail: tuple[int, ...] = (),
         readout: Callable[[int, Array], Array] | None = None,
         swapped: bool = False,
         average: bool = False,
     ) -> None:
         self.work, self.groups, self.rows, self.steps = work, groups, rows, steps
-        self.reduce = None if reduce is None else REDUCTIONS[reduce]
+        self.reduce = reduce
         self.readout, self.swapped, self.average = readout, swapped, average
-        tail = () if reduce is not None else (rows, width)
+        tail = tail if reduce is not None else (rows, width)
         lead = () if average else (samples,)
         self.result = work.zeros(*lead, len(steps), groups, *tail)
         self.error_squares = 0.0
@@ -157,20 +159,18 @@ class FieldCollector:
         """Fields are not pruned."""
 
 
-def probe_blocks(
-    probes: int, outputs: int, times: int, samples: int, seed: int
-) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def probe_signs(probes: int, outputs: int, times: int, samples: int, seed: int) -> np.ndarray[Any, Any]:
     """Random signs (sample, time, probe, output): E[z z^T] = I, so that E|z^T G|^2 = |G|_F^2 (Hutchinson 1990)."""
     signs = np.random.default_rng(seed).integers(0, 2, size=(samples, times, probes, outputs))
     return 2.0 * signs - 1.0
 
 
-def sketch_estimate(squares: Array) -> tuple[Array, Array]:
-    """Mean and standard error over the last axis, one |z^T G|^2 per probe."""
-    xp = array_namespace(squares)
+def sketched(block: Array) -> Array:
+    """Estimate of |G|_F^2 and the variance of that estimate (sample, group, 2), from z^T G (sample, group, probe, in)."""
+    xp = array_namespace(block)
+    squares = xp.sum(block * block, axis=-1)
     probes = int(squares.shape[-1])
     mean = xp.mean(squares, axis=-1)
-    if probes == 1:
-        return mean, xp.full_like(mean, math.nan)
     deviation = squares - mean[..., None]
-    return mean, xp.sqrt(xp.sum(deviation * deviation, axis=-1) / (probes * (probes - 1)))
+    variance = xp.sum(deviation * deviation, axis=-1) / (probes * (probes - 1)) if probes > 1 else mean * math.nan
+    return xp.stack([mean, variance], axis=-1)

@@ -6,9 +6,12 @@ always a suffix, and what does not exist yet (the acausal half) is never compute
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 from ..typing import Array
 
@@ -63,8 +66,6 @@ class Points:
 
     def first(self, t: int) -> int:
         """Groups at or after t, in the order of the recurrence."""
-        from bisect import bisect_left
-
         return self.group * bisect_left(self._ranks, self._sign * t)
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
@@ -80,13 +81,30 @@ class Points:
 
 @dataclass
 class Field:
-    """Rows that receive something at every step: (sample, row, time, size) by state."""
+    """Rows that receive something at every step: (sample, row, time, size) by state.
+
+    A row is alive from the first step of the sweep at which it holds anything but zeros.
+    """
 
     fields: Mapping[int, Array]
+    order: str = "forward"
 
     def __post_init__(self) -> None:
-        self.count = int(next(iter(self.fields.values())).shape[1])
-        self.group = 1
+        arrays = list(self.fields.values())
+        self.count, self.group = int(arrays[0].shape[1]), 1
+        time = int(arrays[0].shape[2])
+        alive = np.zeros((self.count, time), dtype=bool)
+        for array in arrays:
+            moved = (array != 0).any(-1).any(0)
+            alive |= np.asarray(moved.cpu() if hasattr(moved, "cpu") else moved)
+        if self.order == "backward":
+            alive = alive[:, ::-1]
+        born = np.where(alive.any(1), time - 1 - np.argmax(alive[:, ::-1], axis=1), -1)
+        # The first row that is alive at position p of the recurrence: rows behind it come along, alive or not.
+        first = np.full(time + 1, self.count)
+        for row in range(self.count - 1, -1, -1):
+            first[: born[row] + 1] = row
+        self._first, self._time = first, time
 
     @property
     def lasting(self) -> bool:
@@ -94,8 +112,8 @@ class Field:
         return True
 
     def first(self, t: int) -> int:
-        """All rows are alive from the start."""
-        return 0
+        """First row that holds anything at t or after it in the order of the recurrence."""
+        return int(self._first[t if self.order == "forward" else self._time - 1 - t])
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
         """What the field holds at step t."""

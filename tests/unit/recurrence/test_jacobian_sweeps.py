@@ -12,7 +12,7 @@ from rnnlens.recurrence.cells import KnownCell
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
 from rnnlens.recurrence.linear import state_columns
 from rnnlens.recurrence.linear_cells import BasisSystem, linear_system
-from rnnlens.recurrence.reductions import Collector, FieldCollector
+from rnnlens.recurrence.reductions import REDUCTIONS, Collector, FieldCollector
 from rnnlens.recurrence.run import replay
 from rnnlens.recurrence.sources import Field, Points
 
@@ -90,7 +90,7 @@ def reverse_full(run, state, tap, times=range(T), reduce=None):
     order = "forward" if run.order == "forward" else "backward"
     source = Points(list(times), {state: system.work.eye(size)[None, None]}, order)
     width = F if tap == "input" else system.state_sizes[tap]
-    sink = Collector(system.work, B, len(times), size, width, {t: t for t in range(T)}, reduce=reduce)
+    sink = Collector(system.work, B, len(times), size, width, {t: t for t in range(T)}, reduce=REDUCTIONS.get(reduce))
     taps = Taps(input=sink) if tap == "input" else Taps(states={tap: sink})
     cost = reverse(system, source, taps)
     result = system.work.numpy(sink.result)[:, :, np.argsort(source.sequence)]

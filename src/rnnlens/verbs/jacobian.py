@@ -1,0 +1,194 @@
+"""``rl.jacobian``: which input step moved which output step, exactly, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal
+
+import numpy as np
+import xarray as xr
+
+from ..adapters.protocol import Adapter, Batch, CaptureRequest
+from ..adapters.registry import adapter_for
+from ..errors import InputError, did_you_mean, message
+from ..recurrence.reductions import REDUCTIONS, probe_signs, sketched
+from ..settings import current, parse_memory
+from .inside import Inside
+from .jacobian_ends import resolve
+from .jacobian_label import Labels
+from .jacobian_routes import Ends
+from .jacobian_run import compute
+from .jacobian_target import Tensor, chosen_times, look_inside, projection
+from .names import TensorName, catalogue, read_one
+
+__all__ = ["jacobian"]
+
+
+def jacobian(
+    model: Any,
+    x: Any,
+    *,
+    of: str = "output",
+    wrt: str = "input",
+    out_times: int | Sequence[int] | slice | None = None,
+    in_times: int | Sequence[int] | slice | None = None,
+    project: Literal["mean", "sum"] | Any = None,
+    reduce: Literal["norm", "spectral", "sum", "mean", "abs_mean"] | None = None,
+    average: Literal["sample"] | None = None,
+    sketch: int | None = None,
+    rtol: float | None = None,
+    mode: Literal["auto", "forward", "reverse"] = "auto",
+    memory: str | int | None = None,
+    out: str | PathLike[str] | None = None,
+    training: bool = False,
+    initial_state: Mapping[str, Sequence[Any]] | None = None,
+    seed: int | None = None,
+) -> xr.DataArray:
+    """Differentiate every output step by every input step.
+
+    Parameters
+    ----------
+    model
+        A Keras model (any engine) or ``torch.nn.Module`` with at least one recurrent layer; left exactly as found.
+    x
+        One batch, as the model takes it.
+    of
+        What is differentiated: ``"output"``, ``"lstm.output"``, ``"lstm.hidden"``, ``"lstm.cell"``,
+        ``"lstm.final_hidden"``, ``"dense.output"``.
+    wrt
+        By what: ``"input"``, ``"embedding.output"``, the output of any layer, ``"lstm.hidden"`` or ``"lstm.cell"`` (state
+        to state), ``"lstm.initial_hidden"``. A state counts as it is produced: a change of c_t also reaches h_t.
+    out_times, in_times
+        Steps to look at, chronological from 0; negative ones count from the end. All by default.
+    project
+        Contract the output units before differentiation: ``"mean"``, ``"sum"``, a vector (unit,) or a matrix (k, unit).
+        The cost falls by the same factor.
+    reduce
+        One number per pair of steps instead of a matrix (output unit, input feature): ``"norm"`` (Frobenius),
+        ``"spectral"`` (largest singular value), ``"sum"``, ``"mean"``, ``"abs_mean"``. Taken inside the sweep, so the
+        whole is never stored.
+    average
+        ``"sample"``: the mean over samples, streamed.
+    sketch
+        Number of random probes that replace the output units in ``reduce="norm"``: the square of the norm is estimated
+        without bias, and comes with its standard error, as coordinates ``norm_squared`` and ``norm_squared_stderr``.
+    rtol
+        Drop cotangents that fell below this share of what they started with; off by default. An estimate of the
+        resulting error (Frobenius norm over everything) is in the attributes as ``pruning_error``.
+    mode
+        Direction of the sweep; ``"auto"`` takes the one with fewer operations.
+    memory
+        Bytes for the result and the working arrays, such as ``"2 GiB"`` (the default of ``rl.options``).
+    out
+        A path ending in ``.zarr``: the result is written there piece by piece and may exceed the memory.
+        After an interrupt, what was finished can be read; the rest is NaN.
+    training, initial_state, seed
+        As in :func:`rnnlens.trace`.
+
+    Returns
+    -------
+    DataArray
+        ``(sample, out_time, out_unit, in_time, in_feature)``; reduced ``(sample, out_time, in_time)``. No ``out_time`` of
+        a tensor without time. A state of a bidirectional layer adds ``direction`` (``in_direction``). Its attributes
+        hold the mode, the operations and the bytes it took.
+
+    Raises
+    ------
+    InputError
+        If an argument does not fit, or the input is integer: the message names the tensor to ask for instead.
+    TooLargeError
+        Before computing, if the result would not fit; with its size and cheaper calls.
+    LayerNotFoundError
+        If ``of`` or ``wrt`` names nothing.
+
+    References
+    ----------
+    Products of Jacobians through time: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eq. 5.
+    Random probes: Hutchinson 1990, doi:10.1080/03610919008812866.
+    """
+    _check(reduce, average, sketch, rtol, mode, project)
+    limit = current().memory if memory is None else parse_memory(memory)
+    adapter = adapter_for(model)
+    known = catalogue(adapter, model, x)
+    names = (read_one(of, known), read_one(wrt, known))
+    batch = Batch(x, training=training, initial_state=initial_state, seed=_seed(seed, training))
+    inside = _look(adapter, model, batch)
+    swept = look_inside(inside)
+    with resolve(adapter, model, batch, known, inside, list(swept.values()), names) as (start, end, graph):
+        ends = _ends(start, end, names, out_times, in_times, project, reduce, average, sketch, batch_of(inside))
+        labels = Labels(names, ends, reduce, sketch, known, adapter.provenance(model), training, project)
+        return compute(graph, list(swept.values()), ends, labels, mode, rtol, limit, out)
+
+
+def batch_of(inside: Inside) -> int:
+    """Number of samples in the batch that was captured."""
+    return int(next(iter(inside.halves.values()))[0].run.input.shape[0])
+
+
+def _look(adapter: Adapter, model: Any, batch: Batch) -> Inside:
+    capture = adapter.capture(model, batch, CaptureRequest(gradients=False, weight_grads=False))
+    if not capture.calls:
+        raise InputError(
+            message(
+                "Nothing recurrent ran in this forward pass.",
+                got=type(model).__name__,
+                hint="rl.layers(model) lists what is recurrent; for others use the framework's own Jacobian",
+            )
+        )
+    return Inside.of(capture.calls)
+
+
+def _seed(seed: int | None, training: bool) -> int | None:
+    """The model runs twice: in training mode both runs must draw the same."""
+    return 0 if seed is None and training else seed
+
+
+def _check(reduce: Any, average: Any, sketch: Any, rtol: Any, mode: Any, project: Any) -> None:
+    for argument, value, allowed in (
+        ("reduce", reduce, [None, *REDUCTIONS]),
+        ("average", average, [None, "sample"]),
+        ("mode", mode, ["auto", "forward", "reverse"]),
+    ):
+        if value not in allowed:
+            hint = did_you_mean(str(value), [str(a) for a in allowed])
+            raise InputError(message(f"{argument}= is not understood.", got=repr(value), hint=hint))
+    if sketch is not None:
+        if isinstance(sketch, bool) or not isinstance(sketch, int | np.integer) or sketch < 2:
+            raise InputError(message("sketch= is a number of probes.", got=repr(sketch), expected="an int, 2 or more"))
+        if reduce not in (None, "norm") or project is not None:
+            got = f"reduce={reduce!r}" if project is None else "project="
+            raise InputError(message("A sketch estimates the norm over all units.", got=got, expected='reduce="norm"'))
+        if mode == "forward":
+            raise InputError(message("A sketch is pulled back.", got='mode="forward"', expected='"auto" or "reverse"'))
+    if rtol is not None and not 0 <= rtol < 1:
+        raise InputError(message("rtol= is a share.", got=repr(rtol), expected="0 <= rtol < 1"))
+
+
+def _ends(
+    start: Tensor,
+    end: Tensor,
+    names: tuple[TensorName, TensorName],
+    out_times: Any,
+    in_times: Any,
+    project: Any,
+    reduce: str | None,
+    average: str | None,
+    sketch: int | None,
+    samples: int,
+) -> Ends:
+    """What is wanted, as the sweeps need it."""
+    weights = projection(project, start.size)
+    if weights is not None:
+        weights = weights[None, None]
+    function, tail = (None if reduce is None else REDUCTIONS[reduce]), ()
+    if sketch is not None:
+        weights = probe_signs(sketch, start.size, start.times or 1, samples, seed=0)
+        function, tail = sketched, (2,)  # type: ignore[assignment]
+    elif reduce in ("sum", "mean"):
+        # Linear in the output units: contracted before differentiation.
+        ones = np.ones((1, start.size)) if weights is None else np.ones((1, weights.shape[2])) @ weights[0, 0]
+        share = 1.0 if reduce == "sum" else 1.0 / (start.size if weights is None else weights.shape[2])
+        weights = (share * ones)[None, None]
+    outs, ins = chosen_times(out_times, start.times, "out_times"), chosen_times(in_times, end.times, "in_times")
+    return Ends(start, end, outs, ins, weights, function, tail, average is not None)
