@@ -65,13 +65,14 @@ def _modes(model: torch.nn.Module, training: bool) -> Iterator[None]:
 @contextmanager
 def _buffers(model: torch.nn.Module) -> Iterator[None]:
     """Values and identities of all buffers; each module's table is put back by :func:`_attributes`."""
-    before = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value, version in before:
-                if buffer._version != version:
+            for buffer, value in before:
+                # By value: batch statistics change without a trace in the tensor's version.
+                if not torch.equal(buffer, value):
                     buffer.copy_(value)
 
 
