@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import LayerNotFoundError, ModelError, did_you_mean, message
-from ..protocol import Batch, Capture, CaptureRequest
+from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall
 from .assemble import Assembler, JoinedTooFarError, check_joints
-from .discover import cell_candidates, named_modules, node_name, recurrent_modules, unwrapped
+from .discover import cell_candidates, named_modules, node_name, recurrent_modules, refuse_scripts, unwrapped
 from .fused import Interceptor
 from .inputs import as_tensors, call_model, check_features, on_leaves
 from .left_as_found import borrowed
@@ -52,13 +52,14 @@ class Asked:
     cells: list[tuple[str, nn.Module]]
     plain: list[tuple[str, nn.Module]]
     names: tuple[str, ...] | None
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: nn.Module, names: Sequence[str] | None) -> Asked:
         """Sort the asked names; refuse those that name nothing."""
         recurrent, cells = recurrent_modules(model), cell_candidates(model)
         if names is None:
-            return cls(recurrent, cells, [], None)
+            return cls(recurrent, cells, [], None, named_modules(model))
         modules = named_modules(model)
         rooms = dict(recurrent) | dict(cells)
         nodes = {node_name(path, m, i): path for path, m in recurrent for i in range(getattr(m, "num_layers", 1))}
@@ -81,6 +82,7 @@ class Asked:
             [(path, m) for path, m in cells if path in bases],
             plain,
             tuple(names),
+            modules,
         )
 
     def keeps(self, node: str) -> bool:
@@ -218,6 +220,7 @@ def _read(
     recorder: Recorder, asked: Asked, request: CaptureRequest, loss: Tensor | None, outputs: Any, kept: bool
 ) -> Capture:
     if not recorder.runs and not recorder.plain:
+        refuse_scripts(asked.modules)
         raise ModelError(
             message(
                 "No recurrent layer ran in this forward pass.",
@@ -233,12 +236,22 @@ def _read(
         gradient = _gradients(recorder, loss, notes)
         check_joints(recorder, gradient)
     assembler = Assembler(recorder, gradient)
-    calls = [call for call in assembler.calls() if asked.keeps(call.layer)]
+    calls = _only_asked(assembler.calls(), asked)
     value = None if loss is None else float(loss.detach())
     if value is not None and not math.isfinite(value):
         notes.append(f"The loss is {value}.")
     notes.extend(_broken_runs(recorder))
     return Capture(calls, _numbered(assembler), value, on_leaves(outputs, _detached), notes)
+
+
+def _only_asked(calls: list[RecurrentCall], asked: Asked) -> list[RecurrentCall]:
+    """The calls asked for; without dL/dW where a call that shares the weights is left out, since it is over both."""
+    left_out = {call.weights_key for call in calls if not asked.keeps(call.layer)}
+    kept = [call for call in calls if asked.keeps(call.layer)]
+    for call in kept:
+        if call.weights_key in left_out:
+            call.weight_grads = None
+    return kept
 
 
 def _gradients(recorder: Recorder, loss: Tensor, notes: list[str]) -> Any:

@@ -85,6 +85,19 @@ def refuse(path: str, module: nn.Module) -> None:
         )
 
 
+def refuse_scripts(named: list[tuple[str, nn.Module]]) -> None:
+    """Raise if there is TorchScript in which a recurrence may hide."""
+    for path, module in named:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                message(
+                    f"Nothing recurrent ran in Python, and {path!r} is TorchScript, where nothing can be seen.",
+                    got="torch.jit.script, torch.jit.trace or torch.jit.freeze",
+                    expected="the Python module that it was made from",
+                )
+            )
+
+
 def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules that may be custom cells: called with something and a state, and holding no recurrent layer inside.
 
