@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from ...errors import InputError, UnsupportedError, message
+from ...errors import InputError, RnnlensError, UnsupportedError, message
 from .discover import Site
 from .engines import Tap
 from .weights import known_kind
@@ -103,9 +103,10 @@ class Listener:
 
         def inner_loop(sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
             mask = mask[0] if keras.tree.is_nested(mask) else mask
-            refuse_options(site, mask, bool(training))
+            with _own_errors_unchanged():
+                refuse_options(site, mask, bool(training))
+                initial_state = self._given_state(site, half, initial_state)
             call = self._start(site.name, half)
-            initial_state = self._given_state(site, half, initial_state)
             sequences = self._pass(call, "input", sequences)
             initial_state = self._pass_all(call, "initial_state", initial_state)
             if "mask" in self.keep and mask is not None:
@@ -153,6 +154,16 @@ class Listener:
             return self._pass_all(record, "output", original(*args, **kwargs))
 
         return call
+
+
+@contextmanager
+def _own_errors_unchanged() -> Iterator[None]:
+    """Keras writes the arguments of the layer into every error that passes through; ours are complete as they are."""
+    try:
+        yield
+    except RnnlensError as error:
+        error._keras_call_info_injected = True  # type: ignore[attr-defined]
+        raise
 
 
 def refuse_options(site: Site, mask: Any, training: bool) -> None:

@@ -89,11 +89,20 @@ def program(job: Job, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]
         x = keras.tree.pack_sequence_as(x, flat)
     with keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
         with listener.listening(job.sites, job.plain):
-            outputs = _call(job.model, x, job.training)
+            outputs = _tapped(_call(job.model, x, job.training), job.wanted, tap)
         value = None if job.loss is None else job.loss(x, y, outputs, weight)
     job.calls[:] = listener.calls
     kept = outputs if "outputs" in job.keep else None
     return value, ([call.arrays for call in listener.calls], kept)
+
+
+def _tapped(outputs: Any, wanted: frozenset[str], tap: Tap) -> Any:
+    """The outputs of the model, tapped where they are wanted themselves."""
+    keys = [f"model|output/{i}" for i in range(len(keras.tree.flatten(outputs)))]
+    if wanted.isdisjoint(keys):
+        return outputs
+    flat = zip(keys, keras.tree.flatten(outputs), strict=True)
+    return keras.tree.pack_sequence_as(outputs, [tap(key, t) if key in wanted else t for key, t in flat])
 
 
 @dataclass

@@ -11,7 +11,24 @@ import keras
 _PLAIN = (bool, int, float, str, type(None))
 #: Written by Keras while a layer runs or a model trains; says nothing about what it computes.
 _VOLATILE = frozenset(
-    ["_called", "_losses_override", "_dropout_mask", "_recurrent_dropout_mask", "train_function", "test_function", "predict_function", "stop_training", "stop_evaluating", "stop_predicting", "history", "optimizer", "_jax_state_synced", "_loss_tracker", "_compile_metrics", "_compile_loss"]
+    [
+        "_called",
+        "_losses_override",
+        "_dropout_mask",
+        "_recurrent_dropout_mask",
+        "train_function",
+        "test_function",
+        "predict_function",
+        "stop_training",
+        "stop_evaluating",
+        "stop_predicting",
+        "history",
+        "optimizer",
+        "_jax_state_synced",
+        "_loss_tracker",
+        "_compile_metrics",
+        "_compile_loss",
+    ]
 )
 
 

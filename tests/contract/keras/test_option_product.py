@@ -1,0 +1,251 @@
+"""Every cell with every option: what is captured replays in float64, and its gradients are the framework's own.
+
+All variants of a group are branches of one model, so that one forward and one backward pass serve them all. The loss is
+linear in what the layers return, with known random coefficients: these *are* the direct gradients.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import product
+
+import keras
+import numpy as np
+import pytest
+
+from rnnlens.adapters.keras import adapter
+from rnnlens.adapters.keras.run import eagerly
+from rnnlens.adapters.protocol import Batch, CaptureRequest
+from rnnlens.testing.keras_autodiff import gradients
+from rnnlens.testing.reference import bptt
+
+SAMPLE, TIME, FEATURE, UNIT = 2, 4, 2, 2
+CELLS = {
+    "simple_rnn": (keras.layers.SimpleRNN, {}),
+    "lstm": (keras.layers.LSTM, {}),
+    "gru_after": (keras.layers.GRU, {"reset_after": True}),
+    "gru_before": (keras.layers.GRU, {"reset_after": False}),
+}
+MASK = np.array([[False, True, False, True], [True, True, False, False]])
+
+
+@dataclass(frozen=True)
+class Variant:
+    cell: str
+    bias: bool
+    way: str
+    sequences: bool
+    start: str
+
+    @property
+    def name(self):
+        return "-".join(map(str, (self.cell, "bias" if self.bias else "nobias", self.way, self.sequences, self.start)))
+
+    @property
+    def returns_state(self):
+        """Keras cannot build a bidirectional layer that is stateful and returns its state."""
+        return not (self.way == "bidirectional" and "stateful" in self.start)
+
+    def layer(self, unroll):
+        make, options = CELLS[self.cell]
+        layer = make(
+            UNIT,
+            use_bias=self.bias,
+            return_sequences=self.sequences,
+            return_state=self.returns_state,
+            stateful="stateful" in self.start,
+            go_backwards=self.way == "backward",
+            unroll=unroll,
+            bias_initializer="glorot_uniform" if self.bias and self.cell != "lstm" else "zeros",
+            name=self.name,
+            **options,
+        )
+        if self.way == "bidirectional":
+            layer = keras.layers.Bidirectional(layer, name=self.name)
+        return layer
+
+
+def variants(cell):
+    ways, starts = ("forward", "backward", "bidirectional"), ("zeros", "stateful", "given", "stateful_given")
+    return [Variant(cell, *options) for options in product((True, False), ways, (True, False), starts)]
+
+
+def refused_by_keras(variant, masked, unroll):
+    """Keras on torch cannot turn a list of masks round."""
+    backwards = variant.way != "forward"
+    return keras.backend.backend() == "torch" and masked and unroll and backwards
+
+
+@dataclass
+class Group:
+    """One model with a branch per variant, its inputs, and the coefficients of its loss."""
+
+    model: keras.Model
+    inputs: list
+    coefficients: list
+    names: list
+
+    def loss(self, y_true, y_pred):
+        pairs = zip(self.coefficients, keras.tree.flatten(y_pred), strict=True)
+        return sum(keras.ops.sum(keras.ops.multiply(c, y)) for c, y in pairs)
+
+
+def group(cell, masked, unroll):
+    random = np.random.default_rng(1)
+    x = keras.Input(batch_shape=(SAMPLE, TIME, FEATURE))
+    mask = keras.Input(batch_shape=(SAMPLE, TIME), dtype="bool")
+    states = [keras.Input(batch_shape=(SAMPLE, UNIT)) for _ in range(2)]
+    outputs, names = [], []
+    for variant in variants(cell):
+        if refused_by_keras(variant, masked, unroll):
+            continue
+        layer = variant.layer(unroll)
+        size = (2 if cell == "lstm" else 1) * (2 if variant.way == "bidirectional" else 1)
+        given = {"initial_state": (states * 2)[:size]} if "given" in variant.start else {}
+        outputs.append(keras.tree.flatten(layer(x, mask=mask if masked else None, **given)))
+        names.append(variant.name)
+    model = keras.Model([x, mask, *states], outputs)
+    for v in model.variables:
+        if v.name == "rnn_state":
+            v.assign(random.normal(size=v.shape))
+    arrays = [random.normal(size=(SAMPLE, TIME, FEATURE)), MASK, *random.normal(size=(2, SAMPLE, UNIT))]
+    flat = [random.normal(size=t.shape) for t in keras.tree.flatten(outputs)]
+    return Group(model, arrays, flat, names)
+
+
+@contextmanager
+def uncompiled():
+    """Compiling a graph of a hundred loops takes minutes, running it a second; compiled runs have tests of their own."""
+    with ExitStack() as stack:
+        stack.enter_context(eagerly())
+        if keras.backend.backend() == "jax":
+            import jax
+
+            stack.enter_context(jax.disable_jit())
+        yield
+
+
+@pytest.fixture(scope="module", params=list(product(CELLS, (False, True), (False, True))), ids=str)
+def captured(request, float64):
+    """The group, its capture, and the framework's own gradients."""
+    cell, masked, unroll = request.param
+    made = group(cell, masked, unroll)
+    with uncompiled():
+        capture = adapter.capture(made.model, Batch(made.inputs, loss=made.loss), CaptureRequest())
+    x, mask, *states = made.inputs
+
+    def loss_of(tensors):
+        return made.loss(None, made.model([tensors[0], keras.ops.convert_to_tensor(mask), *tensors[1:]]))
+
+    with uncompiled():
+        return made, capture, gradients(loss_of, [x, *states], made.model.trainable_variables)
+
+
+def references(capture):
+    """The float64 reference of every call, fed with the direct gradients that were captured."""
+    for call in capture.calls:
+        yield (
+            call,
+            bptt(
+                call.cell,
+                call.input,
+                call.initial_state,
+                reaching_states(call),
+                mask=call.mask,
+                backward=call.direction == "backward",
+                final_state_grad=call.final_state_grad,
+            ),
+        )
+
+
+def reaching_states(call):
+    """The direct gradient of y as a (sample, time, unit) cotangent of h: nothing where y does not move with it."""
+    grad = np.zeros((SAMPLE, TIME, UNIT))
+    last = 0 if call.direction == "backward" else TIME - 1
+    if call.returns_sequences:
+        grad[:] = call.output_grad
+    else:
+        grad[:, last] = call.output_grad
+    return grad if call.output_from_state is None else grad * call.output_from_state[..., None]
+
+
+def test_every_call_is_there(captured):
+    made, capture, _ = captured
+    assert {c.layer for c in capture.calls} == set(made.names)
+
+
+def test_outputs_and_states_replay(captured):
+    for call, reference in references(captured[1]):
+        hidden = reference.states[0]
+        expected = hidden if call.output_from_state is None else hidden * call.output_from_state[..., None]
+        last = 0 if call.direction == "backward" else TIME - 1
+        expected = expected if call.returns_sequences else expected[:, last]
+        np.testing.assert_allclose(call.output, expected, rtol=1e-10, atol=1e-12, err_msg=call.layer)
+        for returned, states in zip(call.final_state or (), reference.states, strict=call.final_state is not None):
+            np.testing.assert_allclose(returned, states[:, last], rtol=1e-10, atol=1e-12, err_msg=call.layer)
+
+
+def test_direct_gradients_are_the_coefficients_of_the_loss(captured):
+    made, capture, _ = captured
+    wanted = iter(made.coefficients)
+    by_layer = {}
+    for call in capture.calls:
+        by_layer.setdefault(call.layer, []).append(call)
+    for calls in map(by_layer.get, made.names):
+        merged = next(wanted)
+        for half, call in enumerate(calls):
+            direct = merged[..., half * UNIT : (half + 1) * UNIT]
+            # A backwards layer on its own returns its last step first; Bidirectional turns that round itself.
+            alone = call.direction == "backward" and not call.bidirectional and call.returns_sequences
+            np.testing.assert_allclose(call.output_grad, direct[:, ::-1] if alone else direct, atol=1e-12)
+        for call in calls:
+            for grad in call.final_state_grad or ():
+                np.testing.assert_allclose(grad, next(wanted), atol=1e-12)
+
+
+def test_weight_gradients_are_the_frameworks(captured):
+    made, capture, (_, _, by_variable) = captured
+    by_path = {v.path: g for v, g in zip(made.model.trainable_variables, by_variable, strict=True)}
+    for call in capture.calls:
+        marker = f"{'forward' if call.direction == 'forward' else 'backward'}_" if call.bidirectional else ""
+        expected = {
+            path.split("/")[-1]: grad
+            for path, grad in by_path.items()
+            if path.split("/")[0] == call.layer and (not marker or path.split("/")[1].startswith(marker))
+        }
+        got = dict(call.weight_grads)
+        if "recurrent_bias" in got:
+            got["bias"] = np.stack([got["bias"], got.pop("recurrent_bias")])
+        assert got.keys() == expected.keys()
+        for name, grad in got.items():
+            np.testing.assert_allclose(grad, expected[name], rtol=1e-10, atol=1e-12, err_msg=f"{call.layer} {name}")
+
+
+def test_adjoint_of_everything_captured_is_the_frameworks_input_gradient(captured):
+    """All branches share their inputs: one wrong mask, flag, order or state in any of them shows here."""
+    _, capture, (_, (by_x, *by_state), _) = captured
+    found, states = np.zeros_like(by_x), [np.zeros_like(g) for g in by_state]
+    for call, reference in references(capture):
+        found += reference.input_grad
+        if "given" in call.layer:
+            turn = len(reference.initial_state_grad) if call.direction == "backward" and call.bidirectional else 0
+            for i, grad in enumerate(reference.initial_state_grad):
+                states[(turn + i) % 2] += grad
+    np.testing.assert_allclose(found, by_x, rtol=1e-10, atol=1e-11)
+    for got, wanted in zip(states, by_state, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-11)
+
+
+def test_what_keras_cannot_run_is_refused_by_name():
+    if keras.backend.backend() != "torch":
+        return
+    from rnnlens.errors import UnsupportedError
+
+    layer = keras.layers.LSTM(2, unroll=True, go_backwards=True, name="back")
+    model = keras.Sequential([keras.Input((TIME, FEATURE)), keras.layers.Masking(), layer])
+    with pytest.raises(UnsupportedError) as caught:
+        adapter.capture(model, Batch(np.ones((1, TIME, FEATURE))), CaptureRequest(gradients=False))
+    assert str(caught.value) == (
+        "Layer 'back': Keras on torch cannot run unroll=True, going backwards, with a mask.\n  try:      unroll=False"
+    )
