@@ -204,7 +204,7 @@ def stand_ins(modules: Sequence[tuple[str, nn.Module]], ports: Sequence[Port]) -
     found: dict[tuple[str, str], Tensor] = {}
     for port in ports:
         module = table.get(str(port.layer).partition("#")[0])
-        parameter = None if module is None else module._parameters.get(port.key)
+        parameter = None if module is None else dict(module.named_parameters(recurse=False)).get(port.key)
         if port.kind != "weight" or parameter is None:
             continue
         if parameter.requires_grad or not parameter.is_floating_point():
@@ -212,7 +212,7 @@ def stand_ins(modules: Sequence[tuple[str, nn.Module]], ports: Sequence[Port]) -
             continue
         leaf = nn.Parameter(parameter.detach())
         found[str(port.layer), port.key] = leaf
-        for _, holder in modules:
+        for holder in (m for _, m in modules if not isinstance(m, torch.jit.ScriptModule)):
             for name, held in holder._parameters.items():
                 if held is parameter:
                     holder._parameters[name] = leaf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from .inputs import as_tensors, call_model, check_features, on_leaves
 from .left_as_found import borrowed
 from .losses import evaluate
 from .record import Owner, PlainVisit, Recorder, differentiable
+from .shell import hookable
 from .steps import CellHook, own_cells_only
 
 
@@ -120,23 +121,23 @@ def watched(
     """Within the block, what was asked for is noted in ``recorder`` as the model runs; no hook stays behind."""
     recorder.initial_state = dict(batch.initial_state or {})
     owners = _Owners(asked)
-    handles = []
-    try:
+    handles: list[Any] = []
+    with ExitStack() as stack:
+        stack.callback(lambda: [handle.remove() for handle in handles])
         for path, module in named_modules(model):
             if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.Linear)):
                 hook = owners.entering(path)
                 handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         for path, module in asked.cells:
             around = CellHook(recorder, path, module)
+            module = stack.enter_context(hookable(model, module))
             handles.append(module.register_forward_pre_hook(around.before, with_kwargs=True))
             handles.append(module.register_forward_hook(around.after, with_kwargs=True))
         for path, module in asked.plain:
+            module = stack.enter_context(hookable(model, module))
             handles.append(module.register_forward_hook(_plain_hook(recorder, path)))
         with Interceptor(recorder, owners.find, keep_gradients=keep_gradients) as interceptor:
             yield interceptor
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Owners:

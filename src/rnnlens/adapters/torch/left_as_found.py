@@ -53,9 +53,14 @@ def _random_states(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _modes(model: torch.nn.Module, training: bool) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
+    # A frozen TorchScript module has no mode, and a parent cannot set one for it.
+    before = [(module, module.training) for module in model.modules() if hasattr(module, "training")]
     try:
-        model.train(training)
+        if len(before) == sum(1 for _ in model.modules()):
+            model.train(training)
+        else:
+            for module, _ in before:
+                module.training = training
         yield
     finally:
         for module, flag in before:

@@ -80,6 +80,8 @@ class TorchPullback:
         handles = []
         for path, module in modules:
             if path in bases and id(module) not in recurrent:
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # takes no hooks; asked for, it counts as not called
                 around = _PlainHook(recorder, plain.setdefault(path, []))
                 handles.append(module.register_forward_pre_hook(around.before, with_kwargs=True))
                 handles.append(module.register_forward_hook(around.after))

@@ -1,0 +1,93 @@
+"""Models as people write them: each traced, each self-check within bounds, total gradients against torch's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import rnnlens as rl
+from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
+from rnnlens.adapters.torch import adapter
+from rnnlens.recurrence.run import Run
+from rnnlens.verbs.sweep import sweep
+
+_spec = importlib.util.spec_from_file_location("torch_zoo", Path(__file__).with_name("zoo.py"))
+zoo = importlib.util.module_from_spec(_spec)
+sys.modules["torch_zoo"] = zoo
+_spec.loader.exec_module(zoo)
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+def build(name):
+    torch.manual_seed(0)
+    return zoo.ZOO[name]()
+
+
+def test_the_zoo_is_large_enough():
+    assert len(zoo.ZOO) >= 12
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_traced(name):
+    model, x, y, loss, nodes = build(name)
+    trace = rl.trace(model, x, y, loss=loss, seed=3)
+    assert list(trace) == nodes
+    assert len(trace.checks) >= len(nodes)
+    assert all(check.ok for check in trace.checks), trace.checks
+    for node in nodes:
+        assert np.isfinite(trace[node].hidden_grad).all()
+        assert (trace[node].hidden_grad != 0).any(), node
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_loss_and_weight_gradients_are_those_of_training(name):
+    """What the trace says of dL/dW is what ``loss.backward()`` would put into ``.grad``."""
+    model, x, y, loss, _ = build(name)
+    capture = adapter.capture(model, Batch(x, y, loss=loss, seed=3), CaptureRequest(None))
+    model.eval()
+    torch.manual_seed(3)
+    zoo.random.seed(3)
+    args, named = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
+    value = loss(model(*args, **named), y)
+    value.backward()
+    assert capture.loss == pytest.approx(value.item(), rel=1e-6)
+    ours = {}
+    for call in capture.calls:
+        for key, grad in call.weight_grads.items():
+            ours.setdefault((call.weights_key, key), grad)
+    recurrent = {call.layer.partition("#")[0].partition("[")[0] for call in capture.calls}
+    theirs = [p.grad for n, p in model.named_parameters() if any(n.startswith(f"{layer}.") for layer in recurrent)]
+    norm = sum(float((g.double() ** 2).sum()) for g in ours.values()) ** 0.5
+    assert norm == pytest.approx(sum(float((g.double() ** 2).sum()) for g in theirs) ** 0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_gradients_below_a_layer_are_those_of_the_pullback(name):
+    """The sweep through a layer, started from direct gradients, gives what torch gives at the layer's initial state."""
+    model, x, y, loss, nodes = build(name)
+    batch = Batch(x, y, loss=loss, seed=3)
+    calls = {}
+    for call in adapter.capture(model, batch, CaptureRequest(None)).calls:
+        calls.setdefault(call.layer, []).append(call)
+    ports = [
+        Port("initial_state", node, 0, direction=call.direction if call.bidirectional else None)
+        for node in nodes
+        for call in calls[node]
+    ]
+    with adapter.pullback(model, batch, [Port("loss")], ports) as pullback:
+        pulled = pullback.vjp({Port("loss"): torch.ones(1)})
+    for port in ports:
+        call = next(c for c in calls[port.layer] if port.direction in (None, c.direction))
+        run = Run.from_call(call)
+        ours = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad).initial_state_grad[0]
+        if pulled[port] is None:  # the cell started from zeros of its own
+            assert name == "minimal_gated_unit"
+            continue
+        scale = float(ours.abs().max()) or 1.0
+        torch.testing.assert_close(pulled[port][0], ours, atol=1e-5 * scale, rtol=0)
