@@ -66,11 +66,9 @@ def _load(path: Path) -> Arrays:
             message("There is no such data file.", got=str(path), expected="a .npz file, as numpy.savez writes")
         )
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {"x": loaded}
-        with loaded:
-            return {name: loaded[name] for name in loaded.files}
+        with path.open("rb") as stream:  # NumPy itself leaves a damaged file open
+            loaded = np.load(stream, allow_pickle=False)
+            return {"x": loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         pickled = "allow_pickle" in str(error) or "pickle" in str(error).lower()
         reason = "it holds Python objects, which could run code on loading" if pickled else str(error)
