@@ -70,8 +70,11 @@ def _load(path: Path) -> Arrays:
             loaded = np.load(stream, allow_pickle=False)
             return {"x": loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        pickled = "allow_pickle" in str(error) or "pickle" in str(error).lower()
-        reason = "it holds Python objects, which could run code on loading" if pickled else str(error)
+        reason = str(error)
+        if "Object arrays" in reason:
+            reason = "it holds Python objects, which could run code on loading"
+        elif "pickle" in reason:  # what NumPy says of every file that is neither
+            reason = "it is neither .npz nor .npy"
         expected = "plain arrays, saved with numpy.savez(path, x=..., y=...)"
         raise FileError(
             message("This data file cannot be read.", got=f"{path}: {reason}", expected=expected)

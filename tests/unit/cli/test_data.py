@@ -66,9 +66,16 @@ def test_files_that_are_missing_or_damaged(tmp_path):
     assert refused(FileError, path) == (
         f"There is no such data file.\n  got:      {path}\n  expected: a .npz file, as numpy.savez writes"
     )
-    for content in (b"", b"text", b"PK\x03\x04 half a zip"):
+    for content, reason in {
+        b"": "No data left in file",
+        b"text": "it is neither .npz nor .npy",
+        b"PK\x03\x04 half a zip": "File is not a zip file",
+    }.items():
         path.write_bytes(content)
-        assert refused(FileError, path).startswith(f"This data file cannot be read.\n  got:      {path}: ")
+        said = refused(FileError, path)
+        assert said.startswith(
+            f"This data file cannot be read.\n  got:      {path}: {reason}\n  expected: plain arrays"
+        )
 
 
 def test_the_number_of_samples_is_positive(save):
