@@ -49,6 +49,8 @@ class Borders:
         What layers that are not recurrent took and returned: (input leaves, output leaves) per call, by path.
     weights
         Stand-ins for the weights of other layers, by path and name.
+    known
+        Names of all weights that there are, for errors.
     """
 
     def __init__(
@@ -59,9 +61,10 @@ class Borders:
         loss: Tensor | None,
         plain: dict[str, list[tuple[list[Tensor], list[Tensor]]]],
         weights: dict[tuple[str, str], Tensor],
+        known: Sequence[str],
     ) -> None:
         self.recorder, self.inputs, self.outputs, self.loss = recorder, inputs, outputs, loss
-        self.plain, self.weights = plain, weights
+        self.plain, self.weights, self.known = plain, weights, known
         self.nodes: dict[str, tuple[Run, int]] = {}
         for run, names in zip(recorder.runs, node_names(recorder.runs), strict=True):
             self.nodes.update({name: (run, layer) for layer, name in enumerate(names)})
@@ -131,9 +134,10 @@ class Borders:
                 return Border([tensor], partial(_in_our_order, run.owner.kind, slot))
         found = self.weights.get((str(port.layer), port.key))
         if found is None:
-            known = [f"{layer}.{key}" for layer, key in self.weights]
             wanted = f"{port.layer}.{port.key}"
-            raise LayerNotFoundError(message("No weight of that name.", got=wanted, hint=did_you_mean(wanted, known)))
+            raise LayerNotFoundError(
+                message("No weight of that name.", got=wanted, hint=did_you_mean(wanted, self.known))
+            )
         return single(found)
 
 
