@@ -94,16 +94,18 @@ def draw_image(
     """
     x_even, y_even = evenly_spaced(x), evenly_spaced(y)
     xs, ys = (x if x_even else np.arange(len(x))), (y if y_even else np.arange(len(y)))
-    left, right = edges(xs)
-    top, bottom = edges(ys)
-    whole_numbers(ax, *(axis for axis, even in (("x", x_even), ("y", y_even)) if even))
-    extent = (left, right, top, bottom) if upward else (left, right, bottom, top)
     steps = steps_for((matrix.shape[0], matrix.shape[1]), limits)
+    (left, right), (top, bottom) = edges(xs), edges(ys)
+    far = left + (right - left) * (len(xs) + -len(xs) % steps[1]) / len(xs)  # the last cell may be only partly there
+    low = top + (bottom - top) * (len(ys) + -len(ys) % steps[0]) / len(ys)
+    extent = (left, far, top, low) if upward else (left, far, low, top)
     missing = ~np.isfinite(matrix)
     with np.errstate(invalid="ignore"):
         shown = np.ma.masked_invalid(extreme_of_blocks(np.where(missing, np.nan, matrix), steps), copy=False)
     keywords = {"cmap": cmap, "norm": norm, "aspect": "auto", "interpolation": "nearest", **(image or {})}
     drawn = ax.imshow(shown, origin="lower" if upward else "upper", extent=extent, **keywords)
+    ax.set(xlim=(left, right), ylim=(top, bottom) if upward else (bottom, top))
+    whole_numbers(ax, *(axis for axis, even in (("x", x_even), ("y", y_even)) if even))
     _cross_out(ax, missing if empty is None else missing & ~empty, xs, ys)
     if not x_even:
         name_ticks(ax, "x", xs, [f"{value:g}" for value in x])

@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogFormatterSciNotation, MaxNLocator, NullLocator
 
 from ..errors import InputError, message
 from ._colour import DECADES
@@ -109,6 +109,12 @@ def whole_numbers(ax: Any, *axes: str) -> None:
     """Ticks at whole numbers only, for axes that count steps or units."""
     for axis in axes:
         getattr(ax, f"{axis}axis").set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+
+
+def log_values(ax: Any) -> None:
+    """Logarithmic value axis with labels at powers of ten only, unless it spans less than two of them."""
+    ax.set_yscale("log")
+    ax.yaxis.set_minor_formatter(LogFormatterSciNotation(minor_thresholds=(1.5, 0.5)))
 
 
 def decade_ticks(limit: float) -> list[float]:

@@ -16,7 +16,7 @@ from ..vocabulary import BACKWARD, SAMPLE, TIME
 from ._data import Half, Numbers, halves, labelled, nonfinite_note, positions, unit_dim
 from ._keywords import checked
 from ._layers import layers_of
-from ._panels import Panels, mark_steps, open_panels, whole_numbers
+from ._panels import Panels, log_values, mark_steps, open_panels, whole_numbers
 
 #: What is drawn of each layer, where it is there: words, colour, line style, marker.
 LINES = {
@@ -176,7 +176,7 @@ def _draw(ax: Any, profiles: list[_Profile], keywords: dict[str, Any]) -> None:
         _mark_half_life(ax, main)
     ends = [float(step) for profile in profiles for step in (profile.steps.min(), profile.steps.max())]
     ax.set_xlim(min(ends) - 0.5, max(ends) + 0.5)
-    ax.set_yscale("log")
+    log_values(ax)
     whole_numbers(ax, "x")
     ax.legend(fontsize="x-small", loc="best")
     ax.tick_params(labelsize="small")

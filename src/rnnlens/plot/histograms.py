@@ -25,6 +25,7 @@ from ._data import (
     value_label,
 )
 from ._keywords import checked
+from ._layers import dataset_of
 from ._panels import Panels, open_panels
 from .maps import slots_of
 
@@ -132,7 +133,7 @@ def histogram(
 
 def _layers(data: Any, dims: Sequence[str] | None, overlay: str | None) -> dict[str, xr.DataArray]:
     """What is overlaid, by name."""
-    if isinstance(data, Mapping):
+    if isinstance(data, Mapping) and dataset_of(data) is None:
         if overlay is not None:
             raise InputError(
                 message(
@@ -168,7 +169,7 @@ def equal_bins(arrays: Sequence[Numbers], bins: int | None) -> Numbers:
 def count_in_bins(values: Numbers, edges: Numbers) -> Numbers:
     """Finite values per bin, in pieces, so that memory does not grow with the data."""
     counts = np.zeros(len(edges) - 1, dtype=np.int64)
-    span = (float(edges[0]), float(edges[-1]))
+    span = (np.float64(edges[0]), np.float64(edges[-1]))  # Python floats would put the bin edges into float32
     for piece in chunks(values):
         finite = np.isfinite(piece)
         counts += np.histogram(piece if finite.all() else piece[finite], bins=len(counts), range=span)[0]

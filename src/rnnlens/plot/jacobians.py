@@ -26,7 +26,7 @@ from ._data import (
 )
 from ._images import IMSHOW, colour_bar, draw_image, merge_note, steps_for
 from ._keywords import checked
-from ._panels import mark_steps, open_panels, whole_numbers, zero_line
+from ._panels import log_values, mark_steps, open_panels, whole_numbers, zero_line
 
 #: Dimensions of a plain array by its rank.
 GUESS = {
@@ -203,7 +203,7 @@ def _draw_row(ax: Any, row: Numbers, steps: Numbers, *, log: bool) -> None:
     shown = np.where(bad | ((row == 0) & positive), np.nan, row)
     ax.plot(steps, shown, color="#0072b2", linewidth=1.3, marker="." if len(steps) < 80 else None, gid="row")
     if positive:
-        ax.set_yscale("log")
+        log_values(ax)
     else:
         zero_line(ax)
     whole_numbers(ax, "x")

@@ -15,7 +15,7 @@ from ..vocabulary import BACKWARD, DIRECTION, IN_TIME, OUT_TIME, SAMPLE
 from ._colour import line_colours
 from ._data import Numbers, names_of, nonfinite_note, positions
 from ._keywords import checked
-from ._panels import open_panels, whole_numbers
+from ._panels import log_values, open_panels, whole_numbers
 from .flow import DEEPEST
 from .jacobians import block_norms
 
@@ -158,7 +158,7 @@ def _draw(ax: Any, curve: _Curve, colour: Any, epsilon: float, keywords: dict[st
 def _scale(ax: Any, curves: Sequence[_Curve]) -> None:
     """Logarithmic value axis over what is finite and positive."""
     values = np.concatenate([curve.mean[np.isfinite(curve.mean) & (curve.mean > 0)] for curve in curves])
-    ax.set_yscale("log")
+    log_values(ax)
     if values.size:
         top = float(values.max())
         ax.set_ylim(max(float(values.min()), top * 10.0**-DEEPEST) / 2, top * 2)

@@ -34,8 +34,8 @@ from ._panels import Panels, log_around_zero, mark_steps, open_panels, whole_num
 
 #: Lines that a legend names one by one; more are drawn alike, with their mean.
 MOST_NAMED = 8
-#: Points of one line beyond which steps are thinned to the lowest and highest of each run.
-MOST_POINTS = 1200
+#: Points of one line beyond which steps are thinned to the lowest and highest of each run; and among many panels.
+MOST_POINTS = (1200, 500)
 
 
 def curves(
@@ -109,7 +109,7 @@ def curves(
         slots = [(gate, index) for gate in range(len(gates)) for index in picked]
         for place, (gate, index) in zip(axes, slots, strict=True):
             values = _panel_values(half.data, by, along, index, gate, lines)
-            note = _draw(place, half, values, keywords, len(lines)) or note
+            note = _draw(place, half, values, keywords, MOST_POINTS[len(slots) > 4]) or note
             place.set_title(_panel_title(array, by, index, gates[gate]), fontsize="small", pad=3)
     _finish(panels, array, shown, shared=shared, log=log)
     _name_lines(panels, array, along, lines, keywords)
@@ -159,26 +159,28 @@ def thin(values: Numbers, x: Numbers, most: int) -> tuple[Numbers, Numbers]:
     return np.concatenate([kept, values[:, whole:]], axis=1), np.concatenate([middle, x[whole:]])
 
 
-def _draw(ax: Any, half: Half, values: Numbers, keywords: dict[str, Any], count: int) -> str | None:
+def _draw(ax: Any, half: Half, values: Numbers, keywords: dict[str, Any], most: int) -> str | None:
     """Lines of one panel; returns the note where steps were merged."""
-    x = positions(half.data, TIME)
+    x, count = positions(half.data, TIME), len(values)
     bad = ~np.isfinite(values)
     clean = np.where(bad, np.nan, values)
     mark_steps(ax, x[bad.any(axis=0)])
-    drawn, at = thin(clean, x, MOST_POINTS)
+    drawn, at = thin(clean, x, most)
     many = count > MOST_NAMED
     look: dict[str, Any] = {"linewidth": 0.6 if many else 1.1, "alpha": max(0.15, 4 / count) if many else 1.0}
     look["color"] = "#0072b2" if many else line_colours(count)
     segments = np.stack([np.broadcast_to(at, drawn.shape), drawn], axis=2)
     zero_line(ax)
-    ax.add_collection(LineCollection(list(segments), gid="lines", **{**look, **keywords}), autolim=False)
+    drawn_lines = LineCollection(list(segments), gid="lines", **{**look, **keywords})
+    drawn_lines.set_in_layout(False)  # lies within the axes: measuring every path is the slowest part of the layout
+    ax.add_collection(drawn_lines, autolim=False)
     if many:
         mean = finite_mean(clean, axis=0, xp=np)
         ax.plot(x, mean, color="black", linewidth=1.0, gid="mean")
     margin = 0.5 if len(x) == 1 else 0.0
     ax.set_xlim(x.min() - margin, x.max() + margin)
     if len(at) != len(x):
-        return f"lowest and highest of every {2 * -(-len(x) // MOST_POINTS)} steps"
+        return f"lowest and highest of every {2 * -(-len(x) // most)} steps"
     return None
 
 

@@ -13,7 +13,7 @@ from ..errors import InputError, message
 from ._colour import line_colours
 from ._data import Numbers, axis_label, labelled, names_of, nonfinite_note, positions
 from ._keywords import checked
-from ._panels import mark_steps, open_panels, whole_numbers
+from ._panels import log_values, mark_steps, open_panels, whole_numbers
 
 #: Names of the dimension that counts training steps.
 ROWS = ("step", "epoch", "batch", "update", "row", "time")
@@ -151,7 +151,7 @@ def _draw(ax: Any, steps: Numbers, members: dict[str, Numbers], keywords: dict[s
         ax.plot(steps, np.where(bad, np.nan, values), label=name, gid=f"norm {name}", **{**look, **keywords})
         mark_steps(ax, steps[bad])
     if log:
-        ax.set_yscale("log")
+        log_values(ax)
     if steps.dtype.kind in "iu":
         whole_numbers(ax, "x")
     ax.tick_params(labelsize="small")

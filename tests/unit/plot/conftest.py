@@ -1,0 +1,154 @@
+"""Synthetic results with known content, and the rules that every figure keeps."""
+
+import io
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import xarray as xr
+
+LSTM = ["input", "forget", "candidate", "output"]
+
+
+@pytest.fixture(autouse=True)
+def leave_matplotlib_alone(monkeypatch):
+    """No figure is shown, registered or left open, and no global setting changes."""
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("show() was called")
+
+    monkeypatch.setattr(plt, "show", forbidden)
+    before = dict(mpl.rcParams)
+    yield
+    assert plt.get_fignums() == []
+    assert {key: value for key, value in mpl.rcParams.items() if before[key] != value} == {}
+
+
+@pytest.fixture
+def render():
+    """Draw for real: layout warnings are errors, and text positions are known afterwards."""
+
+    def draw(axes):
+        figure = axes[0].get_figure(root=True)
+        figure.savefig(io.BytesIO(), format="png", dpi=60)
+        return figure
+
+    return draw
+
+
+@pytest.fixture
+def text_of():
+    """All text that a figure shows."""
+
+    def read(axes):
+        figure = axes[0].get_figure(root=True)
+        return "\n".join(t.get_text() for t in figure.findobj(mpl.text.Text) if t.get_visible())
+
+    return read
+
+
+@pytest.fixture
+def gradient():
+    """(sample, time, unit) with a value that tells its place: sample + time / 100 + unit / 10000."""
+
+    def make(samples=3, steps=5, units=4, *, directions=False, dtype="float64"):
+        place = (
+            np.arange(samples)[:, None, None]
+            + np.arange(steps)[None, :, None] / 100
+            + np.arange(units)[None, None, :] / 10000
+        )
+        attrs = {"long_name": "total gradient of the hidden state", "units": "loss / 1", "layer": "lstm"}
+        coords = {
+            "sample": np.arange(samples),
+            "time": ("time", np.arange(steps), {"long_name": "time step"}),
+            "unit": np.arange(units),
+        }
+        if not directions:
+            return xr.DataArray(
+                place.astype(dtype), dims=("sample", "time", "unit"), coords=coords, name="hidden_grad", attrs=attrs
+            )
+        both = np.stack([place, -place - 1], axis=2).astype(dtype)
+        coords["direction"] = ["forward", "backward"]
+        return xr.DataArray(
+            both, dims=("sample", "time", "direction", "unit"), coords=coords, name="hidden_grad", attrs=attrs
+        )
+
+    return make
+
+
+@pytest.fixture
+def layer():
+    """A layer of a trace: gates, direct and total gradients that decay by ``decay`` per step from the end."""
+
+    def make(samples=2, steps=6, units=3, *, decay=0.5, directions=False, name="lstm"):
+        rng = np.random.default_rng(0)
+        fade = decay ** np.arange(steps)[::-1].astype(float)
+        hidden = np.broadcast_to(fade[None, :, None], (samples, steps, units)).copy()
+        direct = np.zeros_like(hidden)
+        direct[:, -1] = hidden[:, -1]
+        gates = rng.uniform(size=(samples, steps, 4, units))
+        dims: tuple = ("sample", "time", "unit")
+        if directions:
+            dims = ("sample", "time", "direction", "unit")
+            hidden, direct = (np.stack([v, v[:, ::-1]], axis=2) for v in (hidden, direct))
+            gates = np.stack([gates, gates[:, ::-1]], axis=2)
+        gate_dims = (*dims[:-1], "gate", "unit")
+        words = {"layer": name, "units": "loss / 1"}
+        data = {
+            "hidden_grad": (dims, hidden, {**words, "long_name": "total gradient of the hidden state"}),
+            "output_grad": (dims, direct, {**words, "long_name": "direct gradient of the output"}),
+            "gates": (gate_dims, gates, {"layer": name, "units": "1", "long_name": "gate activation"}),
+        }
+        coords = {"gate": LSTM} | ({"direction": ["forward", "backward"]} if directions else {})
+        return xr.Dataset(data, coords=coords, attrs={"layer": name, "cell": "lstm"})
+
+    return make
+
+
+@pytest.fixture
+def weights():
+    """Weights of an LSTM: every value tells kernel, row, gate and unit."""
+
+    def make(features=3, units=4, *, directions=False):
+        def fill(offset, *shape):
+            return offset + np.arange(np.prod(shape), dtype=float).reshape(shape) / 1000
+
+        data = {
+            "kernel": (("feature", "gate", "unit"), fill(0.1, features, 4, units)),
+            "recurrent_kernel": (("unit_in", "gate", "unit"), fill(-0.5, units, 4, units)),
+            "bias": (("gate", "unit"), fill(0.0, 4, units)),
+        }
+        if directions:
+            data = {name: (("direction", *dims), np.stack([v, -v])) for name, (dims, v) in data.items()}
+        coords = {"gate": LSTM} | ({"direction": ["forward", "backward"]} if directions else {})
+        return xr.Dataset(data, coords=coords, attrs={"layer": "lstm", "cell": "lstm"})
+
+    return make
+
+
+@pytest.fixture
+def jacobian():
+    """(sample, out_time, in_time) with norm ``decay ** lag``; 0 where the input comes after the output."""
+
+    def make(samples=2, steps=6, *, decay=0.5):
+        lag = np.arange(steps)[:, None] - np.arange(steps)
+        norms = np.where(lag >= 0, decay ** np.maximum(lag, 0).astype(float), 0.0)
+        return xr.DataArray(
+            np.broadcast_to(norms, (samples, steps, steps)).copy(),
+            dims=("sample", "out_time", "in_time"),
+            name="jacobian",
+            attrs={"long_name": "norm of the time Jacobian", "units": "1"},
+        )
+
+    return make
+
+
+@pytest.fixture
+def by_gid():
+    """Artists of one Axes (or figure) that carry a gid."""
+
+    def find(owner, gid):
+        return list(owner.findobj(lambda artist: artist.get_gid() == gid))
+
+    return find

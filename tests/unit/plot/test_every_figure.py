@@ -1,0 +1,200 @@
+"""What all figures have in common: own or given paper, untouched input, checked keywords, taught errors."""
+
+import copy
+import subprocess
+import sys
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import rnnlens as rl
+from rnnlens.errors import InputError
+
+
+@pytest.fixture
+def cases(gradient, layer, weights, jacobian):
+    """Figure name -> arguments, and a misspelt keyword with what should be proposed."""
+    history = {"lstm/kernel": [3.0, 2.0, 1.0], "lstm/bias": [1.0, 1.5, 2.0]}
+    return {
+        "curves": ([gradient()], "linewdith", "linewidth"),
+        "heatmap": ([gradient()], "interpolaton", "interpolation"),
+        "points": ([gradient().isel(time=-1)], "markr", "marker"),
+        "histogram": ([gradient()], "facecolr", "facecolor"),
+        "weights_heatmap": ([weights()], "cmapp", "cmap"),
+        "weights_histogram": ([weights()], "edgecolr", "edgecolor"),
+        "gates": ([layer()], "markr", "marker"),
+        "gradient_flow": ([{"a": layer(), "b": layer()}], "linestile", "linestyle"),
+        "weight_norms": ([history], "markersiz", "markersize"),
+        "time_jacobian": ([jacobian()], "cmapp", "cmap"),
+        "lag_profile": ([jacobian()], "linewidht", "linewidth"),
+        "before_after": ([gradient(), gradient() * 2], "cmapp", "cmap"),
+    }
+
+
+FIGURES = tuple(rl.plot.__all__)
+
+
+def test_the_cases_cover_every_figure(cases):
+    assert set(cases) == set(FIGURES)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_returns_axes_of_one_figure_of_its_own(name, cases, render):
+    axes = getattr(rl.plot, name)(*cases[name][0])
+    assert isinstance(axes, np.ndarray)
+    assert axes.ndim == 1
+    assert all(isinstance(ax, Axes) for ax in axes)
+    figure = render(axes)
+    assert {ax.get_figure(root=True) for ax in axes} == {figure}
+    assert plt.get_fignums() == []
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_draws_into_a_given_figure(name, cases):
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    axes = getattr(rl.plot, name)(*cases[name][0], figure=figure)
+    assert {ax.get_figure(root=True) for ax in axes} == {figure}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_draws_into_a_subfigure_beside_other_things(name, cases, render):
+    figure = Figure(figsize=(14, 7), layout="constrained")
+    left, right = figure.subfigures(1, 2)
+    left.subplots().plot([1, 2])
+    axes = getattr(rl.plot, name)(*cases[name][0], figure=right)
+    render(axes)
+    assert {ax.figure for ax in axes} == {right}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_draws_into_given_axes(name, cases):
+    count = len(getattr(rl.plot, name)(*cases[name][0]))
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    given = figure.subplots(-(-count // 4), min(count, 4), squeeze=False).reshape(-1)[:count]
+    axes = getattr(rl.plot, name)(*cases[name][0], ax=given[0] if count == 1 else given)
+    assert list(axes) == list(given)
+    assert all(ax.has_data() for ax in axes)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_wrong_number_of_axes_is_one_clear_error(name, cases):
+    count = len(getattr(rl.plot, name)(*cases[name][0]))
+    given = list(Figure().subplots(1, count + 1))
+    with pytest.raises(InputError) as caught:
+        getattr(rl.plot, name)(*cases[name][0], ax=given)
+    assert str(caught.value) == (
+        f"plot.{name} needs one Axes per panel in ax=.\n"
+        f"  got:      {count + 1} of type Axes\n"
+        f"  expected: {count} matplotlib Axes\n"
+        "  try:      pass figure= (a Figure or SubFigure) and let the panels be made, or select fewer panels"
+    )
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_that_is_none_is_refused(name, cases):
+    with pytest.raises(InputError, match="figure= that is none"):
+        getattr(rl.plot, name)(*cases[name][0], figure="fig.png")
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_misspelt_matplotlib_keyword_is_refused_with_the_right_one(name, cases):
+    data, wrong, right = cases[name]
+    with pytest.raises(InputError) as caught:
+        getattr(rl.plot, name)(*data, **{wrong: 1})
+    assert f"got:      {wrong}=" in str(caught.value)
+    assert f"did you mean {right!r}?" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_input_is_not_changed(name, cases):
+    """Read-only input is drawn as well: nothing is written to, not even for a moment."""
+    data = cases[name][0]
+    before = copy.deepcopy(data)
+    for one in data:
+        for variable in variables(one):
+            variable.flags.writeable = False
+    getattr(rl.plot, name)(*data)[0].figure.draw_without_rendering()
+    for left, right in zip(data, before, strict=True):
+        compare(left, right)
+
+
+def variables(result):
+    if hasattr(result, "data_vars"):
+        return [variable.values for variable in result.data_vars.values()]
+    return [result.values] if hasattr(result, "identical") else []
+
+
+def compare(left, right):
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            compare(left[key], right[key])
+    elif hasattr(left, "identical"):
+        assert left.identical(right)
+    else:
+        assert left == right
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_own_title_replaces_the_made_one(name, cases, text_of):
+    assert "what I call it" in text_of(getattr(rl.plot, name)(*cases[name][0], title="what I call it"))
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_all_text_stays_on_the_canvas(name, cases, render):
+    axes = getattr(rl.plot, name)(*cases[name][0], title="a title that is far longer than the figure is wide " * 5)
+    figure = render(axes)
+    canvas = figure.bbox.padded(1.0)
+    for text in [figure._suptitle, figure._supxlabel, figure._supylabel, *(ax.title for ax in axes)]:
+        if text is not None and text.get_text():
+            box = text.get_window_extent()
+            assert canvas.x0 <= box.x0
+            assert box.x1 <= canvas.x1
+            assert box.y1 <= canvas.y1
+
+
+def test_a_notebook_shows_the_figure(gradient):
+    assert rl.plot.curves(gradient())[0].figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_importing_rnnlens_loads_no_matplotlib_and_plot_loads_no_pyplot():
+    code = (
+        "import sys, rnnlens as rl; assert 'matplotlib' not in sys.modules; "
+        "rl.plot.curves; assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["curves", "heatmap", "points", "histogram"])
+def test_a_whole_layer_is_refused_and_its_variables_are_named(name, layer):
+    with pytest.raises(InputError) as caught:
+        getattr(rl.plot, name)(layer())
+    assert str(caught.value) == (
+        f"plot.{name} draws one variable.\n"
+        "  got:      a whole layer with hidden_grad, output_grad, gates\n"
+        "  expected: a DataArray or an array\n"
+        '  try:      pass one of them, such as trace["lstm"].hidden_grad'
+    )
+
+
+@pytest.mark.parametrize("name", ["curves", "heatmap", "points", "histogram", "gates", "time_jacobian", "lag_profile"])
+@pytest.mark.parametrize("bad", [np.array("text"), np.array([[1j]]), np.empty((0, 3)), np.zeros((1,) * 7)])
+def test_what_cannot_be_drawn_is_one_clear_error(name, bad):
+    with pytest.raises(InputError, match=f"plot.{name}"):
+        getattr(rl.plot, name)(bad)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "bool"])
+def test_every_real_dtype_is_drawn(dtype, render):
+    values = np.arange(24).reshape(2, 3, 4).astype(dtype)
+    for name in ("curves", "heatmap", "histogram"):
+        render(getattr(rl.plot, name)(values))
+    render(rl.plot.points(values[:, -1]))
+
+
+def test_torch_tensors_with_gradients_are_drawn(render):
+    torch = pytest.importorskip("torch")
+    render(rl.plot.heatmap(torch.ones(2, 3, 4, requires_grad=True, dtype=torch.bfloat16)))
