@@ -65,3 +65,9 @@ def test_commands_exist(document):
 def test_documents_were_found():
     found = {path.relative_to(ROOT).as_posix() for path in DOCUMENTS}
     assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/LIMITATIONS.md"} <= found
+
+
+def test_index_names_every_page():
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if page != "README.md" and f"({page})" not in index] == []

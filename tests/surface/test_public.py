@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +19,11 @@ PUBLIC = {
         "sample_weight=None, class_weight=None, training=False, initial_state=None, seed=None, batch_size=None, "
         "combine=None, across=None, clip=None, memory=None)"
     ),
-    "jacobian": "",
+    "jacobian": (
+        "(model, x, *, of='output', wrt='input', out_times=None, in_times=None, project=None, reduce=None, "
+        "average=None, sketch=None, rtol=None, mode='auto', memory=None, out=None, training=False, "
+        "initial_state=None, seed=None)"
+    ),
     "layers": "(model)",
     "open": "(path, *, lazy=False)",
     "options": "(*, memory=None, progress=None)",
@@ -47,12 +48,6 @@ def bare_signature(function) -> str:
     signature = inspect.signature(function)
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
-
-
-def in_a_fresh_process(code: str) -> list[str]:
-    """Run code that prints a JSON list."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
 
 
 def test_these_names_and_no_others():
@@ -92,27 +87,6 @@ def test_version_is_that_of_the_package():
     from importlib.metadata import version
 
     assert rl.__version__ == version("rnnlens")
-
-
-def test_importing_loads_no_framework_and_no_figures():
-    heavy = ["keras", "tensorflow", "torch", "jax", "matplotlib", "sklearn"]
-    code = f"import rnnlens, sys, json; print(json.dumps([m for m in {heavy} if m in sys.modules]))"
-    assert in_a_fresh_process(code) == []
-
-
-def test_building_and_printing_a_result_loads_no_framework_and_no_figures():
-    code = """
-import json, sys
-import numpy as np
-from rnnlens.results.schema import layer_dataset
-from rnnlens.results.trace import Trace
-hidden = np.zeros((2, 3, 4))
-info = {"name": "lstm", "kind": "LSTM", "cell": "lstm", "units": 4, "direction": "forward"}
-trace = Trace({"lstm": layer_dataset({"hidden": hidden}, info=info)})
-repr(trace), repr(trace["lstm"].hidden), trace._repr_html_()
-print(json.dumps([m for m in ["keras", "tensorflow", "torch", "jax", "matplotlib"] if m in sys.modules]))
-"""
-    assert in_a_fresh_process(code) == []
 
 
 def test_every_public_name_loads():
