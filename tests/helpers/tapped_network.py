@@ -96,13 +96,18 @@ def zeros(*, whole: bool = False) -> dict[str, np.ndarray]:
 def run(
     p: dict[str, Any], e: dict[str, Any], x: Any, y: Any, ops: Any, mask: np.ndarray | None = None
 ) -> dict[str, Any]:
-    """All tensors by name. ``p``: weights, ``e``: zeros, ``ops``: tanh, sigmoid, stack(list, axis), concat(list, axis)."""
+    """All tensors by name. ``p``: weights, ``e``: zeros, ``ops``: tensor, tanh, sigmoid, mean, stack(list, axis), concat(list, axis)."""
     out: dict[str, Any] = {}
+    started = None if mask is None else ops.tensor((np.cumsum(mask, axis=1) > 0).astype("float64"))
+    mask = None if mask is None else ops.tensor(mask.astype("float64"))
     x = x + e["input"]
     before = ops.concat([x[:, :1] * 0, x[:, :-1]], 1)
     conv = ops.tanh(before @ p["conv1d/kernel"][0] + x @ p["conv1d/kernel"][1] + p["conv1d/bias"])
     out["conv1d.output"] = conv + e["conv1d.output"]
     out |= _lstm(p, e, out["conv1d.output"], ops, mask)
+    if started is not None:
+        # Before the first real step Keras puts out zeros, not the initial state.
+        out["lstm.output"] = out["lstm.hidden"] * started[:, :, None] + e["lstm.output"]
     out |= _gru(p, e, out["lstm.output"], ops, mask)
     halves = out["gru.output"]
     out |= _rnn(p, e, ops.concat([halves[:, :, 0], halves[:, :, 1]], 2), ops, mask)
@@ -110,14 +115,14 @@ def run(
     head = (last + e["head.input"]) @ p["head/kernel"] + p["head/bias"]
     out["head.output"] = head + e["head.output"]
     out["output"] = out["head.output"] + e["output"]
-    out["loss"] = ((out["output"] - y) ** 2).mean()
+    out["loss"] = ops.mean((out["output"] - y) ** 2)
     return out
 
 
-def _carry(mask: np.ndarray | None, t: int, new: Any, old: Any) -> Any:
+def _carry(mask: Any, t: int, new: Any, old: Any) -> Any:
     if mask is None:
         return new
-    real = mask[:, t, None].astype("float64")
+    real = mask[:, t, None]
     return new * real + old * (1 - real)
 
 
@@ -170,7 +175,9 @@ def _gru(p: Any, e: Any, x: Any, ops: Any, mask: Any) -> dict[str, Any]:
         halves.append(ops.stack([states[t] for t in range(T)], 1))
         finals.append(h)
     hidden = ops.stack(halves, 2)
-    return {"gru.hidden": hidden, "gru.final_hidden": ops.stack(finals, 1), "gru.output": hidden + e["gru.output"]}
+    # Keras' bidirectional layers put out zeros at masked steps, not the state carried over.
+    output = hidden if mask is None else hidden * mask[:, :, None, None]
+    return {"gru.hidden": hidden, "gru.final_hidden": ops.stack(finals, 1), "gru.output": output + e["gru.output"]}
 
 
 def _rnn(p: Any, e: Any, x: Any, ops: Any, mask: Any) -> dict[str, Any]:

@@ -51,6 +51,12 @@ class Half:
         states = range(len(self.run.initial_state))
         return [Port("input", self.call.layer), *(self.port("initial_state", i) for i in states)]
 
+    def arrived(self) -> dict[Port, Array | None]:
+        """What the captured backward pass brought to the upper border."""
+        final = self.call.final_state_grad or ()
+        found = {self.port("final_state", i): grad for i, grad in enumerate(final)}
+        return {self.port("output"): self.call.output_grad, **found}
+
     def sweep(self, states: Mapping[int, Array], arrived: Mapping[Port, Array | None]) -> Adjoint:
         """Total gradients from cotangents put on states at every step and from what arrived at the upper border."""
         output = arrived.get(self.port("output"))
@@ -116,6 +122,11 @@ class Inside:
             expected = "one of: " + ", ".join(repr(call) for call in calls)
             raise LayerNotFoundError(message(f"Layer {name!r} was called more than once.", expected=expected))
         raise LayerNotFoundError(message(f"Layer {name!r} was not called in this forward pass."))
+
+    def masks(self) -> dict[str, Array]:
+        """Masks by layer, of those that have one."""
+        found = {name: halves[0].run.mask for name, halves in self.halves.items()}
+        return {name: plain(mask) for name, mask in found.items() if mask is not None}
 
     def value(self, name: TensorName) -> Array:
         """States of a layer, with a direction axis for a bidirectional one."""

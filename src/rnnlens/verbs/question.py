@@ -15,7 +15,7 @@ import numpy as np
 import xarray as xr
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, Port, Pullback
+from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port, Pullback
 from ..recurrence.adjoint import Adjoint
 from ..results.schema import plain
 from ..typing import Array
@@ -69,10 +69,40 @@ class Answer:
 
 def answer(question: Question, batch: Batch) -> Answer:
     """Run the model once and pull the target back to everything asked for."""
+    captured = answer_from_capture(question, batch)
+    if captured is not None:
+        return captured
     inside = Inside.look(question.adapter, question.model, batch, _layers_inside(question))
     borders = _Borders(question, inside)
     with question.adapter.pullback(question.model, batch, borders.of, borders.wrt) as pullback:
         return _Answering(question, inside, borders, pullback, data.len_of(batch.x)).run()
+
+
+def answer_from_capture(question: Question, batch: Batch) -> Answer | None:
+    """Gradients of the loss with respect to what recurrent layers carry and return: one captured pass has them all.
+
+    None where the question is another one, or where a gradient is zero throughout: then a pull-back tells why.
+    """
+    known, names = question.known, question.wrt
+    recurrent = all(_uncalled(name.layer, known.recurrent) in known.recurrent for name in names)
+    if question.target.text != "loss" or question.target.per_sample or question.scale != 1.0 or not recurrent:
+        return None
+    if any(name.what not in ("output",) and not is_inside(name, known) for name in names):
+        return None
+    layers = tuple(dict.fromkeys(str(name.layer) for name in names))
+    capture = question.adapter.capture(question.model, batch, CaptureRequest(layers, weight_grads=False))
+    inside = Inside.of(capture.calls)
+    grads: dict[TensorName, Array | None] = {}
+    for name in names:
+        halves = inside.layer(name.layer)
+        if name.what == "output":
+            grads[name] = _stack_halves([plain(half.call.output_grad)[None] for half in halves])
+        else:
+            grads[name] = inside.gradient(name, [half.sweep({}, half.arrived()) for half in halves])
+    if any(grad is None or not np.any(grad) for grad in grads.values()):
+        return None
+    dims = {name: dims_for(name, grad, known, False) for name, grad in grads.items() if grad is not None}
+    return Answer(np.asarray(capture.loss), data.len_of(batch.x), grads, dims, inside.masks())
 
 
 class _Borders:
@@ -142,7 +172,7 @@ class _Answering:
                 grad = self._activation(name, arrived)
             grads[name] = None if grad is None else grad / grad.dtype.type(self.question.scale)
             dims[name] = () if grad is None else self._dims(name, grad)
-        return Answer(value, self.samples, grads, dims, self._masks())
+        return Answer(value, self.samples, grads, dims, self.inside.masks())
 
     def _start(self) -> Array:
         """Value of the target; the cotangents it starts from go to ``seeds`` and ``on_states``."""
@@ -299,13 +329,6 @@ class _Answering:
 
     def _pull(self, cotangents: Mapping[Port, Array]) -> Arrived:
         return self.pullback.vjp(cotangents) if cotangents else {}
-
-    def _masks(self) -> dict[str, Array]:
-        return {
-            name: plain(halves[0].run.mask)
-            for name, halves in self.inside.halves.items()
-            if halves[0].run.mask is not None
-        }
 
     def _dims(self, name: TensorName, array: Array) -> tuple[str, ...]:
         return dims_for(name, array, self.question.known, self.question.target.per_sample)

@@ -16,8 +16,10 @@ if ENGINE == "jax":
     jax.config.update("jax_enable_x64", True)
 
 OPS = SimpleNamespace(
+    tensor=keras.ops.convert_to_tensor,
     tanh=keras.ops.tanh,
     sigmoid=keras.ops.sigmoid,
+    mean=keras.ops.mean,
     stack=lambda a, i: keras.ops.stack(a, axis=i),
     concat=lambda a, i: keras.ops.concatenate(a, axis=i),
 )
@@ -78,11 +80,12 @@ def reference(scalar, mask=None):
 def build(masking):
     layers = keras.layers
     x = keras.Input((None, net.F))
-    h = layers.Masking(name="masking")(x) if masking else x
-    h = layers.Conv1D(net.C, 2, padding="causal", activation="tanh", name="conv1d")(h)
-    h = layers.LSTM(net.H, return_sequences=True, name="lstm")(h)
-    h = layers.Bidirectional(layers.GRU(net.G, return_sequences=True), name="gru")(h)
-    h = layers.SimpleRNN(net.R, name="rnn")(h)
+    # Conv1D passes no mask on: the recurrent layers are given it.
+    mask = {"mask": keras.ops.any(x != 0, axis=-1)} if masking else {}
+    h = layers.Conv1D(net.C, 2, padding="causal", activation="tanh", name="conv1d")(x)
+    h = layers.LSTM(net.H, return_sequences=True, name="lstm")(h, **mask)
+    h = layers.Bidirectional(layers.GRU(net.G, return_sequences=True), name="gru")(h, **mask)
+    h = layers.SimpleRNN(net.R, name="rnn")(h, **mask)
     model = keras.Model(x, layers.Dense(net.O, name="head")(h))
     model.compile(loss="mse")
     for layer in model.layers:
@@ -118,8 +121,7 @@ def masked_model():
 def check(g, expected, value):
     np.testing.assert_allclose(g.value, value, rtol=1e-10)
     scale = max(np.abs(a).max() for a in expected.values())
-    for name in ALL:
-        true = expected[name]
+    for name, true in expected.items():
         if not true.any():
             assert name in g.disconnected, name
             assert name not in g.tensors or not g[name].values.any(), name
@@ -130,20 +132,51 @@ def check(g, expected, value):
         np.testing.assert_allclose(got, true, rtol=1e-8, atol=1e-13 * scale, err_msg=name)
 
 
-@pytest.mark.parametrize("of", net.TARGETS)
+def question_about(of):
+    weights = GIVEN.get(of, 1.0)
+    return (lambda out: keras.ops.sum(out[of] * keras.ops.convert_to_tensor(weights))), {"y": Y} if of == "loss" else {
+        "reduce": weights
+    }
+
+
+@pytest.mark.parametrize("of", ["loss", *(pytest.param(of, marks=pytest.mark.full) for of in net.TARGETS[1:])])
 def test_every_pair_equals_autodiff(model, of):
-    weights = GIVEN.get(of, 1.0)
-    value, expected = reference(lambda out: keras.ops.sum(out[of] * weights))
-    given = {"y": Y} if of == "loss" else {"reduce": weights}
-    check(rl.gradients(model, X, of=of, wrt=ALL, **given), expected, value)
+    scalar, target = question_about(of)
+    value, expected = reference(scalar)
+    check(rl.gradients(model, X, of=of, wrt=ALL, **target), expected, value)
 
 
-@pytest.mark.parametrize("of", ["loss", "lstm.cell", "gru.hidden", "rnn.output"])
+@pytest.mark.parametrize("mask", [None, MASK], ids=["unmasked", "masked"])
+def test_all_targets_together_equal_autodiff(model, masked_model, mask):
+    """A sum of all targets with random weights is wrong as soon as any one pair is."""
+    names = [of for of in net.TARGETS if of in GIVEN]
+
+    def together(*tensors):
+        return sum(
+            keras.ops.sum(t * keras.ops.convert_to_tensor(GIVEN[of])) for of, t in zip(names, tensors, strict=True)
+        )
+
+    value, expected = reference(lambda out: together(*(out[of] for of in names)), mask)
+    x, which = (X, model) if mask is None else (X * mask[:, :, None], masked_model)
+    check(rl.gradients(which, x, of=(together, *names), wrt=ALL), expected, value)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("of", net.TARGETS)
 def test_every_pair_equals_autodiff_under_masks(masked_model, of):
-    weights = GIVEN.get(of, 1.0)
-    value, expected = reference(lambda out: keras.ops.sum(out[of] * weights), MASK)
-    given = {"y": Y} if of == "loss" else {"reduce": weights}
-    check(rl.gradients(masked_model, X * MASK[:, :, None], of=of, wrt=ALL, **given), expected, value)
+    scalar, target = question_about(of)
+    value, expected = reference(scalar, MASK)
+    check(rl.gradients(masked_model, X * MASK[:, :, None], of=of, wrt=ALL, **target), expected, value)
+
+
+def test_loss_and_what_recurrent_layers_carry_come_from_one_captured_pass(masked_model):
+    """The short way, which callbacks take after every batch, against the long one."""
+    names = ["lstm.hidden", "lstm.cell", "lstm.output", "lstm.gates", "lstm.input", "gru.hidden", "gru.output"]
+    names += ["gru.initial_hidden", "rnn.final_hidden", "rnn.output"]
+    value, expected = reference(lambda out: out["loss"], MASK)
+    g = rl.gradients(masked_model, X * MASK[:, :, None], Y, wrt=names)
+    assert set(g.tensors) == set(names)
+    check(g, {name: expected[name] for name in names}, value)
 
 
 def test_callable_of_the_output(model):
@@ -152,13 +185,3 @@ def test_callable_of_the_output(model):
 
     value, expected = reference(lambda out: function(out["output"]))
     check(rl.gradients(model, X, of=function, wrt=ALL), expected, value)
-
-
-def test_callable_of_named_tensors_inside_and_outside(model):
-    def mixed(hidden, cell, halves, out):
-        total = keras.ops.sum(hidden[:, 2] * cell[:, 3]) + keras.ops.sum(halves[:, 1, 0] ** 2)
-        return total + keras.ops.sum(out) ** 2
-
-    names = ["lstm.hidden", "lstm.cell", "gru.hidden", "output"]
-    value, expected = reference(lambda out: mixed(*(out[name] for name in names)))
-    check(rl.gradients(model, X, of=(mixed, *names), wrt=ALL), expected, value)

@@ -11,8 +11,10 @@ from torch import nn
 import rnnlens as rl
 
 OPS = SimpleNamespace(
+    tensor=torch.tensor,
     tanh=torch.tanh,
     sigmoid=torch.sigmoid,
+    mean=torch.mean,
     stack=lambda a, i: torch.stack(a, dim=i),
     concat=lambda a, i: torch.cat(a, dim=i),
 )
