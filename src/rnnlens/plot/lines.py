@@ -34,8 +34,9 @@ from ._panels import Panels, log_around_zero, mark_steps, open_panels, whole_num
 
 #: Lines that a legend names one by one; more are drawn alike, with their mean.
 MOST_NAMED = 8
-#: Points of one line beyond which steps are thinned to the lowest and highest of each run; and among many panels.
-MOST_POINTS = (1200, 500)
+#: Points of one line beyond which steps are thinned to the lowest and highest of each run (about two points per pixel),
+#: by the number of panels up to which it holds.
+MOST_POINTS = {4: 1200, 16: 500, 10_000: 250}
 
 
 def curves(
@@ -106,10 +107,11 @@ def curves(
     )
     note = None
     for half, axes in zip(shown, panels.halves, strict=True):
+        most = next(points for limit, points in MOST_POINTS.items() if len(gates) * len(picked) <= limit)
         slots = [(gate, index) for gate in range(len(gates)) for index in picked]
         for place, (gate, index) in zip(axes, slots, strict=True):
             values = _panel_values(half.data, by, along, index, gate, lines)
-            note = _draw(place, half, values, keywords, MOST_POINTS[len(slots) > 4]) or note
+            note = _draw(place, half, values, keywords, most) or note
             place.set_title(_panel_title(array, by, index, gates[gate]), fontsize="small", pad=3)
     _finish(panels, array, shown, shared=shared, log=log)
     _name_lines(panels, array, along, lines, keywords)

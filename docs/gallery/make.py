@@ -1,0 +1,51 @@
+"""Draw the pictures of docs/gallery.md: run its code block by block, save what ``axes`` holds at each picture.
+
+The page is the only place where the code stands, so that the pictures are those of the code beside them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+DOCS = Path(__file__).resolve().parents[1]
+PART = re.compile(r"^```python\n(?P<code>.*?)^```|^!\[[^\]]*\]\((?P<picture>[^)]+)\)", re.MULTILINE | re.DOTALL)
+LARGEST = 80_000
+
+
+def save(axes: Any, path: Path) -> int:
+    """Write the figure with few enough colours to be small; its size in bytes."""
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    axes[0].get_figure(root=True).savefig(drawn, format="png", dpi=75)
+    for colours in (256, 128, 64, 32):
+        Image.open(drawn).convert("RGB").quantize(colours).save(path, optimize=True)
+        if path.stat().st_size <= LARGEST:
+            break
+    return path.stat().st_size
+
+
+def main(page: Path = DOCS / "gallery.md") -> int:
+    """Run the page; the number of pictures that are too large."""
+    space: dict[str, Any] = {}
+    too_large = 0
+    for part in PART.finditer(page.read_text(encoding="utf-8")):
+        if part["code"] is not None:
+            exec(compile(part["code"], str(page), "exec"), space)
+            continue
+        size = save(space["axes"], DOCS / part["picture"])
+        too_large += size > LARGEST
+        sys.stdout.write(f"{part['picture']}  {size / 1000:.0f} kB\n")
+    return too_large
+
+
+if __name__ == "__main__":
+    sys.exit(main())
