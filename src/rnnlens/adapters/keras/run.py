@@ -81,6 +81,14 @@ def program(job: Job, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]
     values.update({id(v): a for v, a in zip(_seed_states(variables), arguments["seeds"], strict=True)})
     for key, variable in job.weights.items():
         values[id(variable)] = tap(f"weight|{key}", values.get(id(variable), keras.ops.convert_to_tensor(variable)))
+    for variable in variables:
+        # Keras asks the scope itself for the value of a regularised weight.
+        if variable.regularizer is not None and id(variable) not in values:
+            values[id(variable)] = keras.ops.convert_to_tensor(variable)
+    for variable in variables:
+        # Within a stateless scope Keras hands a regulariser None for a variable that the scope does not hold.
+        if variable.regularizer is not None:
+            values.setdefault(id(variable), keras.ops.convert_to_tensor(variable))
     mapping = [(v, values[id(v)]) for v in variables if id(v) in values]
     listener = Listener(tap, job.wanted, job.keep, arguments["initial_state"] or {})
     x, y, weight = arguments["x"], arguments["y"], arguments["sample_weight"]

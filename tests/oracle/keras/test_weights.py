@@ -1,0 +1,169 @@
+"""rl.weights: values and gradients against the framework's own, by gate, direction and timestep."""
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+from rnnlens.errors import InputError, LayerNotFoundError, QuantityNotFoundError, TooLargeError
+from rnnlens.testing import keras_autodiff
+
+BATCH, TIME, FEATURES = 3, 4, 2
+RNG = np.random.default_rng(3)
+X = RNG.normal(size=(BATCH, TIME, FEATURES))
+Y = RNG.normal(size=(BATCH, 2))
+KINDS = {"simple_rnn": keras.layers.SimpleRNN, "lstm": keras.layers.LSTM, "gru": keras.layers.GRU}
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx(before)
+
+
+def make_model(kind, *, bidirectional=False, regularizer=None, **options):
+    layer = KINDS[kind](3, name="rnn", kernel_regularizer=regularizer, bias_initializer="random_normal", **options)
+    if bidirectional:
+        layer = keras.layers.Bidirectional(layer, name="rnn")
+    model = keras.Sequential([keras.Input((TIME, FEATURES)), layer, keras.layers.Dense(2, name="head")])
+    model.compile(loss="mse")
+    return model
+
+
+def numpy_of(variable):
+    return keras.ops.convert_to_numpy(variable.value)
+
+
+def data_gradients(model):
+    def loss(tensors):
+        return keras.ops.mean((model(tensors[0]) - keras.ops.convert_to_tensor(Y)) ** 2)
+
+    variables = model.trainable_variables
+    _, _, found = keras_autodiff.gradients(loss, [X], variables)
+    return {v.path: g for v, g in zip(variables, found, strict=True)}
+
+
+def halves(model, bidirectional):
+    layer = model.get_layer("rnn")
+    return [layer.forward_layer, layer.backward_layer] if bidirectional else [layer]
+
+
+def split(cell, name, flat):
+    """Keras' array of one weight as (..., gate, unit), and a GRU's two biases apart."""
+    gates = {"SimpleRNNCell": 1, "LSTMCell": 4, "GRUCell": 3}[type(cell).__name__]
+    shaped = flat.reshape(*flat.shape[:-1], gates, flat.shape[-1] // gates)
+    if name == "bias" and shaped.ndim == 3:
+        return {"bias": shaped[0], "recurrent_bias": shaped[1]}
+    return {name: shaped}
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("simple_rnn", {}), ("lstm", {}), ("gru", {}), ("gru", {"reset_after": False})]
+)
+def test_values_and_gradients_are_the_frameworks(kind, options, bidirectional):
+    model = make_model(kind, bidirectional=bidirectional, **options)
+    expected = data_gradients(model)
+
+    found = rl.weights(model, X, Y)["rnn"]
+    by_time = rl.weights(model, X, Y, by_time=True)["rnn"]
+    norms = rl.weights(model, X, Y, by_time="norm")["rnn"]
+
+    for index, half in enumerate(halves(model, bidirectional)):
+        pick = {"direction": index} if bidirectional else {}
+        for variable in half.cell.trainable_variables:
+            values = split(half.cell, variable.name, numpy_of(variable))
+            gradients = split(half.cell, variable.name, expected[variable.path])
+            for name, value in values.items():
+                np.testing.assert_array_equal(found[name].isel(pick), value)
+                grad = found[f"{name}_grad"].isel(pick)
+                np.testing.assert_allclose(grad, gradients[name], rtol=0, atol=1e-12)
+                steps = by_time[f"{name}_grad"].isel(pick)
+                assert steps.dims == ("time", *grad.dims)
+                np.testing.assert_allclose(steps.sum("time"), gradients[name], rtol=0, atol=1e-12)
+                over = [dim for dim in steps.dims if dim not in ("time", "gate")]
+                norm = norms[f"{name}_grad_norm"].isel(pick)
+                assert norm.dims == ("time", "gate")
+                np.testing.assert_allclose(norm, np.sqrt((steps**2).sum(over)), rtol=1e-12)
+
+
+def test_other_layers_and_penalties():
+    model = make_model("lstm", regularizer=keras.regularizers.L1L2(0.1, 0.2))
+    expected = data_gradients(model)
+    result = rl.weights(model, X, Y)
+    head = model.get_layer("head")
+    np.testing.assert_array_equal(result["head"].kernel, numpy_of(head.kernel))
+    np.testing.assert_allclose(result["head"].kernel_grad, expected[head.kernel.path], atol=1e-12)
+    kernel = numpy_of(model.get_layer("rnn").cell.kernel)
+    assert result.penalties == {"rnn/kernel": pytest.approx(0.1 * abs(kernel).sum() + 0.2 * (kernel**2).sum())}
+    assert result.penalty_loss == pytest.approx(float(keras.ops.convert_to_numpy(sum(model.losses))), rel=1e-12)
+
+
+def test_gates_are_labelled_and_not_finite_values_are_counted_where_they_are():
+    model = make_model("lstm")
+    kernel = numpy_of(model.get_layer("rnn").cell.kernel).copy()
+    kernel[0, 3] = np.nan  # unit 0 of the forget gate
+    kernel[1, 10] = np.inf  # unit 1 of the output gate
+    model.get_layer("rnn").cell.kernel.assign(kernel)
+    w = rl.weights(model)["rnn"]
+    assert list(w.kernel.gate.values) == ["input", "forget", "candidate", "output"]
+    assert np.isnan(w.kernel.sel(gate="forget", unit=0, feature=0))
+    assert w["kernel_nan_count"].to_dict()["data"] == [0, 1, 0, 0]
+    assert w["kernel_inf_count"].to_dict()["data"] == [0, 0, 0, 1]
+    assert w.nonfinite == {"kernel": 2}
+    assert "2 NaN or infinite" in repr(w)
+    assert "rnn/kernel: 2 NaN or infinite" in repr(rl.weights(model))
+    assert np.isnan(rl.weight_norms(model)["rnn/kernel"].item())
+
+
+def test_norms_append_to_a_history():
+    model = make_model("gru")
+    first = rl.weight_norms(model)
+    kernel = model.get_layer("rnn").cell.kernel
+    kernel.assign(numpy_of(kernel) * 2)
+    second = rl.weight_norms(model, history=first)
+    assert list(first.step) == [0]
+    assert list(second.step) == [0, 1]
+    np.testing.assert_allclose(second["rnn/kernel"][1], 2 * second["rnn/kernel"][0])
+    values = numpy_of(kernel).reshape(FEATURES, 3, 3)
+    per_gate = rl.weight_norms(model, over=["feature", "unit", "unit_in"], ord=1)["rnn/kernel"]
+    assert per_gate.dims == ("step", "gate")
+    np.testing.assert_allclose(per_gate[0], abs(values).sum((0, 2)))
+    largest = rl.weight_norms(model, ord=lambda v: abs(v).max())["rnn/kernel"]
+    np.testing.assert_allclose(largest, [abs(values).max()])
+
+
+def test_results_are_saved_and_opened(tmp_path):
+    model = make_model("lstm", bidirectional=True)
+    result = rl.weights(model, X, Y)
+    result.save(tmp_path / "w.nc")
+    again = rl.open(tmp_path / "w.nc")
+    assert type(again) is type(result)
+    assert again["rnn"].dataset.identical(result["rnn"].dataset)
+    assert again.penalties == result.penalties
+
+
+def test_nothing_of_the_model_changes():
+    model = make_model("lstm")
+    before = [numpy_of(v) for v in model.variables]
+    values = rl.weights(model, X, Y)["rnn"].kernel.values
+    values[...] = 7
+    assert all(np.array_equal(a, numpy_of(v)) for a, v in zip(before, model.variables, strict=True))
+
+
+def test_mistakes_are_explained():
+    model = make_model("lstm")
+    with pytest.raises(
+        LayerNotFoundError, match=r"No layer named 'rnnn' with weights\.\n  try:      did you mean 'rnn'"
+    ):
+        rl.weights(model, layers="rnnn")
+    with pytest.raises(InputError, match="by_time= is no such switch"):
+        rl.weights(model, X, Y, by_time="norms")
+    with pytest.raises(InputError, match="Gradients of weights need data"):
+        rl.weights(model, by_time=True)
+    with pytest.raises(QuantityNotFoundError, match=r"pass data for gradients: rl\.weights\(model, x, y\)"):
+        _ = rl.weights(model)["rnn"].kernel_grad
+    with rl.options(memory="1 KiB"), pytest.raises(TooLargeError, match='by_time="norm" keeps one norm'):
+        rl.weights(model, X, Y, by_time=True)
