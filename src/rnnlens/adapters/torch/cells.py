@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .left_as_found import eagerly
+
 
 @dataclass(frozen=True)
 class Form:
@@ -111,7 +113,7 @@ class TorchStepCell:
         try:
             for inner, flag in self.modes:
                 inner.training = flag
-            with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+            with torch.enable_grad(), eagerly():
                 yield
         finally:
             for inner, flag in before:

@@ -8,6 +8,7 @@ also Python's and NumPy's (teacher forcing is mostly decided by ``random.random(
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -31,11 +32,21 @@ def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Ite
         stack.enter_context(_modes(model, training))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(eagerly())
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)  # noqa: NPY002  the state that user code draws from
             torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Run what was compiled as the Python that it was made from; loads no compiler where nothing was compiled."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
         yield
 
 
