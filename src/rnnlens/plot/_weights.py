@@ -20,6 +20,8 @@ DIMS = {
     "bias": (GATE, UNIT),
     "recurrent_bias": (GATE, UNIT),
 }
+#: Order from top to bottom; others follow.
+ORDER = ("kernel", "recurrent_kernel", "bias", "recurrent_bias", "projection")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
         )
     names = dataset.data_vars if isinstance(dataset, xr.Dataset) else dataset
     wanted = [str(name) for name in names if str(name).endswith("_grad") == grad and not _is_derived(str(name))]
+    wanted.sort(key=lambda name: ORDER.index(stem) if (stem := name.removesuffix("_grad")) in ORDER else len(ORDER))
     recurrent = any(name.startswith("recurrent_kernel") for name in wanted)
     arrays = {name: _labelled(name, dataset[name], figure, recurrent=recurrent) for name in wanted}
     found = [kernel for name, array in arrays.items() for kernel in _split(name, array)]

@@ -167,6 +167,8 @@ def _draw(ax: Any, profiles: list[_Profile], keywords: dict[str, Any]) -> None:
         words, colour, style, marker = LINES[profile.quantity]
         zeros = int(np.count_nonzero(profile.norms == 0))
         label = f"{words} (0 at {zeros} of {len(profile.norms)} steps)" if zeros else words
+        drawn = int(np.count_nonzero(profile.norms > 0))
+        marker = marker if drawn <= max(3, len(profile.norms) // 8) else None  # lone points would not show as a line
         look = {"color": colour, "linestyle": style, "marker": marker, "markersize": 3.5, "linewidth": 1.3}
         shown = np.where(profile.norms > 0, profile.norms, np.nan)
         ax.plot(profile.steps, shown, label=label, gid=profile.quantity, **{**look, **keywords})

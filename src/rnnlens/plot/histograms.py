@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from matplotlib.patches import StepPatch
+from matplotlib.ticker import MaxNLocator
 
 from ..errors import InputError, message
 from ._colour import line_colours
@@ -192,6 +193,7 @@ def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords
             look = {key: look[key] for key in ("fill", "linewidth", "alpha")}
         ax.stairs(counts, edges, gid=f"histogram {name}".strip(), **{**look, **keywords})
     ax.set_xlim(edges[0], edges[-1])
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=4))
     ax.tick_params(labelsize="small")
 
 

@@ -51,8 +51,9 @@ def weights_heatmap(
     shared
         One colour scale for all kernels; else each has its own scale and colour bar.
     limit
-        Colour scale up to this magnitude. By default the largest; where a few outliers (such as a forget bias of 1) are
-        more than twice the 99.5 % quantile of all magnitudes, that quantile, and the figure says so.
+        Colour scale up to this magnitude. By default the largest of all. Where that is more than twice the largest
+        within the kernels (a forget bias of 1) or the 99.5 % quantile of their magnitudes (a few outliers), these
+        decide, so that the rest can be seen, and the figure says so.
     log
         Logarithmic colours over 4 decades.
     colorbar
@@ -113,13 +114,17 @@ def _open(columns: list[list[Kernel]], directions: list[str | None], ax: Any, fi
 
 
 def _common_limit(kernels: list[Kernel]) -> tuple[float, str | None]:
-    """Colour limit for all kernels, and the note where outliers are beyond it."""
-    largest = largest_magnitude(*(kernel.values for kernel in kernels))
-    magnitudes = np.abs(np.concatenate([kernel.values.reshape(-1) for kernel in kernels]))
-    (bulk,) = quantiles(magnitudes[np.isfinite(magnitudes)], q=(0.995,), axis=0, xp=np) if largest else (0.0,)
-    if largest <= 2 * bulk or not bulk:
+    """Colour limit for all kernels, and the note where something is beyond it."""
+    matrices = [kernel.values for kernel in kernels if len(kernel.values) > 1] or [kernel.values for kernel in kernels]
+    largest, limit = largest_magnitude(*(kernel.values for kernel in kernels)), largest_magnitude(*matrices)
+    words = "the largest of the kernels"
+    magnitudes = np.abs(np.concatenate([values.reshape(-1) for values in matrices]))
+    (bulk,) = quantiles(magnitudes[np.isfinite(magnitudes)], q=(0.995,), axis=0, xp=np) if limit else (0.0,)
+    if bulk and limit > 2 * bulk:
+        limit, words = float(bulk), "the 99.5 % quantile of magnitudes in the kernels"
+    if not limit or largest <= 2 * limit:
         return largest, None
-    return float(bulk), f"colours end at {bulk:.2g}, the 99.5 % quantile of magnitudes; largest {largest:.3g}"
+    return limit, f"colours end at {limit:.2g}, {words}; largest weight {largest:.3g}"
 
 
 def _steps(kernel: Kernel) -> tuple[int, int]:

@@ -16,7 +16,7 @@ def steps(ax):
 
 
 def suptitle(axes):
-    return axes[0].get_figure(root=True).get_suptitle()
+    return axes[0].get_figure(root=True).get_suptitle().replace("\n", " ")
 
 
 # -- histogram
@@ -153,12 +153,25 @@ def test_kernels_share_one_symmetric_scale_and_one_bar(weights):
     assert [ax.images[0].norm.vmax for ax in free] == [abs(data[name].values).max() for name in data]
 
 
+def test_a_large_bias_does_not_wash_out_the_kernels_and_the_figure_says_so(weights):
+    data = weights()
+    data["bias"].values[1] = 50.0
+    axes = rl.plot.weights_heatmap(data)
+    assert {ax.images[0].norm.vmax for ax in axes} == {0.5}
+    assert "colours end at 0.5, the largest of the kernels; largest weight 50" in suptitle(axes)
+
+
 def test_outliers_do_not_wash_out_the_rest_and_the_figure_says_so(weights):
     data = weights(features=20, units=30)
-    data["bias"].values[1, 0] = 50.0
+    data["kernel"].values[1, 0, 0] = 50.0
     axes = rl.plot.weights_heatmap(data)
     assert axes[0].images[0].norm.vmax < 4
-    assert "the 99.5 % quantile of magnitudes; largest 50" in suptitle(axes)
+    assert "the 99.5 % quantile of magnitudes in the kernels; largest weight 50" in suptitle(axes)
+
+
+def test_kernels_are_drawn_in_one_order_whatever_that_of_the_data(weights):
+    data = weights()[["bias", "recurrent_kernel", "kernel"]]
+    assert [ax.get_title() for ax in rl.plot.weights_heatmap(data)] == ["kernel", "recurrent_kernel", "bias"]
 
 
 def test_missing_weights_are_marked_counted_and_not_zeroed(weights, by_gid):

@@ -11,7 +11,7 @@ from rnnlens.errors import InputError
 
 
 def suptitle(axes):
-    return axes[0].get_figure(root=True).get_suptitle()
+    return axes[0].get_figure(root=True).get_suptitle().replace("\n", " ")
 
 
 def curve(ax, gid):
@@ -115,6 +115,14 @@ def test_direct_gradient_of_one_step_is_a_point_and_zeros_are_told(layer):
     assert direct[-1] == pytest.approx(math.sqrt(3))
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     assert labels == ["total, hidden state", "direct, output (0 at 29 of 30 steps)"]
+
+
+def test_points_are_drawn_only_where_a_line_would_not_show(layer):
+    data = layer(steps=30)
+    (lone,) = [line for line in rl.plot.gradient_flow(data)[0].lines if line.get_gid() == "output_grad"]
+    data["output_grad"] = data.hidden_grad
+    (many,) = [line for line in rl.plot.gradient_flow(data)[0].lines if line.get_gid() == "output_grad"]
+    assert (lone.get_marker(), many.get_marker()) == ("o", "None")
 
 
 def test_vanishing_float32_gradients_do_not_underflow(layer):

@@ -22,7 +22,7 @@ def values_drawn(ax):
 
 
 def suptitle(axes):
-    return axes[0].get_figure(root=True).get_suptitle()
+    return axes[0].get_figure(root=True).get_suptitle().replace("\n", " ")
 
 
 # -- curves
