@@ -230,3 +230,21 @@ class LayerWeights:
     trainable: dict[str, bool]
     cells: dict[str, KnownCell] = field(default_factory=dict)
     penalties: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ChainLink:
+    """One layer of a model that is a plain chain of well-known layers.
+
+    An adapter may offer ``chain(model, training=...)``: these from input to output, or None where the model is anything
+    else. It spares the time Jacobian from finding out what the layers between the recurrent ones do.
+
+    ``kind``: ``"recurrent"`` (one direction, forward); ``"dense"``: activation(x @ kernel + bias) at every step;
+    ``"same"``: the input unchanged; ``"table"``: an embedding of integers.
+    """
+
+    name: str
+    kind: Literal["recurrent", "dense", "same", "table"]
+    kernel: Array | None = None
+    bias: Array | None = None
+    activation: str = "linear"

@@ -10,6 +10,7 @@ from .. import data
 from ..adapters.protocol import Adapter, Batch, Port
 from ..errors import DisconnectedError, InputError, message
 from .inside import Inside
+from .jacobian_chain import chain_graph
 from .jacobian_graph import Graph, open_graph
 from .jacobian_routes import Composed, Ends
 from .jacobian_target import Swept, Tensor, inner_tensor, output_tensor, readable
@@ -42,7 +43,8 @@ def resolve(
         yield start, end, None
         return
     ports = [None if tensor is not None else _port(name) for tensor, name in ((start, of), (end, wrt))]
-    graph = open_graph(adapter, model, batch, inside, ports[0], ports[1])
+    graph = chain_graph(adapter, model, batch, inside, ports[0], ports[1])
+    graph = graph or open_graph(adapter, model, batch, inside, ports[0], ports[1])
     with graph.pullback:
         start = start or _border(of, ports[0], graph)
         end = end or _border(wrt, ports[1], graph)

@@ -31,6 +31,9 @@ from .jacobian_target import Swept
 
 Values = np.ndarray[Any, Any]
 
+#: Bytes for working arrays that are taken even where the result alone fills the memory granted.
+LEAST_ROOM = 64 * 2**20
+
 
 def compute(
     graph: Graph | None,
@@ -52,7 +55,7 @@ def compute(
     elif labels.sketch is not None:
         raise InputError(message("A sketch cannot be written piece by piece.", got="sketch= and out=", hint="save it"))
     tally = Tally()
-    room = memory if out is not None else max(memory - size, 64 * 2**20)
+    room = memory if out is not None else max(memory - size, LEAST_ROOM)
     parts = [_Part(graph, swept, pair, mode, rtol, room, labels, i, j) for i, j, pair in pairs(ends)]
     tally.mode, tally.route = parts[0].mode, parts[0].route
     tally.peak_bytes = max(p.bytes for p in parts) + (size if out is None else max(p.piece_bytes(dtype) for p in parts))

@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ...typing import Array
-from ..protocol import Batch, Capture, CaptureRequest, LayerInfo, LayerWeights, Port, Pullback
+from ..protocol import Batch, Capture, CaptureRequest, ChainLink, LayerInfo, LayerWeights, Port, Pullback
 from . import discover
 from .capture import capture, copy_of
+from .chain import chain
 from .engines import current
 from .functional import differentiate
 from .nudge import nudged
@@ -45,6 +46,10 @@ class KerasAdapter:
     ) -> Pullback:
         """Run the model once, and keep what is needed to differentiate any ``of`` with respect to any ``wrt``."""
         return KerasPullback(model, batch, of, wrt, cut)
+
+    def chain(self, model: Any, *, training: bool) -> list[ChainLink] | None:
+        """The layers of a model that is one plain chain of well-known ones."""
+        return chain(model, training=training)
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
         """All layers that have weights of their own, by node name; the halves of a bidirectional layer under its name."""

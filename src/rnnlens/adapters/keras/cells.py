@@ -28,6 +28,7 @@ class KerasStepCell:
         self._template = _state_template(cell)
         self.state_sizes: tuple[int, ...] = tuple(int(size) for size in keras.tree.flatten(self._template))
         self.output_size = _output_size(cell, self.state_sizes)
+        self.output_state = 0
         self._variables = cell_variables(cell)
         self._weights = {name: _frozen(v) for name, v in self._variables.items()}
         self._dtype = getattr(cell, "compute_dtype", keras.backend.floatx())

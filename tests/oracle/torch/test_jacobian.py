@@ -1,0 +1,321 @@
+"""The time Jacobian of torch models against autograd, in float64; and what the call promises about memory, files, errors."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import nn
+
+import rnnlens as rl
+from rnnlens.settings import Progress
+
+B, T, F, H = 2, 5, 3, 4
+CELLS = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
+
+
+class Tagger(nn.Module):
+    """A recurrent layer with a head at every step."""
+
+    def __init__(self, cell=nn.LSTM, outputs=2, **options):
+        super().__init__()
+        self.rnn = cell(F, H, **{"batch_first": True, **options})
+        width = (options.get("proj_size") or H) * (2 if options.get("bidirectional") else 1)
+        self.head = nn.Sequential(nn.Linear(width, outputs), nn.Tanh())
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+class Last(Tagger):
+    """The head at the last step only."""
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+def made(cls=Tagger, cell=nn.LSTM, **options):
+    torch.manual_seed(0)
+    return cls(cell, **options).double()
+
+
+def data(samples=B, time_first=False):
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=(samples, T, F)))
+    return x.transpose(0, 1).contiguous() if time_first else x
+
+
+def autograd(function, x, time_first=False):
+    """(sample, ..., in time, feature)."""
+    full = torch.autograd.functional.jacobian(function, x).detach().numpy()
+    if time_first:
+        full = np.moveaxis(full, [1, full.ndim - 2], [0, full.ndim - 3])
+    same = range(full.shape[0])
+    return np.stack([full[b][..., b, :, :] for b in same])
+
+
+def agree(got, expected):
+    assert got.shape == expected.shape
+    assert np.abs(expected).max() > 1e-4
+    assert np.abs(got.values - expected).max() <= 1e-10 * np.abs(expected).max()
+
+
+PRODUCT = list(itertools.product(CELLS, (True, False), (True, False), (False, True), (1, 2)))
+
+
+@pytest.mark.parametrize(("cell", "batch_first", "bias", "bidirectional", "layers"), PRODUCT)
+def test_option_product(cell, batch_first, bias, bidirectional, layers):
+    options = {"batch_first": batch_first, "bias": bias, "bidirectional": bidirectional, "num_layers": layers}
+    model, x = made(cell=CELLS[cell], **options), data(time_first=not batch_first)
+    agree(rl.jacobian(model, x), autograd(model, x, not batch_first))
+
+
+@pytest.mark.parametrize("samples", [T, 1])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_which_axis_counts_samples_is_found_out_where_the_shape_leaves_it_open(batch_first, samples):
+    model, x = made(batch_first=batch_first), data(samples, not batch_first)
+    agree(rl.jacobian(model, x), autograd(model, x, not batch_first))
+
+
+def test_projected_lstm():
+    model, x = made(proj_size=2), data()
+    agree(rl.jacobian(model, x), autograd(model, x))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_last_step_only_has_no_out_time(cell):
+    model, x = made(Last, CELLS[cell]), data()
+    got = rl.jacobian(model, x)
+    assert got.dims == ("sample", "out_unit", "in_time", "in_feature")
+    agree(got, autograd(model, x))
+
+
+def test_initial_state_and_state_to_state():
+    model, x = made(), data()
+    start = [torch.zeros(B, H, dtype=torch.float64) for _ in range(2)]
+
+    def final(h, c):
+        return model.rnn(x, (h[None], c[None]))[1][1][0]
+
+    by_h, by_c = torch.autograd.functional.jacobian(final, tuple(start))
+    pick = lambda full: np.stack([full[b, :, b].numpy() for b in range(B)])  # noqa: E731
+    got = rl.jacobian(model, x, of="rnn.final_cell", wrt="rnn.initial_hidden")
+    assert got.dims == ("sample", "out_unit", "in_feature")
+    agree(got, pick(by_h))
+    agree(rl.jacobian(model, x, of="rnn.final_cell", wrt="rnn.initial_cell"), pick(by_c))
+    forward = rl.jacobian(model, x, of="rnn.final_cell", wrt="rnn.initial_cell", mode="forward")
+    agree(forward, pick(by_c))
+    through_time = rl.jacobian(model, x, of="rnn.cell", wrt="rnn.cell")
+    assert np.allclose(through_time.isel(out_time=2, in_time=2), np.eye(H))
+    assert not through_time.isel(out_time=1, in_time=3).any()
+
+
+def test_the_two_modes_agree_and_the_cheaper_one_is_chosen():
+    model, x = made(outputs=1), data()
+    reverse, forward = (rl.jacobian(model, x, mode=mode) for mode in ("reverse", "forward"))
+    agree(forward, reverse.values)
+    auto = rl.jacobian(model, x)
+    assert auto.mode == ("forward" if forward.flops < reverse.flops else "reverse")
+    assert rl.jacobian(model, x, of="rnn.hidden").mode == "forward"
+    assert rl.jacobian(model, x, project="mean", out_times=[4]).mode == "reverse"
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+@pytest.mark.parametrize("reduce", ["norm", "spectral", "sum", "mean", "abs_mean"])
+def test_reductions_averages_and_chosen_steps(reduce, mode):
+    model, x = made(outputs=3), data(3)
+    full = np.moveaxis(autograd(model, x), 2, 3)
+    expected = {
+        "norm": lambda g: np.sqrt((g**2).sum((-2, -1))),
+        "spectral": lambda g: np.linalg.svd(g, compute_uv=False)[..., 0],
+        "sum": lambda g: g.sum((-2, -1)),
+        "mean": lambda g: g.mean((-2, -1)),
+        "abs_mean": lambda g: np.abs(g).mean((-2, -1)),
+    }[reduce](full)
+    agree(rl.jacobian(model, x, reduce=reduce, mode=mode), expected)
+    agree(rl.jacobian(model, x, reduce=reduce, mode=mode, average="sample"), expected.mean(0))
+    some = rl.jacobian(model, x, reduce=reduce, mode=mode, out_times=[4, 1], in_times=[-2, 0, 1])
+    agree(some, expected[:, [4, 1]][:, :, [3, 0, 1]])
+    assert list(some.out_time) == [4, 1]
+    assert list(some.in_time) == [3, 0, 1]
+
+
+@pytest.mark.parametrize("project", ["mean", "sum", "vector", "matrix"])
+def test_projection_comes_before_differentiation(project):
+    model, x = made(outputs=3), data()
+    weights = {"mean": np.full((1, 3), 1 / 3), "sum": np.ones((1, 3)), "vector": np.array([[1.0, -2.0, 0.5]])}
+    matrix = weights.get(project, np.random.default_rng(1).normal(size=(2, 3)))
+    argument = {"vector": matrix[0], "matrix": matrix}.get(project, project)
+    got = rl.jacobian(model, x, project=argument, mode="reverse")
+    agree(got, np.einsum("ku,btusf->btksf", matrix, autograd(model, x)))
+    assert got.flops == pytest.approx(rl.jacobian(model, x, mode="reverse").flops * len(matrix) / 3)
+
+
+@pytest.mark.parametrize(("mode", "reduce"), list(itertools.product(["reverse", "forward"], [None, "norm"])))
+def test_chunks_do_not_change_the_result(mode, reduce, monkeypatch):
+    model, x = made(), data(3)
+    whole = rl.jacobian(model, x, mode=mode, reduce=reduce)
+    monkeypatch.setattr("rnnlens.verbs.jacobian_run.LEAST_ROOM", 3000)
+    monkeypatch.setattr("rnnlens.verbs.jacobian_plan.BLOCK_BUDGET", 1000)
+    ticks = []
+    monkeypatch.setattr(Progress, "advance", lambda self, amount=1.0: ticks.append(amount))
+    pieces = rl.jacobian(model, x, mode=mode, reduce=reduce, memory=whole.nbytes)
+    assert len(ticks) > 2 * T
+    agree(pieces, whole.values)
+    agree(rl.jacobian(model, x, mode=mode, reduce=reduce, average="sample", memory=whole.nbytes), whole.values.mean(0))
+
+
+def test_composed_chunks_do_not_change_the_result(monkeypatch):
+    model, x = made(num_layers=2, bidirectional=True), data()
+    whole = rl.jacobian(model, x)
+    assert whole.route == "composed"
+    monkeypatch.setattr("rnnlens.verbs.jacobian_run.LEAST_ROOM", 3000)
+    monkeypatch.setattr("rnnlens.verbs.jacobian_plan.BLOCK_BUDGET", 1000)
+    agree(rl.jacobian(model, x, memory=whole.nbytes), whole.values)
+
+
+def test_what_cannot_fit_is_refused_before_computing_with_cheaper_calls(monkeypatch):
+    model, x = made(), data()
+    monkeypatch.setattr("rnnlens.verbs.jacobian_run._gathered", lambda *a: pytest.fail("computed"))
+    with pytest.raises(rl.errors.TooLargeError) as error:
+        rl.jacobian(model, x, memory="1 KiB")
+    assert str(error.value) == (
+        "The time Jacobian would not fit into the memory granted.\n"
+        "  got:      a result of 2.34 KiB\n"
+        "  expected: at most 1 KiB (memory=)\n"
+        '  try:      reduce="norm" (400 B); or project="mean" (1.17 KiB); or out_times=[4] (480 B); or average="sample"; '
+        'or out="jacobian.zarr", which is written piece by piece'
+    )
+
+
+def test_written_to_zarr_piece_by_piece(tmp_path):
+    model, x = made(), data()
+    path = tmp_path / "j.zarr"
+    got = rl.jacobian(model, x, out=path, memory="1 KiB")
+    agree(got, autograd(model, x))
+    opened = rl.open(path)
+    assert opened.dims == got.dims
+    assert opened.finished
+    assert opened.long_name == "time Jacobian"
+    xr.testing.assert_equal(opened, got.load())
+
+
+def test_an_interrupt_leaves_the_finished_part_readable(tmp_path, monkeypatch):
+    model, x = made(), data(4)
+    expected = autograd(model, x)
+    calls = itertools.count()
+
+    def interrupted(self, amount=1.0):
+        if next(calls) == 6 * T:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "advance", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rl.jacobian(model, x, out=tmp_path / "j.zarr", memory="1 KiB", mode="reverse")
+    left = rl.open(tmp_path / "j.zarr")
+    there = np.isfinite(left.values)
+    assert 0 < there.mean() < 1
+    assert np.abs(left.values - expected)[there].max() < 1e-12
+    assert not left.finished
+
+
+def test_a_sketch_is_unbiased_and_knows_its_error():
+    model, x = made(outputs=6), data(40)
+    exact = rl.jacobian(model, x, reduce="norm") ** 2
+    got = rl.jacobian(model, x, sketch=8)
+    assert got.dims == ("sample", "out_time", "in_time")
+    causal = np.tril(np.ones((T, T), bool))
+    error = (got.norm_squared - exact).values[:, causal]
+    stderr = got.norm_squared_stderr.values[:, causal]
+    # Signs are shared by all inputs of one (sample, out_time): 200 independent means. A true bias of 0 lies within 4 sigma.
+    by_target = (got.norm_squared - exact).sum("in_time").values.ravel()
+    assert abs(by_target.mean()) < 4 * by_target.std() / np.sqrt(by_target.size)
+    assert (np.abs(error) <= 3 * stderr + 1e-12).mean() > 0.9
+    assert 0.7 < np.sqrt((error**2).mean() / (stderr**2).mean()) < 1.4
+    assert np.allclose(got, np.sqrt(got.norm_squared))
+
+
+def test_a_sketch_costs_as_many_rows_as_it_has_probes():
+    model, x = made(outputs=6), data()
+    exact = rl.jacobian(model, x, reduce="norm", mode="reverse")
+    assert rl.jacobian(model, x, sketch=2).flops == pytest.approx(exact.flops / 3)
+
+
+class Forgetful(nn.Module):
+    """An RNN whose gradients vanish quickly."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.RNN(F, H, batch_first=True)
+        with torch.no_grad():
+            self.rnn.weight_hh_l0.mul_(0.5)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+@pytest.mark.parametrize("rtol", [1e-2, 1e-4])
+def test_pruning_costs_little_error_knows_it_and_saves_work(rtol, mode):
+    torch.manual_seed(0)
+    model = Forgetful().double()
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=(3, 80, F)))
+    exact, pruned = rl.jacobian(model, x, mode=mode), rl.jacobian(model, x, mode=mode, rtol=rtol)
+    error = float(np.sqrt(((pruned - exact) ** 2).sum()))
+    assert error > 0
+    assert error <= rtol * float(np.sqrt((exact**2).sum()))
+    assert 0.5 * error < pruned.pruning_error < 2 * error
+    assert pruned.flops < 0.5 * exact.flops
+    assert rl.jacobian(model, x, mode=mode, rtol=0.0).equals(exact)
+
+
+def test_the_model_and_the_data_are_left_as_found():
+    model, x = made(num_layers=2, dropout=0.5), data().requires_grad_()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    kept, random = x.detach().clone(), torch.get_rng_state()
+    rl.jacobian(model, x, training=True)
+    assert model.training
+    assert x.requires_grad
+    assert x.grad is None
+    assert torch.equal(x, kept)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+WRONG = {
+    "of a layer that is not there": (
+        {"of": "lstm.hidden"},
+        rl.errors.LayerNotFoundError,
+        "Nothing in this model is named",
+    ),
+    "by weights": ({"wrt": "head.0.weights"}, rl.errors.RnnlensError, "head.0"),
+    "of the loss": ({"of": "loss"}, rl.errors.UnsupportedError, "of='loss' has no time Jacobian."),
+    "a step too far": ({"out_times": [T]}, rl.errors.InputError, "out_times names a step that is not there."),
+    "a step twice": ({"in_times": [0, -T]}, rl.errors.InputError, "in_times names a step twice."),
+    "a reduction": ({"reduce": "nrom"}, rl.errors.InputError, "did you mean 'norm'?"),
+    "a projection": ({"project": np.ones(3)}, rl.errors.InputError, "project= does not fit the output units."),
+    "a sketch of a sum": ({"sketch": 4, "reduce": "sum"}, rl.errors.InputError, "A sketch estimates the norm"),
+    "a negative tolerance": ({"rtol": -1.0}, rl.errors.InputError, "rtol= is a share."),
+    "a file": ({"out": "j.nc"}, rl.errors.FileError, "out= is written piece by piece."),
+    "memory": ({"memory": "much"}, rl.errors.InputError, "This is no amount of memory."),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_argument_gives_one_clear_error(case):
+    arguments, kind, text = WRONG[case]
+    with pytest.raises(kind) as error:
+        rl.jacobian(made(), data(), **arguments)
+    assert text in str(error.value)
+
+
+def test_a_forward_sweep_that_cannot_be_is_refused():
+    with pytest.raises(rl.errors.UnsupportedError, match="A forward sweep goes through one recurrent layer"):
+        rl.jacobian(made(num_layers=2), data(), mode="forward")
+
+
+def test_nothing_leads_upwards():
+    with pytest.raises(rl.errors.DisconnectedError) as error:
+        rl.jacobian(made(num_layers=2), data(), of="rnn[0].hidden", wrt="rnn[1].hidden")
+    assert str(error.value).splitlines()[0] == "Nothing leads from rnn[1].hidden to rnn[0].hidden."
