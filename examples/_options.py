@@ -1,9 +1,13 @@
-"""What every example takes: ``--full`` for the size of the question, ``--out`` for the folder of its figure."""
+"""What every example does: take ``--full`` and ``--out``, save the figure that answers its question."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
 
 
 def options(question: str | None) -> argparse.Namespace:
@@ -14,3 +18,13 @@ def options(question: str | None) -> argparse.Namespace:
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     return chosen
+
+
+def save(axes: Any, path: Path) -> None:
+    """Write the figure that the axes are in, and close it."""
+    figure = np.ravel(axes)[0].figure
+    while not hasattr(figure, "savefig"):  # a part of a figure
+        figure = figure.figure
+    figure.savefig(path, dpi=110)
+    plt.close("all")
+    print(f"figure: {path}")

@@ -19,10 +19,9 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
-import matplotlib.pyplot as plt
 import numpy as np
 import xarray as xr
-from _options import options
+from _options import options, save
 
 import rnnlens as rl
 
@@ -73,8 +72,7 @@ def main() -> None:
     both = xr.concat([every, last], xr.Variable("target", ["all steps", "last step"]), combine_attrs="override")
     both.attrs["long_name"] = "norm of d mean(hidden) / d embedded input"
     ax = rl.plot.curves(both, log=True, title=f"{count} sequences: which steps move the hidden state")
-    np.ravel(ax)[0].figure.savefig(chosen.out / "a_hidden_states.png", dpi=120)
-    plt.close("all")
+    save(ax, chosen.out / "a_hidden_states.png")
 
     reach = int((last > 0.01 * last.max()).sum())
     print(f"{count} sequences of {steps} steps, one number per step: {every.sizes}")

@@ -1,8 +1,8 @@
 """How strongly does the loss pull on an inner recurrent layer, batch by batch, and can training answer to it?
 
-    "I wrote my own cell, a minimal gated unit, and use it inside a *subclassed* model. After every batch of fit() I want
-    the gradient of the loss with respect to the output of that inner layer, and I want to use it in the next epoch to
-    change the layer. layer.output does not exist in a subclassed model, and the tape gives None."
+    "I wrote my own cell, a minimal gated unit, and use it inside a *subclassed* model. After every batch of fit() I
+    want the gradient of the loss with respect to the output of that inner layer, and I want to use it in the next epoch
+    to change the layer. layer.output does not exist in a subclassed model, and the tape gives None."
 
 A callback asks ``rl.gradients`` after every batch; the model, its random state and its metrics are left alone, so the
 history is the one that training would have had without it. At the end of an epoch the rule acts: gradient noise on the
@@ -18,10 +18,9 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import keras
-import matplotlib.pyplot as plt
 import numpy as np
 import xarray as xr
-from _options import options
+from _options import options, save
 
 import rnnlens as rl
 
@@ -116,16 +115,13 @@ def main() -> None:
     picked = profile.isel(batch=np.linspace(0, profile.sizes["batch"] - 1, 4).astype(int))
     picked.attrs["long_name"] = "norm of dL/dh_t of the inner layer"
     ax = rl.plot.curves(picked, log=True, title="gradient at the inner layer, from the first batch to the last")
-    np.ravel(ax)[0].figure.savefig(chosen.out / "b_inner_layer.png", dpi=120)
-    plt.close("all")
+    save(ax, chosen.out / "b_inner_layer.png")
 
     first, final = profile[0], profile[-1]
-    print(
-        f"{profile.sizes['batch']} batches watched; loss {history.history['loss'][0]:.4f} -> {history.history['loss'][-1]:.4f}"
-    )
-    print(
-        f"gradient at step 0 over that at the last step: {float(first[0] / first[-1]):.3g} -> {float(final[0] / final[-1]):.3g}"
-    )
+    losses = history.history["loss"]
+    print(f"{profile.sizes['batch']} batches watched; loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    before, after = float(first[0] / first[-1]), float(final[0] / final[-1])
+    print(f"gradient at step 0 over that at the last step: {before:.3g} -> {after:.3g}")
     print("noise given to the layer after each epoch: " + ", ".join(f"{scale:.4f}" for scale in watcher.noise[:6]))
 
 

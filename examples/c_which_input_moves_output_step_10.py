@@ -17,7 +17,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 import keras
 import matplotlib.pyplot as plt
 import numpy as np
-from _options import options
+from _options import options, save
 
 import rnnlens as rl
 
@@ -52,9 +52,8 @@ def main() -> None:
     by_feature = abs(row).sum("in_time").mean("sample")
     recent = float(by_step.sel(in_time=slice(7, 10)).sum() / by_step.sum())
     print(f"output 10 is moved most by input step {int(by_step.idxmax('in_time'))}")
-    print(
-        f"steps 7 to 10 carry {100 * recent:.0f} % of it, steps after 10 carry {float(by_step.sel(in_time=slice(11, None)).sum()):.1g}"
-    )
+    later = float(by_step.sel(in_time=slice(11, None)).sum())
+    print(f"steps 7 to 10 carry {100 * recent:.0f} % of it, steps after 10 carry {later:.1g}")
     print("by input: " + ", ".join(f"feature {i}: {float(v):.3f}" for i, v in enumerate(by_feature)))
 
     figure = plt.figure(figsize=(10, 4), layout="constrained")
@@ -62,9 +61,8 @@ def main() -> None:
     rl.plot.time_jacobian(rl.jacobian(model, x[:samples], reduce="norm"), figure=left)
     rows = row.mean("sample").rename(in_time="time", in_feature="feature")
     rows.attrs["long_name"] = "d output[10] / d input, mean over samples"
-    rl.plot.curves(rows, ax=right.subplots(), title="what moves output step 10")
-    figure.savefig(chosen.out / "c_output_step_10.png", dpi=120)
-    plt.close("all")
+    rl.plot.curves(rows, figure=right, title="what moves output step 10")
+    save(figure.axes, chosen.out / "c_output_step_10.png")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@
 
 What there is to see, in the order of the figures:
 
-1. One way, few iterations (1D): the direct gradient of a layer that feeds a last-step loss is zero at all steps but one.
-   The total gradient is not: it decays backward from the last step, unit by unit at its own rate.
+1. One way, few iterations (1D): the direct gradient of a layer that feeds a last-step loss is zero at all steps but
+   one. The total gradient is not: it decays backward from the last step, unit by unit at its own rate.
 2. One way, many iterations (1D): training has raised the gradient at early steps wherever the task needs them. The same
    picture drawn with direct gradients would still be zero.
 3. Both ways (2D): the forward half decays toward the first step and the backward half toward the last: each half hears
@@ -23,9 +23,8 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
-import matplotlib.pyplot as plt
 import numpy as np
-from _options import options
+from _options import options, save
 
 import rnnlens as rl
 
@@ -64,29 +63,24 @@ def main() -> None:
     x, y = data(512, steps)
     shown = x[:16], y[:16]
 
-    def save(axes, name: str) -> None:
-        np.ravel(axes)[0].figure.savefig(chosen.out / f"e_{name}.png", dpi=100)
-        plt.close("all")
-
     keras.utils.set_random_seed(0)
     one_way = build(LSTM(units, name="lstm"), steps)
     for iterations in (few, many):
         train(one_way, x, y, iterations)
         g = rl.gradients(one_way, *shown, of="loss", wrt="lstm.hidden")
         print(f"one way, {iterations} more iterations: first step over last {share(g):.2g}")
-        save(rl.plot.curves(g.isel(unit=slice(6)), log=True), f"1d_one_way_{iterations}_iterations")
+        save(rl.plot.curves(g.isel(unit=slice(6)), log=True), chosen.out / f"e_1d_one_way_{iterations}_iterations.png")
     last = rl.gradients(one_way, *shown, of="loss", wrt="lstm.output")
-    print(
-        f"last step only: {last.sizes}; the spread over samples is {float(last.std('sample').mean() / abs(last).mean()):.2g} of the mean size"
-    )
-    save(rl.plot.points(last), "0d_last_step")
+    spread = float(last.std("sample").mean() / abs(last).mean())
+    print(f"last step only: {dict(last.sizes)}; the spread over samples is {spread:.2g} of the mean size")
+    save(rl.plot.points(last), chosen.out / "e_0d_last_step.png")
 
     both_ways = build(keras.layers.Bidirectional(GRU(units), name="both"), steps)
     train(both_ways, x, y, few)
     g = rl.gradients(both_ways, *shown, of="loss", wrt="both.hidden")
     forward, backward = (share(g.sel(direction=d)) for d in ("forward", "backward"))
     print(f"both ways: first step over last, forward half {forward:.2g}, backward half {backward:.2g}")
-    save(rl.plot.heatmap(g.mean("sample", keep_attrs=True)), "2d_both_ways")
+    save(rl.plot.heatmap(g.mean("sample", keep_attrs=True)), chosen.out / "e_2d_both_ways.png")
 
 
 if __name__ == "__main__":
