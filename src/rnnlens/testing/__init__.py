@@ -1,0 +1,11 @@
+"""For authors of adapters and cells: the contract of an adapter as a check, and a float64 reference to hold numbers against.
+
+``keras_models`` and ``keras_autodiff`` import Keras and are not loaded from here.
+"""
+
+from __future__ import annotations
+
+from .check import check_adapter
+from .reference import bptt
+
+__all__ = ["bptt", "check_adapter"]

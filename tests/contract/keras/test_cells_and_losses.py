@@ -1,0 +1,186 @@
+"""Cells of unknown equations, dropout, losses as training counts them, layers that are not recurrent, half precision."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+from rnnlens import errors
+from rnnlens.adapters.keras import adapter
+from rnnlens.adapters.keras.run import eagerly
+from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
+from rnnlens.recurrence.cells import KnownCell
+from rnnlens.testing.check import reference_of
+
+X = np.random.default_rng(0).normal(size=(3, 4, 2))
+Y = np.random.default_rng(1).normal(size=(3, 2))
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    with eagerly():
+        yield
+
+
+@keras.saving.register_keras_serializable("rnnlens_tests")
+class Minimal(keras.layers.Layer):
+    """A minimal gated unit whose output is not its state."""
+
+    def __init__(self, units, **options):
+        super().__init__(**options)
+        self.units = self.state_size = units
+        self.output_size = units + 1
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1] + self.units, self.units), name="w")
+        self.v = self.add_weight(shape=(self.units, self.units + 1), name="v")
+        self.built = True
+
+    def call(self, x, states):
+        h = states[0]
+        f = keras.ops.sigmoid(keras.ops.matmul(keras.ops.concatenate([x, h], axis=-1), self.w))
+        new = f * h + (1 - f) * keras.ops.tanh(keras.ops.sum(x, axis=-1, keepdims=True) - h)
+        return keras.ops.matmul(new, self.v), [new]
+
+
+class Louder(keras.layers.LSTMCell):
+    def call(self, inputs, states, training=False):
+        return super().call(2 * inputs, states, training=training)
+
+
+CELLS = {
+    "custom": lambda: Minimal(3),
+    "subclass": lambda: Louder(3),
+    "activation": lambda: keras.layers.SimpleRNNCell(3, activation=lambda z: keras.ops.tanh(z) * 0.5),
+    "stacked": lambda: keras.layers.StackedRNNCells([keras.layers.LSTMCell(2), keras.layers.GRUCell(3)]),
+}
+
+
+def rnn_model(cell, **options):
+    layer = keras.layers.RNN(cell, return_sequences=True, name="rnn", **options)
+    return keras.Sequential([keras.Input((4, 2)), layer])
+
+
+def square(y_true, y_pred):
+    return keras.ops.sum(keras.ops.square(y_pred))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_step_cells_chain_to_the_frameworks_gradients(name):
+    """BPTT by the cell's own vjp, and by its Jacobians, gives the framework's weight and input gradients."""
+    model = rnn_model(CELLS[name]())
+    (call,) = adapter.capture(model, Batch(X, loss=square), CaptureRequest()).calls
+    assert not isinstance(call.cell, KnownCell)
+    cell, states = call.cell, [call.initial_state]
+    for t in range(4):
+        output, new = cell.step(X[:, t], states[-1])
+        np.testing.assert_allclose(output, call.output[:, t], rtol=1e-10, atol=1e-12)
+        states.append(new)
+    with adapter.pullback(model, Batch(X, loss=square), [Port("loss")], [Port("input")]) as back:
+        wanted = back.vjp({Port("loss"): np.ones(1)})[Port("input")][0]
+    total = dict.fromkeys(call.weight_grads, 0.0)
+    lam = [np.zeros_like(s) for s in states[-1]]
+    for t in reversed(range(4)):
+        direct = call.output_grad[:, t]
+        for key, grad in cell.weight_vjp(X[:, t], states[t], direct, lam).items():
+            total[key] = total[key] + grad
+        by_state, by_x = cell.jacobian(X[:, t], states[t])
+        stacked = np.concatenate([*lam, direct], axis=-1)
+        by_row = np.einsum("nij,ni->nj", by_state, stacked), np.einsum("nij,ni->nj", by_x, stacked)
+        x_grad, lam = cell.vjp(X[:, t], states[t], direct, lam)
+        np.testing.assert_allclose(x_grad, wanted[:, t], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(by_row[1], x_grad, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(by_row[0], np.concatenate(lam, axis=-1), rtol=1e-9, atol=1e-12)
+    for key, grad in total.items():
+        np.testing.assert_allclose(grad, call.weight_grads[key], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", [1, 2])
+@pytest.mark.parametrize("kind", ["SimpleRNN", "LSTM", "GRU"])
+def test_dropout_multipliers_replay(kind, implementation):
+    options = {} if kind == "SimpleRNN" else {"implementation": implementation}
+    recurrent = 0.4 if implementation == 1 else 0.0
+    layer = getattr(keras.layers, kind)(3, dropout=0.4, recurrent_dropout=recurrent, return_sequences=True, **options)
+    model = keras.Sequential([keras.Input((4, 2)), layer])
+    (call,) = adapter.capture(model, Batch(X, loss=square, training=True, seed=5), CaptureRequest()).calls
+    (again,) = adapter.capture(model, Batch(X, loss=square, training=True, seed=5), CaptureRequest()).calls
+    (other,) = adapter.capture(model, Batch(X, loss=square, training=True, seed=6), CaptureRequest()).calls
+    np.testing.assert_array_equal(call.output, again.output)
+    assert np.abs(call.output - other.output).max() > 0
+    gates = {"SimpleRNN": None, "LSTM": 4, "GRU": 3}[kind] if implementation == 1 else None
+    assert call.input_scale.shape == ((3, 2) if gates is None else (gates, 3, 2))
+    assert (call.state_scale is None) == (recurrent == 0)
+    if gates is None and recurrent == 0:
+        call.input = call.input * call.input_scale[:, None]
+        np.testing.assert_allclose(call.output, reference_of(call).states[0], rtol=1e-9, atol=1e-12)
+
+
+def test_dropout_inside_an_unknown_cell_is_refused():
+    model = rnn_model(keras.layers.StackedRNNCells([keras.layers.LSTMCell(2, dropout=0.5)]))
+    with pytest.raises(errors.UnsupportedError) as caught:
+        adapter.capture(model, Batch(X, loss=square, training=True), CaptureRequest())
+    assert str(caught.value) == (
+        "Layer 'rnn': dropout inside the cell StackedRNNCells cannot be replayed.\n"
+        "  try:      training=False, or dropout between the layers instead of inside the cell"
+    )
+
+
+def regularised():
+    layer = keras.layers.LSTM(2, kernel_regularizer="l2", activity_regularizer="l1", name="lstm")
+    model = keras.Sequential([keras.Input((4, 2)), layer])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("weights", [{}, {"sample_weight": np.array([1.0, 2.0, 0.0])}], ids=["plain", "weighted"])
+def test_the_compiled_loss_is_that_of_training(weights):
+    model = regularised()
+    capture = adapter.capture(model, Batch(X, Y, **weights), CaptureRequest())
+    assert capture.loss == pytest.approx(model.evaluate(X, Y, verbose=0, **weights), rel=1e-6)
+
+
+def test_losses_by_name_object_and_function_are_one():
+    model = regularised()
+    same = ["mse", keras.losses.MeanSquaredError(), keras.losses.mean_squared_error]
+    same.append(lambda y, p: keras.ops.mean(keras.ops.square(y - p)))
+    found = [adapter.capture(model, Batch(X, Y, loss=loss), CaptureRequest()) for loss in [None, *same]]
+    for capture in found[1:]:
+        assert capture.loss == pytest.approx(found[0].loss, rel=1e-6)
+        np.testing.assert_allclose(capture.calls[0].output_grad, found[0].calls[0].output_grad, rtol=1e-6)
+
+
+def test_weight_gradients_are_without_the_weight_regulariser():
+    model = regularised()
+    grads = adapter.capture(model, Batch(X, Y), CaptureRequest()).calls[0].weight_grads
+    port = Port("weight", "lstm", key="kernel")
+    with adapter.pullback(model, Batch(X, Y), [Port("loss")], [port]) as back:
+        counted = back.vjp({Port("loss"): np.ones(1)})[port][0]
+    kernel = adapter.weights(model)["lstm"].values["kernel"]
+    np.testing.assert_allclose(counted - grads["kernel"], 2 * 0.01 * kernel, rtol=1e-6, atol=1e-9)
+
+
+def test_layers_that_are_not_recurrent():
+    layers = [keras.Input((4,), dtype="int32"), keras.layers.Embedding(5, 2, mask_zero=True, name="embedding")]
+    model = keras.Sequential([*layers, keras.layers.SimpleRNN(2, name="rnn"), keras.layers.Dense(2, name="head")])
+    ids = np.array([[1, 2, 0, 0], [3, 4, 1, 0]])
+    request = CaptureRequest(layers=("head", "embedding", "rnn"))
+    capture = adapter.capture(model, Batch(ids, loss=square), request)
+    shapes = {call.layer: (call.output.shape, call.output_grad.shape) for call in capture.plain}
+    assert shapes == {"embedding": ((2, 4, 2), (2, 4, 2)), "head": ((2, 2), (2, 2))}
+    np.testing.assert_array_equal(capture.calls[0].mask, ids != 0)
+    reference = reference_of(capture.calls[0])
+    np.testing.assert_allclose(capture.plain[0].output_grad, reference.input_grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_half_precision_comes_out_as_float32_with_a_note(policy):
+    layer = keras.layers.LSTM(2, dtype=policy, return_sequences=True)
+    model = keras.Sequential([keras.Input((4, 2)), layer])
+    capture = adapter.capture(model, Batch(X.astype("float32"), loss=square), CaptureRequest())
+    (call,) = capture.calls
+    arrays = [call.input, call.output, call.output_grad, call.cell.kernel, *call.weight_grads.values()]
+    assert {str(a.dtype) for a in arrays} <= {"float32", "float64"}
+    assert str(call.output.dtype) == "float32"
+    assert capture.notes == [f"Computed in {policy[6:]}, shown as float32; the loss scale is not applied."]
+    np.testing.assert_allclose(call.output, reference_of(call).states[0], atol=0.02)

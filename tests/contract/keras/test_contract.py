@@ -1,0 +1,48 @@
+"""The public contract check on models as people write them, compiled; and what it says about a broken adapter."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+from rnnlens.adapters.keras import adapter
+from rnnlens.adapters.protocol import Batch, CaptureRequest
+from rnnlens.testing.check import check_adapter
+from rnnlens.testing.keras_models import MODELS
+
+
+def loss(y_true, y_pred):
+    return keras.ops.sum(keras.ops.square(y_pred)) + keras.ops.sum(y_pred)
+
+
+def data():
+    x = np.random.default_rng(0).normal(size=(2, 4, 2))
+    x[0, 2:] = 0.0
+    return x
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_contract(name):
+    assert len(check_adapter(adapter, MODELS[name](), Batch(data(), loss=loss), rtol=1e-9)) == 7
+
+
+def test_a_broken_adapter_is_found_out():
+    class Upside(type(adapter)):
+        def capture(self, model, batch, request):
+            capture = super().capture(model, batch, request)
+            for call in capture.calls:
+                call.output = call.output[:, ::-1] if call.returns_sequences else call.output
+            return capture
+
+    with pytest.raises(AssertionError, match="keras: outputs replay: lower output: off by"):
+        check_adapter(Upside(), MODELS["stacked"](), Batch(data(), loss=loss), rtol=1e-9)
+
+
+def test_names_of_nodes():
+    def nodes(name):
+        return [c.layer for c in adapter.capture(MODELS[name](), Batch(data()), CaptureRequest(gradients=False)).calls]
+
+    assert nodes("shared") == ["rnn#0", "rnn#1"]
+    assert nodes("nested") == ["encoder/gru"]
+    assert nodes("bidirectional") == ["bi", "bi"]

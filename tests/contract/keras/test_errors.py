@@ -1,0 +1,180 @@
+"""Bad input gives one clear error, before anything runs; the whole text of each."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+from rnnlens import errors
+from rnnlens.adapters.keras import adapter
+from rnnlens.adapters.keras.run import eagerly
+from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
+
+X, Y = np.ones((2, 4, 3)), np.ones((2, 2))
+NONE = CaptureRequest(gradients=False)
+
+
+@pytest.fixture(scope="module")
+def model(float64):
+    layers = [keras.Input((4, 3)), keras.layers.LSTM(2, name="lstm_10"), keras.layers.Dense(2, name="head")]
+    made = keras.Sequential(layers, name="net")
+    made.compile("sgd", "mse")
+    return made
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    with eagerly():
+        yield
+
+
+CASES = {
+    "rank": (
+        Batch(np.ones((4, 3))),
+        NONE,
+        errors.InputError,
+        "The rank of x does not fit the model.\n  got:      x of shape (4, 3)\n  expected: (any, 4, 3)",
+    ),
+    "features": (
+        Batch(np.ones((2, 4, 5))),
+        NONE,
+        errors.InputError,
+        "The feature count of x does not fit the model.\n  got:      x of shape (2, 4, 5)\n  expected: (any, 4, 3)",
+    ),
+    "steps": (
+        Batch(np.ones((2, 7, 3))),
+        NONE,
+        errors.InputError,
+        "The shape of x does not fit the model.\n  got:      x of shape (2, 7, 3)\n  expected: (any, 4, 3)",
+    ),
+    "no samples": (
+        Batch(np.ones((0, 4, 3))),
+        NONE,
+        errors.InputError,
+        "Batch is empty.\n  got:      x of shape (0, 4, 3)\n  expected: at least 1 sample",
+    ),
+    "no steps": (
+        Batch(np.ones((2, 0, 3))),
+        NONE,
+        errors.InputError,
+        "Sequence is empty.\n  got:      x of shape (2, 0, 3)\n  expected: at least 1 time step",
+    ),
+    "text": (
+        Batch(np.array([["a"]])),
+        NONE,
+        errors.InputError,
+        "x is not numeric.\n  got:      dtype <U1\n  expected: numbers\n"
+        "  try:      encode text as integer ids first, for example with keras.layers.TextVectorization",
+    ),
+    "samples of y": (
+        Batch(X, np.ones((3, 2))),
+        CaptureRequest(),
+        errors.InputError,
+        "y has another number of samples than x.\n  got:      y of shape (3, 2)\n  expected: 2 samples",
+    ),
+    "no y": (
+        Batch(X),
+        CaptureRequest(),
+        errors.InputError,
+        "The compiled loss needs a target.\n  got:      y=None\n  try:      pass y, or loss= of outputs alone",
+    ),
+    "loss of another shape": (
+        Batch(X, Y, loss=lambda y, p: keras.ops.square(y - p)),
+        CaptureRequest(),
+        errors.InputError,
+        "The loss is not one number.\n  got:      shape (2, 2)\n  expected: shape ()\n"
+        "  try:      keras.ops.mean(...) or keras.ops.sum(...) around it",
+    ),
+    "unknown loss": (
+        Batch(X, Y, loss="msee"),
+        CaptureRequest(),
+        errors.InputError,
+        "Keras knows no loss of that name.\n  got:      'msee'\n  try:      a name such as \"mse\", or a function",
+    ),
+    "unknown layer": (
+        Batch(X),
+        CaptureRequest(layers=("lstm_1",), gradients=False),
+        errors.LayerNotFoundError,
+        "No layer is called 'lstm_1'.\n  try:      did you mean 'lstm_10'? Known: 'lstm_10', 'head'",
+    ),
+    "unknown call": (
+        Batch(X),
+        CaptureRequest(layers=("lstm_10#3",), gradients=False),
+        errors.LayerNotFoundError,
+        "There is no call 'lstm_10#3'.\n  try:      did you mean 'lstm_10'? Known: 'lstm_10'",
+    ),
+    "both weights": (
+        Batch(X, Y, sample_weight=np.ones(2), class_weight={0: 1.0}),
+        CaptureRequest(),
+        errors.InputError,
+        "Both class_weight and sample_weight were given.\n  try:      multiply them into one",
+    ),
+    "initial state": (
+        Batch(X, initial_state={"lstm_10": [np.ones((2, 5)), np.ones((2, 2))]}),
+        NONE,
+        errors.InputError,
+        "The initial state given for 'lstm_10' does not fit.\n  got:      shapes [(2, 5), (2, 2)]\n"
+        "  expected: shapes [(2, 2), (2, 2)]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_text(model, case):
+    batch, request, kind, text = CASES[case]
+    with pytest.raises(kind) as caught:
+        adapter.capture(model, batch, request)
+    assert str(caught.value) == text
+
+
+def test_not_built():
+    with pytest.raises(errors.ModelError) as caught:
+        adapter.describe(keras.Sequential([keras.layers.LSTM(2)], name="net"))
+    assert str(caught.value) == (
+        "Model 'net' is not built: its weights do not exist yet.\n"
+        "  expected: a model that knows the shape of its input\n"
+        "  try:      call it once on a batch, model(x), or model.build(input_shape)"
+    )
+
+
+def test_not_compiled():
+    model = keras.Sequential([keras.Input((4, 3)), keras.layers.LSTM(2)], name="net")
+    with pytest.raises(errors.ModelError) as caught:
+        adapter.capture(model, Batch(X, Y), CaptureRequest())
+    assert str(caught.value) == (
+        "Model 'net' has no loss: it is not compiled.\n"
+        '  try:      model.compile(loss=...), or pass loss=, such as loss="mse"'
+    )
+
+
+@pytest.mark.parametrize("kind", ["ConvLSTM1D", "TimeDistributed"])
+def test_what_cannot_be_traced_is_listed_and_refused_by_name(kind):
+    inputs = keras.Input((4, 3, 2))
+    if kind == "ConvLSTM1D":
+        model = keras.Model(inputs, keras.layers.ConvLSTM1D(2, 2, name="r")(inputs))
+        reason = "ConvLSTM1D has states with axes of space."
+    else:
+        model = keras.Model(inputs, keras.layers.TimeDistributed(keras.layers.LSTM(2, name="r"), name="td")(inputs))
+        reason = "LSTM inside TimeDistributed runs once per outer step."
+    (info,) = adapter.describe(model)
+    with pytest.raises(errors.UnsupportedError) as caught:
+        adapter.capture(model, Batch(np.ones((1, 4, 3, 2))), NONE)
+    first = f"Layer {info.name!r} cannot be traced: {reason}"
+    assert str(caught.value).splitlines()[0] == first == info.options["refused"]
+
+
+def test_loss_that_is_not_a_number_is_reported_and_not_raised(model):
+    capture = adapter.capture(model, Batch(X, Y * np.nan), CaptureRequest())
+    assert np.isnan(capture.loss)
+    assert capture.notes == [
+        "The loss is nan: gradients mean nothing, and the first quantity that is not finite is the cause."
+    ]
+
+
+def test_a_port_that_does_not_exist(model):
+    with pytest.raises(errors.LayerNotFoundError) as caught:
+        adapter.pullback(model, Batch(X), [Port("output")], [Port("weight", "head", key="kernle")])
+    assert str(caught.value) == (
+        "There is no weight 'kernle' in layer 'head'.\n  try:      did you mean 'kernel'? Known: 'kernel', 'bias'"
+    )

@@ -1,0 +1,223 @@
+"""A model is left exactly as it was found: after success, and after errors and interrupts at every stage."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+
+from rnnlens.adapters.keras import adapter
+from rnnlens.adapters.keras.run import eagerly
+from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
+
+X = np.random.default_rng(0).normal(size=(2, 4, 3))
+Y = np.random.default_rng(1).normal(size=(2, 2))
+
+
+class Trap(keras.layers.Layer):
+    """Raises when told to, in the forward pass."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.raised = None
+
+    def call(self, x):
+        if self.raised is not None:
+            raise self.raised
+        return x
+
+
+def build():
+    inputs = keras.Input(batch_shape=(2, 4, 3))
+    x = keras.layers.BatchNormalization(name="norm")(inputs)
+    x = keras.layers.LSTM(3, return_sequences=True, stateful=True, dropout=0.3, recurrent_dropout=0.2, name="lstm")(x)
+    x = keras.layers.Bidirectional(keras.layers.GRU(2), name="bi")(x)
+    x = Trap(name="trap")(keras.layers.Dropout(0.5)(x))
+    outputs = keras.layers.Dense(2, kernel_regularizer="l2", activity_regularizer="l2", name="head")(x)
+    model = keras.Model(inputs, outputs)
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+def values(model):
+    every = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
+    return [np.array(keras.ops.convert_to_numpy(v)) for v in every]
+
+
+def attributes(model):
+    return [{name: id(value) for name, value in vars(layer).items()} for layer in model._flatten_layers()]
+
+
+def process():
+    """Random generators and Keras' own process-wide state."""
+    import random
+
+    from keras.src.backend.common import global_state
+
+    seeds = global_state.get_global_attribute("global_seed_generator")
+    state = [
+        random.getstate(),
+        str(np.random.get_state()),
+        id(seeds),
+        global_state.get_global_attribute("current_call_ctx"),
+    ]
+    if seeds is not None:
+        state.append(keras.ops.convert_to_numpy(seeds.state).tolist())
+    if keras.backend.backend() == "torch":
+        import torch
+
+        state.append(torch.random.get_rng_state().tolist())
+    return state
+
+
+def flags(model):
+    if keras.backend.backend() != "torch":
+        return []
+    return [(v.value.requires_grad, v.value.grad) for v in model.variables]
+
+
+def everything(model):
+    losses = [id(loss) for layer in model._flatten_layers() for loss in layer._losses]
+    return values(model), attributes(model), process(), flags(model), losses
+
+
+def assert_same(before, after):
+    for old, new in zip(before[0], after[0], strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert before[1:] == after[1:]
+
+
+class Stop(Exception):
+    """The user's own error."""
+
+
+def failing_loss(error):
+    def loss(y_true, y_pred):
+        raise error
+
+    return loss
+
+
+ENDINGS = {
+    "ok": (None, None),
+    "loss raises": (None, Stop("in the loss")),
+    "forward raises": (Stop("in the forward pass"), None),
+    "loss interrupted": (None, KeyboardInterrupt()),
+    "forward interrupted": (KeyboardInterrupt(), None),
+}
+
+
+@pytest.mark.parametrize("way", ["compiled, fitted", "eager, fresh"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_capture(ending, way):
+    model, compiled = build(), "compiled" in way
+    if "fitted" in way:
+        model.fit(X, Y, epochs=1, batch_size=2, verbose=0)
+    forward, loss = ENDINGS[ending]
+    model.get_layer("trap").raised = forward
+    before = everything(model)
+    batch = Batch(X, Y, training=True, seed=3, loss=None if loss is None else failing_loss(loss))
+
+    def capture():
+        if compiled:
+            return adapter.capture(model, batch, CaptureRequest())
+        with eagerly():
+            return adapter.capture(model, batch, CaptureRequest())
+
+    if ending == "ok":
+        assert len(capture().calls) == 3
+    else:
+        with pytest.raises(type(forward or loss)):
+            capture()
+    assert_same(before, everything(model))
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_pullback(ending):
+    model = build()
+    forward, loss = ENDINGS[ending]
+    model.get_layer("trap").raised = forward
+    before = everything(model)
+    batch = Batch(X, Y, training=True, loss=None if loss is None else failing_loss(loss))
+
+    def pull():
+        with adapter.pullback(
+            model, batch, [Port("loss")], [Port("input"), Port("weight", "head", key="kernel")]
+        ) as back:
+            return back.vjp({Port("loss"): np.ones(1)})
+
+    if ending == "ok":
+        assert all(np.abs(g).sum() > 0 for g in pull().values())
+    else:
+        with pytest.raises(type(forward or loss)):
+            pull()
+    assert_same(before, everything(model))
+
+
+def test_the_users_arrays_are_neither_changed_nor_shared():
+    model, x, y = build(), X.copy(), Y.copy()
+    capture = adapter.capture(model, Batch(x, y), CaptureRequest())
+    np.testing.assert_array_equal(x, X)
+    arrays = [a for call in capture.calls for a in (call.input, call.output, *call.cell.weights().values())]
+    assert not any(np.shares_memory(a, x) for a in arrays)
+    weights = [a for call in capture.calls for a in call.cell.weights().values()]
+    before = [w.copy() for w in weights]
+    model.set_weights([w + 1 for w in model.get_weights()])
+    for old, now in zip(before, weights, strict=True):
+        np.testing.assert_array_equal(old, now)
+
+
+@pytest.mark.parametrize("use", ["capture", "pullback", "failing capture"])
+def test_nothing_keeps_the_model_alive(use):
+    model = build()
+    batch = Batch(X, Y)
+    if use == "capture":
+        adapter.capture(model, batch, CaptureRequest())
+        adapter.capture(model, batch, CaptureRequest())
+    elif use == "pullback":
+        with adapter.pullback(model, batch, [Port("output")], [Port("input")]) as back:
+            back.vjp({Port("output"): np.ones((1, 2, 2))})
+        del back
+    else:
+        with pytest.raises(Stop):
+            adapter.capture(model, Batch(X, Y, loss=failing_loss(Stop())), CaptureRequest())
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    keras.backend.clear_session(free_memory=True)
+    assert gone() is None
+
+
+def test_a_compiled_run_follows_every_change_of_the_model():
+    model = build()
+    request, batch = CaptureRequest(), Batch(X, Y)
+
+    def loss():
+        return adapter.capture(model, batch, request).loss
+
+    first = loss()
+    assert loss() == pytest.approx(first, rel=1e-12)
+    model.set_weights([w * 1.5 for w in model.get_weights()])
+    second = loss()
+    assert second == pytest.approx(model.evaluate(X, Y, verbose=0)[0]) and second != pytest.approx(first)
+    model.get_layer("lstm").cell.activation = keras.activations.relu
+    third = loss()
+    assert third != pytest.approx(second)
+    model.compile("adam", "mae")
+    assert loss() != pytest.approx(third)
+
+
+def test_a_loss_whose_surroundings_change_is_run_again():
+    model = keras.Sequential([keras.Input((4, 3)), keras.layers.SimpleRNN(2)])
+    scale = 1.0
+
+    def loss(y_true, y_pred):
+        return scale * keras.ops.sum(y_pred)
+
+    first = adapter.capture(model, Batch(X, loss=loss), CaptureRequest())
+    scale = 3.0
+    second = adapter.capture(model, Batch(X, loss=loss), CaptureRequest())
+    np.testing.assert_allclose(second.calls[0].output_grad, 3 * first.calls[0].output_grad, rtol=1e-9)
