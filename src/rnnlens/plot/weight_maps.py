@@ -124,7 +124,7 @@ def _common_limit(kernels: list[Kernel]) -> tuple[float, str | None]:
         limit, words = float(bulk), "the 99.5 % quantile of magnitudes in the kernels"
     if not limit or largest <= 2 * limit:
         return largest, None
-    return limit, f"colours end at {limit:.2g}, {words}; largest weight {largest:.3g}"
+    return limit, f"colours end at {limit:.2g}, {words}; largest of all {largest:.3g}"
 
 
 def _steps(kernel: Kernel) -> tuple[int, int]:
