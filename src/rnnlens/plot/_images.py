@@ -68,9 +68,9 @@ def edges(centres: Numbers) -> tuple[float, float]:
 
 
 def evenly_spaced(centres: Numbers) -> bool:
-    """Whether positions can be an axis as they are."""
+    """Whether positions can be an axis as they are: every step is there, none is left out."""
     gaps = np.diff(centres.astype(float))
-    return bool(len(centres) < 2 or (gaps[0] != 0 and np.allclose(gaps, gaps[0])))
+    return bool(len(centres) < 2 or (abs(gaps[0]) == 1 and np.allclose(gaps, gaps[0])))
 
 
 def draw_image(

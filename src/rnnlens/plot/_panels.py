@@ -233,7 +233,7 @@ def open_panels(
     for number in range(1, len(halves)):
         x = number / len(halves)
         figure.add_artist(
-            Line2D([x, x], [0.02, 0.92], transform=figure.transSubfigure, gid="direction separator", **SEPARATOR)
+            Line2D([x, x], [0.02, 0.86], transform=figure.transSubfigure, gid="direction separator", **SEPARATOR)
         )
     return Panels(found, figure, owners)
 

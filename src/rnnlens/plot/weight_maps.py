@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,7 @@ def _draw(ax: Any, kernel: Kernel, top: float, keywords: dict[str, Any], *, abso
     )
     missing = nonfinite_note(kernel.values)
     ax.set_title(" · ".join(part for part in (kernel.name, missing) if part), fontsize="small", pad=3)
-    ax.set_ylabel(kernel.row_label, fontsize="small")
+    ax.set_ylabel(textwrap.fill(kernel.row_label, 12), fontsize="small")
     ax.tick_params(labelsize="small")
     if kernel.gates:
         separate(ax, "x", units, kernel.gates)

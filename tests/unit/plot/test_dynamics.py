@@ -238,6 +238,8 @@ def test_selected_times_keep_their_names(jacobian):
     data = jacobian(steps=12).assign_coords(out_time=range(12), in_time=range(12))
     (ax,) = rl.plot.time_jacobian(data.isel(out_time=[1, 2, 11]))
     assert [t.get_text() for t in ax.get_yticklabels()] == ["1", "2", "11"]
+    (ax,) = rl.plot.time_jacobian(data.isel(out_time=[5, 11]))
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["5", "11"]
 
 
 def test_one_output_step_is_a_line(jacobian):
