@@ -1,0 +1,94 @@
+"""What comes after the trace works on torch results as on any: tables, files, pictures, weights, Jacobians."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+
+B, T, F, H = 3, 5, 2, 4
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(F, H, 2, bidirectional=True, batch_first=True)
+        self.cell, self.head = nn.GRUCell(2 * H, H), nn.Linear(H, 1)
+
+    def forward(self, x):
+        y, _ = self.rnn(x)
+        h = y.new_zeros(len(x), H)
+        for t in range(y.shape[1]):
+            h = self.cell(y[:, t], h)
+        return self.head(h)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture
+def trace(model):
+    return rl.trace(model, torch.randn(B, T, F), torch.randn(B, 1), loss=nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize("name", ["run.nc", "run.zarr"])
+def test_save_and_open(trace, tmp_path, name):
+    trace.save(tmp_path / name)
+    again = rl.open(tmp_path / name)
+    assert list(again) == list(trace) == ["rnn[0]", "rnn[1]", "cell"]
+    for node in trace:
+        for quantity, array in trace[node].dataset.items():
+            np.testing.assert_array_equal(again[node][quantity].values, array.values)
+            assert again[node][quantity].attrs == array.attrs
+    assert again.loss == trace.loss
+
+
+def test_provenance_names_framework_version_dtype_and_device(trace):
+    text = trace["cell"].hidden_grad.attrs["provenance"]
+    assert all(word in text for word in ("torch", torch.__version__, "float32", "cpu"))
+
+
+def test_pictures(trace):
+    for draw in (rl.plot.curves, rl.plot.heatmap):
+        for node in ("rnn[1]", "cell"):
+            drawn = np.atleast_1d(draw(trace[node].hidden_grad))
+            assert all(axes.has_data() for axes in drawn.ravel())
+
+
+def test_table_of_layers(model):
+    text = str(rl.layers(model))
+    assert all(word in text for word in ("rnn[0]", "rnn[1]", "cell", "LSTM", "GRUCell", "bidirectional"))
+
+
+def test_weights_by_gate(model):
+    weights = rl.weights(model)
+    assert weights["rnn[0]"].kernel.dims == ("direction", "feature", "gate", "unit")
+    assert weights["cell"].recurrent_kernel.dims == ("unit_in", "gate", "unit")
+    r, z, n = model.cell.weight_hh.detach().chunk(3)
+    for gate, true in {"update": z, "reset": r, "candidate": n}.items():
+        np.testing.assert_array_equal(weights["cell"].recurrent_kernel.sel(gate=gate).values, true.T.numpy())
+    assert {"bias", "recurrent_bias"} <= set(weights["cell"].dataset)
+
+
+def test_time_jacobian_equals_autograd():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(F, F), nn.GRU(F, H, batch_first=True)).double()
+
+    class Out(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = model
+
+        def forward(self, x):
+            return self.body(x)[0]
+
+    net, x = Out(), torch.randn(2, T, F, dtype=torch.float64)
+    J = rl.jacobian(net, x)
+    true = torch.autograd.functional.jacobian(lambda v: net(v).sum(0), x)
+    np.testing.assert_allclose(J.values, true.permute(2, 0, 1, 3, 4).numpy(), atol=1e-12)
