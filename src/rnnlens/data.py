@@ -120,7 +120,7 @@ def count_batches(x: Any, batch_size: int | None = None) -> int | None:
 
 def len_of(x: Any) -> int:
     """Number of samples of an array, or of the arrays in a tuple, list or dict."""
-    leaves = _leaves(x)
+    leaves = leaves_of(x)
     if not leaves:
         raise InputError(message("There is no data.", got=f"{x!r}", expected="an array with at least 1 sample"))
     lengths = {_length(leaf) for leaf in leaves}
@@ -149,7 +149,7 @@ def take(tree: Any, start: int, stop: int) -> Any:
             )
         return leaf[start:stop]
 
-    return None if tree is None else _map(cut, tree)
+    return None if tree is None else map_leaves(cut, tree)
 
 
 def _repeated(leaf: Any, count: int) -> Any:
@@ -170,12 +170,12 @@ def _slices(data: DataBatch, batch_size: int | None) -> Iterator[DataBatch]:
         return
     for start in range(0, count, size):
         stop = min(start + size, count)
-        yield DataBatch(*(None if part is None else _map(lambda a: a[start:stop], part) for part in data))  # noqa: B023 - used at once
+        yield DataBatch(*(None if part is None else map_leaves(lambda a: a[start:stop], part) for part in data))  # noqa: B023 - used at once
 
 
 def _natural_size(x: Any) -> int:
     """One chunk of a lazily read array, everything otherwise."""
-    for leaf in _leaves(x):
+    for leaf in leaves_of(x):
         if _is_lazy(leaf):
             return int(leaf.chunks[0])
     return len_of(x)
@@ -208,13 +208,13 @@ def _as_batch(element: Any, as_numpy: bool) -> DataBatch:
             )
         )
     if as_numpy or _is_tf(parts):
-        parts = tuple(None if part is None else _map(_numpy, part) for part in parts)
+        parts = tuple(None if part is None else map_leaves(_numpy, part) for part in parts)
     return DataBatch(*parts)
 
 
 def _is_tf(parts: tuple[Any, ...]) -> bool:
     """TensorFlow tensors leave as NumPy arrays always: any engine of Keras reads those."""
-    return any(type(leaf).__module__.startswith("tensorflow") for part in parts for leaf in _leaves(part))
+    return any(type(leaf).__module__.startswith("tensorflow") for part in parts for leaf in leaves_of(part))
 
 
 def _numpy(leaf: Any) -> Any:
@@ -244,19 +244,21 @@ def _is_lazy(x: Any) -> bool:
     return isinstance(getattr(x, "chunks", None), tuple) and not hasattr(x, "__dask_graph__") and bool(x.chunks)
 
 
-def _leaves(tree: Any) -> list[Any]:
+def leaves_of(tree: Any) -> list[Any]:
+    """Arrays within nested tuples, lists and dicts, in order; None is none."""
     if isinstance(tree, Mapping):
-        return [leaf for part in tree.values() for leaf in _leaves(part)]
+        return [leaf for part in tree.values() for leaf in leaves_of(part)]
     if isinstance(tree, tuple | list) and not _is_packed(tree):
-        return [leaf for part in tree for leaf in _leaves(part)]
+        return [leaf for part in tree for leaf in leaves_of(part)]
     return [] if tree is None else [tree]
 
 
-def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same structure with ``function`` applied to every array."""
     if isinstance(tree, Mapping):
-        return {key: _map(function, part) for key, part in tree.items()}
+        return {key: map_leaves(function, part) for key, part in tree.items()}
     if isinstance(tree, tuple | list) and not _is_packed(tree):
-        return type(tree)(_map(function, part) for part in tree)
+        return type(tree)(map_leaves(function, part) for part in tree)
     return None if tree is None else function(tree)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-B, T, F, C, H, G, R, O = 3, 5, 2, 4, 3, 2, 3, 2
+B, T, F, C, H, G, R, OUT = 3, 5, 2, 4, 3, 2, 3, 2
 
 #: Weights as rnnlens shows them: gates apart, directions first.
 WEIGHTS = {
@@ -26,8 +26,8 @@ WEIGHTS = {
     "rnn/kernel": (2 * G, 1, R),
     "rnn/recurrent_kernel": (R, 1, R),
     "rnn/bias": (1, R),
-    "head/kernel": (R, O),
-    "head/bias": (O,),
+    "head/kernel": (R, OUT),
+    "head/bias": (OUT,),
 }
 
 TAPS = {
@@ -58,8 +58,8 @@ TAPS = {
     "rnn.final_hidden": (B, R),
     "rnn.output": (B, R),
     "head.input": (B, R),
-    "head.output": (B, O),
-    "output": (B, O),
+    "head.output": (B, OUT),
+    "output": (B, OUT),
 }
 
 #: Everything that can be differentiated.
@@ -96,7 +96,10 @@ def zeros(*, whole: bool = False) -> dict[str, np.ndarray]:
 def run(
     p: dict[str, Any], e: dict[str, Any], x: Any, y: Any, ops: Any, mask: np.ndarray | None = None
 ) -> dict[str, Any]:
-    """All tensors by name. ``p``: weights, ``e``: zeros, ``ops``: tensor, tanh, sigmoid, mean, stack(list, axis), concat(list, axis)."""
+    """All tensors by name, from weights ``p`` and zeros ``e``.
+
+    ``ops`` has tensor, tanh, sigmoid, mean, stack(list, axis) and concat(list, axis).
+    """
     out: dict[str, Any] = {}
     started = None if mask is None else ops.tensor((np.cumsum(mask, axis=1) > 0).astype("float64"))
     mask = None if mask is None else ops.tensor(mask.astype("float64"))

@@ -188,16 +188,21 @@ def _target(of: Of, known: Catalogue) -> tuple[tuple[TensorName, ...], Callable[
     if callable(of):
         leaves = tuple(read("output", known))
         function = of if len(leaves) == 1 else _on_list(of)
-        return leaves, function, f"<{getattr(of, '__name__', 'callable')}>"
+        return leaves, function, _called(of)
     function, *names = tuple(of)
     if not callable(function) or not names or not all(isinstance(name, str) for name in names):
         raise InputError(
             message("of= is not understood.", got=repr(of), expected=f"{_OF}; a callable; (callable, name, ...)")
         )
-    return tuple(read_one(name, known) for name in names), function, f"<{getattr(function, '__name__', 'callable')}>"
+    return tuple(read_one(name, known) for name in names), function, _called(function)
 
 
 _OF = '"loss", "output", "layer.output", "layer.hidden", "layer.cell" or "layer.final_hidden"'
+
+
+def _called(function: Callable[..., Any]) -> str:
+    """What a callable target is called: ``<lambda>``, ``<mixed>``."""
+    return f"<{getattr(function, '__name__', 'callable').strip('<>')}>"
 
 
 def _on_list(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port, RecurrentCall
-from ..errors import LayerNotFoundError, message
+from ..errors import LayerNotFoundError, ModelError, message
 from ..recurrence.adjoint import Adjoint
 from ..recurrence.run import Run
 from ..results.schema import plain
@@ -145,6 +145,24 @@ class Inside:
         if name.what == "input":
             return np.sum([plain(result.input_grad) for result in swept], axis=0)
         return _join([_gradient(half, result, name) for half, result in pairs], name)
+
+
+def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ...]) -> dict[str, Array]:
+    """Outputs of layers by node, without any loss; a layer that does not run is left out."""
+    request = CaptureRequest(layers, inputs=False, gradients=False, weight_grads=False)
+    quiet = replace(batch, y=None, loss=None, sample_weight=None, class_weight=None)
+    try:
+        capture = adapter.capture(model, quiet, request)
+    except (LayerNotFoundError, ModelError):
+        return {}
+    return {call.layer: plain(call.output) for call in capture.plain} | {
+        call.layer: plain(call.output) for call in capture.calls
+    }
+
+
+def runs(adapter: Adapter, model: Any, batch: Batch, layer: str) -> bool:
+    """Whether a layer is called in a forward pass."""
+    return any(node.partition("#")[0] == layer for node in outputs_of(adapter, model, batch, (layer,)))
 
 
 def like(array: Any, reference: Any) -> Array:

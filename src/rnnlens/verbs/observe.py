@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
+from .. import data
 from ..adapters.protocol import Batch, Capture, CaptureRequest
 from ..errors import LayerNotFoundError, message
 from ..results.schema import plain
@@ -55,7 +55,7 @@ def _value(question: Question, leaf: TensorName, capture: Capture) -> Array:
     if is_inside(leaf, question.known):
         return Inside.of(capture.calls).value(leaf)
     if leaf.layer is None:
-        return plain(leaves_of(capture.outputs)[leaf.index])
+        return plain(data.leaves_of(capture.outputs)[leaf.index])
     for call in capture.plain:
         if call.layer == leaf.layer:
             return plain(call.output)
@@ -63,12 +63,3 @@ def _value(question: Question, leaf: TensorName, capture: Capture) -> Array:
     if not halves:
         raise LayerNotFoundError(message(f"Layer {leaf.layer!r} was not called in this forward pass."))
     return halves[0] if len(halves) == 1 else np.stack(halves, axis=min(2, halves[0].ndim))
-
-
-def leaves_of(tree: Any) -> list[Any]:
-    """Arrays within nested tuples, lists and dicts, in order."""
-    if isinstance(tree, Mapping):
-        return [leaf for part in tree.values() for leaf in leaves_of(part)]
-    if isinstance(tree, tuple | list):
-        return [leaf for part in tree for leaf in leaves_of(part)]
-    return [] if tree is None else [tree]

@@ -8,7 +8,7 @@ again (our sweep).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,12 @@ import xarray as xr
 
 from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port, Pullback
+from ..errors import LayerNotFoundError, ModelError
 from ..recurrence.adjoint import Adjoint
 from ..results.schema import plain
 from ..typing import Array
 from ..vocabulary import FEATURE, SAMPLE
-from .inside import Half, Inside
+from .inside import Half, Inside, runs
 from .names import Catalogue, TensorName
 from .targets import Target, dims_of, input_dims
 from .weight_keys import assemble, dims_of_weight, sources
@@ -72,10 +73,29 @@ def answer(question: Question, batch: Batch) -> Answer:
     captured = answer_from_capture(question, batch)
     if captured is not None:
         return captured
+    try:
+        return _answer(question, batch)
+    except (LayerNotFoundError, ModelError):
+        absent = _absent(question, batch)
+        if not absent or len(absent) == len(question.wrt):
+            raise
+        found = _answer(replace(question, wrt=tuple(name for name in question.wrt if name not in absent)), batch)
+        found.gradients |= dict.fromkeys(absent)
+        return found
+
+
+def _answer(question: Question, batch: Batch) -> Answer:
     inside = Inside.look(question.adapter, question.model, batch, _layers_inside(question))
     borders = _Borders(question, inside)
     with question.adapter.pullback(question.model, batch, borders.of, borders.wrt) as pullback:
         return _Answering(question, inside, borders, pullback, data.len_of(batch.x)).run()
+
+
+def _absent(question: Question, batch: Batch) -> list[TensorName]:
+    """Tensors of layers that are not called in this forward pass."""
+    layers = {str(name.layer).partition("#")[0] for name in question.wrt if name.layer is not None}
+    missing = {layer for layer in layers if not runs(question.adapter, question.model, batch, layer)}
+    return [name for name in question.wrt if str(name.layer).partition("#")[0] in missing]
 
 
 def answer_from_capture(question: Question, batch: Batch) -> Answer | None:

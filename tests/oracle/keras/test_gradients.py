@@ -1,4 +1,4 @@
-"""Every (of, wrt) pair of docs/gradients.md against the engine's own differentiation of the same network, written out."""
+"""Every (of, wrt) pair of docs/gradients.md against the engine's differentiation of the same network, written out."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ OPS = SimpleNamespace(
 P = net.random_arrays(net.WEIGHTS, 0)
 E = net.zeros()
 X = np.random.default_rng(1).normal(size=(net.B, net.T, net.F))
-Y = np.random.default_rng(2).normal(size=(net.B, net.O))
+Y = np.random.default_rng(2).normal(size=(net.B, net.OUT))
 #: Padding on the right, a hole, and padding on the left.
 MASK = np.array([[1, 1, 1, 1, 0], [1, 0, 1, 1, 1], [0, 0, 1, 1, 1]], dtype=bool)
 GIVEN = {name: np.random.default_rng(i).normal(size=E[name].shape) for i, name in enumerate(net.TARGETS) if name in E}
@@ -42,7 +42,7 @@ def double_precision():
 
 
 def autodiff(function, *arguments):
-    """Value and gradients of ``function(dict of tensors, ...)`` with respect to the first; zeros where there is no path."""
+    """Value and gradients of ``function(dict of tensors, ...)`` by the first; zeros where there is no path."""
     tensors, *rest = keras.tree.map_structure(keras.ops.convert_to_tensor, arguments)
     if ENGINE == "jax":
         value, found = jax.jit(jax.value_and_grad(function))(tensors, *rest)
@@ -86,7 +86,7 @@ def build(masking):
     h = layers.LSTM(net.H, return_sequences=True, name="lstm")(h, **mask)
     h = layers.Bidirectional(layers.GRU(net.G, return_sequences=True), name="gru")(h, **mask)
     h = layers.SimpleRNN(net.R, name="rnn")(h, **mask)
-    model = keras.Model(x, layers.Dense(net.O, name="head")(h))
+    model = keras.Model(x, layers.Dense(net.OUT, name="head")(h))
     model.compile(loss="mse")
     for layer in model.layers:
         if layer.weights:

@@ -21,7 +21,7 @@ OPS = SimpleNamespace(
 P = net.random_arrays(net.WEIGHTS, 0)
 # torch's LSTM and RNN have a second bias, which the network written out does not need: it is zero.
 X = np.random.default_rng(1).normal(size=(net.B, net.T, net.F))
-Y = np.random.default_rng(2).normal(size=(net.B, net.O))
+Y = np.random.default_rng(2).normal(size=(net.B, net.OUT))
 E = net.zeros(whole=True)
 GIVEN = {name: np.random.default_rng(i).normal(size=E[name].shape) for i, name in enumerate(net.TARGETS) if name in E}
 OURS = {
@@ -44,7 +44,7 @@ class Net(nn.Module):
         self.lstm = nn.LSTM(net.C, net.H, batch_first=True)
         self.gru = nn.GRU(net.H, net.G, batch_first=True, bidirectional=True)
         self.rnn = nn.RNN(2 * net.G, net.R, batch_first=True)
-        self.head = nn.Linear(net.R, net.O)
+        self.head = nn.Linear(net.R, net.OUT)
 
     def forward(self, x):
         a, _ = self.lstm(self.conv1d(x))

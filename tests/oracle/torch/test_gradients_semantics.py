@@ -242,7 +242,8 @@ def test_sample_weights(model):
         ),
         (
             {"of": "lstm.hidden", "at": {"time": 2}, "per_sample": True},
-            "lstm.hidden is not one number per sample: a gradient needs one, and no sum over outputs is taken silently.\n"
+            "lstm.hidden is not one number per sample: a gradient needs one, "
+            "and no sum over outputs is taken silently.\n"
             "  got:      (sample: 7, unit: 4), 4 numbers per sample\n"
             '  expected: reduce="sum", "mean", "norm", weights or a callable; or at= to select steps and units\n'
             '  try:      rl.jacobian(model, x, of="lstm.hidden") for the derivative of every number by itself',

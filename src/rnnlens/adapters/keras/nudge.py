@@ -16,7 +16,7 @@ from .weights import named_variables
 
 @contextmanager
 def nudged(model: Any, port: Port, size: float) -> Iterator[bool]:
-    """Within the block, add ``size`` times the tensor's own spread, in a fixed random pattern; False: it cannot be moved.
+    """Within the block, add ``size`` times the tensor's own spread, in a fixed random pattern; False: not possible.
 
     A weight is assigned and assigned back, bit by bit; an output is moved by a method of the layer's instance.
     """

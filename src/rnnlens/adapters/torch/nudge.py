@@ -17,7 +17,7 @@ from .weights import NAMES
 
 @contextmanager
 def nudged(model: nn.Module, port: Port, size: float) -> Iterator[bool]:
-    """Within the block, add ``size`` times the tensor's own spread, in a fixed random pattern; False: it cannot be moved.
+    """Within the block, add ``size`` times the tensor's own spread, in a fixed random pattern; False: not possible.
 
     A weight is replaced by a moved copy and put back, the same object; an output is moved by a hook.
     """

@@ -1,0 +1,151 @@
+"""Experiments on a model and one batch: move a tensor, watch the target; what runs, what is masked, which relu is dead.
+
+Each is made once, and only when a gradient is missing or zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from .. import data
+from ..adapters.protocol import Batch, CaptureRequest, Port
+from ..errors import RnnlensError
+from ..results.schema import plain
+from ..typing import Array
+from .inside import outputs_of, runs
+from .names import Catalogue, TensorName
+from .observe import observed_value
+from .question import Question
+from .weight_keys import sources
+
+#: Relative sizes of nudges. Of the last two, a smooth target answers the larger one more, by about their ratio.
+MUCH, LITTLE, LESS = 1.0, 1e-2, 1e-3
+
+Answered = Literal["smoothly", "in jumps", "not", "unknown"]
+
+
+class Laboratory:
+    """A model, a batch and a target to watch."""
+
+    def __init__(self, question: Question, batch: Batch) -> None:
+        self.question, self.batch = question, batch
+        self._base: dict[str, Array] = {}
+        self._answers: dict[tuple[str, Port], Answered] = {}
+        self._runs: dict[str, bool] = {}
+
+    def response(self, name: TensorName, question: Question | None = None) -> Answered:
+        """How a target answers to nudges of a tensor (or of the output of its layer, where it lies inside of one)."""
+        question = question or self.question
+        port = nudged_port(name, question.known)
+        key = (question.target.text, port)
+        if key not in self._answers:
+            self._answers[key] = self._experiment(port, question)
+        return self._answers[key]
+
+    def runs(self, layer: str) -> bool:
+        """Whether a layer is called in this forward pass."""
+        if layer not in self._runs:
+            self._runs[layer] = runs(self.question.adapter, self.question.model, self.batch, layer)
+        return self._runs[layer]
+
+    @cached_property
+    def masks(self) -> dict[str, Array]:
+        """Masks of all recurrent layers, by node; of those that have one."""
+        try:
+            request = CaptureRequest(None, gradients=False, weight_grads=False)
+            capture = self.question.adapter.capture(self.question.model, self._without_loss(), request)
+        except RnnlensError:
+            return {}
+        return {call.layer: plain(call.mask) for call in capture.calls if call.mask is not None}
+
+    @cached_property
+    def dead_relu(self) -> tuple[str, int] | None:
+        """A relu whose outputs are all exactly 0, and how many they are."""
+        modules = modules_of(self.question.model)
+        relus = tuple(name for name, module in modules.items() if is_relu(module))
+        found = outputs_of(self.question.adapter, self.question.model, self.batch, relus) if relus else {}
+        for name, output in found.items():
+            if output.size and not output.any():
+                return name, int(output.size)
+        return None
+
+    def _experiment(self, port: Port, question: Question) -> Answered:
+        reduce = "sum" if question.target.per_sample and question.target.reduce is None else question.target.reduce
+        asked = replace(question, target=replace(question.target, per_sample=False, reduce=reduce))
+        if question.target.text not in self._base:
+            self._base[question.target.text] = observed_value(asked, self.batch)
+        moves = []
+        for size in (MUCH, LITTLE, LESS):
+            value = self._nudged_value(port, size, asked)
+            if value is None:
+                return "unknown"
+            moves.append(float(np.abs(value - self._base[question.target.text]).max()))
+        much, little, less = moves
+        if not much and not little:
+            return "not"
+        return "smoothly" if less and LITTLE / LESS / 3 < little / less < 3 * LITTLE / LESS else "in jumps"
+
+    def _nudged_value(self, port: Port, size: float, asked: Question) -> Array | None:
+        if port.kind == "input":
+            return observed_value(asked, replace(self.batch, x=_moved_input(self.batch.x, port.index, size)))
+        adapter: Any = self.question.adapter
+        with adapter.nudged(self.question.model, port, size) as possible:
+            return observed_value(asked, self.batch) if possible else None
+
+    def _without_loss(self) -> Batch:
+        return replace(self.batch, y=None, loss=None, sample_weight=None, class_weight=None)
+
+
+def nudged_port(name: TensorName, known: Catalogue) -> Port:
+    """Where to move the model to see what depends on a tensor."""
+    if name.what == "weight":
+        return Port("weight", str(name.layer), key=sources(known.weights[str(name.layer)])[name.key][0].key)
+    if name.layer is None:
+        return Port("input", index=name.index)
+    return Port("output", name.layer.partition("#")[0])
+
+
+def _moved_input(x: Any, index: int, size: float) -> Any:
+    """The batch with one of its inputs nudged, in a fixed random pattern; integers stay."""
+    position = -1
+
+    def move(leaf: Any) -> Any:
+        nonlocal position
+        position += 1
+        if position != index or is_integer(leaf):
+            return leaf
+        array = plain(leaf)
+        spread = float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) or 1.0
+        moved = array + (size * spread * np.random.default_rng(0).normal(size=array.shape)).astype(array.dtype)
+        return leaf.new_tensor(moved) if hasattr(leaf, "new_tensor") else moved
+
+    return data.map_leaves(move, x)
+
+
+def is_integer(leaf: Any) -> bool:
+    """Whether an array holds ids or flags, by which nothing can be differentiated."""
+    return not any(word in dtype_of(leaf) for word in ("float", "complex"))
+
+
+def dtype_of(leaf: Any) -> str:
+    """Name of the dtype of an array of any library."""
+    return str(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype).removeprefix("torch.")
+
+
+def modules_of(model: Any) -> Mapping[str, Any]:
+    """Submodules of a torch model by path; of a Keras model its layers by name."""
+    if hasattr(model, "named_modules") and not hasattr(model, "get_layer"):
+        return {name: module for name, module in model.named_modules() if name}
+    return {str(layer.name): layer for layer in getattr(model, "layers", ())}
+
+
+def is_relu(module: Any) -> bool:
+    """Whether a layer ends in a relu that can die: not leaky, not smooth."""
+    activation = getattr(module, "activation", None) or getattr(module, "nonlinearity", None)
+    words = (type(module).__name__, getattr(activation, "__name__", str(activation)))
+    return any(word.lower() in ("relu", "relu6") for word in words)

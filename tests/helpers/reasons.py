@@ -1,0 +1,94 @@
+"""What rl.gradients says about each cause of a missing gradient, word for word."""
+
+from __future__ import annotations
+
+TARGET = "gru.final_hidden"
+
+
+def call(wrt: str, of: str = TARGET, more: str = 'reduce="sum", ') -> str:
+    return f'rl.gradients(model, x, of="{of}", {more}wrt={wrt})'
+
+
+def integer_input(dtype: str) -> tuple[str, str, str]:
+    return (
+        "integer_input",
+        f"input holds integers ({dtype}): nothing can be differentiated by them.",
+        call('"embedding.output"'),
+    )
+
+
+def not_on_path(name: str) -> tuple[str, str, str]:
+    return (
+        "not_on_path",
+        f'{name} moves the output, not "{TARGET}": the branch from there to the output was cut off.',
+        call(f'"{name}"', of="output"),
+    )
+
+
+def stop_gradient(name: str, layer: str) -> tuple[str, str, str]:
+    return (
+        "stop_gradient",
+        f'"{TARGET}" moves with {name}, but a stop_gradient or detach on the way hides it.',
+        f"{call('<a tensor behind it>')}; remove it to train '{layer}'",
+    )
+
+
+def non_differentiable(name: str) -> tuple[str, str, str]:
+    return (
+        "non_differentiable",
+        f'"{TARGET}" moves with {name} in jumps only: there is an argmax, a rounding, a comparison or a conversion to '
+        "integers on the way.",
+        call(f'"{name}"', of="<the layer before that>.output"),
+    )
+
+
+def unused_layer(layer: str) -> tuple[str, str, str]:
+    return (
+        "unused_layer",
+        f"Layer '{layer}' was not called in this forward pass: nothing depends on it.",
+        f"call '{layer}' in the model, or leave it out of wrt=",
+    )
+
+
+def relu_dead(layer: str, count: int) -> tuple[str, str, str]:
+    return (
+        "relu_dead",
+        f"All {count} outputs of the relu '{layer}' are 0 on this batch: no gradient passes it.",
+        f'rl.trace(model, x, layers=["{layer}"]) shows it; a lower learning rate or a leaky relu revives it',
+    )
+
+
+def frozen(name: str, layer: str) -> tuple[str, str, str]:
+    return (
+        "frozen",
+        f"{name} is frozen: this is its gradient, and training does not act on it.",
+        f"make {layer} trainable to train it",
+    )
+
+
+def masked_at(time: int, real: int, name: str, of: str) -> tuple[str, str, str]:
+    return (
+        "masked_out",
+        f"Every sample is masked at time {time}: the state there is the one carried over.",
+        call(f'"{name}"', of=of, more=f'at={{"time": {real}}}, reduce="sum", '),
+    )
+
+
+def masked_in_part(masked: int, steps: int) -> tuple[str, str, str]:
+    return (
+        "masked_out",
+        f"{masked} of {steps} steps are masked: the gradient is exactly 0 there.",
+        "g.where(mask) before taking means over time",
+    )
+
+
+def underflow(size: str, dtype: str = "float16") -> tuple[str, str, str]:
+    return (
+        "underflow",
+        f"The gradient underflows in {dtype}: its largest entry, {size}, became 0 on the way.",
+        "the same call on the model in float32; to train, a loss scale (LossScaleOptimizer, GradScaler)",
+    )
+
+
+def said(reason) -> tuple[str, str, str]:
+    return reason.code, reason.sentence, reason.remedy

@@ -1,0 +1,134 @@
+"""Each cause of a missing gradient is provoked in torch, and explained in full."""
+
+import numpy as np
+import pytest
+import reasons
+import torch
+from reasons import said
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import rnnlens as rl
+
+X = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(1))
+
+
+class Broken(nn.Module):
+    """Every way to lose a gradient on the way to one GRU."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.fixed, self.hidden, self.hard, self.dead = (nn.Linear(4, 4) for _ in range(4))
+        self.relu = nn.ReLU()
+        self.spare = nn.Linear(2, 2)
+        self.spare_gru = nn.GRU(2, 2)
+        self.gru = nn.GRU(4, 5, batch_first=True)
+        self.head = nn.Linear(5, 2)
+        self.fixed.weight.requires_grad_(False)
+        with torch.no_grad():
+            self.dead.bias.fill_(-100)
+
+    def forward(self, ids):
+        e = self.embedding(ids)
+        best = nn.functional.one_hot(self.hard(e).argmax(-1), 4).to(e)
+        sequence, _ = self.gru(self.fixed(e) + self.hidden(e).detach() + best + self.relu(self.dead(e)))
+        return self.head(sequence[:, -1])
+
+
+@pytest.fixture(scope="module")
+def g():
+    torch.manual_seed(0)
+    model = Broken()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found = rl.gradients(model, X, of=reasons.TARGET, reduce="sum", wrt=["weights", "input", "spare_gru.hidden"])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), "an experiment left a weight moved"
+        assert parameter.requires_grad == (name != "fixed.weight")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("input", reasons.integer_input("int64")),
+        ("head/weight", reasons.not_on_path("head/weight")),
+        ("head/bias", reasons.not_on_path("head/bias")),
+        ("hidden/weight", reasons.stop_gradient("hidden/weight", "hidden")),
+        ("hard/weight", reasons.non_differentiable("hard/weight")),
+        ("spare/weight", reasons.unused_layer("spare")),
+        ("spare_gru/kernel", reasons.unused_layer("spare_gru")),
+        ("spare_gru.hidden", reasons.unused_layer("spare_gru")),
+        ("dead/weight", reasons.relu_dead("relu", 72)),
+    ],
+)
+def test_each_cause_in_full(g, name, expected):
+    assert said(g.disconnected[name]) == expected
+    code, sentence, remedy = expected
+    assert "disconnected" in repr(g)
+    assert f"{name}: [{code}] {sentence} Try: {remedy}" in repr(g)
+
+
+def test_nothing_else_is_called_disconnected(g):
+    connected = {"embedding/weight", "fixed/weight", "fixed/bias", "gru/kernel", "gru/recurrent_kernel", "gru/bias"}
+    assert connected | {"gru/recurrent_bias"} == set(g.tensors) - {"dead/weight", "dead/bias"}
+    assert not connected & set(g.disconnected)
+
+
+def test_frozen_weights_have_their_gradient_and_a_flag(g):
+    assert said(g.flags["fixed/weight"]) == reasons.frozen("fixed/weight", "fixed")
+    assert g["fixed"]["weight"].values.any()
+    assert set(g.flags) == {"fixed/weight"}
+
+
+def test_a_missing_gradient_raises_with_its_reason_where_it_was_asked_for(g):
+    with pytest.raises(rl.errors.QuantityNotFoundError) as caught:
+        g["head"]["weight"]
+    code, sentence, remedy = reasons.not_on_path("head/weight")
+    text = f"There is no gradient with respect to 'head/weight' [{code}].\n  got:      {sentence}\n  try:      {remedy}"
+    assert str(caught.value) == text
+
+
+def test_one_tensor_without_a_gradient_is_an_error_with_its_reason():
+    torch.manual_seed(0)
+    with pytest.raises(rl.errors.DisconnectedError) as caught:
+        rl.gradients(Broken(), X, of=reasons.TARGET, reduce="sum", wrt="input")
+    code, sentence, remedy = reasons.integer_input("int64")
+    assert str(caught.value) == (
+        f"There is no gradient of gru.final_hidden with respect to 'input' [{code}].\n"
+        f"  got:      {sentence}\n  try:      {remedy}"
+    )
+    assert said(caught.value.reason) == (code, sentence, remedy)
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.gru = nn.GRU(2, 3, batch_first=True)
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x):
+        lengths = torch.tensor([4, 2, 3])
+        _, last = self.gru(pack_padded_sequence(self.inner(x), lengths, batch_first=True, enforce_sorted=False))
+        return self.head(last[0])
+
+
+def test_masked_steps_are_flagged():
+    torch.manual_seed(0)
+    g = rl.gradients(Packed(), torch.randn(3, 4, 2), of="output", reduce="sum", wrt=["gru.input", "inner.output"])
+    assert said(g.flags["gru.input"]) == reasons.masked_in_part(3, 12)
+    assert said(g.flags["inner.output"]) == reasons.masked_in_part(3, 12)
+    assert not g.disconnected
+
+
+def test_underflow_of_half_precision():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to(torch.float16)
+    with torch.no_grad():
+        model[1].weight.fill_(1.5e-5)
+    x = torch.full((2, 2), 2e-4, dtype=torch.float16)
+    g = rl.gradients(model, x, of="output", reduce="sum", wrt=["0/weight", "0/bias"])
+    assert said(g.disconnected["0/weight"]) == reasons.underflow("6e-09")
+    assert not g["0/weight"].values.any()
+    assert np.allclose(g["0/bias"].values, 3e-5, rtol=0.1)
