@@ -52,7 +52,7 @@ class _Chain:
 
     def __init__(self, elements: Sequence[ChainLink], halves: Mapping[str, Half], batch: Batch) -> None:
         self.elements, self.halves = list(elements), dict(halves)
-        leaves = data._leaves(batch.x)
+        leaves = data.leaves_of(batch.x)
         first = plain(leaves[0]) if len(leaves) == 1 else None
         self.input = None if first is None or first.dtype.kind != "f" else first
         self.before: list[Any] = []

@@ -82,7 +82,7 @@ def _border(name: TensorName, port: Port | None, graph: Graph) -> Tensor:
 def _refuse_integers(wrt: TensorName, batch: Batch, known: Catalogue) -> None:
     if wrt.what != "input" or wrt.layer is not None:
         return
-    leaves = data._leaves(batch.x)
+    leaves = data.leaves_of(batch.x)
     if wrt.index >= len(leaves):
         raise InputError(message(f"The model has no {wrt.text}.", got=f"{len(leaves)} inputs"))
     kind = str(leaves[wrt.index].dtype).removeprefix("torch.")
