@@ -1,4 +1,4 @@
-"""For authors of adapters and cells: the contract of an adapter as a check, and a float64 reference to hold numbers against.
+"""For authors of adapters and cells: the contract of an adapter as a check, and a float64 reference.
 
 ``keras_models`` and ``keras_autodiff`` import Keras and are not loaded from here.
 """

@@ -160,6 +160,7 @@ def _check_weights(capture: Capture, rtol: float) -> None:
 
 
 def _weight_gradients(call: RecurrentCall) -> Any:
+    assert isinstance(call.cell, KnownCell)
     reference = reference_of(call)
     backward = call.direction == "backward"
     before, cotangents = [], []

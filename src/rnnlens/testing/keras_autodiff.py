@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import keras
 import numpy as np
 
+LossOf = Callable[[list[Any]], Any]
+Gradients = tuple[Any, list[Any], list[Any]]
 
-def gradients(loss_of, inputs, variables):
+
+def gradients(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gradients:
     """Loss and its gradients with respect to a list of arrays and a list of Keras variables."""
     engine = keras.backend.backend()
-    return {"tensorflow": _tensorflow, "jax": _jax, "torch": _torch}[engine](loss_of, inputs, variables)
+    of_engine: dict[str, Callable[..., Gradients]] = {"tensorflow": _tensorflow, "jax": _jax, "torch": _torch}
+    return of_engine[engine](loss_of, inputs, variables)
 
 
-def _tensorflow(loss_of, inputs, variables):
+def _tensorflow(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gradients:
     import tensorflow as tf
 
     tensors = [tf.convert_to_tensor(x) for x in inputs]
@@ -26,11 +33,11 @@ def _tensorflow(loss_of, inputs, variables):
     return loss.numpy(), found[: len(tensors)], found[len(tensors) :]
 
 
-def _jax(loss_of, inputs, variables):
+def _jax(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gradients:
     import jax
     import jax.numpy as jnp
 
-    def pure(tensors, values):
+    def pure(tensors: list[Any], values: list[Any]) -> Any:
         with keras.StatelessScope(list(zip(variables, values, strict=True))):
             return loss_of(tensors)
 
@@ -39,7 +46,7 @@ def _jax(loss_of, inputs, variables):
     return np.asarray(loss), [np.asarray(g) for g in by_input], [np.asarray(g) for g in by_variable]
 
 
-def _torch(loss_of, inputs, variables):
+def _torch(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gradients:
     import torch
 
     tensors = [torch.tensor(x, requires_grad=True) for x in inputs]

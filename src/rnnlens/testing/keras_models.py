@@ -56,7 +56,7 @@ def encoder_decoder() -> Any:
     return keras.Model(x, keras.layers.Dense(2)(y))
 
 
-class Subclassed(keras.Model):
+class Subclassed(keras.Model):  # type: ignore[misc]  # Keras has no types
     """A model that has no ``.output``."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Cells of unknown equations, dropout, losses as training counts them, layers that are not recurrent, half precision."""
+"""Cells of unknown equations, dropout, losses as training counts them, plain layers, half precision."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def group(cell, masked, unroll):
 
 @contextmanager
 def uncompiled():
-    """Compiling a graph of a hundred loops takes minutes, running it a second; compiled runs have tests of their own."""
+    """Compiling a graph of a hundred loops takes minutes; compiled runs have tests of their own."""
     with ExitStack() as stack:
         stack.enter_context(eagerly())
         if keras.backend.backend() == "jax":

@@ -1,8 +1,8 @@
 """The Keras 3 adapter, on TensorFlow, JAX and torch.
 
 ``discover`` finds the recurrent layers, ``hooks`` listens to them, ``run`` runs the model once without leaving a trace,
-``capture`` and ``pullback`` turn what was heard into the arrays of the contract, ``engines/`` holds what differs between
-the three engines.
+``capture`` and ``pullback`` turn what was heard into the arrays of the contract, ``engines/`` holds what differs
+between the three engines.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class KerasAdapter:
         return chain(model, training=training)
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
-        """All layers that have weights of their own, by node name; the halves of a bidirectional layer under its name."""
+        """All layers that have weights, by node name; the halves of a bidirectional layer under its name."""
         engine = current()
         found = discover.places(model)
         sites: dict[str, dict[str, Any]] = {}

@@ -18,8 +18,9 @@ _CHUNK = 256 * 2**20
 
 
 class KerasStepCell:
-    """A Keras cell as a pure function of (x, states, weights); implements :class:`rnnlens.recurrence.cells.custom.StepCell`.
+    """A Keras cell as a pure function of (x, states, weights).
 
+    Implements :class:`rnnlens.recurrence.cells.custom.StepCell`.
     Works on the values that the weights had when it was made. Cells run with ``training=False``.
     """
 
@@ -106,5 +107,4 @@ def _output_size(cell: Any, state_sizes: tuple[int, ...]) -> int:
 
 def _frozen(variable: Any) -> Any:
     """The value of a variable now, apart from later updates."""
-    value = keras.ops.convert_to_tensor(np.array(keras.ops.convert_to_numpy(variable)), dtype=variable.dtype)
-    return value
+    return keras.ops.convert_to_tensor(np.array(keras.ops.convert_to_numpy(variable)), dtype=variable.dtype)

@@ -85,7 +85,8 @@ def _tensor(leaf: Any, floats: str, engine: Engine) -> Any:
     if leaf is None:
         return None
     kind = keras.backend.standardize_dtype(leaf.dtype)
-    return keras.ops.convert_to_tensor(engine.own(leaf), dtype=floats if kind in ("float32", "float64") else kind)
+    # Integers become what the engine makes of them: JAX has no int64 unless told so, and warns when asked for it.
+    return keras.ops.convert_to_tensor(engine.own(leaf), dtype=floats if kind in ("float32", "float64") else None)
 
 
 def _check_shapes(model: Any, x: Any) -> None:

@@ -18,7 +18,7 @@ SEEDS = "global_seed_generator"
 
 
 @contextmanager
-def as_found(model: Any, engine: Engine) -> Iterator[None]:
+def as_found(model: Any, engine: Engine, seed: int | None = None) -> Iterator[None]:
     """Attributes of every layer, recorded losses, random generators and Keras' process-wide state come back on exit.
 
     Variables need no care here: a run reads and writes them inside a ``keras.StatelessScope``.
@@ -32,7 +32,7 @@ def as_found(model: Any, engine: Engine) -> Iterator[None]:
         # Keras would make one from Python's random numbers, and keep it.
         global_state.set_global_attribute(SEEDS, keras.random.SeedGenerator(0, name="rnnlens_seeds"))
     try:
-        with engine.preserved():
+        with engine.preserved(seed):
             yield
     finally:
         for now, before in attributes:

@@ -1,8 +1,8 @@
 """Listens to layers while a model runs: what went in, what came out, and taps at the tensors that are asked for.
 
-A recurrent layer is listened to at its ``inner_loop``: there the mask, the initial state (given, carried over, or zeros) and
-the dropout multipliers are settled, and what the loop returns is what the layer returns. Any other layer is listened to at
-its ``call``.
+A recurrent layer is listened to at its ``inner_loop``: there the mask, the initial state (given, carried over, or
+zeros) and the dropout multipliers are settled, and what the loop returns is what the layer returns. Any other layer is
+listened to at its ``call``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loss of a run: the compiled one as training counts it, or one that the user gives, plus the model's own losses."""
+"""The loss of a run: the compiled one as training counts it, or a given one plus the model's own losses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plan(model: Any, batch: Batch) -> Loss:
 
 @contextmanager
 def undisturbed(model: Any, *, regularised: bool = False) -> Iterator[None]:
-    """A loss not yet built leaves no trace; weight regularisers count in the loss, in its gradient only if ``regularised``."""
+    """No trace of an unbuilt loss; weight regularisers count in the loss, and in its gradient if ``regularised``."""
     own = vars(model)
     saved = {name: own[name] for name in ("_get_regularization_losses", "_compile_loss") if name in own}
     regularisation = model._get_regularization_losses

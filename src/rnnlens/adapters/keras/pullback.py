@@ -44,7 +44,7 @@ class KerasPullback:
         with_loss = any(port.kind == "loss" for port in (*self._of, *self._wrt))
         loss = losses.plan(model, batch) if with_loss else None
         job = self._job(model, batch, loss)
-        with as_found(model, self._engine), losses.undisturbed(model, regularised=True):
+        with as_found(model, self._engine, batch.seed), losses.undisturbed(model, regularised=True):
             self._linear = self._engine.linearise(self._program(job), job.arguments(self._engine))
         heard = {**self._linear.aux, **self._linear.targets}
         values = {}

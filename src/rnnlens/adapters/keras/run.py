@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import keras
+import numpy as np
 
 from . import loss as losses
 from .data import Data
@@ -125,7 +126,7 @@ class Result:
 
 def run(job: Job, engine: Engine) -> Result:
     """Run ``job`` and differentiate its loss with respect to every tap; the model is left as it was found."""
-    with as_found(job.model, engine):
+    with as_found(job.model, engine, job.seed):
         arguments = job.arguments(engine)
         compile_it = not (_eagerly.get() or getattr(job.model, "run_eagerly", False))
         key = _key(job, arguments) if compile_it else None
@@ -211,4 +212,6 @@ def _seed_states(variables: Sequence[Any]) -> list[Any]:
 
 
 def _seeded(variable: Any, seed: int, index: int) -> Any:
-    return keras.ops.convert_to_tensor([seed % 2**31, index], dtype=variable.dtype)
+    # Torch adds the two numbers of a seed, so neighbouring pairs would meet.
+    mixed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) % 2**31
+    return keras.ops.convert_to_tensor([mixed, 0], dtype=variable.dtype)

@@ -1,4 +1,4 @@
-"""What differs between TensorFlow, JAX and torch under Keras: differentiation, compilation, arrays. One file per engine."""
+"""What differs between the engines of Keras: differentiation, compilation, arrays. One file per engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Engine(Protocol):
     name: str
 
     def to_array(self, tensor: Any) -> Array:
-        """A NumPy array (torch off the CPU: a torch tensor) that shares nothing with the user; halves become float32."""
+        """A NumPy array (torch off the CPU: a torch tensor), not shared with the user; halves become float32."""
 
     def like(self, array: Array, other: Array) -> Array:
         """A NumPy array as the kind of array that ``other``, a result of :meth:`to_array`, is."""
@@ -56,11 +56,11 @@ class Engine(Protocol):
     def compile(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """``function`` compiled, or itself."""
 
-    def preserved(self) -> AbstractContextManager[None]:
-        """Process-wide state of the engine (random generators) is put back on exit."""
+    def preserved(self, seed: int | None = None) -> AbstractContextManager[None]:
+        """Process-wide random generators, seeded where a seed is given, are put back on exit."""
 
     def linearise(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> Linearised:
-        """Run ``program(arguments, tap)``, which returns (targets, aux), and keep what is needed to differentiate it."""
+        """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
 
     def per_step(self, function: Callable[..., Any]) -> Any:
         """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""

@@ -65,12 +65,13 @@ class Jax:
         return compiled
 
     @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Process-wide state of the engine (random generators) is put back on exit."""
+    def preserved(self, seed: int | None = None) -> Iterator[None]:
+        """Nothing to put back: Keras draws from variables here."""
+        del seed
         yield
 
     def linearise(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> Any:
-        """Run ``program(arguments, tap)``, which returns (targets, aux), and keep what is needed to differentiate it."""
+        """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
         return _Linearised(program, arguments)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:

@@ -23,7 +23,7 @@ def linked_outputs(function: Callable[[Any], Mapping[str, Any]], template: Any, 
 
 
 def _reach(jaxpr: Any, marked: list[bool]) -> list[bool]:
-    hit = {var: mark for var, mark in zip(jaxpr.invars, marked, strict=True)}
+    hit = dict(zip(jaxpr.invars, marked, strict=True))
     for equation in jaxpr.eqns:
         incoming = [not isinstance(v, core.Literal) and hit.get(v, False) for v in equation.invars]
         hit.update(zip(equation.outvars, _through(equation, incoming), strict=True))

@@ -23,7 +23,8 @@ class TensorFlow:
         tensor = tf.convert_to_tensor(tensor)
         if tensor.dtype in (tf.bfloat16, tf.float16):
             tensor = tf.cast(tensor, tf.float32)
-        return tensor.numpy()
+        # Shares the buffer, which nothing else holds once the run is over; .numpy() would copy it.
+        return np.asarray(tensor)
 
     def like(self, array: Array, other: Array) -> Array:
         """A NumPy array as the kind of array that ``other``, a result of :meth:`to_array`, is."""
@@ -69,12 +70,13 @@ class TensorFlow:
         return compiled
 
     @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Process-wide state of the engine (random generators) is put back on exit."""
+    def preserved(self, seed: int | None = None) -> Iterator[None]:
+        """Nothing to put back: Keras draws from variables here."""
+        del seed
         yield
 
     def linearise(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> Any:
-        """Run ``program(arguments, tap)``, which returns (targets, aux), and keep what is needed to differentiate it."""
+        """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
         return _Linearised(program, arguments)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:

@@ -63,14 +63,16 @@ class Torch:
         return function
 
     @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Process-wide state of the engine (random generators) is put back on exit."""
+    def preserved(self, seed: int | None = None) -> Iterator[None]:
+        """Torch's own generators, which Keras' unseeded dropout draws from, are put back on exit."""
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=list(devices)):
+            if seed is not None:
+                torch.manual_seed(seed)
             yield
 
     def linearise(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> Any:
-        """Run ``program(arguments, tap)``, which returns (targets, aux), and keep what is needed to differentiate it."""
+        """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
         return _Linearised(program, arguments)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:
