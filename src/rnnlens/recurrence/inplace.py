@@ -125,4 +125,4 @@ class Workspace:
 
     def quiet(self) -> contextlib.AbstractContextManager[Any]:
         """Keep torch from recording what happens inside."""
-        return self.xp.no_grad() if self.is_torch else contextlib.nullcontext()  # type: ignore[no-any-return]
+        return self.xp.no_grad() if self.is_torch else contextlib.nullcontext()

@@ -2,8 +2,8 @@
 
 The reverse sweep starts from the outputs and walks against the recurrence; the forward sweep starts from the inputs and
 walks with it. Each step is one batched matrix product over the rows that are alive, into memory allocated once.
-Reverse and forward accumulation: Griewank, Walther 2008, doi:10.1137/1.9780898717761, chapter 3; what is new here is only
-the shape of the linearisation (see :mod:`rnnlens.recurrence.linear`).
+Reverse and forward accumulation: Griewank, Walther 2008, doi:10.1137/1.9780898717761, chapter 3; what is new here is
+only the shape of the linearisation (see :mod:`rnnlens.recurrence.linear`).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class _Reverse:
 
 @dataclass
 class Entrances:
-    """Where tangents enter: at the layer's input through ``blocks``, at its states as they are, or at its initial state.
+    """Where tangents enter: at the layer's input through ``blocks``, at its states, or at its initial state.
 
     Attributes
     ----------

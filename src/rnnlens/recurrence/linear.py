@@ -1,7 +1,7 @@
 """A recurrence as a linear time-varying system around its trajectory: delta s_t = A_t delta s_{t-1} + B_t delta x_t.
 
-A_t and B_t are never stored as such. What a sweep multiplies with at step t is one *product* matrix per sample, built once
-and shared by all cotangents (or tangents):
+A_t and B_t are never stored as such. What a sweep multiplies with at step t is one *product* matrix per sample, built
+once and shared by all cotangents (or tangents):
 
 ``gated`` (LSTM)
     only two H x H blocks of A_t are full, the rest is diagonal. With dc the total gradient of c_t,
@@ -10,15 +10,15 @@ and shared by all cotangents (or tangents):
 dense (all others)
     ``lambda @ product = [lambda_{t-1} | dx]``, all diagonals folded in.
 
-A masked step carries the state over and has no input: that too is only a matter of what stands in these matrices, so that
-a sweep needs no branches. Columns of ``product``: the state before, then the input.
+A masked step carries the state over and has no input: that too is only a matter of what stands in these matrices, so
+that a sweep needs no branches. Columns of ``product``: the state before, then the input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ..typing import Array
 from .inplace import Workspace
@@ -54,7 +54,7 @@ class System(Protocol):
     batch: int
     time: int
     features: int
-    order: str
+    order: Literal["forward", "backward"]
     state_sizes: tuple[int, ...]
     rows: int
     columns: int

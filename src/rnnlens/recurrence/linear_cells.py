@@ -77,6 +77,10 @@ class _KnownSystem(_RunSystem):
         self.into_state = [_transposed(affine.columns(cell.recurrent_kernel, g, gates)) for g in range(gates)]
         self.into_input = [_transposed(affine.columns(cell.kernel, g, gates)) for g in range(gates)]
 
+    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> Steps:
+        """Linearise some steps."""
+        raise NotImplementedError
+
     def _slopes(self) -> tuple[Any, Any]:
         act, rec = ACTIVATIONS[self.cell.activation], ACTIVATIONS[self.cell.recurrent_activation]
         return (lambda z, a: act.slope(z, a, self.run.xp)), (lambda z, a: rec.slope(z, a, self.run.xp))  # type: ignore[misc]
@@ -315,7 +319,8 @@ def _mask_dense(system: _RunSystem, product: Array, at: tuple[slice, slice]) -> 
 class CustomSystem(_RunSystem):
     """A cell of unknown equations: per-step Jacobians from the framework, sample and time folded into one batch.
 
-    An output that is no state is carried along as one more state that nothing depends on, so that masked steps may repeat it.
+    An output that is no state is carried along as one more state that nothing depends on, so that masked steps may
+    repeat it.
     """
 
     def __init__(self, run: Run, masked_output: str) -> None:
@@ -349,7 +354,8 @@ class CustomSystem(_RunSystem):
         xp, rows = self.run.xp, product[:, :, states:, :]
         new = xp.zeros_like(rows)
         if self.masked_output == "state":
-            start = sum(self.state_sizes[: self.run.cell.output_state])  # type: ignore[union-attr]
+            cell: Any = self.run.cell
+            start = sum(self.state_sizes[: cell.output_state])
             size = self.state_sizes[-1]
             new[:, :, :, start : start + size] = self.work.eye(size)
         product[:, :, states:, :] = xp.where(masked[:, :, None, None], new, rows)

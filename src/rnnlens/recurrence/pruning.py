@@ -1,15 +1,14 @@
 """Dropping rows that have vanished, and knowing what that cost.
 
 On a network whose gradients vanish, most rows of a long sweep carry nothing. A group of rows is dropped once, in every
-sample, its norm fell to ``rtol`` times what it was when it entered. What is dropped is not forgotten: sums of the dropped
-rows with random signs travel on in a few probe rows. Since E[s_i s_j] = 0 for i != j, the mean square of what such a probe
-brings to an input is an unbiased estimate of the squared error there, summed over everything dropped
+sample, its norm fell to ``rtol`` times what it was when it entered. What is dropped is not forgotten: sums of the
+dropped rows with random signs travel on in a few probe rows. Since E[s_i s_j] = 0 for i != j, the mean square of what
+such a probe brings to an input is an unbiased estimate of the squared error there, summed over everything dropped
 (Hutchinson 1990, doi:10.1080/03610919008812866).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -112,11 +111,3 @@ class Vanished:
         rows[:, keep : keep + self.probes, :width] = folded
         self.active = True
         self.dropped += stop - keep
-
-
-def error_estimate(squares: list[float]) -> float:
-    """Root of a sum of mean squares of what the probes brought."""
-    return float(np.sqrt(sum(squares)))
-
-
-Progress = Callable[[], None]

@@ -1,6 +1,7 @@
 """What a sweep's values become on the spot: the full Jacobian, or one number per pair of steps.
 
-A reduction works on blocks (sample, group, out, in): all units of one output step against all features of one input step.
+A reduction works on blocks (sample, group, out, in): all units of one output step against all features of one input
+step.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Collector:
     Attributes
     ----------
     result
-        ``(sample, step, group, *tail)`` if reduced, else ``(sample, step, group, row, width)``; no sample axis if averaged.
+        ``(sample, step, group, *tail)`` if reduced, else ``(sample, step, group, row, width)``; averaged: no sample.
     error_squares
         Sum over input steps of the mean square that pruned rows would have brought.
     """
@@ -166,7 +167,7 @@ def probe_signs(probes: int, outputs: int, times: int, samples: int, seed: int) 
 
 
 def sketched(block: Array) -> Array:
-    """Estimate of |G|_F^2 and the variance of that estimate (sample, group, 2), from z^T G (sample, group, probe, in)."""
+    """Estimate of |G|_F^2 and its variance (sample, group, 2), from z^T G (sample, group, probe, in)."""
     xp = array_namespace(block)
     squares = xp.sum(block * block, axis=-1)
     probes = int(squares.shape[-1])

@@ -42,7 +42,7 @@ class Points:
     times
         The step of each group.
     blocks
-        By state: (sample or 1, time or 1, group row, size): what enters at each time index, for every group that is there.
+        By state: (sample or 1, time or 1, group row, size): what enters at each time index, if a group is there.
     order
         ``"forward"``: sweeps go down in time; ``"backward"``: up. For tangents it is the other way round.
     """

@@ -57,8 +57,8 @@ def jacobian(
         What is differentiated: ``"output"``, ``"lstm.output"``, ``"lstm.hidden"``, ``"lstm.cell"``,
         ``"lstm.final_hidden"``, ``"dense.output"``.
     wrt
-        By what: ``"input"``, ``"embedding.output"``, the output of any layer, ``"lstm.hidden"`` or ``"lstm.cell"`` (state
-        to state), ``"lstm.initial_hidden"``. A state counts as it is produced: a change of c_t also reaches h_t.
+        By what: ``"input"``, ``"embedding.output"``, the output of any layer, ``"lstm.hidden"`` or ``"lstm.cell"``
+        (state to state), ``"lstm.initial_hidden"``. A state counts as it is produced: a change of c_t also reaches h_t.
     out_times, in_times
         Steps to look at, chronological from 0; negative ones count from the end. All by default.
     project
@@ -89,8 +89,8 @@ def jacobian(
     Returns
     -------
     DataArray
-        ``(sample, out_time, out_unit, in_time, in_feature)``; reduced ``(sample, out_time, in_time)``. No ``out_time`` of
-        a tensor without time. A state of a bidirectional layer adds ``direction`` (``in_direction``). Its attributes
+        ``(sample, out_time, out_unit, in_time, in_feature)``; reduced ``(sample, out_time, in_time)``. No ``out_time``
+        of a tensor without time. A state of a bidirectional layer adds ``direction`` (``in_direction``). Its attributes
         hold the mode, the operations and the bytes it took.
 
     Raises

@@ -1,4 +1,4 @@
-"""The graph of a model that is a plain chain of layers known by type: its links follow from weights and values alone."""
+"""The graph of a model that is a chain of layers known by type: its links follow from weights and values alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How cotangents travel outside the recurrences: from a model's output, or a recurrent layer's input, to what lies below.
+"""How cotangents travel outside the recurrences: from an output, or a recurrent layer's input, to what lies below.
 
-The framework differentiates what is not recurrent. Its pullback is cut at every recurrent layer, so each of these *links*
-is free of recurrence, and our sweeps go through the layers. A link is *local* if each step depends on the same step only:
-found out on the data itself, never assumed. A local link is a small matrix per step, and costs next to nothing.
+The framework differentiates what is not recurrent. Its pullback is cut at every recurrent layer, so that each of these
+*links* is free of recurrence, and our sweeps go through the layers. A link is *local* if each step depends on the same
+step only: found out on the data itself, never assumed. A local link is a small matrix per step and costs almost nothing.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Graph:
 
 
 def open_graph(adapter: Adapter, model: Any, batch: Batch, inside: Inside, of: Port | None, wrt: Port | None) -> Graph:
-    """Run the model once more and get ready to differentiate between recurrent layers. Close with ``graph.pullback``."""
+    """Run the model once more, ready to differentiate between recurrent layers. Close with ``graph.pullback``."""
     halves = [half for both in inside.halves.values() for half in both]
     sources = list(dict.fromkeys([*([of] if of else []), *(port for half in halves for port in half.below())]))
     above = [port for half in halves for port in half.above()]
@@ -201,7 +201,7 @@ def _unit_rows(border: Border) -> Array:
 
 
 def _step_probes(border: Border) -> tuple[Array, Array]:
-    """Random rows on the steps whose index has bit i set, and on those where it is not: any two steps are told apart."""
+    """Random rows on the steps whose index has bit i set, and on the others: any two steps are told apart."""
     shape = (border.samples, *(() if border.times is None else (border.times,)), border.features)
     if border.times is None or border.times == 1:
         return np.zeros((0, *shape)), np.zeros((0, border.times or 1), dtype=bool)

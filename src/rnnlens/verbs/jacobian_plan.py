@@ -11,6 +11,7 @@ import numpy as np
 from ..adapters.protocol import Port
 from ..errors import TooLargeError, UnsupportedError, message
 from ..recurrence.jacobian import BLOCK_BUDGET
+from ..recurrence.linear import System
 from ..settings import format_memory
 from .inside import like
 from .jacobian_graph import Graph, Link
@@ -164,10 +165,10 @@ def direct_pieces(direct: Direct, mode: str, memory: int) -> tuple[list[Piece], 
     return pieces, int(block * min(samples, system.batch) + samples * count * per_group)
 
 
-def _collected(ends: Ends, steps: int, system: object) -> int:
+def _collected(ends: Ends, steps: int, system: System) -> int:
     """Bytes that a sweep collects per sample and group before they go to the result."""
     numbers = int(np.prod(ends.tail)) if ends.reduce is not None else ends.rows * ends.wrt.size
-    return steps * numbers * system.work.itemsize  # type: ignore[attr-defined]
+    return steps * numbers * system.work.itemsize
 
 
 def composed_pieces(swept: list[Swept], ends: Ends, memory: int) -> tuple[list[Piece], int]:

@@ -1,8 +1,9 @@
 """Two ways from a target to what it is differentiated by, both exact.
 
-*Direct*: one recurrent layer in between, with nothing but local links around it. Values are reduced inside the sweep, and
-the sweep may run either way. *Composed*: anything else. Rows of cotangents travel down from layer to layer as fields
-(sample, row, time, feature), through each recurrence by our sweep and between them by links; a chunk of rows at a time.
+*Direct*: one recurrent layer in between, with nothing but local links around it. Values are reduced inside the sweep,
+and the sweep may run either way. *Composed*: anything else. Rows of cotangents travel down from layer to layer as
+fields (sample, row, time, feature), through each recurrence by our sweep and between them by links, a chunk of rows at
+a time.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Direct:
         tally: Tally,
         progress: Callable[[], None] | None,
     ) -> np.ndarray[Any, Any]:
-        """(sample, group, [row,] in step, [feature]) or, reduced, (sample, group, in step, *tail); no sample if averaged."""
+        """(sample, group, [row,] in step, [feature]); reduced (sample, group, in step, *tail); averaged no sample."""
         if mode == "reverse":
             return self._reverse(samples, times, rtol, tally, progress)
         return self._forward(samples, times, rtol, tally, progress)
@@ -177,7 +178,7 @@ class Direct:
         pruning = self._pruning(rtol, ends.rows)
         cost = reverse(system, points, self._taps(collector), samples=samples, pruning=pruning, progress=progress)
         self._count_cost(tally, cost, pruning, collector)
-        result = work.numpy(collector.result)
+        result: np.ndarray[Any, Any] = work.numpy(collector.result)
         axis = 0 if ends.average else 1
         order = {t: i for i, t in enumerate(points.sequence)}
         result = _reorder(result, [order[t] for t in times], axis + 1)
@@ -297,8 +298,10 @@ def _reorder(array: np.ndarray[Any, Any], order: list[int], axis: int) -> np.nda
         return array
     if order == list(range(count))[::-1]:
         index[axis] = slice(None, None, -1)
-        return array[tuple(index)]
-    return np.take(array, order, axis=axis)
+    else:
+        index[axis] = order
+    taken: np.ndarray[Any, Any] = array[tuple(index)]
+    return taken
 
 
 class Composed:
@@ -317,7 +320,7 @@ class Composed:
     def pull(
         self, start: Tensor, wrt: Tensor, times: Sequence[int] | None, tally: Tally
     ) -> dict[int, np.ndarray[Any, Any]]:
-        """(sample, row, [time,] feature) with rows (output step, row), by half of ``wrt`` (0 where it is at a border)."""
+        """(sample, row, [time,] feature) with rows (output step, row), by half of ``wrt`` (0 at a border)."""
         arriving: dict[Port, Array] = {}
         points: dict[int, Points] = {}
         self._start(start, times, arriving, points)

@@ -218,4 +218,5 @@ def _check(one: Swept) -> Check:
 
 
 def _dtype(one: Swept) -> np.dtype[Any]:
-    return np.dtype(one.work.numpy(one.half.run.input[:0]).dtype)
+    found: np.dtype[Any] = one.work.numpy(one.half.run.input[:0]).dtype
+    return found

@@ -1,4 +1,4 @@
-"""The time Jacobian of torch models against autograd, in float64; and what the call promises about memory, files, errors."""
+"""The time Jacobian of torch models against autograd, in float64; what the call promises of memory, files, errors."""
 
 import itertools
 
@@ -183,8 +183,8 @@ def test_what_cannot_fit_is_refused_before_computing_with_cheaper_calls(monkeypa
         "The time Jacobian would not fit into the memory granted.\n"
         "  got:      a result of 2.34 KiB\n"
         "  expected: at most 1 KiB (memory=)\n"
-        '  try:      reduce="norm" (400 B); or project="mean" (1.17 KiB); or out_times=[4] (480 B); or average="sample"; '
-        'or out="jacobian.zarr", which is written piece by piece'
+        '  try:      reduce="norm" (400 B); or project="mean" (1.17 KiB); or out_times=[4] (480 B); '
+        'or average="sample"; or out="jacobian.zarr", which is written piece by piece'
     )
 
 
@@ -227,7 +227,7 @@ def test_a_sketch_is_unbiased_and_knows_its_error():
     causal = np.tril(np.ones((T, T), bool))
     error = (got.norm_squared - exact).values[:, causal]
     stderr = got.norm_squared_stderr.values[:, causal]
-    # Signs are shared by all inputs of one (sample, out_time): 200 independent means. A true bias of 0 lies within 4 sigma.
+    # Signs are shared by all inputs of one (sample, out_time): 200 independent means; no bias lies within 4 sigma.
     by_target = (got.norm_squared - exact).sum("in_time").values.ravel()
     assert abs(by_target.mean()) < 4 * by_target.std() / np.sqrt(by_target.size)
     assert (np.abs(error) <= 3 * stderr + 1e-12).mean() > 0.9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import keras
@@ -33,7 +34,7 @@ def _in_order(model: Any) -> list[Any] | None:
     if operations is None or len(model.inputs) != 1 or len(model.outputs) != 1:
         return None
     operations = list(operations)
-    for first, second in zip(operations, operations[1:], strict=False):
+    for first, second in pairwise(operations):
         node = _node(second, model)
         if node is None or len(node.input_tensors) != 1:
             return None

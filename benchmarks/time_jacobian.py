@@ -1,0 +1,308 @@
+"""The time Jacobian against what people use today: ratios in one run, medians.
+
+    python benchmarks/time_jacobian.py [--small] [--repeat 5] [--only NAME]
+
+Ours is the whole call, ``rl.jacobian(model, x)``, on a Keras model on TensorFlow (on torch where it says so): running
+the model, linearising, sweeping, labelling. JAX is given a hand-written cell in ``lax.scan``, the fastest form it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+import time
+
+os.environ["KERAS_BACKEND"] = "tensorflow"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import psutil
+import tensorflow as tf
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import rnnlens as rl
+
+GATES = {"lstm": 4, "gru": 3, "simple_rnn": 1}
+
+
+def timed(function, repeat):
+    """Median seconds."""
+    seconds = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds))
+
+
+def extra_memory(function):
+    """Highest resident memory while it runs, above what it was before, in bytes."""
+    process, stop, seen = psutil.Process(), threading.Event(), [0]
+    before = process.memory_info().rss
+
+    def watch():
+        while not stop.wait(0.002):
+            seen[0] = max(seen[0], process.memory_info().rss)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        function()
+    finally:
+        stop.set()
+        thread.join()
+    return max(seen[0] - before, 0)
+
+
+class Case:
+    """One model, in every framework, with the same weights."""
+
+    def __init__(self, kind, samples, steps, units, features, outputs):
+        self.kind, self.units, self.outputs = kind, units, outputs
+        self.x = np.random.default_rng(0).normal(size=(samples, steps, features)).astype("float32")
+        keras.utils.set_random_seed(0)
+        cell = {"lstm": keras.layers.LSTM, "gru": keras.layers.GRU, "simple_rnn": keras.layers.SimpleRNN}[kind]
+        self.keras = keras.Sequential(
+            [
+                keras.Input((steps, features)),
+                cell(units, return_sequences=True, name="rnn"),
+                keras.layers.Dense(outputs),
+            ]
+        )
+        self.weights = [jnp.asarray(w) for w in self.keras.get_weights()]
+        self.name = f"{kind} B={samples} T={steps} H={units} F={features} O={outputs}"
+
+    def torch_model(self):
+        cell = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "simple_rnn": torch.nn.RNN}[self.kind]
+        torch.manual_seed(0)
+
+        class Model(torch.nn.Module):
+            def __init__(self, features, units, outputs):
+                super().__init__()
+                self.rnn = cell(features, units, batch_first=True)
+                self.head = torch.nn.Linear(units, outputs)
+
+            def forward(self, x):
+                return self.head(self.rnn(x)[0])
+
+        return Model(self.x.shape[2], self.units, self.outputs)
+
+    def jax_function(self):
+        """(time, feature) to (time, output), for one sample."""
+        kind, units = self.kind, self.units
+        W, U, b, C, d = self.weights
+
+        def lstm(state, x):
+            h, c = state
+            i, f, g, o = jnp.split(x + h @ U, 4)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        def gru(state, x):
+            (h,) = state
+            inner = h @ U + b[1]
+            u, r = jax.nn.sigmoid(x[: 2 * units] + inner[: 2 * units]).reshape(2, units)
+            h = u * h + (1 - u) * jnp.tanh(x[2 * units :] + r * inner[2 * units :])
+            return (h,), h
+
+        def simple_rnn(state, x):
+            h = jnp.tanh(x + state[0] @ U)
+            return (h,), h
+
+        step = {"lstm": lstm, "gru": gru, "simple_rnn": simple_rnn}[kind]
+
+        def run(x):
+            start = (jnp.zeros(units),) * (2 if kind == "lstm" else 1)
+            _, h = jax.lax.scan(step, start, x @ W + (b[0] if kind == "gru" else b))
+            return h @ C + d
+
+        return run
+
+    def jax_jacobian(self, transform, norm=False):
+        run = self.jax_function()
+
+        def one(x):
+            full = transform(run)(x)
+            return jnp.sqrt((full**2).sum((1, 3))) if norm else full
+
+        return jax.jit(jax.vmap(one))
+
+
+def jax_best(case, repeat, norm, transforms=("jacfwd", "jacrev")):
+    """Steady-state seconds and compile seconds of the faster of JAX's two modes, and its result."""
+    best = None
+    x = jnp.asarray(case.x)
+    for name in transforms:
+        function = case.jax_jacobian(getattr(jax, name), norm)
+        start = time.perf_counter()
+        result = jax.block_until_ready(function(x))
+        first = time.perf_counter() - start
+        steady = timed(lambda function=function: jax.block_until_ready(function(x)), repeat)
+        if best is None or steady < best[0]:
+            best = (steady, first, name, np.asarray(result))
+    return best
+
+
+def products_only(case, repeat):
+    """The matrix products of one reverse sweep, alone: same shapes, same library."""
+    samples, steps, features = case.x.shape
+    units, rows = case.units, case.outputs
+    inner = 2 * units if case.kind == "lstm" else units
+    old = np.ones((samples, steps * rows, inner), "float32")
+    new = np.empty((samples, steps * rows, units + features), "float32")
+    product = np.ones((samples, inner, units + features), "float32")
+
+    def sweep():
+        for k in range(steps - 1, -1, -1):
+            first = k * rows
+            np.matmul(old[:, first:], product, out=new[:, first:])
+
+    return timed(sweep, repeat)
+
+
+def bounds(value, bar, larger=True):
+    """A ratio with its bar, marked."""
+    good = value >= bar if larger else value <= bar
+    return f"{value:.3g} {'>=' if larger else '<='} {bar:g} {'ok' if good else 'MISSED'}"
+
+
+def against_batch_jacobian(case, repeat, rows):
+    model, x = case.keras, tf.constant(case.x)
+
+    def theirs():
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reshape(model(x), (x.shape[0], -1))
+        return tape.batch_jacobian(y, x)
+
+    reference = theirs().numpy()
+    ours = rl.jacobian(model, case.x)
+    agree(ours.values, reference.reshape(ours.shape))
+    seconds, other = timed(lambda: rl.jacobian(model, case.x), max(repeat, 11)), timed(theirs, repeat)
+    memory, other_memory = extra_memory(lambda: rl.jacobian(model, case.x)), extra_memory(theirs)
+    rows.append((case.name, "TF batch_jacobian", other, seconds, bounds(other / seconds, 200)))
+    share = memory / max(other_memory, 1)
+    text = f"extra memory {memory / 2**20:.1f} / {other_memory / 2**20:.1f} MiB"
+    rows.append((case.name, text, None, None, bounds(share, 0.1, larger=False)))
+    return seconds
+
+
+def against_jax(case, repeat, rows, bar, *, norm=False, first_call=False, also_torch=False):
+    options = {"reduce": "norm"} if norm else {}
+    rl.jacobian(case.keras, case.x, **options)
+    ours = rl.jacobian(case.keras, case.x, **options)
+    steady, first, name, result = jax_best(case, repeat, norm, ("jacfwd",) if first_call else ("jacfwd", "jacrev"))
+    agree(ours.values, result)
+    seconds = timed(lambda: rl.jacobian(case.keras, case.x, **options), repeat)
+    if first_call:
+        rows.append((case.name, f"JAX {name}, first call", first, seconds, bounds(first / seconds, 5)))
+    rows.append(
+        (case.name, f"JAX {name}", steady, seconds, bounds(steady / seconds, bar) if bar else f"{steady / seconds:.3g}")
+    )
+    if also_torch:
+        model, x = case.torch_model(), torch.from_numpy(case.x)
+        rl.jacobian(model, x, **options)
+        other = timed(lambda: rl.jacobian(model, x, **options), repeat)
+        rows.append((case.name + " torch", f"JAX {name}", steady, other, f"{steady / other:.3g}"))
+    return seconds
+
+
+def agree(ours, theirs):
+    """float32: relative to the largest entry."""
+    error = np.abs(ours - theirs).max() / np.abs(theirs).max()
+    if not error < 2e-4:
+        raise SystemExit(f"results differ by {error:.2g}")
+
+
+def against_products(case, repeat, rows):
+    rl.jacobian(case.keras, case.x, reduce="norm", mode="reverse")
+    seconds = timed(lambda: rl.jacobian(case.keras, case.x, reduce="norm", mode="reverse"), repeat)
+    alone = products_only(case, repeat)
+    rows.append((case.name, "its matrix products alone", alone, seconds, bounds(seconds / alone, 2, larger=False)))
+
+
+def doubled(repeat, rows):
+    found = []
+    for steps in (200, 400):
+        case = Case("lstm", 4, steps, 64, 8, 8)
+        result = rl.jacobian(case.keras, case.x, reduce="norm")
+        found.append((timed(lambda case=case: rl.jacobian(case.keras, case.x, reduce="norm"), repeat), result.nbytes))
+    (short, small), (long, large) = found
+    rows.append(("lstm B=4 T=200 to 400 H=64", "itself: time", short, long, bounds(long / short, 4.4, larger=False)))
+    rows.append(
+        (
+            "lstm B=4 T=200 to 400 H=64",
+            "itself: memory of the result",
+            None,
+            None,
+            bounds(large / small, 4.4, larger=False),
+        )
+    )
+
+
+def long_sketch(rows, steps):
+    case = Case("lstm", 1, steps, 128, 8, 1)
+    result = []
+
+    def call():
+        start = time.perf_counter()
+        result.append(rl.jacobian(case.keras, case.x, of="rnn.hidden", sketch=8, memory="1 GiB"))
+        result.append(time.perf_counter() - start)
+
+    memory = extra_memory(call)
+    name = f"lstm B=1 T={steps} H=128 F=8 of hidden, sketch=8"
+    rows.append((name, f"{memory / 2**20:.0f} MiB extra", None, result[1], bounds(memory / 2**30, 1, larger=False)))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="small shapes, to see that it runs")
+    parser.add_argument("--only", default="", help="part of the name of a block: small, medium, large, sketch, doubled")
+    arguments = parser.parse_args()
+    repeat, rows = (1 if arguments.small else arguments.repeat), []
+    half = 4 if arguments.small else 1
+
+    def block(name):
+        return arguments.only in name
+
+    if block("small"):
+        small = Case("lstm", 10, 100 // half, 32, 1, 1)
+        against_jax(small, max(repeat, 11), rows, 1, first_call=True, also_torch=True)
+        against_batch_jacobian(small, repeat, rows)
+        for kind in ("gru", "simple_rnn"):
+            against_jax(Case(kind, 10, 100 // half, 32, 1, 1), repeat, rows, None)
+    if block("medium"):
+        for kind in GATES:
+            case = Case(kind, 16, 100 // half, 64, 8, 8)
+            against_jax(case, repeat, rows, 3 if kind == "lstm" else None, also_torch=True)
+    if block("large"):
+        for kind in GATES:
+            case = Case(kind, 8, 200 // half, 128, 16, 16)
+            against_jax(case, repeat, rows, 4 if kind == "lstm" else None, norm=True, also_torch=True)
+            against_products(case, repeat, rows)
+    if block("doubled"):
+        doubled(repeat, rows)
+    if block("sketch"):
+        long_sketch(rows, 2000 // half**2)
+    show(rows)
+
+
+def show(rows):
+    table = Table(title=f"time Jacobian, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    for column in ("case", "against", "theirs (s)", "ours (s)", "ratio and bar"):
+        table.add_column(column)
+    for name, other, theirs, ours, ratio in rows:
+        table.add_row(name, other, *("" if s is None else f"{s:.4f}" for s in (theirs, ours)), ratio)
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()
