@@ -76,7 +76,7 @@ QUANTITIES: dict[str, Quantity] = {
             "output_grad",
             _STU,
             "direct gradient of the output",
-            "loss / 1",
+            "loss",
             "partial L / partial y_t: only through what sits above the layer",
             True,
             _PASCANU,
@@ -85,7 +85,7 @@ QUANTITIES: dict[str, Quantity] = {
             "hidden_grad",
             _STU,
             "total gradient of the hidden state",
-            "loss / 1",
+            "loss",
             "dL/dh_t: from above and through the layer's own recurrence (BPTT adjoint)",
             True,
             _PASCANU,
@@ -94,19 +94,19 @@ QUANTITIES: dict[str, Quantity] = {
             "cell_grad",
             _STU,
             "total gradient of the cell state",
-            "loss / 1",
+            "loss",
             "dL/dc_t as c_t is produced: includes the path through h_t",
             True,
             _PASCANU,
         ),
         Quantity(
-            "gate_grad", _STGU, "gradient of the gate pre-activation", "loss / 1", "dL/dz_t, total", True, _PASCANU
+            "gate_grad", _STGU, "gradient of the gate pre-activation", "loss", "dL/dz_t, total", True, _PASCANU
         ),
         Quantity(
             "input_grad",
             (SAMPLE, TIME, FEATURE),
             "gradient of the layer input",
-            "loss / 1",
+            "loss",
             "dL/dx_t through this layer; exactly 0 at masked steps",
             True,
             _PASCANU,
@@ -115,7 +115,7 @@ QUANTITIES: dict[str, Quantity] = {
             "initial_state_grad",
             (SAMPLE, STATE, UNIT),
             "gradient of the initial state",
-            "loss / 1",
+            "loss",
             "dL/ds_0, the state before the first step",
             True,
             _PASCANU,
@@ -124,7 +124,7 @@ QUANTITIES: dict[str, Quantity] = {
             "final_state_grad",
             (SAMPLE, STATE, UNIT),
             "direct gradient of the returned final state",
-            "loss / 1",
+            "loss",
             "partial L / partial s_T where the layer returns its state",
             True,
             _PASCANU,
@@ -137,6 +137,6 @@ def state_quantity(name: str, *, gradient: bool = False) -> Quantity:
     """The quantity of a state tensor of a custom cell, such as ``state_1`` or ``state_1_grad``."""
     if gradient:
         return Quantity(
-            f"{name}_grad", _STU, f"total gradient of {name}", "loss / 1", f"dL/d{name} at step t", True, _PASCANU
+            f"{name}_grad", _STU, f"total gradient of {name}", "loss", f"dL/d{name} at step t", True, _PASCANU
         )
     return Quantity(name, _STU, name.replace("_", " "), "1", f"{name} after step t; carried over at masked steps")

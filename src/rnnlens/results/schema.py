@@ -93,7 +93,7 @@ def quantity(name: str) -> Quantity:
         if not gradient:
             return known
         definition = f"dL/d{weight}, summed over samples (and over time where there is no time axis)"
-        return Quantity(name, known.dims, f"gradient of the {known.long_name}", "loss / 1", definition, True)
+        return Quantity(name, known.dims, f"gradient of the {known.long_name}", "loss", definition, True)
     border = _BORDER_STATE.fullmatch(name)
     if border is not None:
         return _border_state(name, border["when"], border["state"], border["grad"] is not None)
@@ -105,7 +105,7 @@ def _border_state(name: str, when: str, state: str, gradient: bool) -> Quantity:
     words, symbol = f"{when} {state.replace('_', ' ')}", f"{state}_{'0' if when == 'initial' else 'T'}"
     if not gradient:
         return Quantity(name, (SAMPLE, UNIT), words, "1", f"{symbol}, chronologically by the layer's own direction")
-    return Quantity(name, (SAMPLE, UNIT), f"gradient of the {words}", "loss / 1", f"dL/d{symbol}", True)
+    return Quantity(name, (SAMPLE, UNIT), f"gradient of the {words}", "loss", f"dL/d{symbol}", True)
 
 
 def layer_dataset(

@@ -58,7 +58,7 @@ def label_plain(values: Mapping[str, Any]) -> dict[str, Labelled]:
         gradient = name.endswith("_grad")
         words = {
             "long_name": f"gradient of {stem}" if gradient else stem,
-            "units": "loss / 1" if gradient else "1",
+            "units": "loss" if gradient else "1",
             "definition": f"dL/d{stem}" if gradient else f"weight {stem} as the framework holds it",
         }
         labelled[name.replace("/", ".")] = Labelled(array, dims, words)

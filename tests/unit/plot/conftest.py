@@ -58,7 +58,7 @@ def gradient():
             + np.arange(steps)[None, :, None] / 100
             + np.arange(units)[None, None, :] / 10000
         )
-        attrs = {"long_name": "total gradient of the hidden state", "units": "loss / 1", "layer": "lstm"}
+        attrs = {"long_name": "total gradient of the hidden state", "units": "loss", "layer": "lstm"}
         coords = {
             "sample": np.arange(samples),
             "time": ("time", np.arange(steps), {"long_name": "time step"}),
@@ -94,7 +94,7 @@ def layer():
             hidden, direct = (np.stack([v, v[:, ::-1]], axis=2) for v in (hidden, direct))
             gates = np.stack([gates, gates[:, ::-1]], axis=2)
         gate_dims = (*dims[:-1], "gate", "unit")
-        words = {"layer": name, "units": "loss / 1"}
+        words = {"layer": name, "units": "loss"}
         data = {
             "hidden_grad": (dims, hidden, {**words, "long_name": "total gradient of the hidden state"}),
             "output_grad": (dims, direct, {**words, "long_name": "direct gradient of the output"}),
