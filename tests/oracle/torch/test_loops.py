@@ -252,6 +252,45 @@ def test_dropped_states_that_are_used_after_all():
     np.testing.assert_allclose(got, expected, atol=1e-10)
 
 
+@pytest.mark.parametrize("real", [[[0, 0, 1, 1, 1]] * 3, [[1, 1, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0]]])
+def test_steps_that_are_padding_for_every_sample(real):
+    """Padded in front, or padded beyond the longest sequence: still one recurrence."""
+
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = build("lstm")
+
+        def forward(self, x):
+            h, c = start("lstm")
+            for t in range(T):
+                m = torch.tensor(real, dtype=x.dtype)[:, t, None]
+                new_h, new_c = self.cell(x[:, t], (h, c))
+                h, c = m * new_h + (1 - m) * h, m * new_c + (1 - m) * c
+            return [h]
+
+    trace = traced(Padded(), torch.randn(B, T, F, dtype=torch.float64))
+    assert list(trace) == ["cell"]
+    assert all(check.ok for check in trace.checks)
+    assert trace["cell"].mask.values[:, : T - 1].tolist() == np.array(real, dtype=bool)[:, : T - 1].tolist()
+
+
+def test_two_calls_from_one_state_are_two_recurrences():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.first = build("gru"), nn.Parameter(torch.ones(B, H, dtype=torch.float64))
+
+        def forward(self, x):
+            h = self.cell(x[:, 0], self.first * 1)
+            return [self.cell(x[:, 1], h), self.cell(x[:, 2], h)]
+
+    trace = traced(Branches(), torch.randn(B, T, F, dtype=torch.float64))
+    assert list(trace) == ["cell#0", "cell#1"]
+    assert [trace[node].hidden.sizes["time"] for node in trace] == [2, 1]
+    assert all(check.ok for check in trace.checks)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_fused_module_called_step_by_step(kind):
     """``output, h = rnn(x_t, h)``: the calls continue each other, and equal one call over the whole sequence."""

@@ -66,8 +66,8 @@ class Link:
             if found is None or (rows is not None and not torch.equal(rows, found)):
                 return None
             rows = found
-        if rows is None or not bool(rows.any()):
-            return None
+        if rows is None or all(new is old for new, old in zip(given, self.given, strict=True)):
+            return None  # the call before started from this very state too: a branch, not a step
         count = given[0].shape[0]
         if bool(rows.all()) and count == self.raw[0].shape[0]:
             return Continuation(self.raw, None, self)
@@ -89,10 +89,18 @@ class Link:
         is_old, is_before = _rows_equal(new, old[:count]), _rows_equal(new, before[:count])
         if not bool((is_old | is_before).all()):
             return None
-        probe = torch.rand_like(new) + 0.5
-        sources = [before, *self._held(index)]
+        # Near sources first: how far autograd walks back grows with the age of the oldest source.
+        for sources in ([before], [before, *self._held(index)]):
+            passed = self._by_gradient(new, index, sources, is_before)
+            if passed is not None:
+                return passed
+        return None
+
+    def _by_gradient(self, new: Tensor, index: int, sources: list[Tensor], is_before: Tensor) -> Tensor | None:
+        """Rows that a random vector comes back through to this call's state; the others must lead to a source."""
+        old, count, probe = self.handed[index], new.shape[0], torch.rand_like(new) + 0.5
         to_old, *arrived = _pulled_back(new, [old, *sources], probe)
-        passed, kept = _rows_equal(to_old, probe), torch.zeros_like(is_old)
+        passed, kept = _rows_equal(to_old, probe), torch.zeros_like(is_before)
         for at in arrived:
             kept = kept | _rows_equal(at, probe)
         if not self.history[0][index].requires_grad:  # a constant start: no gradient to look for
