@@ -2,7 +2,7 @@
 
 The framework differentiates what is not recurrent. Its pullback is cut at every recurrent layer, so that each of these
 *links* is free of recurrence, and our sweeps go through the layers. A link is *local* if each step depends on the same
-step only: found out on the data itself, never assumed. A local link is a small matrix per step and costs almost nothing.
+step only: found out on the data itself, never assumed. A local link is a small matrix per step, costing almost nothing.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ BODIES = {
     "residual_and_normalised": lambda h: layers.Add()(
         [h, layers.LayerNormalization(axis=-1)(layers.LSTM(F, return_sequences=True)(h))]
     ),
-    "time_distributed_mlp": lambda h: layers.TimeDistributed(layers.Dense(3, activation="gelu"))(
+    "time_distributed_mlp": lambda h: layers.TimeDistributed(layers.Dense(3, activation="silu"))(
         layers.GRU(H, return_sequences=True)(layers.Dense(3, activation="tanh")(h))
     ),
     "convolution_below": lambda h: layers.SimpleRNN(H, return_sequences=True)(layers.Conv1D(3, 2, padding="causal")(h)),

@@ -1,0 +1,145 @@
+"""Where a sweep's time goes, against the matrix-product peak of this machine: CPU time of one thread.
+
+    OMP_NUM_THREADS=1 python benchmarks/time_jacobian_parts.py [--small]
+
+CPU time of a single thread is counted, so that other work on the machine does not change the shares.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import array_api_compat.numpy as anp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from rnnlens.recurrence import linear_cells
+from rnnlens.recurrence.cells import KnownCell
+from rnnlens.recurrence.inplace import Workspace
+from rnnlens.recurrence.jacobian import Taps, reverse
+from rnnlens.recurrence.linear_cells import linear_system
+from rnnlens.recurrence.reductions import REDUCTIONS, Collector
+from rnnlens.recurrence.run import replay
+from rnnlens.recurrence.sources import Points
+
+GATES = {"lstm": 4, "gru": 3, "simple_rnn": 1}
+PARTS = {
+    "matrix products": [(Workspace, "matmul")],
+    "element-wise": [(Workspace, "multiply"), (Workspace, "add_product")],
+    "flushing": [(Workspace, "flush")],
+    "reducing": [(Collector, "take")],
+    "linearising": [
+        (linear_cells.LstmSystem, "build"),
+        (linear_cells.GruSystem, "build"),
+        (linear_cells.SimpleRnnSystem, "build"),
+    ],
+}
+
+
+def peak(size=1536, repeat=7):
+    """GFlop/s of one large float32 matrix product."""
+    a, out = np.ones((size, size), "float32"), np.empty((size, size), "float32")
+    seconds = []
+    for _ in range(repeat):
+        start = time.thread_time()
+        np.matmul(a, a, out=out)
+        seconds.append(time.thread_time() - start)
+    return 2 * size**3 / min(seconds) / 1e9
+
+
+@contextmanager
+def counted(spent):
+    """Add up the time in each part; parts within parts count once, for the outer one."""
+    saved, inside = [], []
+
+    def wrap(part, function):
+        def timed(*args, **kwargs):
+            if inside:
+                return function(*args, **kwargs)
+            inside.append(part)
+            start = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[part] += time.thread_time() - start
+                inside.pop()
+
+        return timed
+
+    for part, places in PARTS.items():
+        for owner, name in places:
+            saved.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, wrap(part, getattr(owner, name)))
+    try:
+        yield
+    finally:
+        for owner, name, function in saved:
+            setattr(owner, name, function)
+
+
+def run_of(kind, samples, steps, units, features):
+    """A run with weights as they are initialised by default, of zero mean and the variance of Glorot's rule."""
+    rng, gates = np.random.default_rng(0), GATES[kind]
+
+    def draw(*shape):
+        return (rng.normal(size=shape) * np.sqrt(2 / (shape[0] + shape[1] // gates))).astype("float32")
+
+    bias = np.zeros(gates * units, "float32")
+    if kind == "lstm":
+        bias[units : 2 * units] = 1
+    cell = KnownCell(
+        kind, draw(features, gates * units), draw(units, gates * units), bias, bias if kind == "gru" else None
+    )
+    x = rng.normal(size=(samples, steps, features)).astype("float32")
+    start = tuple(np.zeros((samples, units), "float32") for _ in cell.states)
+    return replay(cell, x, start, xp=anp)
+
+
+def measure(kind, samples, steps, units, features, outputs):
+    run = run_of(kind, samples, steps, units, features)
+    head = np.random.default_rng(1).normal(size=(1, 1, outputs, units)).astype("float32")
+    spent = Counter()
+
+    def sweep():
+        system = linear_system(run)
+        sink = Collector(
+            system.work, samples, steps, outputs, features, {t: t for t in range(steps)}, reduce=REDUCTIONS["norm"]
+        )
+        return reverse(system, Points(range(steps), {0: head}), Taps(input=sink))
+
+    sweep()
+    start = time.thread_time()
+    cost = sweep()
+    total = time.thread_time() - start
+    with counted(spent):
+        sweep()
+    return total, cost.flops, spent
+
+
+def main():
+    shrink = 4 if "--small" in sys.argv else 1
+    best = peak()
+    table = Table(title=f"reverse sweep, reduce='norm', one thread; matrix-product peak {best:.0f} GFlop/s (float32)")
+    for column in ("case", "CPU s", "GFlop/s", "of peak", *PARTS):
+        table.add_column(column)
+    for kind in GATES:
+        for shape in ((10, 100, 32, 1, 1), (16, 100, 64, 8, 8), (8, 200, 128, 16, 16)):
+            samples, steps, units, features, outputs = shape[0], shape[1] // shrink, *shape[2:]
+            total, flops, spent = measure(kind, samples, steps, units, features, outputs)
+            speed, whole = flops / total / 1e9, sum(spent.values())
+            shares = [f"{100 * spent[part] / whole:.0f} %" for part in PARTS]
+            name = f"{kind} B={samples} T={steps} H={units} F=O={features}"
+            table.add_row(name, f"{total:.4f}", f"{speed:.0f}", f"{100 * speed / best:.0f} %", *shares)
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()
