@@ -340,10 +340,10 @@ def _touched_rows(question: Question, name: TensorName, array: Array, dims: Sequ
 
 def _is_embedding(model: Any, name: TensorName) -> bool:
     """A torch embedding: its weight is called ``weight`` like any other."""
-    find = getattr(model, "get_submodule", None)
-    if find is None or name.layer is None or hasattr(model, "get_layer"):
+    modules = getattr(model, "named_modules", None)
+    if modules is None or hasattr(model, "get_layer"):
         return False
-    return "Embedding" in type(find(name.layer)).__name__
+    return "Embedding" in type(dict(modules()).get(name.layer)).__name__
 
 
 def _datasets(arrays: Mapping[TensorName, xr.DataArray]) -> dict[str, xr.Dataset]:

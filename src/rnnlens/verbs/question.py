@@ -118,7 +118,7 @@ def answer_from_capture(question: Question, batch: Batch) -> Answer | None:
         if name.what == "output":
             grads[name] = _stack_halves([plain(half.call.output_grad)[None] for half in halves])
         else:
-            grads[name] = inside.gradient(name, [half.sweep({}, half.arrived()) for half in halves])
+            grads[name] = inside.gradient(name, [half.sweep(half.call.state_grad or {}, half.arrived()) for half in halves])
     if any(grad is None or not np.any(grad) for grad in grads.values()):
         return None
     dims = {name: dims_for(name, grad, known, False) for name, grad in grads.items() if grad is not None}

@@ -215,7 +215,7 @@ def _recurrent_gradients(
     for call in calls:
         _must_fit(call, by_time)
         run = Run.from_call(call)
-        result = sweep(call, run, call.output_grad, call.final_state_grad)
+        result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
         whole = weights_of(call, run, result)
         if call.weight_grads is not None:
             sums.setdefault(call.direction, WeightSum(call)).add(whole, int(call.input.shape[1]))
