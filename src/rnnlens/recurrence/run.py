@@ -275,17 +275,22 @@ def distance(recomputed: Array, captured: Array, mask: Array | None, xp: Namespa
 
     A network that diverged has NaN on both sides: that is agreement.
     """
-    difference = xp.abs(recomputed - captured)
-    difference = xp.where(xp.isnan(recomputed) & xp.isnan(captured), xp.zeros_like(difference), difference)
+    difference = recomputed - captured
     if mask is not None:
         difference = xp.where(mask[:, :, None], difference, xp.zeros_like(difference))
-    magnitude = xp.where(xp.isfinite(captured), xp.abs(captured), xp.zeros_like(difference))
-    return _largest(difference, xp), _largest(magnitude, xp)
+    worst, magnitude = _largest(difference, xp), _largest(captured, xp)
+    if math.isfinite(worst) and math.isfinite(magnitude):
+        return worst, magnitude
+    agree = xp.isnan(recomputed) & xp.isnan(captured)
+    difference = xp.where(agree, xp.zeros_like(difference), difference)
+    finite = xp.where(xp.isfinite(captured), captured, xp.zeros_like(captured))
+    return _largest(difference, xp), _largest(finite, xp)
 
 
 def _largest(values: Array, xp: Namespace) -> float:
-    largest = float(xp.max(values))
-    return math.inf if math.isnan(largest) else largest
+    """Largest magnitude; infinite where there is a NaN."""
+    high, low = float(xp.max(values)), float(xp.min(values))
+    return math.inf if math.isnan(high) or math.isnan(low) else max(abs(high), abs(low))
 
 
 def residual(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> float:
