@@ -26,7 +26,8 @@ def _real_branch(test: Callable[[Matrix], Any], yes: Callable[[Any], Any], no: C
 
 def _softmax(z: Matrix) -> Matrix:
     e = np.exp(z - z.real.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
+    result: Matrix = e / e.sum(-1, keepdims=True)
+    return result
 
 
 #: Activations that extend to complex arguments, piecewise where they have pieces.

@@ -11,7 +11,7 @@ import torch
 
 from rnnlens.recurrence.adjoint import adjoint, weight_gradients
 from rnnlens.recurrence.cells import KnownCell
-from rnnlens.recurrence.run import replay
+from rnnlens.recurrence.run import distance, replay
 from rnnlens.testing import reference
 
 BATCH, TIME, FEATURES, UNITS = 2, 4, 2, 3
@@ -174,3 +174,12 @@ def test_dropout_multipliers_per_gate_and_shared():
         slope = (loss(1e-6) - loss(-1e-6)) / 2e-6
         close((result.input_grad * moved).sum(), slope, 1e-7)
         close(replay(cell, x, s0, xp=np_xp, hidden=run.states[0], **scales).gates, run.gates, 1e-13)
+
+
+def test_a_residual_counts_nan_on_one_side_only():
+    nan, ones = np.array([[[1.0, np.nan, 3.0]]]), np.array([[[1.5, 2.0, 3.0]]])
+    assert distance(ones, ones + 0.25, None, np_xp) == (0.25, 3.25)
+    assert distance(np.where(np.isnan(nan), nan, ones), nan, None, np_xp) == (0.5, 3.0)
+    assert distance(ones, nan, None, np_xp)[0] == np.inf
+    assert distance(nan, ones, None, np_xp)[0] == np.inf
+    assert distance(nan, ones, np.array([[False]]), np_xp) == (0.0, 3.0)
