@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,11 +20,13 @@ from .discover import places
 from .engines import Engine, Tap, current
 from .found import as_found
 from .ports import Spots
-from .run import Job, program
+from .run import Job, key_of, program
 
 #: Bytes that the cotangents of one chunk may take, with what an engine needs around them.
 _CHUNK = 512 * 2**20
 _AROUND = 16
+_KEPT_PER_MODEL = 8
+_compiled: weakref.WeakKeyDictionary[Any, OrderedDict[Any, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
 class KerasPullback:
@@ -44,8 +48,11 @@ class KerasPullback:
         with_loss = any(port.kind == "loss" for port in (*self._of, *self._wrt))
         loss = losses.plan(model, batch) if with_loss else None
         job = self._job(model, batch, loss)
-        with as_found(model, self._engine, batch.seed), losses.undisturbed(model, regularised=True):
-            self._linear = self._engine.linearise(self._program(job), job.arguments(self._engine))
+        with as_found(model, self._engine, batch.seed):
+            arguments = job.arguments(self._engine)
+            key = key_of(job, arguments)
+            with losses.undisturbed(model, regularised=True):
+                self._linear = self._linearised(job, arguments, key)
         heard = {**self._linear.aux, **self._linear.targets}
         values = {}
         for port, key in self._spots.keys.items():
@@ -53,6 +60,20 @@ class KerasPullback:
                 raise LayerNotFoundError(_missing(port))
             values[port] = self._turned(port, self._engine.to_array(heard[key]), axis=1)
         self.values = values
+
+    def _linearised(self, job: Job, arguments: Any, key: Any) -> Any:
+        """Run the program, with what was compiled for the same question before; only the cache outlives the run."""
+        borders = (frozenset(self._spots.keys[port] for port in ports) for ports in (self._of, self._cut))
+        compiled = _compiled_for(job.model, (key, *borders))
+        live = compiled.setdefault("live", [])
+        live.append(self._program(job))
+        try:
+            return self._engine.linearise(lambda given, tap: live[-1](given, tap), arguments, compiled)
+        except BaseException:
+            compiled.clear()
+            raise
+        finally:
+            live.clear()
 
     def _job(self, model: Any, batch: Batch, loss: losses.Loss | None) -> Job:
         wanted = frozenset(self._spots.keys[port] for port in (*self._wrt, *self._cut))
@@ -132,6 +153,16 @@ class KerasPullback:
 
     def __exit__(self, *exc: object) -> None:
         self._linear = None
+
+
+def _compiled_for(model: Any, key: Any) -> dict[str, Any]:
+    """A place for what is compiled for one question about a model; the least recently asked is dropped."""
+    kept = _compiled.setdefault(model, OrderedDict())
+    found = kept.setdefault(key, {})
+    kept.move_to_end(key)
+    while len(kept) > _KEPT_PER_MODEL:
+        kept.popitem(last=False)
+    return found
 
 
 def _check_targets(of: set[str], heard: Mapping[str, Any]) -> None:

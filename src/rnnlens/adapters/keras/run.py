@@ -129,7 +129,7 @@ def run(job: Job, engine: Engine) -> Result:
     with as_found(job.model, engine, job.seed):
         arguments = job.arguments(engine)
         compile_it = not (_eagerly.get() or getattr(job.model, "run_eagerly", False))
-        key = _key(job, arguments) if compile_it else None
+        key = key_of(job, arguments) if compile_it else None
         with losses.undisturbed(job.model):
             raw, calls = _compiled_or_eager(job, arguments, engine, key)
     value, (arrays, outputs), gradients = raw
@@ -190,7 +190,7 @@ def _entry(job: Job, key: Any, engine: Engine) -> _Entry:
     return entry
 
 
-def _key(job: Job, arguments: Any) -> Any:
+def key_of(job: Job, arguments: Any) -> Any:
     """Everything on which a compiled run depends; None where that cannot be told, and nothing is cached."""
     loss = stamp(job.loss_given if job.loss_given is not None else getattr(job.model, "_compile_loss", None))
     layers = stamp_of_layers(job.model)

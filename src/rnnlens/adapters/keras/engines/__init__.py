@@ -59,8 +59,16 @@ class Engine(Protocol):
     def preserved(self, seed: int | None = None) -> AbstractContextManager[None]:
         """Process-wide random generators, seeded where a seed is given, are put back on exit."""
 
-    def linearise(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> Linearised:
-        """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
+    def linearise(
+        self,
+        program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
+        arguments: Any,
+        compiled: dict[str, Any] | None = None,
+    ) -> Linearised:
+        """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it.
+
+        What is compiled on the way is kept in ``compiled``, for the next program that does the same.
+        """
 
     def per_step(self, function: Callable[..., Any]) -> Any:
         """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""

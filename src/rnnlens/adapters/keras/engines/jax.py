@@ -70,9 +70,14 @@ class Jax:
         del seed
         yield
 
-    def linearise(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> Any:
+    def linearise(
+        self,
+        program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
+        arguments: Any,
+        compiled: dict[str, Any] | None = None,
+    ) -> Any:
         """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
-        return _Linearised(program, arguments)
+        return _Linearised(program, arguments, {} if compiled is None else compiled)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:
         """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""
@@ -98,17 +103,23 @@ def _adding(zeros: dict[str, Any]) -> Tap:
 class _Linearised:
     """``jax.vjp`` of the compiled program; cotangents are pulled back under ``vmap``."""
 
-    def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> None:
-        zeros = _zeros(lambda tap: (None, program(arguments, tap)))
+    def __init__(
+        self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, compiled: dict[str, Any]
+    ) -> None:
+        if "run" not in compiled:
+            zeros = _zeros(lambda tap: (None, program(arguments, tap)))
 
-        def run(zeros: dict[str, Any], arguments: Any) -> Any:
-            return program(arguments, _adding(zeros))
+            def run(zeros: dict[str, Any], arguments: Any) -> Any:
+                return jax.vjp(lambda z: program(arguments, _adding(z)), zeros, has_aux=True)
 
-        compiled = jax.jit(run)
-        self.targets, pull, self.aux = jax.vjp(lambda z: compiled(z, arguments), zeros, has_aux=True)
-        self._keys = list(zeros)
-        self._pull = pull
-        self._many = jax.jit(jax.vmap(lambda cotangents: pull(cotangents)[0]))
+            compiled |= {
+                "run": jax.jit(run),
+                "zeros": zeros,
+                "many": jax.jit(lambda pull, cotangents: jax.vmap(lambda c: pull(c)[0])(cotangents)),
+                "linked": {},
+            }
+        self._compiled, self._keys = compiled, list(compiled["zeros"])
+        self.targets, self._pull, self.aux = compiled["run"](compiled["zeros"], arguments)
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
         """Pull cotangents back; see the contract in ``engines/__init__.py``."""
@@ -118,12 +129,17 @@ class _Linearised:
         for name, target in self.targets.items():
             shape, dtype = (count, *target.shape), target.dtype
             full[name] = jnp.asarray(cotangents[name], dtype) if name in cotangents else _no_cotangent(shape, dtype)
-        found = self._many(full)
+        found = self._compiled["many"](self._pull, full)
         return {key: found[key] if key in linked else None for key in self._keys}
 
     def _linked(self, names: Mapping[str, Any]) -> set[str]:
-        template = {n: _no_cotangent(t.shape, t.dtype) for n, t in self.targets.items()}
-        return linked_outputs(lambda cotangents: self._pull(cotangents)[0], template, set(names))
+        """Taps that lead to any of these targets; found out once per set of targets."""
+        known: dict[frozenset[str], set[str]] = self._compiled["linked"]
+        asked = frozenset(names)
+        if asked not in known:
+            template = {n: _no_cotangent(t.shape, t.dtype) for n, t in self.targets.items()}
+            known[asked] = linked_outputs(lambda cotangents: self._pull(cotangents)[0], template, set(asked))
+        return known[asked]
 
 
 def _no_cotangent(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -75,9 +75,14 @@ class TensorFlow:
         del seed
         yield
 
-    def linearise(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> Any:
+    def linearise(
+        self,
+        program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
+        arguments: Any,
+        compiled: dict[str, Any] | None = None,
+    ) -> Any:
         """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
-        return _Linearised(program, arguments)
+        return _Linearised(program, arguments, {} if compiled is None else compiled)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:
         """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""
@@ -97,16 +102,20 @@ class _Linearised:
     One run forward; every pull back runs the compiled backward half.
     """
 
-    def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> None:
-        shapes, self._paths = self._probe(program, arguments)
+    def __init__(
+        self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, compiled: dict[str, Any]
+    ) -> None:
+        if "run" not in compiled:
+
+            def run(arguments: Any, zeros: dict[str, Any]) -> Any:
+                return program(arguments, lambda key, t: _kept_mask(t, t + zeros[key]))
+
+            compiled |= {"probe": self._probe(program, arguments), "run": tf.function(run, autograph=False)}
+        shapes, self._paths = compiled["probe"]
         zeros = {key: tf.zeros(shape, dtype) for key, (shape, dtype) in shapes.items()}
-
-        def run(arguments: Any, zeros: dict[str, Any]) -> Any:
-            return program(arguments, lambda key, t: _kept_mask(t, t + zeros[key]))
-
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(zeros)
-            self.targets, self.aux = tf.function(run, autograph=False)(arguments, zeros)
+            self.targets, self.aux = compiled["run"](arguments, zeros)
         self._tape, self._zeros = tape, zeros
 
     @staticmethod

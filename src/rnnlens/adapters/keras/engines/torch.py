@@ -71,8 +71,14 @@ class Torch:
                 torch.manual_seed(seed)
             yield
 
-    def linearise(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> Any:
+    def linearise(
+        self,
+        program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
+        arguments: Any,
+        compiled: dict[str, Any] | None = None,
+    ) -> Any:
         """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
+        del compiled  # nothing is
         return _Linearised(program, arguments)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:
