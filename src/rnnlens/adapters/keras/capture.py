@@ -119,6 +119,7 @@ class _Assembly:
             final_state_grad=get.all_gradients("final_state") or None if layer.return_state else None,
             input_scale=get("input_scale"),
             state_scale=get("state_scale"),
+            compute_dtype=_computed_in(layer.compute_dtype),
             weights_key=self._weights_key(layer.cell),
             weight_grads=self._weight_grads(layer.cell) if with_loss and request.weight_grads else None,
         )
@@ -188,6 +189,11 @@ class _Assembly:
         if halves:
             notes.append(f"Computed in {', '.join(sorted(halves))}, shown as float32; the loss scale is not applied.")
         return notes
+
+
+def _computed_in(dtype: str) -> str:
+    """What Keras computes ``dtype`` in: on JAX and torch its operations round float64 to float32."""
+    return str(keras.backend.result_type(dtype, dtype))
 
 
 class _Getter:
