@@ -94,11 +94,12 @@ def zeros(*, whole: bool = False) -> dict[str, np.ndarray]:
 
 
 def run(
-    p: dict[str, Any], e: dict[str, Any], x: Any, y: Any, ops: Any, mask: np.ndarray | None = None
+    p: dict[str, Any], e: dict[str, Any], x: Any, y: Any, ops: Any, mask: np.ndarray | None = None, held: bool = True
 ) -> dict[str, Any]:
     """All tensors by name, from weights ``p`` and zeros ``e``.
 
-    ``ops`` has tensor, tanh, sigmoid, mean, stack(list, axis) and concat(list, axis).
+    ``ops`` has tensor, tanh, sigmoid, mean, stack(list, axis) and concat(list, axis). ``held``: before the first real
+    step a layer puts out its initial state (Keras on JAX), not zeros (Keras on TensorFlow and torch).
     """
     out: dict[str, Any] = {}
     started = None if mask is None else ops.tensor((np.cumsum(mask, axis=1) > 0).astype("float64"))
@@ -108,8 +109,7 @@ def run(
     conv = ops.tanh(before @ p["conv1d/kernel"][0] + x @ p["conv1d/kernel"][1] + p["conv1d/bias"])
     out["conv1d.output"] = conv + e["conv1d.output"]
     out |= _lstm(p, e, out["conv1d.output"], ops, mask)
-    if started is not None:
-        # Before the first real step Keras puts out zeros, not the initial state.
+    if started is not None and not held:
         out["lstm.output"] = out["lstm.hidden"] * started[:, :, None] + e["lstm.output"]
     out |= _gru(p, e, out["lstm.output"], ops, mask)
     halves = out["gru.output"]

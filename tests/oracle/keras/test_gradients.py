@@ -72,7 +72,7 @@ def reference(scalar, mask=None):
     x = X if mask is None else X * mask[:, :, None]
 
     def function(tensors, x, y):
-        return scalar(net.run(tensors, tensors, x, y, OPS, mask))
+        return scalar(net.run(tensors, tensors, x, y, OPS, mask, held=ENGINE == "jax"))
 
     return autodiff(function, {**P, **E}, x, Y)
 

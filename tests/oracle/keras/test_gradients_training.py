@@ -1,0 +1,133 @@
+"""rl.gradients counts a loss as training does, and streams any source: against what a training step takes off."""
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+
+B, T = 6, 4
+X = np.random.default_rng(0).integers(1, 9, (B, T)).astype("int32")
+X[2, 3:] = 0
+Y = np.random.default_rng(1).integers(0, 2, (B, 1)).astype("float32")
+layers = keras.layers
+
+
+def build(optimizer, dropout=0.0):
+    """Masked embedding, a regularised GRU whose two biases share one variable, both directions, a head."""
+    keras.utils.set_random_seed(0)
+    regularizer = keras.regularizers.L2(0.1)
+    gru = layers.GRU(2, kernel_regularizer=regularizer, bias_initializer="random_normal", dropout=dropout)
+    model = keras.Sequential(
+        [
+            keras.Input((T,), dtype="int32"),
+            layers.Embedding(9, 3, mask_zero=True, name="embedding"),
+            layers.Bidirectional(gru, name="gru"),
+            layers.Dense(1, activation="sigmoid", bias_regularizer=keras.regularizers.L1(0.01), name="head"),
+        ]
+    )
+    model.compile(optimizer=optimizer, loss="binary_crossentropy")
+    return model
+
+
+def step(model, **how):
+    """What one step of training with learning rate 1 takes off the weights, as rl.gradients shows it."""
+    before = rl.weights(model)
+    model.train_on_batch(X, Y, **how)
+    after = rl.weights(model)
+    pairs = [("embedding", "embeddings"), ("head", "kernel"), ("head", "bias")]
+    pairs += [("gru", key) for key in ("kernel", "recurrent_kernel", "bias", "recurrent_bias")]
+    return {f"{layer}/{key}": before[layer][key].values - after[layer][key].values for layer, key in pairs}
+
+
+def close(g, expected):
+    for name, true in expected.items():
+        np.testing.assert_allclose(g[name].values, true, rtol=2e-4, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("clip", "how"),
+    [
+        ({"global_clipnorm": 0.05}, {"sample_weight": np.linspace(0, 2, B)}),
+        ({"clipnorm": 0.03}, {"class_weight": {0: 0.5, 1: 3.0}}),
+        ({"clipvalue": 0.01}, {}),
+    ],
+)
+def test_regularised_weighted_masked_and_clipped_as_a_training_step_is(clip, how):
+    model = build(keras.optimizers.SGD(1.0, **clip))
+    g = rl.gradients(model, X, Y, clip="optimizer", **how)
+    assert g.clip["kind"] == next(iter(clip))
+    close(g.clipped, step(model, **how))
+    free = build(keras.optimizers.SGD(1.0))
+    close(rl.gradients(free, X, Y, **how), step(free, **how))
+    assert g["embedding/embeddings"].attrs["touched_rows"] == len(np.unique(X[X > 0]))
+
+
+def test_clipping_needs_an_optimizer_that_clips():
+    with pytest.raises(rl.errors.ModelError) as caught:
+        rl.gradients(build("sgd"), X, Y, wrt="head.weights", clip="optimizer")
+    assert str(caught.value) == (
+        "There is no clipping to apply: the optimizer of this model does not clip.\n"
+        "  got:      SGD\n"
+        "  expected: a compiled Keras model whose optimizer has clipvalue, clipnorm or global_clipnorm\n"
+        '  try:      say how: clip={"global_clipnorm": 1.0}; torch clips in the training loop, not in its optimizers'
+    )
+
+
+def test_dropout_follows_the_seed_and_the_models_own_generator_stays():
+    model = build("sgd", dropout=0.5)
+    before = [np.array(keras.ops.convert_to_numpy(v)) for v in model.variables]
+    options = {"training": True, "wrt": ["gru.hidden", "embedding/embeddings"]}
+    first, again, other = (rl.gradients(model, X, Y, seed=seed, **options) for seed in (3, 3, 4))
+    still = rl.gradients(model, X, Y, wrt=options["wrt"])
+    for name in first.tensors:
+        np.testing.assert_array_equal(first[name].values, again[name].values)
+        assert not np.allclose(first[name].values, other[name].values)
+        assert not np.allclose(first[name].values, still[name].values)
+    for old, variable in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(old, keras.ops.convert_to_numpy(variable))
+
+
+def test_every_source_and_batch_size_gives_the_same(tmp_path):
+    import tensorflow as tf
+    import zarr
+
+    model = build("sgd")
+    stored = zarr.create_array(tmp_path / "x.zarr", shape=X.shape, chunks=(3, T), dtype="i4")
+    stored[:] = X
+    pairs = tf.data.Dataset.from_tensor_slices((X, Y)).batch(3)
+    wrt = ["weights", "gru.hidden", "embedding.output"]
+    whole = rl.gradients(model, X, Y, wrt=wrt)
+    feeds = {
+        "pieces": ((X, Y), {"batch_size": 3}),
+        "tf.data": ((pairs,), {}),
+        "zarr": ((stored, Y), {}),
+        "generator": (((pair for pair in [(X[:3], Y[:3]), (X[3:], Y[3:])]),), {}),
+    }
+    for feed, (data, how) in feeds.items():
+        g = rl.gradients(model, *data, wrt=wrt, **how)
+        assert g.tensors == whole.tensors
+        for name in whole.tensors:
+            np.testing.assert_allclose(
+                g[name].values, whole[name].values, rtol=1e-4, atol=1e-7, err_msg=f"{feed} {name}"
+            )
+
+
+def test_the_loss_scale_of_mixed_precision_is_undone():
+    def network(policy):
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(policy)
+        try:
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.Input((3,)), layers.Dense(4, name="first"), layers.Dense(1, name="last")])
+        finally:
+            keras.config.set_dtype_policy(before)
+        model.compile("sgd", loss=lambda y, p: 1e-7 * keras.ops.mean(keras.ops.cast(p, "float32") - y))
+        return model
+
+    x, y = np.full((2, 3), 0.01, "float32"), np.zeros((2, 1), "float32")
+    full = rl.gradients(network("float32"), x, y)
+    half = rl.gradients(network("mixed_float16"), x, y)
+    assert not half.disconnected
+    for name in full.tensors:
+        np.testing.assert_allclose(half[name].values, full[name].values, rtol=2e-2, err_msg=name)
