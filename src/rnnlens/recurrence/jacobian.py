@@ -348,13 +348,13 @@ def _elements(array: Array) -> int:
     return count
 
 
-def reverse_flops(system: System, alive: Sequence[int], with_input: bool) -> float:
-    """Operations of a reverse sweep, where ``alive`` rows exist at each of its steps."""
+def reverse_flops(system: System, alive: int, with_input: bool) -> float:
+    """Operations of a reverse sweep, where ``alive`` rows exist at its steps, all together."""
     columns = system.columns + (system.features if with_input else 0)
-    return 2.0 * system.batch * sum(alive) * system.rows * columns
+    return 2.0 * system.batch * alive * system.rows * columns
 
 
-def forward_flops(system: System, alive: Sequence[int], out_rows: int) -> float:
+def forward_flops(system: System, alive: int, out_rows: int) -> float:
     """Operations of a forward sweep; each row alive is also multiplied into ``out_rows`` outputs (0: none)."""
     readout = out_rows * system.state_sizes[0]
-    return 2.0 * system.batch * sum(alive) * (system.rows * system.columns + readout)
+    return 2.0 * system.batch * alive * (system.rows * system.columns + readout)

@@ -116,10 +116,11 @@ class Direct:
         position = {t: i for i, t in enumerate(run.steps())}
         outs, ins = sorted(position[t] for t in self.times), sorted(position.get(t, -1) for t in self.in_times)
         if mode == "reverse":
-            alive = [ends.rows * sum(o >= p for o in outs) for p in range(max(ins[0], 0), outs[-1] + 1)]
-            return reverse_flops(system, alive, self.link is not None)
-        alive = [ends.wrt.size * sum(i < p for i in ins) for p in range(ins[0] + 1, outs[-1] + 1)]
-        return forward_flops(system, alive, 0 if self.readout is None else ends.rows)
+            steps = np.arange(max(ins[0], 0), outs[-1] + 1)
+            alive = ends.rows * (len(outs) - np.searchsorted(outs, steps))
+            return reverse_flops(system, int(alive.sum()), self.link is not None)
+        alive = ends.wrt.size * np.searchsorted(ins, np.arange(ins[0] + 1, outs[-1] + 1))
+        return forward_flops(system, int(alive.sum()), 0 if self.readout is None else ends.rows)
 
     def buffer_bytes(self, mode: str, groups: int) -> int:
         """Bytes per sample of a sweep's buffers with so many output steps (reverse) or input steps (forward)."""
