@@ -17,9 +17,9 @@ from ..settings import current, parse_memory
 from .inside import Inside
 from .jacobian_ends import resolve
 from .jacobian_label import Labels
-from .jacobian_routes import Ends
 from .jacobian_run import compute
 from .jacobian_target import Tensor, chosen_times, look_inside, projection
+from .jacobian_wanted import Ends
 from .names import TensorName, catalogue, read_one
 
 __all__ = ["jacobian"]

@@ -11,9 +11,10 @@ from ..adapters.protocol import Adapter, Batch, Port
 from ..errors import DisconnectedError, InputError, message
 from .inside import Inside
 from .jacobian_chain import chain_graph
+from .jacobian_composed import Composed
 from .jacobian_graph import Graph, open_graph
-from .jacobian_routes import Composed, Ends
 from .jacobian_target import Swept, Tensor, inner_tensor, output_tensor, readable
+from .jacobian_wanted import Ends
 from .names import Catalogue, TensorName
 
 

@@ -12,7 +12,7 @@ import xarray as xr
 from ..results.checks import Check
 from ..results.schema import labelled
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
-from .jacobian_routes import Ends, Tally
+from .jacobian_wanted import Ends, Tally
 from .names import Catalogue, TensorName
 
 IN_DIRECTION = "in_direction"

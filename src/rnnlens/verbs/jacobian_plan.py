@@ -14,9 +14,11 @@ from ..recurrence.jacobian import BLOCK_BUDGET
 from ..recurrence.linear import System
 from ..settings import format_memory
 from .inside import like
+from .jacobian_composed import Composed, through_rows
+from .jacobian_direct import Direct
 from .jacobian_graph import Graph, Link
-from .jacobian_routes import Composed, Direct, Ends, through_rows
 from .jacobian_target import Swept, Tensor
+from .jacobian_wanted import Ends
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ import xarray as xr
 from ..errors import InputError, UnsupportedError, message
 from ..results.checks import REPLAY, Check, rounding_bound, warn_about
 from ..settings import Progress
+from .jacobian_composed import Composed
+from .jacobian_direct import Direct
 from .jacobian_graph import Graph
 from .jacobian_label import Labels
 from .jacobian_plan import (
@@ -25,9 +27,9 @@ from .jacobian_plan import (
     narrowed,
     result_bytes,
 )
-from .jacobian_routes import Composed, Direct, Ends, Tally
 from .jacobian_store import ZarrTarget
 from .jacobian_target import Swept
+from .jacobian_wanted import Ends, Tally
 
 Values = np.ndarray[Any, Any]
 

@@ -16,7 +16,7 @@ from ..results.checks import Check
 from ..results.files import check_path
 from ..results.files import open as open_result
 from .jacobian_label import Labels
-from .jacobian_routes import Tally
+from .jacobian_wanted import Tally
 
 #: Bytes per chunk of the array on disk.
 _CHUNK = 4 * 2**20

@@ -1,0 +1,211 @@
+"""The composed route: any model, exact, through each recurrence by our sweep and between them by links.
+
+Rows of cotangents travel down from layer to layer as fields (sample, row, time, feature), a chunk of rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..adapters.protocol import Port
+from ..recurrence.jacobian import Taps, reverse
+from ..recurrence.reductions import FieldCollector
+from ..recurrence.sources import Field, Points
+from ..typing import Array
+from .inside import like
+from .jacobian_graph import Graph, Link, through
+from .jacobian_target import Swept, Tensor
+from .jacobian_wanted import Ends, Tally
+
+
+class Composed:
+    """The composed route.
+
+    Parameters
+    ----------
+    swept
+        Every recurrent call, in the order in which they ran.
+    """
+
+    def __init__(self, graph: Graph | None, swept: list[Swept], ends: Ends) -> None:
+        self.graph, self.swept, self.ends = graph, swept, ends
+        self._useful: dict[int, bool] = {}
+
+    def pull(
+        self, start: Tensor, wrt: Tensor, times: Sequence[int] | None, tally: Tally
+    ) -> dict[int, np.ndarray[Any, Any]]:
+        """(sample, row, [time,] feature) with rows (output step, row), by half of ``wrt`` (0 at a border)."""
+        arriving: dict[Port, Array] = {}
+        points: dict[int, Points] = {}
+        self._start(start, times, arriving, points)
+        found: dict[int, Array] = {}
+        for index in range(len(self.swept) - 1, -1, -1):
+            one = self.swept[index]
+            source = self._gather(one, points.get(index), arriving)
+            if source is not None and self.is_useful(index, wrt):
+                self._through(index, one, source, wrt, arriving, found, tally)
+        if wrt.port is not None and wrt.port in arriving:
+            found[0] = arriving[wrt.port]
+        return {key: self.swept[0].work.numpy(value) for key, value in found.items()}
+
+    def is_useful(self, index: int, wrt: Tensor) -> bool:
+        """Whether anything that leaves this call downwards can reach what we differentiate by."""
+        if index not in self._useful:
+            one = self.swept[index]
+            inside = any(one is half for half in wrt.halves)
+            self._useful[index] = inside or any(self._leads(port, wrt) for port in one.half.below())
+        return self._useful[index]
+
+    def _leads(self, source: Port, wrt: Tensor) -> bool:
+        if self.graph is None:
+            return False
+        for sink in self.graph.reach(source):
+            if sink == wrt.port:
+                return True
+            if any(sink in one.half.above() and self.is_useful(i, wrt) for i, one in enumerate(self.swept)):
+                return True
+        return False
+
+    def _start(
+        self, start: Tensor, times: Sequence[int] | None, arriving: dict[Port, Array], points: dict[int, Points]
+    ) -> None:
+        if start.port is None:
+            for one in start.halves:
+                index = next(i for i, s in enumerate(self.swept) if s is one)
+                points[index] = enter(one, start, times, self.ends.rows_at(start.size))
+            return
+        assert self.graph is not None
+        border = self.graph.borders[start.port]
+        rows = self.ends.rows_at(border.features)
+        links = self.graph.reach(start.port)
+        rest = set(links)
+        for index, one in enumerate(self.swept):
+            output = one.half.above()[0]
+            if times is not None and output in links and links[output].kind == "local":
+                points[index] = one.output_points(times, through_rows(links[output], rows))
+                rest.discard(output)
+        if not rest:
+            return
+        if times is None:
+            whole = np.broadcast_to(rows[:, 0], (border.samples, *rows.shape[2:]))
+        else:
+            whole = np.zeros((border.samples, len(times), rows.shape[2], border.times or 1, border.features))
+            for i, t in enumerate(times):
+                whole[:, i, :, t] = rows[:, 0 if rows.shape[1] == 1 else t]
+            whole = whole.reshape(border.samples, -1, *whole.shape[3:])
+        reference = self.graph.pullback.values[start.port]
+        _add(arriving, through(self.graph, start.port, like(whole, reference), rest))
+
+    def _gather(self, one: Swept, points: Points | None, arriving: dict[Port, Array]) -> Points | Field | None:
+        """Everything that comes into a call from above, as one source."""
+        output, *finals = one.half.above()
+        top, ends = arriving.pop(output, None), [arriving.pop(port, None) for port in finals]
+        flat = {i: e for i, e in enumerate(ends) if e is not None}
+        if top is not None and not one.half.call.returns_sequences:
+            flat[one.output] = flat[one.output] + top if one.output in flat else top
+            top = None
+        if top is None and not flat:
+            return points
+        if top is None and points is None:
+            *_, last = one.half.run.steps()
+            return Points(
+                [last], {state: like(e, one.half.run.input)[:, None] for state, e in flat.items()}, one.system.order
+            )
+        return self._field(one, top, flat, points)
+
+    def _field(self, one: Swept, top: Array | None, flat: Mapping[int, Array], points: Points | None) -> Field:
+        work, time = one.work, one.system.time
+        first = top if top is not None else next(iter(flat.values()), None)
+        count = points.count if first is None and points is not None else int(first.shape[1])  # type: ignore[union-attr]
+        *_, last = one.half.run.steps()
+        sizes, batch = one.system.state_sizes, one.system.batch
+        fields: dict[int, Array] = {}
+
+        def at(state: int) -> Array:
+            if state not in fields:
+                fields[state] = work.zeros(batch, count, time, sizes[state])
+            return fields[state]
+
+        if top is not None:
+            top, moves = like(top, one.half.run.input), one.output_moves()
+            if moves is not None:
+                top = work.xp.where(moves[:, None, :, None], top, work.xp.zeros_like(top))
+            fields[one.output] = top + 0
+        for state, value in flat.items():
+            target = at(state)[:, :, last]
+            target[...] = target + like(value, one.half.run.input)
+        if points is not None:
+            for g, t in enumerate(points.sequence):
+                rows = slice(g * points.group, (g + 1) * points.group)
+                for state, part in points.parts(t, rows.start, rows.stop, slice(None)).items():
+                    target = at(state)[:, rows, t]
+                    target[...] = target + part
+        return Field(fields, one.system.order)
+
+    def _through(
+        self,
+        index: int,
+        one: Swept,
+        source: Points | Field,
+        wrt: Tensor,
+        arriving: dict[Port, Array],
+        found: dict[int, Array],
+        tally: Tally,
+    ) -> None:
+        run, work, taps = one.half.run, one.work, Taps()
+        batch, count = one.system.batch, source.count
+        below, *initial = one.half.below()
+        fields: dict[Port, Array] = {}
+        if self._leads(below, wrt):
+            fields[below] = work.zeros(batch, count, one.system.time, one.system.features)
+            taps.input = FieldCollector(fields[below])
+        for state, port in enumerate(initial):
+            if self._leads(port, wrt):
+                fields[port] = work.zeros(batch, count, 1, int(run.states[state].shape[-1]))
+                taps.initial[state] = FieldCollector(fields[port])
+        place = next((i for i, half in enumerate(wrt.halves) if half is one), None)
+        if place is not None:
+            found[place] = work.zeros(batch, count, *(() if wrt.times is None else (wrt.times,)), wrt.size)
+            value = found[place] if wrt.times is not None else found[place][:, :, None]
+            (taps.initial if wrt.what == "initial_state" else taps.states)[wrt.state] = FieldCollector(value)
+        cost = reverse(one.system, source, taps)
+        tally.flops += cost.flops
+        if isinstance(source, Points):
+            order = _rows_as_asked(source)
+            if order is not None:
+                fields = {port: value[:, order] for port, value in fields.items()}
+                if place is not None:
+                    found[place] = found[place][:, order]
+        for port, value in fields.items():
+            assert self.graph is not None
+            value = value if port == below else value[:, :, 0]
+            _add(arriving, through(self.graph, port, value))
+
+
+def _rows_as_asked(points: Points) -> list[int] | None:
+    """Where to find the rows in the order in which steps were asked for; None if they are in it."""
+    if list(points.times) == list(points.sequence):
+        return None
+    order = {t: i for i, t in enumerate(points.sequence)}
+    return [order[t] * points.group + r for t in points.times for r in range(points.group)]
+
+
+def through_rows(link: Link, rows: np.ndarray[Any, Any]) -> Array:
+    """Rows (sample or 1, time or 1, row, source) through a local link, at every step."""
+    return rows if link.block is None else like(rows, link.block) @ link.block
+
+
+def enter(one: Swept, start: Tensor, times: Sequence[int] | None, block: Array) -> Points:
+    """Rows that start inside a recurrent call."""
+    if times is None:
+        *_, last = one.half.run.steps()
+        times = [last]
+    return one.output_points(times, block) if start.what == "output" else one.points(start.state, times, block)
+
+
+def _add(total: dict[Port, Array], more: Mapping[Port, Array]) -> None:
+    for port, value in more.items():
+        total[port] = total[port] + value if port in total else value
