@@ -19,6 +19,7 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
+import matplotlib.pyplot as plt
 import numpy as np
 import xarray as xr
 from _options import options, save
@@ -71,7 +72,8 @@ def main() -> None:
 
     both = xr.concat([every, last], xr.Variable("target", ["all steps", "last step"]), combine_attrs="override")
     both.attrs["long_name"] = "norm of d mean(hidden) / d embedded input"
-    ax = rl.plot.curves(both, log=True, title=f"{count} sequences: which steps move the hidden state")
+    figure = plt.figure(figsize=(9, 4), layout="constrained")
+    ax = rl.plot.curves(both, log=True, title=f"{count} sequences", figure=figure)
     save(ax, chosen.out / "a_hidden_states.png")
 
     reach = int((last > 0.01 * last.max()).sum())

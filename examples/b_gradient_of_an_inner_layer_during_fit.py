@@ -18,6 +18,7 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import keras
+import matplotlib.pyplot as plt
 import numpy as np
 import xarray as xr
 from _options import options, save
@@ -114,7 +115,8 @@ def main() -> None:
     profile = xr.concat(watcher.profiles, "batch")
     picked = profile.isel(batch=np.linspace(0, profile.sizes["batch"] - 1, 4).astype(int))
     picked.attrs["long_name"] = "norm of dL/dh_t of the inner layer"
-    ax = rl.plot.curves(picked, log=True, title="gradient at the inner layer, from the first batch to the last")
+    figure = plt.figure(figsize=(9, 4), layout="constrained")
+    ax = rl.plot.curves(picked, log=True, title="from the first batch to the last", figure=figure)
     save(ax, chosen.out / "b_inner_layer.png")
 
     first, final = profile[0], profile[-1]

@@ -60,7 +60,9 @@ def main() -> None:
         f"\ntraining=True (dropout, batch statistics) changes the gradient of the kernel by up to {100 * change:.0f} %"
     )
 
-    axes = rl.plot.weights_heatmap(g["gru"].dataset)
+    gru = g["gru"].dataset
+    named = gru.rename({name: f"{name}_grad" for name in gru.data_vars})
+    axes = rl.plot.weights_heatmap(named, grad=True, title="gradient of the new state, by gate")
     save(axes, chosen.out / "d_new_state.png")
 
 

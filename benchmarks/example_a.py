@@ -1,0 +1,137 @@
+"""Example a at full size per sequence: memory at any number of sequences, throughput beside the framework's own.
+
+    python benchmarks/example_a.py [--small] [--sequences 960] [--rounds 5]
+
+A stateful SimpleRNN of 200 units over a frozen embedding, 1403 steps, 100 dimensions, batches of 32, random initial
+state. Asked for: the gradient of the mean hidden state with respect to the embedded input, one number per step.
+
+memory
+    High-water mark of a process of its own that streams all sequences through ``rl.gradients``, and of one that streams
+    a third of them. Bar: below 4 GiB, and no more for all than for a third (within 10 %).
+throughput
+    Sequences per second of ``rl.gradients`` beside those of JAX's own compiled gradient of the same number, batch by
+    batch in one process, after one round that compiles. A ratio, not a bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+LIMIT = 4 * 1024**3
+
+
+def example():
+    """The example itself, as a module."""
+    sys.path.insert(0, str(EXAMPLES))
+    path = next(EXAMPLES.glob("a_*.py"))
+    spec = importlib.util.spec_from_file_location("example_a", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def sizes(small: bool) -> tuple[int, int, int]:
+    return (60, 10, 16) if small else (1403, 100, 200)
+
+
+def stream(count: int, small: bool) -> None:
+    """Stream ``count`` sequences and print the high-water mark of this process."""
+    import numpy as np
+
+    a = example()
+    steps, dimensions, units = sizes(small)
+    model = a.build(steps, dimensions, units)
+    start = np.random.default_rng(2).normal(size=(1, units)).astype("float32")
+    began = time.perf_counter()
+    a.gradient(model, a.sequences(count, steps), start)
+    seconds = time.perf_counter() - began
+    print(json.dumps({"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "seconds": seconds}))
+
+
+def own_process(count: int, small: bool) -> dict[str, float]:
+    command = [sys.executable, __file__, "--stream", str(count), *(["--small"] if small else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def throughput(small: bool, rounds: int) -> tuple[float, float]:
+    """Seconds per batch, ours and JAX's own, medians of interleaved rounds."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    a = example()
+    steps, dimensions, units = sizes(small)
+    model = a.build(steps, dimensions, units)
+    start = np.random.default_rng(2).normal(size=(1, units)).astype("float32")
+    ids = next(iter(a.sequences(a.BATCH, steps)))
+    kernel, recurrent, bias = (jnp.asarray(w) for w in model.get_layer("rnn").get_weights())
+    table = jnp.asarray(model.get_layer("embedding").get_weights()[0])
+
+    @jax.jit
+    def own(ids):
+        def mean_hidden(embedded):
+            def step(h, x):
+                h = jnp.tanh(x @ kernel + h @ recurrent + bias)
+                return h, h
+
+            h = jnp.broadcast_to(jnp.asarray(start), (embedded.shape[0], units))
+            _, states = jax.lax.scan(step, h, jnp.swapaxes(embedded, 0, 1))
+            return states.mean(axis=(0, 2)).sum()
+
+        return jnp.linalg.norm(jax.grad(mean_hidden)(table[ids]), axis=-1).mean(axis=0)
+
+    def ours():
+        return a.gradient(model, iter([ids]), start).values
+
+    reference, first = np.asarray(own(ids)), ours()
+    np.testing.assert_allclose(first, reference, rtol=1e-3, atol=1e-3 * reference.max())
+    times = {"ours": [], "own": []}
+    for _ in range(rounds):
+        for name, call in (("ours", ours), ("own", lambda: np.asarray(own(ids)))):
+            began = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - began)
+    return statistics.median(times["ours"]), statistics.median(times["own"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a toy, to see that it runs")
+    parser.add_argument("--sequences", type=int, default=960)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stream", type=int, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.stream:
+        stream(asked.stream, asked.small)
+        return 0
+    count = 96 if asked.small else asked.sequences
+    third, whole = own_process(count // 3, asked.small), own_process(count, asked.small)
+    ours, own = throughput(asked.small, asked.rounds)
+    batch = example().BATCH
+    gib = 1024**3
+    fits = whole["peak"] < LIMIT and whole["peak"] < 1.1 * third["peak"]
+    print(f"memory, {count // 3} sequences   {third['peak'] / gib:5.2f} GiB")
+    print(
+        f"memory, {count} sequences   {whole['peak'] / gib:5.2f} GiB   bar: < 4 GiB and flat: {'met' if fits else 'MISSED'}"
+    )
+    print(f"streamed             {count / whole['seconds']:8.1f} sequences/s, compilation included")
+    print(f"rl.gradients         {batch / ours:8.1f} sequences/s")
+    print(f"JAX's own, compiled  {batch / own:8.1f} sequences/s   ratio of times {ours / own:.2f}")
+    return 0 if fits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

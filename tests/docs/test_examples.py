@@ -1,0 +1,57 @@
+"""Every example runs at its reduced size, in a process of its own, and leaves the figure that answers its question."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("[a-e]_*.py"))
+
+#: What each says at the end, and the figures it draws.
+SAID = {
+    "a": ("The last state still feels", {"a_hidden_states.png"}),
+    "b": ("6 batches watched", {"b_inner_layer.png"}),
+    "c": ("output 10 is moved most by input step", {"c_output_step_10.png"}),
+    "d": ("head/kernel has no gradient [not_on_path]", {"d_new_state.png"}),
+    "e": (
+        "both ways: first step over last",
+        {
+            "e_0d_last_step.png",
+            "e_1d_one_way_5_iterations.png",
+            "e_1d_one_way_60_iterations.png",
+            "e_2d_both_ways.png",
+        },
+    ),
+}
+
+
+def test_all_five_are_there():
+    assert [script.name[0] for script in SCRIPTS] == list("abcde")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_example_runs_and_draws(script, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "KERAS_BACKEND"}
+    done = subprocess.run(
+        [sys.executable, script, "--out", tmp_path],
+        env={**environment, "MPLBACKEND": "Agg", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    sentence, figures = SAID[script.name[0]]
+    assert sentence in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == figures
+    assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_example_opens_with_a_question_and_says_how_to_run_it_in_full(script):
+    lines = script.read_text().splitlines()
+    assert lines[0].startswith('"""')
+    assert lines[0].endswith("?")
+    assert any(f"python examples/{script.name} --full" in line for line in lines)
