@@ -126,16 +126,15 @@ def main() -> int:
             outcome = future.result()
             outcomes.append(outcome)
             word = "FAILED" if outcome.code else "ok"
+            if outcome.code:
+                print(f"\n{'=' * 30} {outcome.suite.name} {'=' * 30}\n{outcome.output}")
             print(f"{outcome.suite.name:18}{word:8}{outcome.seconds:5.0f} s  {outcome.closing_line}", flush=True)
     return conclude(outcomes)
 
 
 def conclude(outcomes: list[Outcome]) -> int:
-    """Print the output of what failed and the totals; the exit code."""
+    """Print the totals; the exit code."""
     lost = orphans()
-    for outcome in outcomes:
-        if outcome.code:
-            print(f"\n{'=' * 30} {outcome.suite.name} {'=' * 30}\n{outcome.output}")
     for path in lost:
         print(f"{path}: belongs to no suite of tests/suites.py")
     total = sum((outcome.counts for outcome in outcomes), Counter())
