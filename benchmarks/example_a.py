@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LIMIT = 4 * 1024**3

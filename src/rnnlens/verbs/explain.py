@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -226,6 +225,7 @@ def _embeddings(question: Question) -> list[str]:
 
 def _half_precision(question: Question) -> str | None:
     """The half-precision dtype that a model computes in, if it does."""
-    policy: Any = getattr(getattr(question.model, "dtype_policy", None), "compute_dtype", None)
-    dtype = str(policy or question.adapter.provenance(question.model).get("dtype", ""))
-    return dtype if dtype in ("float16", "bfloat16") else None
+    layers = [question.model, *modules_of(question.model).values()]
+    found = [str(getattr(layer, "compute_dtype", "")) for layer in layers]
+    found.append(str(question.adapter.provenance(question.model).get("dtype", "")))
+    return next((dtype for dtype in found if dtype in ("float16", "bfloat16")), None)

@@ -198,8 +198,8 @@ def _target(of: Of, known: Catalogue) -> tuple[tuple[TensorName, ...], Callable[
 
 
 _ROWS_APART = (
-    "Keras on TensorFlow clips each looked-up row of an embedding by itself, before the rows of one id are added: where "
-    "ids repeat in a batch, training clips by a slightly larger norm than is shown here."
+    "Keras on TensorFlow clips each looked-up row of an embedding by itself, before the rows of one id are added: "
+    "where ids repeat in a batch, training clips by a slightly other norm than is shown here."
 )
 _OF = '"loss", "output", "layer.output", "layer.hidden", "layer.cell" or "layer.final_hidden"'
 
@@ -284,9 +284,8 @@ def _result(
         after, norm = clipped(trainable, question.known, kind, threshold)
         both = replace_gradients(gathered, after)
         labels = {name: _label(question, name, both, provenance) for name in asked if name in both.gradients}
-        if provenance.get("engine", "").startswith("tensorflow") and any(
-            "touched_rows" in a.attrs for a in arrays.values()
-        ):
+        sparse = any("touched_rows" in array.attrs for array in arrays.values())
+        if sparse and provenance.get("engine", "").startswith("tensorflow"):
             result.notes.append(_ROWS_APART)
         result.clip = {"kind": kind, "threshold": threshold, "norm": norm}
         result.clipped = Gradients(_datasets(labels), **common)

@@ -36,9 +36,13 @@ ALL = [*net.WEIGHTS, *net.TAPS]
 @pytest.fixture(scope="module", autouse=True)
 def double_precision():
     """Losses are computed in floatx, whatever the model is."""
+    policy = keras.config.dtype_policy()
     keras.config.set_floatx("float64")
+    # The policy is taken from floatx once per process: other files may have been first.
+    keras.config.set_dtype_policy("float64")
     yield
     keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy(policy)
 
 
 def autodiff(function, *arguments):

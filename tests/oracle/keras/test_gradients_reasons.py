@@ -111,14 +111,10 @@ def test_masked_steps_all_of_them_or_some():
 
 def test_underflow_of_half_precision():
     keras.utils.set_random_seed(0)
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("float16")
-    try:
-        first = layers.Dense(3, name="first")
-        last = layers.Dense(1, name="last", kernel_initializer=keras.initializers.Constant(1.5e-5))
-        model = keras.Sequential([keras.Input((2,)), first, last])
-    finally:
-        keras.config.set_dtype_policy(before)
+    first = layers.Dense(3, dtype="float16", name="first")
+    tiny = keras.initializers.Constant(1.5e-5)
+    last = layers.Dense(1, dtype="float16", name="last", kernel_initializer=tiny)
+    model = keras.Sequential([keras.Input((2,), dtype="float16"), first, last])
     x = np.full((2, 2), 2e-4, dtype="float16")
     g = rl.gradients(model, x, of="output", reduce="sum", wrt=["first/kernel", "first/bias"])
     assert said(g.disconnected["first/kernel"]) == reasons.underflow("6e-09")

@@ -117,20 +117,18 @@ def test_every_source_and_batch_size_gives_the_same(tmp_path):
 
 
 def test_the_loss_scale_of_mixed_precision_is_undone():
-    def network(policy):
-        before = keras.config.dtype_policy()
-        keras.config.set_dtype_policy(policy)
-        try:
-            keras.utils.set_random_seed(0)
-            model = keras.Sequential([keras.Input((3,)), layers.Dense(4, name="first"), layers.Dense(1, name="last")])
-        finally:
-            keras.config.set_dtype_policy(before)
-        model.compile("sgd", loss=lambda y, p: 1e-7 * keras.ops.mean(keras.ops.cast(p, "float32") - y))
+    def network(policy, optimizer):
+        keras.utils.set_random_seed(0)
+        first, last = layers.Dense(4, dtype=policy, name="first"), layers.Dense(1, dtype=policy, name="last")
+        model = keras.Sequential([keras.Input((3,)), first, last])
+        model.compile(optimizer, loss=lambda y, p: 1e-7 * keras.ops.mean(keras.ops.cast(p, "float32") - y))
         return model
 
     x, y = np.full((2, 3), 0.01, "float32"), np.zeros((2, 1), "float32")
-    full = rl.gradients(network("float32"), x, y)
-    half = rl.gradients(network("mixed_float16"), x, y)
+    full = rl.gradients(network("float32", "sgd"), x, y)
+    half = rl.gradients(network("mixed_float16", keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())), x, y)
     assert not half.disconnected
+    unscaled = rl.gradients(network("mixed_float16", "sgd"), x, y)
+    assert {reason.code for reason in unscaled.disconnected.values()} == {"underflow"}
     for name in full.tensors:
         np.testing.assert_allclose(half[name].values, full[name].values, rtol=2e-2, err_msg=name)
