@@ -16,6 +16,7 @@ Conventions for every array named here:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -217,6 +218,17 @@ class Adapter(Protocol):
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
         """All layers with weights, copies of the values, gates in our order."""
+
+    def differentiate(
+        self, function: Callable[..., Any], arrays: Sequence[Array], model: Any
+    ) -> tuple[Array, Callable[[Array], list[Array]]]:
+        """Value of a user's function of the framework's tensors, and what pulls cotangents back to its arguments."""
+
+    def nudged(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
+        """Within the block, add ``size`` times its own spread to a weight or to the output of a layer.
+
+        The pattern is random and fixed. Yields False where the port cannot be moved.
+        """
 
     def provenance(self, model: Any) -> Mapping[str, str]:
         """Framework, its version, engine, dtype, device: plain strings."""

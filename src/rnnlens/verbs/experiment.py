@@ -93,8 +93,7 @@ class Laboratory:
     def _nudged_value(self, port: Port, size: float, asked: Question) -> Array | None:
         if port.kind == "input":
             return observed_value(asked, replace(self.batch, x=_moved_input(self.batch.x, port.index, size)))
-        adapter: Any = self.question.adapter
-        with adapter.nudged(self.question.model, port, size) as possible:
+        with self.question.adapter.nudged(self.question.model, port, size) as possible:
             return observed_value(asked, self.batch) if possible else None
 
     def _without_loss(self) -> Batch:

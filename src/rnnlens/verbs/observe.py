@@ -29,7 +29,7 @@ def observed_value(question: Question, batch: Batch) -> Array:
     values = [_leaf(question, leaf, capture) for leaf in question.leaves]
 
     def differentiate(function: Any, arrays: Any) -> Any:
-        return question.adapter.differentiate(function, arrays, question.model)  # type: ignore[attr-defined]
+        return question.adapter.differentiate(function, arrays, question.model)
 
     if question.function is None:
         return np.asarray(question.target.evaluate(values[0], differentiate)[0], dtype=np.float64)

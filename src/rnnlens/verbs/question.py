@@ -118,7 +118,9 @@ def answer_from_capture(question: Question, batch: Batch) -> Answer | None:
         if name.what == "output":
             grads[name] = _stack_halves([plain(half.call.output_grad)[None] for half in halves])
         else:
-            grads[name] = inside.gradient(name, [half.sweep(half.call.state_grad or {}, half.arrived()) for half in halves])
+            grads[name] = inside.gradient(
+                name, [half.sweep(half.call.state_grad or {}, half.arrived()) for half in halves]
+            )
     if any(grad is None or not np.any(grad) for grad in grads.values()):
         return None
     dims = {name: dims_for(name, grad, known, False) for name, grad in grads.items() if grad is not None}
@@ -354,7 +356,7 @@ class _Answering:
         return dims_for(name, array, self.question.known, self.question.target.per_sample)
 
     def _differentiate(self, function: Callable[..., Any], arrays: Sequence[Array]) -> Any:
-        return self.question.adapter.differentiate(function, arrays, self.question.model)  # type: ignore[attr-defined]
+        return self.question.adapter.differentiate(function, arrays, self.question.model)
 
 
 def is_inside(name: TensorName, known: Catalogue) -> bool:
