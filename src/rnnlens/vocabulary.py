@@ -99,9 +99,7 @@ QUANTITIES: dict[str, Quantity] = {
             True,
             _PASCANU,
         ),
-        Quantity(
-            "gate_grad", _STGU, "gradient of the gate pre-activation", "loss", "dL/dz_t, total", True, _PASCANU
-        ),
+        Quantity("gate_grad", _STGU, "gradient of the gate pre-activation", "loss", "dL/dz_t, total", True, _PASCANU),
         Quantity(
             "input_grad",
             (SAMPLE, TIME, FEATURE),

@@ -167,8 +167,8 @@ class Port:
 
     ``kind`` is one of ``"input"`` (index: which), ``"output"`` (index: which of several), ``"initial_state"`` and
     ``"final_state"`` (index: which state), ``"weight"`` (``key``: its name within the layer), ``"loss"``.
-    ``layer`` is None for the model itself. ``direction`` picks one half of a bidirectional layer: its ports are those of
-    the half, before merging.
+    ``layer`` is None for the model itself. ``direction`` picks one half of a bidirectional layer: its ports are
+    those of the half, before merging.
     """
 
     kind: Literal["input", "output", "initial_state", "final_state", "weight", "loss"]

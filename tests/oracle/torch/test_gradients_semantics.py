@@ -251,7 +251,8 @@ def test_sample_weights(model):
         (
             {"of": "lstm.hidden", "at": {"step": 2}, "reduce": "sum"},
             "The target has no dimension 'step'.\n  got:      at={'step': 2}\n"
-            "  expected: (sample: 7, time: 5, unit: 4)\n  try:      did you mean 'time'? Known: 'sample', 'time', 'unit'",
+            "  expected: (sample: 7, time: 5, unit: 4)\n"
+            "  try:      did you mean 'time'? Known: 'sample', 'time', 'unit'",
         ),
         (
             {"of": "lstm.hidden", "at": {"time": 5}, "reduce": "sum"},
