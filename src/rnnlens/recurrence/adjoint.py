@@ -7,12 +7,15 @@ Werbos 1990, doi:10.1109/5.58337; in this notation Pascanu, Mikolov, Bengio 2013
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
-from ..typing import Array
+from ..typing import Array, Namespace
 from .activations import ACTIVATIONS
 from .cells import KnownCell, affine, equations
+from .cells.record import Record
+from .parallel import for_each, halves
 from .run import Run
 
 
@@ -38,6 +41,16 @@ class Adjoint:
     initial_state_grad: tuple[Array, ...]
     output_cotangent: Array | None = None
 
+    def of_samples(self, some: slice) -> Adjoint:
+        """The same gradients, of some of the samples; views, where the library has them."""
+        return Adjoint(
+            tuple(g[some, ...] for g in self.state_grads),
+            None if self.gate_grad is None else self.gate_grad[some, ...],
+            self.input_grad[some, ...],
+            tuple(g[some, ...] for g in self.initial_state_grad),
+            None if self.output_cotangent is None else self.output_cotangent[some, ...],
+        )
+
 
 def adjoint(
     run: Run,
@@ -55,53 +68,81 @@ def adjoint(
     """
     if not isinstance(run.cell, KnownCell) or run.record is None:
         raise TypeError("adjoint() sweeps known cells; custom cells go through adjoint_custom()")
-    xp, module, cell = run.xp, equations(run.cell), run.cell
+    xp = run.xp
     direct = per_state(state_cotangent, len(run.states))
-    carry = final_or_zero(run, final_state_cotangent)
-    state_grads = tuple(xp.empty_like(s) for s in run.states)
-    gate_grad = xp.empty_like(run.record.gates)
+    final = final_or_zero(run, final_state_cotangent)
+    result = Adjoint(
+        tuple(xp.empty_like(s) for s in run.states),
+        xp.empty_like(run.record.gates),
+        xp.empty_like(run.input),
+        tuple(xp.empty_like(s) for s in final),
+    )
+
+    def work(some: slice) -> None:
+        mine = tuple(None if d is None else d[some, ...] for d in direct)
+        _sweep(run.of_samples(some), mine, tuple(f[some, ...] for f in final), result.of_samples(some))
+
+    batch, time = run.input.shape[:2]
+    for_each(work, halves(batch, time * run.record.gates.shape[2] * run.record.gates.shape[3], xp=xp), xp=xp)
+    return result
+
+
+def _sweep(run: Run, direct: Sequence[Array | None], carry: tuple[Array, ...], out: Adjoint) -> None:
+    """Walk against the order of the recurrence and fill ``out``."""
+    xp, cell, record = run.xp, cast(KnownCell, run.cell), cast(Record, run.record)
+    module, gate_grad = equations(cell), cast(Array, out.gate_grad)
     for t in run.steps(reverse=True):
         cotangent = tuple(c if d is None else c + d[:, t, :] for c, d in zip(carry, direct, strict=True))
-        record, after = run.record.at((slice(None), t, ...)), tuple(s[:, t, :] for s in run.states)
-        dz, carry, total = module.pull_back(cell, record, run.state_before(t), after, cotangent, run.state_scale, xp)
+        now, after = record.at((slice(None), t, ...)), tuple(s[:, t, :] for s in run.states)
+        dz, carry, total = module.pull_back(cell, now, run.state_before(t), after, cotangent, run.state_scale, xp)
         if run.mask is not None:
             real = run.mask[:, t, None]
             carry = tuple(xp.where(real, new, old) for new, old in zip(carry, cotangent, strict=True))
             total = tuple(xp.where(real, new, old) for new, old in zip(total, cotangent, strict=True))
             dz = xp.where(real[:, :, None], dz, xp.zeros_like(dz))
         gate_grad[:, t, :, :] = dz
-        for grads, value in zip(state_grads, total, strict=True):
+        for grads, value in zip(out.state_grads, total, strict=True):
             grads[:, t, :] = value
     flat = affine.join_gates(gate_grad, xp)
-    input_grad = affine.unproject(flat, cell.kernel, run.input_scale, len(cell.gates), xp)
-    return Adjoint(state_grads, gate_grad, input_grad, carry)
+    out.input_grad[...] = affine.unproject(flat, cell.kernel, run.input_scale, len(cell.gates), xp)
+    for target, value in zip(out.initial_state_grad, carry, strict=True):
+        target[...] = value
 
 
 def weight_gradients(
-    run: Run, result: Adjoint, *, by_time: bool = False, times: slice = slice(None)
+    run: Run, result: Adjoint, *, by_time: bool = False, times: slice = slice(None), probes: int = 0
 ) -> dict[str, Array]:
     """Gradients of a known cell's weights, by the names of :meth:`KnownCell.weights`.
 
     Summed over samples, and over time unless ``by_time``: then each array has a leading time axis, and its sum over
-    time is dL/dW. ``times`` restricts the sum, or that axis, to some steps.
+    time is dL/dW. ``times`` restricts the sum, or that axis, to some steps. With ``probes``, kernels come as that many
+    random combinations of their rows (:class:`affine.Contraction`), to be compared with :func:`probed`.
     """
-    cell, xp = run.cell, run.xp
+    cell, xp, how = run.cell, run.xp, affine.Contraction(by_time, probes)
     if not isinstance(cell, KnownCell) or run.record is None or result.gate_grad is None:
         raise TypeError("weight_gradients() knows the weights of known cells only")
     gate_grad = result.gate_grad[:, times, :, :]
     flat = affine.join_gates(gate_grad, xp)
-    grads = {"kernel": affine.outer(run.input[:, times, :], flat, run.input_scale, len(cell.gates), by_time, xp)}
+    grads = {"kernel": affine.outer(run.input[:, times, :], flat, run.input_scale, len(cell.gates), how, xp)}
     if cell.bias is not None:
-        grads["bias"] = xp.sum(flat, axis=0 if by_time else (0, 1))
+        grads["bias"] = affine.total(flat, how, xp)
     before = run.states_before()[0][:, times, :]
     record = run.record.at((slice(None), times, ...))
-    grads |= equations(cell).recurrent_gradients(cell, record, before, gate_grad, run.state_scale, by_time, xp)
+    grads |= equations(cell).recurrent_gradients(cell, record, before, gate_grad, run.state_scale, how, xp)
     if cell.projection is not None:
         hidden_grad = result.state_grads[0] if run.mask is None else _at_real_steps(run, result.state_grads[0])
         squashed = ACTIVATIONS[cell.activation].value(run.states[1][:, times, :], xp)
         unprojected = record.gates[..., 3, :] * squashed
-        grads["projection"] = affine.outer(unprojected, hidden_grad[:, times, :], None, 1, by_time, xp)
+        grads["projection"] = affine.outer(unprojected, hidden_grad[:, times, :], None, 1, how, xp)
     return grads
+
+
+def probed(weights: Mapping[str, Array], probes: int, xp: Namespace) -> dict[str, Array]:
+    """Whole gradients reduced to the combinations of rows that ``weight_gradients(..., probes=probes)`` returns."""
+    how = affine.Contraction(probes=probes)
+    return {
+        name: affine.probe_rows(w.shape[0], w, how, xp) @ w if len(w.shape) == 2 else w for name, w in weights.items()
+    }
 
 
 def _at_real_steps(run: Run, values: Array) -> Array:

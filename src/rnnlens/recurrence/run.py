@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from array_api_compat import array_namespace, device
@@ -15,6 +15,7 @@ from array_api_compat import array_namespace, device
 from ..typing import Array, Namespace
 from .cells import KnownCell, equations, lstm, project_input
 from .cells.record import Record
+from .parallel import for_each, sample_chunks
 
 if TYPE_CHECKING:
     from .cells.custom import StepCell
@@ -98,6 +99,20 @@ class Run:
             old = output if masked_output == "output" else self.xp.zeros_like(output)
             output = carried(self.step_output[:, t, :], old, self.mask[:, t], self.xp)
         return output
+
+    def of_samples(self, some: slice) -> Run:
+        """The same run, of some of its samples; views, where the library has them."""
+        return replace(
+            self,
+            input=self.input[some, ...],
+            initial_state=tuple(s[some, ...] for s in self.initial_state),
+            states=tuple(s[some, ...] for s in self.states),
+            record=None if self.record is None else self.record.at((some, ...)),
+            step_output=None if self.step_output is None else self.step_output[some, ...],
+            mask=None if self.mask is None else self.mask[some, ...],
+            input_scale=_of_samples(self.input_scale, some),
+            state_scale=_of_samples(self.state_scale, some),
+        )
 
     def steps(self, *, reverse: bool = False) -> Iterator[int]:
         """Time indices in the order in which the recurrence ran, or against it."""
@@ -208,7 +223,8 @@ def _gates_at_once(run: Run, cell: KnownCell, before: Array) -> Record:
     shape = (batch, time, len(cell.gates), cell.units)
     z, a = (xp.empty(shape, dtype=before.dtype, device=device(before)) for _ in range(2))
     inner = xp.empty_like(z[:, :, 0, :]) if cell.kind == "gru" and cell.reset_after else None
-    for some in _sample_chunks(batch, time * shape[2] * shape[3]):
+
+    def work(some: slice) -> None:
         scales = [_of_samples(scale, some) for scale in (run.input_scale, run.state_scale)]
         projected = project_input(cell, run.input[some, ...], scales[0], xp)
         if cell.kind == "lstm":
@@ -218,6 +234,8 @@ def _gates_at_once(run: Run, cell: KnownCell, before: Array) -> Record:
         z[some, ...], a[some, ...] = part.preactivation, part.gates
         if inner is not None:
             inner[some, ...] = part.inner
+
+    for_each(work, sample_chunks(batch, time * shape[2] * shape[3]), xp=xp)
     return Record(z, a, inner)
 
 
@@ -225,7 +243,7 @@ def _one_step_residual(run: Run, cell: KnownCell) -> float:
     """How far h_t recomputed from the gates is from the h_t that the framework returned."""
     xp, gates, worst, largest = run.xp, run.gates, 0.0, 0.0
     batch, time, size = run.states[0].shape
-    for some in _sample_chunks(batch, time * size):
+    for some in sample_chunks(batch, time * size):
         if cell.kind == "lstm":
             recomputed = lstm.hidden(cell, gates[some, ...], run.states[1][some, ...], xp)  # type: ignore[index]
         else:
@@ -235,12 +253,6 @@ def _one_step_residual(run: Run, cell: KnownCell) -> float:
         difference, magnitude = distance(recomputed, run.states[0][some, ...], mask, xp)
         worst, largest = max(worst, difference), max(largest, magnitude)
     return worst / (largest or 1.0)
-
-
-def _sample_chunks(batch: int, elements: int) -> Iterator[slice]:
-    """Slices over samples of about 2**19 elements each."""
-    size = max(1, 2**19 // max(elements, 1))
-    return (slice(start, start + size) for start in range(0, batch, size))
 
 
 def _of_samples(scale: Array | None, some: slice) -> Array | None:

@@ -77,8 +77,8 @@ class Half:
         """dL/dW by the names of the cell's weights, summed over time, and over samples unless ``per_sample``."""
         if not per_sample:
             return {key: plain(grad) for key, grad in weights_of(self.call, self.run, swept).items()}
-        count = int(self.run.input.shape[0])
-        single = [weights_of(self.call, _cut_run(self.run, n), _cut_adjoint(swept, n)) for n in range(count)]
+        samples = [slice(n, n + 1) for n in range(int(self.run.input.shape[0]))]
+        single = [weights_of(self.call, self.run.of_samples(one), swept.of_samples(one)) for one in samples]
         return {key: np.stack([plain(grads[key]) for grads in single]) for key in single[0]}
 
 
@@ -201,40 +201,3 @@ def _join(parts: list[Array], name: TensorName) -> Array:
     if len(parts) == 1:
         return parts[0]
     return np.stack(parts, axis=1 if name.what in ("final_state", "initial_state") else 2)
-
-
-def _cut_run(run: Run, n: int) -> Run:
-    """One sample of a run."""
-    rows = slice(n, n + 1)
-
-    def scale(a: Any) -> Any:
-        return None if a is None else a[rows] if len(a.shape) == 2 else a[:, rows]
-
-    return replace(
-        run,
-        input=run.input[rows],
-        initial_state=tuple(s[rows] for s in run.initial_state),
-        states=tuple(s[rows] for s in run.states),
-        record=None if run.record is None else run.record.at((rows, ...)),
-        step_output=None if run.step_output is None else run.step_output[rows],
-        mask=None if run.mask is None else run.mask[rows],
-        input_scale=scale(run.input_scale),
-        state_scale=scale(run.state_scale),
-    )
-
-
-def _cut_adjoint(swept: Adjoint, n: int) -> Adjoint:
-    """One sample of a sweep."""
-    rows = slice(n, n + 1)
-
-    def cut(a: Any) -> Any:
-        return None if a is None else a[rows]
-
-    states, initial = swept.state_grads, swept.initial_state_grad
-    return Adjoint(
-        tuple(map(cut, states)),
-        cut(swept.gate_grad),
-        cut(swept.input_grad),
-        tuple(map(cut, initial)),
-        cut(swept.output_cotangent),
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..adapters.protocol import RecurrentCall
-from ..recurrence.adjoint import Adjoint, adjoint, weight_gradients
+from ..recurrence.adjoint import Adjoint, adjoint, probed, weight_gradients
 from ..recurrence.adjoint_custom import (
     adjoint_custom,
     custom_weight_gradients,
@@ -60,6 +60,21 @@ def weights_of(call: RecurrentCall, run: Run, result: Adjoint, *, by_time: bool 
     if isinstance(call.cell, KnownCell):
         return weight_gradients(run, result, by_time=by_time)
     return custom_weight_gradients(run, result, by_time=by_time)
+
+
+#: Random combinations of rows that the check of weight gradients looks at.
+PROBES = 8
+
+
+def weights_to_check(call: RecurrentCall, run: Run, result: Adjoint) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
+    """What per-step weight gradients sum to, and the framework's own, as far as a check needs them.
+
+    Of known cells random combinations of the rows: a fault in any weight shows in them (Freivalds 1977).
+    """
+    reference = call.weight_grads or {}
+    if isinstance(call.cell, KnownCell):
+        return weight_gradients(run, result, probes=PROBES), probed(reference, PROBES, run.xp)
+    return weights_of(call, run, result), reference
 
 
 def weight_norms_by_time(run: Run, result: Adjoint) -> dict[str, Array]:

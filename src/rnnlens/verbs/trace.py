@@ -19,7 +19,7 @@ from ..results.trace import Trace
 from ..typing import Array
 from ..vocabulary import FORWARD, QUANTITIES
 from .assemble import Arrays, join_directions
-from .sweep import names_of_states, sweep, weights_of
+from .sweep import names_of_states, sweep, weights_to_check
 
 #: What can be had without replaying the recurrence.
 _CAPTURED = frozenset({"input", "mask", "output", "output_grad", "final_state_grad"})
@@ -202,8 +202,8 @@ def _plain_dataset(call: PlainCall, wanted: frozenset[str] | None, provenance: M
 class WeightSum:
     """Per-step weight gradients summed over time and over all calls that share the weights, against the framework's."""
 
-    def __init__(self, call: RecurrentCall) -> None:
-        self.layer, self.reference, self.steps = call.layer.partition("#")[0], call.weight_grads or {}, 0
+    def __init__(self, call: RecurrentCall, reference: Mapping[str, Array]) -> None:
+        self.layer, self.reference, self.steps = call.layer.partition("#")[0], reference, 0
         self.dtype = call.compute_dtype or str(call.input.dtype)
         self.total: dict[str, Array] = {}
 
@@ -246,7 +246,8 @@ def _trace_call(
         arrays |= _border("initial", names, result.initial_state_grad)
         if call.weight_grads is not None:
             key = call.weights_key or f"{call.layer}/{call.direction}"
-            sums.setdefault(key, WeightSum(call)).add(weights_of(call, run, result), steps)
+            mine, reference = weights_to_check(call, run, result)
+            sums.setdefault(key, WeightSum(call, reference)).add(mine, steps)
     return _keep(arrays, wanted), checks
 
 

@@ -218,7 +218,7 @@ def _recurrent_gradients(
         result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
         whole = weights_of(call, run, result)
         if call.weight_grads is not None:
-            sums.setdefault(call.direction, WeightSum(call)).add(whole, int(call.input.shape[1]))
+            sums.setdefault(call.direction, WeightSum(call, call.weight_grads)).add(whole, int(call.input.shape[1]))
         if by_time == "norm":
             whole = weight_norms_by_time(run, result)
         elif by_time:

@@ -8,9 +8,11 @@ import array_api_strict
 import numpy as np
 import pytest
 import torch
+from threadpoolctl import threadpool_limits
 
-from rnnlens.recurrence.adjoint import adjoint, weight_gradients
+from rnnlens.recurrence.adjoint import adjoint, probed, weight_gradients
 from rnnlens.recurrence.cells import KnownCell
+from rnnlens.recurrence.parallel import halves
 from rnnlens.recurrence.run import distance, replay
 from rnnlens.testing import reference
 
@@ -109,6 +111,10 @@ def test_weight_gradients_equal_complex_step(variant, masked):
 
     summed, by_time = weight_gradients(run, result), weight_gradients(run, result, by_time=True)
 
+    combined, wanted = weight_gradients(run, result, probes=8), probed(expected, 8, np_xp)
+    for name, want in wanted.items():
+        close(combined[name], want)
+        assert combined[name].shape == ((8, expected[name].shape[1]) if expected[name].ndim == 2 else want.shape)
     assert set(summed) == set(expected) == set(cell.weights())
     for name, want in expected.items():
         close(summed[name], want)
@@ -183,3 +189,32 @@ def test_a_residual_counts_nan_on_one_side_only():
     assert distance(ones, nan, None, np_xp)[0] == np.inf
     assert distance(nan, ones, None, np_xp)[0] == np.inf
     assert distance(nan, ones, np.array([[False]]), np_xp) == (0.0, 3.0)
+
+
+def test_one_wrong_weight_shows_in_the_combinations_of_rows():
+    rng = np.random.default_rng(12)
+    whole = {"kernel": rng.normal(size=(50, 40))}
+    wrong = {"kernel": whole["kernel"].copy()}
+    wrong["kernel"][31, 7] += 1e-3
+    difference = probed(wrong, 8, np_xp)["kernel"] - probed(whole, 8, np_xp)["kernel"]
+    np.testing.assert_allclose(np.abs(difference[:, 7]), 1e-3)
+    assert not np.delete(difference, 7, axis=1).any()
+
+
+def test_large_batches_are_dealt_out_and_give_the_same():
+    rng = np.random.default_rng(13)
+    cell = make_cell("lstm", rng=rng)
+    batch, time = 600, 40
+    x, s0 = rng.normal(size=(batch, time, FEATURES)), [rng.normal(size=(batch, UNITS)) for _ in range(2)]
+    dy, mask = rng.normal(size=(batch, time, UNITS)), rng.random((batch, time)) > 0.2
+    run = replay(cell, x, s0, xp=np_xp, mask=mask)
+    with threadpool_limits(2, user_api="blas"):
+        assert len(halves(batch, time * 4 * UNITS, xp=np_xp)) == 2
+        known = replay(cell, x, s0, xp=np_xp, mask=mask, hidden=run.states[0])
+        whole = adjoint(known, dy)
+    close(known.gates, run.gates, 1e-13)
+    for some in (slice(0, 7), slice(590, 600)):
+        part = adjoint(replay(cell, x[some], [s[some] for s in s0], xp=np_xp, mask=mask[some]), dy[some])
+        close(part.input_grad, whole.input_grad[some], 1e-13)
+        close(part.state_grads[1], whole.state_grads[1][some], 1e-13)
+        close(part.initial_state_grad[0], whole.initial_state_grad[0][some], 1e-13)

@@ -7,7 +7,7 @@ Every cell module has
     where every state before is known (``scale``: dropout multipliers of the recurrent side);
 ``pull_back(cell, record, before, after, cotangent, scale, xp) -> (gate_cotangent, carry, total)``
     the adjoint of ``step``; it broadcasts over axes between sample and unit;
-``recurrent_gradients(cell, record, before, gate_cotangent, scale, by_time, xp) -> dict``
+``recurrent_gradients(cell, record, before, gate_cotangent, scale, how, xp) -> dict``
     gradients of the weights on the recurrent side.
 """
 

@@ -5,6 +5,11 @@ A multiplier ``scale`` is None, (sample, n): one for all gates, or (gate, sample
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
+from array_api_compat import device
+
 from ...typing import Array, Namespace
 
 
@@ -56,21 +61,46 @@ def unproject(dz: Array, kernel: Array, scale: Array | None, gates: int, xp: Nam
     return total
 
 
-def outer(x: Array, dz: Array, scale: Array | None, gates: int, by_time: bool, xp: Namespace) -> Array:
-    """Gradient of the kernel in :func:`project`: summed over samples, and over time unless ``by_time``.
+class Contraction(NamedTuple):
+    """What becomes of the terms x_t dz_t^T of a kernel's gradient.
 
-    x : (sample, time, n); dz : (sample, time, gate * unit). Returns (n, gate * unit) or (time, n, gate * unit).
+    ``by_time`` keeps the time axis; otherwise time is summed over. ``probes`` > 0 returns that many random combinations
+    of the gradient's rows instead of the rows: all that a check needs, at a small part of the cost (Freivalds 1977).
+    """
+
+    by_time: bool = False
+    probes: int = 0
+
+
+def probe_rows(rows: int, like: Array, how: Contraction, xp: Namespace) -> Array:
+    """Random signs (probes, rows), the same at every call."""
+    signs = 2.0 * np.random.default_rng(rows).integers(0, 2, size=(how.probes, rows)) - 1.0
+    return xp.asarray(signs, dtype=like.dtype, device=device(like))
+
+
+def total(dz: Array, how: Contraction, xp: Namespace) -> Array:
+    """Gradient of a bias: (gate * unit,), with a leading time axis by time."""
+    return xp.sum(dz, axis=0 if how.by_time else (0, 1))
+
+
+def outer(x: Array, dz: Array, scale: Array | None, gates: int, how: Contraction, xp: Namespace) -> Array:
+    """Gradient of the kernel in :func:`project`, summed over samples.
+
+    x : (sample, time, n); dz : (sample, time, gate * unit). Returns (n, gate * unit), or (probes, gate * unit), with a
+    leading time axis by time.
     """
     if scale is not None and len(scale.shape) == 3:
         units = dz.shape[-1] // gates
         parts = [
-            outer(x * _with_time(scale[g], x), dz[..., g * units : (g + 1) * units], None, gates, by_time, xp)
+            outer(x * _with_time(scale[g], x), dz[..., g * units : (g + 1) * units], None, gates, how, xp)
             for g in range(gates)
         ]
         return xp.concat(parts, axis=-1)
     if scale is not None:
         x = x * _with_time(scale, x)
-    if by_time:
+    if how.probes:
+        x = x @ probe_rows(x.shape[-1], x, how, xp).T
+    if how.by_time:
         return xp.permute_dims(x, (1, 2, 0)) @ xp.permute_dims(dz, (1, 0, 2))
     rows = x.shape[0] * x.shape[1]
     return xp.reshape(x, (rows, x.shape[2])).T @ xp.reshape(dz, (rows, dz.shape[2]))

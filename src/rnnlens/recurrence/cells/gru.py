@@ -93,16 +93,22 @@ def pull_back(
 
 
 def recurrent_gradients(
-    cell: KnownCell, record: Record, before: Array, dz: Array, scale: Array | None, by_time: bool, xp: Namespace
+    cell: KnownCell,
+    record: Record,
+    before: Array,
+    dz: Array,
+    scale: Array | None,
+    how: affine.Contraction,
+    xp: Namespace,
 ) -> dict[str, Array]:
     """Gradients of the recurrent weights. before : (sample, time, unit_in); dz : (sample, time, gate, unit)."""
     reset = record.gates[..., 1, :]
     if cell.reset_after:
         flat = xp.concat([dz[..., 0, :], dz[..., 1, :], dz[..., 2, :] * reset], axis=-1)
-        grads = {"recurrent_kernel": affine.outer(before, flat, scale, _GATES, by_time, xp)}
+        grads = {"recurrent_kernel": affine.outer(before, flat, scale, _GATES, how, xp)}
         if cell.recurrent_bias is not None:
-            grads["recurrent_bias"] = xp.sum(flat, axis=0 if by_time else (0, 1))
+            grads["recurrent_bias"] = affine.total(flat, how, xp)
         return grads
-    ur = affine.outer(before, affine.join_gates(dz[..., :2, :], xp), _scale_of(scale, slice(0, 2)), 2, by_time, xp)
-    n = affine.outer(reset * before, dz[..., 2, :], _candidate_scale(scale), 1, by_time, xp)
+    ur = affine.outer(before, affine.join_gates(dz[..., :2, :], xp), _scale_of(scale, slice(0, 2)), 2, how, xp)
+    n = affine.outer(reset * before, dz[..., 2, :], _candidate_scale(scale), 1, how, xp)
     return {"recurrent_kernel": xp.concat([ur, n], axis=-1)}

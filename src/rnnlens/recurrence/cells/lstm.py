@@ -78,11 +78,17 @@ def pull_back(
 
 
 def recurrent_gradients(
-    cell: KnownCell, record: Record, before: Array, dz: Array, scale: Array | None, by_time: bool, xp: Namespace
+    cell: KnownCell,
+    record: Record,
+    before: Array,
+    dz: Array,
+    scale: Array | None,
+    how: affine.Contraction,
+    xp: Namespace,
 ) -> dict[str, Array]:
     """Gradients of the recurrent weights. before : (sample, time, unit_in); dz : (sample, time, gate, unit)."""
     flat = affine.join_gates(dz, xp)
-    grads = {"recurrent_kernel": affine.outer(before, flat, scale, _GATES, by_time, xp)}
+    grads = {"recurrent_kernel": affine.outer(before, flat, scale, _GATES, how, xp)}
     if cell.recurrent_bias is not None:
-        grads["recurrent_bias"] = xp.sum(flat, axis=0 if by_time else (0, 1))
+        grads["recurrent_bias"] = affine.total(flat, how, xp)
     return grads

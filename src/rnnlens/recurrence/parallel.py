@@ -1,0 +1,49 @@
+"""Work on several samples side by side, since samples do not see each other.
+
+torch spreads its own operations over the processor's cores. NumPy does so for matrix products only, and those of one
+time step are too small for it: its threads then cost more than they bring. So NumPy's samples are dealt out to threads
+here, each with a one-threaded matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+from array_api_compat import is_numpy_namespace
+from threadpoolctl import ThreadpoolController
+
+from ..typing import Namespace
+
+#: Numbers per sample chunk below which threads cost more than they bring.
+_WORTHWHILE = 2**17
+
+
+def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[slice]:
+    """Slices over samples of about ``size`` numbers each, where one sample has ``elements``."""
+    count = max(1, size // max(elements, 1))
+    return (slice(start, min(start + count, batch)) for start in range(0, batch, count))
+
+
+def for_each(work: Callable[[slice], None], parts: Iterable[slice], *, xp: Namespace) -> None:
+    """Call ``work`` for each part of the samples; for NumPy on as many threads as its matrix products may use."""
+    parts = list(parts)
+    if len(parts) > 1 and is_numpy_namespace(xp):
+        controller = ThreadpoolController().select(user_api="blas")
+        workers = max((library["num_threads"] for library in controller.info()), default=1)
+        with controller.limit(limits=1), ThreadPoolExecutor(workers) as pool:
+            list(pool.map(work, parts))
+    else:
+        for part in parts:
+            work(part)
+
+
+def halves(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
+    """Parts for a walk over time: one per thread for NumPy where each is large enough, else all samples at once."""
+    if not is_numpy_namespace(xp) or batch < 2 or batch * elements < 2 * _WORTHWHILE:
+        return [slice(0, batch)]
+    blas = ThreadpoolController().select(user_api="blas").info()
+    workers = min(batch, max((library["num_threads"] for library in blas), default=1))
+    bounds = [batch * i // workers for i in range(workers + 1)]
+    return [slice(a, b) for a, b in pairwise(bounds)]
