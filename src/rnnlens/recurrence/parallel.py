@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 from array_api_compat import is_numpy_namespace
 from threadpoolctl import ThreadpoolController
@@ -18,6 +20,17 @@ from ..typing import Namespace
 
 #: Numbers per sample chunk below which threads cost more than they bring.
 _WORTHWHILE = 2**17
+
+
+@cache
+def _blas() -> Any:
+    """NumPy's matrix library; looking for it takes longer than a small job."""
+    return ThreadpoolController().select(user_api="blas")
+
+
+def _workers() -> int:
+    """As many threads as the user lets matrix products have."""
+    return max((library["num_threads"] for library in _blas().info()), default=1)
 
 
 def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[slice]:
@@ -30,9 +43,7 @@ def for_each(work: Callable[[slice], None], parts: Iterable[slice], *, xp: Names
     """Call ``work`` for each part of the samples; for NumPy on as many threads as its matrix products may use."""
     parts = list(parts)
     if len(parts) > 1 and is_numpy_namespace(xp):
-        controller = ThreadpoolController().select(user_api="blas")
-        workers = max((library["num_threads"] for library in controller.info()), default=1)
-        with controller.limit(limits=1), ThreadPoolExecutor(workers) as pool:
+        with _blas().limit(limits=1), ThreadPoolExecutor(_workers()) as pool:
             list(pool.map(work, parts))
     else:
         for part in parts:
@@ -43,7 +54,6 @@ def halves(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
     """Parts for a walk over time: one per thread for NumPy where each is large enough, else all samples at once."""
     if not is_numpy_namespace(xp) or batch < 2 or batch * elements < 2 * _WORTHWHILE:
         return [slice(0, batch)]
-    blas = ThreadpoolController().select(user_api="blas").info()
-    workers = min(batch, max((library["num_threads"] for library in blas), default=1))
+    workers = min(batch, _workers())
     bounds = [batch * i // workers for i in range(workers + 1)]
     return [slice(a, b) for a, b in pairwise(bounds)]
