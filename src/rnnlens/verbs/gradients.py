@@ -314,7 +314,7 @@ def _with_reasons(array: xr.DataArray, explanation: Explanation) -> xr.DataArray
 def _label(question: Question, name: TensorName, gathered: _Gathered, provenance: Mapping[str, str]) -> xr.DataArray:
     of, info = question.target.text, question.known.recurrent.get(str(name.layer).partition("#")[0])
     array, dims = gathered.gradients[name], gathered.dims[name]
-    unit = "loss" if of == "loss" else "1 / 1"
+    unit = "loss" if of == "loss" else "1"
     attrs: dict[str, Any] = {
         "long_name": f"gradient of {of} with respect to {name.text}",
         "units": unit,

@@ -98,7 +98,7 @@ class Labels:
         units = "output units" if self.project is None else "the projected output units"
         found: dict[str, Any] = {
             "long_name": f"{_WORDS[self.kind]}{mean}",
-            "units": "1 / 1",
+            "units": "1",
             "definition": _DEFINITIONS[self.kind].format(of=of, wrt=wrt, units=units) + mean,
             "of": of,
             "wrt": wrt,
@@ -129,7 +129,7 @@ class Labels:
             "norm_squared_stderr": (np.sqrt(variance), "standard error of norm_squared"),
         }
         coords = {
-            name: xr.Variable(self.dims, array, {"long_name": words, "units": "1 / 1"})
+            name: xr.Variable(self.dims, array, {"long_name": words, "units": "1"})
             for name, (array, words) in extra.items()
         }
         return result.assign_coords(coords)
