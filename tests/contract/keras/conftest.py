@@ -22,7 +22,7 @@ if keras.backend.backend() != "tensorflow":
     dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def float64():
     """float64 unless a layer says otherwise."""
     before = keras.config.floatx()
