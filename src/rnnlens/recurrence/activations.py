@@ -52,7 +52,10 @@ def _step(condition: Array, like: Array, xp: Namespace) -> Array:
 
 def _sigmoid(x: Array, xp: Namespace) -> Array:
     # tanh saturates without overflow, where exp(-x) would warn for large negative x.
-    return 0.5 * xp.tanh(0.5 * x) + 0.5
+    a = xp.tanh(0.5 * x)
+    a *= 0.5
+    a += 0.5
+    return a
 
 
 def _softplus(x: Array, xp: Namespace) -> Array:

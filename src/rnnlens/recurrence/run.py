@@ -209,7 +209,7 @@ def _replay_in_sequence(run: Run, cell: KnownCell) -> None:
 def _replay_at_once(run: Run, cell: KnownCell, hidden: Array) -> None:
     if run.mask is not None:
         hidden = _fill_masked(hidden, run)
-    run.record = _gates_at_once(run, cell, shift(hidden, run.initial_state[0], run.order, run.xp))
+    run.record = _gates_at_once(run, cell, hidden)
     if cell.kind == "lstm":
         run.states = (hidden, _cell_states(run, run.record.gates))
     else:
@@ -217,20 +217,21 @@ def _replay_at_once(run: Run, cell: KnownCell, hidden: Array) -> None:
     run.residual = _one_step_residual(run, cell)
 
 
-def _gates_at_once(run: Run, cell: KnownCell, before: Array) -> Record:
+def _gates_at_once(run: Run, cell: KnownCell, hidden: Array) -> Record:
     """Gates of all steps, a few samples at a time: what is computed together then stays in the processor's cache."""
     xp, (batch, time, _) = run.xp, run.input.shape
     shape = (batch, time, len(cell.gates), cell.units)
-    z, a = (xp.empty(shape, dtype=before.dtype, device=device(before)) for _ in range(2))
+    z, a = (xp.empty(shape, dtype=hidden.dtype, device=device(hidden)) for _ in range(2))
     inner = xp.empty_like(z[:, :, 0, :]) if cell.kind == "gru" and cell.reset_after else None
 
     def work(some: slice) -> None:
         scales = [_of_samples(scale, some) for scale in (run.input_scale, run.state_scale)]
         projected = project_input(cell, run.input[some, ...], scales[0], xp)
+        before = shift(hidden[some, ...], run.initial_state[0][some, ...], run.order, xp)
         if cell.kind == "lstm":
-            part = lstm.gates(cell, projected, before[some, ...], scales[1], xp)
+            part = lstm.gates(cell, projected, before, scales[1], xp)
         else:
-            part, _ = equations(cell).step(cell, projected, (before[some, ...],), scales[1], xp)
+            part, _ = equations(cell).step(cell, projected, (before,), scales[1], xp)
         z[some, ...], a[some, ...] = part.preactivation, part.gates
         if inner is not None:
             inner[some, ...] = part.inner

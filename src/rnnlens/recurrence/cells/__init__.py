@@ -90,9 +90,9 @@ def project_input(cell: KnownCell, x: Array, scale: Array | None, xp: Namespace)
     """
     z = affine.project(x, cell.kernel, scale, len(cell.gates), xp)
     if cell.bias is not None:
-        z = z + cell.bias
+        z += cell.bias
     if cell.recurrent_bias is not None and not (cell.kind == "gru" and cell.reset_after):
-        z = z + cell.recurrent_bias
+        z += cell.recurrent_bias
     return z
 
 

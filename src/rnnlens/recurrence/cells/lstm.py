@@ -28,7 +28,9 @@ def step(
 def gates(cell: KnownCell, projected: Array, h: Array, scale: Array | None, xp: Namespace) -> Record:
     """All gates from the hidden state before; of one step, or of all steps at once."""
     act, rec = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation]
-    z = affine.split_gates(projected + affine.project(h, cell.recurrent_kernel, scale, _GATES, xp), _GATES, xp)
+    z = affine.project(h, cell.recurrent_kernel, scale, _GATES, xp)
+    z += projected
+    z = affine.split_gates(z, _GATES, xp)
     parts = [rec.value(z[..., :2, :], xp), act.value(z[..., 2:3, :], xp), rec.value(z[..., 3:, :], xp)]
     return Record(z, xp.concat(parts, axis=-2))
 
