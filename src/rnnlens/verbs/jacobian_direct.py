@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..recurrence.cells import KnownCell
 from ..recurrence.jacobian import Entrances, Taps, forward, forward_flops, reverse, reverse_flops
-from ..recurrence.parallel import for_each, halves
 from ..recurrence.pruning import Vanished
 from ..recurrence.reductions import Collector
 from ..typing import Array
@@ -83,33 +81,9 @@ class Direct:
         progress: Callable[[], None] | None,
     ) -> np.ndarray[Any, Any]:
         """(sample, group, [row,] in step, [feature]); reduced (sample, group, in step, *tail); averaged no sample."""
-        one_way = self._reverse if mode == "reverse" else self._forward
-        first, stop, _ = samples.indices(self.swept.system.batch)
-        parts = self._parts(stop - first, len(times)) if rtol is None else []
-        if len(parts) < 2:
-            return one_way(samples, times, rtol, tally, progress)
-        found: dict[int, np.ndarray[Any, Any]] = {}
-        tallies = {part.start: Tally() for part in parts}
-
-        def work(part: slice) -> None:
-            mine = slice(first + part.start, first + part.stop)
-            report = progress if part.start == 0 else None
-            found[part.start] = one_way(mine, times, rtol, tallies[part.start], report)
-
-        for_each(work, parts, xp=self.swept.work.xp)
-        tally.flops += sum(mine.flops for mine in tallies.values())
-        values = [found[part.start] for part in parts]
-        if self.ends.average:
-            total: np.ndarray[Any, Any] = np.sum(values, axis=0)
-            return total
-        return np.concatenate(values, axis=0)
-
-    def _parts(self, count: int, groups: int) -> list[slice]:
-        """Samples dealt out to threads; a custom cell is the framework's, which has its own."""
-        system = self.swept.system
-        if not isinstance(self.swept.half.run.cell, KnownCell):
-            return []
-        return halves(count, groups * self.ends.rows * system.time * system.rows // 2, xp=self.swept.work.xp)
+        if mode == "reverse":
+            return self._reverse(samples, times, rtol, tally, progress)
+        return self._forward(samples, times, rtol, tally, progress)
 
     def _count(self, samples: slice) -> int:
         return len(range(*samples.indices(self.swept.system.batch)))

@@ -4,15 +4,12 @@ import itertools
 import sys
 from pathlib import Path
 
-import array_api_compat.numpy as np_xp
 import keras
 import numpy as np
 import pytest
 from keras import layers
-from threadpoolctl import threadpool_limits
 
 import rnnlens as rl
-from rnnlens.recurrence import parallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from jacobian_oracle import jacobian as framework_jacobian
@@ -254,27 +251,3 @@ class TwiceDense(layers.Dense):
 def test_a_subclass_of_a_known_layer_is_not_taken_for_it():
     model, x = sequential(layers.LSTM(H, return_sequences=True), TwiceDense(2)), data()
     agree(rl.jacobian(model, x), framework_jacobian(lambda a: model(a), x))
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"mode": "forward"},
-        {"mode": "reverse"},
-        {"mode": "forward", "reduce": "norm"},
-        {"mode": "reverse", "reduce": "norm"},
-        {"mode": "reverse", "average": "sample"},
-        {"reduce": "norm", "sketch": 4, "seed": 1},
-    ],
-    ids=str,
-)
-def test_samples_dealt_out_to_threads_give_the_same(asked, monkeypatch):
-    model = keras.Sequential([keras.Input((T, F)), layers.LSTM(3, return_sequences=True), layers.Dense(2)])
-    x = np.random.default_rng(3).normal(size=(5, T, F))
-    alone = rl.jacobian(model, x, **asked)
-    monkeypatch.setattr(parallel, "_WORTHWHILE", 1)
-    with threadpool_limits(2, user_api="blas"):
-        assert len(parallel.halves(5, 1, xp=np_xp)) == 2
-        shared = rl.jacobian(model, x, **asked)
-    np.testing.assert_allclose(shared, alone, rtol=1e-12, atol=1e-14)
-    assert shared.attrs["flops"] == pytest.approx(alone.attrs["flops"])
