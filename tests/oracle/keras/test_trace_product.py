@@ -185,10 +185,12 @@ def linear(functionals, outputs):
 @pytest.fixture
 def dtype(request):
     """The floating type of everything that Keras makes in this test."""
-    before = keras.config.floatx()
+    before, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx(request.param)
+    keras.config.set_dtype_policy(request.param)
     yield request.param
     keras.config.set_floatx(before)
+    keras.config.set_dtype_policy(policy)
 
 
 def cases():

@@ -17,10 +17,12 @@ KINDS = {"simple_rnn": keras.layers.SimpleRNN, "lstm": keras.layers.LSTM, "gru":
 
 @pytest.fixture(autouse=True)
 def in_float64():
-    before = keras.config.floatx()
+    before, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     yield
     keras.config.set_floatx(before)
+    keras.config.set_dtype_policy(policy)
 
 
 def make_model(kind, *, bidirectional=False, regularizer=None, **options):
