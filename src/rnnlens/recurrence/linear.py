@@ -74,20 +74,22 @@ def state_columns(system: System, state: int) -> slice:
 
 
 def walk(
-    system: System, samples: slice, *, reverse: bool, inputs: bool, budget: int
+    system: System, samples: slice, *, reverse: bool, inputs: bool, budget: int, steps: range | None = None
 ) -> Iterator[tuple[int, Steps, int]]:
     """Steps in the order of the recurrence (or against it): time index, block, index within the block.
 
     Blocks are as long as ``budget`` bytes allow: long enough to build them with few calls, never all of them at once.
+    ``steps``: only these, a stretch without gaps in either order.
     """
     width = system.columns + (system.features if inputs else 0)
     count = len(range(*samples.indices(system.batch)))
     per_step = max(1, count * system.rows * width * system.work.itemsize)
     length = max(1, min(system.time, budget // per_step))
     chronological = (system.order == "forward") != reverse
-    starts = range(0, system.time, length)
+    first, end = (0, system.time) if steps is None else (min(steps), max(steps) + 1)
+    starts = range(first, end, length)
     for start in starts if chronological else reversed(starts):
-        stop = min(start + length, system.time)
+        stop = min(start + length, end)
         block = system.build(start, stop, samples, inputs=inputs)
         inner = range(start, stop) if chronological else range(stop - 1, start - 1, -1)
         for t in inner:

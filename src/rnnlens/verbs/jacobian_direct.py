@@ -14,6 +14,7 @@ import numpy as np
 from ..recurrence.jacobian import Entrances, Taps, forward, forward_flops, reverse, reverse_flops
 from ..recurrence.pruning import Vanished
 from ..recurrence.reductions import Collector
+from ..recurrence.sweep_blocked import plan_blocks
 from ..typing import Array
 from .inside import like
 from .jacobian_graph import Link
@@ -52,16 +53,23 @@ class Direct:
         """Steps of interest below; -1 for the initial state."""
         return [-1] if self.ends.in_times is None else self.ends.in_times
 
+    def alive(self) -> np.ndarray[Any, Any]:
+        """Rows alive at each step of a reverse sweep, in its order."""
+        run, ends = self.swept.half.run, self.ends
+        position = {t: i for i, t in enumerate(run.steps())}
+        outs, ins = sorted(position[t] for t in self.times), [position.get(t, -1) for t in self.in_times]
+        steps = np.arange(max(min(ins), 0), outs[-1] + 1)
+        found: np.ndarray[Any, Any] = ends.rows * (len(outs) - np.searchsorted(outs, steps))
+        return found[::-1]
+
     def flops(self, mode: str) -> float:
         """Operations that a sweep in this mode takes."""
         run, system, ends = self.swept.half.run, self.swept.system, self.ends
-        position = {t: i for i, t in enumerate(run.steps())}
-        outs, ins = sorted(position[t] for t in self.times), sorted(position.get(t, -1) for t in self.in_times)
         if mode == "reverse":
-            steps = np.arange(max(ins[0], 0), outs[-1] + 1)
-            alive = ends.rows * (len(outs) - np.searchsorted(outs, steps))
-            return reverse_flops(system, int(alive.sum()), self.link is not None)
-        alive = ends.wrt.size * np.searchsorted(ins, np.arange(ins[0] + 1, outs[-1] + 1))
+            return reverse_flops(system, self.alive(), self.link is not None)
+        position = {t: i for i, t in enumerate(run.steps())}
+        last, ins = max(position[t] for t in self.times), sorted(position.get(t, -1) for t in self.in_times)
+        alive = ends.wrt.size * np.searchsorted(ins, np.arange(ins[0] + 1, last + 1))
         return forward_flops(system, int(alive.sum()), 0 if self.readout is None else ends.rows)
 
     def buffer_bytes(self, mode: str, groups: int) -> int:
@@ -69,7 +77,18 @@ class Direct:
         system, features = self.swept.system, self.swept.system.features
         rows = groups * (self.ends.rows if mode == "reverse" else self.ends.wrt.size)
         width = 2 * (system.rows + (features if mode == "reverse" else 0)) + (system.columns if system.gated else 0)
+        if mode == "reverse":
+            width += system.rows
         return rows * width * self.swept.work.itemsize
+
+    def unit_bytes(self, mode: str) -> int:
+        """Bytes per sample of what a reverse sweep in blocks holds on top, however many output steps there are."""
+        system = self.swept.system
+        if mode == "forward" or self.link is None:
+            return 0
+        length = plan_blocks(system, self.alive(), system.features).length
+        width = 3 * system.rows + (2 + length) * system.features + (system.columns if system.gated else 0)
+        return system.rows * width * system.work.itemsize if length else 0
 
     def sweep(
         self,

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..adapters.protocol import Port
 from ..errors import TooLargeError, UnsupportedError, message
-from ..recurrence.jacobian import BLOCK_BUDGET
 from ..recurrence.linear import System
+from ..recurrence.sweep_parts import BLOCK_BUDGET
 from ..settings import format_memory
 from .inside import like
 from .jacobian_composed import Composed, through_rows
@@ -156,15 +156,16 @@ def direct_pieces(direct: Direct, mode: str, memory: int) -> tuple[list[Piece], 
     groups = outs if mode == "reverse" else ins
     per_group = direct.buffer_bytes(mode, 1) + _collected(ends, outs if mode == "forward" else ins, system)
     block = min(BLOCK_BUDGET, system.time * system.rows * (system.columns + system.features) * system.work.itemsize)
-    room = max(memory - block, per_group)
-    samples = max(1, min(system.batch, room // max(1, per_group * groups)))
-    count = groups if samples * groups * per_group <= room else max(1, room // per_group)
+    units = direct.unit_bytes(mode)
+    room = max(memory - block, per_group + units)
+    samples = max(1, min(system.batch, room // max(1, per_group * groups + units)))
+    count = groups if samples * (groups * per_group + units) <= room else max(1, (room - units) // per_group)
     pieces = []
     for rows in _slices(system.batch, samples):
         for part in _slices(groups, count):
             whole = slice(0, ins if mode == "reverse" else outs)
             pieces.append(Piece(rows, part, whole) if mode == "reverse" else Piece(rows, whole, part))
-    return pieces, int(block * min(samples, system.batch) + samples * count * per_group)
+    return pieces, int(block * min(samples, system.batch) + samples * (count * per_group + units))
 
 
 def _collected(ends: Ends, steps: int, system: System) -> int:

@@ -15,6 +15,7 @@ from rnnlens.recurrence.linear_cells import BasisSystem, linear_system
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, FieldCollector
 from rnnlens.recurrence.run import replay
 from rnnlens.recurrence.sources import Field, Points
+from rnnlens.recurrence.sweep_blocked import BlockedSweep, plan_blocks
 
 B, T, F, H = 2, 5, 3, 4
 KINDS = ("lstm", "gru_after", "gru_before", "simple_rnn", "lstm_projected", "lstm_softmax", "gru_softmax")
@@ -121,6 +122,85 @@ def test_reverse_and_forward_sweeps_equal_the_plain_product_chain(kind, order, m
     reverse(system, source, Taps(initial={len(run.states) - 1: initial}))
     got = system.work.numpy(initial.result)[:, 0, np.argsort(source.sequence)]
     close(got, by_initial[:, :, :hidden, -system.state_sizes[-1] :])
+
+
+@pytest.mark.parametrize("engine", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("kind", "order", "masked", "dropout", "length"),
+    list(itertools.product(KINDS, ("forward", "backward"), (False, True), (None, "per_gate"), (1, 2, 3, 4, 9))),
+)
+def test_a_sweep_in_blocks_equals_the_plain_product_chain(kind, order, masked, dropout, length, engine):
+    run = make_run(kind, order, masked, dropout, engine)
+    by_input, _, by_initial = dense_chain(run)
+    hidden, last = int(run.states[0].shape[-1]), len(run.states) - 1
+    system = linear_system(run)
+    source = Points(range(T), {0: system.work.eye(hidden)[None, None]}, order)
+    sink = Collector(system.work, B, T, hidden, F, {t: t for t in range(T)})
+    initial = Collector(system.work, B, T, hidden, system.state_sizes[last], {-1: 0})
+    with system.work.quiet():
+        BlockedSweep(system, source, Taps(input=sink, initial={last: initial}), slice(None), length).run(None)
+    chronological = np.argsort(source.sequence)
+    close(np.moveaxis(system.work.numpy(sink.result)[:, :, chronological], 1, 3), by_input[:, :, :hidden])
+    got = system.work.numpy(initial.result)[:, 0, chronological]
+    close(got, by_initial[:, :, :hidden, -system.state_sizes[last] :])
+
+
+@pytest.mark.parametrize("order", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("outs", "ins"), list(itertools.product(([4, 1], [0, 2, 3], [2]), ([3, 1], [0], [4], [0, 1, 2, 3, 4])))
+)
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_a_sweep_in_blocks_of_chosen_steps_and_samples(order, outs, ins, length):
+    run = make_run("lstm", order)
+    by_input, _, _ = dense_chain(run)
+    system = linear_system(run)
+    source = Points(outs, {0: system.work.eye(H)[None, None], 1: np.ones((1, 1, H, H))}, order)
+    sink = Collector(system.work, 1, len(outs), H, F, {t: i for i, t in enumerate(ins)})
+    taps = Taps(input=sink, steps=frozenset(ins))
+    BlockedSweep(system, source, taps, slice(1, 2), length).run(None)
+    wanted = by_input[1:, source.sequence]
+    expected = wanted[:, :, :H] + wanted[:, :, H:].sum(2, keepdims=True)
+    close(np.moveaxis(sink.result, 1, 3), expected[:, :, :, ins])
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("reduce", ["norm", "spectral", None])
+def test_reductions_inside_a_sweep_in_blocks(reduce, average):
+    run = make_run("gru_after")
+    found = []
+    for length in (0, 2):
+        system = linear_system(run)
+        source = Points(range(T), {0: system.work.eye(H)[None, None]})
+        places = {t: t for t in range(T)}
+        sink = Collector(system.work, B, T, H, F, places, reduce=REDUCTIONS.get(reduce), average=average)
+        if length:
+            BlockedSweep(system, source, Taps(input=sink), slice(None), length).run(None)
+        else:
+            reverse(system, source, Taps(input=sink))
+        found.append(sink.result)
+    assert np.abs(found[0]).max() > 0.01
+    close(found[1], found[0], 1e-8 if reduce == "spectral" else 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru_after", "simple_rnn"])
+@pytest.mark.parametrize(("rows", "steps", "blocks"), [(40, 60, True), (1, 3, False), (8, 2, False)])
+def test_blocks_are_chosen_by_their_cost_and_the_cost_is_what_was_done(kind, rows, steps, blocks):
+    rng = np.random.default_rng(0)
+    run = replay(
+        make_cell(kind, rng, np.asarray),
+        rng.normal(size=(B, steps, F)),
+        tuple(np.zeros((B, H)) for _ in range(2 if kind == "lstm" else 1)),
+        xp=anp,
+    )
+    system = linear_system(run)
+    source = Points(range(steps), {0: rng.normal(size=(1, 1, rows, H))})
+    sink = Collector(system.work, B, steps, rows, F, {t: t for t in range(steps)})
+    cost = reverse(system, source, Taps(input=sink))
+    plan = plan_blocks(system, rows * np.arange(1, steps + 1), F)
+    assert (plan.length > 0) == blocks
+    assert cost.flops == 2 * B * plan.products
+    plain = rows * steps * (steps + 1) / 2 * system.rows * (system.columns + F)
+    assert plan.products < 0.9 * plain if blocks else plan.products == plain
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -1,0 +1,155 @@
+"""The forward sweep: rows of tangents walk with the recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..typing import Array
+from .linear import System, state_columns, walk
+from .pruning import Pruning
+from .sweep_parts import BLOCK_BUDGET, FLUSH_EVERY, Cost, Sink, elements
+
+
+@dataclass
+class Entrances:
+    """Where tangents enter: at the layer's input through ``blocks``, at its states, or at its initial state.
+
+    Attributes
+    ----------
+    kind
+        ``"input"``, ``"state"`` or ``"initial"``.
+    times
+        The steps at which they enter; ignored for ``"initial"``.
+    blocks : (sample or 1, time or 1, row, feature) or None
+        For ``"input"``: the change of the layer's input that each row stands for; None for unit vectors.
+    state
+        For ``"state"`` and ``"initial"``: which state. Unit vectors enter.
+    """
+
+    kind: str
+    times: Sequence[int] = ()
+    blocks: Array | None = None
+    state: int = 0
+
+    def group(self, system: System) -> int:
+        """Rows that enter together."""
+        if self.kind != "input":
+            return system.state_sizes[self.state]
+        return system.features if self.blocks is None else int(self.blocks.shape[2])
+
+    def count(self, system: System) -> int:
+        """All rows."""
+        return self.group(system) * (1 if self.kind == "initial" else len(self.times))
+
+
+class ForwardSweep:
+    """Buffers and steps of one forward sweep. A row is [dc | dh] of a gated system, else [states]."""
+
+    def __init__(
+        self,
+        system: System,
+        entrances: Entrances,
+        sinks: dict[int, Sink],
+        steps: frozenset[int],
+        samples: slice,
+        pruning: Pruning,
+    ) -> None:
+        self.system, self.entrances, self.sinks, self.steps = system, entrances, sinks, steps
+        self.samples, self.pruning, self.work = samples, pruning, system.work
+        self.count = len(range(*samples.indices(system.batch)))
+        self.group = entrances.group(system)
+        self.start = self.stop = entrances.count(system)
+        shape = (self.count, self.stop + pruning.probes, system.rows)
+        self.old, self.new = self.work.empty(*shape), self.work.empty(*shape)
+        self.spare = self.work.empty(self.count, shape[1], system.columns) if system.gated else None
+        pieces = [b for b in (self.old, self.new, self.spare) if b is not None]
+        self.cost = Cost(0.0, sum(elements(b) for b in pieces) * self.work.itemsize)
+
+    def run(self, progress: Callable[[], None] | None) -> Cost:
+        """All steps, or up to the last one of interest."""
+        remaining, entering = len(self.steps), frozenset(self.entrances.times)
+        if self.entrances.kind == "initial":
+            self._enter_state(None)
+        for t, block, at in walk(self.system, self.samples, reverse=False, inputs=self._inputs, budget=BLOCK_BUDGET):
+            product = block.product[:, at]
+            keep = None if block.keep is None else block.keep[:, at][:, None, :]
+            lift = None if block.lift is None else block.lift[:, at][:, None, :]
+            if self.stop > self.start or self.pruning.active:
+                self._step(product, keep, lift)
+            if self.entrances.kind == "input" and t in entering:
+                self._enter_input(t, product, lift)
+            elif self.entrances.kind == "state" and t in entering:
+                self._enter_state(lift, None if block.path is None else block.path[:, at])
+            if t in self.steps:
+                self._hand_out(t)
+                remaining -= 1
+            if remaining == 0:
+                break
+            self.stop = self.pruning.drop(self.old, self.system.rows, self.start, self.stop)
+            if t % FLUSH_EVERY == 0:
+                self.work.flush(self.old[:, self.start : self.stop + self.pruning.probes_alive])
+            if progress is not None:
+                progress()
+        return self.cost
+
+    @property
+    def _inputs(self) -> bool:
+        return self.entrances.kind == "input"
+
+    def _step(self, product: Array, keep: Array | None, lift: Array | None) -> None:
+        """[states before] @ product^T = [states after]: for a gated system from h alone, c follows element-wise."""
+        system, rows = self.system, slice(self.start, self.stop + self.pruning.probes_alive)
+        offset = system.rows - system.columns
+        transposed = _transposed(product[:, :, : system.columns])
+        new, old = self.new[:, rows], self.old[:, rows]
+        self.work.matmul(old[:, :, offset:], transposed, new)
+        if keep is not None:
+            spare = self.spare[:, rows]  # type: ignore[index]
+            self.work.add_product(new[:, :, :offset], old[:, :, :offset], keep, spare)
+            self.work.add_product(new[:, :, offset:], new[:, :, :offset], lift, spare)
+        self.cost.flops += 2.0 * self.count * (rows.stop - rows.start) * system.rows * system.columns
+        self.old, self.new = self.new, self.old
+
+    def _enter_input(self, t: int, product: Array, lift: Array | None) -> None:
+        system = self.system
+        fresh = slice(self.start - self.group, self.start)
+        into = _transposed(product[:, :, system.columns :])
+        blocks = self.entrances.blocks
+        if blocks is not None:
+            at = blocks[:, 0 if blocks.shape[1] == 1 else t]
+            into = self.work.xp.matmul(at if at.shape[0] == 1 else at[self.samples], into)
+            self.cost.flops += 2.0 * self.count * self.group * system.features * system.rows
+        self.old[:, fresh] = into
+        if lift is not None:
+            cell, hidden = self.old[:, fresh, : system.columns], self.old[:, fresh, system.columns :]
+            self.work.add_product(hidden, cell, lift, self.spare[:, fresh])  # type: ignore[index]
+        self._entered(fresh)
+
+    def _enter_state(self, lift: Array | None, path: Array | None = None) -> None:
+        """A unit change of a state as it is produced: one of c_t reaches h_t as well."""
+        fresh = slice(self.start - self.group, self.start)
+        columns = state_columns(self.system, self.entrances.state)
+        self.old[:, fresh] = 0
+        self.old[:, fresh, columns] = self.work.eye(self.group)
+        if lift is not None and self.entrances.state == 1:
+            units = self.system.columns
+            self.old[:, fresh, units:] = self.work.eye(self.group) * lift
+        elif path is not None and self.entrances.state == 1:
+            self.old[:, fresh, state_columns(self.system, 0)] = _transposed(path)
+        self._entered(fresh)
+
+    def _entered(self, fresh: slice) -> None:
+        self.start = fresh.start
+        self.pruning.note(self.old, self.system.rows, fresh.start, fresh.stop)
+
+    def _hand_out(self, t: int) -> None:
+        for state, sink in self.sinks.items():
+            columns = state_columns(self.system, state)
+            sink.take(t, self.start, self.old[:, self.start : self.stop, columns])
+            if self.pruning.probes_alive:
+                sink.residue(t, self.old[:, self.stop : self.stop + self.pruning.probes_alive, columns])
+
+
+def _transposed(product: Array) -> Array:
+    return product.mT if hasattr(product, "mT") else product.swapaxes(-1, -2)
