@@ -118,16 +118,28 @@ def weight_gradients(
     time is dL/dW. ``times`` restricts the sum, or that axis, to some steps. With ``probes``, kernels come as that many
     random combinations of their rows (:class:`affine.Contraction`), to be compared with :func:`probed`.
     """
-    cell, xp, how = run.cell, run.xp, affine.Contraction(by_time, probes)
-    if not isinstance(cell, KnownCell) or run.record is None or result.gate_grad is None:
+    if not isinstance(run.cell, KnownCell) or run.record is None or result.gate_grad is None:
         raise TypeError("weight_gradients() knows the weights of known cells only")
-    gate_grad = result.gate_grad[:, times, :, :]
+    how, xp, (batch, time, gates, units) = affine.Contraction(by_time, probes), run.xp, result.gate_grad.shape
+    found: dict[int, dict[str, Array]] = {}
+
+    def work(some: slice) -> None:
+        found[some.start] = _weight_gradients(run.of_samples(some), result.of_samples(some), how, times)
+
+    for_each(work, halves(batch, len(range(time)[times]) * gates * units, xp=xp), xp=xp)
+    first, *others = (found[start] for start in sorted(found))
+    return {name: sum((part[name] for part in others), start=grad) for name, grad in first.items()}
+
+
+def _weight_gradients(run: Run, result: Adjoint, how: affine.Contraction, times: slice) -> dict[str, Array]:
+    cell, xp, record = cast(KnownCell, run.cell), run.xp, cast(Record, run.record)
+    gate_grad = cast(Array, result.gate_grad)[:, times, :, :]
     flat = affine.join_gates(gate_grad, xp)
     grads = {"kernel": affine.outer(run.input[:, times, :], flat, run.input_scale, len(cell.gates), how, xp)}
     if cell.bias is not None:
         grads["bias"] = affine.total(flat, how, xp)
-    before = run.states_before()[0][:, times, :]
-    record = run.record.at((slice(None), times, ...))
+    before = run.before(0)[:, times, :]
+    record = record.at((slice(None), times, ...))
     grads |= equations(cell).recurrent_gradients(cell, record, before, gate_grad, run.state_scale, how, xp)
     if cell.projection is not None:
         hidden_grad = result.state_grads[0] if run.mask is None else _at_real_steps(run, result.state_grads[0])

@@ -80,13 +80,13 @@ class Workspace:
         else:
             out[...] = a * b
 
-    def add_product(self, target: Array, a: Array, b: Array, spare: Array) -> None:
-        """``target += a * b``, broadcast; ``spare`` has the shape of ``target``."""
+    def add_product(self, target: Array, a: Array, b: Array) -> None:
+        """``target += a * b``, broadcast."""
         if self.is_torch:
             target.addcmul_(a, b)
         elif self.is_numpy:
-            np.multiply(a, b, out=spare)
-            np.add(target, spare, out=target)
+            # NumPy takes the product's memory from what it freed last, which is still in the processor's cache.
+            np.add(target, a * b, out=target)
         else:
             target[...] = target + a * b
 

@@ -142,7 +142,7 @@ class LstmSystem(_KnownSystem):
         i, f, g, o = (a[:, :, k, :] for k in range(4))
         squashed = ACTIVATIONS[self.cell.activation].value(run.states[1], run.xp)
         cell_coefficients = run.xp.stack(
-            [g * rec(z[:, :, 0, :], i), run.states_before()[1] * rec(z[:, :, 1, :], f), i * act(z[:, :, 2, :], g)],
+            [g * rec(z[:, :, 0, :], i), run.before(1) * rec(z[:, :, 1, :], f), i * act(z[:, :, 2, :], g)],
             axis=2,
         )
         out_coefficient = (squashed * rec(z[:, :, 3, :], o))[:, :, None, :]
@@ -193,7 +193,7 @@ class GruSystem(_KnownSystem):
         super().__init__(run)
         act, rec = self._slopes()
         assert run.record is not None
-        z, a, h = run.record.preactivation, run.record.gates, run.states_before()[0]
+        z, a, h = run.record.preactivation, run.record.gates, run.before(0)
         u, r, n = (a[:, :, k, :] for k in range(3))
         by_update = (h - n) * rec(z[:, :, 0, :], u)
         by_candidate = (1 - u) * act(z[:, :, 2, :], n)

@@ -62,9 +62,7 @@ class ForwardSweep:
         self.start = self.stop = entrances.count(system)
         shape = (self.count, self.stop + pruning.probes, system.rows)
         self.old, self.new = self.work.empty(*shape), self.work.empty(*shape)
-        self.spare = self.work.empty(self.count, shape[1], system.columns) if system.gated else None
-        pieces = [b for b in (self.old, self.new, self.spare) if b is not None]
-        self.cost = Cost(0.0, sum(elements(b) for b in pieces) * self.work.itemsize)
+        self.cost = Cost(0.0, 2 * elements(self.old) * self.work.itemsize)
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
         """All steps, or up to the last one of interest."""
@@ -105,9 +103,8 @@ class ForwardSweep:
         new, old = self.new[:, rows], self.old[:, rows]
         self.work.matmul(old[:, :, offset:], transposed, new)
         if keep is not None:
-            spare = self.spare[:, rows]  # type: ignore[index]
-            self.work.add_product(new[:, :, :offset], old[:, :, :offset], keep, spare)
-            self.work.add_product(new[:, :, offset:], new[:, :, :offset], lift, spare)
+            self.work.add_product(new[:, :, :offset], old[:, :, :offset], keep)
+            self.work.add_product(new[:, :, offset:], new[:, :, :offset], lift)
         self.cost.flops += 2.0 * self.count * (rows.stop - rows.start) * system.rows * system.columns
         self.old, self.new = self.new, self.old
 
@@ -123,7 +120,7 @@ class ForwardSweep:
         self.old[:, fresh] = into
         if lift is not None:
             cell, hidden = self.old[:, fresh, : system.columns], self.old[:, fresh, system.columns :]
-            self.work.add_product(hidden, cell, lift, self.spare[:, fresh])  # type: ignore[index]
+            self.work.add_product(hidden, cell, lift)
         self._entered(fresh)
 
     def _enter_state(self, lift: Array | None, path: Array | None = None) -> None:

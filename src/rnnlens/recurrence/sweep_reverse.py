@@ -35,10 +35,8 @@ class ReverseSweep:
         self.count = len(range(*samples.indices(system.batch)))
         shape = (self.count, source.count + pruning.probes, self.width)
         self.old, self.new = self.work.empty(*shape), self.work.empty(*shape)
-        self.spare = self.work.empty(self.count, shape[1], system.columns) if system.gated else None
         self.start = self.stop = source.count
-        pieces = [b for b in (self.old, self.new, self.spare) if b is not None]
-        self.cost = Cost(0.0, sum(elements(b) for b in pieces) * self.work.itemsize)
+        self.cost = Cost(0.0, 2 * elements(self.old) * self.work.itemsize)
 
     @property
     def left(self) -> Array:
@@ -90,7 +88,7 @@ class ReverseSweep:
             rows = slice(self.start, self.stop + self.pruning.probes_alive)
             units = self.system.columns
             cell, hidden = self.old[:, rows, :units], self.old[:, rows, units : 2 * units]
-            self.work.add_product(cell, hidden, lift, self.spare[:, rows])  # type: ignore[index]
+            self.work.add_product(cell, hidden, lift)
         if first < entering.stop:
             self.pruning.note(self.old, self.system.rows, first, entering.stop)
 

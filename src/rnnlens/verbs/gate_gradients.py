@@ -40,7 +40,7 @@ def _lstm(run: Run, swept: Adjoint, cell: KnownCell) -> Array:
     if cell.projection is not None:
         by_hidden = by_hidden @ cell.projection.T
     squashed = ACTIVATIONS[cell.activation].value(run.states[1], run.xp)
-    before = run.states_before()[1]
+    before = run.before(1)
     parts = [by_cell * gates[:, :, 2], by_cell * before, by_cell * gates[:, :, 0], by_hidden * squashed]
     return run.xp.stack(parts, axis=2)
 
@@ -48,7 +48,7 @@ def _lstm(run: Run, swept: Adjoint, cell: KnownCell) -> Array:
 def _gru(run: Run, swept: Adjoint, cell: KnownCell) -> Array:
     gates: Any = run.gates
     update, candidate = gates[:, :, 0], gates[:, :, 2]
-    by_hidden, before = swept.state_grads[0], run.states_before()[0]
+    by_hidden, before = swept.state_grads[0], run.before(0)
     by_candidate_input: Any = swept.gate_grad[:, :, 2]  # type: ignore[index]
     if cell.reset_after:
         assert run.record is not None
