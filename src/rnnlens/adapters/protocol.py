@@ -182,6 +182,8 @@ class Pullback(Protocol):
     """One forward pass, kept alive for differentiation; a context manager that frees everything on exit."""
 
     values: Mapping[Port, Array]
+    #: How many tensors the model returned.
+    outputs: int
 
     def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
         """Pull cotangents at ``of`` ports back to every ``wrt`` port.

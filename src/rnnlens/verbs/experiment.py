@@ -64,15 +64,12 @@ class Laboratory:
         return {call.layer: plain(call.mask) for call in capture.calls if call.mask is not None}
 
     @cached_property
-    def dead_relu(self) -> tuple[str, int] | None:
-        """A relu whose outputs are all exactly 0, and how many they are."""
+    def dead_relus(self) -> Mapping[str, int]:
+        """Relus whose outputs are all exactly 0, and how many they are."""
         modules = modules_of(self.question.model)
         relus = tuple(name for name, module in modules.items() if is_relu(module))
         found = outputs_of(self.question.adapter, self.question.model, self.batch, relus) if relus else {}
-        for name, output in found.items():
-            if output.size and not output.any():
-                return name, int(output.size)
-        return None
+        return {name: int(output.size) for name, output in found.items() if output.size and not output.any()}
 
     def _experiment(self, port: Port, question: Question) -> Answered:
         reduce = "sum" if question.target.per_sample and question.target.reduce is None else question.target.reduce

@@ -9,12 +9,14 @@ import numpy as np
 
 from .. import data
 from ..adapters.protocol import Batch
+from ..errors import RnnlensError
 from ..results.gradients import Reason
 from ..typing import Array
 from ..vocabulary import SAMPLE, TIME
 from .experiment import Laboratory, dtype_of, is_integer, modules_of
 from .names import TensorName
 from .question import Question, answer
+from .targets import Target
 from .weight_keys import sources
 
 #: Weights that a layer keeps for itself and no optimizer trains.
@@ -172,13 +174,29 @@ class _Inquiry:
         return Reason(name.text, "underflow", sentence, remedy)
 
     def _relu_dead(self, name: TensorName) -> Reason | None:
-        """A relu that lets nothing through on this batch."""
-        if self.laboratory.dead_relu is None:
+        """A relu between the tensor and the target that lets nothing through on this batch."""
+        found = next(((n, c) for n, c in self.laboratory.dead_relus.items() if self._lies_between(n, name)), None)
+        if found is None:
             return None
-        layer, count = self.laboratory.dead_relu
+        layer, count = found
         sentence = f"All {count} outputs of the relu {layer!r} are 0 on this batch: no gradient passes it."
         remedy = f'rl.trace(model, x, layers=["{layer}"]) shows it; a lower learning rate or a leaky relu revives it'
         return Reason(name.text, "relu_dead", sentence, remedy)
+
+    def _lies_between(self, layer: str, name: TensorName) -> bool:
+        """Whether the target moves with the output of a layer, and that has a path, a dead one, from the tensor."""
+        output = TensorName(f"{layer}.output", "output", layer)
+        if self.laboratory.response(output) == "not":
+            return False
+        target = Target(output.text, {}, "sum", per_sample=False)
+        asked = replace(
+            self.question, leaves=(output,), function=None, every_output=False, target=target, wrt=(name,), scale=1.0
+        )
+        try:
+            grad = answer(asked, self.batch).gradients[name]
+        except RnnlensError:
+            return False
+        return grad is not None and not np.any(grad)
 
     def _by_experiment(self, name: TensorName, *, exists: bool) -> Reason:
         """Move the tensor and see what the target does."""

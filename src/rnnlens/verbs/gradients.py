@@ -21,7 +21,7 @@ from ..vocabulary import GATE
 from .clipping import clipped, rule
 from .explain import Explanation, explain
 from .names import Catalogue, TensorName, catalogue, read, read_all, read_one
-from .question import Answer, Question, answer
+from .question import Answer, Question, SeveralOutputs, answer
 from .streaming import Accumulator, combination
 from .targets import Reduction, Target
 from .weight_keys import sources
@@ -173,7 +173,8 @@ def _question(
         names = list(dict.fromkeys([*names, *_trainable(known)]))
     scale = _loss_scale(model) if leaves[0].what == "loss" else 1.0
     memory = current().memory if memory is None else parse_memory(memory)
-    return Question(adapter, model, known, leaves, function, replace(target, text=text), tuple(names), scale, memory)
+    target = replace(target, text=text)
+    return Question(adapter, model, known, leaves, function, target, tuple(names), scale, memory, callable(of))
 
 
 def _target(of: Of, known: Catalogue) -> tuple[tuple[TensorName, ...], Callable[..., Any] | None, str]:
@@ -216,6 +217,20 @@ def _on_list(function: Callable[..., Any]) -> Callable[..., Any]:
     return of_list
 
 
+def _answer(question: Question, batch: Batch) -> tuple[Question, Answer]:
+    """The answer, and the question as it had to be put once the outputs of the model were seen."""
+    try:
+        return question, answer(question, batch)
+    except SeveralOutputs as several:
+        known = replace(question.known, outputs=tuple(map(str, range(several.count))))
+        question = replace(question, known=known)
+        if question.every_output:
+            assert question.function is not None
+            leaves = tuple(read("output", known))
+            question = replace(question, leaves=leaves, function=_on_list(question.function))
+        return question, answer(question, batch)
+
+
 def _gather(question: Question, feed: _Feed, template: Batch, with_loss: bool, total: Accumulator) -> _Gathered:
     """Answer batch by batch; explain on the first batch what has no gradient there."""
     first: Batch | None = None
@@ -237,7 +252,7 @@ def _gather(question: Question, feed: _Feed, template: Batch, with_loss: bool, t
                 initial_state=data.take(template.initial_state, start, stop),
                 seed=None if template.seed is None else template.seed + total.batches,
             )
-            last = answer(question, batch)
+            question, last = _answer(question, batch)
             total.add(last)
             first = first or batch
             start = stop

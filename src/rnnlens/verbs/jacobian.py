@@ -11,6 +11,7 @@ import xarray as xr
 
 from ..adapters.protocol import Adapter, Batch, CaptureRequest
 from ..adapters.registry import adapter_for
+from ..data import leaves_of
 from ..errors import InputError, did_you_mean, message
 from ..recurrence.reductions import REDUCTIONS, probe_signs, sketched
 from ..settings import current, parse_memory
@@ -20,7 +21,8 @@ from .jacobian_label import Labels
 from .jacobian_run import compute
 from .jacobian_target import Tensor, chosen_times, look_inside, projection
 from .jacobian_wanted import Ends
-from .names import TensorName, catalogue, read_one
+from .names import Catalogue, TensorName, catalogue, read_one
+from .question import refuse_lone_output
 
 __all__ = ["jacobian"]
 
@@ -113,7 +115,7 @@ def jacobian(
     known = catalogue(adapter, model, x)
     names = (read_one(of, known), read_one(wrt, known))
     batch = Batch(x, training=training, initial_state=initial_state, seed=_seed(seed, training))
-    inside = _look(adapter, model, batch)
+    inside = _look(adapter, model, batch, names, known)
     swept = look_inside(inside)
     with resolve(adapter, model, batch, known, inside, list(swept.values()), names) as (start, end, graph):
         ends = _ends(start, end, names, out_times, in_times, project, reduce, average, sketch, batch_of(inside))
@@ -126,7 +128,7 @@ def batch_of(inside: Inside) -> int:
     return int(next(iter(inside.halves.values()))[0].run.input.shape[0])
 
 
-def _look(adapter: Adapter, model: Any, batch: Batch) -> Inside:
+def _look(adapter: Adapter, model: Any, batch: Batch, names: tuple[TensorName, TensorName], known: Catalogue) -> Inside:
     capture = adapter.capture(model, batch, CaptureRequest(gradients=False, weight_grads=False))
     if not capture.calls:
         raise InputError(
@@ -136,6 +138,9 @@ def _look(adapter: Adapter, model: Any, batch: Batch) -> Inside:
                 hint="rl.layers(model) lists what is recurrent; for others use the framework's own Jacobian",
             )
         )
+    outputs = leaves_of(capture.outputs)
+    if len(outputs) > 1 and not known.outputs:
+        refuse_lone_output(names, len(outputs))
     return Inside.of(capture.calls)
 
 

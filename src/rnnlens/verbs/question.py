@@ -16,7 +16,7 @@ import xarray as xr
 
 from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port, Pullback
-from ..errors import LayerNotFoundError, ModelError
+from ..errors import InputError, LayerNotFoundError, ModelError, message
 from ..recurrence.adjoint import Adjoint
 from ..results.schema import plain
 from ..typing import Array
@@ -44,6 +44,8 @@ class Question:
         What the target is multiplied by while gradients flow, and gradients are divided by at the end: a loss scale.
     memory
         Bytes that per-sample gradients of weights may use at a time.
+    every_output
+        Whether ``function`` takes all that the model returns, and the leaves stand for that.
     """
 
     adapter: Adapter
@@ -55,6 +57,15 @@ class Question:
     wrt: tuple[TensorName, ...]
     scale: float = 1.0
     memory: int = 2 * 1024**3
+    every_output: bool = False
+
+
+class SeveralOutputs(Exception):  # noqa: N818 - no error, but what a run found out
+    """The model, which does not say so beforehand, returned several tensors, and the question is about all of them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.count = count
 
 
 @dataclass
@@ -88,7 +99,18 @@ def _answer(question: Question, batch: Batch) -> Answer:
     inside = Inside.look(question.adapter, question.model, batch, _layers_inside(question))
     borders = _Borders(question, inside)
     with question.adapter.pullback(question.model, batch, borders.of, borders.wrt) as pullback:
+        if pullback.outputs > 1 and not question.known.outputs:
+            if question.every_output or borders.through_outputs:
+                raise SeveralOutputs(pullback.outputs)
+            refuse_lone_output((*question.leaves, *question.wrt), pullback.outputs)
         return _Answering(question, inside, borders, pullback, data.len_of(batch.x)).run()
+
+
+def refuse_lone_output(names: Sequence[TensorName], count: int) -> None:
+    """Refuse ``"output"`` of a model that returns several tensors: none of them is taken silently."""
+    if any(name.text == "output" for name in names):
+        expected = ", ".join(f'"output[{i}]"' for i in range(count))
+        raise InputError(message("The model returns several tensors.", got='"output"', expected=expected))
 
 
 def _absent(question: Question, batch: Batch) -> list[TensorName]:

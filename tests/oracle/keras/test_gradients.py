@@ -189,3 +189,36 @@ def test_callable_of_the_output(model):
 
     value, expected = reference(lambda out: function(out["output"]))
     check(rl.gradients(model, X, of=function, wrt=ALL), expected, value)
+
+
+class TwoHeads(keras.Model):
+    """Subclassed: nothing says beforehand that it returns two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = keras.layers.GRU(4, return_sequences=True, name="gru")
+        self.heads = [keras.layers.Dense(2, name="first"), keras.layers.Dense(3, name="second")]
+
+    def call(self, x):
+        sequence = self.gru(x)
+        return self.heads[0](sequence), self.heads[1](sequence[:, -1])
+
+
+def test_a_callable_sees_every_output_of_a_subclassed_model():
+    model = TwoHeads()
+    model(X)
+
+    def mixed(outputs):
+        first, second = outputs
+        return keras.ops.sum(first[:, 2] ** 2) + keras.ops.sum(keras.ops.sin(second))
+
+    value, expected = autodiff(lambda tensors: mixed(model(tensors["x"])), {"x": X})
+    g = rl.gradients(model, X, of=mixed, wrt=["input", "second/bias"])
+    assert np.abs(expected["x"]).max() > 0.01
+    np.testing.assert_allclose(g.value, value, rtol=1e-10)
+    np.testing.assert_allclose(g["model"]["input"], expected["x"], rtol=1e-9, atol=1e-12)
+    assert g["second"]["bias"].values.any()
+    with pytest.raises(rl.errors.InputError, match="The model returns several tensors"):
+        rl.gradients(model, X, of="output", reduce="sum", wrt="input")
+    with pytest.raises(rl.errors.InputError, match="The model returns several tensors"):
+        rl.jacobian(model, X)

@@ -101,6 +101,32 @@ def test_one_tensor_without_a_gradient_is_an_error_with_its_reason():
     assert said(caught.value.reason) == (code, sentence, remedy)
 
 
+class DeadBeside(nn.Module):
+    """A dead relu on one branch; on the other a factor of 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.relu, self.gru = nn.ReLU(), nn.GRU(3, 2, batch_first=True)
+        with torch.no_grad():
+            self.left.bias.fill_(-100)
+
+    def forward(self, x):
+        return self.gru(self.relu(self.left(x)) + 0 * self.right(x) + x)[0]
+
+
+def test_a_dead_relu_is_blamed_only_where_it_lies_on_the_path():
+    torch.manual_seed(0)
+    wrt = ["left.weights", "right.weights"]
+    g = rl.gradients(DeadBeside(), torch.randn(2, 4, 3), of="output", reduce="sum", wrt=wrt)
+    assert {name: reason.code for name, reason in g.disconnected.items()} == {
+        "left/weight": "relu_dead",
+        "left/bias": "relu_dead",
+        "right/weight": "no_effect",
+        "right/bias": "no_effect",
+    }
+
+
 class Packed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -280,6 +280,65 @@ def test_unclear_questions_are_answered_in_words(model, arguments, text):
     assert str(caught.value) == text
 
 
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(F, 4, batch_first=True)
+        self.heads = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 3)])
+
+    def forward(self, x):
+        sequence = self.gru(x)[0]
+        return {"a": self.heads[0](sequence), "b": self.heads[1](sequence[:, -1])}
+
+
+@pytest.fixture
+def two_heads():
+    torch.manual_seed(0)
+    x = torch.randn((B, T, F), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return TwoHeads().double(), x
+
+
+def mixed(a, b):
+    return (a[:, 2] ** 2).sum() + b.sin().sum()
+
+
+def test_a_callable_sees_every_output_of_a_model_that_returns_several(two_heads):
+    model, x = two_heads
+    x = x.requires_grad_()
+    (expected,) = torch.autograd.grad(mixed(*model(x).values()), x)
+    g = rl.gradients(model, x, of=lambda outputs: mixed(*outputs), wrt="input", batch_size=3, combine="sum")
+    assert np.abs(g.values - expected.numpy()).max() <= 1e-12
+    g = rl.gradients(model, x, of="output[1]", reduce="sum", wrt="input")
+    (expected,) = torch.autograd.grad(model(x)["b"].sum(), x)
+    assert np.abs(g.values - expected.numpy()).max() <= 1e-12
+
+
+def test_shares_of_samples_reach_every_output(two_heads):
+    model, x = two_heads
+
+    def loss(outputs, target):
+        return mixed(*outputs.values()) + 0 * target.sum()
+
+    g = rl.gradients(model, x, torch.zeros(B), loss=loss, of="loss", wrt="heads.1/bias", per_sample=True)
+    each = [torch.autograd.grad(mixed(*model(x[i : i + 1]).values()), model.heads[1].bias)[0] for i in range(B)]
+    assert np.abs(g.values - torch.stack(each).numpy()).max() <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, x: rl.gradients(model, x, of="output", reduce="sum", wrt="input"),
+        lambda model, x: rl.gradients(model, x, of="output[1]", reduce="sum", wrt=["output"]),
+        lambda model, x: rl.jacobian(model, x),
+    ],
+)
+def test_one_of_several_outputs_is_never_taken_silently(two_heads, call):
+    with pytest.raises(InputError) as caught:
+        call(*two_heads)
+    text = 'The model returns several tensors.\n  got:      "output"\n  expected: "output[0]", "output[1]"'
+    assert str(caught.value) == text
+
+
 def test_misspelt_names_are_met_with_the_closest_one(model):
     with pytest.raises(rl.errors.LayerNotFoundError, match=r"did you mean 'lstm.hidden'\?"):
         rl.gradients(model, X, Y, loss=mse, wrt="lstn.hidden")

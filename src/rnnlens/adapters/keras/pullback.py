@@ -42,6 +42,7 @@ class KerasPullback:
         self._of, self._wrt, self._cut = tuple(of), tuple(wrt), tuple(cut)
         self._linear: Any = None
         self.values: Mapping[Port, Array] = {}
+        self.outputs = 0
         self._run(model, batch)
 
     def _run(self, model: Any, batch: Batch) -> None:
@@ -54,6 +55,7 @@ class KerasPullback:
             with losses.undisturbed(model, regularised=True):
                 self._linear = self._linearised(job, arguments, key)
         heard = {**self._linear.aux, **self._linear.targets}
+        self.outputs = int(heard.pop("outputs"))
         values = {}
         for port, key in self._spots.keys.items():
             if key not in heard:
@@ -109,7 +111,8 @@ class KerasPullback:
             if value is not None:
                 heard["model|loss"] = value
             _check_targets(of, heard)
-            return {key: heard[key] for key in of}, {key: heard[key] for key in keys - of if key in heard}
+            others = {key: heard[key] for key in keys - of if key in heard}
+            return {key: heard[key] for key in of}, {**others, "outputs": len(keras.tree.flatten(outputs))}
 
         return run
 

@@ -41,6 +41,7 @@ class TorchPullback:
         if borders is None:
             borders = self._run(model, batch, cut, keep_gradients=True)
         assert borders is not None
+        self.outputs = len(borders.outputs)
         self._borders: dict[Port, Border] = {port: borders.find(port) for port in (*self.of, *self.wrt)}
         with torch.enable_grad():
             self._starts = {port: self._borders[port].value for port in self.of}
