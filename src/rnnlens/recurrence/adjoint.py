@@ -15,7 +15,7 @@ from ..typing import Array, Namespace
 from .activations import ACTIVATIONS
 from .cells import KnownCell, affine, equations
 from .cells.record import Record
-from .parallel import for_each, halves
+from .parallel import for_each, large_parts, walk_parts
 from .run import Run
 
 
@@ -82,8 +82,8 @@ def adjoint(
         mine = tuple(None if d is None else d[some, ...] for d in direct)
         _sweep(run.of_samples(some), mine, tuple(f[some, ...] for f in final), result.of_samples(some))
 
-    batch, time = run.input.shape[:2]
-    for_each(work, halves(batch, time * run.record.gates.shape[2] * run.record.gates.shape[3], xp=xp), xp=xp)
+    batch, _, units = run.states[0].shape
+    for_each(work, walk_parts(batch, units, xp=xp), xp=xp)
     return result
 
 
@@ -126,7 +126,7 @@ def weight_gradients(
     def work(some: slice) -> None:
         found[some.start] = _weight_gradients(run.of_samples(some), result.of_samples(some), how, times)
 
-    for_each(work, halves(batch, len(range(time)[times]) * gates * units, xp=xp), xp=xp)
+    for_each(work, large_parts(batch, len(range(time)[times]) * gates * units, xp=xp), xp=xp)
     first, *others = (found[start] for start in sorted(found))
     return {name: sum((part[name] for part in others), start=grad) for name, grad in first.items()}
 

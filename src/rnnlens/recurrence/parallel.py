@@ -18,7 +18,9 @@ from threadpoolctl import ThreadpoolController
 
 from ..typing import Namespace
 
-#: Numbers per sample chunk below which threads cost more than they bring.
+#: Numbers per thread, of one time step of a walk and of one large operation, below which threads cost more than they
+#: bring: between two short operations threads wait for each other, since only one of them may run Python.
+_WORTHWHILE_STEP = 2**12
 _WORTHWHILE = 2**17
 
 
@@ -43,17 +45,28 @@ def for_each(work: Callable[[slice], None], parts: Iterable[slice], *, xp: Names
     """Call ``work`` for each part of the samples; for NumPy on as many threads as its matrix products may use."""
     parts = list(parts)
     if len(parts) > 1 and is_numpy_namespace(xp):
-        with _blas().limit(limits=1), ThreadPoolExecutor(_workers()) as pool:
+        workers = _workers()  # asked before the limit is set
+        with _blas().limit(limits=1), ThreadPoolExecutor(workers) as pool:
             list(pool.map(work, parts))
     else:
         for part in parts:
             work(part)
 
 
-def halves(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
-    """Parts for a walk over time: one per thread for NumPy where each is large enough, else all samples at once."""
-    if not is_numpy_namespace(xp) or batch < 2 or batch * elements < 2 * _WORTHWHILE:
+def walk_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
+    """Parts of the samples for a walk over time, where one sample has so many elements per step of a state."""
+    return _shares(batch, elements, _WORTHWHILE_STEP, xp)
+
+
+def large_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
+    """Parts of the samples for a few large operations, where one sample has so many elements."""
+    return _shares(batch, elements, _WORTHWHILE, xp)
+
+
+def _shares(batch: int, elements: int, worthwhile: int, xp: Namespace) -> list[slice]:
+    """One per thread for NumPy where each is large enough, else all samples at once."""
+    workers = min(batch, _workers()) if is_numpy_namespace(xp) else 1
+    if workers < 2 or batch * elements < workers * worthwhile:
         return [slice(0, batch)]
-    workers = min(batch, _workers())
     bounds = [batch * i // workers for i in range(workers + 1)]
     return [slice(a, b) for a, b in pairwise(bounds)]

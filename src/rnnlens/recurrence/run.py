@@ -15,7 +15,7 @@ from array_api_compat import array_namespace, device
 from ..typing import Array, Namespace
 from .cells import KnownCell, equations, lstm, project_input
 from .cells.record import Record
-from .parallel import for_each, halves, sample_chunks
+from .parallel import for_each, sample_chunks
 
 if TYPE_CHECKING:
     from .cells.custom import StepCell
@@ -278,17 +278,12 @@ def _fill_masked(hidden: Array, run: Run) -> Array:
 
 def _cell_states(run: Run, gates: Array) -> Array:
     """c_t of an LSTM whose gates are all known: an element-wise recurrence."""
+    c = run.initial_state[1]
     out = run.xp.empty_like(gates[:, :, 0, :])
-
-    def work(some: slice) -> None:
-        c = run.initial_state[1][some, ...]
-        for t in run.steps():
-            mask_t = None if run.mask is None else run.mask[some, t]
-            c = carried(lstm.next_cell(gates[some, t, :, :], c), c, mask_t, run.xp)
-            out[some, t, :] = c
-
-    batch, time, units = out.shape
-    for_each(work, halves(batch, time * units, xp=run.xp), xp=run.xp)
+    for t in run.steps():
+        mask_t = None if run.mask is None else run.mask[:, t]
+        c = carried(lstm.next_cell(gates[:, t, :, :], c), c, mask_t, run.xp)
+        out[:, t, :] = c
     return out
 
 

@@ -1,0 +1,45 @@
+"""Samples dealt to threads: they do run side by side, and every sample is taken once."""
+
+import threading
+
+import array_api_compat.numpy as anp
+import array_api_compat.torch as atorch
+import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from rnnlens.recurrence.parallel import for_each, large_parts, sample_chunks, walk_parts
+
+
+def blas_threads():
+    return {library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"}
+
+
+def test_parts_meet_each_other_with_one_thread_for_each_product():
+    meeting, seen = threading.Barrier(2), []
+
+    def work(part):
+        meeting.wait(timeout=20)
+        seen.append((part, blas_threads()))
+
+    with threadpool_limits(2, "blas"):
+        for_each(work, [slice(0, 1), slice(1, 2)], xp=anp)
+        assert blas_threads() == {2}
+    assert sorted(part.start for part, _ in seen) == [0, 1]
+    assert all(threads == {1} for _, threads in seen)
+
+
+def test_an_error_in_a_part_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        for_each(lambda part: 1 // part.start, [slice(0, 1), slice(1, 2)], xp=anp)
+
+
+@pytest.mark.parametrize("parts", [walk_parts, large_parts])
+@pytest.mark.parametrize("batch", [1, 2, 5, 64])
+def test_parts_cover_every_sample_once(parts, batch):
+    with threadpool_limits(2, "blas"):
+        few, many = parts(batch, 1, xp=anp), parts(batch, 2**20, xp=anp)
+        assert len(few) == 1
+        assert len(many) == min(batch, 2)
+        assert len(parts(batch, 2**20, xp=atorch)) == 1
+    for found in (few, many, list(sample_chunks(batch, 2**18))):
+        assert [i for part in found for i in range(batch)[part]] == list(range(batch))
