@@ -8,7 +8,7 @@ state. Asked for: the gradient of the mean hidden state with respect to the embe
 memory
     High-water mark of a process of its own that streams all sequences through ``rl.gradients``, and of one that streams
     a third of them. Bar: below 4 GiB, and no more for all than for a third, but for what settles in the first batches
-    (25 %).
+    (10 %).
 throughput
     Sequences per second of ``rl.gradients`` beside those of JAX's own compiled gradient of the same number, batch by
     batch in one process, after one round that compiles. A ratio, not a bar.
@@ -28,7 +28,6 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LIMIT = 4 * 1024**3
@@ -124,7 +123,7 @@ def main() -> int:
     ours, own = throughput(asked.small, asked.rounds)
     batch = example().BATCH
     gib = 1024**3
-    fits = whole["peak"] < LIMIT and whole["peak"] < 1.25 * third["peak"]
+    fits = whole["peak"] < LIMIT and whole["peak"] < 1.1 * third["peak"]
     print(f"memory, {count // 3} sequences   {third['peak'] / gib:5.2f} GiB")
     verdict = f"bar: < 4 GiB and flat: {'met' if fits else 'MISSED'}"
     print(f"memory, {count} sequences   {whole['peak'] / gib:5.2f} GiB   {verdict}")

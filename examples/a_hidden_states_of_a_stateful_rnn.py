@@ -17,9 +17,6 @@ which inputs matter at all; the second, how far back the last state remembers.
 import os
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # products of 32 x 200 by 200 x 200: threads would only wait for each other
 
 import keras
 import matplotlib.pyplot as plt
