@@ -225,7 +225,7 @@ def _found(tree: xr.DataTree) -> dict[str, str]:
 
 def _origin(provenance: Mapping[str, str]) -> str:
     """Values of the provenance, each once; which rnnlens comes last."""
-    others = dict.fromkeys(value for key, value in provenance.items() if key != "rnnlens")
+    others = dict.fromkeys(value for key, value in provenance.items() if key not in ("rnnlens", "loss_reduction"))
     return ", ".join([*others, f"rnnlens {provenance['rnnlens']}"])
 
 

@@ -20,6 +20,7 @@ from ..typing import Array
 from ..vocabulary import GATE
 from .clipping import clipped, rule
 from .explain import Explanation, explain
+from .loss_words import loss_reduction, with_reduction
 from .names import Catalogue, TensorName, catalogue, read, read_all, read_one
 from .question import Answer, Question, SeveralOutputs, answer
 from .streaming import Accumulator, combination
@@ -122,9 +123,12 @@ def gradients(
     template = Batch(
         None, None, None, class_weight, loss, training, initial_state, seed if seed is not None or not training else 0
     )
-    how = combination(question.target, question.function is not None, combine, _loss_reduction(model, loss))
+    how = combination(question.target, question.function is not None, combine, loss_reduction(model, loss))
     gathered = _gather(question, feed, template, with_loss, Accumulator(how, across))
-    return _result(question, gathered, wrt, clip, adapter.provenance(model))
+    provenance = adapter.provenance(model)
+    if with_loss:
+        provenance = with_reduction(provenance, model, loss)
+    return _result(question, gathered, wrt, clip, provenance)
 
 
 @dataclass(frozen=True)
@@ -401,8 +405,3 @@ def _loss_scale(model: Any) -> float:
         return 1.0
     scale = getattr(optimizer, "dynamic_scale", None) if getattr(optimizer, "built", False) else None
     return float(np.asarray(scale)) if scale is not None else float(getattr(optimizer, "initial_scale", 1.0))
-
-
-def _loss_reduction(model: Any, loss: Any) -> str | None:
-    """``"sum"`` where a loss says that it sums over samples."""
-    return getattr(loss if loss is not None else getattr(model, "loss", None), "reduction", None)

@@ -19,6 +19,7 @@ from ..results.trace import Trace
 from ..typing import Array
 from ..vocabulary import FORWARD, QUANTITIES
 from .assemble import Arrays, join_directions
+from .loss_words import with_reduction
 from .sweep import names_of_states, sweep, weights_to_check
 
 #: What can be had without replaying the recurrence.
@@ -116,13 +117,14 @@ def trace(
     adapter = adapter_for(model)
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     capture = adapter.capture(model, batch, _request(layers, wanted, has_loss))
-    datasets, checks = _datasets(adapter.describe(model), capture, wanted, adapter.provenance(model))
+    provenance = with_reduction(adapter.provenance(model), model, loss) if has_loss else adapter.provenance(model)
+    datasets, checks = _datasets(adapter.describe(model), capture, wanted, provenance)
     warn_about(checks)
     return Trace(
         datasets,
         loss=capture.loss,
         quantities=None if wanted is None else sorted(wanted),
-        provenance=adapter.provenance(model),
+        provenance=provenance,
         notes=capture.notes,
         checks=checks,
     )

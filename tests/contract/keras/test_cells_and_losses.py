@@ -12,6 +12,7 @@ from rnnlens.adapters.keras.run import eagerly
 from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
 from rnnlens.recurrence.cells import KnownCell
 from rnnlens.testing.check import reference_of
+from rnnlens.verbs.loss_words import loss_reduction
 
 X = np.random.default_rng(0).normal(size=(3, 4, 2))
 Y = np.random.default_rng(1).normal(size=(3, 2))
@@ -148,6 +149,25 @@ def test_losses_by_name_object_and_function_are_one():
     for capture in found[1:]:
         assert capture.loss == pytest.approx(found[0].loss, rel=1e-6)
         np.testing.assert_allclose(capture.calls[0].output_grad, found[0].calls[0].output_grad, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "given", "says"),
+    [
+        ("mse", None, "sum_over_batch_size"),
+        (lambda y, p: keras.ops.mean((y - p) ** 2, axis=-1), None, "sum_over_batch_size"),
+        (keras.losses.MeanSquaredError(reduction="sum"), None, "sum"),
+        ({"head": keras.losses.MeanSquaredError(reduction="sum")}, None, "sum"),
+        ("mse", keras.losses.MeanSquaredError(reduction="sum"), "sum"),
+        ("mse", "mae", "sum_over_batch_size"),
+        ("mse", lambda y, p: keras.ops.mean((y - p) ** 2), None),
+    ],
+)
+def test_how_a_loss_is_reduced_is_known_as_far_as_it_says(compiled, given, says):
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Dense(2, name="head")(inputs))
+    model.compile(loss=compiled)
+    assert loss_reduction(model, given) == says
 
 
 def test_weight_gradients_are_without_the_weight_regulariser():

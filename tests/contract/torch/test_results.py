@@ -54,6 +54,18 @@ def test_provenance_names_framework_version_dtype_and_device(trace):
     assert all(word in text for word in ("torch", torch.__version__, "float32", "cpu"))
 
 
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [(nn.MSELoss(), "mean"), (nn.MSELoss(reduction="sum"), "sum"), (nn.functional.mse_loss, None)],
+)
+def test_provenance_says_how_the_loss_is_reduced(model, loss, says):
+    x, y = torch.randn(B, T, F), torch.randn(B, 1)
+    assert rl.trace(model, x, y, loss=loss).provenance.get("loss_reduction") == says
+    g = rl.gradients(model, x, y, of="loss", wrt=["cell.output"], loss=loss)
+    assert g.provenance.get("loss_reduction") == says
+    assert "loss_reduction" not in rl.trace(model, x).provenance
+
+
 def test_pictures(trace):
     for draw in (rl.plot.curves, rl.plot.heatmap):
         for node in ("rnn[1]", "cell"):
