@@ -11,6 +11,7 @@ from rnnlens.adapters.keras import adapter
 from rnnlens.adapters.keras.run import eagerly
 from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
 from rnnlens.recurrence.cells import KnownCell
+from rnnlens.recurrence.run import Run
 from rnnlens.testing.check import reference_of
 from rnnlens.verbs.loss_words import loss_reduction
 
@@ -50,7 +51,16 @@ class Louder(keras.layers.LSTMCell):
         return super().call(2 * inputs, states, training=training)
 
 
+def patched():
+    """A known cell whose ``call`` was replaced on the object: it may compute anything."""
+    cell = keras.layers.GRUCell(3)
+    original = cell.call
+    cell.call = lambda inputs, states, training=False: original(inputs * inputs, states, training=training)
+    return cell
+
+
 CELLS = {
+    "patched": patched,
     "custom": lambda: Minimal(3),
     "subclass": lambda: Louder(3),
     "activation": lambda: keras.layers.SimpleRNNCell(3, activation=lambda z: keras.ops.tanh(z) * 0.5),
@@ -204,3 +214,26 @@ def test_half_precision_comes_out_as_float32_with_a_note(policy):
     assert str(call.output.dtype) == "float32"
     assert capture.notes == [f"Computed in {policy[6:]}, shown as float32; the loss scale is not applied."]
     np.testing.assert_allclose(call.output, reference_of(call).states[0], atol=0.02)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_given_initial_states_reach_each_direction(count):
+    """As many as both directions have, forward first; or those of one direction, for both."""
+    layer = keras.layers.Bidirectional(keras.layers.LSTM(2, return_sequences=True), name="bi")
+    model = keras.Sequential([keras.Input((4, 2)), layer])
+    given = [np.random.default_rng(i).normal(size=(3, 2)) for i in range(count)]
+    calls = adapter.capture(model, Batch(X, loss=square, initial_state={"bi": given}), CaptureRequest()).calls
+    for call, states in zip(calls, (given[:2], given[-2:]), strict=True):
+        np.testing.assert_array_equal(call.initial_state, states)
+        assert Run.from_call(call).residual < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+def test_a_mask_in_a_list_is_that_mask(kind):
+    """Keras' own layers take it that way too."""
+    x, mask = keras.Input((4, 2)), keras.Input((4,), dtype="bool")
+    model = keras.Model([x, mask], getattr(keras.layers, kind)(3, return_sequences=True)(x, mask=[mask]))
+    real = np.array([[1, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]], dtype=bool)
+    (call,) = adapter.capture(model, Batch([X, real], loss=square), CaptureRequest()).calls
+    np.testing.assert_array_equal(call.mask, real)
+    assert Run.from_call(call).residual < 1e-12

@@ -50,7 +50,7 @@ def known_cell(cell: Any, convert: Callable[[Any], Any]) -> KnownCell:
 def known_arrays(cell: Any, by_variable: Mapping[str, Any]) -> dict[str, Any]:
     """From kernel, recurrent_kernel, bias as Keras has them to the names of KnownCell: also for their gradients."""
     arrays = dict(by_variable)
-    if type(cell) is keras.layers.GRUCell and cell.reset_after and "bias" in arrays:
+    if known_kind(cell) == "gru" and cell.reset_after and "bias" in arrays:
         both = arrays["bias"]
         arrays["bias"], arrays["recurrent_bias"] = both[0], both[1]
     return arrays
