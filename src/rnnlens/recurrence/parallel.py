@@ -7,6 +7,7 @@ here, each with a one-threaded matrix product.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -35,6 +36,17 @@ def _workers() -> int:
     return max((library["num_threads"] for library in _blas().info()), default=1)
 
 
+@cache
+def _pool(workers: int) -> ThreadPoolExecutor:
+    """Threads that stay: each new one would take memory of its own from the allocator, and keep it."""
+    return ThreadPoolExecutor(workers, thread_name_prefix="rnnlens")
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked process has the pool, but none of its threads.
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
 def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[slice]:
     """Slices over samples of about ``size`` numbers each, where one sample has ``elements``."""
     count = max(1, size // max(elements, 1))
@@ -42,12 +54,15 @@ def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[s
 
 
 def for_each(work: Callable[[slice], None], parts: Iterable[slice], *, xp: Namespace) -> None:
-    """Call ``work`` for each part of the samples; for NumPy on as many threads as its matrix products may use."""
+    """Call ``work`` for each part of the samples; for NumPy on as many threads as its matrix products may use.
+
+    ``work`` must not call this function: it would wait for threads that wait for it.
+    """
     parts = list(parts)
     if len(parts) > 1 and is_numpy_namespace(xp):
         workers = _workers()  # asked before the limit is set
-        with _blas().limit(limits=1), ThreadPoolExecutor(workers) as pool:
-            list(pool.map(work, parts))
+        with _blas().limit(limits=1):
+            list(_pool(workers).map(work, parts))
     else:
         for part in parts:
             work(part)

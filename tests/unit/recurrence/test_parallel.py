@@ -1,5 +1,7 @@
 """Samples dealt to threads: they do run side by side, and every sample is taken once."""
 
+import subprocess
+import sys
 import threading
 
 import array_api_compat.numpy as anp
@@ -43,3 +45,27 @@ def test_parts_cover_every_sample_once(parts, batch):
         assert len(parts(batch, 2**20, xp=atorch)) == 1
     for found in (few, many, list(sample_chunks(batch, 2**18))):
         assert [i for part in found for i in range(batch)[part]] == list(range(batch))
+
+
+FORKED = """
+import os, threading, time
+import array_api_compat.numpy as anp
+from threadpoolctl import threadpool_limits
+from rnnlens.recurrence.parallel import for_each
+
+meeting = threading.Barrier(2)
+with threadpool_limits(2, "blas"):
+    for_each(lambda part: meeting.wait(20), [slice(0, 1), slice(1, 2)], xp=anp)
+    time.sleep(0.5)  # both threads are idle
+    child = os.fork()
+    if child == 0:
+        threading.Timer(20, lambda: os._exit(3)).start()
+        for_each(lambda part: meeting.wait(20), [slice(0, 1), slice(1, 2)], xp=anp)
+        os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_makes_threads_of_its_own():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "0\n"
