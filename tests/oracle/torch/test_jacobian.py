@@ -10,7 +10,9 @@ import xarray as xr
 from torch import nn
 
 import rnnlens as rl
+from rnnlens.recurrence.sweep_blocked import BlockedSweep
 from rnnlens.settings import Progress
+from rnnlens.verbs import jacobian_run
 
 B, T, F, H = 2, 5, 3, 4
 CELLS = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
@@ -256,10 +258,32 @@ def test_more_rows_than_the_state_has_numbers(cell, options, reduce):
     """Long enough for a sweep in blocks."""
     model, x, expected = long_sequence(cell)
     expected = expected[:, options.get("out_times", slice(None))][:, :, :, options.get("in_times", slice(None))]
-    got = rl.jacobian(model, x, reduce=reduce, **options)
+    got = rl.jacobian(model, x, reduce=reduce, **{"mode": "reverse", **options})
     agree(got, expected if reduce is None else np.sqrt((expected**2).sum((2, 4))))
     if not options:
         assert got.flops < 0.8 * {"rnn": H, "gru": H, "lstm": 2 * H}[cell] * (H + F) * 5 * B * 40 * 41
+
+
+@pytest.mark.parametrize("room", [10_000, 30_000, 60_000])
+@pytest.mark.parametrize("reduce", [None, "norm"])
+def test_chunks_of_a_sweep_in_blocks(reduce, room, monkeypatch):
+    """In chunks too small for blocks, in chunks with blocks, and the mean over samples streamed through both."""
+    model, x, _ = long_sequence("lstm")
+    whole = rl.jacobian(model, x, reduce=reduce, mode="reverse")
+    monkeypatch.setattr("rnnlens.verbs.jacobian_run.LEAST_ROOM", room)
+    monkeypatch.setattr("rnnlens.verbs.jacobian_plan.BLOCK_BUDGET", 1000)
+    blocked, chunks = [], []
+    run, plan = BlockedSweep.run, jacobian_run.direct_pieces
+    monkeypatch.setattr(BlockedSweep, "run", lambda self, progress: blocked.append(1) or run(self, progress))
+    monkeypatch.setattr(jacobian_run, "direct_pieces", lambda *args: chunks.append(plan(*args)[0]) or plan(*args))
+    pieces = rl.jacobian(model, x, reduce=reduce, mode="reverse", memory=whole.nbytes)
+    assert len(chunks[0]) > 1
+    assert bool(blocked) == (room > 10_000)
+    agree(pieces, whole.values)
+    agree(
+        rl.jacobian(model, x, reduce=reduce, mode="reverse", average="sample", memory=whole.nbytes),
+        whole.values.mean(0),
+    )
 
 
 class Forgetful(nn.Module):
