@@ -13,9 +13,10 @@ from ..errors import RnnlensError
 from ..results.gradients import Reason
 from ..typing import Array
 from ..vocabulary import SAMPLE, TIME
+from .answering import answer
 from .experiment import Laboratory, dtype_of, is_integer, modules_of
 from .names import TensorName
-from .question import Question, answer
+from .question import Question
 from .targets import Target
 from .weight_keys import sources
 

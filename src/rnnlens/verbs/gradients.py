@@ -18,11 +18,12 @@ from ..results.schema import labelled
 from ..settings import Progress, current, parse_memory
 from ..typing import Array
 from ..vocabulary import GATE
+from .answering import answer
 from .clipping import clipped, rule
 from .explain import Explanation, explain
 from .loss_words import loss_reduction, with_reduction
 from .names import Catalogue, TensorName, catalogue, read, read_all, read_one
-from .question import Answer, Question, SeveralOutputs, answer
+from .question import Answer, Question, SeveralOutputs
 from .streaming import Accumulator, combination
 from .targets import Reduction, Target
 from .weight_keys import sources
