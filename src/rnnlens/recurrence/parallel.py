@@ -8,6 +8,7 @@ here, each with a one-threaded matrix product.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -42,9 +43,19 @@ def _pool(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix="rnnlens")
 
 
+#: One caller at a time: two that set the number of BLAS threads and set it back may leave it at one for good.
+_turn = threading.Lock()
+
+
+def _start_anew() -> None:
+    """A forked process has the pool and the lock, but none of the threads."""
+    global _turn
+    _turn = threading.Lock()
+    _pool.cache_clear()
+
+
 if hasattr(os, "register_at_fork"):
-    # A forked process has the pool, but none of its threads.
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+    os.register_at_fork(after_in_child=_start_anew)
 
 
 def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[slice]:
@@ -60,9 +71,10 @@ def for_each(work: Callable[[slice], None], parts: Iterable[slice], *, xp: Names
     """
     parts = list(parts)
     if len(parts) > 1 and is_numpy_namespace(xp):
-        workers = _workers()  # asked before the limit is set
-        with _blas().limit(limits=1):
-            list(_pool(workers).map(work, parts))
+        with _turn:
+            workers = _workers()  # asked before the limit is set
+            with _blas().limit(limits=1):
+                list(_pool(workers).map(work, parts))
     else:
         for part in parts:
             work(part)

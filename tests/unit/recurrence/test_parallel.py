@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import array_api_compat.numpy as anp
 import array_api_compat.torch as atorch
@@ -45,6 +46,26 @@ def test_parts_cover_every_sample_once(parts, batch):
         assert len(parts(batch, 2**20, xp=atorch)) == 1
     for found in (few, many, list(sample_chunks(batch, 2**18))):
         assert [i for part in found for i in range(batch)[part]] == list(range(batch))
+
+
+def test_two_callers_take_turns():
+    """Else one would set back the number of BLAS threads that the other had set."""
+    seen = []
+
+    def call(name, pauses):
+        def work(part):
+            time.sleep(pauses[part.start])
+            seen.append(name)
+
+        for_each(work, [slice(0, 1), slice(1, 2)], xp=anp)
+
+    with threadpool_limits(2, "blas"):
+        first = threading.Thread(target=call, args=("first", (0, 0.4)))
+        first.start()
+        time.sleep(0.1)
+        call("second", (0, 0))
+        first.join()
+    assert seen == ["first", "first", "second", "second"]
 
 
 FORKED = """
