@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_limits
 
 from rnnlens.recurrence.adjoint import adjoint, probed, weight_gradients
 from rnnlens.recurrence.cells import KnownCell
-from rnnlens.recurrence.parallel import halves
+from rnnlens.recurrence.parallel import large_parts, walk_parts
 from rnnlens.recurrence.run import distance, replay
 from rnnlens.testing import reference
 
@@ -204,16 +204,21 @@ def test_one_wrong_weight_shows_in_the_combinations_of_rows():
 def test_large_batches_are_dealt_out_and_give_the_same():
     rng = np.random.default_rng(13)
     cell = make_cell("lstm", rng=rng)
-    batch, time = 600, 40
+    batch, time = 3000, 10
     x, s0 = rng.normal(size=(batch, time, FEATURES)), [rng.normal(size=(batch, UNITS)) for _ in range(2)]
     dy, mask = rng.normal(size=(batch, time, UNITS)), rng.random((batch, time)) > 0.2
     run = replay(cell, x, s0, xp=np_xp, mask=mask)
     with threadpool_limits(2, user_api="blas"):
-        assert len(halves(batch, time * 4 * UNITS, xp=np_xp)) == 2
+        assert len(walk_parts(batch, UNITS, xp=np_xp)) == 2
+        assert len(large_parts(batch, time * 4 * UNITS, xp=np_xp)) == 2
         known = replay(cell, x, s0, xp=np_xp, mask=mask, hidden=run.states[0])
         whole = adjoint(known, dy)
+        dealt = weight_gradients(known, whole)
+    with threadpool_limits(1, user_api="blas"):
+        for name, grad in weight_gradients(known, whole).items():
+            close(dealt[name], grad, 1e-12)
     close(known.gates, run.gates, 1e-13)
-    for some in (slice(0, 7), slice(590, 600)):
+    for some in (slice(0, 7), slice(1495, 1505), slice(2990, 3000)):
         part = adjoint(replay(cell, x[some], [s[some] for s in s0], xp=np_xp, mask=mask[some]), dy[some])
         close(part.input_grad, whole.input_grad[some], 1e-13)
         close(part.state_grads[1], whole.state_grads[1][some], 1e-13)
