@@ -16,6 +16,7 @@ import numpy as np
 
 from .linear import System
 from .pruning import NoPruning, Pruning
+from .run import steps
 from .sources import Source
 from .sweep_blocked import BlockedSweep, plan_blocks
 from .sweep_forward import Entrances, ForwardSweep
@@ -53,7 +54,7 @@ def reverse(
 
 
 def _block_length(system: System, source: Source, taps: Taps) -> int:
-    order = range(system.time - 1, -1, -1) if system.order == "forward" else range(system.time)
+    order = list(steps(system.time, system.order, reverse=True))
     wanted = [i for i, t in enumerate(order) if taps.wants(t)]
     stop = system.time if taps.initial or not wanted else wanted[-1] + 1
     alive = [source.count - source.first(t) for t in order[:stop]]

@@ -16,7 +16,7 @@ that a sweep needs no branches. Columns of ``product``: the state before, then t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -74,7 +74,7 @@ def state_columns(system: System, state: int) -> slice:
 
 
 def walk(
-    system: System, samples: slice, *, reverse: bool, inputs: bool, budget: int, steps: range | None = None
+    system: System, samples: slice, *, reverse: bool, inputs: bool, budget: int, steps: Sequence[int] | None = None
 ) -> Iterator[tuple[int, Steps, int]]:
     """Steps in the order of the recurrence (or against it): time index, block, index within the block.
 

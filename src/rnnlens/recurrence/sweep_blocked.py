@@ -20,6 +20,7 @@ from ..typing import Array
 from .inplace import Workspace
 from .linear import System, state_columns
 from .pruning import NoPruning
+from .run import steps
 from .sources import Source
 from .sweep_parts import Cost, Sink, Taps, elements
 from .sweep_reverse import ReverseSweep
@@ -83,20 +84,20 @@ class BlockedSweep:
     def run(self, progress: Callable[[], None] | None) -> Cost:
         """All blocks down to the last step of interest."""
         system, wanted = self.system, self.taps.steps
-        order = range(system.time - 1, -1, -1) if system.order == "forward" else range(system.time)
+        order = list(steps(system.time, system.order, reverse=True))
         left = None if wanted is None or self.taps.initial else len(wanted)
         for start in range(0, system.time, self.length):
-            steps = order[start : start + self.length]
-            self._block(steps, progress)
+            block = order[start : start + self.length]
+            self._block(block, progress)
             if left is not None:
-                left -= sum(self.taps.wants(t) for t in steps)
+                left -= sum(self.taps.wants(t) for t in block)
                 if left == 0:
                     break
         for state, sink in self.taps.initial.items():
             sink.take(-1, self.first, self.carried[:, :, state_columns(system, state)])
         return self.cost
 
-    def _block(self, steps: range, progress: Callable[[], None] | None) -> None:
+    def _block(self, steps: Sequence[int], progress: Callable[[], None] | None) -> None:
         """Sweep the block's own rows and the unit vectors, then take all others across at once."""
         system, work, older = self.system, self.work, int(self.carried.shape[1])
         units = system.rows if older else 0

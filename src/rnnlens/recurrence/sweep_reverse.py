@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..typing import Array
 from .inplace import Workspace
@@ -25,7 +25,7 @@ class ReverseSweep:
         taps: Taps,
         samples: slice,
         pruning: Pruning,
-        steps: range | None = None,
+        steps: Sequence[int] | None = None,
     ) -> None:
         self.system, self.source, self.taps, self.samples, self.pruning = system, source, taps, samples, pruning
         self.work: Workspace = system.work
