@@ -116,28 +116,8 @@ def heatmap(
     drawn = []
     for half, axes in zip(shown, panels.halves, strict=True):
         for place, slot in zip(axes, [slots[i] for i in picked], strict=True):
-            matrix = matrix_of(half.data.isel(slot[0]), across, down, stacked)
-            own = top if shared or limit is not None else largest_magnitude(matrix)
-            look = {"cmap": DIVERGING, "norm": around_zero(own, log=log), **keywords}
-            if "vmin" in look or "vmax" in look:
-                look["norm"] = None
-            where_y = np.arange(rows) if stacked else positions(half.data, down)
-            drawn.append(
-                draw_image(
-                    place,
-                    matrix,
-                    x=positions(half.data, across),
-                    y=where_y,
-                    cmap=look.pop("cmap"),
-                    norm=look.pop("norm"),
-                    limits=limits,
-                    image=look,
-                )
-            )
-            place.set_title(slot[1], fontsize="small", pad=3)
-            place.tick_params(labelsize="small")
-            if stacked:
-                separate(place, "y", array.sizes[down], names_of(array, GATE))
+            scale = top if shared or limit is not None else None
+            drawn.append(_draw(place, half.data, slot, (across, down), scale, log, stacked, limits, keywords))
     labels = [half.time_label if across == TIME else axis_label(array, across) for half in shown]
     panels.label(labels, f"gate, {axis_label(array, down)}" if stacked else axis_label(array, down))
     _bars(panels, drawn, value_label(array), shared=shared, wanted=colorbar)
@@ -146,6 +126,41 @@ def heatmap(
     merged = merge_note(steps_for((rows, array.sizes[across]), limits), down, across)
     panels.title(title or title_of(array) or "heatmap", [thinned, merged, nonfinite_note(array.values)])
     return panels.result()
+
+
+def _draw(
+    ax: Any,
+    data: xr.DataArray,
+    slot: tuple[dict[str, int], str],
+    dims: tuple[str, str],
+    top: float | None,
+    log: bool,
+    stacked: bool,
+    limits: tuple[int, int],
+    keywords: dict[str, Any],
+) -> Any:
+    """One panel; ``top`` None scales it by itself."""
+    (where, name), (across, down) = slot, dims
+    matrix = matrix_of(data.isel(where), across, down, stacked)
+    own = largest_magnitude(matrix) if top is None else top
+    look = {"cmap": DIVERGING, "norm": around_zero(own, log=log), **keywords}
+    if "vmin" in look or "vmax" in look:
+        look["norm"] = None
+    image = draw_image(
+        ax,
+        matrix,
+        x=positions(data, across),
+        y=np.arange(len(matrix)) if stacked else positions(data, down),
+        cmap=look.pop("cmap"),
+        norm=look.pop("norm"),
+        limits=limits,
+        image=look,
+    )
+    ax.set_title(name, fontsize="small", pad=3)
+    ax.tick_params(labelsize="small")
+    if stacked:
+        separate(ax, "y", data.sizes[down], names_of(data, GATE))
+    return image
 
 
 def axes_of(array: xr.DataArray, x: str | None, y: str | None) -> tuple[str, str]:
