@@ -64,11 +64,15 @@ LINT = (
 # The longest first, so that the cores finish together.
 SUITES = (
     *(
-        Suite(f"keras-{engine}", ("tests/contract/keras", "tests/oracle/keras"), environment={"KERAS_BACKEND": engine})
+        Suite(
+            f"keras-{engine}",
+            ("tests/contract/keras", "tests/oracle/keras", "tests/oracle/held_models/keras"),
+            environment={"KERAS_BACKEND": engine},
+        )
         for engine in ("tensorflow", "jax", "torch")
     ),
     Suite("core", ("tests/unit", "tests/property", "tests/surface"), environment={"KERAS_BACKEND": "jax"}),
-    Suite("torch", ("tests/contract/torch", "tests/oracle/torch")),
+    Suite("torch", ("tests/contract/torch", "tests/oracle/torch", "tests/oracle/held_models/torch")),
     Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
     Suite("lint", commands=LINT),
 )
