@@ -130,7 +130,7 @@ def _fused(recorder: Recorder, func: Any, owner: Owner, order: Tensor | None, ca
         for i in range(len(fed))
     )
     handed = tuple(state.clone() for state in taps)
-    visit = Visit(pieces, taps, Link(call.state, fed, raw, handed, before), packing=packing)
+    visit = Visit(pieces, taps, Link(call.state, fed, raw, handed, taps, before), packing=packing)
     recorder.add(owner, visit, continues=before is not None)
     output = x.clone()
     return (output.transpose(0, 1) if call.batch_first and packing is None else output, *handed)
@@ -146,7 +146,7 @@ def _start(
         if found is not None:
             return found.fed, found
     given = _overridden(recorder, owner, call, packing)
-    return tuple(recorder.fed(differentiable(state)) for state in given), None
+    return tuple(recorder.started(state) for state in given), None
 
 
 def _overridden(recorder: Recorder, owner: Owner, call: Call, packing: Packing | None) -> tuple[Tensor, ...]:
@@ -195,7 +195,7 @@ def _one_layer(
             output, *finals = func(x, call.batch_sizes, hx, flat, call.bias, 1, 0.0, True, call.bidirectional)
         else:
             output, *finals = func(x, hx, flat, call.bias, 1, 0.0, True, call.bidirectional, False)
-    return Piece(x, x.detach(), states, recorder.handed(owner, layer, output), tuple(finals), stand_ins)
+    return Piece(x, x.detach().clone(), states, recorder.handed(owner, layer, output), tuple(finals), stand_ins)
 
 
 @contextmanager
@@ -224,7 +224,7 @@ def _cell(
     if found is None:
         named = recorder.initial_state.get(owner.name)
         start = given if named is None else tuple(torch.as_tensor(s, dtype=x.dtype, device=x.device) for s in named)
-        fed = tuple(recorder.fed(differentiable(state)) for state in start)
+        fed = tuple(recorder.started(state) for state in start)
     else:
         fed = found.fed
         if tail is not None:
@@ -235,9 +235,10 @@ def _cell(
     x = recorder.fed(x)
     raw = _as_tuple(func(x, fed if len(fed) > 1 else fed[0], *flat))
     taps = tuple(recorder.handed(owner, 0, state.clone().unsqueeze(0)) for state in raw)
-    handed = tuple(tap.squeeze(0).clone() for tap in taps)
+    kept = tuple(tap.squeeze(0) for tap in taps)
+    handed = tuple(state.clone() for state in kept)
     finals = tuple(state.unsqueeze(0) for state in raw)
     piece = Piece(x, x.detach().clone().unsqueeze(0), tuple(s.unsqueeze(0) for s in fed), taps[0], finals, [stand_ins])
-    visit = Visit([piece], (None, *taps[1:]), Link(given, fed, raw, handed, found))
+    visit = Visit([piece], (None, *taps[1:]), Link(given, fed, raw, handed, kept, found))
     recorder.add(owner, visit, continues=found is not None)
     return handed if len(handed) > 1 else handed[0]

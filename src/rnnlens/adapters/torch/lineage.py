@@ -31,7 +31,9 @@ class Link:
     raw
         What the layer returned, inside the graph.
     handed
-        What the user got: copies of ``raw``.
+        What the user got: copies of ``kept``, which the user's code may change in place.
+    kept
+        What ``handed`` was copied from: the same values, inside the graph, out of the user's reach.
     before
         What came before in the same run; None for its first call.
     """
@@ -40,13 +42,14 @@ class Link:
     fed: States
     raw: States
     handed: States
+    kept: States
     before: Continuation | None = None
 
     def __post_init__(self) -> None:
         self._versions = tuple(tensor._version for tensor in self.handed)
         #: the states of the run, the one it started from first; shared by its calls.
         self.history: list[States] = [self.given] if self.before is None else self.before.link.history
-        self.history.append(self.handed)
+        self.history.append(self.kept)
         self.step = len(self.history) - 1
         #: which of the history each sample's state in ``given`` is; None if all are the last one's.
         self.origin: Tensor | None = None if self.before is None else self.before.origin
@@ -56,7 +59,7 @@ class Link:
 
         With ``rowwise``, samples may also have kept the state from before this call, and the last ones may be gone.
         """
-        if len(given) != len(self.handed):
+        if len(given) != len(self.kept):
             return None
         if self._unchanged(given):
             return Continuation(self.raw, None, self)
@@ -76,31 +79,39 @@ class Link:
         return Continuation(tuple(torch.where(k, raw[:count], old[:count]) for k, raw, old in parts), rows, self)
 
     def _unchanged(self, given: States) -> bool:
-        same = zip(given, self.handed, self._versions, strict=True)
-        return all(new is old and new._version == seen for new, old, seen in same)
+        same = zip(given, self.handed, self._versions, self.kept, strict=True)
+        # Values too: what is written through ``.data`` leaves no trace in a tensor's version.
+        return all(new is old and new._version == seen and torch.equal(new, kept) for new, old, seen, kept in same)
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether the user's code acts on the gradients that arrive at what it got."""
+        return any(tensor._backward_hooks for tensor in self.handed)
 
     def _passed_on(self, new: Tensor, index: int, rowwise: bool) -> Tensor | None:
         """Rows in which ``new`` is this call's state unchanged; None if any row is neither that nor the one before."""
-        old, before, count = self.handed[index], self.given[index], new.shape[0]
+        old, before, count = self.kept[index], self.given[index], new.shape[0]
         if not new.requires_grad or new.shape[1:] != old.shape[1:] or count > old.shape[0] or new.dtype != old.dtype:
             return None
         if not rowwise and (count != old.shape[0] or not torch.equal(new, old)):
             return None
-        is_old, is_before = _rows_equal(new, old[:count]), _rows_equal(new, before[:count])
+        is_old, is_before = _rows_equal(new, old[:count]), _rows_equal(new, self.fed[index][:count])
         if not bool((is_old | is_before).all()):
             return None
         # Near sources first: how far autograd walks back grows with the age of the oldest source.
         for sources in ([before], [before, *self._held(index)]):
-            passed = self._by_gradient(new, index, sources, is_before)
+            passed = self._by_gradient(new, index, sources, is_old, is_before)
             if passed is not None:
                 return passed
         return None
 
-    def _by_gradient(self, new: Tensor, index: int, sources: list[Tensor], is_before: Tensor) -> Tensor | None:
+    def _by_gradient(
+        self, new: Tensor, index: int, sources: list[Tensor], is_old: Tensor, is_before: Tensor
+    ) -> Tensor | None:
         """Rows that a random vector comes back through to this call's state; the others must lead to a source."""
-        old, count, probe = self.handed[index], new.shape[0], torch.rand_like(new) + 0.5
+        old, count, probe = self.kept[index], new.shape[0], torch.rand_like(new) + 0.5
         to_old, *arrived = _pulled_back(new, [old, *sources], probe)
-        passed, kept = _rows_equal(to_old, probe), torch.zeros_like(is_before)
+        passed, kept = is_old & _rows_equal(to_old, probe), torch.zeros_like(is_before)
         for at in arrived:
             kept = kept | _rows_equal(at, probe)
         if not self.history[0][index].requires_grad:  # a constant start: no gradient to look for

@@ -178,6 +178,10 @@ class Recorder:
         """What a layer is fed in place of ``tensor``."""
         return differentiable(tensor).clone() if self.separate and tensor.is_floating_point() else tensor
 
+    def started(self, state: Tensor) -> Tensor:
+        """What a recurrence starts from in place of ``state``, which the user's code may write over later on."""
+        return differentiable(state).clone()
+
     def handed(self, owner: Owner, layer: int, tensor: Tensor) -> Tensor:
         """What the layer returned, as a place where gradients from above arrive; they end there if it is cut."""
         if not self.cut:

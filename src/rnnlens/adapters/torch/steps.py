@@ -108,7 +108,7 @@ class CellHook:
             if found is not None:
                 tail.rows = found.rows
                 return list(found.fed), found
-        return [self.recorder.fed(differentiable(state)) for state in given], None
+        return [self.recorder.started(state) for state in given], None
 
     def _note(self, entered: Entered, output: Any) -> Any:
         flat, spec = pytree.tree_flatten(output)
@@ -118,7 +118,8 @@ class CellHook:
         taps = {
             key: self.recorder.handed(self.owner, 0, leaf.flatten(1).unsqueeze(0).clone()) for key, leaf in raw.items()
         }
-        handed = {id(leaf): taps[id(leaf)].reshape(leaf.shape).clone() for leaf in returned}
+        kept = {id(leaf): taps[id(leaf)].reshape(leaf.shape) for leaf in returned}
+        handed = {key: tensor.clone() for key, tensor in kept.items()}
         first = returned[0]
         if self.owner.step_cell is None:
             form = Form(entered.arguments, tuple(tuple(s.shape[1:]) for s in states), len(states) == len(returned))
@@ -136,6 +137,7 @@ class CellHook:
             tuple(entered.fed),
             tuple(raw[id(s)] for s in states),
             tuple(handed[id(s)] for s in states),
+            tuple(kept[id(s)] for s in states),
             entered.before,
         )
         visit = Visit([piece], tuple(None if s is first else taps[id(s)] for s in states), link)
