@@ -20,7 +20,7 @@ from .fused import Interceptor
 from .inputs import as_tensors, call_model, check_features, on_leaves
 from .left_as_found import borrowed
 from .losses import evaluate
-from .record import Owner, PlainVisit, Recorder, differentiable
+from .record import Owner, PlainVisit, Recorder, differentiable, refuse_hooked, refuse_transformed
 from .shell import hookable
 from .steps import CellHook, own_cells_only
 
@@ -58,10 +58,9 @@ class Asked:
     @classmethod
     def of(cls, model: nn.Module, names: Sequence[str] | None) -> Asked:
         """Sort the asked names; refuse those that name nothing."""
-        recurrent, cells = recurrent_modules(model), cell_candidates(model)
+        recurrent, cells, modules = recurrent_modules(model), cell_candidates(model), named_modules(model)
         if names is None:
-            return cls(recurrent, cells, [], None, named_modules(model))
-        modules = named_modules(model)
+            return cls(recurrent, cells, [], None, modules)
         rooms = dict(recurrent) | dict(cells)
         nodes = {node_name(path, m, i): path for path, m in recurrent for i in range(getattr(m, "num_layers", 1))}
         plain = []
@@ -108,6 +107,7 @@ def _pass(
         with watched(model, recorder, asked, batch, keep_gradients) as interceptor:
             outputs = call_model(model, x)
         own_cells_only(recorder, training=batch.training)
+        refuse_hooked(recorder)
         loss = evaluate(batch, outputs, model)
         if loss is not None and not loss.requires_grad and interceptor.cut_gradients and not keep_gradients:
             raise _NoGradientsError
@@ -147,6 +147,7 @@ class _Owners:
         self.asked = {id(module): (path, module) for path, module in asked.recurrent}
         self.inside_cells = {id(inner) for _, cell in asked.cells for inner in cell.modules()}
         self.everything = asked.names is None
+        self.holders = _holders(asked)
         self.entered: nn.Module | None = None
         self.order: Tensor | None = None
         self.known: dict[int, Owner] = {}
@@ -168,6 +169,7 @@ class _Owners:
         module, order = self.entered, self.order
         self.entered = self.order = None
         stacked = isinstance(args[2], (list, tuple)) or isinstance(args[3], (list, tuple))
+        module = self._holder(args, module)
         if module is None:
             return (self._bare(kind, activation, args, stacked), None) if self.everything else None
         found = self.asked.get(id(module))
@@ -182,10 +184,16 @@ class _Owners:
             self.known[id(module)] = owner
         return owner, order
 
+    def _holder(self, args: tuple[Any, ...], entered: nn.Module | None) -> nn.Module | None:
+        """The module whose weights these are: a forward that is called directly runs no hook that would name it."""
+        holders = self.holders.get(id(_first_weight(args)), [])
+        if not holders or any(module is entered for module in holders):
+            return entered
+        return holders[0] if len(holders) == 1 else None
+
     def _bare(self, kind: str, activation: str, args: tuple[Any, ...], stacked: bool) -> Owner:
         """A kernel called without a registered module: a module in a plain list, or the bare function."""
-        weight = args[3] if isinstance(args[3], (list, tuple)) else args[2]
-        first = weight[0] if stacked else weight
+        first = _first_weight(args)
         owner = self.known.get(id(first))
         if owner is None:
             unnamed = sum(o.name.startswith("unnamed_") for o in self.known.values())
@@ -194,6 +202,21 @@ class _Owners:
             owner = Owner(id(first), f"unnamed_{kind}_{unnamed}", kind, activation, layers, 1 + both, stacked)
             self.known[id(first)] = owner
         return owner
+
+
+def _first_weight(args: tuple[Any, ...]) -> Tensor:
+    weight = args[3] if isinstance(args[3], (list, tuple)) else args[2]
+    return weight[0] if isinstance(weight, (list, tuple)) else weight
+
+
+def _holders(asked: Asked) -> dict[int, list[nn.Module]]:
+    """By the identity of its first weight, the recurrent modules that hold it."""
+    found: dict[int, list[nn.Module]] = {}
+    for _, module in asked.modules:
+        first = getattr(module, "weight_ih_l0", getattr(module, "weight_ih", None))
+        if isinstance(first, nn.Parameter):
+            found.setdefault(id(first), []).append(module)
+    return found
 
 
 def _plain_hook(recorder: Recorder, path: str) -> Any:
@@ -205,6 +228,7 @@ def _plain_hook(recorder: Recorder, path: str) -> Any:
             if noted or recorder.paused or not isinstance(value, Tensor):
                 return value
             noted = True
+            refuse_transformed(path, [value])
             if not value.is_floating_point():
                 recorder.plain.append(PlainVisit(path, value))
                 return value

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .lineage import Continuation, Link
-from .record import Owner, Packing, Piece, Recorder, Visit, differentiable
+from .record import Owner, Packing, Piece, Recorder, Visit, refuse_transformed
 from .weights import slots
 
 _VF: Any = torch._VF
@@ -98,10 +98,12 @@ class Interceptor(TorchFunctionMode):  # type: ignore[misc]
         if func in FUSED:
             found = self.owner(*FUSED[func], args)
             if found is not None:
+                refuse_transformed(found[0].name, args)
                 return _fused(self.recorder, func, *found, Call.of(args))
         elif func in CELLS:
             found = self.owner(*CELLS[func], args)
             if found is not None:
+                refuse_transformed(found[0].name, args)
                 return _cell(self.recorder, func, found[0], *args)
         elif func is torch._C._set_grad_enabled and not args[0]:
             self.cut_gradients = True

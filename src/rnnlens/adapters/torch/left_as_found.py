@@ -33,6 +33,7 @@ def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Ite
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(eagerly())
+        stack.enter_context(at_once())
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)  # noqa: NPY002  the state that user code draws from
@@ -48,6 +49,31 @@ def eagerly() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Run what is checkpointed as it stands: a checkpoint computes the same numbers twice to keep fewer of them.
+
+    Recomputed in the backward pass, a layer would run where nobody looks; with ``use_reentrant=True`` its tensors are
+    not even on the graph.
+    """
+    checkpoint: Any = sys.modules.get("torch.utils.checkpoint")
+    if checkpoint is None:
+        yield
+        return
+    before = checkpoint._checkpoint_without_reentrant_generator
+
+    def once(*_args: Any, **_options: Any) -> Iterator[None]:
+        yield
+
+    checkpoint.CheckpointFunction.apply = lambda function, _preserve, *args: function(*args)
+    checkpoint._checkpoint_without_reentrant_generator = once
+    try:
+        yield
+    finally:
+        del checkpoint.CheckpointFunction.apply
+        checkpoint._checkpoint_without_reentrant_generator = before
 
 
 @contextmanager
@@ -80,8 +106,16 @@ def _modes(model: torch.nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def _buffers(model: torch.nn.Module) -> Iterator[None]:
-    """Values and identities of all buffers; each module's table is put back by :func:`_attributes`."""
+    """Values and identities of all buffers; each module's table is put back by :func:`_attributes`.
+
+    Copies stand in the tables, so that what was saved for the backward pass is not written over when the block ends.
+    """
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    copies = {id(buffer): buffer.detach().clone() for buffer, _ in before}
+    for module in model.modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = copies.get(id(buffer), buffer)
     try:
         yield
     finally:

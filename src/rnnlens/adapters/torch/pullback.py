@@ -16,7 +16,7 @@ from .discover import named_modules, unwrapped
 from .inputs import as_tensors, call_model, on_leaves
 from .left_as_found import borrowed
 from .losses import evaluate
-from .record import Recorder
+from .record import Recorder, refuse_hooked, refuse_transformed
 from .steps import own_cells_only
 from .weights import replayable
 
@@ -66,6 +66,7 @@ class TorchPullback:
                 for handle in handles:
                     handle.remove()
             own_cells_only(recorder, training=batch.training)
+            refuse_hooked(recorder)
             wanted = any(port.kind == "loss" for port in (*self.of, *self.wrt))
             loss = evaluate(batch, outputs, model) if wanted else None
         leaves = leaves_of(outputs)
@@ -84,7 +85,7 @@ class TorchPullback:
             if path in bases and id(module) not in recurrent:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # takes no hooks; asked for, it counts as not called
-                around = _PlainHook(recorder, plain.setdefault(path, []))
+                around = _PlainHook(recorder, path, plain.setdefault(path, []))
                 handles.append(module.register_forward_pre_hook(around.before, with_kwargs=True))
                 handles.append(module.register_forward_hook(around.after))
         return handles
@@ -147,8 +148,8 @@ class TorchPullback:
 class _PlainHook:
     """Notes what a layer that is not recurrent takes and returns, kept apart from the user's own tensors."""
 
-    def __init__(self, recorder: Recorder, calls: list[Any]) -> None:
-        self.recorder, self.calls = recorder, calls
+    def __init__(self, recorder: Recorder, path: str, calls: list[Any]) -> None:
+        self.recorder, self.path, self.calls = recorder, path, calls
         self.takes: list[Tensor] = []
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -167,6 +168,7 @@ class _PlainHook:
         def tap(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
+            refuse_transformed(self.path, [value])
             if not value.is_floating_point():
                 into.append(value)
                 return value

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedError, message
 from ...recurrence.cells.custom import StepCell
 from .lineage import Link
 
@@ -212,3 +213,42 @@ class Recorder:
 def differentiable(tensor: Tensor) -> Tensor:
     """``tensor`` itself if gradients can arrive at it, else a leaf with its values."""
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
+
+
+def refuse_transformed(name: str, values: Iterable[Any]) -> None:
+    """Raise for a layer that runs inside ``torch.vmap`` or a transform of ``torch.func``: its tensors stand for others.
+
+    Raises
+    ------
+    UnsupportedError
+        With the name of the layer.
+    """
+    if any(isinstance(v, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(v) for v in values):
+        raise UnsupportedError(
+            message(
+                f"Layer {name!r} runs inside torch.vmap or torch.func, where the tensors at its border cannot be held.",
+                got="a transformed tensor",
+                expected="a plain call of the layer, with samples on an axis of its input",
+                hint="call the layer on the whole batch; outside of it the transform may stay",
+            )
+        )
+
+
+def refuse_hooked(recorder: Recorder) -> None:
+    """Raise for a state with a hook of the user's on its gradient, which acts on what flows through time.
+
+    Raises
+    ------
+    UnsupportedError
+        With the name of the layer.
+    """
+    for run in recorder.runs:
+        if any(visit.link.is_hooked for visit in run.visits[:-1]):
+            raise UnsupportedError(
+                message(
+                    f"A tensor hook on a state of {run.owner.name!r} acts on the gradient that flows through time.",
+                    got="register_hook() on a state that the next step starts from",
+                    expected="a recurrence whose gradient is that of its own equations",
+                    hint="leave the hook out while looking; trace shows the gradients that it would have seen",
+                )
+            )

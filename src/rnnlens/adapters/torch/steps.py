@@ -14,7 +14,7 @@ from .cells import Form, TorchStepCell, leaves
 from .discover import input_argument
 from .lineage import Continuation, Link
 from .public import named_cell
-from .record import Owner, Piece, Recorder, Run, Visit, differentiable
+from .record import Owner, Piece, Recorder, Run, Visit, differentiable, refuse_transformed
 
 #: From an input and state tensors to the arguments of the user's cell.
 Arguments = Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -80,6 +80,7 @@ class CellHook:
             entered = Entered(args, kwargs, self.position, self.name)
         except _NotACellError as reason:
             return self._give_up(reason)
+        refuse_transformed(self.owner.name, entered.flat)
         x = self.recorder.fed(entered.x)
         flat = [x if leaf is entered.x else leaf for leaf in entered.flat]
         entered.fed, entered.before = self._fed(entered.given)
