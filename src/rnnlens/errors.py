@@ -6,7 +6,9 @@ Catch ``RnnlensError`` to catch them all; each class also derives from the built
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class RnnlensError(Exception):
@@ -57,6 +59,17 @@ class MissingDependencyError(RnnlensError, ImportError):
     """An optional package is needed for this call and is not installed."""
 
 
+class CallError(InputError, TypeError):
+    """A public function was called with an argument that it does not have, or without one that it needs."""
+
+
+class UserCodeError(RnnlensError):
+    """The user's own model, loss or function raised. The message names which; ``__cause__`` is what it raised.
+
+    What is caught also belongs to the class of the original, so that ``except ZeroDivisionError`` still catches one.
+    """
+
+
 class SelfCheckWarning(UserWarning):
     """A residual that travels with a result is larger than its dtype explains."""
 
@@ -71,7 +84,7 @@ def message(what: str, *, got: object = None, expected: object = None, hint: str
     """
     lines = [what]
     if got is not None:
-        lines.append(f"  got:      {got}")
+        lines.append(f"  got:      {_cut(got)}")
     if expected is not None:
         lines.append(f"  expected: {expected}")
     if hint is not None:
@@ -79,9 +92,91 @@ def message(what: str, *, got: object = None, expected: object = None, hint: str
     return "\n".join(lines)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence that names the closest known name, then all of them."""
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """A sentence that names the closest known name, then all of them.
+
+    >>> did_you_mean("lstn", ["lstm", "gru"])
+    "did you mean 'lstm'? Known: 'lstm', 'gru'"
+    """
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    listing = ", ".join(repr(k) for k in known) or "none"
+    close = difflib.get_close_matches(name[:_LONGEST], known, n=1, cutoff=0.5) if isinstance(name, str) else []
+    listing = ", ".join([*(repr(k) for k in known[:_MOST]), *(["..."] if len(known) > _MOST else [])]) or "none"
     return f"did you mean {close[0]!r}? Known: {listing}" if close else f"one of: {listing}"
+
+
+def shown(value: object) -> str:
+    """A value in few words for an error message, whatever it is: large, or unable to print itself.
+
+    >>> shown("lstm"), shown(list(range(1000)))
+    ("'lstm'", '[0, 1, 2, 3, 4, 5, ...]')
+    """
+    shape = getattr(value, "shape", None)
+    if type(shape).__name__ in ("tuple", "Size", "TensorShape"):
+        return f"{type(value).__name__} of shape {tuple(shape)}"  # type: ignore[arg-type]
+    return _SHORT.repr(value)
+
+
+@contextmanager
+def raised_by(whose: str) -> Iterator[None]:
+    """Within the block code of the user runs: what it raises becomes one error of ours that says ``whose`` code it was.
+
+    Errors of ours, KeyboardInterrupt and SystemExit pass as they are.
+
+    Raises
+    ------
+    UserCodeError
+        For any other exception.
+    """
+    try:
+        yield
+    except RnnlensError:
+        raise
+    except Exception as error:
+        raise _also_of_its_class(error, whose) from error
+
+
+def _also_of_its_class(error: Exception, whose: str) -> UserCodeError:
+    """An error of ours that is also one of the class of ``error``, where Python can make such a class."""
+    kind = type(error)
+    text = message(f"{whose} raised {kind.__name__}.", got=_said(error), hint="the first traceback shows where")
+    if isinstance(error, StopIteration):  # within a generator it would mean its end
+        return UserCodeError(text)
+    try:
+        both = type(kind.__name__, (UserCodeError, kind), {"__str__": lambda self: text, "__module__": kind.__module__})
+        made: UserCodeError = both.__new__(both, *error.args)
+        made.args = error.args
+        vars(made).update(vars(error))
+    except Exception:  # some classes cannot be joined, or not made from their arguments
+        return UserCodeError(text)
+    return made
+
+
+def _said(error: Exception) -> str:
+    """The beginning of what an error says."""
+    try:
+        lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    except Exception:
+        lines = []
+    return " ".join(lines[:4]) or "no message"
+
+
+class _Short(reprlib.Repr):
+    def repr_instance(self, x: object, level: int) -> str:
+        """Its own words, unless it has none."""
+        try:
+            return super().repr_instance(x, level)
+        except Exception:
+            return f"a {type(x).__name__}"
+
+
+_SHORT = _Short()
+_SHORT.maxstring = _SHORT.maxother = 120
+_SHORT.maxlevel = 3
+
+#: Letters of a name that are compared, names that are listed, letters of what was got that are shown.
+_LONGEST, _MOST, _FULL = 200, 60, 1000
+
+
+def _cut(got: object) -> str:
+    text = got if isinstance(got, str) else str(got)
+    return text if len(text) <= _FULL else f"{text[:_FULL]} ..."

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError, ModelError, did_you_mean, message
+from ..arguments import number
+from ..errors import InputError, ModelError, did_you_mean, message, shown
 from ..typing import Array
 from .names import Catalogue, TensorName
 from .weight_keys import Source, sources
@@ -16,6 +17,20 @@ from .weight_keys import Source, sources
 KINDS = ("clipvalue", "clipnorm", "global_clipnorm")
 
 Gradients = Mapping[TensorName, Array]
+
+
+def a_clipping(name: str, value: Any) -> str | dict[str, float]:
+    """``"optimizer"``, or one way to clip with its threshold."""
+    if isinstance(value, Mapping):
+        unknown = [kind for kind in value if kind not in KINDS]
+        if unknown or len(value) != 1:
+            hint = did_you_mean(unknown[0] if unknown else "", KINDS)
+            raise InputError(message(f"{name}= takes one way to clip.", got=shown(value), hint=hint))
+        return {kind: number(above=0)(f"{name}[{kind!r}]", threshold) for kind, threshold in value.items()}
+    if not isinstance(value, str) or value != "optimizer":
+        expected, hint = '"optimizer" or a dict', '{"global_clipnorm": 1.0}'
+        raise InputError(message(f"{name}= is no such clipping.", got=shown(value), expected=expected, hint=hint))
+    return value
 
 
 def rule(clip: str | Mapping[str, float], model: Any) -> tuple[str, float]:
@@ -27,17 +42,8 @@ def rule(clip: str | Mapping[str, float], model: Any) -> tuple[str, float]:
         If the optimizer does not clip, or there is none.
     """
     if isinstance(clip, Mapping):
-        unknown = [kind for kind in clip if kind not in KINDS]
-        if unknown or len(clip) != 1:
-            raise InputError(
-                message("clip= takes one way to clip.", got=repr(clip), hint=did_you_mean("".join(unknown), KINDS))
-            )
         ((kind, threshold),) = clip.items()
-        return kind, float(threshold)
-    if clip != "optimizer":
-        raise InputError(
-            message(f"No such clipping: {clip!r}.", expected='"optimizer" or a dict', hint='{"global_clipnorm": 1.0}')
-        )
+        return kind, threshold
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     for kind in KINDS:

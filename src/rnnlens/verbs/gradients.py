@@ -12,20 +12,37 @@ import xarray as xr
 from .. import data
 from ..adapters.protocol import Adapter, Batch
 from ..adapters.registry import adapter_for
-from ..errors import DisconnectedError, InputError, UnsupportedError, message
+from ..arguments import (
+    anything,
+    axes_by_name,
+    checked,
+    class_weights,
+    data_set,
+    examples,
+    memory,
+    names,
+    one_of,
+    seed,
+    states,
+    switch,
+    text,
+    whole,
+)
+from ..arguments import loss as a_loss
+from ..errors import DisconnectedError, InputError, UnsupportedError, message, shown
 from ..results.gradients import Gradients
 from ..results.schema import labelled
 from ..settings import Progress, current, parse_memory
 from ..typing import Array
 from ..vocabulary import GATE
 from .answering import answer
-from .clipping import clipped, rule
+from .clipping import a_clipping, clipped, rule
 from .explain import Explanation, explain
 from .loss_words import loss_reduction, with_reduction
 from .names import Catalogue, TensorName, catalogue, read, read_all, read_one
 from .question import Answer, Question, SeveralOutputs
 from .streaming import Accumulator, combination
-from .targets import Reduction, Target
+from .targets import Reduction, Target, a_reduction
 from .weight_keys import sources
 
 __all__ = ["Gradients", "gradients"]
@@ -33,6 +50,40 @@ __all__ = ["Gradients", "gradients"]
 Of = str | Callable[..., Any] | Sequence[Any]
 
 
+def a_target(name: str, value: Any) -> Any:
+    """A name, a function of the output, or a function and the names of what it takes."""
+    if isinstance(value, str):
+        return text(name, value)
+    parts = tuple(value) if isinstance(value, tuple | list) else (value,)
+    function, *of_what = parts or (None,)
+    is_one = callable(function) and not isinstance(function, type)
+    if not is_one or (value is not function and not of_what) or not all(isinstance(part, str) for part in of_what):
+        expected = f"{_OF}; a callable; (callable, name, ...)"
+        raise InputError(message(f"{name}= is not understood.", got=shown(value), expected=expected))
+    return value if value is function else parts
+
+
+@checked(
+    model=anything,
+    x=data_set,
+    y=examples,
+    of=a_target,
+    wrt=names,
+    at=axes_by_name,
+    reduce=a_reduction,
+    per_sample=switch,
+    loss=a_loss,
+    sample_weight=examples,
+    class_weight=class_weights,
+    training=switch,
+    initial_state=states,
+    seed=seed,
+    batch_size=whole(least=1),
+    combine=one_of("mean", "sum"),
+    across=one_of("mean", "sum", "norm"),
+    clip=a_clipping,
+    memory=memory,
+)
 def gradients(
     model: Any,
     x: Any,
@@ -195,12 +246,8 @@ def _target(of: Of, known: Catalogue) -> tuple[tuple[TensorName, ...], Callable[
         leaves = tuple(read("output", known))
         function = of if len(leaves) == 1 else _on_list(of)
         return leaves, function, _called(of)
-    function, *names = tuple(of)
-    if not callable(function) or not names or not all(isinstance(name, str) for name in names):
-        raise InputError(
-            message("of= is not understood.", got=repr(of), expected=f"{_OF}; a callable; (callable, name, ...)")
-        )
-    return tuple(read_one(name, known) for name in names), function, _called(function)
+    function, *of_what = tuple(of)
+    return tuple(read_one(name, known) for name in of_what), function, _called(function)
 
 
 _ROWS_APART = (

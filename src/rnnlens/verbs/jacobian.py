@@ -11,10 +11,26 @@ import xarray as xr
 
 from ..adapters.protocol import Adapter, Batch, CaptureRequest
 from ..adapters.registry import adapter_for
+from ..arguments import (
+    anything,
+    as_numbers,
+    checked,
+    kept_steps,
+    memory,
+    number,
+    one_batch,
+    one_of,
+    path,
+    seed,
+    states,
+    switch,
+    text,
+    whole,
+)
 from ..data import leaves_of
-from ..errors import InputError, did_you_mean, message
+from ..errors import InputError, TooLargeError, message
 from ..recurrence.reductions import REDUCTIONS, probe_signs, sketched
-from ..settings import current, parse_memory
+from ..settings import current, format_memory, parse_memory
 from .inside import Inside
 from .jacobian_ends import resolve
 from .jacobian_label import Labels
@@ -27,6 +43,30 @@ from .question import refuse_lone_output
 __all__ = ["jacobian"]
 
 
+def a_projection(name: str, value: Any) -> Any:
+    """A word, or weights of the output units."""
+    return one_of("mean", "sum")(name, value) if isinstance(value, str) else as_numbers(name, value)
+
+
+@checked(
+    model=anything,
+    x=one_batch,
+    of=text,
+    wrt=text,
+    out_times=kept_steps,
+    in_times=kept_steps,
+    project=a_projection,
+    reduce=one_of(*REDUCTIONS),
+    average=one_of("sample"),
+    sketch=whole(least=2),
+    rtol=number(least=0, below=1, what="is a share"),
+    mode=one_of("auto", "forward", "reverse"),
+    memory=memory,
+    out=path,
+    training=switch,
+    initial_state=states,
+    seed=seed,
+)
 def jacobian(
     model: Any,
     x: Any,
@@ -109,7 +149,7 @@ def jacobian(
     Products of Jacobians through time: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eq. 5.
     Random probes: Hutchinson 1990, doi:10.1080/03610919008812866.
     """
-    _check(reduce, average, sketch, rtol, mode, project)
+    _check(reduce, sketch, mode, project)
     limit = current().memory if memory is None else parse_memory(memory)
     adapter = adapter_for(model)
     known = catalogue(adapter, model, x)
@@ -118,7 +158,7 @@ def jacobian(
     inside = _look(adapter, model, batch, names, known)
     swept = look_inside(inside)
     with resolve(adapter, model, batch, known, inside, list(swept.values()), names) as (start, end, graph):
-        ends = _ends(start, end, names, out_times, in_times, project, reduce, average, sketch, batch_of(inside))
+        ends = _ends(start, end, names, out_times, in_times, project, reduce, average, sketch, batch_of(inside), limit)
         labels = Labels(names, ends, reduce, sketch, known, adapter.provenance(model), training, project)
         return compute(graph, list(swept.values()), ends, labels, mode, rtol, limit, out)
 
@@ -149,25 +189,29 @@ def _seed(seed: int | None, training: bool) -> int | None:
     return 0 if seed is None and training else seed
 
 
-def _check(reduce: Any, average: Any, sketch: Any, rtol: Any, mode: Any, project: Any) -> None:
-    for argument, value, allowed in (
-        ("reduce", reduce, [None, *REDUCTIONS]),
-        ("average", average, [None, "sample"]),
-        ("mode", mode, ["auto", "forward", "reverse"]),
-    ):
-        if value not in allowed:
-            hint = did_you_mean(str(value), [str(a) for a in allowed])
-            raise InputError(message(f"{argument}= is not understood.", got=repr(value), hint=hint))
-    if sketch is not None:
-        if isinstance(sketch, bool) or not isinstance(sketch, int | np.integer) or sketch < 2:
-            raise InputError(message("sketch= is a number of probes.", got=repr(sketch), expected="an int, 2 or more"))
-        if reduce not in (None, "norm") or project is not None:
-            got = f"reduce={reduce!r}" if project is None else "project="
-            raise InputError(message("A sketch estimates the norm over all units.", got=got, expected='reduce="norm"'))
-        if mode == "forward":
-            raise InputError(message("A sketch is pulled back.", got='mode="forward"', expected='"auto" or "reverse"'))
-    if rtol is not None and not 0 <= rtol < 1:
-        raise InputError(message("rtol= is a share.", got=repr(rtol), expected="0 <= rtol < 1"))
+def _check(reduce: Any, sketch: Any, mode: Any, project: Any) -> None:
+    """What a sketch goes together with."""
+    if sketch is None:
+        return
+    if reduce not in (None, "norm") or project is not None:
+        got = f"reduce={reduce!r}" if project is None else "project="
+        raise InputError(message("A sketch estimates the norm over all units.", got=got, expected='reduce="norm"'))
+    if mode == "forward":
+        raise InputError(message("A sketch is pulled back.", got='mode="forward"', expected='"auto" or "reverse"'))
+
+
+def _refuse_many_probes(sketch: int, start: Tensor, samples: int, limit: int) -> None:
+    """Probes are drawn for every sample, step and unit at once."""
+    each = 2 * 8 * start.size * (start.times or 1) * samples
+    if sketch * each > limit:
+        raise TooLargeError(
+            message(
+                "The random probes of sketch= would not fit into the memory granted.",
+                got=f"sketch={sketch}: {format_memory(sketch * each)}",
+                expected=f"at most {format_memory(limit)} (memory=)",
+                hint=f"sketch={max(2, min(100, limit // each))}; without sketch= the norm is exact and often cheaper",
+            )
+        )
 
 
 def _ends(
@@ -181,6 +225,7 @@ def _ends(
     average: str | None,
     sketch: int | None,
     samples: int,
+    limit: int,
 ) -> Ends:
     """What is wanted, as the sweeps need it."""
     weights = projection(project, start.size)
@@ -188,6 +233,7 @@ def _ends(
         weights = weights[None, None]
     function, tail = (None if reduce is None else REDUCTIONS[reduce]), ()
     if sketch is not None:
+        _refuse_many_probes(sketch, start, samples, limit)
         weights = probe_signs(sketch, start.size, start.times or 1, samples, seed=0)
         function, tail = sketched, (2,)  # type: ignore[assignment]
     elif reduce in ("sum", "mean"):

@@ -141,7 +141,12 @@ def chosen_times(times: Any, count: int | None, argument: str) -> list[int] | No
     if times is None:
         return list(range(count))
     if isinstance(times, slice):
-        return list(range(count))[times]
+        chosen = list(range(count))[times]
+        if not chosen:
+            raise InputError(
+                message(f"{argument} names no steps.", got=repr(times), expected=f"some of the {count} steps from 0")
+            )
+        return chosen
     given = np.atleast_1d(np.asarray(times))
     if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or given.size == 0:
         raise InputError(

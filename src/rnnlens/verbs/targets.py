@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..errors import InputError, did_you_mean, message
+from ..arguments import as_numbers, as_numpy, either, kept_steps, listed, number
+from ..errors import InputError, did_you_mean, message, shown
 from ..typing import Array
 from ..vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME, UNIT
 
@@ -22,6 +23,20 @@ Reduction = Any
 Differentiate = Callable[[Callable[..., Any], Sequence[Array]], tuple[Array, Callable[[Array], Sequence[Array]]]]
 
 REDUCTIONS = ("sum", "mean", "norm")
+
+
+def a_reduction(name: str, value: Any) -> Reduction:
+    """The name of a reduction, a function, or weights."""
+    if isinstance(value, str):
+        if value not in REDUCTIONS:
+            raise InputError(message(f"No reduction named {value!r}.", hint=did_you_mean(value, REDUCTIONS)))
+        return value
+    if callable(value) and not isinstance(value, type) and not hasattr(value, "dtype"):
+        return value
+    if isinstance(value, xr.DataArray):
+        return value.copy(data=as_numbers(name, value.values))
+    expected = f"{', '.join(REDUCTIONS)}, a callable, or weights as numbers"
+    return either(as_numbers, number(), expected=expected)(name, value)
 
 
 @dataclass(frozen=True)
@@ -130,23 +145,25 @@ def select(whole: xr.DataArray, at: Mapping[str, Any]) -> xr.DataArray:
 
 def _index(whole: xr.DataArray, dim: str, index: Any) -> Any:
     """Positions for a number, a list, a slice, a boolean mask, or labels such as gate names."""
+    size = whole.sizes[dim]
     if isinstance(index, slice):
-        return index
-    wanted = np.asarray(index)
+        wanted = np.arange(size)[kept_steps(f"at[{dim!r}]", index)]
+    else:
+        wanted = as_numpy(index) if hasattr(index, "dtype") else np.asarray(listed(index) or index)
     if wanted.dtype.kind in "US":
         labels = {DIRECTION: ["forward", "backward"]}.get(dim, [])
         unknown = [label for label in np.atleast_1d(wanted) if label not in labels]
         if unknown:
             raise InputError(message(f"{dim!r} has no {unknown[0]!r}.", expected=", ".join(labels) or "numbers"))
         wanted = np.vectorize(labels.index)(wanted)
-    if wanted.dtype == bool:
+    if wanted.dtype == bool and wanted.ndim == 1 and wanted.size == size:
         wanted = np.flatnonzero(wanted)
-    size = whole.sizes[dim]
-    if wanted.dtype.kind not in "iu" or (wanted.size and (wanted.min() < -size or wanted.max() >= size)):
+    whole_numbers = wanted.dtype.kind in "iu" and wanted.ndim <= 1
+    if not whole_numbers or not wanted.size or wanted.min() < -size or wanted.max() >= size:
         raise InputError(
             message(
-                f"at= selects beyond the target along {dim!r}.",
-                got=f"{dim}={index!r}",
+                f"at= selects {'nothing of' if not wanted.size else 'beyond'} the target along {dim!r}.",
+                got=f"{dim}={shown(index)}",
                 expected=f"whole numbers from {-size} to {size - 1}",
             )
         )
@@ -163,7 +180,7 @@ def _reduce_by_name(values: Array, axes: tuple[int, ...], how: str, count: int) 
         # At exactly 0 the norm has no derivative; 0 is the subgradient that frameworks agree on.
         cotangent = np.divide(values, norm, out=np.zeros_like(values), where=norm > 0)
         return np.squeeze(norm, axis=axes), cotangent
-    raise InputError(message(f"No reduction named {how!r}.", hint=did_you_mean(how, REDUCTIONS)))
+    raise AssertionError(how)
 
 
 def dims_of(

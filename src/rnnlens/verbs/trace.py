@@ -9,7 +9,19 @@ import xarray as xr
 
 from ..adapters.protocol import Batch, Capture, CaptureRequest, PlainCall, RecurrentCall
 from ..adapters.registry import adapter_for
-from ..errors import InputError, message
+from ..arguments import (
+    anything,
+    checked,
+    class_weights,
+    examples,
+    names,
+    one_batch,
+    seed,
+    states,
+    switch,
+)
+from ..arguments import loss as a_loss
+from ..errors import InputError, LayerNotFoundError, message
 from ..errors import did_you_mean as suggestion
 from ..recurrence.run import Run
 from ..results.checks import REPLAY, Check, rounding_bound, warn_about, weight_sum_check
@@ -26,6 +38,7 @@ from .sweep import names_of_states, sweep, weights_to_check
 _CAPTURED = frozenset({"input", "mask", "output", "output_grad", "final_state_grad"})
 
 
+@checked(model=anything)
 def layers(model: Any) -> LayerTable:
     """List the recurrent layers of a model, without running it.
 
@@ -47,6 +60,19 @@ def layers(model: Any) -> LayerTable:
     return LayerTable(adapter_for(model).describe(model))
 
 
+@checked(
+    model=anything,
+    x=one_batch,
+    y=examples,
+    loss=a_loss,
+    layers=names,
+    quantities=names,
+    sample_weight=examples,
+    class_weight=class_weights,
+    training=switch,
+    initial_state=states,
+    seed=seed,
+)
 def trace(
     model: Any,
     x: Any,
@@ -118,7 +144,9 @@ def trace(
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     capture = adapter.capture(model, batch, _request(layers, wanted, has_loss))
     provenance = with_reduction(adapter.provenance(model), model, loss) if has_loss else adapter.provenance(model)
-    datasets, checks = _datasets(adapter.describe(model), capture, wanted, provenance)
+    described = adapter.describe(model)
+    datasets, checks = _datasets(described, capture, wanted, provenance)
+    _refuse_silence(layers, wanted, datasets, [info.name for info in described])
     warn_about(checks)
     return Trace(
         datasets,
@@ -148,6 +176,27 @@ def _wanted(quantities: str | Iterable[str] | None, has_loss: bool) -> frozenset
                 )
             )
     return names
+
+
+def _refuse_silence(
+    layers: str | Iterable[str] | None,
+    wanted: frozenset[str] | None,
+    datasets: Mapping[str, xr.Dataset],
+    known: Sequence[str],
+) -> None:
+    """What was asked for and is nowhere is an error, not an empty result."""
+    for name in (layers,) if isinstance(layers, str) else layers or ():
+        if not any(node == name or node.startswith((f"{name}#", f"{name}[")) for node in datasets):
+            what = f"No layer, and no call of one, is named {name!r} in this forward pass."
+            raise LayerNotFoundError(message(what, hint=suggestion(name, list(dict.fromkeys([*datasets, *known])))))
+    found = {str(name) for dataset in datasets.values() for name in dataset.data_vars}
+    missing = [] if wanted is None else sorted(wanted - found)
+    impossible = [name for name in missing if name.startswith("state_")]
+    if impossible or (missing and not found):
+        got, layer = (impossible or missing)[0], next(iter(datasets), "")
+        what = f"No layer here has {got!r}."
+        hint = suggestion(got, found) if found else f"rl.trace(model, x, ...)[{layer!r}] lists what there is"
+        raise InputError(message(what, got=f"quantities={', '.join(missing)}", hint=hint))
 
 
 def _request(layers: str | Iterable[str] | None, wanted: frozenset[str] | None, has_loss: bool) -> CaptureRequest:

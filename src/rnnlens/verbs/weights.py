@@ -10,7 +10,22 @@ import xarray as xr
 
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, LayerWeights, Port, RecurrentCall
 from ..adapters.registry import adapter_for
-from ..errors import InputError, LayerNotFoundError, TooLargeError, did_you_mean, message
+from ..arguments import (
+    anything,
+    called,
+    checked,
+    class_weights,
+    either,
+    examples,
+    names,
+    one_batch,
+    one_of,
+    seed,
+    switch,
+    whole,
+)
+from ..arguments import loss as a_loss
+from ..errors import InputError, LayerNotFoundError, TooLargeError, did_you_mean, message, raised_by, shown
 from ..recurrence.cells import KnownCell
 from ..recurrence.run import Run
 from ..results.checks import Check, warn_about
@@ -22,6 +37,18 @@ from .trace import WeightSum
 from .weight_labels import Labelled, label_cell, label_plain, node_dataset
 
 
+@checked(
+    model=anything,
+    x=one_batch,
+    y=examples,
+    layers=names,
+    by_time=either(switch, one_of("norm"), expected="True, False or 'norm'", what="is no such switch"),
+    loss=a_loss,
+    sample_weight=examples,
+    class_weight=class_weights,
+    training=switch,
+    seed=seed,
+)
 def weights(
     model: Any,
     x: Any = None,
@@ -66,8 +93,6 @@ def weights(
     ----------
     dL/dW as the sum of per-step contributions: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eq. 3.
     """
-    if by_time not in (True, False, "norm"):
-        raise InputError(message("by_time= is no such switch.", got=repr(by_time), expected="True, False or 'norm'"))
     if x is None and (by_time or y is not None or loss is not None):
         raise InputError(message("Gradients of weights need data.", got="x=None", hint="rl.weights(model, x, y)"))
     adapter = adapter_for(model)
@@ -91,6 +116,22 @@ def weights(
     )
 
 
+def _a_history(name: str, value: Any) -> xr.Dataset:
+    """What an earlier call returned."""
+    if not isinstance(value, xr.Dataset) or not value.sizes.get("step"):
+        expected = "what rl.weight_norms returned, with a dimension step"
+        raise InputError(message(f"{name}= is no history of norms.", got=shown(value), expected=expected))
+    return value
+
+
+@checked(
+    model=anything,
+    layers=names,
+    over=names,
+    ord=either(whole(least=1, most=2), called, expected="1, 2 or a callable", what="is no norm that is known"),
+    history=_a_history,
+    step=whole(),
+)
 def weight_norms(
     model: Any,
     *,
@@ -123,7 +164,9 @@ def weight_norms(
         NaN values make their norm NaN.
     """
     row = {}
-    for layer, node in weights(model, layers=layers).items():
+    found = weights(model, layers=layers)
+    _refuse_unknown_dims(found, over)
+    for layer, node in found.items():
         for name in node.names:
             if not name.endswith("_count") and name != "bias_total":
                 norm = _norm(node[name], over, ord)
@@ -133,6 +176,16 @@ def weight_norms(
     return new if history is None else xr.concat([history, new], dim="step", combine_attrs="override")
 
 
+def _refuse_unknown_dims(found: Weights, over: str | Iterable[str] | None) -> None:
+    """A dimension that no weight at all has is a misspelt one."""
+    known = {str(dim): None for layer in found for dim in found.dataset(layer).dims}
+    for dim in [over] if isinstance(over, str) else over or ():
+        if dim not in known:
+            raise InputError(
+                message(f"No weight has a dimension {dim!r}.", got=f"over={over!r}", hint=did_you_mean(dim, known))
+            )
+
+
 def _norm(values: xr.DataArray, over: str | Iterable[str] | None, ord: Any) -> xr.DataArray:
     wanted = {over} if isinstance(over, str) else set(over) if over is not None else set(map(str, values.dims))
     dims = [str(dim) for dim in values.dims if dim in wanted]
@@ -140,10 +193,9 @@ def _norm(values: xr.DataArray, over: str | Iterable[str] | None, ord: Any) -> x
     dims = dims or [str(dim) for dim in values.dims]
     if callable(ord):
         flat = values.stack(_all=dims) if dims else values
-        reduced: xr.DataArray = xr.apply_ufunc(ord, flat, input_core_dims=[["_all"]], vectorize=True)
+        with raised_by("Your norm, ord=,"):
+            reduced: xr.DataArray = xr.apply_ufunc(ord, flat, input_core_dims=[["_all"]], vectorize=True)
         return reduced
-    if ord not in (1, 2):
-        raise InputError(message("weight_norms knows no such norm.", got=f"ord={ord!r}", expected="1, 2 or a callable"))
     if ord == 1:
         return abs(values).sum(dims, skipna=False)
     squares: xr.DataArray = (values.astype("float64") ** 2).sum(dims, skipna=False)

@@ -14,7 +14,7 @@ from ..protocol import Batch, Capture, CaptureRequest, PlainCall, RecurrentCall
 from . import loss as losses
 from .cells import KerasStepCell
 from .data import prepare
-from .discover import Site, choose, places
+from .discover import Site, choose, given_states, places
 from .engines import Engine, current
 from .hooks import Call
 from .masks import masked_output, output_from_state
@@ -29,13 +29,14 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
     engine = current()
     found = places(model)
     sites, plain = choose(found, request.layers)
+    started = given_states(found, batch.initial_state)
     loss = losses.plan(model, batch) if request.gradients else None
     data = prepare(model, batch, engine)
     weights = _weights(sites) if loss is not None and request.weight_grads else {}
     job = Job(
         model=model,
         data=data,
-        sites=sites,
+        sites=[*sites, *(site for site in found.sites if site.name in started and site not in sites)],
         plain=plain,
         training=batch.training,
         seed=batch.seed,

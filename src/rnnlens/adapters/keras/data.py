@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from ...arguments import as_numpy
 from ...errors import InputError, message
 from ..protocol import Batch
 from .engines import Engine
@@ -60,6 +61,8 @@ def _structure(value: Any, name: str) -> Any:
     """Lists of numbers become one array; lists, tuples and dicts of arrays stay what they are."""
     if isinstance(value, dict):
         return {key: _structure(item, f"{name}[{key!r}]") for key, item in value.items()}
+    if value is None:
+        return None
     if isinstance(value, (list, tuple)) and any(hasattr(item, "shape") for item in value):
         return type(value)(_structure(item, f"{name}[{i}]") for i, item in enumerate(value))
     return _leaf(value, name)
@@ -68,7 +71,7 @@ def _structure(value: Any, name: str) -> Any:
 def _leaf(value: Any, name: str) -> Any:
     if keras.ops.is_tensor(value):
         return value
-    array = np.asarray(value)
+    array = as_numpy(value)
     if array.dtype.kind not in "fiubc":
         raise InputError(
             message(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -111,6 +111,23 @@ def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[Site], d
         if site.refusal is not None:
             raise UnsupportedError(site.refusal)
     return chosen, others
+
+
+def given_states(found: Places, initial_state: Mapping[str, Any] | None) -> list[str]:
+    """The layers that are to start from given states.
+
+    Raises
+    ------
+    LayerNotFoundError
+        If one of them is no recurrent layer of the model.
+    """
+    names = list(initial_state or ())
+    known = list(dict.fromkeys(site.name for site in found.sites))
+    for name in names:
+        if name not in known:
+            what = f"initial_state= names {name!r}, which is no recurrent layer of this model."
+            raise LayerNotFoundError(message(what, hint=did_you_mean(name, known)))
+    return names
 
 
 def base_name(name: str, found: Places) -> str:

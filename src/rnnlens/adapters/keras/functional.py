@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ...errors import InputError, message
+from ...errors import InputError, message, raised_by
 from ...typing import Array
 from .engines import Engine
 
@@ -27,7 +27,8 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], engine:
     tensors = [keras.ops.convert_to_tensor(np.asarray(a)) for a in arrays]
 
     def program(arguments: Any, tap: Callable[[str, Any], Any]) -> tuple[dict[str, Any], Any]:
-        value = function(*(tap(str(i), tensor) for i, tensor in enumerate(arguments)))
+        with raised_by("Your function"):
+            value = function(*(tap(str(i), tensor) for i, tensor in enumerate(arguments)))
         if not keras.ops.is_tensor(value) or not keras.backend.is_float_dtype(
             keras.backend.standardize_dtype(value.dtype)
         ):
@@ -40,7 +41,8 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], engine:
             )
         return {"value": value}, None
 
-    linear = engine.linearise(program, tensors)
+    with raised_by("Your function, differentiated,"):
+        linear = engine.linearise(program, tensors)
     value = engine.to_array(linear.targets["value"])
 
     def pull(cotangent: Array) -> list[Array]:

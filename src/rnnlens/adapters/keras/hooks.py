@@ -133,7 +133,7 @@ class Listener:
         if site.bidirectional and len(given) == 2 * len(own):
             given = given[half * len(own) : (half + 1) * len(own)]
         shapes = [tuple(s.shape) for s in given]
-        if [s[1:] for s in shapes] != [tuple(s.shape)[1:] for s in own]:
+        if any(len(s) < 1 for s in shapes) or [s[1:] for s in shapes] != [tuple(s.shape)[1:] for s in own]:
             raise InputError(
                 message(
                     f"The initial state given for {site.name!r} does not fit.",

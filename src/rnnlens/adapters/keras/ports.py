@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,9 +45,9 @@ class Spots:
         else:
             self.keys[port] = self._of_layer(port)
 
-    def heard_sites(self) -> list[Site]:
-        """The sites to listen to, both halves of a bidirectional layer so that halves keep their numbers."""
-        names = {site.name for site in self.sites.values()}
+    def heard_sites(self, others: Collection[str] = ()) -> list[Site]:
+        """The sites to listen to and ``others``; both halves of a bidirectional layer, so that halves keep numbers."""
+        names = {site.name for site in self.sites.values()} | set(others)
         return [site for site in self.found.sites if site.name in names]
 
     @staticmethod

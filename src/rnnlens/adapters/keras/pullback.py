@@ -11,12 +11,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from ...errors import InputError, LayerNotFoundError, message
+from ...errors import InputError, LayerNotFoundError, message, raised_by
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback
 from . import loss as losses
 from .data import prepare
-from .discover import places
+from .discover import given_states, places
 from .engines import Engine, Tap, current
 from .found import as_found
 from .ports import Spots
@@ -52,7 +52,7 @@ class KerasPullback:
         with as_found(model, self._engine, batch.seed):
             arguments = job.arguments(self._engine)
             key = key_of(job, arguments)
-            with losses.undisturbed(model, regularised=True):
+            with losses.undisturbed(model, regularised=True), raised_by("Your model, run to be differentiated,"):
                 self._linear = self._linearised(job, arguments, key)
         heard = {**self._linear.aux, **self._linear.targets}
         self.outputs = int(heard.pop("outputs"))
@@ -82,7 +82,7 @@ class KerasPullback:
         return Job(
             model=model,
             data=prepare(model, batch, self._engine),
-            sites=self._spots.heard_sites(),
+            sites=self._spots.heard_sites(given_states(self._spots.found, batch.initial_state)),
             plain=self._spots.plain,
             training=batch.training,
             seed=batch.seed,
@@ -123,7 +123,8 @@ class KerasPullback:
         given = {self._spots.keys[p]: self._turned(p, self._checked(p, c), axis=2) for p, c in cotangents.items()}
         count = len(next(iter(given.values())))
         size = self._chunk(count)
-        parts = [self._linear.vjp({k: c[i : i + size] for k, c in given.items()}) for i in range(0, count, size)]
+        with raised_by("The backward pass of your model"):
+            parts = [self._linear.vjp({k: c[i : i + size] for k, c in given.items()}) for i in range(0, count, size)]
         return {port: self._joined(port, [part.get(self._spots.keys[port]) for part in parts]) for port in self._wrt}
 
     def _joined(self, port: Port, rows: list[Any]) -> Array | None:

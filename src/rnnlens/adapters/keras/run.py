@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from ...errors import raised_by
 from . import loss as losses
 from .data import Data
 from .discover import Site
@@ -98,8 +99,11 @@ def program(job: Job, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]
         x = keras.tree.pack_sequence_as(x, flat)
     with keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
         with listener.listening(job.sites, job.plain):
-            outputs = _tapped(_call(job.model, x, job.training), job.wanted, tap)
-        value = None if job.loss is None else job.loss(x, y, outputs, weight)
+            with raised_by("Your model"):
+                outputs = _call(job.model, x, job.training)
+            outputs = _tapped(outputs, job.wanted, tap)
+        with raised_by("Your loss"):
+            value = None if job.loss is None else job.loss(x, y, outputs, weight)
     job.calls[:] = listener.calls
     kept = outputs if "outputs" in job.keep else None
     return value, ([call.arrays for call in listener.calls], kept)
@@ -130,7 +134,7 @@ def run(job: Job, engine: Engine) -> Result:
         arguments = job.arguments(engine)
         compile_it = not (_eagerly.get() or getattr(job.model, "run_eagerly", False))
         key = key_of(job, arguments) if compile_it else None
-        with losses.undisturbed(job.model):
+        with losses.undisturbed(job.model), raised_by("Your model, run or differentiated,"):
             raw, calls = _compiled_or_eager(job, arguments, engine, key)
     value, (arrays, outputs), gradients = raw
     made = [Call(c.place, c.half, c.index, a) for c, a in zip(calls, arrays, strict=True)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ...errors import LayerNotFoundError, ModelError, did_you_mean, message
+from ...errors import LayerNotFoundError, ModelError, did_you_mean, message, raised_by
 from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall
 from .assemble import Assembler, JoinedTooFarError, check_joints
 from .discover import cell_candidates, named_modules, node_name, recurrent_modules, refuse_scripts, unwrapped
@@ -108,7 +108,8 @@ def _pass(
             outputs = call_model(model, x)
         own_cells_only(recorder, training=batch.training)
         refuse_hooked(recorder)
-        loss = evaluate(batch, outputs, model)
+        with raised_by("Your loss"):
+            loss = evaluate(batch, outputs, model)
         if loss is not None and not loss.requires_grad and interceptor.cut_gradients and not keep_gradients:
             raise _NoGradientsError
         return _read(recorder, asked, request, loss, outputs, keep_gradients)
@@ -138,6 +139,7 @@ def watched(
             handles.append(module.register_forward_hook(_plain_hook(recorder, path)))
         with Interceptor(recorder, owners.find, keep_gradients=keep_gradients) as interceptor:
             yield interceptor
+        recorder.refuse_unused_states([node_name(path, m, 0) for path, m in asked.recurrent])
 
 
 class _Owners:
@@ -290,7 +292,8 @@ def _gradients(recorder: Recorder, loss: Tensor, notes: list[str]) -> Any:
     taps.update((id(v.output), v.output) for v in recorder.plain if v.output.requires_grad)
     pulled: Sequence[Tensor | None] = [None] * len(taps)
     if loss.requires_grad:
-        pulled = torch.autograd.grad(loss, list(taps.values()), allow_unused=True)
+        with raised_by("The backward pass of your model or loss"):
+            pulled = torch.autograd.grad(loss, list(taps.values()), allow_unused=True)
     if taps and all(grad is None for grad in pulled):
         notes.append("No path leads from the loss to any layer asked for: every gradient is zero.")
     found = {key: None if g is None else g.detach() for key, g in zip(taps, pulled, strict=True)}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import InputError, message
+from ...errors import InputError, message, raised_by
 from ...typing import Array
 from .inputs import home_of
 
@@ -27,7 +27,8 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: 
     device, _ = home_of(model)
     with torch.inference_mode(False), torch.enable_grad():
         tensors = [torch.tensor(np.asarray(a), device=device, requires_grad=True) for a in arrays]
-        value = function(*tensors)
+        with raised_by("Your function"):
+            value = function(*tensors)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         raise InputError(
             message(
@@ -46,7 +47,8 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: 
                 )
             )
         seed = torch.as_tensor(np.asarray(cotangent), dtype=value.dtype, device=value.device)
-        found = torch.autograd.grad(value, tensors, seed, allow_unused=True, retain_graph=True)
+        with raised_by("The backward pass of your function"):
+            found = torch.autograd.grad(value, tensors, seed, allow_unused=True, retain_graph=True)
         return [np.zeros_like(a) if g is None else g.detach().cpu().numpy() for g, a in zip(found, arrays, strict=True)]
 
     return value.detach().cpu().numpy(), pull

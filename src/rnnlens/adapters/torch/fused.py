@@ -157,12 +157,12 @@ def _overridden(recorder: Recorder, owner: Owner, call: Call, packing: Packing |
     directions = 2 if call.bidirectional else 1
     for layer in range(call.layers):
         name = f"{owner.name}[{layer}]" if call.layers > 1 else owner.name
-        given = recorder.initial_state.get(name)
-        if given is None:
+        if name not in recorder.initial_state:
             continue
+        own = [state[layer * directions + direction] for direction in range(directions) for state in states]
+        given = recorder.given_state(name, own)
         for i, value in enumerate(given):
             direction, which = divmod(i, len(states))
-            value = torch.as_tensor(value, dtype=states[which].dtype, device=states[which].device)
             if packing is not None and packing.order is not None:
                 value = torch.empty_like(value).index_copy(0, packing.order, value)
             states[which][layer * directions + direction] = value
@@ -224,8 +224,7 @@ def _cell(
     rows = owner.key not in recorder.never_by_row
     found = tail.link.continued_by(given, rowwise=rows) if tail is not None else None
     if found is None:
-        named = recorder.initial_state.get(owner.name)
-        start = given if named is None else tuple(torch.as_tensor(s, dtype=x.dtype, device=x.device) for s in named)
+        start = recorder.given_state(owner.name, given) if owner.name in recorder.initial_state else given
         fed = tuple(recorder.started(state) for state in start)
     else:
         fed = found.fed

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ...errors import InputError, message
+from ...arguments import as_numpy
+from ...errors import InputError, message, raised_by
 
 
 def home_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -60,12 +61,16 @@ def _tensor(value: Any, device: torch.device, dtype: torch.dtype, what: str) -> 
     if isinstance(value, torch.Tensor):
         tensor = value.clone() if value.is_inference() else value.detach()
     else:
-        array = np.asarray(value)
+        array = as_numpy(value)
         if array.dtype.kind not in "fiubc":
             raise InputError(
                 message(f"{what} is not numeric.", got=f"dtype {array.dtype}", expected="numbers: a tensor or an array")
             )
-        tensor = torch.tensor(array, dtype=dtype if array.dtype.kind == "f" else None, device=device)
+        tensor = torch.tensor(
+            np.ascontiguousarray(array).reshape(array.shape),
+            dtype=dtype if array.dtype.kind == "f" else None,
+            device=device,
+        )
     if 0 in tensor.shape:
         raise InputError(
             message(
@@ -79,11 +84,12 @@ def _tensor(value: Any, device: torch.device, dtype: torch.dtype, what: str) -> 
 
 def call_model(model: nn.Module, x: Any) -> Any:
     """``model(x)``, ``model(*x)`` for a tuple or list, ``model(**x)`` for a dict."""
-    if isinstance(x, dict):
-        return model(**x)
-    if isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
-        return model(*x)
-    return model(x)
+    with raised_by("Your model's forward"):
+        if isinstance(x, dict):
+            return model(**x)
+        if isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
+            return model(*x)
+        return model(x)
 
 
 def check_features(name: str, module: nn.Module, value: Any) -> None:

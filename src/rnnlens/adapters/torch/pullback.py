@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import ModelError, message
+from ...errors import ModelError, message, raised_by
 from ..protocol import Batch, Port, Pullback
 from .borders import Border, Borders, leaves_of, stand_ins, zeros_for
 from .capture import Asked, watched
@@ -68,7 +68,8 @@ class TorchPullback:
             own_cells_only(recorder, training=batch.training)
             refuse_hooked(recorder)
             wanted = any(port.kind == "loss" for port in (*self.of, *self.wrt))
-            loss = evaluate(batch, outputs, model) if wanted else None
+            with raised_by("Your loss"):
+                loss = evaluate(batch, outputs, model) if wanted else None
         leaves = leaves_of(outputs)
         if interceptor.cut_gradients and not keep_gradients and not any(_has_path(t) for t in (*leaves, loss)):
             return None
@@ -100,7 +101,8 @@ class TorchPullback:
         sources = {id(t): t for port in self.wrt for t in self._borders[port].tensors if t.requires_grad}
         found: dict[int, Tensor | None] = dict.fromkeys(sources)
         if pairs and sources:
-            found = dict(zip(sources, self._pull(pairs, list(sources.values()), count), strict=True))
+            with raised_by("The backward pass of your model"):
+                found = dict(zip(sources, self._pull(pairs, list(sources.values()), count), strict=True))
         return {port: self._gathered(self._borders[port], found, count) for port in self.wrt}
 
     def _pull(self, pairs: Sequence[tuple[Tensor, Tensor]], sources: list[Tensor], count: int) -> list[Tensor | None]:

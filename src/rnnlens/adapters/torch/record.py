@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedError, message
+from ...arguments import as_numpy
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
 from ...recurrence.cells.custom import StepCell
 from .lineage import Link
 
@@ -157,6 +158,7 @@ class Recorder:
         self.separate, self.cut = separate, frozenset(cut)
         self.paused = False
         self.initial_state: dict[str, Any] = {}
+        self.begun: set[str] = set()
         self._tails: dict[int, Run] = {}
         self._leaves: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self._by_identity: dict[int, tuple[Tensor, Tensor]] = {}
@@ -174,6 +176,36 @@ class Recorder:
         run = Run(owner, [visit])
         self.runs.append(run)
         self._tails[owner.key] = run
+
+    def given_state(self, name: str, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The states that the user gave for a layer, as its ``own`` are.
+
+        Raises
+        ------
+        InputError
+            If they are more or fewer, or of other sizes.
+        """
+        self.begun.add(name)
+        given = [torch.as_tensor(as_numpy(state)) for state in self.initial_state[name]]
+        fit = [state.dim() == 2 and state.shape[1:] == o.shape[1:] for state, o in zip(given, own, strict=False)]
+        rows = all(state.shape[0] in (1, o.shape[0]) for state, o in zip(given, own, strict=False) if state.dim())
+        if len(given) != len(own) or not all(fit) or not rows:
+            raise InputError(
+                message(
+                    f"The initial state given for {name!r} does not fit.",
+                    got=f"shapes {[tuple(state.shape) for state in given]}",
+                    expected=f"shapes {[tuple(o.shape) for o in own]}",
+                )
+            )
+        return tuple(s.to(o).expand_as(o).clone() for s, o in zip(given, own, strict=True))
+
+    def refuse_unused_states(self, known: Iterable[str]) -> None:
+        """Refuse an initial state for what is no recurrent layer of torch, or never began in this forward pass."""
+        for name in self.initial_state:
+            if name not in self.begun:
+                what = f"initial_state= names {name!r}: no recurrent layer of that name began among those looked at."
+                hint = f"{did_you_mean(name, known)}; or pass the state to the model, in x"
+                raise LayerNotFoundError(message(what, hint=hint))
 
     def fed(self, tensor: Tensor) -> Tensor:
         """What a layer is fed in place of ``tensor``."""

@@ -1,0 +1,62 @@
+"""What may be given for each argument of a public function: one table per function, checked before anything runs.
+
+>>> @checked(times=whole(least=1), loud=switch)
+... def greet(*, times=1, loud=False):
+...     return "hello " * times
+>>> greet(times=0)
+Traceback (most recent call last):
+    ...
+rnnlens.errors.InputError: times= is a whole number.
+  got:      0
+  expected: a whole number, 1 or more
+"""
+
+from .data import as_numbers, as_numpy, data_set, examples, one_batch, states
+from .door import Check, checked
+from .words import (
+    anything,
+    axes_by_name,
+    called,
+    class_weights,
+    either,
+    kept_steps,
+    listed,
+    loss,
+    memory,
+    names,
+    number,
+    one_of,
+    path,
+    seed,
+    switch,
+    text,
+    whole,
+)
+
+__all__ = [
+    "Check",
+    "anything",
+    "as_numbers",
+    "as_numpy",
+    "axes_by_name",
+    "called",
+    "checked",
+    "class_weights",
+    "data_set",
+    "either",
+    "examples",
+    "kept_steps",
+    "listed",
+    "loss",
+    "memory",
+    "names",
+    "number",
+    "one_batch",
+    "one_of",
+    "path",
+    "seed",
+    "states",
+    "switch",
+    "text",
+    "whole",
+]

@@ -1,0 +1,270 @@
+"""Checks of data, whether it is one batch of plain numbers that exist; and arrays of any framework as NumPy's."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError, TooLargeError, UnsupportedError, message, shown
+from ..settings import current, format_memory
+
+_NUMBERS = re.compile(r"(bool|u?int|float|bfloat|half|double|long|short|e?char)[0-9a-z_]*")
+_DEEPEST, _LONGEST = 32, 20_000_000
+_SHAPES = ("tuple", "Size", "TensorShape")
+
+
+def one_batch(name: str, value: Any) -> Any:
+    """One batch as a model takes it, an array or a tuple, list or dict of arrays; no data set, within the memory."""
+    if is_source(value):
+        raise InputError(
+            message(
+                f"{name} is a data set, and this looks at one batch.",
+                got=type(value).__name__,
+                expected="an array, or a tuple, list or dict of arrays",
+                hint="take one batch from it; rl.gradients(model, data_set) goes through all of them",
+            )
+        )
+    found = data_set(name, value)
+    size = sum(_bytes(leaf) for leaf in _leaves(found))
+    if size > current().memory:
+        raise TooLargeError(
+            message(
+                f"{name} alone would not fit into the memory granted.",
+                got=format_memory(size),
+                expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
+                hint="fewer samples or steps at a time",
+            )
+        )
+    return found
+
+
+def data_set(name: str, value: Any) -> Any:
+    """One batch, or a source of batches."""
+    if is_source(value):
+        return value
+    if _is_map_style(value):
+        hint = "torch.utils.data.DataLoader(dataset, batch_size=...)"
+        what = f"{name} is a torch Dataset, which gives single samples."
+        raise InputError(message(what, got=type(value).__name__, expected="batches", hint=hint))
+    found = examples(name, value)
+    if type(getattr(found, "shape", None)).__name__ in _SHAPES and len(found.shape) == 0:
+        raise InputError(message(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)"))
+    return found
+
+
+def examples(name: str, value: Any) -> Any:
+    """Numbers with samples first: an array, or a tuple, list or dict of arrays. Lists of numbers become one array."""
+    _refuse_depth(name, value)
+    if not any(hasattr(leaf, "shape") for leaf in _leaves(value)):
+        value = _from_numbers(name, value)
+    return _each(lambda where, leaf: _leaf(where, leaf), name, value)
+
+
+def states(name: str, value: Any) -> dict[str, Any]:
+    """The states to start from, by the name of a layer."""
+    if not isinstance(value, Mapping) or not value or not all(isinstance(layer, str) for layer in value):
+        expected = 'a dict from layer to its states, such as {"lstm": [h, c]}'
+        raise InputError(message(f"{name}= is given by layer.", got=shown(value), expected=expected))
+    return {layer: _arrays(examples(f"{name}[{layer!r}]", given)) for layer, given in value.items()}
+
+
+def _arrays(given: Any) -> list[Any]:
+    """The arrays of a layer's states: one, several, or several that were written as one list of lists."""
+    if not hasattr(given, "shape"):
+        return _leaves(given)
+    return list(given) if len(given.shape) == 3 else [given]
+
+
+def is_source(x: Any) -> bool:
+    """Whether ``x`` hands out batches by itself, rather than being one array (or a few) to cut into batches."""
+    return is_dataset(x) or is_loader(x) or is_sequence(x) or hasattr(x, "__next__")
+
+
+def is_dataset(x: Any) -> bool:
+    """A ``tf.data.Dataset``."""
+    tf = sys.modules.get("tensorflow")
+    return tf is not None and isinstance(x, tf.data.Dataset)
+
+
+def is_loader(x: Any) -> bool:
+    """A torch ``DataLoader``."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and isinstance(x, data.DataLoader)
+
+
+def _is_map_style(x: Any) -> bool:
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and isinstance(x, data.Dataset)
+
+
+def is_sequence(x: Any) -> bool:
+    """A Keras ``PyDataset``: batches by index."""
+    keras = sys.modules.get("keras")
+    return keras is not None and hasattr(keras, "utils") and isinstance(x, keras.utils.PyDataset)
+
+
+def as_numpy(value: Any) -> np.ndarray[Any, Any]:
+    """A NumPy array of any array: also of another framework, that requires grad, on a device, or in bfloat16.
+
+    Raises
+    ------
+    InputError
+        If it has no values that NumPy can hold.
+    """
+    try:
+        if hasattr(value, "detach"):
+            value = value.detach().cpu()
+            value = value.float() if str(value.dtype) == "torch.bfloat16" else value
+        array = np.asarray(value)
+    except Exception as error:
+        expected = "an array with values"
+        raise InputError(message("This cannot be read as an array.", got=shown(value), expected=expected)) from error
+    if array.dtype.name.startswith(("bfloat16", "float8", "float128", "longdouble")):
+        return array.astype(np.float64 if array.dtype.itemsize > 8 else np.float32)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def as_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
+    """An array of real numbers, of any framework or of nested lists.
+
+    Raises
+    ------
+    InputError, UnsupportedError
+        For anything else.
+    """
+    if not hasattr(value, "shape"):
+        return _from_numbers(name, value)
+    return as_numpy(_leaf(name, value))
+
+
+def _refuse_depth(name: str, value: Any, depth: int = 0, seen: list[int] | None = None) -> None:
+    """Refuse what is nested without end, or written out in more lists than can be read."""
+    seen = [0] if seen is None else seen
+    if depth > _DEEPEST:
+        expected = f"at most {_DEEPEST} lists within each other"
+        raise InputError(message(f"{name} is nested too deeply.", got=type(value).__name__, expected=expected))
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise InputError(message(f"{name} is a dict whose keys are no names.", got=shown(value)))
+        value = list(value.values())
+    if not isinstance(value, tuple | list):
+        return
+    seen[0] += len(value)
+    if seen[0] > _LONGEST:
+        raise InputError(message(f"{name} is too long for a list.", got=type(value).__name__, expected="an array"))
+    for part in value:
+        if isinstance(part, Mapping | tuple | list):
+            _refuse_depth(name, part, depth + 1, seen)
+
+
+def _each(change: Callable[[str, Any], Any], name: str, tree: Any) -> Any:
+    """The same structure with ``change`` applied to every array; plain values beside arrays stay what they are."""
+    if isinstance(tree, Mapping):
+        return {key: _each(change, f"{name}[{key!r}]", part) for key, part in tree.items()}
+    if isinstance(tree, tuple | list) and not hasattr(tree, "batch_sizes"):
+        parts = [_each(change, f"{name}[{i}]", part) for i, part in enumerate(tree)]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if tree is None or isinstance(tree, int | float | bool | str):
+        return tree
+    return change(name, tree)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, Mapping):
+        return [leaf for part in tree.values() for leaf in _leaves(part)]
+    if isinstance(tree, tuple | list) and not hasattr(tree, "batch_sizes"):
+        return [leaf for part in tree for leaf in _leaves(part)]
+    return [tree.data if hasattr(tree, "batch_sizes") else tree]
+
+
+def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
+    """One array of nested lists of numbers."""
+    if isinstance(value, Mapping) or value is None or (isinstance(value, tuple | list) and not _leaves(value)):
+        got = "None" if value is None else shown(value)
+        raise InputError(message(f"{name} holds no data.", got=got, expected="an array with at least 1 sample"))
+    strange = next((leaf for leaf in _leaves(value) if not _is_number(leaf)), None)
+    if strange is not None:
+        expected = "an array, or a tuple, list or dict of arrays"
+        raise InputError(message(f"{name} is not numeric data.", got=shown(value), expected=expected))
+    try:
+        array = np.asarray(value)
+    except Exception:
+        what = f"{name} is no array: its rows differ in length, or hold something else than numbers."
+        raise InputError(
+            message(what, got=shown(value), expected="rows of one length", hint="pad them to one length and mask")
+        ) from None
+    _refuse_kind(name, array.dtype)
+    if array.ndim == 0:
+        raise InputError(message(f"{name} is a single number.", got=shown(value), expected="(sample, time, feature)"))
+    return array
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, int | float | complex | np.generic) or hasattr(leaf, "__array__")
+
+
+def _leaf(name: str, value: Any) -> Any:
+    """One array: refused where it holds no plain numbers, in native byte order where it does."""
+    if hasattr(value, "batch_sizes"):
+        return value
+    if isinstance(value, np.ma.MaskedArray):
+        expected = "plain numbers; the mask of a masked array would be dropped"
+        hint = f"{name}.filled(0), and a Masking layer or lengths for what is missing"
+        raise InputError(message(f"{name} is a masked array.", got=shown(value), expected=expected, hint=hint))
+    if not hasattr(value, "dtype"):
+        return _from_numbers(name, value)
+    _refuse_absent(name, value)
+    _refuse_kind(name, value.dtype)
+    if isinstance(value, np.ndarray) and not value.dtype.isnative:
+        return value.astype(value.dtype.newbyteorder("="))
+    return value
+
+
+def _refuse_kind(name: str, dtype: Any) -> None:
+    words = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    if words.startswith("complex") or words in ("cfloat", "cdouble"):
+        raise UnsupportedError(
+            message(
+                f"{name} is complex, and the imaginary part would be lost.",
+                got=words,
+                expected="real numbers",
+                hint="real and imaginary part as two features",
+            )
+        )
+    if not _NUMBERS.fullmatch(words):
+        hint = "encode text as integer ids first" if words.startswith(("str", "object", "bytes")) else None
+        raise InputError(message(f"{name} is not numeric.", got=f"dtype {dtype}", expected="numbers", hint=hint))
+
+
+def _refuse_absent(name: str, value: Any) -> None:
+    """Arrays without values, or with most of them left out."""
+    kind = type(value).__name__
+    if getattr(value, "is_meta", False) or kind in ("KerasTensor", "SymbolicTensor", "ShapeDtypeStruct", "FakeTensor"):
+        what, hint = "has a shape but no values", "data: a meta or symbolic tensor is a description only"
+    elif getattr(value, "is_nested", False) or "Ragged" in kind:
+        what, hint = "is ragged", "pad to one length and mask"
+    elif getattr(value, "is_quantized", False):
+        what, hint = "is quantized", f"{name}.dequantize()"
+    elif _is_sparse(value, kind):
+        what, hint = "is sparse", f"{name}.to_dense(), .todense() or tf.sparse.to_dense({name})"
+    else:
+        return
+    raise InputError(message(f"{name} {what}.", got=kind, expected="a plain array", hint=hint))
+
+
+def _is_sparse(value: Any, kind: str) -> bool:
+    layout = str(getattr(value, "layout", "torch.strided"))
+    return "parse" in kind or hasattr(value, "tocsr") or kind in ("BCOO", "BCSR") or layout.startswith("torch.sparse")
+
+
+def _bytes(leaf: Any) -> int:
+    """Bytes that an array takes once it is written out."""
+    shape = getattr(leaf, "shape", ())
+    if type(shape).__name__ not in _SHAPES:
+        return 0
+    return math.prod(int(n) for n in shape) * int(getattr(getattr(leaf, "dtype", None), "itemsize", 4))
