@@ -71,7 +71,11 @@ SUITES = (
         )
         for engine in ("tensorflow", "jax", "torch")
     ),
-    Suite("core", ("tests/unit", "tests/property", "tests/surface"), environment={"KERAS_BACKEND": "jax"}),
+    Suite(
+        "core",
+        ("tests/unit", "tests/property", "tests/surface", "tests/under_fire/cli"),
+        environment={"KERAS_BACKEND": "jax"},
+    ),
     Suite("torch", ("tests/contract/torch", "tests/oracle/torch", "tests/oracle/held_models/torch")),
     Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
     Suite("lint", commands=LINT),

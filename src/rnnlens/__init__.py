@@ -10,7 +10,10 @@ Importing rnnlens loads no deep-learning framework and no plotting library: name
 from __future__ import annotations
 
 import importlib
-from typing import Any
+
+TYPE_CHECKING = False  # the command line listens to Ctrl-C a moment earlier where typing is not loaded first
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 

@@ -1,32 +1,87 @@
-"""The command line: ``rnnlens layers``, ``rnnlens trace``, ``rnnlens show``, ``rnnlens demo``."""
+"""The command line: ``rnnlens layers``, ``rnnlens trace``, ``rnnlens show``, ``rnnlens demo``.
+
+Ends with 0 when all went well, 1 on an error that nobody foresaw, 2 on wrong arguments and on what rnnlens refuses, 130
+on Ctrl-C. A traceback is shown with ``--debug`` only.
+"""
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Sequence
-from typing import TextIO
+# Until `main` listens to Ctrl-C it ends in a traceback, so nothing slow is imported before.
+from .interrupts import CODE as INTERRUPTED
+from .interrupts import Interrupts
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TextIO
+
+#: What ``--help`` says about the code that a command ends with.
+EXIT_CODES = (
+    "Exit codes: 0 success; 1 an error nobody foresaw; 2 wrong arguments, or something refused with a reason; "
+    "130 interrupted."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line.
+    """Run the command line, and end with one of its exit codes.
 
-    Errors of ours are printed in red, without a traceback, and end the process with code 2; an interrupt with 130.
+    Parameters
+    ----------
+    arguments
+        As in a shell, without the program's name. Without them the process is taken to be the command itself.
     """
-    from ..errors import RnnlensError
-    from .app import app
-    from .console import print_error
-
     try:
+        with Interrupts(whole_process=arguments is None) as interrupts:
+            import sys
+
+            given = list(sys.argv[1:] if arguments is None else arguments)
+            code = _run([word for word in given if word != "--debug"], debug="--debug" in given)
+            if interrupts.struck or code == INTERRUPTED:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        _print("interrupted")
+    raise SystemExit(code)
+
+
+def _run(arguments: list[str], *, debug: bool) -> int:
+    """Run one command; the code to end with."""
+    try:
+        import warnings
+
+        from ..errors import RnnlensError, message
+        from .app import app, check_folder
+
+        check_folder()
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            app(args=None if arguments is None else list(arguments), prog_name="rnnlens")
-    except RnnlensError as error:
-        print_error(str(error))
-        sys.exit(2)
+            app(args=arguments, prog_name="rnnlens")
+        return 0
+    except SystemExit as ended:
+        return 0 if ended.code is None else ended.code if isinstance(ended.code, int) else 1
     except KeyboardInterrupt:
-        print_error("interrupted")
-        sys.exit(130)
+        return INTERRUPTED
+    except Exception as error:
+        if debug:
+            _print_traceback()
+        if isinstance(error, RnnlensError):
+            _print(str(error))
+            return 2
+        got = f"{type(error).__name__}: {error}"
+        _print(message("This went wrong in a way that nobody foresaw.", got=got, hint="--debug shows where"))
+        return 1
+
+
+def _print(text: str) -> None:
+    from .console import print_error
+
+    print_error(text)
+
+
+def _print_traceback() -> None:
+    import traceback
+
+    traceback.print_exc()
 
 
 def _show_warning(

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import InputError, did_you_mean, message
-from . import console
+from ..errors import FileError, InputError, RnnlensError, did_you_mean, message
+from ..settings import options
+from . import EXIT_CODES, console
+
+if TYPE_CHECKING:
+    from .data import Data
 
 app = typer.Typer(
     name="rnnlens",
     help="What a recurrent network learns through time.",
+    epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -24,7 +31,14 @@ Imports = Annotated[
     list[str] | None,
     typer.Option("--import", metavar="MODULE", help="Module to import first, where custom layers are defined."),
 ]
+Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Largest size that a file may take in memory, such as '4 GiB'.")
+]
 Unsafe = Annotated[bool, typer.Option("--unsafe", help="Load also what could run code that the file contains.")]
+
+
+#: NumPy's and Keras' own bound.
+_LARGEST_SEED = 2**32 - 1
 
 
 def _print_version(wanted: bool) -> None:
@@ -40,8 +54,23 @@ def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error arose, with a traceback.")] = False,
 ) -> None:
     """What a recurrent network learns through time."""
+
+
+def check_folder() -> None:
+    """Refuse to start in a folder that is gone: every library below fails on it in words of its own.
+
+    Raises
+    ------
+    FileError
+        If the working directory was deleted.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise FileError(message("The current folder is gone.", got=str(error), hint="cd to one that exists")) from error
 
 
 @app.command()
@@ -78,32 +107,24 @@ def trace(
     ] = None,
     samples: Annotated[int | None, typer.Option("--samples", "-n", help="Only the first so many samples.")] = None,
     training: Annotated[bool, typer.Option("--training", help="Run in training mode: dropout acts.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Seed of the dropout.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=_LARGEST_SEED, help="Seed of the dropout.")] = None,
+    memory: Memory = None,
     weights: Weights = None,
     imports: Imports = None,
     unsafe: Unsafe = False,
 ) -> None:
     """Trace a model on one batch: states, gates, and the gradient of every timestep."""
     from ..results.files import check_path
-    from ..verbs.trace import trace as run
     from .data import read_data
     from .models import load_model
 
+    options(memory=memory)
     if output is not None:
         check_path(output)
     batch = read_data(data, x, y, sample_weight).head(samples)
     loaded = load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
-    result = run(
-        loaded,
-        batch.x,
-        batch.y,
-        loss=_loss(loss),
-        layers=_split(layer_names),
-        quantities=_split(quantities),
-        sample_weight=batch.sample_weight,
-        training=training,
-        seed=seed,
-    )
+    wanted = {"layers": _split(layer_names), "quantities": _split(quantities)}
+    result = _traced(loaded, batch, loss=_loss(loss), training=training, seed=seed, **wanted)
     console.print_plain(result)
     if output is not None:
         result.save(output)
@@ -114,10 +135,12 @@ def trace(
 def show(
     path: Annotated[Path, typer.Argument(help="A saved result.", metavar="RUN.nc")],
     name: Annotated[str | None, typer.Argument(help="A layer, or layer.quantity.", metavar="[LAYER]")] = None,
+    memory: Memory = None,
 ) -> None:
     """Print what is in a saved result."""
     from ..results.files import open as read
 
+    options(memory=memory)
     result = read(path)
     console.print_plain(result if name is None else _part(result, name))
 
@@ -126,12 +149,32 @@ def show(
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the figures.")] = Path("demo-output"),
     epochs: Annotated[int | None, typer.Option(help="Passes over the training digits.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the split, the initial weights and the batches.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=_LARGEST_SEED, help="Of the split, the initial weights and the batches.")
+    ] = 0,
 ) -> None:
     """Train three networks on real digits, and see what they learn through time."""
     from .demo import run
 
     run(output, epochs=epochs, seed=seed)
+
+
+def _traced(model: Any, batch: Data, **options: Any) -> Any:
+    """The trace; what the framework says about data that do not fit the model becomes one error of ours."""
+    from ..verbs.trace import trace as run
+
+    try:
+        with warnings.catch_warnings():
+            # torch stretches targets of another shape over the output, and only mentions it
+            warnings.filterwarnings("error", message="Using a target size")
+            return run(model, batch.x, batch.y, sample_weight=batch.sample_weight, **options)
+    except RnnlensError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        got = f"{batch}: {type(error).__name__}: {reason}"
+        hint = "look whether x and y have the shapes that the model and its loss expect; --debug shows where it failed"
+        raise InputError(message("The model or its loss cannot be run on these data.", got=got, hint=hint)) from error
 
 
 def _loss(text: str | None) -> Any:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from ..errors import FileError, InputError, did_you_mean, message
-
-Arrays = dict[str, np.ndarray[Any, Any]]
+from ..errors import FileError, InputError, RnnlensError, did_you_mean, message
+from . import claims
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class Data:
     x: Any
     y: Any = None
     sample_weight: Any = None
+
+    def __str__(self) -> str:
+        shapes = {"x": self.x, "y": self.y, "sample_weight": self.sample_weight}
+        return ", ".join(f"{name} of shape {_shape(array)}" for name, array in shapes.items() if array is not None)
 
     def head(self, count: int | None) -> Data:
         """The first ``count`` samples; all of them for None."""
@@ -47,49 +52,93 @@ def read_data(
     Raises
     ------
     FileError
-        If the file cannot be read, or holds Python objects, which could run code on loading.
+        If the file cannot be read, claims more than it holds, or holds Python objects, which could run code on loading.
+    TooLargeError
+        If the arrays exceed the memory granted.
     InputError
         If it has no array of that name.
     """
-    arrays = _load(path)
-    names = list(x or (["x"] if "x" in arrays or len(arrays) != 1 else arrays))
-    targets = list(y or (["y"] if "y" in arrays else []))
-    weight = sample_weight or ("sample_weight" if "sample_weight" in arrays else None)
-    return Data(
-        _pick(arrays, names, path), _pick(arrays, targets, path), _pick(arrays, [weight] if weight else [], path)
-    )
+    with _opened(path) as arrays:
+        held = list(arrays)
+        names = list(x or (["x"] if "x" in held or len(held) != 1 else held))
+        targets = list(y or (["y"] if "y" in held else []))
+        weights = [sample_weight] if sample_weight else ["sample_weight"] if "sample_weight" in held else []
+        wanted = [*names, *targets, *weights]
+        for name in wanted:
+            if name not in held:
+                raise InputError(message(f"No array named {name!r} in {path}.", hint=did_you_mean(name, held)))
+        claims.check_fits(path, sum(arrays.size(name) for name in dict.fromkeys(wanted)))
+        found = {name: arrays.read(name) for name in dict.fromkeys(wanted)}
+    return Data(*(_one_or_all([found[name] for name in part]) for part in (names, targets, weights)))
 
 
-def _load(path: Path) -> Arrays:
-    if not path.is_file():
-        raise FileError(
-            message("There is no such data file.", got=str(path), expected="a .npz file, as numpy.savez writes")
-        )
+class _Arrays:
+    """Arrays by name in an open ``.npy`` or ``.npz``; nothing but headers is read until one is asked for."""
+
+    def __init__(self, path: Path, stream: IO[bytes]) -> None:
+        self.path, self.stream = path, stream
+        start = stream.read(4)
+        if not start:
+            raise EOFError("No data left in file")
+        if start not in (b"\x93NUM", b"PK\x03\x04", b"PK\x05\x06"):
+            raise ValueError("it is neither .npz nor .npy")
+        stream.seek(0)
+        self.archive = zipfile.ZipFile(stream) if start.startswith(b"PK") else None
+        parts = self.archive.infolist() if self.archive else []
+        self.parts = {part.filename.removesuffix(".npy"): part for part in parts}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts if self.archive else ["x"])
+
+    def size(self, name: str) -> int:
+        """Bytes it takes in memory."""
+        return self.parts[name].file_size if self.archive else self.path.stat().st_size
+
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        """The array itself, once its claims are checked."""
+        if self.archive is None:
+            return self._checked(self.stream, self.size(name))
+        part = self.parts[name]
+        claims.check_unpacked(self.path, [(part.compress_size, part.file_size)])
+        return self._checked(io.BytesIO(self.archive.read(part)), part.file_size)
+
+    def _checked(self, stream: IO[bytes], size: int) -> np.ndarray[Any, Any]:
+        claims.check_header(self.path, stream, size)
+        loaded: np.ndarray[Any, Any] = np.load(stream, allow_pickle=False)
+        return loaded
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_Arrays]:
+    """The arrays of a file, and one kind of error for whatever is wrong with it."""
     try:
-        with path.open("rb") as stream:  # NumPy itself leaves a damaged file open
-            loaded = np.load(stream, allow_pickle=False)
-            return {"x": loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        if not path.is_file():
+            expected = "a .npz file, as numpy.savez writes"
+            raise FileError(message("There is no such data file.", got=str(path), expected=expected))
+        with path.open("rb") as stream:
+            yield _Arrays(path, stream)
+    except RnnlensError:
+        raise
+    except Exception as error:  # zipfile, zlib and NumPy each have words of their own for damage
         reason = str(error)
         if "Object arrays" in reason:
             reason = "it holds Python objects, which could run code on loading"
-        elif "pickle" in reason:  # what NumPy says of every file that is neither
-            reason = "it is neither .npz nor .npy"
         expected = "plain arrays, saved with numpy.savez(path, x=..., y=...)"
         raise FileError(
             message("This data file cannot be read.", got=f"{path}: {reason}", expected=expected)
         ) from error
 
 
-def _pick(arrays: Arrays, names: Sequence[str], path: Path) -> Any:
-    for name in names:
-        if name not in arrays:
-            raise InputError(message(f"No array named {name!r} in {path}.", hint=did_you_mean(name, arrays)))
-    picked = tuple(arrays[name] for name in names)
-    return picked[0] if len(picked) == 1 else picked or None
+def _one_or_all(arrays: Sequence[Any]) -> Any:
+    """An array as it is, several as a tuple, none as None."""
+    return arrays[0] if len(arrays) == 1 else tuple(arrays) or None
 
 
 def _head(arrays: Any, count: int) -> Any:
     if arrays is None:
         return None
     return tuple(a[:count] for a in arrays) if isinstance(arrays, tuple) else arrays[:count]
+
+
+def _shape(arrays: Any) -> str:
+    return " and ".join(str(a.shape) for a in arrays) if isinstance(arrays, tuple) else str(arrays.shape)

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..errors import InputError, MissingDependencyError, message
+from ..errors import FileError, InputError, MissingDependencyError, message
 from ..verbs.trace import trace
 from .portrait import Portrait, draw, read, sentence, table
 
@@ -86,6 +87,8 @@ def run(
 
     Raises
     ------
+    FileError
+        If there can be no such folder, which is found out before training.
     InputError
         With less than 1 epoch.
     MissingDependencyError
@@ -93,6 +96,7 @@ def run(
     """
     if epochs is not None and epochs < 1:
         raise InputError(message("Nothing to compare without training.", got=f"epochs={epochs}", expected=">= 1"))
+    folder = make_folder(Path(output))
     console = console or Console()
     keras = load_keras()
     digits = load_digits(train, seed)
@@ -106,9 +110,21 @@ def run(
     console.print(table(portraits))
     for portrait in portraits:
         console.print(sentence(portrait), highlight=False)
-    for path in draw(portraits, Path(output)):
+    for path in draw(portraits, folder):
         console.print(f"wrote {path}", highlight=False)
     return portraits
+
+
+def make_folder(folder: Path) -> Path:
+    """The folder, in which files can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        got = f"{folder}: {error.strerror}"
+        raise FileError(message("Figures cannot be written there.", got=got, expected="a folder")) from error
+    return folder
 
 
 def load_keras() -> Any:

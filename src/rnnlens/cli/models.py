@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FileError, InputError, MissingDependencyError, ModelError, RnnlensError, message
+from .claims import check_archive
 from .console import say
 
 _FILES = (".keras", ".h5", ".hdf5")
@@ -50,8 +51,6 @@ def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str]
         If ``spec`` is neither, or the factory fails.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if Path.cwd().as_posix() not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     if Path(spec).suffix in _FILES:
         if weights is not None:
             raise InputError(
@@ -72,6 +71,7 @@ def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str]
 def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
     if not path.is_file():
         raise FileError(message("There is no such model file.", got=str(path), expected="a file written by model.save"))
+    check_archive(path)
     _choose_engine(announce=True)
     keras = _import_keras()
     own = _names_in(imports)
@@ -79,9 +79,15 @@ def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
         with warnings.catch_warnings():
             # That an optimizer never took a step concerns training, not looking.
             warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
-            return keras.saving.load_model(path, custom_objects=own, safe_mode=not unsafe)
+            short = _short_names(keras) if path.suffix != ".keras" else {}
+            return keras.saving.load_model(path, custom_objects={**short, **own}, safe_mode=not unsafe)
     except Exception as error:  # Keras raises ValueError, TypeError, KeyError, OSError alike
         raise _keras_refusal(path, error) from error
+
+
+def _short_names(keras: Any) -> dict[str, Any]:
+    """Losses and metrics by the short names that Keras writes into HDF5 files and does not find when it reads them."""
+    return {name: keras.losses.get(name) for name in ("mse", "mae", "mape", "msle", "kld", "bce")}
 
 
 def _import_keras() -> Any:
@@ -174,6 +180,12 @@ def _names_in(modules: Iterable[str]) -> dict[str, Any]:
 
 
 def _import(name: str) -> Any:
+    """A module that the user named, also from the current folder; what is installed comes first.
+
+    A model file is no reason to look into the current folder: a file named keras.py may lie beside it.
+    """
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.append(folder)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -231,6 +243,7 @@ def _is_model(found: Any) -> bool:
 def _load_weights(model: Any, path: Path, unsafe: bool) -> None:
     if not path.is_file():
         raise FileError(message("There is no such weights file.", got=str(path)))
+    check_archive(path)
     if not is_torch(model):
         try:
             model.load_weights(path)

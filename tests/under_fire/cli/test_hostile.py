@@ -1,0 +1,190 @@
+"""Bombs, lies and slips of the hand: one clear error each, at once, and no traceback unless asked for."""
+
+import io
+import os
+import subprocess
+import sys
+import time
+import zipfile
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from rnnlens.cli.app import app
+from rnnlens.cli.data import read_data
+from rnnlens.cli.demo import make_folder
+from rnnlens.errors import FileError, TooLargeError
+from rnnlens.settings import options
+
+from .conftest import PROGRAM, TORCH, environment
+
+
+def header(shape, dtype="<f8"):
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return stream.getvalue()
+
+
+def refused(error, path):
+    start = time.perf_counter()
+    with pytest.raises(error) as caught:
+        read_data(path)
+    assert time.perf_counter() - start < 2
+    return str(caught.value).splitlines()
+
+
+@pytest.fixture
+def bomb(tmp_path):
+    """A gigabyte of zeros in a megabyte."""
+    path = tmp_path / "bomb.npz"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("x.npy", "w") as part:
+        part.write(header((2**30 // 8,)))
+        for _ in range(256):
+            part.write(bytes(2**22))
+    return path
+
+
+def test_a_zip_bomb_is_refused_before_it_is_unpacked(bomb):
+    lines = refused(FileError, bomb)
+    assert lines[0] == "This file unpacks to far more than it holds."
+    assert lines[1].endswith("that would become 1 GiB")
+
+
+def test_as_a_model_or_as_weights_too(command, bomb, folder):
+    (folder / "own.py").write_text(TORCH)
+    for arguments in (("bomb.keras",), ("own:make", "--weights", "bomb.keras")):
+        bomb.rename(folder / "bomb.keras") if bomb.exists() else None
+        done = command("layers", *arguments)
+        assert (done.returncode, done.stderr.splitlines()[0]) == (2, "This file unpacks to far more than it holds.")
+
+
+def test_what_unpacks_to_more_than_the_memory_granted_is_refused(tmp_path):
+    np.savez(tmp_path / "x.npz", x=np.zeros((1000, 1000)))
+    with options(memory="1 MiB"):
+        lines = refused(TooLargeError, tmp_path / "x.npz")
+        assert lines[0] == "These arrays are larger than the memory granted."
+        assert lines[-1] == '  try:      --memory "8.39 MiB"'
+    with options(memory="9 MiB"):
+        assert read_data(tmp_path / "x.npz").x.shape == (1000, 1000)
+
+
+def test_only_what_is_wanted_is_read(tmp_path):
+    np.savez(tmp_path / "x.npz", x=np.zeros((10, 3)), other=np.zeros((1000, 1000)))
+    with options(memory="1 MiB"):
+        assert read_data(tmp_path / "x.npz").x.shape == (10, 3)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+@pytest.mark.parametrize("shape", [(2**39,), (2**20, 2**19), (2**62, 2**62)])
+def test_a_header_that_claims_terabytes(tmp_path, suffix, shape):
+    path = tmp_path / f"x{suffix}"
+    lie = header(shape) + b"\0"
+    if suffix == ".npy":
+        path.write_bytes(lie)
+    else:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("x.npy", lie)
+    lines = refused(FileError, path)
+    assert lines[0] == "This data file is damaged."
+    assert "1 B there" in lines[1]
+
+
+def test_every_header_of_numpy_is_read(tmp_path):
+    array = np.arange(6.0).reshape(2, 3)
+    for version in ((1, 0), (2, 0), (3, 0)):
+        with (tmp_path / "x.npy").open("wb") as stream:
+            np.lib.format.write_array(stream, array, version=version)
+        np.testing.assert_array_equal(read_data(tmp_path / "x.npy").x, array)
+    np.savez_compressed(tmp_path / "x.npz", x=array)
+    np.testing.assert_array_equal(read_data(tmp_path / "x.npz").x, array)
+
+
+def test_a_folder_that_is_gone(command, folder):
+    gone = folder / "gone"
+    gone.mkdir()
+    code = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); "
+    for arguments in (["show", "run.nc"], ["layers", "own:make"]):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code + PROGRAM, *arguments],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        gone.mkdir()
+        assert (done.returncode, done.stderr.splitlines()[0]) == (2, "The current folder is gone.")
+
+
+@pytest.mark.parametrize("seed", [2**70, 2**32, -1])
+@pytest.mark.parametrize("arguments", [("trace", "m:f", "data.npz"), ("demo",)])
+def test_a_seed_that_no_generator_takes(arguments, seed):
+    done = CliRunner().invoke(app, [*arguments, "--seed", str(seed)])
+    assert done.exit_code == 2
+    assert (
+        f"should be {'greater than or equal to 0' if seed < 0 else 'less than or equal to 4294967295'}" in done.output
+    )
+
+
+def test_targets_of_the_wrong_shape(command, folder):
+    (folder / "own.py").write_text(TORCH)
+    x = np.zeros((5, 4, 2))
+    for y in (np.zeros((5, 7)), np.zeros((4, 1)), np.zeros((5, 1), complex), np.array([["a"]] * 5)):
+        np.savez(folder / "data.npz", x=x, y=y)
+        done = command("trace", "own:make", "data.npz", "--loss", "mse")
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert len([line for line in done.stderr.splitlines() if not line.startswith(("  ", "warning"))]) == 1
+
+
+def test_the_demo_fails_before_training(command, folder):
+    (folder / "file").write_text("in the way")
+    done = command("demo", "-o", "file")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "Figures cannot be written there.")
+    for place in ("file/below", "n" * 300, "/proc/figures"):
+        with pytest.raises(FileError, match="Figures cannot be written there"):
+            make_folder(folder / place)
+    assert (folder / "file").read_text() == "in the way"
+
+
+def test_an_error_nobody_foresaw_is_one_line_and_code_1(command, folder):
+    (folder / "own.py").write_text("def make():\n    raise KeyError('my own')\n")
+    done = command("layers", "own:make")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines() == [
+        "This went wrong in a way that nobody foresaw.",
+        "  got:      KeyError: 'my own'",
+        "  try:      --debug shows where",
+    ]
+    for arguments in (("--debug", "layers", "own:make"), ("layers", "own:make", "--debug")):
+        done = command(*arguments)
+        assert done.returncode == 1
+        assert "Traceback" in done.stderr
+        assert 'own.py", line 2, in make' in done.stderr
+
+
+def test_the_codes_are_said_where_users_look(command):
+    said = " ".join(command("--help").stdout.split())
+    for words in ("0 success", "1 an error nobody foresaw", "2 wrong arguments", "130 interrupted", "--debug"):
+        assert words in said
+    assert command("no-such-command").returncode == 2
+    assert command("--version").returncode == 0
+
+
+def test_a_file_of_hdf5_with_short_names_of_losses(folder):
+    import keras
+
+    from rnnlens.cli.models import load_model
+
+    for loss in ("mse", "mae", "mape", "msle", "kld", "bce"):
+        model = keras.Sequential([keras.Input((4, 2)), keras.layers.LSTM(3), keras.layers.Dense(1)])
+        model.compile("sgd", loss, metrics=[loss])
+        model.save(folder / "model.h5")
+        assert load_model(str(folder / "model.h5")).loss is keras.losses.get(loss)
+
+
+def test_standard_error_is_a_closed_pipe(command):
+    read, write = os.pipe()
+    os.close(read)
+    os.close(write)
+    assert command("show", "none.nc").returncode == 2

@@ -1,0 +1,137 @@
+"""Ctrl-C says "interrupted", ends with 130, and shows nothing else."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from .conftest import PROGRAM, TORCH, environment
+
+SLOW = """
+import time
+def make():
+    print("here", flush=True)
+{body}
+"""
+
+
+def slow(body):
+    """A module whose factory says that it was reached, and stays there."""
+    return SLOW.format(body=textwrap.indent(textwrap.dedent(body), "    "))
+
+
+SWALLOWED = """
+    try:
+        time.sleep(60)
+    except BaseException:
+        return None
+"""
+
+TURNED = """
+    try:
+        time.sleep(60)
+    except BaseException as error:
+        raise RuntimeError("callback failed") from error
+"""
+
+IN_A_DESTRUCTOR = """
+    class Last:
+        def __del__(self):
+            print("now", flush=True)
+            time.sleep(60)
+    Last()
+    time.sleep(60)
+"""
+
+IN_A_CALLBACK = """
+    import jax, numpy as np
+    def slow(x):
+        for _ in range(600):
+            time.sleep(0.1)
+        return x
+    jax.block_until_ready(jax.jit(lambda x: jax.pure_callback(slow, jax.ShapeDtypeStruct((), np.float32), x))(1.0))
+"""
+
+#: Catches all there is, again and again, as a worker loop does.
+STUBBORN = """
+    for _ in range(600):
+        try:
+            time.sleep(0.1)
+        except BaseException:
+            pass
+"""
+
+
+def interrupted(process):
+    """Send Ctrl-C and look at the end."""
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "interrupted\n")
+    return out
+
+
+@pytest.mark.parametrize("body", [SWALLOWED, TURNED, IN_A_DESTRUCTOR, IN_A_CALLBACK, STUBBORN])
+def test_wherever_it_strikes(start, folder, body):
+    (folder / "slow.py").write_text(slow(body))
+    process = start("layers", "slow:make")
+    assert process.stdout.readline() == "here\n"
+    time.sleep(2.5 if body is IN_A_CALLBACK else 0.2)
+    interrupted(process)
+
+
+def test_ctrl_c_twice_says_it_once(start, folder):
+    (folder / "slow.py").write_text(slow("time.sleep(60)"))
+    process = start("layers", "slow:make")
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    interrupted(process)
+
+
+def test_from_the_first_line_on(folder):
+    """From the first line of ours on; before it, Python itself and its import system are still starting."""
+    (folder / "own.py").write_text(TORCH)
+    program = PROGRAM.replace("sys.exit(main())", "print('on', flush=True); sys.exit(main())")
+    said = []
+    for delay in (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", program, "layers", "own:make"],
+            cwd=folder,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        process.stdout.readline()
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        said.append((process.returncode, err))
+    assert said == [(130, "interrupted\n")] * 7
+
+
+def test_a_background_job_goes_on(folder):
+    """A shell starts background jobs with Ctrl-C ignored."""
+    code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {PROGRAM}"
+    (folder / "slow.py").write_text(slow("time.sleep(1)"))
+    arguments = [sys.executable, "-P", "-c", code, "layers", "slow:make"]
+    process = subprocess.Popen(
+        arguments, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "interrupted" not in err
+
+
+def test_little_is_loaded_before_ctrl_c_is_heard():
+    """What Python loads for itself lies before our reach; what we load lies within it."""
+    code = (
+        "import importlib, re, signal, sys, warnings; before = set(sys.modules)\n"
+        "import rnnlens.cli; print(set(sys.modules) - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert eval(done.stdout) == {"rnnlens", "rnnlens.cli", "rnnlens.cli.interrupts", "__future__"}
