@@ -5,12 +5,12 @@ Nothing is loaded that the user has not loaded: a ``tf.data.Dataset`` is known b
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .arguments.data import is_dataset, is_loader, is_sequence, is_source, refuse_large
 from .errors import InputError, message
 
 
@@ -91,16 +91,11 @@ def batches(
         )
 
 
-def is_source(x: Any) -> bool:
-    """Whether ``x`` hands out batches by itself, rather than being one array (or a few) to cut into batches."""
-    return _is_dataset(x) or _is_loader(x) or _is_sequence(x) or hasattr(x, "__next__")
-
-
 def count_samples(x: Any) -> int | None:
     """Number of samples in ``x`` where it can be told without reading; None for sources of unknown length."""
     if is_source(x):
         dataset = getattr(x, "dataset", None)
-        return len(dataset) if _is_loader(x) and dataset is not None and hasattr(dataset, "__len__") else None
+        return len(dataset) if is_loader(x) and dataset is not None and hasattr(dataset, "__len__") else None
     return len_of(x)
 
 
@@ -109,7 +104,7 @@ def count_batches(x: Any, batch_size: int | None = None) -> int | None:
     if not is_source(x):
         size = batch_size or _natural_size(x)
         return -(-len_of(x) // size)
-    if _is_dataset(x):
+    if is_dataset(x):
         count = int(x.cardinality()) if batch_size is None else -1
         return count if count >= 0 else None
     try:
@@ -165,6 +160,7 @@ def _slices(data: DataBatch, batch_size: int | None) -> Iterator[DataBatch]:
                 message(f"x and {name} have different numbers of samples.", got=f"{count} and {len_of(part)}")
             )
     size = batch_size or _natural_size(data.x)
+    refuse_large("A batch", data.x, f"batch_size={max(1, size // 2)} or less", share=min(1.0, size / count))
     if size >= count and not _is_lazy(data.x):
         yield data
         return
@@ -182,7 +178,7 @@ def _natural_size(x: Any) -> int:
 
 
 def _elements(x: Any, batch_size: int | None) -> Iterator[Any]:
-    if _is_dataset(x):
+    if is_dataset(x):
         return iter(x if batch_size is None else x.rebatch(batch_size))
     if batch_size is not None:
         raise InputError(
@@ -192,7 +188,7 @@ def _elements(x: Any, batch_size: int | None) -> Iterator[Any]:
                 hint="set the batch size where the data set is made",
             )
         )
-    return (x[i] for i in range(len(x))) if _is_sequence(x) else iter(x)
+    return (x[i] for i in range(len(x))) if is_sequence(x) else iter(x)
 
 
 def _as_batch(element: Any, as_numpy: bool) -> DataBatch:
@@ -221,22 +217,6 @@ def _numpy(leaf: Any) -> Any:
     if hasattr(leaf, "detach"):
         leaf = leaf.detach().cpu()
     return leaf.numpy() if hasattr(leaf, "numpy") else np.asarray(leaf) if hasattr(leaf, "shape") else leaf
-
-
-def _is_dataset(x: Any) -> bool:
-    tf = sys.modules.get("tensorflow")
-    return tf is not None and isinstance(x, tf.data.Dataset)
-
-
-def _is_loader(x: Any) -> bool:
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and isinstance(x, data.DataLoader)
-
-
-def _is_sequence(x: Any) -> bool:
-    """A Keras ``PyDataset``: batches by index."""
-    keras = sys.modules.get("keras")
-    return keras is not None and hasattr(keras, "utils") and isinstance(x, keras.utils.PyDataset)
 
 
 def _is_lazy(x: Any) -> bool:

@@ -82,11 +82,11 @@ def message(what: str, *, got: object = None, expected: object = None, hint: str
       got:      x of shape (0, 5, 2)
       expected: at least 1 sample
     """
-    lines = [what]
+    lines = [_cut(what)]
     if got is not None:
         lines.append(f"  got:      {_cut(got)}")
     if expected is not None:
-        lines.append(f"  expected: {expected}")
+        lines.append(f"  expected: {_cut(expected)}")
     if hint is not None:
         lines.append(f"  try:      {hint}")
     return "\n".join(lines)
@@ -110,10 +110,16 @@ def shown(value: object) -> str:
     >>> shown("lstm"), shown(list(range(1000)))
     ("'lstm'", '[0, 1, 2, 3, 4, 5, ...]')
     """
-    shape = getattr(value, "shape", None)
-    if type(shape).__name__ in ("tuple", "Size", "TensorShape"):
-        return f"{type(value).__name__} of shape {tuple(shape)}"  # type: ignore[arg-type]
-    return _SHORT.repr(value)
+    shape = shape_of(value)
+    return _SHORT.repr(value) if shape is None else f"{type(value).__name__} of shape {shape}"
+
+
+def shape_of(value: object) -> tuple[int, ...] | None:
+    """The shape of an array of any framework; None of anything else."""
+    try:
+        return tuple(int(size) for size in value.shape)  # type: ignore[attr-defined]
+    except Exception:  # some tensors raise errors of their own when asked for their shape
+        return None
 
 
 @contextmanager

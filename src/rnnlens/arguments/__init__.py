@@ -8,10 +8,10 @@ Traceback (most recent call last):
     ...
 rnnlens.errors.InputError: times= is a whole number.
   got:      0
-  expected: a whole number, 1 or more
+  expected: a whole number, times >= 1
 """
 
-from .data import as_numbers, as_numpy, data_set, examples, one_batch, states
+from .data import as_numbers, as_numpy, data_set, examples, many_examples, one_batch, refuse_large, states
 from .door import Check, checked
 from .words import (
     anything,
@@ -48,12 +48,14 @@ __all__ = [
     "kept_steps",
     "listed",
     "loss",
+    "many_examples",
     "memory",
     "names",
     "number",
     "one_batch",
     "one_of",
     "path",
+    "refuse_large",
     "seed",
     "states",
     "switch",

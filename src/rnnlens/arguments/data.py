@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError, TooLargeError, UnsupportedError, message, shown
+from ..errors import InputError, TooLargeError, UnsupportedError, message, shape_of, shown
 from ..settings import current, format_memory
 
 _NUMBERS = re.compile(r"(bool|u?int|float|bfloat|half|double|long|short|e?char)[0-9a-z_]*")
 _DEEPEST, _LONGEST = 32, 20_000_000
-_SHAPES = ("tuple", "Size", "TensorShape")
 
 
 def one_batch(name: str, value: Any) -> Any:
@@ -29,18 +28,7 @@ def one_batch(name: str, value: Any) -> Any:
                 hint="take one batch from it; rl.gradients(model, data_set) goes through all of them",
             )
         )
-    found = data_set(name, value)
-    size = sum(_bytes(leaf) for leaf in _leaves(found))
-    if size > current().memory:
-        raise TooLargeError(
-            message(
-                f"{name} alone would not fit into the memory granted.",
-                got=format_memory(size),
-                expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
-                hint="fewer samples or steps at a time",
-            )
-        )
-    return found
+    return examples(name, data_set(name, value))
 
 
 def data_set(name: str, value: Any) -> Any:
@@ -51,16 +39,37 @@ def data_set(name: str, value: Any) -> Any:
         hint = "torch.utils.data.DataLoader(dataset, batch_size=...)"
         what = f"{name} is a torch Dataset, which gives single samples."
         raise InputError(message(what, got=type(value).__name__, expected="batches", hint=hint))
-    found = examples(name, value)
-    if type(getattr(found, "shape", None)).__name__ in _SHAPES and len(found.shape) == 0:
+    found = many_examples(name, value)
+    if shape_of(found) == ():
         raise InputError(message(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)"))
     return found
 
 
 def examples(name: str, value: Any) -> Any:
-    """Numbers with samples first: an array, or a tuple, list or dict of arrays. Lists of numbers become one array."""
+    """Numbers with samples first, within the memory: an array, or a tuple, list or dict of arrays."""
+    found = many_examples(name, value)
+    refuse_large(name, found)
+    return found
+
+
+def refuse_large(name: str, value: Any, hint: str = "fewer samples or steps at a time", *, share: float = 1.0) -> None:
+    """Raise TooLargeError for arrays of which that ``share`` is larger than the memory granted."""
+    size = share * sum(_bytes(leaf) for leaf in _leaves(value))
+    if size > current().memory:
+        raise TooLargeError(
+            message(
+                f"{name} alone would not fit into the memory granted.",
+                got=format_memory(size),
+                expected=f"at most {format_memory(current().memory)} (rl.options(memory=...))",
+                hint=hint,
+            )
+        )
+
+
+def many_examples(name: str, value: Any) -> Any:
+    """Numbers with samples first, of any number. Lists of numbers become one array."""
     _refuse_depth(name, value)
-    if not any(hasattr(leaf, "shape") for leaf in _leaves(value)):
+    if not any(_is_array(leaf) for leaf in _leaves(value)):
         value = _from_numbers(name, value)
     return _each(lambda where, leaf: _leaf(where, leaf), name, value)
 
@@ -75,9 +84,10 @@ def states(name: str, value: Any) -> dict[str, Any]:
 
 def _arrays(given: Any) -> list[Any]:
     """The arrays of a layer's states: one, several, or several that were written as one list of lists."""
-    if not hasattr(given, "shape"):
+    shape = shape_of(given)
+    if shape is None:
         return _leaves(given)
-    return list(given) if len(given.shape) == 3 else [given]
+    return list(given) if len(shape) == 3 else [given]
 
 
 def is_source(x: Any) -> bool:
@@ -137,7 +147,8 @@ def as_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     InputError, UnsupportedError
         For anything else.
     """
-    if not hasattr(value, "shape"):
+    if not _is_array(value):
+        _refuse_depth(name, value)
         return _from_numbers(name, value)
     return as_numpy(_leaf(name, value))
 
@@ -204,6 +215,14 @@ def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     return array
 
 
+def _is_array(leaf: Any) -> bool:
+    """Whether it is an array of some framework: it has a shape, also where that cannot be told."""
+    try:
+        return not isinstance(leaf, type) and hasattr(leaf, "shape")
+    except Exception:
+        return True
+
+
 def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, int | float | complex | np.generic) or hasattr(leaf, "__array__")
 
@@ -264,7 +283,5 @@ def _is_sparse(value: Any, kind: str) -> bool:
 
 def _bytes(leaf: Any) -> int:
     """Bytes that an array takes once it is written out."""
-    shape = getattr(leaf, "shape", ())
-    if type(shape).__name__ not in _SHAPES:
-        return 0
-    return math.prod(int(n) for n in shape) * int(getattr(getattr(leaf, "dtype", None), "itemsize", 4))
+    itemsize = getattr(getattr(leaf, "dtype", None), "itemsize", None) or getattr(leaf, "itemsize", None) or 4
+    return math.prod(shape_of(leaf) or (0,)) * int(itemsize)

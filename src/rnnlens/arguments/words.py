@@ -46,12 +46,6 @@ def one_of(*words: str) -> Check:
 
 def whole(*, least: int | None = None, most: int | None = None) -> Check:
     """A whole number; True and False are none."""
-    words = {
-        (True, True): "a whole number",
-        (False, True): f"a whole number, {least} or more",
-        (True, False): f"a whole number, {most} or less",
-        (False, False): f"a whole number from {least} to {most}",
-    }[least is None, most is None]
 
     def check(name: str, value: Any) -> int:
         try:
@@ -59,7 +53,9 @@ def whole(*, least: int | None = None, most: int | None = None) -> Check:
         except Exception:
             number = None
         if number is None or (least is not None and number < least) or (most is not None and number > most):
-            raise InputError(message(f"{name}= is a whole number.", got=shown(value), expected=words))
+            bounds = [f"{name} >= {least}"] * (least is not None) + [f"{name} <= {most}"] * (most is not None)
+            expected = ", ".join(["a whole number", *bounds])
+            raise InputError(message(f"{name}= is a whole number.", got=shown(value), expected=expected))
         return number
 
     return check
@@ -160,6 +156,15 @@ def path(name: str, value: Any) -> str:
 
 def loss(name: str, value: Any) -> Any:
     """A function, what can be called, or the name of a loss; or several of them by output."""
+    if isinstance(value, Mapping | list | tuple) and value:
+        for part in value.values() if isinstance(value, Mapping) else value:
+            if part is not None:
+                _one_loss(name, part)
+        return value
+    return _one_loss(name, value)
+
+
+def _one_loss(name: str, value: Any) -> Any:
     if isinstance(value, type):
         raise InputError(
             message(
@@ -169,12 +174,6 @@ def loss(name: str, value: Any) -> Any:
                 hint=f"{name}={value.__name__}()",
             )
         )
-    if isinstance(value, Mapping | list | tuple) and value:
-        parts = value.values() if isinstance(value, Mapping) else value
-        for part in parts:
-            if part is not None:
-                loss(name, part)
-        return value
     if isinstance(value, str) and value.strip():
         return str(value)
     if isinstance(value, str) or not callable(value):

@@ -1,7 +1,7 @@
 """Figures of finished results: labelled array in, matplotlib Axes out.
 
 Nothing here computes statistics, calls ``show()``, or changes global settings. Figures are made without pyplot; keep
-them with ``axes[0].figure.savefig("run.png")``, or let a notebook show ``axes[0].figure``.
+them with ``.save("run.png")``, or let a notebook show what a figure returned: it also is the array of its Axes.
 """
 
 from .comparison import before_after
@@ -31,3 +31,7 @@ __all__ = [
     "weights_heatmap",
     "weights_histogram",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from ..arguments import as_numpy, refuse_large
 from ..errors import InputError, did_you_mean, message
 from ..vocabulary import BACKWARD, DIRECTION, FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME, UNIT, UNIT_IN
 
@@ -41,12 +42,11 @@ class Half:
 
 def numbers(data: Any, figure: str) -> Numbers:
     """Plain floating numbers from any array of any framework: never a view that is written to, never a graph."""
-    if hasattr(data, "detach"):
-        data = data.detach().cpu()
-        if str(data.dtype) == "torch.bfloat16":
-            data = data.float()
-    values = np.asarray(data)
-    if values.dtype.kind == "V" or (values.dtype.kind == "f" and values.dtype.itemsize < 4):
+    if isinstance(data, np.ma.MaskedArray):
+        data = np.ma.filled(data.astype(np.result_type(data.dtype, np.float32)), np.nan)
+    refuse_large(f"What plot.{figure} is to draw", data, "select samples or steps, or rl.options(memory=...)")
+    values = as_numpy(data)
+    if values.dtype.kind == "f" and values.dtype.itemsize < 4:
         return values.astype(np.float32)
     if values.dtype.kind in "biu":
         return values.astype(np.float64)

@@ -11,6 +11,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, LogFormatterSciNotation, MaxNLocator, NullLocator
 
-from ..errors import InputError, message
+from ..arguments import path as path_of
+from ..errors import FileError, InputError, message
 from ._colour import DECADES
 
 _LETTERS_PER_INCH = 12
@@ -32,6 +34,55 @@ class Picture(Figure):
     def _repr_png_(self) -> bytes:
         stored = io.BytesIO()
         self.savefig(stored, format="png")
+        return stored.getvalue()
+
+
+class Drawing(np.ndarray[Any, Any]):
+    """What every figure returns: its Axes, as a 1-D array, that a notebook shows and that can be saved.
+
+    >>> rl.plot.heatmap(trace["lstm"].hidden_grad).save("gradient.png")  # doctest: +SKIP
+    """
+
+    @property
+    def figure(self) -> Any:
+        """The figure that the Axes are on: the whole of it, also where each direction has a part of its own."""
+        found = self.reshape(-1)[0].figure
+        while isinstance(found, SubFigure):
+            found = found.figure
+        return found
+
+    def save(self, path: str | PathLike[str], **options: Any) -> None:
+        """Write the figure to a file; its ending tells the format: ``.png``, ``.pdf``, ``.svg``.
+
+        Parameters
+        ----------
+        path
+            Where to.
+        **options
+            As for ``savefig`` of matplotlib's Figure, such as ``dpi``.
+
+        Raises
+        ------
+        InputError
+            If matplotlib knows no such format or option.
+        FileError
+            If the file cannot be written.
+        """
+        to = path_of("path", path)
+        try:
+            self.figure.savefig(to, **options)
+        except OSError as error:
+            raise FileError(message("The picture cannot be written.", got=f"{to}: {error}")) from error
+        except Exception as error:
+            known = ", ".join(sorted(self.figure.canvas.get_supported_filetypes()))
+            raise InputError(message("matplotlib cannot save this.", got=str(error), expected=known)) from error
+
+    def _repr_png_(self) -> bytes | None:
+        """The whole figure; nothing for an empty selection of its Axes."""
+        if not self.size:
+            return None
+        stored = io.BytesIO()
+        self.figure.savefig(stored, format="png")
         return stored.getvalue()
 
 
@@ -51,11 +102,11 @@ class Panels:
         """All Axes in drawing order."""
         return [ax for half in self.halves for ax in half]
 
-    def result(self) -> Any:
+    def result(self) -> Drawing:
         """What the plot returns: a 1-D array of Axes in drawing order."""
         found = np.empty(len(self.axes), dtype=object)
         found[:] = self.axes
-        return found
+        return found.view(Drawing)
 
     def title(self, words: str, notes: Iterable[str | None] = ()) -> None:
         """Common title with the notes in lines below it, wrapped to the width of the figure."""
@@ -222,6 +273,9 @@ def open_panels(
         width = min(18.0, columns * size[0] * len(halves) + margin[0])
         figure = new_figure(max(4.2, width), min(22.0, max(2.6, rows * size[1] + margin[1])))
     owners = [figure] if len(halves) == 1 else list(figure.subfigures(1, len(halves), wspace=0.02))
+    for part in owners:
+        if not hasattr(part, "savefig"):  # a half has none of its own: the whole is what one means to save
+            part.savefig = figure.get_figure(root=True).savefig
     found = []
     for owner, half in zip(owners, halves, strict=True):
         grid = owner.subplots(rows, columns, squeeze=False, **subplots).reshape(-1)

@@ -26,6 +26,7 @@ from ._data import (
     title_of,
     value_label,
 )
+from ._door import figure as figure_door
 from ._images import IMSHOW, colour_bar, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
 from ._layers import variable
@@ -36,6 +37,7 @@ from .maps import GUESS, axes_of, matrix_of, slots_of
 CELLS = (180, 240)
 
 
+@figure_door()
 def before_after(
     before: Any,
     after: Any,

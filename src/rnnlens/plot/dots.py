@@ -9,6 +9,7 @@ import numpy as np
 import xarray as xr
 from matplotlib.collections import PathCollection
 
+from ..errors import InputError, message
 from ..vocabulary import DIRECTION, SAMPLE, TIME
 from ._colour import line_colours
 from ._data import (
@@ -26,12 +27,17 @@ from ._data import (
     unit_dim,
     value_label,
 )
+from ._door import figure as figure_door
 from ._keywords import checked
 from ._panels import log_around_zero, mark_steps, open_panels, whole_numbers, zero_line
 from .lines import MOST_NAMED, limits_of
 from .maps import slots_of
 
+#: Keywords that give the points colours of their own.
+_COLOURED = frozenset({"color", "facecolor", "array", "cmap", "norm", "clim"})
 
+
+@figure_door()
 def points(
     data: Any,
     *,
@@ -68,7 +74,8 @@ def points(
     ax, figure
         Axes, one per panel, or a Figure or SubFigure to draw into.
     **point
-        Properties of matplotlib's PathCollection, and ``marker`` and ``s`` of ``Axes.scatter``.
+        Properties of matplotlib's PathCollection, and ``marker`` and ``s`` of ``Axes.scatter``. With ``cmap`` or
+        ``norm`` the points are coloured by their value.
 
     Returns
     -------
@@ -121,11 +128,13 @@ def points(
 
 def _refuse_time(array: xr.DataArray) -> None:
     if TIME in array.dims:
-        require_dim(
-            array.rename({TIME: "time "}).isel({"time ": 0}),
-            "time",
-            "points",
-            hint="points draws values without time: select a step, such as .isel(time=-1), or use plot.curves",
+        raise InputError(
+            message(
+                "plot.points draws values without time.",
+                got=f"dimensions ({', '.join(map(str, array.dims))})",
+                expected="no time among them",
+                hint="select a step, such as .isel(time=-1), or use plot.curves",
+            )
         )
 
 
@@ -135,22 +144,23 @@ def _scatter(ax: Any, x: Numbers, values: Numbers, keywords: dict[str, Any]) -> 
     bad = ~np.isfinite(values)
     mark_steps(ax, x[bad.any(axis=0)])
     many = count > MOST_NAMED
-    look: dict[str, Any] = {"s": float(np.clip(1500 / units, 4, 28)), "linewidth": 0, "zorder": 2}
-    if not {"color", "facecolor", "array", "cmap"} & set(keywords):
+    look: dict[str, Any] = {"s": float(np.clip(1500 / units, 4, 28)), "linewidth": 0, "zorder": 2, "gid": "points"}
+    shown = np.where(bad, np.nan, values).reshape(-1)
+    if {"cmap", "norm", "clim"} & set(keywords) and not {"color", "facecolor", "array"} & set(keywords):
+        look["c"] = shown  # a colour map without values to map would be ignored
+    elif not _COLOURED & set(keywords):
         look["color"] = ["#0072b2"] if many else np.repeat(np.array(line_colours(count), dtype=object), units).tolist()
         look["alpha"] = max(0.25, 6 / count) if many else 0.9
     zero_line(ax)
     offsets = np.broadcast_to(x, values.shape).reshape(-1)
-    ax.scatter(
-        offsets, np.where(bad, np.nan, values).reshape(-1), gid="points", plotnonfinite=False, **{**look, **keywords}
-    )
+    ax.scatter(offsets, shown, plotnonfinite=False, **{**look, **keywords})
     ax.set_xlim(x.min() - 0.6, x.max() + 0.6)
     whole_numbers(ax, "x")
     ax.tick_params(labelsize="small")
 
 
 def _legend(ax: Any, array: xr.DataArray, samples: int, keywords: dict[str, Any]) -> None:
-    if not 1 < samples <= MOST_NAMED or {"color", "facecolor", "array", "cmap"} & set(keywords):
+    if not 1 < samples <= MOST_NAMED or _COLOURED & set(keywords):
         return
     names = names_of(array, SAMPLE)
     handles = [

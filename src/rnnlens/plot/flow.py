@@ -14,6 +14,7 @@ from ..errors import InputError, message
 from ..recurrence.measures import finite_mean, half_life, safe_norm
 from ..vocabulary import BACKWARD, SAMPLE, TIME
 from ._data import Half, Numbers, halves, labelled, nonfinite_note, positions, unit_dim
+from ._door import figure as figure_door
 from ._keywords import checked
 from ._layers import layers_of
 from ._panels import Panels, log_values, mark_steps, open_panels, whole_numbers
@@ -41,6 +42,7 @@ class _Profile:
     bad: Numbers
 
 
+@figure_door()
 def gradient_flow(
     trace: Any,
     *,
@@ -171,7 +173,7 @@ def _draw(ax: Any, profiles: list[_Profile], keywords: dict[str, Any]) -> None:
         marker = marker if drawn <= max(3, len(profile.norms) // 8) else None  # lone points would not show as a line
         look = {"color": colour, "linestyle": style, "marker": marker, "markersize": 3.5, "linewidth": 1.3}
         shown = np.where(profile.norms > 0, profile.norms, np.nan)
-        ax.plot(profile.steps, shown, label=label, gid=profile.quantity, **{**look, **keywords})
+        ax.plot(profile.steps, shown, **{"label": label, "gid": profile.quantity, **look, **keywords})
         mark_steps(ax, profile.bad)
     main = next((p for p in profiles if p.quantity != "output_grad"), None)
     if main is not None:

@@ -24,6 +24,7 @@ from ._data import (
     require_dim,
     unit_dim,
 )
+from ._door import figure as figure_door
 from ._images import colour_bar, draw_image, merge_note, steps_for
 from ._keywords import checked
 from ._layers import dataset_of, variable
@@ -47,6 +48,7 @@ class _Gate:
     empty_steps: Numbers
 
 
+@figure_door()
 def gates(
     layer: Any,
     *,
@@ -183,7 +185,7 @@ def _draw_row(axes: list[Any], row: _Gate, steps: Numbers, keywords: dict[str, A
     colour_bar([picture], image)
     look = {"s": float(np.clip(2500 / len(row.mean), 6, 30)), "color": "#d55e00", "alpha": 0.55, "linewidth": 0}
     saturation.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
-    saturation.scatter(row.high_share, row.low_share, gid="saturation", clip_on=False, **{**look, **keywords})
+    saturation.scatter(row.high_share, row.low_share, **{"gid": "saturation", "clip_on": False, **look, **keywords})
     saturation.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
     whole_numbers(activity, "x")
     for ax in axes:

@@ -25,6 +25,7 @@ from ._data import (
     title_of,
     value_label,
 )
+from ._door import figure as figure_door
 from ._keywords import checked
 from ._layers import dataset_of
 from ._panels import Panels, open_panels
@@ -40,6 +41,7 @@ GUESS = {
 }
 
 
+@figure_door()
 def histogram(
     data: Any,
     *,
@@ -191,7 +193,7 @@ def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords
         look["alpha"] = 0.35 if several else 1.0
         if "color" in keywords:
             look = {key: look[key] for key in ("fill", "linewidth", "alpha")}
-        ax.stairs(counts, edges, gid=f"histogram {name}".strip(), **{**look, **keywords})
+        ax.stairs(counts, edges, **{"gid": f"histogram {name}".strip(), **look, **keywords})
     ax.set_xlim(edges[0], edges[-1])
     ax.xaxis.set_major_locator(MaxNLocator(nbins=4))
     ax.tick_params(labelsize="small")

@@ -24,6 +24,7 @@ from ._data import (
     require_dim,
     value_label,
 )
+from ._door import figure as figure_door
 from ._images import IMSHOW, colour_bar, draw_image, merge_note, steps_for
 from ._keywords import checked
 from ._panels import log_values, mark_steps, open_panels, whole_numbers, zero_line
@@ -59,6 +60,7 @@ def block_norms(data: Any, figure: str, dims: Sequence[str] | None) -> tuple[xr.
     return array, bool(blocks)
 
 
+@figure_door()
 def time_jacobian(
     jacobian: Any,
     *,

@@ -14,6 +14,7 @@ from ..recurrence import measures
 from ..vocabulary import BACKWARD, DIRECTION, IN_TIME, OUT_TIME, SAMPLE
 from ._colour import line_colours
 from ._data import Numbers, names_of, nonfinite_note, positions
+from ._door import figure as figure_door
 from ._keywords import checked
 from ._panels import log_values, open_panels, whole_numbers
 from .flow import DEEPEST
@@ -32,6 +33,7 @@ class _Curve:
     horizon: int
 
 
+@figure_door()
 def lag_profile(
     jacobian: Any,
     *,
@@ -143,9 +145,8 @@ def _draw(ax: Any, curve: _Curve, colour: Any, epsilon: float, keywords: dict[st
     )
     if curve.low is not None and curve.high is not None:
         ax.fill_between(lags, curve.low, curve.high, color=colour, alpha=0.25, linewidth=0, gid="band")
-    ax.plot(
-        lags, shown, label=label, gid=f"profile {curve.name}".strip(), **{"color": colour, "linewidth": 1.4, **keywords}
-    )
+    look = {"label": label, "gid": f"profile {curve.name}".strip(), "color": colour, "linewidth": 1.4}
+    ax.plot(lags, shown, **{**look, **keywords})
     if math.isfinite(curve.half_life):
         peak = int(np.nanargmax(np.where(np.isfinite(shown), shown, -1)))
         ax.axvline(peak + curve.half_life, color=colour, linewidth=0.9, linestyle=":", gid="half-life")

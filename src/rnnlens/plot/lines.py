@@ -9,6 +9,7 @@ import numpy as np
 import xarray as xr
 from matplotlib.collections import LineCollection
 
+from ..errors import InputError, message
 from ..recurrence.measures import finite_mean
 from ..vocabulary import GATE, SAMPLE, TIME
 from ._colour import line_colours
@@ -29,6 +30,7 @@ from ._data import (
     unit_dim,
     value_label,
 )
+from ._door import figure as figure_door
 from ._keywords import checked
 from ._panels import Panels, log_around_zero, mark_steps, open_panels, whole_numbers, zero_line
 
@@ -39,6 +41,7 @@ MOST_NAMED = 8
 MOST_POINTS = {4: 1200, 16: 500, 10_000: 250}
 
 
+@figure_door()
 def curves(
     data: Any,
     *,
@@ -131,8 +134,13 @@ def _roles(array: xr.DataArray, panel: str | None) -> tuple[str | None, str | No
     along = sample if sample in rest else next(iter(rest), None)
     leftover = [d for d in rest if d != along]
     if leftover:
-        require_dim(
-            array.isel({leftover[0]: 0}), leftover[0], "curves", hint=f"select one, such as .isel({leftover[0]}=0)"
+        raise InputError(
+            message(
+                "plot.curves has no place for that many dimensions.",
+                got=f"dimensions ({', '.join(map(str, array.dims))})",
+                expected="time, one for the panels, one for the lines, gate and direction",
+                hint=f"select one, such as .isel({leftover[0]}=0)",
+            )
         )
     return wanted, along
 
@@ -173,7 +181,7 @@ def _draw(ax: Any, half: Half, values: Numbers, keywords: dict[str, Any], most: 
     look["color"] = "#0072b2" if many else line_colours(count)
     segments = np.stack([np.broadcast_to(at, drawn.shape), drawn], axis=2)
     zero_line(ax)
-    drawn_lines = LineCollection(list(segments), gid="lines", **{**look, **keywords})
+    drawn_lines = LineCollection(list(segments), **{"gid": "lines", **look, **keywords})
     drawn_lines.set_in_layout(False)  # lies within the axes: measuring every path is the slowest part of the layout
     ax.add_collection(drawn_lines, autolim=False)
     if many:

@@ -27,6 +27,7 @@ from ._data import (
     unit_dim,
     value_label,
 )
+from ._door import figure as figure_door
 from ._images import IMSHOW, MOST_CELLS, colour_bar, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
 from ._panels import Panels, open_panels
@@ -35,6 +36,7 @@ from ._panels import Panels, open_panels
 GUESS = {2: (TIME, "unit"), 3: (SAMPLE, TIME, "unit"), 4: (SAMPLE, TIME, GATE, "unit")}
 
 
+@figure_door()
 def heatmap(
     data: Any,
     *,

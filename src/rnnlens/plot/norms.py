@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from ..errors import InputError, message
 from ._colour import line_colours
 from ._data import Numbers, axis_label, labelled, names_of, nonfinite_note, positions
+from ._door import figure as figure_door
 from ._keywords import checked
 from ._panels import log_values, mark_steps, open_panels, whole_numbers
 
@@ -19,6 +20,7 @@ from ._panels import log_values, mark_steps, open_panels, whole_numbers
 ROWS = ("step", "epoch", "batch", "update", "row", "time")
 
 
+@figure_door()
 def weight_norms(
     history: Any,
     *,
@@ -148,7 +150,7 @@ def _draw(ax: Any, steps: Numbers, members: dict[str, Numbers], keywords: dict[s
     for (name, values), colour in zip(members.items(), line_colours(len(members)), strict=True):
         bad = ~np.isfinite(values)
         look = {"color": colour, "linewidth": 1.3, "marker": "o" if len(steps) < 12 else None, "markersize": 3}
-        ax.plot(steps, np.where(bad, np.nan, values), label=name, gid=f"norm {name}", **{**look, **keywords})
+        ax.plot(steps, np.where(bad, np.nan, values), **{"label": name, "gid": f"norm {name}", **look, **keywords})
         mark_steps(ax, steps[bad])
     if log:
         log_values(ax)

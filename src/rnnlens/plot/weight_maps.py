@@ -11,6 +11,7 @@ from matplotlib.image import AxesImage
 from ..recurrence.measures import quantiles
 from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
 from ._data import largest_magnitude, nonfinite_note
+from ._door import figure as figure_door
 from ._images import IMSHOW, colour_bar, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
 from ._panels import Panels, open_panels
@@ -20,6 +21,7 @@ from ._weights import Kernel, kernels_of
 CELLS = (256, 800)
 
 
+@figure_door()
 def weights_heatmap(
     weights: Any,
     *,

@@ -118,7 +118,7 @@ def weights(
 
 def _a_history(name: str, value: Any) -> xr.Dataset:
     """What an earlier call returned."""
-    if not isinstance(value, xr.Dataset) or not value.sizes.get("step"):
+    if not isinstance(value, xr.Dataset) or not value.sizes.get("step") or value["step"].dtype.kind not in "iu":
         expected = "what rl.weight_norms returned, with a dimension step"
         raise InputError(message(f"{name}= is no history of norms.", got=shown(value), expected=expected))
     return value
@@ -171,7 +171,7 @@ def weight_norms(
             if not name.endswith("_count") and name != "bias_total":
                 norm = _norm(node[name], over, ord)
                 row[f"{layer}/{name}"] = norm.assign_attrs(_norm_words(node[name], ord))
-    last = -1 if history is None else int(history["step"][-1])
+    last = -1 if history is None else int(history["step"].values[-1])
     new = xr.Dataset(row).expand_dims(step=[last + 1 if step is None else step])
     return new if history is None else xr.concat([history, new], dim="step", combine_attrs="override")
 

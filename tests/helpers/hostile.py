@@ -1,0 +1,236 @@
+"""Calls as a hostile or absent-minded user makes them: seeded, over every argument of every verb, figure and file.
+
+A call is a good one in which a few arguments were replaced. Whatever was replaced, it must end in a result or in one
+error of rnnlens, soon, and without taking more memory than it was granted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import signal
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+import rnnlens as rl
+
+#: Seconds that one call may take on a busy machine; what hangs takes for ever.
+LIMIT_S = 60
+#: Bytes that calls may use, and what frameworks take beside that for programs they compile.
+MEMORY, ALLOWANCE = 64 * 2**20, 512 * 2**20
+
+
+class HangError(BaseException):
+    """A call took longer than its limit; no `except Exception` can hide it."""
+
+
+class Odd:
+    """An object that cannot even be printed."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def nested(depth: int) -> list[Any]:
+    """A list in a list in a list."""
+    found: list[Any] = [1.0]
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def endless() -> list[Any]:
+    """A list that holds itself."""
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+def _masked() -> Any:
+    return np.ma.masked_array(np.ones((2, 5, 3)), mask=np.zeros((2, 5, 3), bool))
+
+
+#: Values that fit nowhere, or almost: made anew for each call.
+ANYWHERE: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "True": lambda: True,
+    "np.True_": lambda: np.True_,
+    "0": lambda: 0,
+    "-1": lambda: -1,
+    "3": lambda: 3,
+    "10**9": lambda: 10**9,
+    "2**70": lambda: 2**70,
+    "1.5": lambda: 1.5,
+    "nan": lambda: float("nan"),
+    "-inf": lambda: float("-inf"),
+    "1j": lambda: 1j,
+    "empty string": lambda: "",
+    "nonsense": lambda: "nonsense",
+    "spaces": lambda: "  ",
+    "a NUL": lambda: "a\0b",
+    "10 000 letters": lambda: "x" * 10_000,
+    "surrogate": lambda: "\udcff",
+    "bytes": lambda: b"lstm",
+    "empty list": list,
+    "empty tuple": tuple,
+    "empty dict": dict,
+    "[[]]": lambda: [[]],
+    "[None]": lambda: [None],
+    "[1, 'a']": lambda: [1, "a"],
+    "ragged": lambda: [[1.0, 2.0], [3.0]],
+    "dict of 1": lambda: {"a": 1},
+    "dict by number": lambda: {1: np.ones((2, 5, 3))},
+    "set": lambda: {1, 2},
+    "range": lambda: range(3),
+    "huge range": lambda: range(10**12),
+    "object": object,
+    "unprintable": Odd,
+    "function": lambda: lambda *given: given[0],
+    "raising function": lambda: lambda *given: 1 / 0,
+    "a class": lambda: dict,
+    "slice(5, 5)": lambda: slice(5, 5),
+    "slice(None)": lambda: slice(None),
+    "slice('a')": lambda: slice("a"),
+    "slice step 0": lambda: slice(0, 2, 0),
+    "generator": lambda: (word for word in ["lstm"]),
+    "empty generator": lambda: iter(()),
+    "endless iterator": lambda: itertools.repeat("lstm"),
+    "deep": lambda: nested(500),
+    "itself": endless,
+    "0-d": lambda: np.array(3.0),
+    "empty array": lambda: np.zeros((0, 5, 3)),
+    "no steps": lambda: np.zeros((2, 0, 3)),
+    "1-d": lambda: np.ones(3),
+    "2-d": lambda: np.ones((2, 5)),
+    "3-d": lambda: np.ones((2, 5, 3)),
+    "5-d": lambda: np.ones((1, 2, 1, 2, 1)),
+    "more features": lambda: np.ones((2, 5, 4)),
+    "integers": lambda: np.ones((2, 5, 3), dtype=np.int64),
+    "unsigned": lambda: np.ones((2, 5, 3), dtype=np.uint16),
+    "half": lambda: np.ones((2, 5, 3), dtype=np.float16),
+    "long double": lambda: np.ones((2, 5, 3), dtype=np.longdouble),
+    "booleans": lambda: np.ones((2, 5, 3), dtype=bool),
+    "big-endian": lambda: np.ones((2, 5, 3), dtype=">f4"),
+    "complex": lambda: np.ones((2, 5, 3), dtype=complex),
+    "NaN": lambda: np.full((2, 5, 3), np.nan),
+    "infinite": lambda: np.full((2, 5, 3), np.inf),
+    "masked": _masked,
+    "objects": lambda: np.array([object(), None], dtype=object),
+    "strings": lambda: np.array([["a", "b"]]),
+    "dates": lambda: np.zeros((2, 5, 3), dtype="datetime64[s]"),
+    "records": lambda: np.zeros(3, dtype=[("a", float)]),
+    "turned round": lambda: np.ones((2, 5, 3))[::-1, ::-1],
+    "huge": lambda: np.broadcast_to(np.float32(0), (10**7, 50, 3)),
+    "DataArray": lambda: xr.DataArray(np.ones((2, 5, 3)), dims=("sample", "time", "unit")),
+    "Dataset": lambda: xr.Dataset({"kernel": (("feature", "unit"), np.ones((3, 4)))}),
+    "Path": lambda: Path("/nowhere/at/all.nc"),
+}
+
+
+@dataclass
+class Target:
+    """One function with a good call of it, and further values worth a try by argument."""
+
+    name: str
+    function: Callable[..., Any]
+    good: dict[str, Callable[[], Any]]
+    arguments: tuple[str, ...]
+    near: dict[str, dict[str, Callable[[], Any]]] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """How one call ended."""
+
+    call: str
+    kind: str
+    where: str = ""
+
+
+def calls(targets: list[Target], foreign: dict[str, Callable[[], Any]], count: int, seed: int) -> Iterator[Any]:
+    """``count`` calls (words for it, function, arguments), every argument of every function in turn."""
+    draw = np.random.default_rng(seed)
+    everywhere = {**ANYWHERE, **foreign}
+    slots = [(target, argument) for target in targets for argument in target.arguments]
+    for number in range(count):
+        target, first = slots[number % len(slots)]
+        others = [name for name in target.arguments if name != first]
+        more = list(draw.permutation(others)[: int(draw.choice([0, 0, 0, 1, 2]))]) if others else []
+        given: dict[str, Any] = {}
+        words = []
+        for argument in [first, *map(str, more)]:
+            near = target.near.get(argument, {})
+            pool = near if near and draw.random() < 0.5 else everywhere
+            label = str(draw.choice(list(pool)))
+            given[argument] = pool[label]
+            words.append(f"{argument}={label}")
+        made = {name: make() for name, make in {**target.good, **given}.items()}
+        yield f"{target.name}({', '.join(words)})", target.function, made
+
+
+def attempt(words: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    """Make one call, within its time and memory."""
+
+    def late(*_: object) -> None:
+        raise HangError
+
+    before = _peak()
+    previous = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            function(**arguments)
+        outcome = Outcome(words, "result")
+    except rl.errors.RnnlensError as error:
+        outcome = Outcome(words, "refused" if _readable(error) else "unreadable", str(error)[:200])
+    except HangError:
+        outcome = Outcome(words, "hang")
+    except Exception as error:
+        outcome = Outcome(words, "foreign", _where(error))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    grown = _peak() - before
+    if grown > MEMORY + ALLOWANCE:
+        return Outcome(words, "memory", f"{grown / 2**20:.0f} MiB")
+    return outcome
+
+
+def run(targets: list[Target], foreign: dict[str, Callable[[], Any]], count: int, seed: int) -> list[Outcome]:
+    """All calls, one after another."""
+    with rl.options(memory=MEMORY, progress=False):
+        return [attempt(*call) for call in calls(targets, foreign, count, seed)]
+
+
+def faults(outcomes: list[Outcome]) -> str:
+    """What must not be, place by place with the first call that led there; empty where all is well."""
+    bad = [outcome for outcome in outcomes if outcome.kind not in ("result", "refused")]
+    places = Counter((outcome.kind, outcome.where) for outcome in bad)
+    first = {(outcome.kind, outcome.where): outcome.call for outcome in reversed(bad)}
+    return "\n".join(f"{count} x {kind}: {first[kind, where]}\n    {where}" for (kind, where), count in places.items())
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _readable(error: Exception) -> bool:
+    """Whether an error says something, in a length that can be read."""
+    said = str(error)
+    return 10 < len(said) < 8000 and bool(said.splitlines()[0].strip())
+
+
+def _where(error: Exception) -> str:
+    """The last place in rnnlens on the way to an error, and the error."""
+    ours = [f for f in traceback.extract_tb(error.__traceback__) if "/rnnlens/" in f.filename]
+    place = f"{ours[-1].filename.split('/rnnlens/')[-1]}:{ours[-1].lineno}" if ours else "outside"
+    return f"{place} {type(error).__name__}: {str(error)[:160]!r}"
