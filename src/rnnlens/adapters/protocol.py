@@ -88,6 +88,12 @@ class RecurrentCall:
         The direct gradients: partial L over what the layer returned. None without a loss.
     state_grad : (sample, time, unit) by index of the state, or None
         Direct gradients of states at single steps, where the user's own loop takes more than the output from them.
+    stepwise
+        True where the user's own loop calls a cell step by step, so that every state is a tensor of the framework: it
+        has ports of kind ``"state"``.
+    between
+        True where the user's code gets hold of states between the calls that make up this run: it has ports of kind
+        ``"state_read"``.
     input_scale, state_scale : (sample, n) or (gate, sample, n), or None
         Dropout multipliers, the same at every step.
     compute_dtype
@@ -113,6 +119,8 @@ class RecurrentCall:
     output_grad: Array | None = None
     final_state_grad: tuple[Array, ...] | None = None
     state_grad: Mapping[int, Array] | None = None
+    stepwise: bool = False
+    between: bool = False
     input_scale: Array | None = None
     state_scale: Array | None = None
     compute_dtype: str = ""
@@ -137,13 +145,18 @@ class PlainCall:
 
 @dataclass
 class Capture:
-    """All that one forward pass (and one backward pass, with a loss) told about a model."""
+    """All that one forward pass (and one backward pass, with a loss) told about a model.
+
+    ``entangled``: a recurrence is more than a chain of steps: what it returned is fed to it again, its states are read
+    between the steps, or one layer runs in several recurrences. Differentiation must then not be cut at recurrences.
+    """
 
     calls: list[RecurrentCall]
     plain: list[PlainCall] = field(default_factory=list)
     loss: float | None = None
     outputs: Any = None
     notes: list[str] = field(default_factory=list)
+    entangled: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,12 +179,14 @@ class Port:
     """A tensor at the border of a layer or model: where the framework's own differentiation starts or ends.
 
     ``kind`` is one of ``"input"`` (index: which), ``"output"`` (index: which of several), ``"initial_state"`` and
-    ``"final_state"`` (index: which state), ``"weight"`` (``key``: its name within the layer), ``"loss"``.
+    ``"final_state"`` (index: which state), ``"weight"`` (``key``: its name within the layer), ``"loss"``; of a layer
+    that is called step by step also ``"state"``: a state after every step, with its *total* gradient; and of a run that
+    several calls make up ``"state_read"``: the *direct* gradient of a state wherever the user's code gets hold of it.
     ``layer`` is None for the model itself. ``direction`` picks one half of a bidirectional layer: its ports are
     those of the half, before merging.
     """
 
-    kind: Literal["input", "output", "initial_state", "final_state", "weight", "loss"]
+    kind: Literal["input", "output", "initial_state", "final_state", "state", "state_read", "weight", "loss"]
     layer: str | None = None
     index: int = 0
     key: str = ""

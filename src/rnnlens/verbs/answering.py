@@ -100,6 +100,7 @@ class _Answering:
         self.question, self.inside, self.borders, self.pullback = question, inside, borders, pullback
         self.samples = samples
         self.on_states: dict[str, list[dict[int, Array]]] = {}
+        self.on_steps: dict[str, list[dict[int, Array]]] = {}
         self.seeds: dict[Port, Array] = {}
         self.own_weights: dict[tuple[str, str], list[Array]] = {}
 
@@ -121,7 +122,7 @@ class _Answering:
         return Answer(value, self.samples, grads, dims, self.inside.masks())
 
     def _start(self) -> Array:
-        """Value of the target; the cotangents it starts from go to ``seeds`` and ``on_states``."""
+        """Value of the target; the cotangents it starts from go to ``seeds`` and, within recurrences, ``on_states``."""
         question = self.question
         values = [self._leaf_value(leaf) for leaf in question.leaves]
         if question.function is None:
@@ -137,7 +138,7 @@ class _Answering:
         return value
 
     def _leaf_value(self, leaf: TensorName) -> xr.DataArray:
-        if is_inside(leaf, self.question.known):
+        if self.borders.is_inside(leaf):
             value = self.inside.value(leaf)
         else:
             parts = [plain(self.pullback.values[port]) for port in self.borders.of_tensor(leaf)]
@@ -145,16 +146,22 @@ class _Answering:
         return xr.DataArray(value, dims=self._dims(leaf, value))
 
     def _seed(self, leaf: TensorName, cotangent: Array) -> None:
-        if is_inside(leaf, self.question.known):
-            layer = self.on_states.setdefault(str(leaf.layer), [{} for _ in self.inside.layer(leaf.layer)])
-            for states, new in zip(layer, self.inside.on_states(leaf, cotangent), strict=True):
-                for index, array in new.items():
-                    states[index] = states[index] + array if index in states else array
+        if self.borders.is_inside(leaf):
+            self._put(self.on_states, leaf, cotangent)
             return
+        if self.inside.is_stepwise(leaf):
+            self._put(self.on_steps, leaf, cotangent)
         ports = self.borders.of_tensor(leaf)
         parts = [cotangent] if len(ports) == 1 else np.moveaxis(cotangent, min(2, cotangent.ndim - 2), 0)
         for port, part in zip(ports, parts, strict=True):
             self.seeds[port] = self.seeds[port] + part if port in self.seeds else part
+
+    def _put(self, on_states: dict[str, list[dict[int, Array]]], leaf: TensorName, cotangent: Array) -> None:
+        """Note what a sweep through the layer of ``leaf`` starts from."""
+        layer = on_states.setdefault(str(leaf.layer), [{} for _ in self.inside.layer(leaf.layer)])
+        for states, new in zip(layer, self.inside.on_states(leaf, cotangent), strict=True):
+            for index, array in new.items():
+                states[index] = states[index] + array if index in states else array
 
     def _leave_recurrences(self) -> None:
         """Sweep from states to the lower border of their layer, and to the layer's own weights."""
@@ -176,13 +183,13 @@ class _Answering:
             self.own_weights.setdefault((name, f"{direction}/{key}".lstrip("/")), []).append(grad)
 
     def _activation(self, name: TensorName, arrived: Arrived) -> Array | None:
-        known = self.question.known
-        if not is_inside(name, known):
-            return _stack_halves([arrived.get(port) for port in self.borders.of_tensor(name)])
-        halves = self.inside.layer(name.layer)
-        put = self.on_states.get(str(name.layer), [{} for _ in halves])
+        if not self.borders.is_inside(name):
+            grad = _stack_halves([arrived.get(port) for port in self.borders.above(name)])
+            return grad if grad is None or name.what != "final_state" else grad[:, -1]
+        halves, layer = self.inside.layer(name.layer), str(name.layer)
+        put = self.on_states.get(layer) or self.on_steps.get(layer) or [{} for _ in halves]
         flat = {port: None if a is None else a[0] for port, a in arrived.items()}
-        if all(flat.get(port) is None for half in halves for port in half.above()) and not any(put):
+        if all(flat.get(port) is None for half in halves for port in half.readers()) and not any(put):
             return None
         return self.inside.gradient(name, self._sweeps(halves, put, flat))
 

@@ -46,19 +46,27 @@ class Half:
         states = range(len(self.call.final_state or ()))
         return [self.port("output"), *(self.port("final_state", i) for i in states)]
 
+    def readers(self) -> list[Port]:
+        """Where gradients enter while nothing is cut: the user's code may get hold of states between the steps."""
+        if not self.call.between:
+            return self.above()
+        states = range(len(self.run.states))
+        return [self.port("output"), *(self.port("state_read", i) for i in states)]
+
     def below(self) -> list[Port]:
         """Where gradients leave: the input, which both halves of a layer share, and the initial states."""
         states = range(len(self.run.initial_state))
         return [Port("input", self.call.layer), *(self.port("initial_state", i) for i in states)]
 
     def arrived(self) -> dict[Port, Array | None]:
-        """What the captured backward pass brought to the upper border."""
+        """What the captured backward pass brought to the upper border, states between the steps apart."""
         final = self.call.final_state_grad or ()
         found = {self.port("final_state", i): grad for i, grad in enumerate(final)}
         return {self.port("output"): self.call.output_grad, **found}
 
     def sweep(self, states: Mapping[int, Array], arrived: Mapping[Port, Array | None]) -> Adjoint:
         """Total gradients from cotangents put on states at every step and from what arrived at the upper border."""
+        states = _with_reads(states, {i: arrived.get(self.port("state_read", i)) for i in range(len(self.run.states))})
         output = arrived.get(self.port("output"))
         final = [arrived.get(self.port("final_state", i)) for i in range(len(self.run.states))]
         ending = None
@@ -83,10 +91,13 @@ class Half:
 
 
 class Inside:
-    """The recurrent layers of a model, looked into: replays of their calls by layer name, forward half first."""
+    """The recurrent layers of a model, looked into: replays of their calls by layer name, forward half first.
 
-    def __init__(self, halves: Mapping[str, list[Half]]) -> None:
-        self.halves = dict(halves)
+    ``entangled``: differentiation must not be cut at them, see :class:`rnnlens.adapters.protocol.Capture`.
+    """
+
+    def __init__(self, halves: Mapping[str, list[Half]], entangled: bool = False) -> None:
+        self.halves, self.entangled = dict(halves), entangled
 
     @classmethod
     def look(cls, adapter: Adapter, model: Any, batch: Batch, layers: Iterable[str]) -> Inside:
@@ -95,17 +106,23 @@ class Inside:
         if not wanted:
             return cls({})
         capture = adapter.capture(model, batch, CaptureRequest(wanted, gradients=False, weight_grads=False))
-        return cls.of(capture.calls)
+        return cls.of(capture.calls, capture.entangled)
 
     @classmethod
-    def of(cls, calls: Iterable[RecurrentCall]) -> Inside:
+    def of(cls, calls: Iterable[RecurrentCall], entangled: bool = False) -> Inside:
         """Replay captured calls."""
         halves: dict[str, list[Half]] = {}
         for call in calls:
             halves.setdefault(call.layer, []).append(Half(call, Run.from_call(call)))
         for both in halves.values():
             both.sort(key=lambda half: half.call.bidirectional and half.call.direction == "backward")
-        return cls(halves)
+        return cls(halves, entangled)
+
+    def is_stepwise(self, name: TensorName) -> bool:
+        """Whether the framework reaches a tensor of a recurrence: its layer is a cell that the user's loop calls."""
+        if name.what not in ("state", "final_state", "initial_state", "input") or name.layer is None:
+            return False
+        return name.layer in self.halves and all(half.call.stepwise for half in self.halves[name.layer])
 
     def layer(self, name: str | None) -> list[Half]:
         """The halves of one call of a layer.
@@ -145,6 +162,15 @@ class Inside:
         if name.what == "input":
             return np.sum([plain(result.input_grad) for result in swept], axis=0)
         return _join([_gradient(half, result, name) for half, result in pairs], name)
+
+
+def _with_reads(states: Mapping[int, Array], reads: Mapping[int, Array | None]) -> dict[int, Array]:
+    """Cotangents of states by index, and what arrived where the user's code got hold of them."""
+    found = dict(states)
+    for index, grad in reads.items():
+        if grad is not None:
+            found[index] = like(grad, found[index]) + found[index] if index in found else grad
+    return found
 
 
 def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ...]) -> dict[str, Array]:

@@ -181,7 +181,7 @@ def _look(adapter: Adapter, model: Any, batch: Batch, names: tuple[TensorName, T
     outputs = leaves_of(capture.outputs)
     if len(outputs) > 1 and not known.outputs:
         refuse_lone_output(names, len(outputs))
-    return Inside.of(capture.calls)
+    return Inside.of(capture.calls, capture.entangled)
 
 
 def _seed(seed: int | None, training: bool) -> int | None:

@@ -16,7 +16,7 @@ from ..recurrence.reductions import FieldCollector
 from ..recurrence.sources import Field, Points
 from ..typing import Array
 from .inside import like
-from .jacobian_graph import Graph, Link, through
+from .jacobian_graph import Border, Graph, Link, through
 from .jacobian_target import Swept, Tensor
 from .jacobian_wanted import Ends, Tally
 
@@ -89,15 +89,8 @@ class Composed:
                 rest.discard(output)
         if not rest:
             return
-        if times is None:
-            whole = np.broadcast_to(rows[:, 0], (border.samples, *rows.shape[2:]))
-        else:
-            whole = np.zeros((border.samples, len(times), rows.shape[2], border.times or 1, border.features))
-            for i, t in enumerate(times):
-                whole[:, i, :, t] = rows[:, 0 if rows.shape[1] == 1 else t]
-            whole = whole.reshape(border.samples, -1, *whole.shape[3:])
         reference = self.graph.pullback.values[start.port]
-        _add(arriving, through(self.graph, start.port, like(whole, reference), rest))
+        _add(arriving, through(self.graph, start.port, like(starting_rows(border, times, rows), reference), rest))
 
     def _gather(self, one: Swept, points: Points | None, arriving: dict[Port, Array]) -> Points | Field | None:
         """Everything that comes into a call from above, as one source."""
@@ -155,34 +148,55 @@ class Composed:
         found: dict[int, Array],
         tally: Tally,
     ) -> None:
-        run, work, taps = one.half.run, one.work, Taps()
-        batch, count = one.system.batch, source.count
-        below, *initial = one.half.below()
-        fields: dict[Port, Array] = {}
-        if self._leads(below, wrt):
-            fields[below] = work.zeros(batch, count, one.system.time, one.system.features)
-            taps.input = FieldCollector(fields[below])
-        for state, port in enumerate(initial):
-            if self._leads(port, wrt):
-                fields[port] = work.zeros(batch, count, 1, int(run.states[state].shape[-1]))
-                taps.initial[state] = FieldCollector(fields[port])
-        place = next((i for i, half in enumerate(wrt.halves) if half is one), None)
-        if place is not None:
-            found[place] = work.zeros(batch, count, *(() if wrt.times is None else (wrt.times,)), wrt.size)
-            value = found[place] if wrt.times is not None else found[place][:, :, None]
-            (taps.initial if wrt.what == "initial_state" else taps.states)[wrt.state] = FieldCollector(value)
-        cost = reverse(one.system, source, taps)
-        tally.flops += cost.flops
-        if isinstance(source, Points):
-            order = _rows_as_asked(source)
-            if order is not None:
-                fields = {port: value[:, order] for port, value in fields.items()}
-                if place is not None:
-                    found[place] = found[place][:, order]
+        below = [port for port in one.half.below() if self._leads(port, wrt)]
+        fields = swept_through(one, source, below, wrt, found, tally)
         for port, value in fields.items():
             assert self.graph is not None
-            value = value if port == below else value[:, :, 0]
             _add(arriving, through(self.graph, port, value))
+
+
+def swept_through(
+    one: Swept, source: Points | Field, below: Sequence[Port], wrt: Tensor, found: dict[int, Array], tally: Tally
+) -> dict[Port, Array]:
+    """Rows through one recurrence: what leaves at the borders ``below``, in the order in which rows were asked for.
+
+    What arrives at the states that we differentiate by is added to ``found``, by half of ``wrt``.
+    """
+    run, work, taps = one.half.run, one.work, Taps()
+    batch, count = one.system.batch, source.count
+    input_port, *initial = one.half.below()
+    fields: dict[Port, Array] = {}
+    if input_port in below:
+        fields[input_port] = work.zeros(batch, count, one.system.time, one.system.features)
+        taps.input = FieldCollector(fields[input_port])
+    for state, port in enumerate(initial):
+        if port in below:
+            fields[port] = work.zeros(batch, count, 1, int(run.states[state].shape[-1]))
+            taps.initial[state] = FieldCollector(fields[port])
+    place = next((i for i, half in enumerate(wrt.halves) if half is one), None)
+    value = None
+    if place is not None:
+        value = work.zeros(batch, count, wrt.times or 1, wrt.size)
+        (taps.initial if wrt.what == "initial_state" else taps.states)[wrt.state] = FieldCollector(value)
+    tally.flops += reverse(one.system, source, taps).flops
+    order = _rows_as_asked(source) if isinstance(source, Points) else None
+    if order is not None:
+        fields = {port: rows[:, order] for port, rows in fields.items()}
+    if place is not None and value is not None:
+        value = value if order is None else value[:, order]
+        value = value if wrt.times is not None else value[:, :, 0]
+        found[place] = found[place] + value if place in found else value
+    return {port: rows if port == input_port else rows[:, :, 0] for port, rows in fields.items()}
+
+
+def starting_rows(border: Border, times: Sequence[int] | None, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Rows (sample or 1, time or 1, row, unit), each at its step, as a field (sample, row, [time,] unit)."""
+    if times is None:
+        return np.broadcast_to(rows[:, 0], (border.samples, *rows.shape[2:]))
+    whole = np.zeros((border.samples, len(times), rows.shape[2], border.times or 1, border.features))
+    for i, t in enumerate(times):
+        whole[:, i, :, t] = rows[:, 0 if rows.shape[1] == 1 else t]
+    return whole.reshape(border.samples, -1, *whole.shape[3:])
 
 
 def _rows_as_asked(points: Points) -> list[int] | None:

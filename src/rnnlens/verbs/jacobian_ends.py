@@ -8,12 +8,13 @@ from typing import Any
 
 from .. import data
 from ..adapters.protocol import Adapter, Batch, Port
-from ..errors import DisconnectedError, InputError, message
+from ..errors import InputError, message
+from ..recurrence.cells import KnownCell
 from .inside import Inside
 from .jacobian_chain import chain_graph
 from .jacobian_composed import Composed
-from .jacobian_graph import Graph, open_graph
-from .jacobian_target import Swept, Tensor, inner_tensor, output_tensor, readable
+from .jacobian_graph import Graph, open_graph, open_uncut
+from .jacobian_target import Swept, Tensor, disconnected, inner_tensor, output_tensor, readable
 from .jacobian_wanted import Ends
 from .names import Catalogue, TensorName
 
@@ -39,6 +40,10 @@ def resolve(
     """
     of, wrt = readable(names[0], known, "of"), readable(names[1], known, "wrt")
     _refuse_integers(wrt, batch, known)
+    if inside.entangled or any(_is_own_state(name, inside) for name in (of, wrt)):
+        with _uncut(adapter, model, batch, inside, swept, (of, wrt)) as found:
+            yield found
+        return
     start, end = _inner(of, inside, swept, "of"), _inner(wrt, inside, swept, "wrt")
     if start is not None and end is not None and {id(h) for h in start.halves} == {id(h) for h in end.halves}:
         yield start, end, None
@@ -51,6 +56,33 @@ def resolve(
         end = end or _border(wrt, ports[1], graph)
         _check_path(graph, list(swept), start, end)
         yield start, end, graph
+
+
+@contextmanager
+def _uncut(
+    adapter: Adapter,
+    model: Any,
+    batch: Batch,
+    inside: Inside,
+    swept: Sequence[Swept],
+    names: tuple[TensorName, TensorName],
+) -> Iterator[tuple[Tensor, Tensor, Graph]]:
+    """The two ends and a graph through everything; a state that the framework has a tensor for is a border."""
+    of, wrt = names
+    inner = [None if inside.is_stepwise(n) else _inner(n, inside, swept, r) for n, r in ((of, "of"), (wrt, "wrt"))]
+    start, end = inner
+    ports = (None if start is not None else _port(of), None if end is not None else _port(wrt))
+    readers = [port for one in (end.halves if end is not None else ()) for port in one.half.readers()]
+    graph = open_uncut(adapter, model, batch, inside, ports, *readers)
+    with graph.pullback:
+        yield start or _border(of, ports[0], graph), end or _border(wrt, ports[1], graph), graph
+
+
+def _is_own_state(name: TensorName, inside: Inside) -> bool:
+    """Whether a name is a state of a cell that a user wrote: what it moves within its own step only autodiff knows."""
+    if not inside.is_stepwise(name):
+        return False
+    return not all(isinstance(half.run.cell, KnownCell) for half in inside.layer(name.layer))
 
 
 def _inner(name: TensorName, inside: Inside, swept: Sequence[Swept], role: str) -> Tensor | None:
@@ -113,11 +145,4 @@ def _check_path(graph: Graph, swept: list[Swept], start: Tensor, end: Tensor) ->
         )
     if connected:
         return
-    raise DisconnectedError(
-        message(
-            f"Nothing leads from {end.name.text} to {start.name.text}.",
-            got="a gradient that is zero for every sample, step and unit",
-            expected="wrt= below of=",
-            hint="rl.gradients(...) says why; rl.layers(model) lists the recurrent layers in the order of their calls",
-        )
-    )
+    raise disconnected(start, end)

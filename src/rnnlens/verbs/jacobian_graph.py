@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from .. import data
 from ..adapters.protocol import Adapter, Batch, Port, Pullback
 from ..results.schema import plain
 from ..typing import Array
@@ -101,12 +102,15 @@ class Graph:
         All recurrent calls, in the order in which they ran.
     links
         By source, what it leads to directly.
+    cut
+        Whether links end at recurrent layers; if not, the framework goes through these as well.
     """
 
     halves: list[Half]
     pullback: Pullback
     borders: dict[Port, Border]
     links: dict[Port, dict[Port, Link]] = field(default_factory=dict)
+    cut: bool = True
 
     def reach(self, source: Port) -> dict[Port, Link]:
         """The links that start at ``source``; probed once."""
@@ -128,7 +132,30 @@ def open_graph(adapter: Adapter, model: Any, batch: Batch, inside: Inside, of: P
     sources = list(dict.fromkeys([*([of] if of else []), *(port for half in halves for port in half.below())]))
     above = [port for half in halves for port in half.above()]
     sinks = list(dict.fromkeys([*above, *([wrt] if wrt else [])]))
-    pullback = adapter.pullback(model, batch, sources, sinks, above)
+    return _opened(adapter.pullback(model, batch, sources, sinks, above), halves, of, wrt)
+
+
+def open_uncut(
+    adapter: Adapter, model: Any, batch: Batch, inside: Inside, ends: tuple[Port | None, Port | None], *readers: Port
+) -> Graph:
+    """Run the model once more, ready to differentiate through everything: recurrences, loops, feedback.
+
+    ``readers``: where gradients enter the recurrence that we differentiate by a state of. Outputs of recurrent layers
+    are looked at as well where only they tell which axis counts samples.
+    """
+    of, wrt = ends
+    halves = [half for both in inside.halves.values() for half in both]
+    sources = list(dict.fromkeys([*([of] if of else []), *(port for half in halves for port in half.below())]))
+    samples = int(halves[0].run.input.shape[0])
+    square = any(tuple(leaf.shape[:2]) == (samples, samples) for leaf in data.leaves_of(batch.x))
+    outputs = [half.port("output") for half in halves] if square else []
+    sinks = list(dict.fromkeys([*readers, *([wrt] if wrt else []), *outputs]))
+    graph = _opened(adapter.pullback(model, batch, sources, sinks), halves, of, wrt)
+    graph.cut = False
+    return graph
+
+
+def _opened(pullback: Pullback, halves: list[Half], of: Port | None, wrt: Port | None) -> Graph:
     borders = {port: Border(port, tuple(int(n) for n in array.shape)) for port, array in pullback.values.items()}
     graph = Graph(halves, pullback, borders)
     samples = int(halves[0].run.input.shape[0])

@@ -29,6 +29,7 @@ from .jacobian_plan import (
 )
 from .jacobian_store import ZarrTarget
 from .jacobian_target import Swept
+from .jacobian_uncut import Uncut
 from .jacobian_wanted import Ends, Tally
 
 Values = np.ndarray[Any, Any]
@@ -121,10 +122,13 @@ class _Part:
     ) -> None:
         self.swept, self.ends, self.rtol, self.labels = swept, ends, rtol, labels
         self.of_direction, self.wrt_direction = of_direction, wrt_direction
-        self.direct: Direct | None = direct_route(graph, swept, ends)
-        self.composed = Composed(graph, swept, ends)
+        uncut = graph is not None and not graph.cut
+        self.direct: Direct | None = None if uncut else direct_route(graph, swept, ends)
+        self.composed: Composed | Uncut = Composed(graph, swept, ends)
+        if graph is not None and not graph.cut:
+            self.composed = Uncut(graph, swept, ends)
         self.mode = choose_mode(self.direct, "reverse" if labels.sketch is not None else mode)
-        self.route = "composed" if self.direct is None else "direct"
+        self.route = "uncut" if uncut else "composed" if self.direct is None else "direct"
         if self.direct is None and rtol is not None:
             raise UnsupportedError(
                 message(

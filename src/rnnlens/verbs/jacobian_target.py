@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..adapters.protocol import Port
-from ..errors import InputError, UnsupportedError, message
+from ..errors import DisconnectedError, InputError, UnsupportedError, message
 from ..recurrence.inplace import Workspace
 from ..recurrence.linear import System
 from ..recurrence.linear_cells import linear_system, output_state
@@ -187,6 +187,18 @@ def projection(project: Any, size: int) -> np.ndarray[Any, Any] | None:
             )
         )
     return matrix
+
+
+def disconnected(start: Tensor, end: Tensor) -> DisconnectedError:
+    """The error where nothing leads from one end to the other."""
+    return DisconnectedError(
+        message(
+            f"Nothing leads from {end.name.text} to {start.name.text}.",
+            got="a gradient that is zero for every sample, step and unit",
+            expected="wrt= below of=",
+            hint="rl.gradients(...) says why; rl.layers(model) lists the recurrent layers in the order of their calls",
+        )
+    )
 
 
 def look_inside(inside: Inside) -> dict[int, Swept]:

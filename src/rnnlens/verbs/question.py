@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..adapters.protocol import Adapter, Port
@@ -78,7 +78,7 @@ class Borders:
     def __init__(self, question: Question, inside: Inside) -> None:
         self.question, self.inside = question, inside
         of = [port for leaf in question.leaves for port in self._below(leaf)]
-        wrt = [port for name in question.wrt for port in self._above(name)]
+        wrt = [port for name in question.wrt for port in self.above(name)]
         if self.through_outputs:
             outputs = [Port("output", index=i) for i in range(max(1, len(question.known.outputs)))]
             of, wrt = [*of, *outputs], [*wrt, *outputs]
@@ -94,6 +94,8 @@ class Borders:
         info = self.question.known.recurrent.get(uncalled(name.layer))
         if name.what == "output" and info is not None and info.direction == "bidirectional":
             return [name.port("forward"), name.port("backward")]
+        if self.inside.is_stepwise(name):
+            return [Port(name.what, name.layer, name.index)]  # type: ignore[arg-type]
         return [name.port()]
 
     def weight_ports(self, name: TensorName) -> list[Port]:
@@ -101,17 +103,25 @@ class Borders:
         found = sources(self.question.known.weights[str(name.layer)])[name.key]
         return [Port("weight", name.layer, key=source.key) for source in found]
 
+    def is_inside(self, name: TensorName) -> bool:
+        """Whether our sweep, not the framework, reaches a tensor."""
+        return is_inside(name, self.question.known) and not self.inside.is_stepwise(name)
+
     def _below(self, leaf: TensorName) -> list[Port]:
-        if not is_inside(leaf, self.question.known):
+        if not self.is_inside(leaf):
             return self.of_tensor(leaf)
         return [port for half in self.inside.layer(leaf.layer) for port in half.below()]
 
-    def _above(self, name: TensorName) -> list[Port]:
+    def above(self, name: TensorName) -> list[Port]:
+        """Where gradients arrive that make up the one with respect to a tensor.
+
+        Of a last state called for step by step: the gradients of that state at all steps.
+        """
         if name.what == "weight":
             return self.weight_ports(name)
-        if not is_inside(name, self.question.known):
-            return self.of_tensor(name)
-        return [port for half in self.inside.layer(name.layer) for port in half.above()]
+        if not self.is_inside(name):
+            return self.of_tensor(name if name.what != "final_state" else replace(name, what="state"))
+        return [port for half in self.inside.layer(name.layer) for port in half.readers()]
 
 
 def is_inside(name: TensorName, known: Catalogue) -> bool:

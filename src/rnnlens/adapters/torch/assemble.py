@@ -119,6 +119,8 @@ class Assembler:
             output=_sequence(run, lambda v: half(v.pieces[layer].output, owner.directions, direction)),
             final_state=self._final_state(run, layer, direction),
             weights_key=key,
+            stepwise=not owner.stacked,
+            between=not owner.stacked or len(run.visits) > 1,
         )
         if first.pieces[layer].output.dtype in (torch.bfloat16, torch.float16):
             call.compute_dtype = str(first.pieces[layer].output.dtype).removeprefix("torch.")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,26 +13,10 @@ from torch.nn.utils.rnn import PackedSequence
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
 from ..protocol import Port
 from .assemble import half, node_names, sequence
+from .border import Border, single
 from .record import Packing, Recorder, Run
+from .state_borders import final_border, read_border, state_border
 from .weights import NAMES, ours
-
-
-@dataclass
-class Border:
-    """The tensors behind a port, and the linear way from them (or their gradients) to the port's own layout."""
-
-    tensors: list[Tensor]
-    gather: Callable[[Sequence[Tensor]], Tensor]
-
-    @property
-    def value(self) -> Tensor:
-        """The port's value, inside the graph."""
-        return self.gather(self.tensors)
-
-
-def single(tensor: Tensor) -> Border:
-    """A port that is one tensor as it is."""
-    return Border([tensor], lambda parts: parts[0])
 
 
 class Borders:
@@ -149,42 +132,48 @@ _KINDS = ("lstm", "gru", "simple_rnn")
 
 
 def _of_run(run: Run, layer: int, port: Port) -> Border:
-    owner, direction = run.owner, 1 if port.direction == "backward" else 0
-    index = layer * owner.directions + direction
+    direction = 1 if port.direction == "backward" else 0
     if port.kind in ("input", "output"):
-        outputs = port.kind == "output"
-        tensors = [v.pieces[layer].output if outputs else v.pieces[layer].input for v in run.visits]
+        return _of_sequence(run, layer, port.kind, direction)
+    if port.kind == "state":
+        return state_border(run, port.index)
+    if port.kind == "state_read":
+        return read_border(run, layer, port.index)
+    if port.kind == "final_state" and not run.owner.stacked:
+        return final_border(run, port.index)
+    if port.kind in ("initial_state", "final_state"):
+        return _of_state(run, layer, port, direction)
+    raise UnsupportedError(message(f"Layer {port.layer!r} has no port {port.kind!r}."))
 
-        def gather(parts: Sequence[Tensor]) -> Tensor:
-            timed = [
-                p if p.dim() == 3 or v.packing is not None else p.unsqueeze(0)
-                for p, v in zip(parts, run.visits, strict=True)
-            ]
-            whole = sequence(run, timed)
-            return half(whole, owner.directions, direction) if outputs else whole
 
-        return Border(tensors, gather)
-    if port.kind == "initial_state":
-        first = run.visits[0]
-        states = list(first.link.fed)
-    elif port.kind == "final_state":
-        first = run.visits[-1]
-        states = [out if tap is None else tap for tap, out in zip(first.state_taps, _outputs(run), strict=True)]
-    else:
-        raise UnsupportedError(message(f"Layer {port.layer!r} has no port {port.kind!r}."))
+def _of_sequence(run: Run, layer: int, kind: str, direction: int) -> Border:
+    owner, outputs = run.owner, kind == "output"
+    tensors = [v.pieces[layer].output if outputs else v.pieces[layer].input for v in run.visits]
+
+    def gather(parts: Sequence[Tensor]) -> Tensor:
+        timed = [
+            p if p.dim() == 3 or v.packing is not None else p.unsqueeze(0)
+            for p, v in zip(parts, run.visits, strict=True)
+        ]
+        whole = sequence(run, timed)
+        return half(whole, owner.directions, direction) if outputs else whole
+
+    return Border(tensors, gather)
+
+
+def _of_state(run: Run, layer: int, port: Port, direction: int) -> Border:
+    """A state that the first call started from, or one that the last call of a fused module returned."""
+    visit = run.visits[0 if port.kind == "initial_state" else -1]
+    states = visit.link.fed if port.kind == "initial_state" else visit.state_taps
     state = states[port.index]
-    order = first.packing.order if first.packing is not None else None
+    assert state is not None
+    order = visit.packing.order if visit.packing is not None else None
 
     def pick(parts: Sequence[Tensor]) -> Tensor:
-        one = parts[0][index] if owner.stacked or port.kind == "final_state" else parts[0].flatten(1)
+        one = parts[0][layer * run.owner.directions + direction] if run.owner.stacked else parts[0].flatten(1)
         return one if order is None else one.index_select(0, order)
 
     return Border([state], pick)
-
-
-def _outputs(run: Run) -> list[Tensor]:
-    """For each state, the output tap that stands for it where the state is the output."""
-    return [run.visits[-1].pieces[0].output] * len(run.visits[-1].state_taps)
 
 
 def leaves_of(value: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from ...errors import LayerNotFoundError, ModelError, did_you_mean, message, rai
 from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall
 from .assemble import Assembler, JoinedTooFarError, check_joints
 from .discover import cell_candidates, named_modules, node_name, recurrent_modules, refuse_scripts, unwrapped
+from .entangled import entangled
 from .fused import Interceptor
 from .inputs import as_tensors, call_model, check_features, on_leaves
 from .left_as_found import borrowed
@@ -112,7 +113,10 @@ def _pass(
             loss = evaluate(batch, outputs, model)
         if loss is not None and not loss.requires_grad and interceptor.cut_gradients and not keep_gradients:
             raise _NoGradientsError
-        return _read(recorder, asked, request, loss, outputs, keep_gradients)
+        found = _read(recorder, asked, request, loss, outputs, keep_gradients)
+        unseen = interceptor.cut_gradients and not keep_gradients
+        found.entangled = unseen or entangled(recorder.runs, _tensors(outputs))
+        return found
 
 
 @contextmanager
@@ -323,6 +327,13 @@ def _numbered(assembler: Assembler) -> list[Any]:
             seen[call.layer] = index + 1
             call.layer = f"{call.layer}#{index}"
     return calls
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    """All tensors that a model returned."""
+    found: list[Tensor] = []
+    on_leaves(outputs, lambda value: found.append(value) if isinstance(value, Tensor) else None)
+    return found
 
 
 def _detached(value: Any) -> Any:

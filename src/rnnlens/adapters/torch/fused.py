@@ -128,8 +128,7 @@ def _fused(recorder: Recorder, func: Any, owner: Owner, order: Tensor | None, ca
             x = torch.dropout(x, call.dropout, True)
     raw = tuple(torch.cat([piece.finals[i] for piece in pieces]) for i in range(len(fed)))
     taps = tuple(
-        torch.cat([recorder.handed(owner, layer, piece.finals[i]) for layer, piece in enumerate(pieces)]).clone()
-        for i in range(len(fed))
+        torch.cat([recorder.handed(owner, piece.finals[i]) for piece in pieces]).clone() for i in range(len(fed))
     )
     handed = tuple(state.clone() for state in taps)
     visit = Visit(pieces, taps, Link(call.state, fed, raw, handed, taps, before), packing=packing)
@@ -197,7 +196,7 @@ def _one_layer(
             output, *finals = func(x, call.batch_sizes, hx, flat, call.bias, 1, 0.0, True, call.bidirectional)
         else:
             output, *finals = func(x, hx, flat, call.bias, 1, 0.0, True, call.bidirectional, False)
-    return Piece(x, x.detach().clone(), states, recorder.handed(owner, layer, output), tuple(finals), stand_ins)
+    return Piece(x, x.detach().clone(), states, recorder.handed(owner, output), tuple(finals), stand_ins)
 
 
 @contextmanager
@@ -235,7 +234,7 @@ def _cell(
     flat = [stand_ins.get(name) for name in weights]
     x = recorder.fed(x)
     raw = _as_tuple(func(x, fed if len(fed) > 1 else fed[0], *flat))
-    taps = tuple(recorder.handed(owner, 0, state.clone().unsqueeze(0)) for state in raw)
+    taps = tuple(recorder.handed(owner, state.clone().unsqueeze(0)) for state in raw)
     kept = tuple(tap.squeeze(0) for tap in taps)
     handed = tuple(state.clone() for state in kept)
     finals = tuple(state.unsqueeze(0) for state in raw)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,12 +81,31 @@ def at_once() -> Iterator[None]:
 def _random_states(model: torch.nn.Module) -> Iterator[None]:
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    put_back = [_saved(value) for module in model.modules() for value in list(module.__dict__.values())]
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
             yield
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
+        for again in put_back:
+            again()
+
+
+def _saved(value: Any) -> Callable[[], object]:
+    """What gives a generator that the model keeps its state of now; nothing to do for any other value."""
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, (np.random.RandomState, torch.Generator)):
+        state = value.get_state()
+        return partial(value.set_state, state)
+    return _nothing
+
+
+def _nothing() -> None:
+    """Leave a value alone."""
 
 
 @contextmanager

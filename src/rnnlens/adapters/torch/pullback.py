@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ...errors import ModelError, message, raised_by
 from ..protocol import Batch, Port, Pullback
-from .borders import Border, Borders, leaves_of, stand_ins, zeros_for
+from .border import Border
+from .borders import Borders, leaves_of, stand_ins, zeros_for
 from .capture import Asked, watched
 from .discover import named_modules, unwrapped
 from .inputs import as_tensors, call_model, on_leaves
@@ -53,7 +54,7 @@ class TorchPullback:
         """The forward pass; None if it has to be run again because it ran without gradients."""
         modules = named_modules(model)
         asked = Asked.of(model, None)
-        recorder = Recorder(set(), separate=True, cut={port.layer for port in cut if port.layer is not None})
+        recorder = Recorder(set(), separate=True, cut={_path(port) for port in cut})
         plain: dict[str, list[Any]] = {}
         inputs = on_leaves(as_tensors(batch.x, model, "x"), _source)
         with borrowed(model, training=batch.training, seed=batch.seed):
@@ -137,7 +138,9 @@ class TorchPullback:
         if all(grad is None for grad in grads):
             return None
         whole = zeros_for(border.tensors, grads, count)
-        return torch.stack([replayable(border.gather([grad[k] for grad in whole])) for k in range(count)])
+        if count == 1:
+            return replayable(border.gather([grad[0] for grad in whole])).unsqueeze(0)
+        return replayable(torch.vmap(lambda *parts: border.gather(parts))(*whole))
 
     def __enter__(self) -> Pullback:
         return self
@@ -180,6 +183,11 @@ class _PlainHook:
             return value.clone()
 
         return tap
+
+
+def _path(port: Port) -> str:
+    """The module that a layer of a result is of: ``rnn`` for ``rnn[1]#0``."""
+    return str(port.layer).partition("#")[0].partition("[")[0]
 
 
 def _source(value: Any) -> Any:

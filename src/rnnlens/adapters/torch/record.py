@@ -139,7 +139,7 @@ class Recorder:
     separate
         Keep what a layer is fed apart from the user's tensors, so that a gradient there comes through the layer alone.
     cut
-        Names of layers above which differentiation ends.
+        Paths of the recurrent modules above which differentiation ends.
     """
 
     def __init__(
@@ -215,15 +215,9 @@ class Recorder:
         """What a recurrence starts from in place of ``state``, which the user's code may write over later on."""
         return differentiable(state).clone()
 
-    def handed(self, owner: Owner, layer: int, tensor: Tensor) -> Tensor:
-        """What the layer returned, as a place where gradients from above arrive; they end there if it is cut."""
-        if not self.cut:
-            return differentiable(tensor)
-        name = f"{owner.name}[{layer}]" if owner.layers > 1 else owner.name
-        run = sum(run.owner.key == owner.key for run in self.runs)
-        if self.cut.isdisjoint({name, f"{name}#{run}"}):
-            return differentiable(tensor)
-        return tensor.detach().requires_grad_()
+    def handed(self, owner: Owner, tensor: Tensor) -> Tensor:
+        """What a layer returned, as a place where gradients from above arrive; they end there if it is cut."""
+        return tensor.detach().requires_grad_() if owner.name in self.cut else differentiable(tensor)
 
     def leaf(self, owner: Owner, slot: str, weight: Tensor) -> Tensor:
         """The stand-in for a weight, the same one at every call, so that its gradient is the sum over them.

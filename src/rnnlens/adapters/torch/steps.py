@@ -117,7 +117,7 @@ class CellHook:
         states = _states_of(returned, entered)
         raw = {id(leaf): differentiable(leaf) for leaf in returned}
         taps = {
-            key: self.recorder.handed(self.owner, 0, leaf.flatten(1).unsqueeze(0).clone()) for key, leaf in raw.items()
+            key: self.recorder.handed(self.owner, leaf.flatten(1).unsqueeze(0).clone()) for key, leaf in raw.items()
         }
         kept = {id(leaf): taps[id(leaf)].reshape(leaf.shape) for leaf in returned}
         handed = {key: tensor.clone() for key, tensor in kept.items()}

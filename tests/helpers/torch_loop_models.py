@@ -1,0 +1,362 @@
+"""Recurrent loops as people write them in torch: (sample, time, feature) in, one tensor out, samples kept apart."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import nn
+
+B, T, F, H, V = 2, 5, 3, 4, 2
+LENGTHS = torch.tensor([5, 3])
+KINDS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn": nn.RNNCell}
+
+
+def zeros(x, *sizes):
+    return [x.new_zeros(len(x), size) for size in sizes]
+
+
+class Plain(nn.Module):
+    """The textbook loop."""
+
+    def __init__(self, kind="lstm"):
+        super().__init__()
+        self.kind, self.cell, self.head = kind, KINDS[kind](F, H), nn.Linear(H, V)
+
+    def forward(self, x):
+        h, c = zeros(x, H, H)
+        outputs = []
+        for t in range(x.shape[1]):
+            if self.kind == "lstm":
+                h, c = self.cell(x[:, t], (h, c))
+            else:
+                h = self.cell(x[:, t], h)
+            outputs.append(self.head(h))
+        return torch.stack(outputs, 1)
+
+
+class LastCell(nn.Module):
+    """The head reads h and c after the last step."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(F, H), nn.Linear(2 * H, V)
+
+    def forward(self, x):
+        state = None
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+        return self.head(torch.cat(state, 1))
+
+
+class CellsRead(nn.Module):
+    """Every output reads c_t."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(F, H), nn.Linear(2 * H, V)
+
+    def forward(self, x):
+        h, c = zeros(x, H, H)
+        outputs = []
+        for t in range(x.shape[1]):
+            h, c = self.cell(x[:, t], (h, c))
+            outputs.append(self.head(torch.cat([h, c], 1)))
+        return torch.stack(outputs, 1)
+
+
+class TwoLayers(nn.Module):
+    """Two cells, one above the other, in one loop, with a skip connection over two steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.lower, self.upper, self.head = nn.LSTMCell(F, H), nn.GRUCell(H, H), nn.Linear(H, V)
+
+    def forward(self, x):
+        h, c, g = zeros(x, H, H, H)
+        seen = [g, g]
+        for t in range(x.shape[1]):
+            h, c = self.lower(x[:, t], (h, c))
+            g = self.upper(torch.relu(h), g)
+            seen.append(g)
+        return torch.stack([self.head(seen[t + 2] + 0.5 * seen[t]) for t in range(x.shape[1])], 1)
+
+
+class UpperFirst(nn.Module):
+    """The upper cell reads the lower one's state of the step before, and is called first."""
+
+    def __init__(self):
+        super().__init__()
+        self.lower, self.upper, self.head = nn.LSTMCell(F + H, H), nn.GRUCell(H, H), nn.Linear(H, V)
+
+    def forward(self, x):
+        h, c, g = zeros(x, H, H, H)
+        outputs = []
+        for t in range(x.shape[1]):
+            g = self.upper(h, g)
+            h, c = self.lower(torch.cat([x[:, t], g], 1), (h, c))
+            outputs.append(self.head(g + h))
+        return torch.stack(outputs, 1)
+
+
+class FedBack(nn.Module):
+    """What was put out goes in again."""
+
+    def __init__(self, kind="lstm"):
+        super().__init__()
+        self.kind, self.cell, self.head = kind, KINDS[kind](F + V, H), nn.Linear(H, V)
+
+    def forward(self, x):
+        h, c, y = zeros(x, H, H, V)
+        outputs = []
+        for t in range(x.shape[1]):
+            joined = torch.cat([x[:, t], y], 1)
+            if self.kind == "lstm":
+                h, c = self.cell(joined, (h, c))
+            else:
+                h = self.cell(joined, h)
+            y = torch.tanh(self.head(h))
+            outputs.append(y)
+        return torch.stack(outputs, 1)
+
+
+class Attention(nn.Module):
+    """Encoder and decoder; the decoder's own state is the query, and what it found is fed in with the next step."""
+
+    def __init__(self, feeding=False):
+        super().__init__()
+        self.encoder, self.decoder = nn.LSTMCell(F, H), nn.LSTMCell(2 * H if feeding else H, H)
+        self.feeding, self.mix, self.head = feeding, nn.Linear(2 * H, H), nn.Linear(H, V)
+
+    def forward(self, x):
+        h, c = zeros(x, H, H)
+        memory = []
+        for t in range(x.shape[1]):
+            h, c = self.encoder(x[:, t], (h, c))
+            memory.append(h)
+        memory = torch.stack(memory, 1)
+        outputs, found = [], torch.zeros_like(h)
+        for _ in range(3):
+            weights = torch.softmax((memory * h[:, None]).sum(-1), 1)
+            context = (weights[:, :, None] * memory).sum(1)
+            h, c = self.decoder(torch.cat([context, found], 1) if self.feeding else context, (h, c))
+            found = torch.tanh(self.mix(torch.cat([h, context], 1)))
+            outputs.append(self.head(found))
+        return torch.stack(outputs, 1)
+
+
+class Between(nn.Module):
+    """Something happens to the state between two steps, at all of them or at one."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.cell, self.head, self.norm = how, nn.LSTMCell(F, H), nn.Linear(H, V), nn.LayerNorm(H)
+
+    def forward(self, x):
+        h, c = zeros(x, H, H)
+        outputs = []
+        for t in range(x.shape[1]):
+            if t == 2 and self.how == "detach":
+                h, c = h.detach(), c.detach()
+            if t == 2 and self.how == "restart":
+                h, c = zeros(x, H, H)
+            if t == 2 and self.how == "restart_hidden":
+                h = torch.zeros_like(h)
+            if t == 2 and self.how == "scale":
+                h, c = 0.5 * h, 0.5 * c
+            if t == 2 and self.how == "norm":
+                h = self.norm(h)
+            if t == 2 and self.how == "squash":
+                h, c = torch.tanh(h), torch.tanh(c)
+            new_h, new_c = self.cell(x[:, t], (h, c))
+            if self.how == "zoneout":
+                h, c = 0.9 * new_h + 0.1 * h, 0.7 * new_c + 0.3 * c
+            elif self.how == "residual" and t == 3:
+                h, c = new_h + outputs[0][1], new_c
+            else:
+                h, c = new_h, new_c
+            outputs.append((self.head(h), h))
+        return torch.stack([y for y, _ in outputs], 1)
+
+    @property
+    def lengths(self):
+        """Steps of each recurrence."""
+        if self.how == "zoneout":
+            return [1] * T
+        return [4, 1] if self.how == "residual" else [2, 3]
+
+
+class Siamese(nn.Module):
+    """One cell over two halves of the input, each from zero."""
+
+    lengths = (2, 2)
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(F, H), nn.Linear(2 * H, V)
+
+    def one(self, x):
+        (h,) = zeros(x, H)
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h)
+        return h
+
+    def forward(self, x):
+        a, b = self.one(x[:, :2]), self.one(x[:, 2:4])
+        return self.head(torch.cat([(a - b).abs(), a * b], 1))
+
+
+class BothWays(nn.Module):
+    """Bidirectional by hand: one cell runs from the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.forth, self.back, self.head = nn.LSTMCell(F, H), nn.LSTMCell(F, H), nn.Linear(2 * H, V)
+
+    def over(self, cell, steps):
+        h, c = zeros(steps[0], H, H)
+        seen = []
+        for step in steps:
+            h, c = cell(step, (h, c))
+            seen.append(h)
+        return seen
+
+    def forward(self, x):
+        steps = list(x.unbind(1))
+        forth, back = self.over(self.forth, steps), self.over(self.back, steps[::-1])[::-1]
+        return torch.stack([self.head(torch.cat(pair, 1)) for pair in zip(forth, back, strict=True)], 1)
+
+
+class Block(nn.Module):
+    """A step with its own norm, around a cell that nobody else sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.LSTMCell(F, H), nn.LayerNorm(H)
+
+    def forward(self, x):
+        self.h, self.c = self.inner(x, (self.h, self.c))
+        return self.norm(self.h)
+
+
+class Attribute(nn.Module):
+    """The state lives on the module, two levels down."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Block()]), nn.Linear(H, V)
+
+    def forward(self, x):
+        for block in self.blocks:
+            block.h, block.c = zeros(x, H, H)
+        return torch.stack([self.head(self.blocks[0](x[:, t])) for t in range(x.shape[1])], 1)
+
+
+class Masked(nn.Module):
+    """Samples of unequal length: the state of an ended one stays."""
+
+    def __init__(self, how="where", read="last"):
+        super().__init__()
+        self.how, self.read, self.cell, self.head = how, read, nn.LSTMCell(F, H), nn.Linear(2 * H, V)
+
+    def forward(self, x):
+        h, c = zeros(x, H, H)
+        seen = []
+        for t in range(x.shape[1]):
+            real = (t < LENGTHS)[:, None]
+            new_h, new_c = self.cell(x[:, t], (h, c))
+            if self.how == "where":
+                h, c = torch.where(real, new_h, h), torch.where(real, new_c, c)
+            elif self.how == "assign":
+                rows = real[:, 0]
+                h, c = h.clone(), c.clone()
+                h[rows], c[rows] = new_h[rows], new_c[rows]
+            else:
+                m = real.to(x.dtype)
+                h, c = m * new_h + (1 - m) * h, new_c * m + c * (1 - m)
+            seen.append(self.head(torch.cat([h, c], 1)))
+        return seen[-1] if self.read == "last" else torch.stack(seen, 1)
+
+
+class Forced(nn.Module):
+    """Teacher forcing, decided by Python's own ``random``."""
+
+    def __init__(self, own=False):
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(F, H), nn.Linear(H, F)
+        self.own = random.Random(3) if own else None
+
+    def forward(self, x):
+        h, c, y = zeros(x, H, H, F)
+        outputs = []
+        for t in range(x.shape[1]):
+            real = (self.own or random).random() < 0.5
+            h, c = self.cell(x[:, t] if real else y, (h, c))
+            y = self.head(h)
+            outputs.append(y)
+        return torch.stack(outputs, 1)
+
+
+class OwnLstm(nn.Module):
+    """An LSTM cell written by hand; ``note`` is told of every tensor that a test may ask for."""
+
+    note = staticmethod(lambda name, value: value)
+
+    def __init__(self, inputs=F, units=H):
+        super().__init__()
+        self.gates = nn.Linear(inputs + units, 4 * units)
+
+    def forward(self, x, state):
+        h, c = state
+        x = self.note("input", x)
+        i, f, g, o = self.gates(torch.cat([x, h], 1)).chunk(4, 1)
+        c = self.note("state_1", torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g))
+        h = self.note("hidden", torch.sigmoid(o) * torch.tanh(c))
+        return h, c
+
+
+class OwnLoop(nn.Module):
+    """A cell of one's own, its states kept in a dict, all of them read at every step."""
+
+    def __init__(self, read_all=True):
+        super().__init__()
+        self.cell, self.head, self.read_all = OwnLstm(), nn.Linear(2 * H if read_all else H, V), read_all
+
+    def forward(self, x):
+        h, c = zeros(x, H, H)
+        outputs = []
+        for t in range(x.shape[1]):
+            h, c = self.cell(x[:, t], (h, c))
+            outputs.append(self.head(torch.cat([h, c], 1) if self.read_all else h))
+        return torch.stack(outputs, 1)
+
+
+class CandidateRead(nn.Module):
+    """The outputs read what the cell proposed, the next step what the mask left of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(F, H), nn.Linear(H, V)
+
+    def forward(self, x):
+        (h,) = zeros(x, H)
+        outputs = []
+        for t in range(x.shape[1]):
+            new = self.cell(x[:, t], h)
+            outputs.append(self.head(new))
+            h = torch.where((t < LENGTHS)[:, None], new, h)
+        return torch.stack(outputs, 1)
+
+
+def build(model, *arguments):
+    """The model with weights large enough that a wrong path shows, in float64."""
+    torch.manual_seed(0)
+    model = model(*arguments).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return model.eval()
+
+
+def batch():
+    return torch.randn(B, T, F, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

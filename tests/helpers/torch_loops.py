@@ -1,0 +1,100 @@
+"""Loops of cells stated again by hand: every module of a cell replaced by its equations, with a zero added wherever a
+gradient is wanted. The gradient with respect to an added zero is the total derivative there, by torch's own autodiff.
+Nothing of rnnlens is used.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+
+class Taps:
+    """Zeros that were added, by quantity, in the order of the calls; and the values there."""
+
+    def __init__(self):
+        self.zeros, self.values = {}, {}
+
+    def add(self, name, value):
+        zero = torch.zeros_like(value, requires_grad=True)
+        self.zeros.setdefault(name, []).append(zero)
+        value = value + zero
+        self.values.setdefault(name, []).append(value)
+        return value
+
+
+class Written(nn.Module):
+    """An ``nn.LSTMCell``, ``nn.GRUCell`` or ``nn.RNNCell`` in plain operations, on the same parameters."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.source, self.taps = [cell], Taps()
+        self.kind = {nn.LSTMCell: "lstm", nn.GRUCell: "gru", nn.RNNCell: "rnn"}[type(cell)]
+
+    def forward(self, x, state=None):
+        cell = self.source[0]
+        x = self.taps.add("input", x)
+        if state is None:
+            zeros = x.new_zeros(len(x), cell.hidden_size)
+            state = (zeros, zeros) if self.kind == "lstm" else zeros
+        h = state[0] if self.kind == "lstm" else state
+        wx = x @ cell.weight_ih.T + (0 if cell.bias_ih is None else cell.bias_ih)
+        wh = h @ cell.weight_hh.T + (0 if cell.bias_hh is None else cell.bias_hh)
+        if self.kind == "rnn":
+            return self.taps.add("hidden", torch.tanh(self.taps.add("z0", wx + wh)))
+        if self.kind == "gru":
+            (rx, zx, nx), (rh, zh, nh) = wx.chunk(3, 1), wh.chunk(3, 1)
+            z = torch.sigmoid(self.taps.add("z0", zx + zh))
+            r = torch.sigmoid(self.taps.add("z1", rx + rh))
+            n = torch.tanh(self.taps.add("z2", nx + r * nh))
+            return self.taps.add("hidden", (1 - z) * n + z * h)
+        i, f, g, o = (self.taps.add(f"z{k}", z) for k, z in enumerate((wx + wh).chunk(4, 1)))
+        c = self.taps.add("cell", torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g))
+        h = self.taps.add("hidden", torch.sigmoid(o) * torch.tanh(c))
+        return h, c
+
+
+def written(model):
+    """A copy of the model with its cells written out, and their taps by the cell's path.
+
+    The copy shares the parameters of the original. Cells of one's own have a method ``note(name, value)`` for every
+    tensor of interest.
+    """
+    memo = {id(p): p for p in model.parameters()}
+    twin, taps = copy.deepcopy(model, memo), {}
+    for path, module in list(twin.named_modules()):
+        if type(module) in (nn.LSTMCell, nn.GRUCell, nn.RNNCell):
+            parent, _, name = path.rpartition(".")
+            replacement = Written(module)
+            if parent and isinstance(twin.get_submodule(parent), nn.ModuleList):
+                twin.get_submodule(parent)[int(name)] = replacement
+            else:
+                setattr(twin.get_submodule(parent) if parent else twin, name, replacement)
+            taps[path] = replacement.taps
+        elif hasattr(module, "note"):
+            taps[path] = Taps()
+            module.note = taps[path].add
+    return twin, taps
+
+
+def pull(value, tensors):
+    """Gradients, zero where no path leads."""
+    found = torch.autograd.grad(value, tensors, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
+
+
+def over_time(tensors):
+    """(sample, time, unit) of one tensor per step."""
+    return torch.stack(list(tensors), dim=1).detach().numpy()
+
+
+def rows(value, tensors):
+    """d value / d tensors of every sample by itself: (sample, out..., step, in), ``value`` (sample, out...)."""
+    flat = value.reshape(len(value), -1)
+    found = []
+    for n in range(len(value)):
+        each = [torch.stack([g[n] for g in pull(flat[n, k], tensors)]) for k in range(flat.shape[1])]
+        found.append(torch.stack(each).reshape(*value.shape[1:], *each[0].shape))
+    return torch.stack(found).numpy()

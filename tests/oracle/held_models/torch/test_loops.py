@@ -1,0 +1,170 @@
+"""Loops of cells, against the same loops with every cell written out in plain operations."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch_loop_models as zoo
+from torch_loops import over_time, pull, rows, written
+
+import rnnlens as rl
+from rnnlens.errors import DisconnectedError
+
+MODELS = {
+    "lstm": (zoo.Plain, "lstm"),
+    "gru": (zoo.Plain, "gru"),
+    "rnn": (zoo.Plain, "rnn"),
+    "last_cell": (zoo.LastCell,),
+    "cells_read": (zoo.CellsRead,),
+    "two_layers": (zoo.TwoLayers,),
+    "upper_first": (zoo.UpperFirst,),
+    "fed_back": (zoo.FedBack,),
+    "fed_back_gru": (zoo.FedBack, "gru"),
+    "attention": (zoo.Attention,),
+    "input_feeding": (zoo.Attention, True),
+    **{how: (zoo.Between, how) for how in ("detach", "restart", "restart_hidden", "scale", "norm", "squash")},
+    **{how: (zoo.Between, how) for how in ("zoneout", "residual")},
+    "siamese": (zoo.Siamese,),
+    "both_ways": (zoo.BothWays,),
+    "attribute": (zoo.Attribute,),
+    "own": (zoo.OwnLoop,),
+    "own_last": (zoo.OwnLoop, False),
+    "forced": (zoo.Forced,),
+    "forced_by_its_own": (zoo.Forced, True),
+}
+MASKED = {
+    **{how: (zoo.Masked, how) for how in ("where", "blend", "assign")},
+    **{f"{how}_all": (zoo.Masked, how, "all") for how in ("where", "blend")},
+    "candidate": (zoo.CandidateRead,),
+}
+
+
+@pytest.fixture(autouse=True)
+def _silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        random.seed(1)
+        yield
+
+
+def loss(output):
+    weights = torch.linspace(0.5, 2.0, output[0].numel(), dtype=output.dtype).reshape(output.shape[1:])
+    return (weights * output).sin().sum()
+
+
+def nodes(model, taps):
+    """(node, path, calls) of every recurrence."""
+    found = []
+    for path, tap in taps.items():
+        lengths = list(getattr(model, "lengths", [len(tap.zeros["hidden"])]))
+        starts = np.cumsum([0, *lengths])
+        for i, length in enumerate(lengths):
+            calls = slice(int(starts[i]), int(starts[i]) + length)
+            found.append((path if len(lengths) == 1 else f"{path}#{i}", path, calls))
+    return found
+
+
+def states_of(tap):
+    return [name for name in ("hidden", "cell", "state_1") if name in tap.zeros]
+
+
+def close(got, expected, what):
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert got.shape == expected.shape, what
+    np.testing.assert_allclose(got, expected, atol=1e-9 * max(np.abs(expected).max(), 1e-3), rtol=0, err_msg=what)
+
+
+def oracle(name):
+    model, x = zoo.build(*MODELS[name]), zoo.batch()
+    twin, taps = written(model)
+    source = x.clone().requires_grad_()
+    random.seed(1)
+    output = twin(source)
+    random.seed(1)
+    return model, x, source, output, taps
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients(name):
+    """Of the loss and of the output, by states, input and weights."""
+    model, x, source, output, taps = oracle(name)
+    for of, value, options in (("loss", loss(output), {"loss": loss}), ("output", output.sum(), {"reduce": "sum"})):
+        wanted = [f"{node}.{s}" for node, path, _ in nodes(model, taps) for s in states_of(taps[path])]
+        found = rl.gradients(model, x, of=of, wrt=["input", *wanted], **options)
+        close(found["model"]["input"], pull(value, [source])[0], f"{of} by input")
+        for node, path, calls in nodes(model, taps):
+            for state in states_of(taps[path]):
+                expected = over_time(pull(value, taps[path].zeros[state][calls]))
+                if not expected.any():
+                    assert f"{node}.{state}" in found.disconnected
+                    continue
+                close(found[node][state], expected, f"{of} by {node}.{state}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_states(name):
+    """Of each recurrence's last hidden state, by every state, the input and all weights."""
+    model, x, source, _output, taps = oracle(name)
+    parameters = dict(model.named_parameters())
+    for node, path, calls in nodes(model, taps):
+        value = taps[path].values["hidden"][calls][-1].sum()
+        found = rl.gradients(model, x, of=f"{node}.final_hidden", reduce="sum", wrt=["input", "weights"])
+        expected = pull(value, [source])[0]
+        if expected.abs().sum():
+            close(found["model"]["input"], expected, f"{node} by input")
+        for state in states_of(taps[path]):
+            expected = over_time(pull(value, taps[path].zeros[state][calls]))
+            single = rl.gradients(model, x, of=f"{node}.final_hidden", reduce="sum", wrt=f"{node}.{state}")
+            close(single, expected, f"{node} by {state}")
+        for key, expected in zip(parameters, pull(value, list(parameters.values())), strict=True):
+            layer, _, weight = key.rpartition(".")
+            compare_weight(found, layer, weight, expected, parameters[key])
+
+
+def compare_weight(found, layer, weight, expected, parameter):
+    names = {"weight_ih": "kernel", "weight_hh": "recurrent_kernel"}
+    if weight in names:
+        array = found[layer][names[weight]] if layer in found else None
+        if array is None or not expected.abs().any():
+            return
+        gates = array.sizes["gate"]
+        expected = expected.T.reshape(-1, gates, len(expected) // gates).numpy()
+        if gates == 3:
+            expected = expected[:, [1, 0, 2]]
+        close(array, expected, f"{layer}.{weight}")
+    elif weight in ("weight", "bias") and expected.abs().any():
+        close(found[layer][weight], expected.reshape(parameter.shape), f"{layer}.{weight}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_time_jacobian(name):
+    """Of the output by the input and by every state, and of every state by the input and by itself."""
+    model, x, source, output, taps = oracle(name)
+    steps = output.dim() == 3
+
+    def compare(of, wrt, value, tensors, timed=True):
+        expected = rows(value, tensors)
+        if not expected.any():
+            with pytest.raises(DisconnectedError):
+                rl.jacobian(model, x, of=of, wrt=wrt)
+            return
+        got = rl.jacobian(model, x, of=of, wrt=wrt)
+        dims = ["sample", *(["out_time"] if timed else []), "out_unit", "in_time", "in_feature"]
+        close(got.transpose(*dims), expected, f"{of} by {wrt}")
+
+    whole = rows(output, [source])[..., 0, :, :]
+    got = rl.jacobian(model, x)
+    close(got, whole, "output by input")
+    for node, path, calls in nodes(model, taps):
+        tap = taps[path]
+        for state in states_of(tap):
+            if any(g.abs().sum() for g in pull(output.sum(), tap.zeros[state][calls])):
+                compare("output", f"{node}.{state}", output, tap.zeros[state][calls], steps)
+            values = torch.stack(tap.values[state][calls], 1)
+            compare(f"{node}.{state}", f"{node}.hidden", values, tap.zeros["hidden"][calls])
+            by_input = rows(values, [source])[..., 0, :, :]
+            close(rl.jacobian(model, x, of=f"{node}.{state}"), by_input, f"{node}.{state} by input")
