@@ -70,6 +70,10 @@ class UserCodeError(RnnlensError):
     """
 
 
+class CertificateError(RnnlensError):
+    """Why a result cannot be held against the model's plain run; never leaves rnnlens."""
+
+
 class SelfCheckWarning(UserWarning):
     """A residual that travels with a result is larger than its dtype explains."""
 

@@ -8,11 +8,13 @@ import time
 from collections.abc import Iterable, Iterator, Sized
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from .errors import InputError, message
 
 T = TypeVar("T")
+
+Certify = Literal["always", "first", "never"]
 
 #: A job shorter than this needs no progress bar.
 PATIENCE_S = 2.0
@@ -34,10 +36,13 @@ class Settings:
         Bytes that a single call may use for its working arrays and result, where it can choose.
     progress
         True or False; ``"auto"`` shows a bar only where someone watches: a terminal or a notebook.
+    certify
+        Which results are held against a plain run of the model: all, the first per model and shapes, or none.
     """
 
     memory: int = 2 * 1024**3
     progress: bool | Literal["auto"] = "auto"
+    certify: Certify = "always"
 
 
 _CURRENT: ContextVar[Settings] = ContextVar("rnnlens_settings", default=Settings())  # noqa: B039 - it is frozen
@@ -60,6 +65,9 @@ class options:  # noqa: N801 - called like a function
         set), or a number.
     progress
         Whether long jobs show a bar; ``"auto"``, as unless set, where standard error is a terminal or a notebook runs.
+    certify
+        Which results are certified, which costs one plain forward and backward pass of the model: ``"always"``, as
+        unless set; ``"first"``, the first call per model and shapes of the data; ``"never"``.
 
     Raises
     ------
@@ -75,7 +83,13 @@ class options:  # noqa: N801 - called like a function
     2147483648
     """
 
-    def __init__(self, *, memory: str | int | None = None, progress: bool | Literal["auto"] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        memory: str | int | None = None,
+        progress: bool | Literal["auto"] | None = None,
+        certify: Certify | None = None,
+    ) -> None:
         chosen: dict[str, Any] = {}
         if memory is not None:
             chosen["memory"] = parse_memory(memory)
@@ -85,6 +99,11 @@ class options:  # noqa: N801 - called like a function
                     message("progress= is a switch.", got=repr(progress), expected="True, False or 'auto'")
                 )
             chosen["progress"] = progress
+        if certify is not None:
+            if certify not in get_args(Certify):
+                words = ", ".join(map(repr, get_args(Certify)))
+                raise InputError(message("certify= is no such switch.", got=repr(certify), expected=f"one of {words}"))
+            chosen["certify"] = certify
         self._token = _CURRENT.set(replace(current(), **chosen))
 
     def __enter__(self) -> Settings:

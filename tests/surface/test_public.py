@@ -26,7 +26,7 @@ PUBLIC = {
     ),
     "layers": "(model)",
     "open": "(path, *, lazy=False)",
-    "options": "(*, memory=None, progress=None)",
+    "options": "(*, memory=None, progress=None, certify=None)",
     "plot": None,
     "testing": None,
     "torch": None,

@@ -103,6 +103,10 @@ class RecurrentCall:
     weight_grads
         The framework's own dL/dW by the names of :meth:`KnownCell.weights`, without what a weight regulariser adds.
         For custom cells by the framework's names. None without a loss or where not asked for.
+    framework_input_grad, framework_initial_state_grad
+        What the framework's own differentiation of this call brought to its input, (sample, time, feature), and to its
+        initial states. The input that both halves of a bidirectional layer read is told of at the first. None unless
+        ``CaptureRequest.borders`` asks for it.
     """
 
     layer: str
@@ -126,6 +130,8 @@ class RecurrentCall:
     compute_dtype: str = ""
     weights_key: str = ""
     weight_grads: Mapping[str, Array] | None = None
+    framework_input_grad: Array | None = None
+    framework_initial_state_grad: tuple[Array, ...] | None = None
 
     @property
     def returns_sequences(self) -> bool:
@@ -149,6 +155,11 @@ class Capture:
 
     ``entangled``: a recurrence is more than a chain of steps: what it returned is fed to it again, its states are read
     between the steps, or one layer runs in several recurrences. Differentiation must then not be cut at recurrences.
+
+    With ``CaptureRequest.borders``: ``input_grads``, the gradient at every leaf of x, in its own layout; and
+    ``beside``, by the framework's own name of each weight, what reaches it on any way but through the captured calls.
+    For weights in ``whole`` it is all that reaches them, the captured calls included. ``altered`` says why the
+    gradients cannot be those of the model run plainly, where they are meant not to be.
     """
 
     calls: list[RecurrentCall]
@@ -157,6 +168,38 @@ class Capture:
     outputs: Any = None
     notes: list[str] = field(default_factory=list)
     entangled: bool = False
+    input_grads: list[Array | None] = field(default_factory=list)
+    beside: Mapping[str, Array | None] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+    altered: str = ""
+
+
+@dataclass
+class PlainRun:
+    """What the user's own model gave when it ran as it stands: no taps, no hooks, no cuts, its own differentiation.
+
+    ``outputs`` and ``input_grads`` go by the leaves of what the model returned and of x; ``weight_grads`` by the
+    framework's own names, in the framework's layout. None where no path leads.
+    """
+
+    outputs: list[Array]
+    loss: float | None = None
+    input_grads: list[Array | None] = field(default_factory=list)
+    weight_grads: Mapping[str, Array | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the framework's own weights a weight of ours is: its name, and how to lay out its gradient as ours.
+
+    ``part`` tells weights apart that share one of the framework's; ``tied`` is True where the framework's weight has
+    more than one name.
+    """
+
+    name: str
+    take: Callable[[Array], Array]
+    part: str = ""
+    tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,12 +209,15 @@ class CaptureRequest:
     ``layers``: node names or layer names, recurrent or not; None for all recurrent layers.
     ``inputs``: capture inputs, states and masks, so that the recurrence can be replayed.
     ``gradients``: capture direct gradients (needs a loss). ``weight_grads``: also dL/dW of the layers asked for.
+    ``borders``: also what the framework's own differentiation brings to the inputs of the model, of every call, and to
+    all weights: what the certificate compares.
     """
 
     layers: tuple[str, ...] | None = None
     inputs: bool = True
     gradients: bool = True
     weight_grads: bool = True
+    borders: bool = False
 
 
 @dataclass(frozen=True)
@@ -232,6 +278,23 @@ class Adapter(Protocol):
         given from outside, so that nothing flows through the layer behind it. A cut port may be a ``wrt`` port as well:
         it receives what arrives there. The time Jacobian cuts at every recurrent layer and sweeps through those itself.
         """
+
+    def plain(
+        self,
+        model: Any,
+        batch: Batch,
+        cotangents: Callable[[Sequence[Array]], Sequence[Array | None]] | None = None,
+        *,
+        gradients: bool = True,
+    ) -> PlainRun:
+        """Run the user's own model once as it stands and, with ``gradients``, differentiate it once by itself.
+
+        What is differentiated is the loss, or with ``cotangents`` the outputs: given their values, it returns one
+        cotangent per leaf. Raises ``CertificateError`` where the model by itself would do something else.
+        """
+
+    def place(self, model: Any, layer: str, direction: str | None, key: str) -> Place | None:
+        """Which of the framework's weights ``key`` of a layer is, found by name alone; None where it is none."""
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
         """All layers with weights, copies of the values, gates in our order."""

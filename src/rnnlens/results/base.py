@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Self
 import xarray as xr
 
 from ..errors import LayerNotFoundError, did_you_mean, message
+from .certificate import Certificate
 from .checks import Check
 from .names import from_path, to_paths
 from .schema import with_version
@@ -53,6 +54,9 @@ class Result(Mapping[str, Any]):
         Sentences that a reader of the numbers must know.
     checks
         Self-checks, as :class:`~rnnlens.results.checks.Check` or as mappings.
+    certificate
+        How the numbers compare with a plain run of the model, as :class:`~rnnlens.results.certificate.Certificate` or
+        as a mapping. Its comparisons are among ``checks`` as well.
     """
 
     kind: ClassVar[str] = ""
@@ -70,12 +74,15 @@ class Result(Mapping[str, Any]):
         provenance: Mapping[str, str] | None = None,
         notes: Iterable[str] = (),
         checks: Iterable[Check | Mapping[str, Any]] = (),
+        certificate: Certificate | Mapping[str, Any] | None = None,
     ) -> None:
         self._tree = datasets if isinstance(datasets, xr.DataTree) else _tree(datasets)
         self._paths = _found(datasets) if isinstance(datasets, xr.DataTree) else to_paths(datasets)
         self.provenance = with_version(provenance)
         self.notes = list(notes)
-        self.checks = [check if isinstance(check, Check) else Check(**check) for check in checks]
+        self.certificate = Certificate.from_dict(certificate) if isinstance(certificate, Mapping) else certificate
+        self._self_checks = [check if isinstance(check, Check) else Check(**check) for check in checks]
+        self.checks = [*self._self_checks, *(self.certificate.checks if self.certificate else ())]
 
     @property
     def tree(self) -> xr.DataTree:
@@ -123,7 +130,8 @@ class Result(Mapping[str, Any]):
         return {
             "provenance": self.provenance,
             "notes": self.notes,
-            "checks": [check.to_dict() for check in self.checks],
+            "checks": [check.to_dict() for check in self._self_checks],
+            "certificate": None if self.certificate is None else self.certificate.to_dict(),
         }
 
     @classmethod
@@ -186,7 +194,10 @@ class Result(Mapping[str, Any]):
 
     def _remarks(self) -> list[tuple[str, str]]:
         """Label and sentence of whatever follows the layers in the repr."""
-        remarks = [("checks", sentence) for sentence in _check_sentences(self.checks)]
+        remarks = [("checks", sentence) for sentence in _check_sentences(self._self_checks)]
+        if self.certificate is not None:
+            remarks += [("certificate", self.certificate.sentence)]
+            remarks += [("", f"FAILED {check.sentence}") for check in self.certificate.checks if not check.ok]
         remarks += [("note", note) for note in self.notes]
         return [*remarks, ("from", _origin(self.provenance))]
 

@@ -40,6 +40,12 @@ WEIGHT_SUM = "weight gradient sum"
 _MEANING = {
     REPLAY: "the replayed output differs from the captured one",
     WEIGHT_SUM: "the sum over time of per-step weight gradients differs from the framework's dL/dW",
+    "plain loss": "the loss differs from that of the model run plainly",
+    "plain outputs": "what the model returned differs from what it returns when run plainly",
+    "plain input gradient": "the gradient at the model's input differs from that of the model run plainly",
+    "plain weight gradients": "weight gradients differ from those of the model run plainly",
+    "plain layer input gradient": "input_grad differs from the framework's own differentiation of the layer",
+    "plain initial state gradient": "initial_state_grad differs from the framework's own differentiation of the layer",
 }
 
 
@@ -65,7 +71,9 @@ class Check:
         'lstm: the replayed output differs from the captured one by 0.5 (relative); rounding explains 0.0001'
         """
         meaning = _MEANING.get(self.name, f"{self.name}: two ways to the same number differ")
-        return f"{self.layer}: {meaning} by {self.residual:.3g} (relative); rounding explains {self.bound:.3g}"
+        return (
+            f"{self.layer or 'model'}: {meaning} by {self.residual:.3g} (relative); rounding explains {self.bound:.3g}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, as stored in files."""
@@ -80,6 +88,15 @@ def epsilon(dtype: Any) -> float:
     """
     name = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
     return _EPSILON.get(name, _EPSILON["float64"])
+
+
+def coarser(one: str, other: str) -> str:
+    """Of the names of two dtypes, the one with fewer digits; the other one where one is empty.
+
+    >>> coarser("float64", "torch.float32"), coarser("", "float64")
+    ('torch.float32', 'float64')
+    """
+    return max((one, other), key=epsilon) if one and other else one or other
 
 
 def rounding_bound(dtype: Any, steps: int, *, factor: float = FACTOR) -> float:

@@ -11,6 +11,7 @@ import xarray as xr
 
 from ..errors import QuantityNotFoundError, did_you_mean, message
 from .base import Result
+from .certificate import Certificate
 from .checks import Check
 
 
@@ -113,8 +114,9 @@ class Gradients(Result, kind="gradients"):
         provenance: Mapping[str, str] | None = None,
         notes: Iterable[str] = (),
         checks: Iterable[Check | Mapping[str, Any]] = (),
+        certificate: Certificate | Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks)
+        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks, certificate=certificate)
         self.of = of
         self.value = np.asarray(value)[()] if value is not None else None
         self.disconnected = {name: _reason(r) for name, r in (disconnected or {}).items()}

@@ -14,6 +14,7 @@ import xarray as xr
 from ..errors import QuantityNotFoundError, did_you_mean, message
 from ..vocabulary import QUANTITIES, SAMPLE, TIME
 from .base import Result
+from .certificate import Certificate
 from .checks import Check
 from .schema import quantity
 
@@ -101,7 +102,7 @@ class Trace(Result, kind="trace"):
         The loss of this batch, or None without one. NaN and infinity are kept, and flagged.
     quantities
         What was asked for, where that was not everything.
-    provenance, notes, checks
+    provenance, notes, checks, certificate
         As in :class:`~rnnlens.results.base.Result`.
     """
 
@@ -114,8 +115,9 @@ class Trace(Result, kind="trace"):
         provenance: Mapping[str, str] | None = None,
         notes: Iterable[str] = (),
         checks: Iterable[Check | Mapping[str, Any]] = (),
+        certificate: Certificate | Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks)
+        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks, certificate=certificate)
         self.loss = None if loss is None else float(loss)
         self.quantities = None if quantities is None else tuple(quantities)
 

@@ -9,6 +9,7 @@ import xarray as xr
 
 from ..errors import QuantityNotFoundError, did_you_mean, message
 from .base import Result
+from .certificate import Certificate
 from .checks import Check
 
 
@@ -92,8 +93,9 @@ class Weights(Result, kind="weights"):
         provenance: Mapping[str, str] | None = None,
         notes: Iterable[str] = (),
         checks: Iterable[Check | Mapping[str, Any]] = (),
+        certificate: Certificate | Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks)
+        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks, certificate=certificate)
         self.penalties = dict(penalties or {})
         self.loss = loss
 

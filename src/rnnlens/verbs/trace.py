@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import xarray as xr
@@ -24,14 +25,19 @@ from ..arguments import loss as a_loss
 from ..errors import InputError, LayerNotFoundError, message
 from ..errors import did_you_mean as suggestion
 from ..recurrence.run import Run
-from ..results.checks import REPLAY, Check, rounding_bound, warn_about, weight_sum_check
+from ..results.certificate import Certificate
+from ..results.checks import REPLAY, Check, coarser, rounding_bound, warn_about, weight_sum_check
 from ..results.layers import LayerTable
 from ..results.schema import layer_dataset
+from ..results.schema import plain as plain_array
 from ..results.trace import Trace
 from ..typing import Array
 from ..vocabulary import FORWARD, QUANTITIES
 from .assemble import Arrays, join_directions
+from .certify import INITIAL, LAYER_INPUT, PROBES, Ours, certify
+from .certify import wanted as asked_for
 from .loss_words import with_reduction
+from .relabelled import initial_state_gradients, input_gradient, weight_sums
 from .sweep import names_of_states, sweep, weights_to_check
 
 #: What can be had without replaying the recurrence.
@@ -142,12 +148,17 @@ def trace(
     wanted = _wanted(quantities, has_loss)
     adapter = adapter_for(model)
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
-    capture = adapter.capture(model, batch, _request(layers, wanted, has_loss))
+    certified = asked_for(model, "trace", batch)
+    capture = adapter.capture(model, batch, _request(layers, wanted, has_loss, certified))
     provenance = with_reduction(adapter.provenance(model), model, loss) if has_loss else adapter.provenance(model)
-    described = adapter.describe(model)
-    datasets, checks = _datasets(described, capture, wanted, provenance)
+    ours, described = Ours(capture), adapter.describe(model)
+    datasets, checks = _datasets(described, capture, wanted, provenance, ours if certified else None)
     _refuse_silence(layers, wanted, datasets, [info.name for info in described])
-    warn_about(checks)
+    engine = provenance.get("engine", adapter.name).partition(" ")[0]
+    certificate = (
+        certify(adapter, model, batch, ours, _words(datasets, has_loss), engine) if certified else Certificate()
+    )
+    warn_about([*checks, *certificate.checks])
     return Trace(
         datasets,
         loss=capture.loss,
@@ -155,7 +166,17 @@ def trace(
         provenance=provenance,
         notes=capture.notes,
         checks=checks,
+        certificate=certificate,
     )
+
+
+def _words(datasets: Mapping[str, xr.Dataset], has_loss: bool) -> dict[str, Any]:
+    """What is certified, and which of the quantities rest on it."""
+    present = dict.fromkeys(str(name) for dataset in datasets.values() for name in dataset.data_vars)
+    certified = ["outputs", *(["loss", "gradients at inputs and weights"] if has_loss else [])]
+    resting = [name for name in present if name.endswith("_grad") and name not in ("input_grad", "initial_state_grad")]
+    certified += [name for name in ("input_grad", "initial_state_grad") if name in present]
+    return {"certified": tuple(certified), "resting": tuple(resting)}
 
 
 def _wanted(quantities: str | Iterable[str] | None, has_loss: bool) -> frozenset[str] | None:
@@ -199,7 +220,9 @@ def _refuse_silence(
         raise InputError(message(what, got=f"quantities={', '.join(missing)}", hint=hint))
 
 
-def _request(layers: str | Iterable[str] | None, wanted: frozenset[str] | None, has_loss: bool) -> CaptureRequest:
+def _request(
+    layers: str | Iterable[str] | None, wanted: frozenset[str] | None, has_loss: bool, certified: bool
+) -> CaptureRequest:
     names = None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
     replayed = wanted is None or bool(wanted - _CAPTURED)
     gradients = has_loss and (wanted is None or any(name.endswith("_grad") for name in wanted))
@@ -208,6 +231,7 @@ def _request(layers: str | Iterable[str] | None, wanted: frozenset[str] | None, 
         inputs=replayed or bool(wanted & {"input", "mask"} if wanted else False),
         gradients=gradients,
         weight_grads=gradients and _needs_sweep(wanted),
+        borders=certified,
     )
 
 
@@ -216,32 +240,60 @@ def _needs_sweep(wanted: frozenset[str] | None) -> bool:
 
 
 def _datasets(
-    infos: Sequence[Any], capture: Capture, wanted: frozenset[str] | None, provenance: Mapping[str, str]
+    infos: Sequence[Any],
+    capture: Capture,
+    wanted: frozenset[str] | None,
+    provenance: Mapping[str, str],
+    ours: Ours | None,
 ) -> tuple[dict[str, xr.Dataset], list[Check]]:
-    """One dataset per node, in the order of the calls, and the self-checks."""
+    """One dataset per node, in the order of the calls, and the self-checks; ``ours`` collects what to certify."""
     described = {info.name: info for info in infos}
-    nodes: dict[str, list[Arrays]] = {}
-    checks: list[Check] = []
-    sums: dict[str, WeightSum] = {}
+    nodes: dict[str, list[RecurrentCall]] = {}
     for call in capture.calls:
-        arrays, check = _trace_call(call, wanted, sums)
         halves = nodes.setdefault(call.layer, [])
         # Forward comes first, also where a bidirectional layer was built around one that goes backwards.
-        halves.insert(0 if call.direction == FORWARD else len(halves), arrays)
-        checks += check
-    checks += [total.check() for total in sums.values()]
+        halves.insert(0 if call.direction == FORWARD else len(halves), call)
+    checks: list[Check] = []
+    sums: dict[str, WeightSum] = {}
     datasets = {}
     for name, halves in nodes.items():
+        traced = [_trace_call(call, wanted, sums) for call in halves]
+        checks += [check for one in traced for check in one.checks]
         info = described.get(name) or described.get(name.rpartition("#")[0])
-        datasets[name] = layer_dataset(
-            join_directions(halves),
+        dataset = layer_dataset(
+            join_directions([_keep(one.arrays, wanted if ours is None else None) for one in traced]),
             info={**(vars(info) if info else {}), "name": name},
             provenance=provenance,
             bidirectional=len(halves) > 1,
         )
+        if ours is not None:
+            _note(ours, dataset, halves, traced)
+            dataset = dataset.drop_vars([v for v in dataset.data_vars if wanted is not None and v not in wanted])
+        datasets[name] = dataset
+    checks += [total.check() for total in sums.values()]
     for plain in capture.plain:
         datasets[plain.layer] = _plain_dataset(plain, wanted, provenance)
     return datasets, checks
+
+
+def _note(ours: Ours, dataset: xr.Dataset, halves: Sequence[RecurrentCall], traced: Sequence[_Traced]) -> None:
+    """What of one layer is to be held against the plain run, from its labelled numbers where those suffice."""
+    ours.steps = max(ours.steps, int(halves[0].input.shape[1]))
+    ours.dtype = coarser(ours.dtype, halves[0].compute_dtype or str(halves[0].output.dtype))
+    for call, one in zip(halves, traced, strict=True):
+        if one.weights is None:
+            continue
+        ours.add_weights(call, weight_sums(dataset, call, PROBES) or one.weights)
+        grads = initial_state_gradients(dataset, call, names_of_states(call))
+        if call.framework_initial_state_grad is not None and grads is not None:
+            pairs = zip(grads, call.framework_initial_state_grad, strict=True)
+            ours.borders.append((INITIAL, call.layer, [(mine, theirs) for mine, theirs in pairs]))
+    theirs, mine = (
+        [c.framework_input_grad for c in halves if c.framework_input_grad is not None],
+        input_gradient(dataset),
+    )
+    if theirs and mine is not None:
+        ours.borders.append((LAYER_INPUT, halves[0].layer, [(mine, sum(map(plain_array, theirs)))]))
 
 
 def _plain_dataset(call: PlainCall, wanted: frozenset[str] | None, provenance: Mapping[str, str]) -> xr.Dataset:
@@ -269,10 +321,17 @@ class WeightSum:
         return weight_sum_check(self.layer, self.total, self.reference, steps=self.steps, dtype=self.dtype)
 
 
-def _trace_call(
-    call: RecurrentCall, wanted: frozenset[str] | None, sums: dict[str, WeightSum]
-) -> tuple[Arrays, list[Check]]:
-    """All arrays asked for of one direction of one call."""
+@dataclass
+class _Traced:
+    """All arrays of one direction of one call, its checks, and its weight gradients where there was a sweep."""
+
+    arrays: Arrays
+    checks: list[Check]
+    weights: Mapping[str, Array] | None = None
+
+
+def _trace_call(call: RecurrentCall, wanted: frozenset[str] | None, sums: dict[str, WeightSum]) -> _Traced:
+    """All arrays of one direction of one call, as far as they are needed for those asked for."""
     arrays: Arrays = {
         "input": call.input,
         "mask": call.mask,
@@ -283,23 +342,23 @@ def _trace_call(
     if call.final_state_grad is not None:
         arrays |= _border("final", names, call.final_state_grad)
     if wanted is not None and wanted <= _CAPTURED:
-        return _keep(arrays, wanted), []
+        return _Traced(arrays, [])
     run = Run.from_call(call)
     arrays |= dict(zip(names, run.states, strict=True))
     arrays |= {"gates": run.gates, "gate_preactivation": run.preactivation}
     steps = int(call.input.shape[1])
     bound = rounding_bound(call.compute_dtype or call.output.dtype, steps)
-    checks = [Check(REPLAY, call.layer, run.residual, bound)]
+    traced = _Traced(arrays, [Check(REPLAY, call.layer, run.residual, bound)])
     if call.output_grad is not None and _needs_sweep(wanted):
         result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
         arrays |= {f"{name}_grad": grad for name, grad in zip(names, result.state_grads, strict=True)}
         arrays |= {"gate_grad": result.gate_grad, "input_grad": result.input_grad}
         arrays |= _border("initial", names, result.initial_state_grad)
+        traced.weights, reference = weights_to_check(call, run, result)
         if call.weight_grads is not None:
             key = call.weights_key or f"{call.layer}/{call.direction}"
-            mine, reference = weights_to_check(call, run, result)
-            sums.setdefault(key, WeightSum(call, reference)).add(mine, steps)
-    return _keep(arrays, wanted), checks
+            sums.setdefault(key, WeightSum(call, reference)).add(traced.weights, steps)
+    return traced
 
 
 def _border(when: str, names: Sequence[str], grads: Sequence[Array]) -> Arrays:

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from ...typing import Array
-from ..protocol import Batch, Capture, CaptureRequest, LayerInfo, LayerWeights, Port, Pullback
+from ..protocol import Batch, Capture, CaptureRequest, LayerInfo, LayerWeights, Place, PlainRun, Port, Pullback
 from .capture import capture
 from .discover import describe, named_modules, node_name, unwrapped
 from .functional import differentiate
 from .inputs import home_of
 from .nudge import nudged
+from .plain import Cotangents, place, plain
 from .pullback import TorchPullback
 from .weights import layer_weights
 
@@ -40,6 +41,16 @@ class TorchAdapter:
     ) -> Pullback:
         """One forward pass, kept for differentiation."""
         return TorchPullback(model, batch, of, wrt, cut)
+
+    def plain(
+        self, model: nn.Module, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True
+    ) -> PlainRun:
+        """The user's own model, run and differentiated as it stands."""
+        return plain(model, batch, cotangents, gradients=gradients)
+
+    def place(self, model: nn.Module, layer: str, direction: str | None, key: str) -> Place | None:
+        """Which parameter a weight of ours is, by name."""
+        return place(model, layer, direction, key)
 
     def weights(self, model: nn.Module) -> Mapping[str, LayerWeights]:
         """All modules with weights, recurrent ones per stacked layer, gates in our order."""

@@ -135,7 +135,32 @@ class Assembler:
             call.state_grad = self._state_grad(run, layer)
             if self.recorder.weight_grads:
                 call.weight_grads = self._weight_grads(run, layer, direction)
+            if self.recorder.separate:
+                call.framework_input_grad = self._framework_input_grad(run, layer) if direction == 0 else None
+                call.framework_initial_state_grad = self._framework_initial_grad(run, layer, direction)
         return call
+
+    def _framework_input_grad(self, run: Run, layer: int) -> Tensor:
+        """What torch's own differentiation of these calls brought to their inputs."""
+        assert self.gradient is not None
+        grads = {id(v): _or_zeros(self.gradient(v.pieces[layer].input), v.pieces[layer].input) for v in run.visits}
+        timed = {
+            key: grad.unsqueeze(0) if grad.dim() == 2 and run.visits[0].packing is None else grad
+            for key, grad in grads.items()
+        }
+        return _sequence(run, lambda v: timed[id(v)])
+
+    def _framework_initial_grad(self, run: Run, layer: int, direction: int) -> tuple[Tensor, ...] | None:
+        """The same at the states that the first call started from; None where a cell made them itself."""
+        assert self.gradient is not None
+        first, owner = run.visits[0], run.owner
+        index, found = layer * owner.directions + direction, []
+        if owner.step_cell is not None and any(self.gradient(state) is None for state in first.link.fed):
+            return None
+        for state in first.link.fed:
+            grad = _or_zeros(self.gradient(state), state)
+            found.append(_state(first, grad[index] if owner.stacked else grad.flatten(1)))
+        return tuple(found)
 
     def _cell(self, run: Run, layer: int, name: str, direction: int) -> tuple[str, KnownCell | StepCell]:
         owner, piece = run.owner, run.visits[0].pieces[layer]

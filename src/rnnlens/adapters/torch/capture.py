@@ -19,11 +19,12 @@ from .discover import cell_candidates, named_modules, node_name, recurrent_modul
 from .entangled import entangled
 from .fused import Interceptor
 from .inputs import as_tensors, call_model, check_features, on_leaves
-from .left_as_found import borrowed
+from .left_as_found import borrowed, differentiable_weights
 from .losses import evaluate
-from .record import Owner, PlainVisit, Recorder, differentiable, refuse_hooked, refuse_transformed
+from .record import Owner, PlainVisit, Recorder, Run, differentiable, refuse_hooked, refuse_transformed
 from .shell import hookable
 from .steps import CellHook, own_cells_only
+from .weights import replayable
 
 
 def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
@@ -103,8 +104,14 @@ def _pass(
     never_by_row: set[int],
     keep_gradients: bool,
 ) -> Capture:
-    recorder = Recorder(never_by_row, weight_grads=request.weight_grads and request.gradients)
-    with borrowed(model, training=batch.training, seed=batch.seed):
+    borders = request.borders and request.gradients
+    recorder = Recorder(never_by_row, weight_grads=request.weight_grads and request.gradients, separate=borders)
+    with (
+        borrowed(model, training=batch.training, seed=batch.seed),
+        differentiable_weights(model, borders),
+    ):
+        x, sources = with_sources(x) if borders else (x, [])
+        around = Around(sources, dict(model.named_parameters()) if borders else {})
         with watched(model, recorder, asked, batch, keep_gradients) as interceptor:
             outputs = call_model(model, x)
         own_cells_only(recorder, training=batch.training)
@@ -113,10 +120,54 @@ def _pass(
             loss = evaluate(batch, outputs, model)
         if loss is not None and not loss.requires_grad and interceptor.cut_gradients and not keep_gradients:
             raise _NoGradientsError
-        found = _read(recorder, asked, request, loss, outputs, keep_gradients)
+        found = _read(recorder, asked, request, loss, outputs, keep_gradients, around)
         unseen = interceptor.cut_gradients and not keep_gradients
         found.entangled = unseen or entangled(recorder.runs, _tensors(outputs))
         return found
+
+
+@dataclass
+class Around:
+    """The borders of the whole model: floats of x and parameters, at which gradients arrive around recurrent calls."""
+
+    inputs: list[Tensor]
+    weights: dict[str, Tensor]
+
+    def wanted(self) -> list[Tensor]:
+        """Those that can have a gradient."""
+        return [t for t in (*self.inputs, *self.weights.values()) if t.requires_grad]
+
+    def tell(self, capture: Capture, recorder: Recorder, gradient: Any) -> None:
+        """Add what arrived to a capture."""
+        capture.input_grads = [_maybe(gradient(t)) for t in self.inputs]
+        capture.beside = {name: _maybe(gradient(t)) for name, t in self.weights.items() if t.requires_grad}
+        custom = {id(w) for run in recorder.runs if run.owner.step_cell is not None for w in _weights_of(run)}
+        capture.whole = frozenset(name for name, t in self.weights.items() if id(t) in custom)
+
+
+def with_sources(x: Any) -> tuple[Any, list[Tensor]]:
+    """The batch with floats at which gradients arrive, and these; the model is fed copies, which it may change."""
+    sources: list[Tensor] = []
+
+    def fed(value: Any) -> Any:
+        sources.append(_source(value))
+        return sources[-1].clone() if sources[-1].requires_grad else value
+
+    return on_leaves(x, fed), sources
+
+
+def _source(value: Any) -> Tensor:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return (value.clone() if value.is_inference() else value.detach()).requires_grad_()
+    return torch.zeros(())
+
+
+def _weights_of(run: Run) -> list[Tensor]:
+    return [w for visit in run.visits for piece in visit.pieces for half in piece.weights for w in half.values()]
+
+
+def _maybe(grad: Tensor | None) -> Any:
+    return None if grad is None else replayable(grad)
 
 
 @contextmanager
@@ -248,7 +299,13 @@ def _plain_hook(recorder: Recorder, path: str) -> Any:
 
 
 def _read(
-    recorder: Recorder, asked: Asked, request: CaptureRequest, loss: Tensor | None, outputs: Any, kept: bool
+    recorder: Recorder,
+    asked: Asked,
+    request: CaptureRequest,
+    loss: Tensor | None,
+    outputs: Any,
+    kept: bool,
+    around: Around,
 ) -> Capture:
     if not recorder.runs and not recorder.plain:
         refuse_scripts(asked.modules)
@@ -261,10 +318,10 @@ def _read(
         )
     notes = list(recorder.notes)
     if kept:
-        notes.append("The model's forward runs under torch.no_grad(); it was run with gradients on.")
+        notes.append(_WITH_GRADIENTS)
     gradient = None
     if loss is not None and request.gradients:
-        gradient = _gradients(recorder, loss, notes)
+        gradient = _gradients(recorder, loss, notes, around)
         check_joints(recorder, gradient)
     assembler = Assembler(recorder, gradient)
     calls = _only_asked(assembler.calls(), asked)
@@ -272,7 +329,14 @@ def _read(
     if value is not None and not math.isfinite(value):
         notes.append(f"The loss is {value}.")
     notes.extend(_broken_runs(recorder))
-    return Capture(calls, _numbered(assembler), value, on_leaves(outputs, _detached), notes)
+    capture = Capture(calls, _numbered(assembler), value, on_leaves(outputs, _detached), notes)
+    if gradient is not None:
+        around.tell(capture, recorder, gradient)
+    capture.altered = _WITH_GRADIENTS if kept else ""
+    return capture
+
+
+_WITH_GRADIENTS = "The model's forward runs under torch.no_grad(); it was run with gradients on."
 
 
 def _only_asked(calls: list[RecurrentCall], asked: Asked) -> list[RecurrentCall]:
@@ -285,7 +349,7 @@ def _only_asked(calls: list[RecurrentCall], asked: Asked) -> list[RecurrentCall]
     return kept
 
 
-def _gradients(recorder: Recorder, loss: Tensor, notes: list[str]) -> Any:
+def _gradients(recorder: Recorder, loss: Tensor, notes: list[str], around: Around) -> Any:
     taps: dict[int, Tensor] = {}
     for run in recorder.runs:
         for visit in run.visits:
@@ -294,11 +358,15 @@ def _gradients(recorder: Recorder, loss: Tensor, notes: list[str]) -> Any:
                 wanted.extend(w for piece in visit.pieces for half in piece.weights for w in half.values())
             taps.update((id(tap), tap) for tap in wanted if tap.requires_grad)
     taps.update((id(v.output), v.output) for v in recorder.plain if v.output.requires_grad)
+    inside = len(taps)
+    if recorder.separate:
+        fed = [t for run in recorder.runs for v in run.visits for t in (*(p.input for p in v.pieces), *v.link.fed)]
+        taps.update((id(t), t) for t in (*fed, *around.wanted()) if t.requires_grad)
     pulled: Sequence[Tensor | None] = [None] * len(taps)
-    if loss.requires_grad:
+    if loss.requires_grad and taps:
         with raised_by("The backward pass of your model or loss"):
             pulled = torch.autograd.grad(loss, list(taps.values()), allow_unused=True)
-    if taps and all(grad is None for grad in pulled):
+    if inside and all(grad is None for grad in pulled[:inside]):
         notes.append("No path leads from the loss to any layer asked for: every gradient is zero.")
     found = {key: None if g is None else g.detach() for key, g in zip(taps, pulled, strict=True)}
     return lambda tap: found.get(id(tap))

@@ -43,6 +43,19 @@ def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Ite
 
 
 @contextmanager
+def differentiable_weights(model: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
+    """Frozen weights receive gradients within the block."""
+    frozen = [p for p in model.parameters() if wanted and not p.requires_grad and p.is_floating_point()]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+@contextmanager
 def eagerly() -> Iterator[None]:
     """Run what was compiled as the Python that it was made from; loads no compiler where nothing was compiled."""
     if "torch._dynamo" not in sys.modules:

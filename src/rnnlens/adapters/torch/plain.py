@@ -1,0 +1,156 @@
+"""The user's own model, run as it stands: no hook, no tap, no kernel of ours, its own differentiation.
+
+What the certificate of a result is held against. It shares with the capture only what prepares the user's data,
+evaluates the user's loss and leaves the model as it was found; names and layouts of weights are read here once more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ...errors import CertificateError
+from ...typing import Array
+from ...vocabulary import GATES
+from ..protocol import Batch, Place, PlainRun
+from .discover import named_modules, unwrapped
+from .inputs import as_tensors, call_model, on_leaves
+from .left_as_found import borrowed, differentiable_weights
+from .losses import evaluate
+
+#: Cotangents of the model's outputs from their values, leaf by leaf; None for those that count for nothing.
+Cotangents = Callable[[Sequence[Array]], Sequence[Array | None]]
+
+#: torch's order of gates, as the documentation of its modules gives it.
+_GATES = {
+    nn.LSTM: ("lstm", ("input", "forget", "candidate", "output")),
+    nn.GRU: ("gru", ("reset", "update", "candidate")),
+    nn.RNN: ("simple_rnn", ("candidate",)),
+}
+_CELLS = {nn.LSTMCell: nn.LSTM, nn.GRUCell: nn.GRU, nn.RNNCell: nn.RNN}
+_WEIGHTS = {
+    "kernel": "weight_ih",
+    "recurrent_kernel": "weight_hh",
+    "bias": "bias_ih",
+    "recurrent_bias": "bias_hh",
+    "projection": "weight_hr",
+}
+
+
+def plain(model: nn.Module, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True) -> PlainRun:
+    """See :meth:`rnnlens.adapters.protocol.Adapter.plain`."""
+    model = unwrapped(model)
+    if batch.initial_state:
+        raise CertificateError("the initial states were put in by rnnlens; the model by itself starts elsewhere")
+    given_x = as_tensors(batch.x, model, "x")
+    with warnings.catch_warnings(), borrowed(model, training=batch.training, seed=batch.seed):
+        warnings.simplefilter("ignore")
+        with differentiable_weights(model, gradients):
+            x, sources = _sources(given_x)
+            outputs = call_model(model, x)
+            loss = evaluate(batch, outputs, model)
+            leaves = _leaves(outputs)
+            starts, given = ([loss], [None]) if cotangents is None else _started(leaves, cotangents)
+            weights = dict(model.named_parameters())
+            found = _pulled(starts, given, [*sources, *weights.values()]) if gradients else None
+    values = [_array(leaf) for leaf in leaves]
+    if found is None:
+        return PlainRun(values, _number(loss), [], {})
+    return PlainRun(
+        values, _number(loss), found[: len(sources)], dict(zip(weights, found[len(sources) :], strict=True))
+    )
+
+
+def place(model: nn.Module, layer: str, direction: str | None, key: str) -> Place | None:
+    """See :meth:`rnnlens.adapters.protocol.Adapter.place`."""
+    path, _, number = layer.partition("#")[0].partition("[")
+    module = dict(named_modules(unwrapped(model))).get(path)
+    if module is None:
+        return None
+    found = _within(module, int(number.rstrip("]") or 0), direction, key)
+    if found is None:
+        return None
+    parameter, take = found
+    names = [name for name, p in unwrapped(model).named_parameters(remove_duplicate=False) if p is parameter]
+    return Place(names[0], take, tied=len(names) > 1) if names else None
+
+
+def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[Any, Callable[[Array], Array]] | None:
+    """The parameter of a module that a weight of ours is, and how its gradient is laid out as ours."""
+    kind = next((k for k in _GATES if isinstance(module, k)), None)
+    cell = next((k for k in _CELLS if isinstance(module, k)), None)
+    slot = _WEIGHTS.get(key.rpartition("/")[2], "")
+    if kind is None and cell is None:
+        return dict(module.named_parameters()).get(key), lambda array: array
+    name = slot if cell is not None else f"{slot}_l{layer}" + ("_reverse" if direction == "backward" else "")
+    parameter = dict(module.named_parameters(recurse=False)).get(name)
+    if parameter is None:
+        return None
+    ours, theirs = _GATES[kind or _CELLS[cell]]
+    if slot == "weight_hr":
+        return parameter, lambda array: array.T
+    rows = [theirs.index(gate) for gate in GATES[ours]]
+
+    def take(array: Array) -> Array:
+        """(gate * unit, ...) in torch's order to (..., gate * unit) in ours."""
+        by_gate = array.reshape(len(rows), -1, *array.shape[1:])[rows]
+        return by_gate.reshape(array.shape).T
+
+    return parameter, take
+
+
+def _sources(x: Any) -> tuple[Any, list[Tensor]]:
+    """The batch with floats that gradients arrive at, and those; what the model may change in place is a copy."""
+    sources: list[Tensor] = []
+
+    def fed(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            sources.append(torch.zeros(()))
+            return value
+        sources.append((value.clone() if value.is_inference() else value.detach()).requires_grad_())
+        return sources[-1].clone()
+
+    return on_leaves(x, fed), sources
+
+
+def _started(leaves: Sequence[Tensor], cotangents: Cotangents) -> tuple[list[Any], list[Any]]:
+    given = cotangents([_array(leaf) for leaf in leaves])
+    pairs = [(leaf, torch.as_tensor(c).to(leaf)) for leaf, c in zip(leaves, given, strict=True) if c is not None]
+    return [leaf for leaf, _ in pairs], [c for _, c in pairs]
+
+
+def _pulled(starts: Sequence[Any], given: Sequence[Any], sources: Sequence[Tensor]) -> list[Array | None]:
+    pairs = [(s, c) for s, c in zip(starts, given, strict=True) if s is not None and s.requires_grad]
+    wanted = [s for s in sources if s.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(sources)
+    grads = torch.autograd.grad([s for s, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
+    by_source = {id(s): g for s, g in zip(wanted, grads, strict=True)}
+    return [None if by_source.get(id(s)) is None else _array(by_source[id(s)]) for s in sources]
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        return leaf
+
+    if isinstance(value, (Tensor, PackedSequence, tuple, list, dict)):
+        on_leaves(value, note)
+    return found
+
+
+def _array(tensor: Any) -> Array:
+    tensor = tensor.detach().cpu().resolve_conj()
+    return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy().copy()
+
+
+def _number(loss: Tensor | None) -> float | None:
+    return None if loss is None else float(loss.detach())

@@ -1,0 +1,97 @@
+"""What a result says of itself: its numbers were held against the model, run plainly, or why they were not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from .checks import Check
+
+State = Literal["passed", "failed", "could not", "off"]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How the numbers of a result compare with the framework's own, from one plain run of the model.
+
+    Attributes
+    ----------
+    state
+        ``"passed"``, ``"failed"``; ``"could not"`` where nothing could be compared (``why``); ``"off"`` where
+        ``rl.options(certify=...)`` says so.
+    against
+        Whose numbers they were compared with: the framework that ran the plain model.
+    certified
+        What was compared, in words.
+    resting
+        Quantities that the framework does not have, and that follow from those that were compared.
+    uncertified
+        What is neither, in words.
+    checks
+        Every comparison: a residual, and the bound that rounding explains.
+    """
+
+    state: State = "off"
+    against: str = ""
+    certified: tuple[str, ...] = ()
+    resting: tuple[str, ...] = ()
+    uncertified: tuple[str, ...] = ()
+    why: str = ""
+    checks: tuple[Check, ...] = ()
+
+    @classmethod
+    def of(cls, against: str, checks: Iterable[Check], **words: Any) -> Self:
+        """Passed where every comparison did, and there was one."""
+        found = tuple(checks)
+        if not found:
+            return cls("could not", against, why="there was nothing that the plain run could be compared with", **words)
+        return cls("passed" if all(check.ok for check in found) else "failed", against, checks=found, **words)
+
+    @property
+    def worst(self) -> Check | None:
+        """The closest call among the comparisons."""
+        return max(self.checks, key=lambda check: _closeness(check), default=None)
+
+    @property
+    def sentence(self) -> str:
+        """One line.
+
+        >>> Certificate.of("torch", [Check("plain loss", "", 1e-8, 1e-5)], certified=("loss",)).sentence
+        'certified against torch: worst 1e-08 (loss); rounding explains 1e-05. Certified: loss'
+        >>> Certificate("could not", "torch", why="the model draws random numbers").sentence
+        'could not certify: the model draws random numbers'
+        """
+        if self.state == "off":
+            return "not certified: rl.options(certify=...) is off here"
+        if self.state == "could not":
+            return f"could not certify: {self.why}"
+        worst = self.worst
+        assert worst is not None
+        where = " ".join(part for part in (worst.layer, worst.name.removeprefix("plain ")) if part)
+        if self.state == "failed":
+            failed = sum(not check.ok for check in self.checks)
+            head = f"NOT certified against {self.against}: {failed} of {len(self.checks)} comparisons failed"
+            return f"{head}, worst {worst.residual:.1g} ({where}); rounding explains {worst.bound:.1g}"
+        text = f"certified against {self.against}: worst {worst.residual:.1g} ({where})"
+        text += f"; rounding explains {worst.bound:.1g}. Certified: {', '.join(self.certified)}"
+        if self.resting:
+            text += f"; {', '.join(self.resting)} rest on them"
+        return text + "".join(f"; not certified: {what}" for what in self.uncertified)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain words and numbers, as stored in files."""
+        lists = {key: list(getattr(self, key)) for key in ("certified", "resting", "uncertified")}
+        checks = [check.to_dict() for check in self.checks]
+        return {"state": self.state, "against": self.against, "why": self.why, **lists, "checks": checks}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Self:
+        """The certificate that :meth:`to_dict` was made of."""
+        words = {key: tuple(stored.get(key, ())) for key in ("certified", "resting", "uncertified")}
+        checks = tuple(Check(**check) for check in stored.get("checks", ()))
+        return cls(stored["state"], stored.get("against", ""), why=stored.get("why", ""), checks=checks, **words)
+
+
+def _closeness(check: Check) -> float:
+    return float("inf") if check.residual != check.residual else check.residual / check.bound

@@ -1,0 +1,245 @@
+"""Holds the numbers of a result against the user's own model, run plainly by its framework.
+
+The self-checks compare our replay with our capture, and both can agree and be wrong. What is compared here was made
+without any of our code in the model: outputs, loss, and one vector-Jacobian product.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from .. import data
+from ..adapters.protocol import Adapter, Batch, Capture, PlainRun, RecurrentCall
+from ..errors import CertificateError
+from ..recurrence.cells import KnownCell, affine
+from ..results.certificate import Certificate
+from ..results.checks import Check, residual, rounding_bound
+from ..results.schema import plain
+from ..settings import current
+from ..typing import Array
+
+#: Random combinations of a kernel's rows that are compared.
+PROBES = 8
+
+LOSS, OUTPUTS, INPUTS, WEIGHTS = "plain loss", "plain outputs", "plain input gradient", "plain weight gradients"
+LAYER_INPUT, INITIAL = "plain layer input gradient", "plain initial state gradient"
+
+_seen: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+
+
+def wanted(model: Any, verb: str, batch: Batch) -> bool:
+    """Whether ``rl.options(certify=...)`` asks for a certificate of this call."""
+    how = current().certify
+    if how != "first":
+        return how == "always"
+    shapes = tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in data.leaves_of(batch.x))
+    known = _seen.setdefault(model, set())
+    fresh = (verb, batch.training, shapes) not in known
+    known.add((verb, batch.training, shapes))
+    return fresh
+
+
+@dataclass
+class Ours:
+    """Numbers of ours to be compared.
+
+    ``weights`` by (layer, direction or None, name): kernels as random combinations of their rows where ``probed``.
+    ``borders`` are pairs of what our sweep and the framework's differentiation brought to the border of a call, with
+    the name of the comparison and of the layer.
+    """
+
+    capture: Capture
+    weights: dict[tuple[str, str | None, str], Array] = field(default_factory=dict)
+    incomplete: set[tuple[str, str | None, str]] = field(default_factory=set)
+    probed: set[tuple[str, str | None, str]] = field(default_factory=set)
+    borders: list[tuple[str, str, list[tuple[Array, Array]]]] = field(default_factory=list)
+    steps: int = 1
+    dtype: str = ""
+
+    def add_weights(self, call: RecurrentCall, sums: Mapping[str, Array]) -> None:
+        """Add what one call contributed to its weights; they are incomplete where another call that has them is out."""
+        for name, array in sums.items():
+            key = (call.layer.partition("#")[0], call.direction if call.bidirectional else None, name)
+            if call.weight_grads is None:
+                self.incomplete.add(key)
+            if isinstance(call.cell, KnownCell) and len(array.shape) == 2:
+                self.probed.add(key)
+            self.weights[key] = self.weights[key] + plain(array) if key in self.weights else plain(array)
+
+
+class Bench:
+    """One comparison after the other, with the bound that rounding explains."""
+
+    def __init__(self, steps: int, dtype: str) -> None:
+        self.checks: list[Check] = []
+        self.steps, self.dtype = steps, dtype
+
+    def compare(self, name: str, layer: str, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Arrays of ours and the framework's: the worst of them, relative to the largest of all."""
+        both = [(_array(a), _array(b)) for a, b in pairs]
+        if not both:
+            return
+        unit = max((_largest(b) for _, b in both), default=0.0)
+        worst = max(_residual(a, b, unit) for a, b in both)
+        kind = self.dtype or str(both[0][1].dtype)
+        self.checks.append(Check(name, layer, worst, rounding_bound(kind, self.steps)))
+
+
+def certify(
+    adapter: Adapter, model: Any, batch: Batch, ours: Ours, words: Mapping[str, Any], engine: str
+) -> Certificate:
+    """Run the model plainly and compare; where the framework itself gives another answer each time, say so."""
+    altered = ours.capture.altered
+    gradients = bool(ours.capture.input_grads or ours.capture.beside) and not altered
+    run, why = attempt(lambda: adapter.plain(model, batch, gradients=gradients))
+    if run is None:
+        return Certificate("could not", engine, why=why)
+    certificate = Certificate.of(engine, compared(adapter, model, batch, ours, run, gradients=gradients), **words)
+    if altered and certificate.state != "failed":
+        return Certificate("could not", engine, why=altered)
+    if certificate.state == "failed":
+        why = unsteady(adapter, model, batch, run)
+        if why:
+            return Certificate("could not", engine, why=why)
+    return certificate
+
+
+def attempt(run: Callable[[], PlainRun]) -> tuple[PlainRun | None, str]:
+    """A plain run, or why there is none: the user's model failed by itself, or would do something else."""
+    try:
+        return run(), ""
+    except CertificateError as reason:
+        return None, str(reason)
+    except AttributeError as error:
+        if error.name == "plain":
+            return None, "the adapter of this framework cannot run a model plainly"
+        return None, _raised(error)
+    except Exception as error:
+        return None, _raised(error)
+
+
+def _raised(error: Exception) -> str:
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"the model, run plainly, raised {type(error).__name__}: {first}"
+
+
+def unsteady(adapter: Adapter, model: Any, batch: Batch, first: PlainRun) -> str:
+    """Why the plain run cannot be relied on: it differs from itself, or draws random numbers; "" where it can."""
+    again, _ = attempt(lambda: adapter.plain(model, batch, gradients=False))
+    if again is not None and not _same(again, first):
+        return "the model, run plainly twice, does not give the same numbers"
+    if batch.training:
+        other = replace(batch, seed=(batch.seed or 0) + 1)
+        again, _ = attempt(lambda: adapter.plain(model, other, gradients=False))
+        if again is not None and not _same(again, first):
+            return "the model draws random numbers in training mode, and drew others when it was looked into"
+    return ""
+
+
+def _same(one: PlainRun, other: PlainRun) -> bool:
+    pairs = zip((*one.outputs, one.loss or 0.0), (*other.outputs, other.loss or 0.0), strict=True)
+    return all(_residual(_array(a), _array(b), _largest(_array(b))) <= 1e-6 for a, b in pairs)
+
+
+def compared(
+    adapter: Adapter, model: Any, batch: Batch, ours: Ours, run: PlainRun, *, gradients: bool = True
+) -> list[Check]:
+    """Everything that both sides have."""
+    bench = Bench(ours.steps, ours.dtype)
+    capture = ours.capture
+    if capture.loss is not None and run.loss is not None:
+        bench.compare(LOSS, "", [(capture.loss, run.loss)])
+    outputs = [plain(leaf) for leaf in outputs_of(capture.outputs)]
+    if outputs or run.outputs:
+        same = len(outputs) == len(run.outputs)
+        bench.compare(OUTPUTS, "", zip(outputs, run.outputs, strict=True) if same else [(np.inf, 1.0)])
+    if not gradients:
+        return bench.checks
+    if capture.input_grads:
+        sides = zip(outputs_of(batch.x), capture.input_grads, run.input_grads, strict=True)
+        bench.compare(INPUTS, "", [_filled(a, b) for x, a, b in sides if _either(a, b) and not _flags(x)])
+    _compare_weights(bench, adapter, model, ours, run)
+    for name, layer, pairs in ours.borders:
+        bench.compare(name, layer, pairs)
+    return bench.checks
+
+
+def outputs_of(tree: Any) -> list[Any]:
+    """Leaves of what a model returned; a packed sequence counts by its data."""
+    return [getattr(leaf, "data", leaf) if hasattr(leaf, "batch_sizes") else leaf for leaf in data.leaves_of(tree)]
+
+
+def _compare_weights(bench: Bench, adapter: Adapter, model: Any, ours: Ours, run: PlainRun) -> None:
+    """Our sums over time against the framework's dL/dW less what came beside the layers; the rest as captured."""
+    beside, whole = ours.capture.beside, ours.capture.whole
+    by_place: dict[tuple[str, str], list[Any]] = {}
+    for key, array in ours.weights.items():
+        place = adapter.place(model, *key)
+        if place is not None:
+            by_place.setdefault((place.name, place.part), []).append((key, place, array))
+    swept = {name for name, _ in by_place}
+    by_layer: dict[str, list[tuple[Any, Any]]] = {}
+    for (name, _), entries in by_place.items():
+        key, place, _ = entries[0]
+        if any(one in ours.incomplete for one, _, _ in entries) or (name in whole and place.tied):
+            continue
+        total = _difference(run.weight_grads.get(name), None if name in whole else beside.get(name))
+        mine = sum(array for _, _, array in entries)
+        theirs = np.zeros_like(mine) if total is None else place.take(total)
+        if total is not None and key in ours.probed:
+            theirs = _probed(theirs)
+        by_layer.setdefault(key[0], []).append((mine, theirs))
+    for layer, pairs in by_layer.items():
+        bench.compare(WEIGHTS, layer, pairs)
+    others = [name for name in beside if name in whole or name not in swept]
+    pairs = [_filled(beside[n], run.weight_grads.get(n)) for n in others if _either(beside[n], run.weight_grads.get(n))]
+    bench.compare(WEIGHTS, "other layers" if swept else "", pairs)
+
+
+def _probed(whole: Array) -> Array:
+    """A kernel of a known cell as the random combinations of its rows that ours comes as."""
+    how = affine.Contraction(probes=PROBES)
+    return np.asarray(affine.probe_rows(whole.shape[0], whole, how, np) @ whole)
+
+
+def _difference(total: Array | None, part: Any) -> Array | None:
+    if total is None:
+        return None if part is None else -plain(part)
+    return plain(total) if part is None else plain(total) - plain(part)
+
+
+def _either(*arrays: Any) -> bool:
+    return any(array is not None for array in arrays)
+
+
+def _flags(leaf: Any) -> bool:
+    """Whether an input says yes or no: what the model does with it where it says yes is not followed in states."""
+    return bool(np.all(np.isin(plain(leaf), (0, 1))))
+
+
+def _filled(one: Any, other: Any) -> tuple[Any, Any]:
+    """Two gradients, with zeros for one that does not exist."""
+    if one is None:
+        return np.zeros_like(plain(other)), other
+    return one, np.zeros_like(plain(one)) if other is None else other
+
+
+def _array(value: Any) -> Array:
+    array = np.asarray(plain(value))
+    return array.astype(np.float64) if array.dtype.kind in "biu" else array
+
+
+def _largest(array: Array) -> float:
+    finite = array[np.isfinite(array)] if array.ndim else array
+    return float(np.max(np.abs(finite))) if finite.size and np.all(np.isfinite(finite)) else 0.0
+
+
+def _residual(mine: Array, theirs: Array, unit: float) -> float:
+    if mine.shape != theirs.shape:
+        return float("inf")
+    return residual(mine, theirs.astype(mine.dtype) if theirs.dtype != mine.dtype else theirs, scale=unit)

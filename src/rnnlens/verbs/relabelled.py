@@ -1,0 +1,102 @@
+"""Weight gradients once more, from nothing but the labelled numbers of a finished result.
+
+dL/dW is the sum over samples and steps of what a gate was fed times the gradient at its pre-activation. Written against
+the names of axes and gates, so that a number under a wrong label gives another sum. For known cells without dropout;
+kernels as random combinations of their rows (Freivalds 1977, by :func:`affine.probe_rows`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ..adapters.protocol import RecurrentCall
+from ..recurrence.cells import KnownCell, affine
+from ..results.schema import plain
+from ..typing import Array
+from ..vocabulary import DIRECTION, FEATURE, GATE, GATES, SAMPLE, TIME
+
+_NEEDED = {"input", "hidden", "gate_grad", "gates"}
+
+
+def weight_sums(dataset: xr.Dataset, call: RecurrentCall, probes: int) -> dict[str, Array] | None:
+    """dL/dW of one direction of a layer by the names of ``KnownCell.weights``; None where it cannot be had this way."""
+    cell = call.cell
+    scaled = call.input_scale is not None or call.state_scale is not None
+    if not isinstance(cell, KnownCell) or scaled or not set(dataset.data_vars) >= _NEEDED:
+        return None
+    if cell.projection is not None or dataset[GATE].dtype.kind not in "UO":
+        return None
+    dz = _of(dataset, "gate_grad", call)
+    x, before = _of(dataset, "input", call), _before(_of(dataset, "hidden", call), call)
+    recurrent_dz, fed = dz, {"candidate": before}
+    if cell.kind == "gru":
+        reset = _of(dataset, "gates", call)[:, :, GATES["gru"].index("reset")]
+        if cell.reset_after:
+            recurrent_dz = np.concatenate([dz[:, :, :2], (reset * dz[:, :, 2])[:, :, None]], axis=2)
+        else:
+            fed["candidate"] = reset * before
+    sums = {"kernel": _outer(_probed(x, probes), dz), "bias": dz.sum(axis=(0, 1)).ravel()}
+    sums["recurrent_kernel"] = _outer(_probed(before, probes), recurrent_dz)
+    if fed["candidate"] is not before:
+        last = _outer(_probed(fed["candidate"], probes), dz[:, :, 2:])
+        sums["recurrent_kernel"][:, -last.shape[1] :] = last
+    sums["recurrent_bias"] = sums["bias"] if recurrent_dz is dz else recurrent_dz.sum(axis=(0, 1)).ravel()
+    return {name: array for name, array in sums.items() if getattr(cell, name) is not None}
+
+
+def _of(dataset: xr.Dataset, name: str, call: RecurrentCall) -> Array:
+    """One direction of a variable: (sample, time, ..., unit), gates in the order of the vocabulary, by their labels."""
+    array = dataset[name]
+    if DIRECTION in array.dims:
+        array = array.sel({DIRECTION: call.direction})
+    if GATE in array.dims:
+        gates = list(GATES[call.cell.kind])  # type: ignore[union-attr]
+        if list(array[GATE].values) != gates:
+            array = array.sel({GATE: gates})
+        return np.asarray(array.transpose(SAMPLE, TIME, GATE, ...).values)
+    return np.asarray(array.transpose(SAMPLE, TIME, ...).values)
+
+
+def _before(hidden: Array, call: RecurrentCall) -> Array:
+    """The hidden state before each step, in the order in which the recurrence ran."""
+    start = plain(call.initial_state[0])[:, None].astype(hidden.dtype)
+    if call.direction == "backward":
+        return np.concatenate([hidden[:, 1:], start], axis=1)
+    return np.concatenate([start, hidden[:, :-1]], axis=1)
+
+
+def _probed(x: Array, probes: int) -> Array:
+    signs = affine.probe_rows(x.shape[-1], x, affine.Contraction(probes=probes), np)
+    return x @ signs.T
+
+
+def _outer(x: Array, dz: Array) -> Array:
+    rows = dz.shape[0] * dz.shape[1]
+    return x.reshape(rows, -1).T @ dz.reshape(rows, -1)
+
+
+def input_gradient(dataset: xr.Dataset) -> Array | None:
+    """The gradient at a layer's input, (sample, time, feature), by its labels."""
+    if "input_grad" not in dataset:
+        return None
+    return np.asarray(dataset["input_grad"].transpose(SAMPLE, TIME, FEATURE).values)
+
+
+def initial_state_gradients(dataset: xr.Dataset, call: RecurrentCall, names: Any) -> list[Array] | None:
+    """The gradients at the states that a layer started from, (sample, unit) each, by their labels."""
+    found = []
+    for name in names:
+        lone = f"initial_{name}_grad"
+        if lone in dataset:
+            array = dataset[lone]
+        elif "initial_state_grad" in dataset:
+            array = dataset["initial_state_grad"].sel(state=name)
+        else:
+            return None
+        if DIRECTION in array.dims:
+            array = array.sel({DIRECTION: call.direction})
+        found.append(np.asarray(array.transpose(SAMPLE, ...).values))
+    return found
