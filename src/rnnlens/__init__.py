@@ -19,6 +19,10 @@ __version__ = "0.1.0"
 
 #: public name -> module that holds it.
 _HOME = {
+    "compare": "rnnlens.diagnose.compare",
+    "diagnose": "rnnlens.diagnose",
+    "fixed_points": "rnnlens.diagnose.dynamics",
+    "lyapunov": "rnnlens.diagnose.dynamics",
     "layers": "rnnlens.verbs.trace",
     "trace": "rnnlens.verbs.trace",
     "jacobian": "rnnlens.verbs.jacobian",
@@ -31,6 +35,7 @@ _HOME = {
 
 #: public name -> module that it is.
 _ROOMS = {
+    "measures": "rnnlens.measures",
     "plot": "rnnlens.plot",
     "torch": "rnnlens.adapters.torch.public",
     "errors": "rnnlens.errors",

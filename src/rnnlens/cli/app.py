@@ -12,6 +12,7 @@ import typer
 from ..errors import FileError, InputError, RnnlensError, did_you_mean, message
 from ..settings import options
 from . import EXIT_CODES, console
+from .diagnose import diagnose
 
 if TYPE_CHECKING:
     from .data import Data
@@ -159,6 +160,7 @@ def demo(
     run(output, epochs=epochs, seed=seed)
 
 
+app.command()(diagnose)
 def _traced(model: Any, batch: Data, **options: Any) -> Any:
     """The trace; what the framework says about data that do not fit the model becomes one error of ours."""
     from ..verbs.trace import trace as run

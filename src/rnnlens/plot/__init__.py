@@ -5,7 +5,9 @@ them with ``.save("run.png")``, or let a notebook show what a figure returned: i
 """
 
 from .comparison import before_after
+from .diagnosis import diagnosis
 from .dots import points
+from .fixed import fixed_points
 from .flow import gradient_flow
 from .gate_activity import gates
 from .histograms import histogram
@@ -20,6 +22,8 @@ from .weight_maps import weights_heatmap
 __all__ = [
     "before_after",
     "curves",
+    "diagnosis",
+    "fixed_points",
     "gates",
     "gradient_flow",
     "heatmap",

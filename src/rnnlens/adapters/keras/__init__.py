@@ -21,6 +21,7 @@ from .functional import differentiate
 from .nudge import nudged
 from .provenance import provenance
 from .pullback import KerasPullback
+from .untrained import untrained
 from .weights import layer_weights
 
 
@@ -36,6 +37,10 @@ class KerasAdapter:
     def capture(self, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         """One forward pass and, with a loss, one backward pass."""
         return capture(model, batch, request)
+
+    def untrained(self, model: Any, seed: int) -> Any:
+        """A copy with fresh weights."""
+        return untrained(model, seed)
 
     def provenance(self, model: Any) -> Mapping[str, str]:
         """Framework, engine, dtype, device: plain strings."""

@@ -18,6 +18,7 @@ from .inputs import home_of
 from .nudge import nudged
 from .plain import Cotangents, place, plain
 from .pullback import TorchPullback
+from .untrained import untrained
 from .weights import layer_weights
 
 __all__ = ["adapter"]
@@ -65,6 +66,10 @@ class TorchAdapter:
     def nudged(self, model: nn.Module, port: Port, size: float) -> AbstractContextManager[bool]:
         """Move a weight or the output of a layer for the length of a block; False where that cannot be done."""
         return nudged(model, port, size)
+
+    def untrained(self, model: nn.Module, seed: int) -> nn.Module:
+        """A copy with fresh weights."""
+        return untrained(model, seed)
 
     def provenance(self, model: Any) -> Mapping[str, str]:
         """Versions, dtype and device as plain strings."""

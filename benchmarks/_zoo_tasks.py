@@ -1,0 +1,215 @@
+"""Tasks with known dependencies: generators of (x, y), the prediction of a perfect network, and how it is scored.
+
+Every task gives ``ideal(x)``, what a perfect network would answer to any input, also one whose prefix was exchanged.
+The memory that the task needs follows from it by the same exchange, without any network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task.
+
+    Attributes
+    ----------
+    draw
+        (count, seed) to x (sample, time, feature).
+    ideal
+        x to the target (sample, ...): integers for classes.
+    kind
+        "classes" or "values".
+    outputs
+        Number of classes or values.
+    lag
+        The farthest lag that matters, where there is one.
+    """
+
+    draw: Callable[[int, int], Array]
+    ideal: Callable[[Array], Array]
+    kind: str
+    features: int
+    outputs: int
+    steps: int
+    lag: int
+    sequence: bool = False
+
+
+SYMBOLS = 4
+
+
+def recall(lag: int, steps: int = 60) -> Task:
+    """The flagged symbol, ``lag`` steps before the last; all others are distractors."""
+
+    def draw(count: int, seed: int) -> Array:
+        symbols = np.random.default_rng(seed).integers(0, SYMBOLS, (count, steps))
+        x = np.zeros((count, steps, SYMBOLS + 1), np.float32)
+        x[np.arange(count)[:, None], np.arange(steps), symbols] = 1
+        x[:, steps - 1 - lag, SYMBOLS] = 1
+        return x
+
+    def ideal(x: Array) -> Array:
+        return x[:, steps - 1 - lag, :SYMBOLS].argmax(axis=1)
+
+    return Task(draw, ideal, "classes", SYMBOLS + 1, SYMBOLS, steps, lag)
+
+
+def adding(steps: int = 50) -> Task:
+    """The sum of two marked numbers, one in each half (Hochreiter, Schmidhuber 1997, experiment 4)."""
+
+    def draw(count: int, seed: int) -> Array:
+        rng = np.random.default_rng(seed)
+        x = np.zeros((count, steps, 2), np.float32)
+        x[:, :, 0] = rng.uniform(0, 1, (count, steps))
+        x[np.arange(count), rng.integers(0, steps // 2, count), 1] = 1
+        x[np.arange(count), rng.integers(steps // 2, steps, count), 1] = 1
+        return x
+
+    def ideal(x: Array) -> Array:
+        return (x[:, :, :1] * x[:, :, 1:]).sum(axis=1)
+
+    return Task(draw, ideal, "values", 2, 1, steps, steps - 1)
+
+
+def white(steps: int, features: int = 1) -> Callable[[int, int], Array]:
+    """Gaussian noise."""
+    return lambda count, seed: np.random.default_rng(seed).normal(size=(count, steps, features)).astype(np.float32)
+
+
+def exponential_mean(alpha: float, steps: int = 60) -> Task:
+    """sum_tau alpha^tau x_(T - tau): a profile in closed form."""
+    weights = (alpha ** np.arange(steps)[::-1] * np.sqrt(1 - alpha**2)).astype(np.float32)
+    return Task(white(steps), lambda x: x[:, :, 0] @ weights[:, None], "values", 1, 1, steps, steps - 1)
+
+
+def last_step(steps: int = 60, smooth: float = 0.0, classes: bool = False) -> Task:
+    """The last value, of white or of smooth input: nothing older is needed."""
+
+    def draw(count: int, seed: int) -> Array:
+        x = white(steps)(count, seed)
+        for t in range(1, steps):
+            x[:, t] = smooth * x[:, t - 1] + np.sqrt(1 - smooth**2) * x[:, t]
+        return x
+
+    if classes:
+        return Task(draw, lambda x: (x[:, -1, 0] > 0).astype(int), "classes", 1, 2, steps, 0)
+    return Task(draw, lambda x: x[:, -1], "values", 1, 1, steps, 0)
+
+
+def two_lags(near: int = 2, far: int = 40, steps: int = 60) -> Task:
+    """The sum of two values, one near and one far."""
+    scale = np.float32(0.5**0.5)
+    return Task(white(steps), lambda x: scale * (x[:, -1 - near] + x[:, -1 - far]), "values", 1, 1, steps, far)
+
+
+def echo(lag: int, steps: int = 40) -> Task:
+    """Every output is the input ``lag`` steps before: a sequence."""
+
+    def ideal(x: Array) -> Array:
+        y = np.zeros_like(x)
+        y[:, lag:] = x[:, :-lag]
+        return y
+
+    return Task(white(steps), ideal, "values", 1, 1, steps, lag, sequence=True)
+
+
+def padded(task: Task, share: float, *, before: bool) -> Task:
+    """The same with zeros around: a share of the whole length, at its beginning or its end."""
+    extra = round(task.steps * share / (1 - share))
+
+    def around(x: Array) -> Array:
+        width = ((0, 0), (extra, 0) if before else (0, extra), (0, 0))
+        return np.pad(x, width)
+
+    def inner(x: Array) -> Array:
+        return x[:, extra:] if before else x[:, : task.steps]
+
+    return Task(
+        lambda count, seed: around(task.draw(count, seed)),
+        lambda x: task.ideal(inner(x)),
+        task.kind,
+        task.features,
+        task.outputs,
+        task.steps + extra,
+        task.lag + (0 if before else extra),
+    )
+
+
+def with_constant(task: Task) -> Task:
+    """The same with one more feature that never varies."""
+
+    def draw(count: int, seed: int) -> Array:
+        x = task.draw(count, seed)
+        return np.concatenate([x, np.full_like(x[:, :, :1], 0.7)], axis=2)
+
+    return Task(
+        draw, lambda x: task.ideal(x[:, :, :-1]), task.kind, task.features + 1, task.outputs, task.steps, task.lag
+    )
+
+
+def static(steps: int = 30) -> Task:
+    """One number at every step."""
+
+    def draw(count: int, seed: int) -> Array:
+        x = np.random.default_rng(seed).normal(size=(count, 1, 1)).astype(np.float32)
+        return np.repeat(x, steps, axis=1)
+
+    return Task(draw, lambda x: x[:, -1], "values", 1, 1, steps, 0)
+
+
+def rare(share: float = 0.1, lag: int = 30, steps: int = 50) -> Task:
+    """Mostly the last value; of some samples, flagged at the last step, the value ``lag`` steps before."""
+
+    def draw(count: int, seed: int) -> Array:
+        rng = np.random.default_rng(seed)
+        x = rng.normal(size=(count, steps, 2)).astype(np.float32)
+        x[:, :, 1] = 0
+        x[:, -1, 1] = rng.uniform(size=count) < share
+        return x
+
+    def ideal(x: Array) -> Array:
+        return np.where(x[:, -1, 1:] > 0.5, x[:, -1 - lag, :1], x[:, -1, :1])
+
+    return Task(draw, ideal, "values", 2, 1, steps, lag)
+
+
+def needed(task: Task, count: int = 4000, level: float = 0.05) -> int:
+    """The memory that a perfect network uses, by the same exchange of prefixes."""
+    x, other = task.draw(count, 1), task.draw(count, 2)
+
+    def answer(x: Array) -> Array:
+        y = task.ideal(x)
+        if task.sequence:
+            y = y[:, -1]
+        return np.eye(task.outputs)[y] if task.kind == "classes" else y
+
+    f = answer(x)
+    above = 0
+    for k in range(1, task.steps):
+        swapped = np.concatenate([other[:, : task.steps - k], x[:, task.steps - k :]], axis=1)
+        if ((answer(swapped) - f) ** 2).sum(axis=1).mean() > level * 2 * f.var(axis=0).sum():
+            above = k
+    return above + 1
+
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "recall": recall,
+    "adding": adding,
+    "exponential": exponential_mean,
+    "last": last_step,
+    "two lags": two_lags,
+    "echo": echo,
+    "rare": rare,
+    "static": static,
+    "recall, constant feature": lambda lag: with_constant(recall(lag, 40)),
+    "recall, padded before": lambda lag, share: padded(recall(lag, 30), share, before=True),
+    "recall, padded behind": lambda lag, share: padded(recall(lag, 20), share, before=False),
+}

@@ -1,0 +1,82 @@
+"""``rnnlens diagnose``: the sentence and the findings; an exit code for scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import InputError, did_you_mean, message
+from . import console
+
+#: Exit code where a finding that was named with --fail-on was made.
+FOUND = 1
+
+CODES = (
+    "NO_SKILL",
+    "MISSED_DEPENDENCY",
+    "VANISHING",
+    "PATH_OPEN",
+    "EXPLODING",
+    "CHAOTIC",
+    "LAST_STEP_ONLY",
+    "DEAD_UNITS",
+    "PADDING_DOMINATES",
+    "CONSTANT_INPUT",
+    "STATIC_INPUT",
+    "GRADIENT_MEMORY_DISAGREE",
+    "NONFINITE",
+    "UNDERFLOW",
+    "UNEQUAL_LAYERS",
+    "FEW_SAMPLES",
+)
+
+
+def diagnose(
+    model: Annotated[str, typer.Argument(help="A .keras file, or package.module:factory.", metavar="MODEL")],
+    data: Annotated[Path, typer.Argument(help="A .npz file with held-out arrays x and y.", metavar="DATA.npz")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to save: .nc or .zarr.")] = None,
+    fail_on: Annotated[
+        list[str] | None, typer.Option("--fail-on", metavar="CODE", help="End with code 1 on this finding; repeat.")
+    ] = None,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Show the memory at initialisation beside.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    samples: Annotated[int, typer.Option("--samples", "-n", help="At most so many samples.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of exchanged prefixes, directions and resampling.")] = 0,
+    weights: Annotated[Path | None, typer.Option(help="Weights for a factory's model: a torch state dict.")] = None,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="Module to import first, where custom layers are defined."),
+    ] = None,
+    unsafe: Annotated[
+        bool, typer.Option("--unsafe", help="Load also what could run code that the file contains.")
+    ] = False,
+) -> None:
+    """Say how much of its past a trained network uses, what it misses, and why."""
+    from ..diagnose import diagnose as run
+    from ..results.files import check_path
+    from .data import read_data
+    from .models import load_model
+
+    named = _codes(fail_on)
+    if output is not None:
+        check_path(output)
+    batch = read_data(data)
+    loaded = load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
+    result = run(loaded, batch.x, batch.y, baseline="init" if baseline else None, samples=samples, seed=seed)
+    console.print_plain(result.to_json() if as_json else result)
+    if output is not None:
+        result.save(output)
+        console.say(f"wrote {output}")
+    if found := [code for code in named if code in result.codes]:
+        console.print_error(f"found: {', '.join(found)}")
+        raise typer.Exit(FOUND)
+
+
+def _codes(named: list[str] | None) -> list[str]:
+    asked = [code.strip().upper() for text in named or () for code in text.split(",") if code.strip()]
+    for code in asked:
+        if code not in CODES:
+            raise InputError(message("There is no such finding.", got=code, hint=did_you_mean(code, CODES)))
+    return asked

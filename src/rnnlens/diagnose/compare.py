@@ -1,0 +1,94 @@
+"""``rl.compare``: checkpoints, seeds or architectures side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ..errors import InputError, message
+from ..measures.intervention import USED, memory_length
+from ..measures.resampling import interval, resampling_weights
+from ..results.comparison import Comparison
+from ..results.diagnosis import Diagnosis
+from ..typing import Array
+
+_SHARED = ("skill", "memory", "memory_1_percent", "memory_needed")
+
+
+def compare(diagnoses: Mapping[str, Diagnosis]) -> Comparison:
+    """Put diagnoses side by side, the first as reference.
+
+    Parameters
+    ----------
+    diagnoses
+        By name: of checkpoints, seeds or architectures, on the same samples in the same order.
+
+    Returns
+    -------
+    Comparison
+        Prints as a table; ``c.table`` is a Dataset over ``name``. The difference of the memory from that of the first
+        has a paired interval: both are resampled with the same samples.
+
+    Raises
+    ------
+    InputError
+        If there is nothing to compare.
+
+    References
+    ----------
+    Efron 1979, "Bootstrap methods: another look at the jackknife", Annals of Statistics 7(1).
+    """
+    if not isinstance(diagnoses, Mapping) or not diagnoses:
+        raise InputError(
+            message("Nothing to compare.", got=repr(diagnoses), hint='rl.compare({"lstm": d1, "gru": d2})')
+        )
+    wrong = [name for name, d in diagnoses.items() if not isinstance(d, Diagnosis)]
+    if wrong:
+        got = ", ".join(f"{name}: {type(diagnoses[name]).__name__}" for name in wrong)
+        raise InputError(message("These are no diagnoses.", got=got, expected="what rl.diagnose returns"))
+    models = [d["model"] for d in diagnoses.values()]
+    variables: dict[str, Any] = {}
+    for key in _SHARED:
+        filled = [_one(model, key) for model in models]
+        variables[key] = ("name", np.array([value for value, _ in filled]))
+        variables[f"{key}_interval"] = (("name", "bound"), np.stack([bounds for _, bounds in filled]))
+    first = _lengths(models[0])
+    differences = [_difference(first, _lengths(model)) for model in models]
+    variables["difference"] = ("name", np.array([v for v, _ in differences]))
+    variables["difference_interval"] = (("name", "bound"), np.array([b for _, b in differences]))
+    variables["findings"] = ("name", np.array([" ".join(d.codes) for d in diagnoses.values()]))
+    variables["known"] = ("name", np.array([bool(model.attrs["known"]) for model in models]))
+    table = xr.Dataset(variables, coords={"name": list(diagnoses), "bound": ["low", "high"]})
+    return Comparison({"comparison": table}, provenance=next(iter(diagnoses.values())).provenance)
+
+
+def _one(model: xr.Dataset, key: str) -> tuple[float, Array]:
+    if key not in model:
+        return float("nan"), np.full(2, np.nan)
+    return float(model[key]), np.asarray(model[f"{key}_interval"], dtype=np.float64)
+
+
+def _lengths(model: xr.Dataset) -> tuple[float, Array | None]:
+    """n, and n in each resample; the weights of the samples are the same for every model of so many samples."""
+    if "change" not in model:
+        return float("nan"), None
+    change, context = model["change"].values, model["context"].values
+    use, steps = model["use"].values, int(model["steps"])
+    weights = resampling_weights(change.shape[1])
+    # Use is change over variance: the variance of the whole follows from the two.
+    scale = float(change.mean(axis=1)[0] / use[0]) if use[0] else float("nan")
+    curves = change @ weights.T / scale
+    return float(model["memory"]), np.array(
+        [memory_length(dict(zip(context, curve, strict=True)), steps, USED) for curve in curves.T], dtype=float
+    )
+
+
+def _difference(
+    first: tuple[float, Array | None], other: tuple[float, Array | None]
+) -> tuple[float, tuple[float, float]]:
+    if first[1] is None or other[1] is None or first[1].shape != other[1].shape:
+        return float("nan"), (float("nan"), float("nan"))
+    return other[0] - first[0], interval(other[1] - first[1])

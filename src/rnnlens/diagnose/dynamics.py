@@ -1,0 +1,204 @@
+"""``rl.lyapunov`` and ``rl.fixed_points``: what the recurrence of one layer does by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from .. import data
+from ..adapters.protocol import Batch, CaptureRequest
+from ..adapters.registry import adapter_for
+from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, message
+from ..measures.fixed_points import find_points, iterate, step_map
+from ..measures.spectrum import lyapunov_spectrum
+from ..recurrence.run import Run
+from ..results.dynamics import FixedPoints
+from ..results.schema import plain
+from ..typing import Array
+from .experiment import in_numpy
+
+
+def lyapunov(
+    model: Any, x: Any, *, layer: str | None = None, count: int | None = None, samples: int = 16, seed: int = 0
+) -> xr.Dataset:
+    """Finite-time Lyapunov spectrum of a recurrent layer along its trajectories.
+
+    Parameters
+    ----------
+    model, x
+        As for :func:`rnnlens.trace`.
+    layer
+        Which recurrent layer; the only one by default.
+    count
+        How many exponents, the largest first; all by default.
+    samples
+        At most so many trajectories.
+    seed
+        Of the directions to start from.
+
+    Returns
+    -------
+    Dataset
+        ``exponent (exponent,)`` in 1 / step, descending; ``stderr (exponent,)``; ``kaplan_yorke``, the dimension of the
+        attractor.
+
+    Raises
+    ------
+    LayerNotFoundError
+        If no recurrent layer has that name, or there are several and none is named.
+
+    References
+    ----------
+    Vogt et al. 2022, arXiv:2006.14123, algorithm 1. Kaplan, Yorke 1979, doi:10.1007/BFb0064319.
+    """
+    name, run = _run(model, x, layer, samples)
+    found = lyapunov_spectrum(run, count=count, seed=seed)
+    words = {"units": "1 / step"}
+    return xr.Dataset(
+        {
+            "exponent": ("index", found.exponents, {"long_name": "Lyapunov exponent", **words}),
+            "stderr": ("index", found.stderr, {"long_name": "standard error", **words}),
+            "kaplan_yorke": ((), found.kaplan_yorke, {"long_name": "Kaplan-Yorke dimension", "units": "1"}),
+        },
+        attrs={"layer": name, "steps": int(run.input.shape[1]), "samples": int(run.input.shape[0])},
+    )
+
+
+def fixed_points(
+    model: Any,
+    x: Any = None,
+    *,
+    layer: str | None = None,
+    input: Any = "mean",
+    starts: Any = None,
+    period: int = 1,
+    most: int = 512,
+    noise: float = 0.0,
+    tolerance: float = 1e-3,
+    seed: int = 0,
+) -> FixedPoints:
+    """Find the points of F(s, x) = s of a recurrent layer, and how the dynamics behave around them.
+
+    Parameters
+    ----------
+    model
+        A Keras model or ``torch.nn.Module``; left exactly as found.
+    x
+        A batch, from which starts and the mean input are taken; also needed with ``starts=`` from elsewhere.
+    layer
+        Which recurrent layer; the only one by default.
+    input
+        The constant input (feature,): an array, ``"mean"`` over the batch, or ``"zero"``.
+    starts
+        States to start from (start, state), those of a cell side by side; a trace; states along the batch by default.
+        Every second one is taken from the line between two of them, where saddles lie.
+    period
+        Look for cycles of this length: fixed points of F applied so many times.
+    most
+        At most so many starts, drawn at random.
+    noise
+        Standard deviation of what is added to the starts, in units of their spread.
+    tolerance
+        Points nearer than this, relative to the spread of the starts, are one.
+    seed
+        Which starts, and their noise.
+
+    Returns
+    -------
+    FixedPoints
+        ``states``, ``eigenvalues``, ``eigenvectors``, ``stable``, ``fixed``, ``data`` (speed, number of starts). Known
+        cells are solved in float64, custom cells in the precision of the framework.
+
+    Raises
+    ------
+    InputError
+        If an argument does not fit.
+    LayerNotFoundError
+        If no recurrent layer has that name, or there are several and none is named.
+
+    References
+    ----------
+    Sussillo, Barak 2013, doi:10.1162/NECO_a_00409; Katz, Reggia 2018, doi:10.1109/TNNLS.2017.2718528 (Newton's method).
+    """
+    if x is None:
+        raise InputError(
+            message("A batch is needed to run the layer once.", got="x=None", hint="rl.fixed_points(model, x)")
+        )
+    if period < 1 or most < 1:
+        raise InputError(message("period= and most= are positive.", got=f"period={period}, most={most}"))
+    name, run = _run(model, x, layer, 64)
+    given = _input(input, run)
+    begin = _starts(starts, name, run, most, noise, seed)
+    found = find_points(iterate(step_map(run.cell, given), period), begin, tolerance=tolerance)
+    sizes = [int(s.shape[-1]) for s in run.states]
+    dataset = xr.Dataset(
+        {
+            "states": (("point", "state"), found.states, {"long_name": "states side by side", "units": "1"}),
+            "speed": ("point", found.speed, {"long_name": "|F(s) - s|^2 / 2", "units": "1"}),
+            "fixed": ("point", found.fixed, {"long_name": "fixed, not merely slow", "units": "1"}),
+            "stable": ("point", found.stable, {"long_name": "all eigenvalues within the unit circle", "units": "1"}),
+            "starts": ("point", found.starts, {"long_name": "starts that ended here", "units": "1"}),
+            "eigenvalue_real": (("point", "mode"), found.eigenvalues.real, {"long_name": "eigenvalue", "units": "1"}),
+            "eigenvalue_imag": (("point", "mode"), found.eigenvalues.imag, {"long_name": "eigenvalue", "units": "1"}),
+            "eigenvector_real": (("point", "state", "mode"), found.eigenvectors.real),
+            "eigenvector_imag": (("point", "state", "mode"), found.eigenvectors.imag),
+            "trajectory": (("start", "state"), begin, {"long_name": "states to start from", "units": "1"}),
+        },
+        attrs={"layer": name, "period": period, "input": given.tolist(), "state_sizes": sizes},
+    )
+    return FixedPoints({name: dataset}, provenance=adapter_for(model).provenance(model))
+
+
+def _run(model: Any, x: Any, layer: str | None, most: int) -> tuple[str, Run]:
+    adapter = adapter_for(model)
+    few = data.map_leaves(lambda leaf: leaf[:most], x)
+    calls = adapter.capture(model, Batch(few), CaptureRequest(gradients=False, weight_grads=False)).calls
+    names = list(dict.fromkeys(call.layer for call in calls))
+    if not names:
+        raise ModelError(message("Nothing recurrent ran in this forward pass.", hint="rl.layers(model)"))
+    chosen = [call for call in calls if layer in (None, call.layer)]
+    if not chosen or (layer is None and len(names) > 1):
+        raise LayerNotFoundError(
+            message("Which recurrent layer?", got=f"layer={layer!r}", hint=did_you_mean(str(layer), names))
+        )
+    return chosen[0].layer, Run.from_call(in_numpy(chosen[0]))
+
+
+def _input(given: Any, run: Run) -> Array:
+    features = int(run.input.shape[2])
+    values = np.asarray(plain(run.input))
+    if isinstance(given, str):
+        if given not in ("mean", "zero"):
+            raise InputError(
+                message("input= is not understood.", got=repr(given), expected='"mean", "zero" or an array')
+            )
+        return values.mean(axis=(0, 1)) if given == "mean" else np.zeros(features, dtype=values.dtype)
+    array = np.asarray(plain(given), dtype=values.dtype)
+    if array.shape != (features,):
+        raise InputError(message("The input does not fit.", got=f"shape {array.shape}", expected=f"({features},)"))
+    return array
+
+
+def _starts(starts: Any, name: str, run: Run, most: int, noise: float, seed: int) -> Array:
+    width = sum(int(s.shape[-1]) for s in run.states)
+    if starts is None:
+        parts = [np.asarray(plain(s)) for s in run.states]
+    elif isinstance(starts, Mapping):
+        node = starts[name]
+        parts = [np.asarray(node[quantity]) for quantity in ("hidden", "cell") if quantity in node][: len(run.states)]
+    else:
+        parts = [np.asarray(plain(starts))]
+    flat = np.concatenate([p.reshape(-1, p.shape[-1]) for p in parts], axis=1).astype(np.float64)
+    if flat.shape[1] != width:
+        raise InputError(
+            message("The starts do not fit the states.", got=f"{flat.shape[1]} numbers each", expected=f"{width}")
+        )
+    rng = np.random.default_rng(seed)
+    chosen = flat[rng.permutation(len(flat))[:most]]
+    # Saddles lie between attractors: every second start is somewhere between two states.
+    half, share = chosen[::2], rng.uniform(size=(len(chosen[::2]), 1))
+    chosen[::2] = share * half + (1 - share) * flat[rng.integers(len(flat), size=len(half))]
+    return chosen + noise * flat.std() * rng.normal(size=chosen.shape)

@@ -1,0 +1,116 @@
+"""Spectra of products of step Jacobians: Lyapunov exponents, effective rank, spectral facts of a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..recurrence.run import Run
+from ..typing import Array
+from .transfer import step_jacobians
+
+
+@dataclass(frozen=True)
+class Lyapunov:
+    """Finite-time Lyapunov spectrum.
+
+    Attributes
+    ----------
+    exponents : (exponent,), descending
+        Mean growth rate per step.
+    stderr : (exponent,)
+        The larger of the standard errors over samples and over five blocks of time.
+    kaplan_yorke
+        Dimension of the attractor.
+    """
+
+    exponents: Array
+    stderr: Array
+    kaplan_yorke: float
+
+
+def lyapunov_spectrum(run: Run, *, count: int | None = None, burn_in: float = 0.1, seed: int = 0) -> Lyapunov:
+    """Exponents by QR: Q_t R_t = A_t Q_(t-1), lambda_i = mean log |R_ii|.
+
+    Parameters
+    ----------
+    count
+        How many exponents, the largest first; all by default.
+    burn_in
+        Share of the steps at the start that is not counted, while Q turns into place.
+
+    References
+    ----------
+    Benettin et al. 1980, doi:10.1007/BF02128236; for recurrent networks Vogt et al. 2022, arXiv:2006.14123, alg. 1.
+    """
+    size = sum(int(s.shape[-1]) for s in run.states)
+    samples, time = run.input.shape[:2]
+    count = size if count is None else min(count, size)
+    basis = np.random.default_rng(seed).normal(size=(samples, size, count))
+    q = np.linalg.qr(basis)[0]
+    logs = np.empty((time, samples, count))
+    for position, a in enumerate(step_jacobians(run)):
+        q, r = np.linalg.qr(a @ q)
+        diagonal = np.abs(np.diagonal(r, axis1=1, axis2=2))
+        logs[position] = np.log(np.maximum(diagonal, 1e-300))
+    kept = logs[round(burn_in * time) :]
+    exponents = kept.mean(axis=(0, 1))
+    blocks = np.stack([b.mean(axis=(0, 1)) for b in np.array_split(kept, 5)])
+    over_samples = kept.mean(axis=0).std(axis=0, ddof=1) / np.sqrt(samples) if samples > 1 else np.zeros(count)
+    stderr = np.maximum(over_samples, blocks.std(axis=0, ddof=1) / np.sqrt(len(blocks)))
+    order = np.argsort(-exponents)
+    return Lyapunov(exponents[order], stderr[order], kaplan_yorke_dimension(exponents[order]))
+
+
+def kaplan_yorke_dimension(exponents: Array) -> float:
+    """J + (l_1 + ... + l_j) / |l_(j+1)|, j the largest number of exponents (descending) whose sum is not negative.
+
+    Kaplan, Yorke 1979, doi:10.1007/BFb0064319.
+    """
+    sums = np.cumsum(np.asarray(exponents, dtype=np.float64))
+    if not len(sums) or sums[0] < 0:
+        return 0.0
+    j = int(np.flatnonzero(sums >= 0).max()) + 1
+    return float(j) if j == len(sums) else j + float(sums[j - 1]) / abs(float(exponents[j]))
+
+
+def effective_rank(matrix: Array) -> Array:
+    """Exp of the entropy of the normalised singular values of (..., n, m). Roy, Vetterli 2007, EUSIPCO."""
+    values = np.linalg.svd(np.asarray(matrix, dtype=np.float64), compute_uv=False)
+    total = values.sum(axis=-1, keepdims=True)
+    share = values / np.where(total > 0, total, 1.0)
+    rank: Array = np.exp(-np.sum(np.where(share > 0, share * np.log(np.where(share > 0, share, 1.0)), 0.0), axis=-1))
+    return rank
+
+
+@dataclass(frozen=True)
+class KernelSpectrum:
+    """Spectral facts of a square recurrent kernel.
+
+    Attributes
+    ----------
+    radius, largest_singular_value
+    departure_from_orthogonality
+        |W^T W - I|_F.
+    departure_from_normality
+        Henrici's: sqrt(|W|_F^2 - sum |eigenvalue|^2), relative to |W|_F.
+    """
+
+    radius: float
+    largest_singular_value: float
+    departure_from_orthogonality: float
+    departure_from_normality: float
+
+
+def kernel_spectrum(kernel: Array) -> KernelSpectrum:
+    """Of one gate's recurrent kernel (unit_in, unit), square. Henrici 1962, doi:10.1007/BF01386294."""
+    w = np.asarray(kernel, dtype=np.float64)
+    values, norm = np.linalg.eigvals(w), float(np.linalg.norm(w))
+    gap = max(norm**2 - float(np.sum(np.abs(values) ** 2)), 0.0)
+    return KernelSpectrum(
+        float(np.abs(values).max(initial=0.0)),
+        float(np.linalg.norm(w, 2)) if w.size else 0.0,
+        float(np.linalg.norm(w.T @ w - np.eye(w.shape[1]))),
+        gap**0.5 / norm if norm else 0.0,
+    )

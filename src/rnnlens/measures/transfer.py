@@ -1,0 +1,180 @@
+"""How much of a cotangent on the final state arrives tau steps earlier: the state's own transfer, whatever the loss.
+
+The states are measured in units of their spread, so that a unit that moves by 1e-3 and one that moves by 1 count alike.
+Cotangents are swept back through the recurrence, many at once; no matrix A_t is ever built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import cast
+
+import numpy as np
+
+from ..recurrence.cells import KnownCell, equations
+from ..recurrence.cells.custom import StepCell
+from ..recurrence.cells.record import Record
+from ..recurrence.run import Run
+from ..typing import Array
+
+#: Steps at the end whose growth is not counted: random cotangents turn into the leading direction first.
+BURN_IN = 0.1
+_BLOCKS = 5
+_TINY = 1e-290
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What random cotangents on the whole final state become on their way back.
+
+    Attributes
+    ----------
+    log_ratio : (lag, sample)
+        Natural logarithm of |cotangent at lag tau| / |cotangent at lag 0|, mean over directions; lag 0 is 0. Minus
+        infinity where nothing is left.
+    """
+
+    log_ratio: Array
+
+    @property
+    def kappa(self) -> Array:
+        """(lag,): median over samples of the ratio."""
+        return np.exp(np.median(self.log_ratio, axis=1))
+
+    @property
+    def growth(self) -> float:
+        """Decades by which the cotangent has grown at its largest: log10 of the largest kappa, 0 or more."""
+        return float(np.median(self.log_ratio, axis=1).max() / np.log(10))
+
+    def leading_exponent(self) -> tuple[float, float]:
+        """lambda_1, the mean growth rate per step, and its standard error: the larger of that over samples and blocks.
+
+        Oseledets 1968; as a limit of products of step Jacobians Vogt et al. 2022, arXiv:2006.14123, section 2. A matrix
+        and its transpose grow alike.
+        """
+        burn = max(1, round(BURN_IN * len(self.log_ratio)))
+        kept = self.log_ratio[burn:]
+        if len(kept) < 2 * _BLOCKS or not np.isfinite(kept).all():
+            return (float("-inf") if np.isneginf(kept).any() else float("nan")), float("nan")
+        rates = (kept[-1] - kept[0]) / (len(kept) - 1)
+        ends = np.linspace(0, len(kept) - 1, _BLOCKS + 1).round().astype(int)
+        blocks = np.array([np.mean((kept[b] - kept[a]) / (b - a)) for a, b in pairwise(ends)])
+        error = max(
+            rates.std(ddof=1) / np.sqrt(rates.size) if rates.size > 1 else 0.0, blocks.std(ddof=1) / _BLOCKS**0.5
+        )
+        return float(rates.mean()), float(error)
+
+
+def state_spread(run: Run) -> list[Array]:
+    """Standard deviation of each unit of each state over samples and steps, at least 1e-3 of the median unit's."""
+    spreads = []
+    for state in run.states:
+        values = np.asarray(state, dtype=np.float64).reshape(-1, state.shape[-1])
+        spread = values.std(axis=0)
+        spreads.append(np.maximum(spread, 1e-3 * (float(np.median(spread)) or 1.0)))
+    return spreads
+
+
+def state_transfer(run: Run, *, directions: int = 8, lags: int | None = None, seed: int = 0) -> Transfer:
+    """Pull random cotangents on the final state back through a recurrent layer.
+
+    Parameters
+    ----------
+    run
+        One direction of one call, replayed, in NumPy.
+    directions
+        Random cotangents per sample.
+    lags
+        How far back; to the first step by default.
+    """
+    order = list(run.steps(reverse=True))[: None if lags is None else lags]
+    spreads = state_spread(run)
+    rng = np.random.default_rng(seed)
+    samples, dtype = int(run.input.shape[0]), np.asarray(run.states[0][:1, :1]).dtype
+    shapes = [(samples, directions, s.shape[-1]) for s in run.states]
+    unit = _normalised([rng.normal(size=shape) for shape in shapes])
+    rows = [(z / s).astype(dtype) for z, s in zip(unit, spreads, strict=True)]
+    total = np.zeros((samples, directions))
+    logs = [total.mean(axis=1)]
+    pull = _Known(run) if isinstance(run.cell, KnownCell) else _Stepped(run)
+    for t in order:
+        new = pull(t, rows)
+        if run.mask is not None:
+            real = np.asarray(run.mask[:, t])[:, None, None]
+            new = [np.where(real, a, b) for a, b in zip(new, rows, strict=True)]
+        rows = new
+        size = np.sqrt(sum(np.sum((r * s) ** 2, axis=-1, dtype=np.float64) for r, s in zip(rows, spreads, strict=True)))
+        alive = size > _TINY
+        total = np.where(alive, total + np.log(np.where(alive, size, 1.0)), -np.inf)
+        rows = [(r / np.where(alive, size, 1.0)[..., None]).astype(dtype) for r in rows]
+        logs.append(total.mean(axis=1))
+    return Transfer(np.stack(logs))
+
+
+def _normalised(parts: Sequence[Array]) -> list[Array]:
+    size = np.sqrt(sum(np.sum(p**2, axis=-1) for p in parts))
+    return [p / size[..., None] for p in parts]
+
+
+class _Known:
+    """One step of a known cell, its equations pulled back for all directions at once."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __call__(self, t: int, rows: list[Array]) -> list[Array]:
+        run, cell = self.run, cast(KnownCell, self.run.cell)
+
+        def wide(array: Array) -> Array:
+            return array[:, None]
+
+        record = Record(*(None if part is None else wide(part[:, t]) for part in cast(Record, run.record)))
+        before, after = [wide(s) for s in run.state_before(t)], [wide(s[:, t]) for s in run.states]
+        _, carry, _ = equations(cell).pull_back(cell, record, before, after, rows, run.state_scale, run.xp)
+        return list(carry)
+
+
+class _Stepped:
+    """One step of any other cell, by the framework, a direction at a time."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __call__(self, t: int, rows: list[Array]) -> list[Array]:
+        run, cell, xp = self.run, cast(StepCell, self.run.cell), self.run.xp
+        x, state = run.input[:, t, :], run.state_before(t)
+        nothing = xp.zeros((x.shape[0], cell.output_size), dtype=x.dtype)
+        found = []
+        for k in range(rows[0].shape[1]):
+            given = [xp.asarray(np.ascontiguousarray(r[:, k]), dtype=x.dtype) for r in rows]
+            found.append(cell.vjp(x, state, nothing, given)[1])
+        return [np.stack([np.asarray(f[i]) for f in found], axis=1) for i in range(len(rows))]
+
+
+def step_jacobians(run: Run) -> Iterator[Array]:
+    """A_t = ds_t/ds_(t-1) of every step, states side by side, in the order of the recurrence: (sample, S, S) each."""
+    sizes = [int(s.shape[-1]) for s in run.states]
+    samples, dtype = int(run.input.shape[0]), np.asarray(run.states[0][:1, :1]).dtype
+    unit = np.broadcast_to(np.eye(sum(sizes), dtype=dtype), (samples, sum(sizes), sum(sizes)))
+    rows = [np.ascontiguousarray(part) for part in np.split(unit, np.cumsum(sizes)[:-1], axis=2)]
+    pull = _Known(run) if isinstance(run.cell, KnownCell) else _Stepped(run)
+    for t in run.steps():
+        a = np.concatenate(pull(t, rows), axis=2)
+        yield a if run.mask is None else np.where(np.asarray(run.mask[:, t])[:, None, None], a, unit)
+
+
+def theil_sen(profile: Array) -> float:
+    """Median of the slopes between all pairs of points of ln(profile) over its index: decay per step (negative: fades).
+
+    Sen 1968, doi:10.1080/01621459.1968.10480934. Points that are not finite and positive are left out.
+    """
+    profile = np.asarray(profile, dtype=np.float64)
+    at = np.flatnonzero(np.isfinite(profile) & (profile > 0))
+    if at.size < 2:
+        return float("nan")
+    at = at[np.linspace(0, at.size - 1, min(at.size, 400)).round().astype(int)]
+    logs = np.log(profile[at])
+    first, second = np.triu_indices(at.size, k=1)
+    return float(np.median((logs[second] - logs[first]) / (at[second] - at[first])))

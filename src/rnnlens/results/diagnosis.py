@@ -1,0 +1,130 @@
+"""The result of ``rl.diagnose``: a sentence per layer, the findings, and the measures that both rest on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import xarray as xr
+
+from .base import Result
+from .checks import Check
+
+Severity = Literal["fault", "caution", "fact", "unknown"]
+
+#: Version of the layout of :meth:`Diagnosis.to_json`; it grows when a field is renamed or removed.
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that can be told honestly from the numbers.
+
+    Attributes
+    ----------
+    code
+        ``"VANISHING"`` and so on; docs/findings has a page for each.
+    severity
+        ``"fault"``: something to mend; ``"caution"``: read the numbers with care; ``"fact"``; ``"unknown"``: nothing
+        can be said.
+    layer
+        Name of the layer, or ``"model"``.
+    sentence
+        What is the matter, with the numbers.
+    evidence
+        The numbers by name.
+    threshold
+        The rule that they met.
+    remedy
+        What to do, on which condition, with reference.
+    """
+
+    code: str
+    severity: Severity
+    layer: str
+    sentence: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    threshold: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.code} ({self.severity}, {self.layer}): {self.sentence}" + (
+            f" Try: {self.remedy}" if self.remedy else ""
+        )
+
+
+class Diagnosis(Result, kind="diagnosis"):
+    """What ``rl.diagnose`` returns. ``print(d)``: the sentences, then the findings; ``d["lstm"]``: the measures.
+
+    ``d["model"]`` holds what belongs to the whole model: the curves ``use`` and ``benefit`` over ``context`` with their
+    intervals, ``memory`` (n at 5 % and 1 %), ``skill``, what is missed by lag. A layer's node holds ``kappa`` and the
+    adjoint's profile by ``lag``, the leading exponent, gate time constants, dead units.
+
+    Attributes
+    ----------
+    sentences : by layer
+    findings : list of :class:`Finding`, faults first
+    """
+
+    def __init__(
+        self,
+        datasets: Mapping[str, xr.Dataset] | xr.DataTree,
+        *,
+        sentences: Mapping[str, str] | None = None,
+        findings: Iterable[Finding | Mapping[str, Any]] = (),
+        provenance: Mapping[str, str] | None = None,
+        notes: Iterable[str] = (),
+        checks: Iterable[Check | Mapping[str, Any]] = (),
+    ) -> None:
+        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks)
+        self.sentences = dict(sentences or {})
+        self.findings = [f if isinstance(f, Finding) else Finding(**f) for f in findings]
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """Codes of the findings, each once."""
+        return tuple(dict.fromkeys(finding.code for finding in self.findings))
+
+    def to_json(self) -> str:
+        """Everything but the curves as JSON, in a stable layout: schema, sentences, findings, measures, provenance."""
+        measures = {
+            name: {
+                str(key): _number(variable)
+                for key, variable in self.dataset(name).data_vars.items()
+                if variable.ndim == 0
+            }
+            for name in self
+        }
+        whole = {
+            "schema": SCHEMA,
+            "sentences": self.sentences,
+            "findings": [asdict(finding) for finding in self.findings],
+            "measures": measures,
+            "notes": self.notes,
+            "provenance": self.provenance,
+        }
+        return json.dumps(whole, indent=2, default=str)
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            **super()._meta(),
+            "sentences": self.sentences,
+            "findings": [json.loads(json.dumps(asdict(f), default=float)) for f in self.findings],
+        }
+
+    def _headline(self) -> str:
+        return ", ".join(self.codes) or "nothing to report"
+
+    def __str__(self) -> str:
+        return "\n".join([*self.sentences.values(), *map(str, self.findings), *(f"note: {n}" for n in self.notes)])
+
+    def _rows(self) -> list[tuple[str, str]]:
+        return [*self.sentences.items(), *((f.code, f"{f.sentence} {f.remedy}".strip()) for f in self.findings)]
+
+
+def _number(variable: xr.DataArray) -> Any:
+    value = variable.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
