@@ -19,10 +19,10 @@ __version__ = "0.1.0"
 
 #: public name -> module that holds it.
 _HOME = {
-    "compare": "rnnlens.diagnose.compare",
-    "diagnose": "rnnlens.diagnose",
-    "fixed_points": "rnnlens.diagnose.dynamics",
-    "lyapunov": "rnnlens.diagnose.dynamics",
+    "compare": "rnnlens.diagnosis.compare",
+    "diagnose": "rnnlens.diagnosis",
+    "fixed_points": "rnnlens.diagnosis.dynamics",
+    "lyapunov": "rnnlens.diagnosis.dynamics",
     "layers": "rnnlens.verbs.trace",
     "trace": "rnnlens.verbs.trace",
     "jacobian": "rnnlens.verbs.jacobian",

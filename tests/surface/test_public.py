@@ -13,6 +13,14 @@ CHANGELOG = Path(__file__).resolve().parents[2] / "CHANGELOG.md"
 
 #: Functions with their parameters and defaults; rooms (modules) with None.
 PUBLIC = {
+    "compare": "(diagnoses)",
+    "diagnose": ("(model, x, y=None, *, baseline=None, step=-1, output=0, task=None, loss=None, samples=512, seed=0)"),
+    "fixed_points": (
+        "(model, x=None, *, layer=None, input='mean', starts=None, period=1, most=512, noise=0.0, tolerance=0.001, "
+        "seed=0)"
+    ),
+    "lyapunov": "(model, x, *, layer=None, count=None, samples=16, seed=0)",
+    "measures": None,
     "errors": None,
     "gradients": (
         "(model, x, y=None, *, of='loss', wrt='weights', at=None, reduce=None, per_sample=False, loss=None, "

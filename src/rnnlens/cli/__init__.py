@@ -1,7 +1,7 @@
-"""The command line: ``rnnlens layers``, ``rnnlens trace``, ``rnnlens show``, ``rnnlens demo``.
+"""The command line: ``rnnlens layers``, ``rnnlens trace``, ``rnnlens diagnose``, ``rnnlens show``, ``rnnlens demo``.
 
-Ends with 0 when all went well, 1 on an error that nobody foresaw, 2 on wrong arguments and on what rnnlens refuses, 130
-on Ctrl-C. A traceback is shown with ``--debug`` only.
+Ends with 0 when all went well, 1 on an error that nobody foresaw, 2 on wrong arguments and on what rnnlens refuses, 3 on a
+finding that ``diagnose --fail-on`` named, 130 on Ctrl-C. A traceback is shown with ``--debug`` only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: What ``--help`` says about the code that a command ends with.
 EXIT_CODES = (
     "Exit codes: 0 success; 1 an error nobody foresaw; 2 wrong arguments, or something refused with a reason; "
-    "130 interrupted."
+    "3 a finding named with --fail-on; 130 interrupted."
 )
 
 

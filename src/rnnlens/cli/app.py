@@ -161,6 +161,8 @@ def demo(
 
 
 app.command()(diagnose)
+
+
 def _traced(model: Any, batch: Data, **options: Any) -> Any:
     """The trace; what the framework says about data that do not fit the model becomes one error of ours."""
     from ..verbs.trace import trace as run

@@ -11,7 +11,7 @@ from ..errors import InputError, did_you_mean, message
 from . import console
 
 #: Exit code where a finding that was named with --fail-on was made.
-FOUND = 1
+FOUND = 3
 
 CODES = (
     "NO_SKILL",
@@ -38,7 +38,7 @@ def diagnose(
     data: Annotated[Path, typer.Argument(help="A .npz file with held-out arrays x and y.", metavar="DATA.npz")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to save: .nc or .zarr.")] = None,
     fail_on: Annotated[
-        list[str] | None, typer.Option("--fail-on", metavar="CODE", help="End with code 1 on this finding; repeat.")
+        list[str] | None, typer.Option("--fail-on", metavar="CODE", help="End with code 3 on this finding; repeat.")
     ] = None,
     baseline: Annotated[bool, typer.Option("--baseline", help="Show the memory at initialisation beside.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -54,7 +54,7 @@ def diagnose(
     ] = False,
 ) -> None:
     """Say how much of its past a trained network uses, what it misses, and why."""
-    from ..diagnose import diagnose as run
+    from ..diagnosis import diagnose as run
     from ..results.files import check_path
     from .data import read_data
     from .models import load_model

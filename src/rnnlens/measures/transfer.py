@@ -41,12 +41,13 @@ class Transfer:
     @property
     def kappa(self) -> Array:
         """(lag,): median over samples of the ratio."""
-        return np.exp(np.median(self.log_ratio, axis=1))
+        ratio: Array = np.median(np.exp(self.log_ratio), axis=1)
+        return ratio
 
     @property
     def growth(self) -> float:
         """Decades by which the cotangent has grown at its largest: log10 of the largest kappa, 0 or more."""
-        return float(np.median(self.log_ratio, axis=1).max() / np.log(10))
+        return float(np.log10(self.kappa.max()))
 
     def leading_exponent(self) -> tuple[float, float]:
         """lambda_1, the mean growth rate per step, and its standard error: the larger of that over samples and blocks.

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
+from matplotlib.lines import Line2D
 
 from ..errors import InputError, message
 from ..results.diagnosis import Diagnosis
+from ._keywords import checked
 from ._panels import open_panels, whole_numbers
 
 _USE, _BENEFIT, _MISSED, _KAPPA, _ADJOINT = "#0072b2", "#009e73", "#d55e00", "#0072b2", "#cc79a7"
@@ -17,7 +19,7 @@ _DEEPEST = 12
 
 
 def diagnosis(
-    d: Diagnosis, *, layer: str | None = None, title: str | None = None, ax: Any = None, figure: Any = None
+    d: Diagnosis, *, layer: str | None = None, title: str | None = None, ax: Any = None, figure: Any = None, **line: Any
 ) -> Any:
     """Draw what a diagnosis rests on.
 
@@ -34,6 +36,8 @@ def diagnosis(
         Instead of the sentence of the diagnosis.
     ax, figure
         Four Axes, or a Figure or SubFigure to draw into.
+    **line
+        Properties of matplotlib's Line2D, of all curves.
 
     Returns
     -------
@@ -42,8 +46,9 @@ def diagnosis(
     Raises
     ------
     InputError
-        If ``d`` is no diagnosis, or ``ax`` has not four Axes.
+        If ``d`` is no diagnosis, a keyword is unknown, or ``ax`` has not four Axes.
     """
+    keywords = checked(line, Line2D, figure="diagnosis")
     if not isinstance(d, Diagnosis):
         raise InputError(
             message(
@@ -56,10 +61,10 @@ def diagnosis(
     names = [name for name in d if name != "model"]
     node = d[layer or names[0]]
     node = node.isel(direction=0) if "direction" in node.dims else node
-    _memory(panels.axes[0], d["model"])
+    _memory(panels.axes[0], d["model"], keywords)
     _missed(panels.axes[1], d["model"])
-    _transfer(panels.axes[2], node)
-    _gates(panels.axes[3], node)
+    _transfer(panels.axes[2], node, keywords)
+    _gates(panels.axes[3], node, keywords)
     panels.title(title or _folded(next(iter(d.sentences.values()))))
     return panels.result()
 
@@ -73,7 +78,7 @@ def _folded(sentence: str, width: int = 110) -> str:
     return "\n".join(lines)
 
 
-def _memory(ax: Any, model: xr.Dataset) -> None:
+def _memory(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     context = model["context"].values
     for name, colour, label in (
         ("use", _USE, "use (of the variance)"),
@@ -81,7 +86,8 @@ def _memory(ax: Any, model: xr.Dataset) -> None:
     ):
         values, band = model[name].values, model[f"{name}_interval"].values
         if values.size and np.isfinite(values).any():
-            ax.plot(context, values, color=colour, marker="o", markersize=3, linewidth=1.2, label=label, gid=name)
+            look = {"color": colour, "marker": "o", "markersize": 3, "linewidth": 1.2}
+            ax.plot(context, values, label=label, gid=name, **{**look, **keywords})
             ax.fill_between(context, band[:, 0], band[:, 1], color=colour, alpha=0.15, linewidth=0)
     ax.axhline(0.05, color="0.6", linewidth=0.7, linestyle=":")
     if bool(model.attrs["known"]) and np.isfinite(float(model["memory"])):
@@ -132,7 +138,7 @@ def _missed(ax: Any, model: xr.Dataset) -> None:
     whole_numbers(ax, "x")
 
 
-def _transfer(ax: Any, node: xr.Dataset) -> None:
+def _transfer(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
     floor = 10.0**-_DEEPEST
     curves = (
         ("kappa", "kappa_low", "kappa_high", _KAPPA, "state transfer"),
@@ -143,7 +149,7 @@ def _transfer(ax: Any, node: xr.Dataset) -> None:
             continue
         values = node[name].values
         lag, shown = np.arange(values.size), np.where(values > floor, values, np.nan)
-        ax.plot(lag, shown, color=colour, linewidth=1.2, label=label, gid=name)
+        ax.plot(lag, shown, label=label, gid=name, **{"color": colour, "linewidth": 1.2, **keywords})
         ax.fill_between(
             lag,
             np.maximum(node[low].values, floor),
@@ -172,14 +178,15 @@ def _transfer(ax: Any, node: xr.Dataset) -> None:
     whole_numbers(ax, "x")
 
 
-def _gates(ax: Any, node: xr.Dataset) -> None:
+def _gates(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
     ax.set(xlabel="unit, by time constant", ylabel="steps", title="time constants of the gates")
     if "timescale" not in node:
         ax.annotate("this cell has no keeping gate", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
         return
     values = np.sort(node["timescale"].values)
     finite = np.where(np.isfinite(values), values, np.nan)
-    ax.plot(np.arange(values.size), finite, color=_USE, marker=".", markersize=4, linewidth=0.8, gid="timescale")
+    look = {"color": _USE, "marker": ".", "markersize": 4, "linewidth": 0.8}
+    ax.plot(np.arange(values.size), finite, gid="timescale", **{**look, **keywords})
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter("{x:g}")

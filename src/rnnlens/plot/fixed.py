@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from matplotlib.lines import Line2D
 
 from ..errors import InputError, message
 from ..results.dynamics import FixedPoints
+from ._keywords import checked
 from ._panels import open_panels
 
 _KINDS = (("stable", "#0072b2", "o"), ("saddle", "#d55e00", "X"), ("slow", "0.5", "."))
 
 
-def fixed_points(points: FixedPoints, *, title: str | None = None, ax: Any = None, figure: Any = None) -> Any:
+def fixed_points(
+    points: FixedPoints, *, title: str | None = None, ax: Any = None, figure: Any = None, **line: Any
+) -> Any:
     """Draw fixed points in the first two principal components of the states that the search started from.
 
     Parameters
@@ -24,6 +28,8 @@ def fixed_points(points: FixedPoints, *, title: str | None = None, ax: Any = Non
         Instead of the count of points.
     ax, figure
         An Axes, or a Figure or SubFigure to draw into.
+    **line
+        Properties of matplotlib's Line2D, of the points.
 
     Returns
     -------
@@ -32,8 +38,9 @@ def fixed_points(points: FixedPoints, *, title: str | None = None, ax: Any = Non
     Raises
     ------
     InputError
-        If ``points`` are none.
+        If ``points`` are none, or a keyword is unknown.
     """
+    keywords = checked(line, Line2D, figure="fixed_points")
     if not isinstance(points, FixedPoints):
         raise InputError(
             message(
@@ -53,16 +60,8 @@ def fixed_points(points: FixedPoints, *, title: str | None = None, ax: Any = Non
     for kind, colour, marker in _KINDS:
         chosen = where[groups[kind]]
         if len(chosen):
-            place.plot(
-                *chosen.T,
-                linestyle="",
-                marker=marker,
-                markersize=7,
-                color=colour,
-                zorder=3,
-                label=f"{kind} ({len(chosen)})",
-                gid=kind,
-            )
+            look = {"linestyle": "", "marker": marker, "markersize": 7, "color": colour, "zorder": 3}
+            place.plot(*chosen.T, label=f"{kind} ({len(chosen)})", gid=kind, **{**look, **keywords})
     _modes(place, points, where, axes, float(np.ptp(flat, axis=0).max()))
     place.set(xlabel=f"first component ({shares[0]:.0%} of variance)", ylabel=f"second component ({shares[1]:.0%})")
     place.legend(fontsize="x-small", loc="best")

@@ -32,7 +32,7 @@ def test_version_and_help(rnnlens):
     said = rnnlens("--version")
     assert (said.code, said.out) == (0, f"rnnlens {rl.__version__}\n")
     listing = rnnlens("--help").out
-    for command in ("layers", "trace", "show", "demo"):
+    for command in ("layers", "trace", "diagnose", "show", "demo"):
         assert command in listing
         assert rnnlens(command, "--help").code == 0
 
@@ -303,3 +303,57 @@ def test_a_keras_factory_takes_a_weights_file(rnnlens, folder, module):
     said = rnnlens("trace", f"{name}:other", *arguments)
     assert said.code == 2
     assert said.err.splitlines()[0] == "These weights do not fit the model."
+
+
+DIAGNOSED = """
+    import torch
+    from torch import nn
+
+    class Last(nn.Module):
+        '''Says the last value, and nothing else.'''
+
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.RNN(1, 2, batch_first=True)
+            with torch.no_grad():
+                for weight in self.rnn.parameters():
+                    weight.zero_()
+                self.rnn.weight_ih_l0[0, 0] = 0.01
+        def forward(self, x):
+            return self.rnn(x)[0][:, -1, :1] * 100
+
+    def make():
+        return Last()
+"""
+
+
+def test_diagnose_says_what_is_used_and_fails_on_what_was_named(rnnlens, folder, module):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(200, 12, 1)).astype("float32")
+    np.savez(folder / "held_out.npz", x=x, y=x[:, -1])
+    factory = f"{module(DIAGNOSED)}:make"
+    said = rnnlens("diagnose", factory, "held_out.npz", "-o", "d.nc")
+    assert said.code == 0, said.err
+    assert "rnn uses the last step only, of 12" in said.out
+    assert rl.open(folder / "d.nc").codes == ("DEAD_UNITS", "LAST_STEP_ONLY")
+    failed = rnnlens("diagnose", factory, "held_out.npz", "--fail-on", "dead_units")
+    assert failed.code == 3
+    assert "found: DEAD_UNITS" in failed.err
+    assert rnnlens("diagnose", factory, "held_out.npz", "--fail-on", "VANISHING").code == 0
+    wrong = rnnlens("diagnose", factory, "held_out.npz", "--fail-on", "VANISHED")
+    assert wrong.code == 2
+    assert "did you mean 'VANISHING'?" in wrong.err
+
+
+def test_diagnose_prints_json_of_a_stable_layout(rnnlens, folder, module):
+    import json
+
+    x = np.random.default_rng(0).normal(size=(200, 12, 1)).astype("float32")
+    np.savez(folder / "held_out.npz", x=x, y=x[:, -1])
+    said = rnnlens("diagnose", f"{module(DIAGNOSED)}:make", "held_out.npz", "--json")
+    whole = json.loads(said.out)
+    assert set(whole) == {"schema", "sentences", "findings", "measures", "notes", "provenance"}
+    assert whole["schema"] == 1
+    assert whole["measures"]["model"]["memory"] == 1
+    first = whole["findings"][0]
+    assert set(first) == {"code", "severity", "layer", "sentence", "evidence", "threshold", "remedy"}

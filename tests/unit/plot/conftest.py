@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from rnnlens.results.diagnosis import Diagnosis
+from rnnlens.results.dynamics import FixedPoints
+
 LSTM = ["input", "forget", "candidate", "output"]
 
 
@@ -152,3 +155,71 @@ def by_gid():
         return list(owner.findobj(lambda artist: artist.get_gid() == gid))
 
     return find
+
+
+@pytest.fixture
+def diagnosis():
+    """A network that uses 11 of 40 steps and misses the one 25 steps back."""
+
+    def make(*, known=True, units=6):
+        context = np.array([1, 2, 4, 8, 10, 11, 16, 39])
+        use = np.where(context < 11, 0.8, 1e-6)
+        band = np.stack([use * 0.9, use * 1.1], axis=1)
+        missed = np.full(40, 0.01)
+        missed[25] = 0.4
+        model = xr.Dataset(
+            {
+                "use": ("context", use),
+                "use_interval": (("context", "bound"), band),
+                "benefit": ("context", use),
+                "benefit_interval": (("context", "bound"), band),
+                "steps": 40,
+                "memory": 11.0,
+                "missed": ("lag", missed),
+                "missed_threshold": 0.05,
+            },
+            coords={"context": context, "bound": ["low", "high"]},
+            attrs={"known": known, "why": "", "censored": False},
+        )
+        fading = 0.3 ** np.arange(41.0)
+        layer = xr.Dataset(
+            {
+                **{name: ("lag", fading * share) for name, share in KAPPA},
+                "timescale": ("cell_unit", np.linspace(1, 20, units)),
+            }
+        )
+        sentences = {"lstm": "lstm uses the last 11 of 40 steps (95 % CI 11-11)."}
+        return Diagnosis({"model": model, "lstm": layer}, sentences=sentences)
+
+    return make
+
+
+KAPPA = (("kappa", 1.0), ("kappa_low", 0.5), ("kappa_high", 2.0))
+
+
+@pytest.fixture
+def fixed_points():
+    """Two stable points and a saddle between them, on a line in three dimensions."""
+
+    def make():
+        states = np.array([[-1.0, 0, 0], [0.0, 0, 0], [1.0, 0, 0]])
+        values = np.array([[0.5, 0.1, 0], [2.0, 0.1, 0], [0.5, 0.1, 0]])
+        vectors = np.broadcast_to(np.eye(3), (3, 3, 3))
+        cloud = np.random.default_rng(0).normal(size=(50, 3)) * [1, 0.5, 0.1]
+        data = xr.Dataset(
+            {
+                "states": (("point", "state"), states),
+                "speed": ("point", np.zeros(3)),
+                "fixed": ("point", np.ones(3, bool)),
+                "stable": ("point", np.array([True, False, True])),
+                "starts": ("point", np.array([20, 3, 27])),
+                "eigenvalue_real": (("point", "mode"), values),
+                "eigenvalue_imag": (("point", "mode"), values * 0),
+                "eigenvector_real": (("point", "state", "mode"), vectors),
+                "eigenvector_imag": (("point", "state", "mode"), vectors * 0),
+                "trajectory": (("start", "state"), cloud),
+            }
+        )
+        return FixedPoints({"gru": data})
+
+    return make

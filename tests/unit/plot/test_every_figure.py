@@ -15,7 +15,7 @@ from rnnlens.errors import InputError
 
 
 @pytest.fixture
-def cases(gradient, layer, weights, jacobian):
+def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points):
     """Figure name -> arguments, and a misspelt keyword with what should be proposed."""
     history = {"lstm/kernel": [3.0, 2.0, 1.0], "lstm/bias": [1.0, 1.5, 2.0]}
     return {
@@ -30,6 +30,8 @@ def cases(gradient, layer, weights, jacobian):
         "weight_norms": ([history], "markersiz", "markersize"),
         "time_jacobian": ([jacobian()], "cmapp", "cmap"),
         "lag_profile": ([jacobian()], "linewidht", "linewidth"),
+        "diagnosis": ([diagnosis()], "linewdith", "linewidth"),
+        "fixed_points": ([fixed_points()], "markr", "marker"),
         "before_after": ([gradient(), gradient() * 2], "cmapp", "cmap"),
     }
 
@@ -122,6 +124,8 @@ def test_input_is_not_changed(name, cases):
 
 
 def variables(result):
+    if hasattr(result, "tree"):
+        return [variable.values for node in result.tree.subtree for variable in node.data_vars.values()]
     if hasattr(result, "data_vars"):
         return [variable.values for variable in result.data_vars.values()]
     return [result.values] if hasattr(result, "identical") else []
@@ -132,6 +136,8 @@ def compare(left, right):
         assert left.keys() == right.keys()
         for key in left:
             compare(left[key], right[key])
+    elif hasattr(left, "tree"):
+        assert left.tree.identical(right.tree)
     elif hasattr(left, "identical"):
         assert left.identical(right)
     else:

@@ -66,13 +66,13 @@ def layer_dataset(parts: Sequence[LayerFacts], carried: Carried | None = None) -
 
 def _one(part: LayerFacts) -> xr.Dataset:
     rate, error = part.transfer.leading_exponent()
-    logs = part.transfer.log_ratio
+    ratios = np.exp(part.transfer.log_ratio)
     variables = {
         "kappa": _v(
             ("lag",), part.transfer.kappa, "state transfer", "1", "share of a cotangent on the final state left"
         ),
-        "kappa_low": _v(("lag",), np.exp(np.quantile(logs, 0.25, axis=1)), "state transfer, lower quartile", "1"),
-        "kappa_high": _v(("lag",), np.exp(np.quantile(logs, 0.75, axis=1)), "state transfer, upper quartile", "1"),
+        "kappa_low": _v(("lag",), np.quantile(ratios, 0.25, axis=1), "state transfer, lower quartile", "1"),
+        "kappa_high": _v(("lag",), np.quantile(ratios, 0.75, axis=1), "state transfer, upper quartile", "1"),
         "lambda_1": _v((), rate, "leading exponent", "1 / step"),
         "lambda_1_stderr": _v((), error, "standard error of the leading exponent", "1 / step"),
         "growth": _v((), part.growth, "growth of the output's adjoint", "decades"),

@@ -1,0 +1,165 @@
+"""State transfer, exponents and fixed points, against linear recurrences, finite differences and hand calculation."""
+
+import numpy as np
+import pytest
+
+from rnnlens import measures
+from rnnlens.measures.fixed_points import find_points, iterate, step_map
+from rnnlens.recurrence.cells import KnownCell, gru, lstm, project_input, simple_rnn
+from rnnlens.recurrence.run import replay
+
+RNG = np.random.default_rng(0)
+
+
+def orthogonal(size, seed=0):
+    return np.linalg.qr(np.random.default_rng(seed).normal(size=(size, size)))[0]
+
+
+def run_of(cell, *, samples=6, steps=120, mask=None, order="forward", seed=1):
+    features = cell.kernel.shape[0]
+    x = np.random.default_rng(seed).normal(size=(samples, steps, features))
+    start = tuple(np.zeros((samples, size)) for size in cell.state_sizes)
+    return replay(cell, x, start, xp=np, mask=mask, order=order)
+
+
+def linear_cell(kernel):
+    into = np.random.default_rng(2).normal(size=(3, len(kernel)))
+    return KnownCell("simple_rnn", into, kernel, activation="linear", recurrent_activation="linear")
+
+
+def random_cell(kind, units=7, features=3, **options):
+    gates = {"simple_rnn": 1, "gru": 3, "lstm": 4}[kind]
+    make = np.random.default_rng(3).normal
+    return KnownCell(
+        kind,
+        make(size=(features, gates * units)),
+        0.4 * make(size=(units, gates * units)),
+        make(size=gates * units),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("rate", [0.8, 0.97, 1.05])
+def test_transfer_of_a_scaled_rotation(rate):
+    transfer = measures.state_transfer(run_of(linear_cell(rate * orthogonal(16))))
+    exponent, error = transfer.leading_exponent()
+    # In units of the spread of each unit the norm is another one: the ratio varies a little around rate ** lag.
+    assert np.exp(exponent) == pytest.approx(rate, rel=0.02)
+    assert error < 0.01
+    assert transfer.kappa[60] == pytest.approx(rate**60, rel=0.5)
+
+
+def test_masked_steps_carry_everything():
+    mask = np.ones((6, 120), bool)
+    mask[:, 60:] = False
+    transfer = measures.state_transfer(run_of(linear_cell(0.5 * orthogonal(8)), mask=mask))
+    np.testing.assert_allclose(transfer.kappa[:61], 1, rtol=1e-12)
+    assert transfer.kappa[70] < 0.01
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        random_cell("simple_rnn"),
+        random_cell("gru"),
+        random_cell("gru", reset_after=False),
+        random_cell("lstm"),
+    ],
+    ids=["simple_rnn", "gru", "gru reset before", "lstm"],
+)
+@pytest.mark.parametrize("order", ["forward", "backward"])
+def test_step_jacobians_against_finite_differences(cell, order):
+    run = run_of(cell, samples=2, steps=6, order=order)
+    module = {"simple_rnn": simple_rnn, "gru": gru, "lstm": lstm}[cell.kind]
+    cuts, size, step = np.cumsum(cell.state_sizes)[:-1], sum(cell.state_sizes), 1e-6
+    for t, a in zip(run.steps(), measures.step_jacobians(run), strict=True):
+        before = np.concatenate(run.state_before(t), axis=1)
+
+        def after(s, t=t):
+            projected = project_input(cell, run.input[:, t], None, np)
+            return np.concatenate(module.step(cell, projected, np.split(s, cuts, 1), None, np)[1], axis=1)
+
+        numeric = [(after(before + step * e) - after(before - step * e)) / (2 * step) for e in np.eye(size)]
+        np.testing.assert_allclose(a, np.stack(numeric, axis=2), atol=1e-8)
+
+
+@pytest.mark.parametrize("radii", [(0.9, 0.7, 0.5, 0.3), (1.1, 1.0, 0.6, 0.2)])
+def test_exponents_of_a_normal_matrix_are_those_of_its_eigenvalues(radii):
+    basis = orthogonal(4)
+    found = measures.lyapunov_spectrum(run_of(linear_cell(basis @ np.diag(radii) @ basis.T), steps=400))
+    np.testing.assert_allclose(found.exponents, np.log(radii), rtol=0.02, atol=2e-3)
+
+
+def test_leading_exponent_of_a_chaotic_network_against_two_trajectories():
+    units = 48
+    kernel = 2.5 / units**0.5 * np.random.default_rng(5).normal(size=(units, units))
+    cell = KnownCell("simple_rnn", 0.1 * np.random.default_rng(6).normal(size=(1, units)), kernel)
+    run = run_of(cell, samples=8, steps=600)
+    found = measures.lyapunov_spectrum(run, count=3)
+    # Direct: a small difference beside each trajectory, brought back to its size after every step.
+    difference = 1e-8 * np.random.default_rng(7).normal(size=(8, units))
+    size = np.linalg.norm(difference, axis=1, keepdims=True)
+    rates = []
+    for t in run.steps():
+        projected = project_input(cell, run.input[:, t], None, np)
+        near = simple_rnn.step(cell, projected, (run.state_before(t)[0] + difference,), None, np)[1][0]
+        moved = near - run.states[0][:, t]
+        grown = np.linalg.norm(moved, axis=1, keepdims=True)
+        rates.append(np.log(grown / size))
+        difference = moved * (size / grown)
+    direct = float(np.mean(rates[60:]))
+    assert direct > 0.05
+    assert abs(found.exponents[0] - direct) < 2 * found.stderr[0] + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("exponents", "dimension"), [((-0.1, -0.2), 0), ((0.1, -0.2), 1.5), ((0.2, 0.0, -0.1, -0.4), 3.25), ((1.0, 1.0), 2)]
+)
+def test_kaplan_yorke(exponents, dimension):
+    assert measures.kaplan_yorke_dimension(np.array(exponents)) == pytest.approx(dimension)
+
+
+def test_effective_rank():
+    assert measures.effective_rank(np.eye(5)) == pytest.approx(5)
+    assert measures.effective_rank(np.ones((4, 4))) == pytest.approx(1)
+
+
+def test_theil_sen_ignores_an_outlier():
+    profile = 0.8 ** np.arange(40)
+    profile[0] = 50
+    assert measures.theil_sen(profile) == pytest.approx(np.log(0.8), rel=0.02)
+
+
+def scalar_tanh(weight):
+    return KnownCell("simple_rnn", np.ones((1, 1)), np.array([[weight]]))
+
+
+def test_fixed_points_of_one_tanh_unit():
+    """tanh(w h) = h has one solution up to w = 1, three beyond; the middle one is then unstable with slope w."""
+    starts = np.linspace(-1, 1, 41)[:, None]
+    one = find_points(step_map(scalar_tanh(0.5), np.zeros(1)), starts)
+    np.testing.assert_allclose(one.states, [[0]], atol=1e-9)
+    three = find_points(step_map(scalar_tanh(2.0), np.zeros(1)), starts)
+    edge = 0.957504024082275  # tanh(2 h) = h, by bisection
+    np.testing.assert_allclose(np.sort(three.states[:, 0]), [-edge, 0, edge], atol=1e-9)
+    middle = int(np.abs(three.states[:, 0]).argmin())
+    assert three.eigenvalues[middle, 0] == pytest.approx(2)
+    assert three.stable.sum() == 2
+    assert (three.speed <= 1e-16).all()
+
+
+def test_a_cycle_of_two():
+    map_ = step_map(scalar_tanh(-2.0), np.zeros(1))
+    starts = np.linspace(-1, 1, 41)[:, None]
+    assert len(find_points(map_, starts).states) == 1
+    cycle = find_points(iterate(map_, 2), starts)
+    assert cycle.stable.sum() == 2
+    assert np.sort(np.abs(cycle.states[:, 0]))[-1] == pytest.approx(0.957504024082275)
+
+
+def test_fixed_points_of_an_lstm_are_mapped_onto_themselves():
+    cell = random_cell("lstm", units=5)
+    map_ = step_map(cell, np.zeros(3))
+    found = find_points(map_, np.random.default_rng(0).normal(size=(64, 10)))
+    assert found.fixed.any()
+    np.testing.assert_allclose(map_.step(found.states[found.fixed]), found.states[found.fixed], atol=1e-8)

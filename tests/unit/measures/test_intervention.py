@@ -1,0 +1,84 @@
+"""Memory by exchange of prefixes, against closed forms of linear predictions of white noise."""
+
+import numpy as np
+import pytest
+
+from rnnlens import measures
+from rnnlens.measures.intervention import search
+
+
+def linear(weights):
+    """f(x) = sum_tau w_tau x_(T - tau) for x (sample, time, 1)."""
+    return lambda x: x[:, ::-1, 0] @ np.asarray(weights)[: x.shape[1], None]
+
+
+@pytest.fixture
+def x():
+    return np.random.default_rng(0).normal(size=(20_000, 30, 1))
+
+
+def exchanged(x, keep):
+    other = x[measures.donors(len(x))]
+    return np.concatenate([other[:, : x.shape[1] - keep], x[:, x.shape[1] - keep :]], axis=1)
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.8, 0.95])
+def test_use_is_the_share_of_the_variance_that_is_older(x, decay):
+    weights = decay ** np.arange(30)
+    f = linear(weights)
+    energy = weights**2 / (weights**2).sum()
+    for keep in (1, 3, 10, 29):
+        assert measures.use(f(x), f(exchanged(x, keep))) == pytest.approx(energy[keep:].sum(), abs=0.02)
+
+
+def test_no_sample_lends_to_itself_and_all_lend():
+    for samples in (2, 3, 64):
+        lender = measures.donors(samples, seed=3)
+        assert sorted(lender) == list(range(samples))
+        assert (lender != np.arange(samples)).all()
+
+
+def test_lenders_are_about_as_long_as_borrowers():
+    lengths = np.random.default_rng(1).integers(5, 50, 200)
+    lender = measures.donors(200, lengths=lengths)
+    assert np.median(np.abs(lengths[lender] - lengths)) <= 1
+
+
+@pytest.mark.parametrize(("curve", "n"), [({1: 1, 2: 1, 4: 0.01}, 4), ({1: 0.0, 2: 0.0}, 1), ({1: 1, 9: 0.5}, 10)])
+def test_memory_is_the_first_context_that_suffices_for_good(curve, n):
+    assert measures.memory_length(curve, 10) == n
+
+
+def test_a_dip_on_the_way_is_not_the_end():
+    assert measures.memory_length({1: 0.9, 2: 0.01, 4: 0.9, 8: 0.01}, 10) == 8
+
+
+@pytest.mark.parametrize("need", [1, 2, 7, 23, 29, 30])
+def test_the_search_finds_what_all_contexts_would(x, need):
+    weights = np.zeros(30)
+    weights[need - 1] = 1
+    f, samples, probed = linear(weights), x[:500], []
+
+    def probe(keep):
+        probed.append(keep)
+        change = ((f(exchanged(samples, keep)) - f(samples)) ** 2).sum(axis=1)
+        return change, change
+
+    variance = measures.total_variance(f(samples))
+    found = search(probe, 30, 2 * variance, (0.05, 0.01))
+    curve = {k: c.mean() / (2 * variance) for k, c in found.change.items()}
+    assert measures.memory_length(curve, 30) == need
+    assert len(probed) == len(set(probed)) <= 13
+
+
+def test_skill_and_benefit_by_hand():
+    loss, swapped, constant = np.array([0.1, 0.3]), np.array([0.6, 0.6]), np.array([1.0, 1.0])
+    assert measures.skill(loss, constant) == pytest.approx(0.8)
+    assert measures.benefit(loss, swapped, constant) == pytest.approx(0.5)
+    assert np.isnan(measures.benefit(constant, swapped, loss))
+
+
+def test_a_prediction_that_does_not_vary_has_no_use():
+    f = np.full((10, 2), 3.0) + 1e-9 * np.random.default_rng(0).normal(size=(10, 2))
+    assert measures.total_variance(f) == 0
+    assert np.isnan(measures.use(f, f + 1))
