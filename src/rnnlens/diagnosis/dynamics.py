@@ -132,7 +132,7 @@ def fixed_points(
     name, run = _run(model, x, layer, 64)
     given = _input(input, run)
     begin = _starts(starts, name, run, most, noise, seed)
-    found = find_points(iterate(step_map(run.cell, given), period), begin, tolerance=tolerance)
+    found = find_points(iterate(step_map(run.cell, given, xp=run.xp), period), begin, tolerance=tolerance)
     sizes = [int(s.shape[-1]) for s in run.states]
     dataset = xr.Dataset(
         {

@@ -14,25 +14,30 @@ import numpy as np
 
 from ..recurrence.cells import KnownCell, equations, project_input
 from ..recurrence.cells.custom import StepCell
-from ..typing import Array
+from ..typing import Array, Namespace
 
-#: Largest |F(s) - s|^2 / 2 of a fixed point, and of a slow one, per squared spread of the starts.
-FIXED, SLOW = 1e-18, 1e-6
+#: Largest |F(s) - s|^2 / 2 of a fixed point in double and single precision, and of a slow one, per squared spread of the
+#: starts.
+FIXED, FIXED_SINGLE, SLOW = 1e-18, 1e-12, 1e-6
 _ROUNDS = 200
 
 
 @dataclass(frozen=True)
 class StepMap:
-    """One step of a cell under a constant input, states side by side: s to F(s), and dF/ds."""
+    """One step of a cell under a constant input, states side by side: s to F(s), and dF/ds; in single precision or not."""
 
     step: Callable[[Array], Array]
     jacobian: Callable[[Array], Array]
     size: int
+    single: bool = False
 
 
-def step_map(cell: KnownCell | StepCell, x: Array) -> StepMap:
-    """F of a cell at input ``x`` (feature,). Known cells compute in float64, others in what the framework does."""
-    return _known_map(cell, x) if isinstance(cell, KnownCell) else _custom_map(cell, x)
+def step_map(cell: KnownCell | StepCell, x: Array, *, xp: Namespace | None = None) -> StepMap:
+    """F of a cell at input ``x`` (feature,). Known cells compute in float64, others in what the framework does.
+
+    ``xp``: the arrays that a cell of unknown equations wants.
+    """
+    return _known_map(cell, x) if isinstance(cell, KnownCell) else _custom_map(cell, x, np if xp is None else xp)
 
 
 def _known_map(cell: KnownCell, x: Array) -> StepMap:
@@ -64,12 +69,13 @@ def _known_map(cell: KnownCell, x: Array) -> StepMap:
     return StepMap(step, jacobian, total)
 
 
-def _custom_map(cell: StepCell, x: Array) -> StepMap:
+def _custom_map(cell: StepCell, x: Array, xp: Namespace) -> StepMap:
     cuts, total = np.cumsum(cell.state_sizes)[:-1], sum(cell.state_sizes)
 
     def given(s: Array) -> tuple[Array, list[Array]]:
         kind = np.asarray(x).dtype
-        return np.repeat(np.asarray(x)[None], len(s), axis=0), [p.astype(kind) for p in np.split(s, cuts, 1)]
+        parts = [xp.asarray(np.ascontiguousarray(p, dtype=kind)) for p in np.split(s, cuts, 1)]
+        return xp.asarray(np.repeat(np.asarray(x)[None], len(s), axis=0)), parts
 
     def step(s: Array) -> Array:
         _, after = cell.step(*given(s))
@@ -79,7 +85,7 @@ def _custom_map(cell: StepCell, x: Array) -> StepMap:
         by_state, _ = cell.jacobian(*given(s))
         return np.asarray(by_state, dtype=np.float64)[:, :total]
 
-    return StepMap(step, jacobian, total)
+    return StepMap(step, jacobian, total, single=np.asarray(x).dtype != np.float64)
 
 
 def iterate(map_: StepMap, period: int) -> StepMap:
@@ -97,7 +103,7 @@ def iterate(map_: StepMap, period: int) -> StepMap:
             whole = map_.jacobian(s) @ whole
         return whole
 
-    return map_ if period == 1 else StepMap(step, jacobian, map_.size)
+    return map_ if period == 1 else StepMap(step, jacobian, map_.size, map_.single)
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class Points:
         return result
 
 
-def find_points(map_: StepMap, starts: Array, *, tolerance: float = 1e-3, fixed: float = FIXED) -> Points:
+def find_points(map_: StepMap, starts: Array, *, tolerance: float = 1e-3) -> Points:
     """Fixed and slow points from many starts.
 
     Parameters
@@ -141,6 +147,7 @@ def find_points(map_: StepMap, starts: Array, *, tolerance: float = 1e-3, fixed:
     """
     starts = np.asarray(starts, dtype=np.float64)
     scale = max(float(starts.std()), 1e-6)
+    fixed = FIXED_SINGLE if map_.single else FIXED
     ends, speed = _descend(map_, starts, fixed * scale**2)
     kept = np.flatnonzero(np.isfinite(speed) & (speed <= SLOW * scale**2))
     order = kept[np.argsort(speed[kept], kind="stable")]

@@ -43,7 +43,7 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         loss=loss,
         loss_given=batch.loss,
         wanted=frozenset({"output", "final_state"}) if loss is not None else frozenset(),
-        keep=_REPLAY if request.inputs else frozenset({"output", "final_state"}),
+        keep=_REPLAY if request.inputs else frozenset({"output", "final_state", "outputs"}),
         weights={name: variable for name, (variable, _) in weights.items()},
     )
     result = run(job, engine)

@@ -1,0 +1,83 @@
+"""``rl.diagnose`` on Keras networks whose memory is known in closed form, on every engine."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+
+STEPS, SAMPLES = 20, 256
+
+
+@pytest.fixture
+def x():
+    return np.random.default_rng(0).normal(size=(SAMPLES, STEPS, 1)).astype("float32")
+
+
+def shift_register(lag, *, masked=False, steps=STEPS):
+    """Holds the last inputs, each in a unit of its own, and reads the one ``lag`` steps before the last."""
+    units = lag + 2
+    rnn = keras.layers.SimpleRNN(units, activation="linear", name="rnn")
+    inputs = keras.Input((steps, 1))
+    fed = keras.layers.Masking(mask_value=0.0)(inputs) if masked else inputs
+    model = keras.Model(inputs, keras.layers.Dense(1, name="head")(rnn(fed)))
+    kernel, recurrent = np.zeros((1, units)), np.diag(np.ones(units - 1), 1)
+    kernel[0, 0] = 1
+    rnn.set_weights([kernel, recurrent, np.zeros(units)])
+    head = np.zeros((units, 1))
+    head[lag] = 1
+    model.get_layer("head").set_weights([head, np.zeros(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("lag", [0, 6])
+def test_memory_of_a_shift_register_is_exact(x, lag):
+    model = shift_register(lag)
+    before = [np.array(w) for w in model.get_weights()]
+    d = rl.diagnose(model, x, x[:, STEPS - 1 - lag], baseline="init")
+    assert float(d["model"].memory) == lag + 1
+    assert "at initialisation" in str(d)
+    assert not {"MISSED_DEPENDENCY", "VANISHING", "NO_SKILL"} & set(d.codes)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_samples_of_unequal_length_count_from_their_own_end(x):
+    lengths = np.random.default_rng(1).integers(8, STEPS + 1, SAMPLES)
+    real = np.arange(STEPS)[None] < lengths[:, None]
+    x = np.where(real[:, :, None], x, 0.0).astype("float32")
+    y = x[np.arange(SAMPLES), lengths - 4]
+    assert float(rl.diagnose(shift_register(3, masked=True), x, y)["model"].memory) == 4
+
+
+def test_what_is_missed_is_named(x):
+    d = rl.diagnose(shift_register(2), x, 0.5 * x[:, -3] + 0.5 * x[:, -15])
+    assert next(f for f in d.findings if f.code == "MISSED_DEPENDENCY").evidence["lag"] == 14
+    assert "VANISHING" in d.codes
+
+
+def test_fixed_points_and_exponents(x):
+    model = keras.Sequential([keras.Input((STEPS, 1)), keras.layers.SimpleRNN(1, name="rnn"), keras.layers.Dense(1)])
+    model.get_layer("rnn").set_weights([np.full((1, 1), 0.3), np.full((1, 1), 2.0), np.zeros(1)])
+    points = rl.fixed_points(model, x, input="zero")
+    found = points.states.values[points.stable.values][:, 0]
+    np.testing.assert_allclose(np.sort(found), [-0.957504024082275, 0.957504024082275], atol=1e-7)
+    still = rl.lyapunov(shift_register(3), x[:4])
+    assert still.exponent.size == 5
+
+
+def test_fixed_points_of_a_cell_of_ones_own(x):
+    class Spring(keras.layers.Layer):
+        state_size = output_size = 2
+
+        def call(self, inputs, states):
+            h = states[0] + 0.5 * (1 - states[0]) + 0 * inputs
+            return h, [h]
+
+    model = keras.Sequential([keras.Input((STEPS, 1)), keras.layers.RNN(Spring(), name="rnn"), keras.layers.Dense(1)])
+    points = rl.fixed_points(model, x[:8])
+    np.testing.assert_allclose(points.states, [[1, 1]], atol=1e-5)
+    np.testing.assert_allclose(points.eigenvalues, [[0.5, 0.5]], atol=1e-5)
