@@ -1,7 +1,7 @@
 """The command line: ``rnnlens layers``, ``rnnlens trace``, ``rnnlens diagnose``, ``rnnlens show``, ``rnnlens demo``.
 
-Ends with 0 when all went well, 1 on an error that nobody foresaw, 2 on wrong arguments and on what rnnlens refuses, 3 on a
-finding that ``diagnose --fail-on`` named, 130 on Ctrl-C. A traceback is shown with ``--debug`` only.
+Ends with 0 when all went well, 1 on an error that nobody foresaw, 2 on wrong arguments and on what rnnlens refuses,
+3 on a finding that ``diagnose --fail-on`` named, 130 on Ctrl-C. A traceback is shown with ``--debug`` only.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, RecurrentCall
 from ..adapters.registry import adapter_for
+from ..arguments.data import is_source
 from ..errors import InputError, ModelError, message
 from ..measures.intervention import donors, squared_change
 from ..recurrence.cells import KnownCell
@@ -79,7 +80,7 @@ def read_samples(x: Any, y: Any, most: int, steps: int | None = None) -> Samples
     InputError
         If no array has a time axis.
     """
-    if data.is_source(x):
+    if is_source(x):
         xs, ys, count = [], [], 0
         for batch in data.batches(x, as_numpy=True):
             xs.append(batch.x)

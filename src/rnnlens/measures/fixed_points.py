@@ -16,15 +16,15 @@ from ..recurrence.cells import KnownCell, equations, project_input
 from ..recurrence.cells.custom import StepCell
 from ..typing import Array, Namespace
 
-#: Largest |F(s) - s|^2 / 2 of a fixed point in double and single precision, and of a slow one, per squared spread of the
-#: starts.
+#: Largest |F(s) - s|^2 / 2 of a fixed point in double and single precision, and of a slow point, in units of the
+#: squared spread of the starts.
 FIXED, FIXED_SINGLE, SLOW = 1e-18, 1e-12, 1e-6
 _ROUNDS = 200
 
 
 @dataclass(frozen=True)
 class StepMap:
-    """One step of a cell under a constant input, states side by side: s to F(s), and dF/ds; in single precision or not."""
+    """One step of a cell under a constant input, states side by side: s to F(s), and dF/ds."""
 
     step: Callable[[Array], Array]
     jacobian: Callable[[Array], Array]
