@@ -472,7 +472,7 @@ def wrong(rows: list[dict[str, Any]]) -> None:
         if bad or off:
             print(
                 f"  {row['name']} {row['options']} seed {row['seed']}: wrong {bad}, n {row['n']} for {row['known']}, "
-                f"skill {row['skill']:.2f}, effect {row['effect']:.3f}, growth {row['growth']:.1f}, codes {row['codes']}"
+                f"skill {row['skill']:.2f}, effect {row['effect']:.3f}, growth {row['growth']:.1f}, {row['codes']}"
             )
 
 

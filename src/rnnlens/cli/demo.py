@@ -20,9 +20,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..diagnosis import diagnose
 from ..errors import FileError, InputError, MissingDependencyError, message
 from ..verbs.trace import trace
-from .portrait import Portrait, draw, read, sentence, table
+from .portrait import Portrait, draw, sentence, table
 
 if TYPE_CHECKING:
     from ..results.trace import Trace
@@ -66,7 +67,7 @@ def run(
     seed: int = 0,
     console: Console | None = None,
 ) -> list[Portrait]:
-    """Train, trace before and after, print the table and the sentences, write the figures.
+    """Train, trace before and after, diagnose, print the table and the sentences, write the figures.
 
     Parameters
     ----------
@@ -106,7 +107,7 @@ def run(
             set_seeds(keras, seed)
             model = build(keras, kind, units)
             fitting = partial(fit, keras, model, digits, epochs or RECIPES[kind].epochs, progress(kind))
-            portraits.append(portray(model, digits, fitting))
+            portraits.append(portray(keras, model, digits, fitting))
     console.print(table(portraits))
     for portrait in portraits:
         console.print(sentence(portrait), highlight=False)
@@ -187,14 +188,15 @@ def fit(keras: Any, model: Any, digits: Digits, epochs: int, advance: Callable[[
     model.fit(digits.x_train, digits.y_train, batch_size=32, epochs=epochs, verbose=0, callbacks=[follow])
 
 
-def portray(model: Any, digits: Digits, fitting: Callable[[], None]) -> Portrait:
-    """Look at a network, train it, look again."""
-    layer, spread = model.layers[0].name, digits.x_test.std(axis=0)
-    first, first_accuracy = look(model, digits)
+def portray(keras: Any, model: Any, digits: Digits, fitting: Callable[[], None]) -> Portrait:
+    """Look at a network, train it, look again, and say what it uses of its past."""
+    untrained = keras.models.clone_model(model)
+    untrained.set_weights(model.get_weights())
+    first, before = look(model, digits)
     fitting()
-    last, last_accuracy = look(model, digits)
-    before, after = read(first[layer], spread, first_accuracy), read(last[layer], spread, last_accuracy)
-    return Portrait(layer, before, after, (first, last))
+    last, after = look(model, digits)
+    diagnosis = diagnose(model, digits.x_test, digits.y_test, baseline=untrained)
+    return Portrait(model.layers[0].name, (before, after), diagnosis, (first, last))
 
 
 def look(model: Any, digits: Digits) -> tuple[Trace, float]:

@@ -1,7 +1,8 @@
-"""Before and after: what two traces of one network say about it, as numbers, a sentence and figures."""
+"""Before and after: what a diagnosis and two traces of one network say about it, as a table, a sentence and figures."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,61 +13,33 @@ import xarray as xr
 from rich.table import Table
 
 from .. import plot
-from ..recurrence.measures import finite_mean, half_life, mean_lag, safe_norm, share_above
+from ..recurrence.measures import finite_mean, safe_norm
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ..results.trace import LayerTrace, Trace
-
-#: A step counts as reached where its gradient exceeds this share of the largest.
-REACH = 0.01
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What one trace says about one network.
-
-    Attributes
-    ----------
-    accuracy
-        Share of held-out digits that are named correctly.
-    reach
-        Share of steps whose total gradient exceeds 1 % of the largest.
-    half
-        Lag, counted from the last step, at which the total gradient has fallen to half of its largest; infinite if it
-        never does.
-    mean_lag
-        Mean number of steps back at which the loss listens to its input: gradient times standard deviation of the
-        pixel, since a gradient at a pixel that never varies means nothing.
-    """
-
-    accuracy: float
-    reach: float
-    half: float
-    mean_lag: float
+    from ..results.diagnosis import Diagnosis
+    from ..results.trace import Trace
 
 
 @dataclass(frozen=True)
 class Portrait:
-    """One network before and after training."""
+    """One network before and after training.
+
+    Attributes
+    ----------
+    accuracy
+        Share of held-out digits that are named correctly, before and after.
+    diagnosis
+        Of the trained network, with the untrained one as baseline.
+    traces
+        Before and after.
+    """
 
     layer: str
-    before: Reading
-    after: Reading
+    accuracy: tuple[float, float]
+    diagnosis: Diagnosis
     traces: tuple[Trace, Trace]
-
-
-def read(seen: LayerTrace, spread: np.ndarray, accuracy: float) -> Reading:
-    """Put the numbers of one trace together; ``spread`` is the standard deviation of the input, (time, feature)."""
-    total = lag_norms(seen.hidden_grad.values)
-    listened = lag_norms(seen.input_grad.values * spread)
-    return Reading(
-        accuracy,
-        reach=float(share_above(total, threshold=REACH)),
-        half=float(np.argmax(total) + half_life(total)),
-        mean_lag=float(mean_lag(listened)),
-    )
 
 
 def lag_norms(gradient: np.ndarray) -> np.ndarray:
@@ -76,22 +49,34 @@ def lag_norms(gradient: np.ndarray) -> np.ndarray:
 
 
 def table(portraits: Sequence[Portrait]) -> Table:
-    """One row per network, before → after."""
-    result = Table(title="What the loss after the last pixel says about the 64 steps before it")
+    """One row per network."""
+    result = Table(title="How much of the 64 pixels before it a digit is named by")
     result.add_column("layer")
-    for column in ("steps reached", "half at lag", "mean lag of the input", "accuracy"):
+    for column in ("memory in use", "95 % interval", "at 1 %", "untrained", "training signal at lag 63", "accuracy"):
         result.add_column(column, justify="right")
     for portrait in portraits:
-        pairs = [
-            (percent(r.reach), lag(r.half), f"{r.mean_lag:.1f}", percent(r.accuracy))
-            for r in (portrait.before, portrait.after)
-        ]
-        result.add_row(portrait.layer, *(f"{before} → {after}" for before, after in zip(*pairs, strict=True)))
+        result.add_row(portrait.layer, *_cells(portrait))
     result.caption = (
-        "Before → after training, on held-out digits. Steps reached: total gradient dL/dh_t above 1 % of its largest.\n"
-        "Mean lag of the input: by |dL/dx_t| times the standard deviation of pixel t."
+        "On held-out digits. Memory in use: the last steps that the prediction needs, all others being another digit's.\n"
+        "Training signal: what is left of a cotangent on the final state, 63 steps back, after training."
     )
     return result
+
+
+def _cells(portrait: Portrait) -> tuple[str, ...]:
+    model, layer = portrait.diagnosis["model"], portrait.diagnosis[portrait.layer]
+    last = int(model["steps"])
+    low, high = (steps(float(bound), last) for bound in model["memory_interval"].values)
+    known = bool(model.attrs["known"])
+    before, after = (percent(share) for share in portrait.accuracy)
+    return (
+        steps(float(model["memory"]), last) if known else "unknown",
+        f"{low} to {high}" if known else "",
+        steps(float(model["memory_1_percent"]), last) if known else "",
+        steps(float(model["memory_before"]), last),
+        f"{float(layer['kappa'][last - 1]):.1e}",
+        f"{before} → {after}",
+    )
 
 
 def percent(share: float) -> str:
@@ -99,39 +84,24 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def lag(steps: float) -> str:
-    """A number of steps, or that there is none."""
-    return f"{steps:.1f}" if np.isfinite(steps) else "never"
+def steps(count: float, last: int) -> str:
+    """A number of steps; at least all of them, where it is not known to be fewer."""
+    return "unknown" if math.isnan(count) else f">= {last}" if count >= last else f"{count:.0f}"
 
 
 def sentence(portrait: Portrait) -> str:
-    """What happened to one network, in words that its numbers bear out."""
-    before, after = portrait.before, portrait.after
-    return (
-        f"{portrait.layer}: before training the loss reached back over {percent(before.reach)} of the steps "
-        f"and listened {before.mean_lag:.1f} steps back on average; "
-        f"after, over {percent(after.reach)} and {after.mean_lag:.1f}. "
-        f"Accuracy {percent(before.accuracy)} → {percent(after.accuracy)}: {verdict(before, after)}."
-    )
-
-
-def verdict(before: Reading, after: Reading) -> str:
-    """Compare before with after; a gradient that vanishes at initialisation alone foretells nothing."""
-    learned = after.accuracy > 0.5 > before.accuracy
-    if not learned:
-        return "it did not learn the task"
-    if after.mean_lag < 1.2 * before.mean_lag:
-        return "it learned the task without looking further back than at the start"
-    if before.reach < 0.5:
-        return "it learned to look far back, although the gradient had vanished over most steps at the start"
-    return "it learned to look further back"
+    """What the diagnosis says, and what was learned."""
+    before, after = portrait.accuracy
+    said = next(iter(portrait.diagnosis.sentences.values()))
+    return f"{said} Accuracy {percent(before)} → {percent(after)}."
 
 
 def draw(portraits: Sequence[Portrait], folder: Path) -> list[Path]:
-    """Write the figures: the gradient by step for all networks, and by unit for each."""
+    """Write the figures: the gradient by step for all networks; for each the gradient by unit, and its diagnosis."""
     folder.mkdir(parents=True, exist_ok=True)
     figures = {"gradient-by-step.png": draw_steps(portraits)}
     figures |= {f"{portrait.layer}-before-after.png": draw_units(portrait) for portrait in portraits}
+    figures |= {f"{p.layer}-diagnosis.png": plot.diagnosis(p.diagnosis)[0].figure for p in portraits}
     for name, figure in figures.items():
         figure.savefig(folder / name, dpi=110)
     return [folder / name for name in figures]
