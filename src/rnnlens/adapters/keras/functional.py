@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import InputError, message, raised_by
 from ...typing import Array
-from .engines import Engine
+from .engines import Engine, Memo
 
 #: Takes a cotangent of the function's value back to one cotangent per argument.
 Pull = Callable[[Array], list[Array]]
@@ -42,7 +42,7 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], engine:
         return {"value": value}, None
 
     with raised_by("Your function, differentiated,"):
-        linear = engine.linearise(program, tensors)
+        linear = engine.linearise(program, tensors, Memo())
     value = engine.to_array(linear.targets["value"])
 
     def pull(cotangent: Array) -> list[Array]:

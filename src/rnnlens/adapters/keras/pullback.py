@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,16 +15,15 @@ from ..protocol import Batch, Port, Pullback
 from . import loss as losses
 from .data import prepare
 from .discover import given_states, places
-from .engines import Engine, Tap, current
+from .engines import Engine, Memo, Tap, current
 from .found import as_found
+from .memos import forget
 from .ports import Spots
-from .run import Job, key_of, program
+from .run import Job, memo_for, program
 
 #: Bytes that the cotangents of one chunk may take, with what an engine needs around them.
 _CHUNK = 512 * 2**20
 _AROUND = 16
-_KEPT_PER_MODEL = 8
-_compiled: weakref.WeakKeyDictionary[Any, OrderedDict[Any, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
 class KerasPullback:
@@ -51,9 +48,8 @@ class KerasPullback:
         job = self._job(model, batch, loss)
         with as_found(model, self._engine, batch.seed):
             arguments = job.arguments(self._engine)
-            key = key_of(job, arguments)
             with losses.undisturbed(model, regularised=True), raised_by("Your model, run to be differentiated,"):
-                self._linear = self._linearised(job, arguments, key)
+                self._linear = self._linearised(job, arguments)
         heard = {**self._linear.aux, **self._linear.targets}
         self.outputs = int(heard.pop("outputs"))
         values = {}
@@ -63,19 +59,15 @@ class KerasPullback:
             values[port] = self._turned(port, self._engine.to_array(heard[key]), axis=1)
         self.values = values
 
-    def _linearised(self, job: Job, arguments: Any, key: Any) -> Any:
-        """Run the program, with what was compiled for the same question before; only the cache outlives the run."""
+    def _linearised(self, job: Job, arguments: Any) -> Any:
+        """Run the program, with what was compiled for the same question before."""
         borders = (frozenset(self._spots.keys[port] for port in ports) for ports in (self._of, self._cut))
-        compiled = _compiled_for(job.model, (key, *borders))
-        live = compiled.setdefault("live", [])
-        live.append(self._program(job))
+        memo = memo_for(job, arguments, self._engine, *borders) or Memo()
         try:
-            return self._engine.linearise(lambda given, tap: live[-1](given, tap), arguments, compiled)
+            return self._engine.linearise(self._program(job), arguments, memo)
         except BaseException:
-            compiled.clear()
+            forget(job.model, memo)
             raise
-        finally:
-            live.clear()
 
     def _job(self, model: Any, batch: Batch, loss: losses.Loss | None) -> Job:
         wanted = frozenset(self._spots.keys[port] for port in (*self._wrt, *self._cut))
@@ -87,6 +79,7 @@ class KerasPullback:
             training=batch.training,
             seed=batch.seed,
             loss=loss,
+            loss_given=batch.loss,
             wanted=wanted,
             keep=frozenset(self._spots.keys.values()) | {"outputs"},
             weights=self._spots.weights,
@@ -157,16 +150,6 @@ class KerasPullback:
 
     def __exit__(self, *exc: object) -> None:
         self._linear = None
-
-
-def _compiled_for(model: Any, key: Any) -> dict[str, Any]:
-    """A place for what is compiled for one question about a model; the least recently asked is dropped."""
-    kept = _compiled.setdefault(model, OrderedDict())
-    found = kept.setdefault(key, {})
-    kept.move_to_end(key)
-    while len(kept) > _KEPT_PER_MODEL:
-        kept.popitem(last=False)
-    return found
 
 
 def _check_targets(of: set[str], heard: Mapping[str, Any]) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,13 +16,14 @@ from ...errors import raised_by
 from . import loss as losses
 from .data import Data
 from .discover import Site
-from .engines import Engine, Tap
+from .engines import Engine, Memo, Tap
 from .found import SEEDS, as_found, global_state
 from .hooks import Call, Listener
-from .stamps import stamp, stamp_of_layers, stamp_of_tensors
+from .memos import forget, memo_of
+from .remember import unchanged
+from .stamps import stamp_of_run, stamp_of_tensors
 
 _eagerly: contextvars.ContextVar[bool] = contextvars.ContextVar("eagerly", default=False)
-_CACHED_PER_MODEL = 8
 
 
 @contextmanager
@@ -97,7 +96,8 @@ def program(job: Job, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]
     if job.tap_inputs:
         flat = [tap(f"model|input/{i}", t) if _is_float(t) else t for i, t in enumerate(keras.tree.flatten(x))]
         x = keras.tree.pack_sequence_as(x, flat)
-    with keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
+    # An engine may go through the program several times: each time the model has to be the one that the user has.
+    with unchanged(job.model), keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
         with listener.listening(job.sites, job.plain):
             with raised_by("Your model"):
                 outputs = _call(job.model, x, job.training)
@@ -132,10 +132,9 @@ def run(job: Job, engine: Engine) -> Result:
     """Run ``job`` and differentiate its loss with respect to every tap; the model is left as it was found."""
     with as_found(job.model, engine, job.seed):
         arguments = job.arguments(engine)
-        compile_it = not (_eagerly.get() or getattr(job.model, "run_eagerly", False))
-        key = key_of(job, arguments) if compile_it else None
+        memo = None if _eagerly.get() or getattr(job.model, "run_eagerly", False) else memo_for(job, arguments, engine)
         with losses.undisturbed(job.model), raised_by("Your model, run or differentiated,"):
-            raw, calls = _compiled_or_eager(job, arguments, engine, key)
+            raw, calls = _compiled_or_eager(job, arguments, engine, memo)
     value, (arrays, outputs), gradients = raw
     made = [Call(c.place, c.half, c.index, a) for c, a in zip(calls, arrays, strict=True)]
     return Result(made, gradients, value, outputs)
@@ -148,59 +147,26 @@ def _body(job: Job, arguments: Any, engine: Engine) -> Any:
     return engine.gradients(lambda tap: program(job, arguments, tap))
 
 
-@dataclass
-class _Entry:
-    """A compiled run. ``live`` holds the job only while it runs, so that no model is kept alive by its cache."""
-
-    live: list[Job] = field(default_factory=list)
-    compiled: Callable[[Any], Any] | None = None
-    calls: list[Call] = field(default_factory=list)
-
-
-_cache: weakref.WeakKeyDictionary[Any, OrderedDict[Any, _Entry]] = weakref.WeakKeyDictionary()
-
-
-def _compiled_or_eager(job: Job, arguments: Any, engine: Engine, key: Any) -> tuple[Any, list[Call]]:
-    if key is not None:
-        entry = _entry(job, key, engine)
-        entry.live.append(job)
+def _compiled_or_eager(job: Job, arguments: Any, engine: Engine, memo: Memo | None) -> tuple[Any, list[Call]]:
+    if memo is not None:
         try:
-            assert entry.compiled is not None
-            return entry.compiled(arguments), entry.calls
+            run = memo.once("run", lambda: engine.compile(lambda a: _body(job, a, engine), (arguments,), memo))
+            calls = memo.once("calls", lambda: [Call(c.place, c.half, c.index) for c in job.calls])
+            return run(arguments), calls
         except Exception:
             # Not everything can be compiled. If it was the user's own error, running eagerly raises it unchanged.
-            _cache.get(job.model, OrderedDict()).pop(key, None)
-        finally:
-            entry.live.clear()
+            forget(job.model, memo)
     return _body(job, arguments, engine), job.calls
 
 
-def _entry(job: Job, key: Any, engine: Engine) -> _Entry:
-    entries = _cache.setdefault(job.model, OrderedDict())
-    entry = entries.get(key)
-    if entry is None:
-        entry = entries[key] = _Entry()
-        live, calls = entry.live, entry.calls
-
-        def body(arguments: Any) -> Any:
-            result = _body(live[0], arguments, engine)
-            calls[:] = [Call(c.place, c.half, c.index) for c in live[0].calls]
-            return result
-
-        entry.compiled = engine.compile(body)
-    entries.move_to_end(key)
-    while len(entries) > _CACHED_PER_MODEL:
-        entries.popitem(last=False)
-    return entry
-
-
-def key_of(job: Job, arguments: Any) -> Any:
-    """Everything on which a compiled run depends; None where that cannot be told, and nothing is cached."""
-    loss = stamp(job.loss_given if job.loss_given is not None else getattr(job.model, "_compile_loss", None))
-    layers = stamp_of_layers(job.model)
-    names = tuple(site.name for site in job.sites), tuple(job.plain), tuple(job.weights)
+def memo_for(job: Job, arguments: Any, engine: Engine, *more: Hashable) -> Memo | None:
+    """What was compiled for the same question about the same model; None where nothing is to be compiled."""
+    if not engine.compiles:
+        return None
+    names = tuple((site.name, site.direction) for site in job.sites), tuple(job.plain), tuple(job.weights)
     options = (job.training, job.loss is None, job.tap_inputs, job.wanted, job.keep)
-    return (names, options, loss, layers, stamp_of_tensors(arguments))
+    question = (names, options, stamp_of_tensors(arguments), *more)
+    return memo_of(job.model, question, stamp_of_run(job.model, job.loss_given))
 
 
 def _call(model: Any, x: Any, training: bool) -> Any:

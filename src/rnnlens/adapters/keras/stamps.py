@@ -1,46 +1,56 @@
-"""Fingerprints that tell whether a compiled run still fits: of layers, of losses, of tensors."""
+"""Tells whether all that a run depends on is known, and writes it down: only such a run is used again as compiled.
+
+*Closed* is a model made of Keras' own models, layers, cells, operations, activations, losses and regularisers, of
+exactly these types, whose settings are plain values: whatever changes in it changes the stamp. A subclass, a Lambda, a
+function of the user's, an object that nobody knows may read anything at any time. Such a run is *open*: it has no
+stamp, and is traced anew at every call.
+"""
 
 from __future__ import annotations
 
+import sys
 import types
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import keras
+import numpy as np
+from keras.src.backend.common.keras_tensor import KerasTensor
+from keras.src.dtype_policies.dtype_policy import DTypePolicy
+from keras.src.ops.function import Function
+from keras.src.trainers.compile_utils import CompileLoss
 
-_PLAIN = (bool, int, float, str, type(None))
-#: Written by Keras while a layer runs or a model trains; says nothing about what it computes.
-_VOLATILE = frozenset(
+#: Attributes in which Keras keeps its books: they say nothing about what is computed.
+_BOOKS = frozenset(
     [
-        "_called",
-        "_losses_override",
-        "_dropout_mask",
-        "_recurrent_dropout_mask",
-        "train_function",
-        "test_function",
-        "predict_function",
-        "stop_training",
-        "stop_evaluating",
-        "stop_predicting",
-        "history",
-        "optimizer",
-        "_jax_state_synced",
-        "_loss_tracker",
-        "_compile_metrics",
-        "_compile_loss",
+        *("_tracker", "_trainable_variables", "_non_trainable_variables", "_layers", "_metrics", "_lock", "_path"),
+        *("_auto_config", "build", "quantize", "_inbound_nodes", "_outbound_nodes", "_parent_path", "_call_signature"),
+        *("_called", "_losses", "_loss_ids", "_losses_override", "_dropout_mask", "_recurrent_dropout_mask"),
+        *("_seed_generators", "seed", "_build_shapes_dict", "_input_tensor"),
+        # of training, which a run has no part in
+        *("optimizer", "train_function", "test_function", "predict_function", "stop_training", "stop_evaluating"),
+        *("stop_predicting", "history", "_jax_state_synced", "_jax_state", "_loss_tracker", "_compile_metrics"),
+        *("_compile_loss", "_compile_config", "_compiled_trainable_state", "_eval_epoch_iterator", "loss"),
+        *("_initial_epoch", "steps_per_execution", "_jit_compile"),
+        # the graph of a functional model is written down from its nodes
+        *("_inputs_struct", "_outputs_struct", "_inputs", "_outputs", "_nodes", "_nodes_by_depth", "_operations"),
+        *("_operations_by_depth", "_layers_by_depth"),
     ]
 )
+_UNUSED = ("_initializer", "_constraint")
+_LARGEST = 2**16
+
+
+class _OpenWorld(Exception):  # noqa: N818 - no error, but what was found
+    """Something that may depend on anything."""
 
 
 class _Same:
     """Equal only to a stamp of the very same object; does not keep it alive."""
 
     def __init__(self, value: Any) -> None:
-        self._id = id(value)
-        try:
-            self._ref: Any = weakref.ref(value)
-        except TypeError:
-            self._ref = lambda: value
+        self._id, self._ref = id(value), weakref.ref(value)
 
     def __hash__(self) -> int:
         return self._id
@@ -49,52 +59,92 @@ class _Same:
         return isinstance(other, _Same) and self._id == other._id and self._ref() is not None
 
 
-def stamp(value: Any) -> Any:
-    """A hashable fingerprint: plain values by value, functions with what they close over, the rest by identity."""
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, types.MethodType):
-        return (_Same(value.__self__), stamp(value.__func__))
-    if isinstance(value, types.FunctionType):
-        return (_Same(value.__code__), *map(_shallow, _surroundings(value)))
-    if isinstance(value, (list, tuple)):
-        return tuple(stamp(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, stamp(item)) for key, item in value.items())
-    return _Same(value)
+def stamp_of_run(model: Any, loss: Any) -> Hashable | None:
+    """What a closed run is made of, with ``loss`` or, where that is None, the compiled one; None for an open run."""
+    given = getattr(model, "_compile_loss", None) if loss is None else loss
+    config = keras.config
+    settings = (config.floatx(), config.epsilon(), config.image_data_format(), config.is_flash_attention_enabled())
+    try:
+        return (settings, keras.backend.result_type("float64"), _Stamp().of(model), _Stamp().of(given))
+    except _OpenWorld:
+        return None
 
 
-def stamp_of_layers(model: Any) -> Any:
-    """What the layers of a model are set to: rates, flags, activation functions, trainability, dtype."""
-    return tuple(_stamp_of_layer(layer) for layer in model._flatten_layers())
-
-
-def stamp_of_tensors(tree: Any) -> Any:
+def stamp_of_tensors(tree: Any) -> Hashable:
     """Structure, shapes and dtypes."""
     paths = keras.tree.flatten_with_path(tree)
     return tuple((path, None if t is None else (tuple(t.shape), str(t.dtype))) for path, t in paths)
 
 
-def _stamp_of_layer(layer: Any) -> Any:
-    settings = tuple(
-        (name, _shallow(value))
-        for name, value in vars(layer).items()
-        if name not in _VOLATILE and (isinstance(value, _PLAIN) or callable(value))
-    )
-    return (_Same(layer), layer.dtype_policy.name, settings)
+class _Stamp:
+    """Writes objects down; one that was met before by the number under which it was."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, int] = {}
+
+    def of(self, value: Any) -> Hashable:
+        """The stamp of ``value``; raises where it may depend on anything."""
+        if value is None or isinstance(value, (bool, int, float, str, np.number)):
+            return (type(value).__name__, repr(value))
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return (type(value).__name__, *map(self.of, value))
+        if isinstance(value, dict):
+            return ("dict", *((self.of(key), self.of(item)) for key, item in value.items()))
+        if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST and value.dtype != object:
+            return (str(value.dtype), value.shape, value.tobytes())
+        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
+            return _keras_own(value)
+        return self._object(value)
+
+    def _object(self, value: Any) -> Hashable:
+        if id(value) in self._met:
+            return ("met", self._met[id(value)])
+        self._met[id(value)] = len(self._met)
+        kind = type(value)
+        if isinstance(value, keras.Variable):
+            return (_Same(value), value.trainable, self.of(value.regularizer), value.name)
+        if isinstance(value, DTypePolicy):
+            return str(value.name)
+        if isinstance(value, KerasTensor):
+            return self._symbol(value)
+        if not _is_keras(kind) or kind is keras.layers.Lambda or not hasattr(value, "__dict__"):
+            raise _OpenWorld
+        if not all(_is_keras(getattr(kind, name)) for name in ("call", "__call__") if hasattr(kind, name)):
+            raise _OpenWorld
+        if isinstance(value, CompileLoss):
+            return ("compiled", self.of(value._user_loss), self.of(value._user_loss_weights))
+        graph = self._graph(value) if isinstance(value, Function) else None
+        return (_Same(kind), _Same(value), graph, self._settings(value))
+
+    def _settings(self, value: Any) -> Hashable:
+        return tuple(
+            (name, self.of(item))
+            for name, item in vars(value).items()
+            if name not in _BOOKS and not name.endswith(_UNUSED)
+        )
+
+    def _symbol(self, tensor: Any) -> Hashable:
+        """A tensor of a functional model's graph, by where it comes from."""
+        history = getattr(tensor, "_keras_history", None)
+        if history is None:
+            raise _OpenWorld
+        return (self.of(history.operation), history.node_index, history.tensor_index)
+
+    def _graph(self, model: Any) -> Hashable:
+        nodes = [node for depth in sorted(model._nodes_by_depth) for node in model._nodes_by_depth[depth]]
+        calls = [
+            (self.of(node.operation), self.of(node.arguments.args), self.of(node.arguments.kwargs)) for node in nodes
+        ]
+        return (tuple(calls), self.of(model._inputs_struct), self.of(model._outputs_struct))
 
 
-def _shallow(value: Any) -> Any:
-    return value if isinstance(value, _PLAIN) else _Same(value)
+def _is_keras(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).startswith("keras.src.")
 
 
-def _surroundings(function: Any) -> list[Any]:
-    """What a function reads from outside: cells, defaults, and the globals it names."""
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            cells.append(None)
-    outer = [function.__globals__.get(name) for name in function.__code__.co_names]
-    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *outer]
+def _keras_own(value: Any) -> Hashable:
+    """A function or class that stands in one of Keras' modules under its own name."""
+    module = sys.modules.get(value.__module__ or "")
+    if not _is_keras(value) or getattr(module, value.__qualname__, None) is not value:
+        raise _OpenWorld
+    return _Same(value)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import keras
 
@@ -15,6 +16,38 @@ from ....typing import Array
 Tap = Callable[[str, Any], Any]
 #: A program runs the model once, tapping as it goes, and returns (loss or None, everything else of interest).
 Program = Callable[[Tap], tuple[Any, Any]]
+T = TypeVar("T")
+
+
+class Memo:
+    """What was found out and compiled for one question about a model.
+
+    One memo serves every run of a question that depends on nothing outside; a question that may have changed gets a
+    new one each time, which shares no more than ``executables``: what was compiled, by the trace it was compiled from.
+    """
+
+    _KEPT = 8
+
+    def __init__(self, executables: dict[bytes, Any] | None = None) -> None:
+        self.executables: dict[bytes, Any] = {} if executables is None else executables
+        self._made: dict[Any, Any] = {}
+
+    def once(self, name: Any, make: Callable[[], T]) -> T:
+        """What ``make`` returned when it was first asked for under this name."""
+        if name not in self._made:
+            self._made[name] = make()
+        found: T = self._made[name]
+        return found
+
+    def executable(self, trace: str, make: Callable[[], T]) -> T:
+        """What was compiled from this very trace, or is now; the oldest of several is dropped."""
+        key = hashlib.sha256(trace.encode()).digest()
+        if key not in self.executables:
+            while len(self.executables) >= self._KEPT:
+                del self.executables[next(iter(self.executables))]
+            self.executables[key] = make()
+        found: T = self.executables[key]
+        return found
 
 
 class Linearised(Protocol):
@@ -31,6 +64,8 @@ class Engine(Protocol):
     """The little that the rest of this adapter asks of an engine."""
 
     name: str
+    #: Whether :meth:`compile` does anything.
+    compiles: bool
 
     def to_array(self, tensor: Any) -> Array:
         """A NumPy array (torch off the CPU: a torch tensor), not shared with the user; halves become float32."""
@@ -53,8 +88,12 @@ class Engine(Protocol):
     def forward(self, program: Program) -> tuple[Any, Any]:
         """Loss and aux, without gradients."""
 
-    def compile(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``function`` compiled, or itself."""
+    def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
+        """``function``, traced now, for trees of tensors of the structure, shapes and dtypes of ``arguments``.
+
+        What was compiled before is taken from ``memo.executables`` only where the trace is the same to the last
+        constant, so that nothing which ``function`` reads from outside can be out of date.
+        """
 
     def preserved(self, seed: int | None = None) -> AbstractContextManager[None]:
         """Process-wide random generators, seeded where a seed is given, are put back on exit."""
@@ -63,12 +102,9 @@ class Engine(Protocol):
         self,
         program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
         arguments: Any,
-        compiled: dict[str, Any] | None = None,
+        memo: Memo,
     ) -> Linearised:
-        """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it.
-
-        What is compiled on the way is kept in ``compiled``, for the next program that does the same.
-        """
+        """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
 
     def per_step(self, function: Callable[..., Any]) -> Any:
         """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....typing import Array
-from . import Program, Tap
+from . import Memo, Program, Tap
 from .jax_paths import linked_outputs
 
 
@@ -19,6 +19,7 @@ class Jax:
     """See :class:`rnnlens.adapters.keras.engines.Engine`."""
 
     name = "jax"
+    compiles = True
 
     def to_array(self, tensor: Any) -> Array:
         """A NumPy array (torch off the CPU: a torch tensor); halves become float32."""
@@ -59,10 +60,9 @@ class Jax:
         """Loss and aux, without gradients."""
         return program(lambda key, tensor: tensor)
 
-    def compile(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``function`` compiled, or itself."""
-        compiled: Callable[[Any], Any] = jax.jit(function)
-        return compiled
+    def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
+        """``function`` traced now, compiled unless the same program was; see :class:`Engine`."""
+        return _compiled(function, arguments, memo)
 
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:
@@ -74,10 +74,10 @@ class Jax:
         self,
         program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
         arguments: Any,
-        compiled: dict[str, Any] | None = None,
+        memo: Memo,
     ) -> Any:
         """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
-        return _Linearised(program, arguments, {} if compiled is None else compiled)
+        return _Linearised(program, arguments, memo)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:
         """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""
@@ -100,46 +100,61 @@ def _adding(zeros: dict[str, Any]) -> Tap:
     return lambda key, tensor: tensor + zeros[key]
 
 
+def _compiled(function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
+    """Compiled from the text that ``function`` lowers to now; equal texts, constants included, are compiled once."""
+    trees: list[Any] = []
+
+    def flat(leaves: list[Any]) -> list[Any]:
+        results: list[Any]
+        results, tree = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves)))
+        trees.append(tree)
+        return results
+
+    leaves, structure = jax.tree.flatten(tuple(arguments))
+    # Were unused arguments dropped, two programs of different arguments could have one text.
+    lowered = jax.jit(flat, keep_unused=True).lower(leaves)
+    text = lowered.as_text()
+    # The text of a call back to Python does not say to which function.
+    told = "callback" not in text and not jax.config.jax_use_simplified_jaxpr_constants
+    executable = memo.executable(text, lowered.compile) if told else lowered.compile()
+    tree = trees[-1]
+    return lambda *given: jax.tree.unflatten(tree, executable(jax.tree.leaves(given)))
+
+
 class _Linearised:
     """``jax.vjp`` of the compiled program; cotangents are pulled back under ``vmap``."""
 
-    def __init__(
-        self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, compiled: dict[str, Any]
-    ) -> None:
-        if "run" not in compiled:
-            zeros = _zeros(lambda tap: (None, program(arguments, tap)))
+    def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, memo: Memo) -> None:
+        self._memo = memo
+        zeros = memo.once("zeros", lambda: _zeros(lambda tap: (None, program(arguments, tap))))
 
-            def run(zeros: dict[str, Any], arguments: Any) -> Any:
-                return jax.vjp(lambda z: program(arguments, _adding(z)), zeros, has_aux=True)
+        def run(zeros: dict[str, Any], arguments: Any) -> Any:
+            return jax.vjp(lambda z: program(arguments, _adding(z)), zeros, has_aux=True)
 
-            compiled |= {
-                "run": jax.jit(run),
-                "zeros": zeros,
-                "many": jax.jit(lambda pull, cotangents: jax.vmap(lambda c: pull(c)[0])(cotangents)),
-                "linked": {},
-            }
-        self._compiled, self._keys = compiled, list(compiled["zeros"])
-        self.targets, self._pull, self.aux = compiled["run"](compiled["zeros"], arguments)
+        compiled = memo.once("run", lambda: _compiled(run, (zeros, arguments), memo))
+        self.targets, self._pull, self.aux = compiled(zeros, arguments)
+        self._keys = list(zeros)
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
         """Pull cotangents back; see the contract in ``engines/__init__.py``."""
         count = len(next(iter(cotangents.values())))
-        linked = self._linked(cotangents)
+        linked = self._memo.once(frozenset(cotangents), lambda: self._linked(set(cotangents)))
         full = {}
         for name, target in self.targets.items():
             shape, dtype = (count, *target.shape), target.dtype
             full[name] = jnp.asarray(cotangents[name], dtype) if name in cotangents else _no_cotangent(shape, dtype)
-        found = self._compiled["many"](self._pull, full)
+        pull = self._memo.once(count, lambda: _compiled(_pull_many, (self._pull, full), self._memo))
+        found = pull(self._pull, full)
         return {key: found[key] if key in linked else None for key in self._keys}
 
-    def _linked(self, names: Mapping[str, Any]) -> set[str]:
-        """Taps that lead to any of these targets; found out once per set of targets."""
-        known: dict[frozenset[str], set[str]] = self._compiled["linked"]
-        asked = frozenset(names)
-        if asked not in known:
-            template = {n: _no_cotangent(t.shape, t.dtype) for n, t in self.targets.items()}
-            known[asked] = linked_outputs(lambda cotangents: self._pull(cotangents)[0], template, set(asked))
-        return known[asked]
+    def _linked(self, names: set[str]) -> set[str]:
+        """Taps that lead to any of these targets."""
+        template = {n: _no_cotangent(t.shape, t.dtype) for n, t in self.targets.items()}
+        return linked_outputs(lambda cotangents: self._pull(cotangents)[0], template, names)
+
+
+def _pull_many(pull: Callable[[Any], Any], cotangents: Any) -> Any:
+    return jax.vmap(lambda c: pull(c)[0])(cotangents)
 
 
 def _no_cotangent(shape: tuple[int, ...], dtype: Any) -> Any:

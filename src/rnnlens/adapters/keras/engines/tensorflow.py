@@ -10,13 +10,14 @@ import numpy as np
 import tensorflow as tf
 
 from ....typing import Array
-from . import Program, Tap
+from . import Memo, Program, Tap
 
 
 class TensorFlow:
     """See :class:`rnnlens.adapters.keras.engines.Engine`."""
 
     name = "tensorflow"
+    compiles = True
 
     def to_array(self, tensor: Any) -> Array:
         """A NumPy array (torch off the CPU: a torch tensor); halves become float32."""
@@ -63,11 +64,10 @@ class TensorFlow:
         """Loss and aux, without gradients."""
         return program(lambda key, tensor: tensor)
 
-    def compile(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``function`` compiled, or itself."""
-        # No autograph: Keras layers do not need it, and the user's exceptions keep their text.
-        compiled: Callable[[Any], Any] = tf.function(function, autograph=False)
-        return compiled
+    def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
+        """``function`` traced now; see :class:`Engine`."""
+        del memo  # a graph costs its tracing, which is to be done anew in any case
+        return _graph(function, arguments)
 
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:
@@ -79,10 +79,10 @@ class TensorFlow:
         self,
         program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
         arguments: Any,
-        compiled: dict[str, Any] | None = None,
+        memo: Memo,
     ) -> Any:
         """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
-        return _Linearised(program, arguments, {} if compiled is None else compiled)
+        return _Linearised(program, arguments, memo)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:
         """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""
@@ -96,26 +96,45 @@ def _kept_mask(old: Any, new: Any) -> Any:
     return new
 
 
+def _graph(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
+    """``function`` as one graph, for arguments of these shapes and dtypes; it is traced now and never again."""
+    absent = tf.nest.map_structure(lambda leaf: leaf is None, arguments)
+
+    def flat(leaves: list[Any]) -> Any:
+        return function(*_filled(absent, leaves))
+
+    # No autograph: Keras layers do not need it, and the user's exceptions keep their text. A function that is called,
+    # rather than asked for its graph, would tell the user that it is traced too often.
+    graph = tf.function(flat, autograph=False).get_concrete_function(_tensors(arguments))
+    return lambda *given: graph(_tensors(given))
+
+
+def _tensors(tree: Any) -> list[Any]:
+    return [leaf for leaf in tf.nest.flatten(tree) if leaf is not None]
+
+
+def _filled(absent: Any, leaves: list[Any]) -> Any:
+    """A tree of these tensors, in the order of :func:`_tensors`; None where there is none."""
+    rest = iter(leaves)
+    return tf.nest.map_structure(lambda none: None if none else next(rest), absent)
+
+
 class _Linearised:
     """The compiled forward pass under a tape, its taps turned into inputs by adding zeros to them.
 
     One run forward; every pull back runs the compiled backward half.
     """
 
-    def __init__(
-        self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, compiled: dict[str, Any]
-    ) -> None:
-        if "run" not in compiled:
+    def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, memo: Memo) -> None:
+        def run(arguments: Any, zeros: dict[str, Any]) -> Any:
+            return program(arguments, lambda key, t: _kept_mask(t, t + zeros[key]))
 
-            def run(arguments: Any, zeros: dict[str, Any]) -> Any:
-                return program(arguments, lambda key, t: _kept_mask(t, t + zeros[key]))
-
-            compiled |= {"probe": self._probe(program, arguments), "run": tf.function(run, autograph=False)}
-        shapes, self._paths = compiled["probe"]
+        shapes, self._paths = memo.once("probe", lambda: self._probe(program, arguments))
         zeros = {key: tf.zeros(shape, dtype) for key, (shape, dtype) in shapes.items()}
+        compiled = memo.once("run", lambda: _graph(run, (arguments, zeros)))
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(zeros)
-            self.targets, self.aux = compiled["run"](arguments, zeros)
+            self.targets, self.aux = compiled(arguments, zeros)
         self._tape, self._zeros = tape, zeros
 
     @staticmethod
@@ -139,7 +158,7 @@ class _Linearised:
                 found = tape.gradient(target, points) if target.dtype.is_floating else {}
                 paths[name] = {key for key, g in found.items() if g is not None}
 
-        tf.function(trace, autograph=False).get_concrete_function(arguments)
+        _graph(trace, (arguments,))
         return shapes, paths
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from ....typing import Array
-from . import Program, Tap
+from . import Memo, Program, Tap
 
 
 class Torch:
     """See :class:`rnnlens.adapters.keras.engines.Engine`."""
 
     name = "torch"
+    compiles = False
 
     def to_array(self, tensor: Any) -> Array:
         """A NumPy array (torch off the CPU: a torch tensor); halves become float32."""
@@ -58,8 +59,9 @@ class Torch:
         with torch.no_grad():
             return program(lambda key, tensor: tensor)
 
-    def compile(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``function`` compiled, or itself."""
+    def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
+        """``function`` itself: nothing is compiled."""
+        del arguments, memo
         return function
 
     @contextmanager
@@ -75,10 +77,10 @@ class Torch:
         self,
         program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
         arguments: Any,
-        compiled: dict[str, Any] | None = None,
+        memo: Memo,
     ) -> Any:
         """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
-        del compiled  # nothing is
+        del memo  # nothing is compiled
         return _Linearised(program, arguments)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:

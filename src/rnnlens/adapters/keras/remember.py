@@ -1,0 +1,180 @@
+"""What layers keep in Python, remembered and put back: attributes, and all that can be changed in place behind them.
+
+Counters, lists, dicts, arrays, objects of the user's, what closures hold, generators of random numbers. Keras' own
+layers change nothing but their attributes, so there it ends with those.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.utils.tracking import Tracker
+
+#: Packages whose objects are no one's to look into.
+_FOREIGN = frozenset(
+    ["keras", "tensorflow", "torch", "jax", "jaxlib", "numpy", "builtins", "optree", "h5py", "threading", "_thread"]
+)
+_CONTAINERS = (list, dict, set, deque)
+_MISSING = object()
+
+
+@contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """What ``model`` and its layers keep in Python, and the process' random numbers, come back on exit."""
+    memory = _Memory()
+    for layer in model._flatten_layers():
+        memory.layer(layer)
+    state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        memory.restore()
+        random.setstate(state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+class _Memory:
+    """Ways back, one for each thing that was met."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no id is given twice
+        self._undo: list[Callable[[], None]] = []
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for undo in reversed(self._undo):
+            undo()
+
+    def layer(self, layer: Any) -> None:
+        """A layer's attributes, and what lies behind them unless Keras itself wrote the layer."""
+        if self._is_new(layer):
+            self._attributes(layer)
+            for books in (layer._losses, layer._loss_ids):
+                self.value(books)
+            if not type(layer).__module__.startswith("keras.src.") or type(layer) is keras.layers.Lambda:
+                for value in list(vars(layer).values()):
+                    self.value(value)
+
+    def value(self, value: Any) -> None:
+        """Anything that an attribute, a list, a closure may hold."""
+        if value is None or isinstance(value, (str, bytes, bool, int, float, type, types.ModuleType)):
+            return
+        if not self._is_new(value):
+            return
+        if isinstance(value, _CONTAINERS):
+            self._undo.append(_back_in_place(value))
+            self._all(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, tuple):
+            self._all(value)
+        elif isinstance(value, np.ndarray):
+            self._array(value)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.MethodType):
+            self.value(value.__self__)
+        elif isinstance(value, functools.partial):
+            self._all([value.func, value.args, value.keywords])
+        else:
+            self._object(value)
+
+    def _is_new(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen[id(value)] = value
+        return True
+
+    def _all(self, values: Any) -> None:
+        for value in list(values):
+            self.value(value)
+
+    def _object(self, value: Any) -> None:
+        if isinstance(value, keras.Layer):
+            del self._seen[id(value)]
+            self.layer(value)
+        elif isinstance(value, random.Random):
+            self._undo.append(functools.partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.RandomState):
+            self._undo.append(functools.partial(value.set_state, value.get_state()))
+        elif isinstance(value, np.random.Generator):
+            bits, state = value.bit_generator, value.bit_generator.state
+            self._undo.append(lambda: setattr(bits, "state", state))
+        elif isinstance(value, Tracker) or (hasattr(value, "__dict__") and _package(value) not in _FOREIGN):
+            self._attributes(value)
+            self._all(vars(value).values())
+
+    def _attributes(self, value: Any) -> None:
+        now, before = vars(value), dict(vars(value))
+
+        def undo() -> None:
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
+
+        self._undo.append(undo)
+
+    def _array(self, value: Any) -> None:
+        if not value.flags.writeable:
+            return
+        before = value.copy()
+        self._undo.append(lambda: None if not value.flags.writeable else np.copyto(value, before))
+        if value.dtype == object:
+            self._all(value.ravel())
+
+    def _function(self, function: Any) -> None:
+        if _package(function) in _FOREIGN:
+            return
+        for cell in function.__closure__ or ():
+            content = getattr(cell, "cell_contents", _MISSING) if _is_filled(cell) else _MISSING
+            if content is not _MISSING:
+                self._undo.append(functools.partial(setattr, cell, "cell_contents", content))
+                self.value(content)
+        self._all(function.__defaults__ or ())
+        self._all((function.__kwdefaults__ or {}).values())
+        if vars(function):
+            self._attributes(function)
+            self._all(vars(function).values())
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _package(value: Any) -> str:
+    module = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
+    return str(module).partition(".")[0]
+
+
+def _back_in_place(container: Any) -> Callable[[], None]:
+    """Keras' tracked containers are changed as what they derive from: it must not track anew what it tracks already."""
+    if isinstance(container, list):
+        items = list(container)
+        return lambda: None if _same(container, items) else list.__setitem__(container, slice(None), items)
+    if isinstance(container, dict):
+        pairs = dict(container)
+        kind: Any = type(container) if type(container).__module__ == "collections" else dict
+        return lambda: (
+            None
+            if _same(container, pairs) and _same(container.values(), pairs.values())
+            else (kind.clear(container), kind.update(container, pairs))[0]
+        )
+    if isinstance(container, set):
+        members = set(container)
+        return lambda: None if container == members else (set.clear(container), set.update(container, members))[0]
+    entries = list(container)
+    return lambda: None if _same(container, entries) else (container.clear(), container.extend(entries))[0]
+
+
+def _same(now: Any, before: Any) -> bool:
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))

@@ -1,0 +1,269 @@
+"""What a model or a loss reads from Python may change between two calls: the second answer is that of the second state.
+
+Every model here is linear in one number, the gain, which lives wherever people keep such numbers. The loss is held
+against the untouched model's own plain run, the gradients against the gain that they are proportional to.
+"""
+
+import dataclasses
+import functools
+import types
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+
+X = np.random.default_rng(0).normal(size=(3, 5, 2)).astype("float32")
+Y = np.ones((3, 4), "float32")
+GAIN = {"value": 1.0}
+
+
+def gain_one_call_away():
+    return GAIN["value"]
+
+
+@dataclasses.dataclass
+class Config:
+    gain: float = 1.0
+    inner: list = dataclasses.field(default_factory=lambda: [1.0])
+
+
+class Kept(keras.layers.Layer):
+    """Multiplies by what ``read`` finds in ``self.kept``."""
+
+    def __init__(self, kept, read):
+        super().__init__()
+        self.kept, self._read = kept, read
+
+    def call(self, x):
+        return x * self._read(self.kept)
+
+
+class GainCell(keras.layers.Layer):
+    state_size, output_size = 4, 4
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = kept
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 4), name="kernel")
+        self.recurrent = self.add_weight(shape=(4, 4), name="recurrent")
+
+    def call(self, x, states):
+        h = keras.ops.tanh(x @ self.kernel + states[0] @ self.recurrent)
+        return h * self.kept.gain, [h]
+
+
+class Subclassed(keras.Model):
+    def __init__(self, options):
+        super().__init__()
+        self.lstm, self.options = keras.layers.LSTM(4, name="lstm"), options
+
+    def call(self, x):
+        return self.lstm(x) * self.options["scale"][0]
+
+
+class WithAttribute(keras.losses.Loss):
+    beta = 1.0
+
+    def call(self, y, out):
+        return keras.ops.sum(out, axis=-1) * self.beta
+
+
+class Callable:
+    def __init__(self):
+        self.beta = 1.0
+
+    def __call__(self, y, out):
+        return keras.ops.sum(out) * self.beta
+
+    def method(self, y, out):
+        return keras.ops.sum(out) * self.beta
+
+
+def lstm(*after, cell=None):
+    layer = keras.layers.LSTM(4, name="lstm") if cell is None else keras.layers.RNN(cell, name="lstm")
+    return keras.Sequential([keras.Input((5, 2)), layer, *after])
+
+
+def total(y, out):
+    return keras.ops.sum(out)
+
+
+def in_layer(kept, read, write):
+    return lstm(Kept(kept, read)), total, lambda gain: write(kept, gain)
+
+
+def _list_of_layer():
+    layer = Kept([1.0], lambda kept: kept[0])
+    return lstm(layer), total, lambda gain: layer.kept.__setitem__(0, gain)
+
+
+def _dict():
+    layer = Kept({"a": {"b": 1.0}}, lambda kept: kept["a"]["b"])
+    return lstm(layer), total, lambda gain: layer.kept["a"].__setitem__("b", gain)
+
+
+def _array():
+    return in_layer(np.ones(4, "float32"), lambda kept: kept, lambda kept, gain: kept.fill(gain))
+
+
+def _object():
+    return in_layer(Config(), lambda kept: kept.gain, lambda kept, gain: setattr(kept, "gain", gain))
+
+
+def _object_in_object():
+    return in_layer(Config(), lambda kept: kept.inner[0], lambda kept, gain: kept.inner.__setitem__(0, gain))
+
+
+def _namespace():
+    return in_layer(
+        types.SimpleNamespace(gain=1.0), lambda kept: kept.gain, lambda kept, gain: setattr(kept, "gain", gain)
+    )
+
+
+def _global_one_call_away():
+    return lstm(Kept(None, lambda kept: gain_one_call_away())), total, lambda gain: GAIN.update(value=gain)
+
+
+def _cell():
+    cell = GainCell(Config())
+    return lstm(cell=cell), total, lambda gain: setattr(cell.kept, "gain", gain)
+
+
+def _model():
+    model = Subclassed({"scale": [1.0]})
+    model(X)
+    return model, total, lambda gain: model.options["scale"].__setitem__(0, gain)
+
+
+def _lambda_closure():
+    kept = {"gain": 1.0}
+    return lstm(keras.layers.Lambda(lambda x: x * kept["gain"])), total, lambda gain: kept.update(gain=gain)
+
+
+def _lambda_object():
+    kept = Config()
+    return lstm(keras.layers.Lambda(lambda x: x * kept.inner[0])), total, lambda g: kept.inner.__setitem__(0, g)
+
+
+def _activation():
+    kept = [1.0]
+    model = lstm(keras.layers.Dense(4, activation=lambda x: x * kept[0]))
+    return model, total, lambda gain: kept.__setitem__(0, gain)
+
+
+def _loss_attribute():
+    loss = WithAttribute(reduction="sum")
+    return lstm(), loss, lambda gain: setattr(loss, "beta", gain)
+
+
+def _compiled_loss():
+    model, loss = lstm(), WithAttribute(reduction="sum")
+    model.compile(loss=loss)
+    return model, None, lambda gain: setattr(loss, "beta", gain)
+
+
+def _callable_loss():
+    loss = Callable()
+    return lstm(), loss, lambda gain: setattr(loss, "beta", gain)
+
+
+def _bound_method():
+    owner = Callable()
+    return lstm(), owner.method, lambda gain: setattr(owner, "beta", gain)
+
+
+def _partial():
+    kept = {"gain": 1.0}
+    loss = functools.partial(lambda y, out, kept: keras.ops.sum(out) * kept["gain"], kept=kept)
+    return lstm(), loss, lambda gain: kept.update(gain=gain)
+
+
+def _partial_of_a_global():
+    loss = functools.partial(lambda y, out, scale: keras.ops.sum(out) * scale(), scale=gain_one_call_away)
+    return lstm(), loss, lambda gain: GAIN.update(value=gain)
+
+
+def _default_argument():
+    kept = [1.0]
+    return lstm(), lambda y, out, k=kept: keras.ops.sum(out) * k[0], lambda gain: kept.__setitem__(0, gain)
+
+
+CASES = {
+    name.strip("_"): value
+    for name, value in list(globals().items())
+    if isinstance(value, types.FunctionType) and name.startswith("_") and not name.startswith("__")
+}
+
+
+def plain_loss(model, loss, x=X):
+    out = model(x)
+    return float(keras.ops.convert_to_numpy((model.loss if loss is None else loss)(Y, out)))
+
+
+@pytest.fixture(autouse=True)
+def _gain_put_back():
+    yield
+    GAIN["value"] = 1.0
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_trace_follows(name):
+    keras.utils.set_random_seed(1)
+    model, loss, change = CASES[name]()
+    before = rl.trace(model, X, Y, loss=loss, layers="lstm")
+    assert before.loss == pytest.approx(plain_loss(model, loss), rel=1e-5)
+    change(100.0)
+    after = rl.trace(model, X, Y, loss=loss, layers="lstm")
+    assert after.loss == pytest.approx(plain_loss(model, loss), rel=1e-5)
+    np.testing.assert_allclose(after["lstm"].hidden_grad, 100 * before["lstm"].hidden_grad, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["object_in_object", "cell", "model", "lambda_closure", "loss_attribute"])
+def test_gradients_follow(name):
+    keras.utils.set_random_seed(1)
+    model, loss, change = CASES[name]()
+    before = rl.gradients(model, X, Y, loss=loss, wrt="input")
+    change(100.0)
+    after = rl.gradients(model, X, Y, loss=loss, wrt="input")
+    np.testing.assert_allclose(after, 100 * before, rtol=1e-4, atol=1e-6)
+    assert float(abs(before).max()) > 0
+
+
+def test_changed_back_is_the_first_answer():
+    model, loss, change = CASES["object"]()
+    first = rl.trace(model, X, Y, loss=loss).loss
+    change(3.0)
+    rl.trace(model, X, Y, loss=loss)
+    change(1.0)
+    assert rl.trace(model, X, Y, loss=loss).loss == first
+
+
+def test_a_builtin_layer_is_reconfigured():
+    model = lstm(keras.layers.Dense(3, name="head"))
+    x = X * 3
+    rl.trace(model, x, Y[:, :3], loss="mse")
+
+    def same_as_the_plain_run():
+        expected = np.mean((keras.ops.convert_to_numpy(model(x)) - 1) ** 2)
+        return rl.trace(model, x, Y[:, :3], loss="mse").loss == pytest.approx(float(expected), rel=1e-5)
+
+    model.get_layer("head").activation = keras.activations.relu
+    assert same_as_the_plain_run()
+    model.get_layer("lstm").cell.activation = keras.activations.relu
+    assert same_as_the_plain_run()
+    model.add(keras.layers.Dense(3))
+    assert same_as_the_plain_run()
+    model.pop()
+    model.get_layer("lstm").go_backwards = True
+    assert same_as_the_plain_run()
+
+
+def test_one_loss_after_another():
+    model = lstm()
+    squared = rl.gradients(model, X, Y, loss="mse", wrt="input")
+    absolute = rl.gradients(model, X, Y, loss="mae", wrt="input")
+    assert float(abs(squared - absolute).max()) > 1e-3
