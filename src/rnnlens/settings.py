@@ -10,7 +10,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeVar, get_args
 
-from .errors import InputError, message
+import numpy as np
+
+from .errors import InputError, message, shown
 
 T = TypeVar("T")
 
@@ -94,23 +96,31 @@ class options:  # noqa: N801 - called like a function
         if memory is not None:
             chosen["memory"] = parse_memory(memory)
         if progress is not None:
-            if progress not in (True, False, "auto"):
+            if not isinstance(progress, bool | np.bool_) and not (isinstance(progress, str) and progress == "auto"):
                 raise InputError(
-                    message("progress= is a switch.", got=repr(progress), expected="True, False or 'auto'")
+                    message("progress= is a switch.", got=shown(progress), expected="True, False or 'auto'")
                 )
-            chosen["progress"] = progress
+            chosen["progress"] = progress if isinstance(progress, str) else bool(progress)
         if certify is not None:
-            if certify not in get_args(Certify):
+            if not isinstance(certify, str) or certify not in get_args(Certify):
                 words = ", ".join(map(repr, get_args(Certify)))
-                raise InputError(message("certify= is no such switch.", got=repr(certify), expected=f"one of {words}"))
+                raise InputError(message("certify= is no such switch.", got=shown(certify), expected=f"one of {words}"))
             chosen["certify"] = certify
-        self._token = _CURRENT.set(replace(current(), **chosen))
+        self._chosen = chosen
+        #: What to go back to, one for each block that was entered; the first is also entered by being made.
+        self._before = [current()]
+        self._made = True
+        _CURRENT.set(replace(current(), **chosen))
 
     def __enter__(self) -> Settings:
+        if not self._made:
+            self._before.append(current())
+        self._made = False
+        _CURRENT.set(replace(current(), **self._chosen))
         return current()
 
     def __exit__(self, *exc: object) -> None:
-        _CURRENT.reset(self._token)
+        _CURRENT.set(self._before.pop())
 
 
 def parse_memory(amount: str | int | float) -> int:
@@ -124,15 +134,18 @@ def parse_memory(amount: str | int | float) -> int:
     InputError
         If that is no positive amount of memory.
     """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+]?[0-9]+)?)\s*([a-z]*)\s*", str(amount), re.IGNORECASE)
+    if isinstance(amount, bool) or not isinstance(amount, str | int | float | np.integer | np.floating):
+        expected = 'such as "2 GiB", "500 MB" or a number of bytes'
+        raise InputError(message("This is no amount of memory.", got=shown(amount), expected=expected))
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+]?[0-9]+)?)\s*([a-z]*)\s*", str(amount)[:100], re.IGNORECASE)
     unit = None if match is None else _unit(match[2])
     try:
         size = int(float(match[1]) * unit) if match and unit else 0
     except (ValueError, OverflowError):
         size = 0
-    if size <= 0 or isinstance(amount, bool):
+    if size <= 0:
         expected = 'such as "2 GiB", "500 MB" or a number of bytes'
-        raise InputError(message("This is no amount of memory.", got=repr(amount), expected=expected))
+        raise InputError(message("This is no amount of memory.", got=shown(amount), expected=expected))
     return size
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..arguments import as_numpy, refuse_large
-from ..errors import InputError, did_you_mean, message
+from ..arguments import as_numbers, as_numpy, refuse_large
+from ..errors import InputError, did_you_mean, message, shape_of
 from ..vocabulary import BACKWARD, DIRECTION, FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME, UNIT, UNIT_IN
 
 Numbers = np.ndarray[Any, Any]
@@ -42,8 +42,11 @@ class Half:
 
 def numbers(data: Any, figure: str) -> Numbers:
     """Plain floating numbers from any array of any framework: never a view that is written to, never a graph."""
+    _refuse_whole_results(data, figure)
     if isinstance(data, np.ma.MaskedArray):
         data = np.ma.filled(data.astype(np.result_type(data.dtype, np.float32)), np.nan)
+    if shape_of(data) is None:
+        data = as_numbers(f"What plot.{figure} is to draw", data)
     refuse_large(f"What plot.{figure} is to draw", data, "select samples or steps, or rl.options(memory=...)")
     values = as_numpy(data)
     if values.dtype.kind == "f" and values.dtype.itemsize < 4:
@@ -76,6 +79,13 @@ def labelled(
         _refuse_whole_results(data, figure)
         values = numbers(data, figure)
         array = xr.DataArray(values, dims=_dims_of(values, figure, dims, guess or OVER_TIME))
+    if len(set(array.dims)) < array.ndim:
+        raise InputError(
+            message(
+                f"plot.{figure} needs a name of its own for each dimension.",
+                got=f"dimensions ({', '.join(map(str, array.dims))})",
+            )
+        )
     if array.size == 0:
         raise InputError(
             message(f"plot.{figure} got an empty array.", got=str(dict(array.sizes)), expected="values to draw")

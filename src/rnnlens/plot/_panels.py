@@ -20,6 +20,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, LogFormatterSciNotation, MaxNLocator, NullLocator
 
+from ..arguments import listed
 from ..arguments import path as path_of
 from ..errors import FileError, InputError, message
 from ._colour import DECADES
@@ -223,7 +224,10 @@ def given_axes(ax: Any, count: int, figure: str) -> list[Any]:
     InputError
         If there are more or fewer than the figure has panels.
     """
-    found = [ax] if isinstance(ax, Axes) else list(np.asarray(ax, dtype=object).reshape(-1))
+    if isinstance(ax, np.ndarray):
+        ax = ax.reshape(-1).tolist()
+    found = [ax] if isinstance(ax, Axes) else listed(ax, most=count + 1) or []
+    found = [one for part in found for one in (part if isinstance(part, list | tuple | np.ndarray) else [part])]
     if len(found) != count or not all(isinstance(one, Axes) for one in found):
         raise InputError(
             message(

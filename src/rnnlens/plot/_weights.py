@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import xarray as xr
 
 from ..errors import InputError, message
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME, UNIT
-from ._data import Numbers, axis_label, labelled, names_of, value_label
+from ._data import Numbers, axis_label, labelled, names_of, numbers, value_label
 
 #: Dimensions of plain arrays by the name of the kernel; with one more, direction comes first.
 DIMS = {
@@ -81,7 +80,8 @@ def _labelled(name: str, data: Any, figure: str, *, recurrent: bool) -> xr.DataA
     if isinstance(data, xr.DataArray):
         return labelled(data, figure)
     dims = DIMS.get(name.removesuffix("_grad")) if recurrent else None
-    rank = np.ndim(data)
+    data = numbers(data, figure)
+    rank = data.ndim
     if dims is not None and rank == len(dims) + 1:
         dims = (DIRECTION, *dims)
     if dims is None or rank != len(dims):

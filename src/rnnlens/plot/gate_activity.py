@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xarray as xr
 from matplotlib.collections import PathCollection
 
+from ..arguments import as_numbers
+from ..errors import InputError, message
 from ..recurrence.measures import finite_mean, masked_mean, quantiles, saturation_share
 from ..vocabulary import GATE, SAMPLE, TIME
 from ._colour import DIVERGING, POSITIVE
@@ -137,7 +140,11 @@ def _mask_of(layer: Any, mask: Any, array: Any) -> Numbers | None:
         mask = dataset["mask"] if dataset is not None and "mask" in dataset else None
     if mask is None or SAMPLE not in array.dims:
         return None
-    return np.asarray(getattr(mask, "values", mask), dtype=bool)
+    values = as_numbers("mask", mask.values if isinstance(mask, xr.DataArray) else mask) != 0
+    wanted = tuple(array.sizes.get(dim, 1) for dim in (SAMPLE, TIME))
+    if values.shape != wanted:
+        raise InputError(message("mask= does not fit the gates.", got=f"shape {values.shape}", expected=f"{wanted}"))
+    return np.asarray(values)
 
 
 def _summary(half: Half, number: int, valid: Numbers | None) -> _Gate:

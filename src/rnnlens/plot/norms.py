@@ -132,6 +132,10 @@ def _labelled_lines(history: xr.Dataset | xr.DataArray) -> tuple[dict[tuple[str,
     found: dict[tuple[str, str], Numbers] = {}
     for name, array in arrays.items():
         flat = labelled(array, "weight_norms")
+        if along not in flat.dims:
+            got = f"{name!r} with dimensions ({', '.join(map(str, flat.dims))})"
+            expected = f"{along!r} among them, as in the others"
+            raise InputError(message("plot.weight_norms draws a history of norms.", got=got, expected=expected))
         others = [d for d in flat.dims if d != along]
         names = [""]
         for dim in others:

@@ -22,7 +22,9 @@ from typing import Any, ClassVar, Self
 
 import xarray as xr
 
-from ..errors import LayerNotFoundError, did_you_mean, message
+from ..arguments import checked
+from ..arguments import path as path_of
+from ..errors import LayerNotFoundError, did_you_mean, message, shown
 from .certificate import Certificate
 from .checks import Check
 from .names import from_path, to_paths
@@ -106,6 +108,7 @@ class Result(Mapping[str, Any]):
         dataset: xr.Dataset = node.to_dataset(inherit=False)
         return dataset
 
+    @checked(path=path_of)
     def save(self, path: str | PathLike[str]) -> None:
         """Write everything to one file: netCDF for ``.nc``, Zarr for ``.zarr``; ``rl.open`` reads it back.
 
@@ -143,6 +146,7 @@ class Result(Mapping[str, Any]):
 
     def _resolve(self, name: str) -> str:
         """Full name of a layer: exact, or short where only one layer ends in it."""
+        refuse_no_name(name, self._paths, f"this {self.kind}")
         if name in self._paths:
             return name
         calls = [known for known in self._paths if known.rpartition("#")[0] == name]
@@ -164,7 +168,7 @@ class Result(Mapping[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         try:
-            self._resolve(str(name))
+            self._resolve(name)  # type: ignore[arg-type]
         except LayerNotFoundError:
             return False
         return True
@@ -223,6 +227,14 @@ class Result(Mapping[str, Any]):
         title = html.escape(f"{type(self).__name__}: {self._headline()}")
         rows = table(self._rows(), head=True) + table(self._remarks(), head=False)
         return f'<div class="rnnlens"><strong>{title}</strong><table>{rows}</table>{details}</div>'
+
+
+def refuse_no_name(name: object, known: Iterable[str], where: str) -> None:
+    """What results hold is asked for by name."""
+    if not isinstance(name, str):
+        raise LayerNotFoundError(
+            message(f"What is in {where} is asked for by name.", got=shown(name), hint=did_you_mean(name, known))
+        )
 
 
 def _tree(datasets: Mapping[str, xr.Dataset]) -> xr.DataTree:

@@ -26,6 +26,8 @@ from uuid import uuid4
 
 import xarray as xr
 
+from ..arguments import checked, switch
+from ..arguments import path as path_of
 from ..errors import FileError, InputError, MissingDependencyError, RnnlensError, message
 from .attributes import decode, encode
 from .base import Result, result_class
@@ -76,6 +78,7 @@ def check_path(path: str | PathLike[str]) -> None:
     _check_target(Path(path), _engine(Path(path)))
 
 
+@checked(path=path_of, lazy=switch)
 def open(path: str | PathLike[str], *, lazy: bool = False) -> Any:
     """Read a saved result; its class is the one that was saved.
 

@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from ..errors import QuantityNotFoundError, did_you_mean, message
-from .base import Result
+from .base import Result, refuse_no_name
 from .certificate import Certificate
 from .checks import Check
 
@@ -49,6 +49,7 @@ class LayerGradients:
         self._disconnected = disconnected
 
     def __getitem__(self, name: str) -> xr.DataArray:
+        refuse_no_name(name, self, f"layer {self.name!r}")
         if name in self.dataset.data_vars:
             return self.dataset[name]
         for reason in self._disconnected.values():
@@ -135,6 +136,7 @@ class Gradients(Result, kind="gradients"):
         return tuple(self._tensors)
 
     def __getitem__(self, name: str) -> Any:
+        refuse_no_name(name, self._tensors, "these gradients")
         if name in self._tensors:
             node, variable = self._tensors[name]
             return self.dataset(node)[variable]

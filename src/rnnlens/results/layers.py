@@ -59,7 +59,7 @@ class LayerTable(Sequence[Any]):
     def __getitem__(self, key: int | str | slice) -> Any:
         if isinstance(key, slice):
             return LayerTable(self._infos[key])
-        if isinstance(key, int):
+        if isinstance(key, int) and -len(self) <= key < len(self):
             return self._infos[key]
         for info in self._infos:
             if info.name == key:

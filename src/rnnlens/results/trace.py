@@ -13,7 +13,7 @@ import xarray as xr
 
 from ..errors import QuantityNotFoundError, did_you_mean, message
 from ..vocabulary import QUANTITIES, SAMPLE, TIME
-from .base import Result
+from .base import Result, refuse_no_name
 from .certificate import Certificate
 from .checks import Check
 from .schema import quantity
@@ -51,6 +51,7 @@ class LayerTrace:
         return self[name]
 
     def __getitem__(self, name: str) -> xr.DataArray:
+        refuse_no_name(name, self.quantities, f"layer {self.name!r}")
         if name in self.dataset.variables:
             return self.dataset[name]
         raise QuantityNotFoundError(self._absence(name))

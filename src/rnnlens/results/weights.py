@@ -8,7 +8,7 @@ from typing import Any
 import xarray as xr
 
 from ..errors import QuantityNotFoundError, did_you_mean, message
-from .base import Result
+from .base import Result, refuse_no_name
 from .certificate import Certificate
 from .checks import Check
 
@@ -39,6 +39,7 @@ class LayerWeights:
         return counted
 
     def __getitem__(self, name: str) -> xr.DataArray:
+        refuse_no_name(name, self.names, f"layer {self.name!r}")
         if name in self.dataset.data_vars:
             return self.dataset[name]
         missing = f"Layer {self.name!r} has no {name!r} here."

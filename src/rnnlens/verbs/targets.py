@@ -95,11 +95,9 @@ class Target:
 
     def _weights(self, chosen: xr.DataArray) -> Array:
         """Weights that fit the selection, with or without its sample axis; labelled ones by their dimensions."""
-        if isinstance(self.reduce, xr.DataArray):
-            missing = [dim for dim in self.reduce.dims if dim not in chosen.dims]
-            if not missing:
-                return self.reduce.broadcast_like(chosen).transpose(*chosen.dims).values
         try:
+            if isinstance(self.reduce, xr.DataArray) and set(self.reduce.dims) <= set(chosen.dims):
+                return self.reduce.broadcast_like(chosen).transpose(*chosen.dims).values
             weights = np.asarray(self.reduce, dtype=chosen.dtype)
             np.broadcast_shapes(weights.shape, chosen.shape)
             if weights.ndim > chosen.ndim:
