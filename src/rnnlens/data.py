@@ -5,13 +5,18 @@ Nothing is loaded that the user has not loaded: a ``tf.data.Dataset`` is known b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arguments.data import is_dataset, is_loader, is_sequence, is_source, refuse_large
 from .errors import InputError, message
+from .layout import Layout
+
+#: By "x", "y" and "sample_weight", how each of their arrays lies; None for a packed sequence.
+Layouts = Mapping[str, Sequence[Layout | None]]
 
 
 class DataBatch(NamedTuple):
@@ -29,6 +34,7 @@ def batches(
     sample_weight: Any = None,
     batch_size: int | None = None,
     as_numpy: bool = False,
+    layouts: Layouts | None = None,
 ) -> Iterator[DataBatch]:
     """Read a data set batch by batch, holding one batch in memory at a time.
 
@@ -45,6 +51,8 @@ def batches(
         is rebatched; the other sources come in batches of their own and refuse it.
     as_numpy
         Turn framework tensors of a source into NumPy arrays, for a model of another framework.
+    layouts
+        Where samples lie in the arrays; on the first axis where None.
 
     Yields
     ------
@@ -65,7 +73,7 @@ def batches(
     if batch_size is not None and batch_size < 1:
         raise InputError(message("The batch size must be positive.", got=f"batch_size={batch_size}"))
     if not is_source(x):
-        yield from _slices(DataBatch(x, y, sample_weight), batch_size)
+        yield from _slices(DataBatch(x, y, sample_weight), batch_size, layouts)
         return
     if y is not None or sample_weight is not None:
         raise InputError(
@@ -91,6 +99,11 @@ def batches(
         )
 
 
+def is_cut(x: Any, batch_size: int | None) -> bool:
+    """Whether ``x`` comes in several batches, or may: a source, a lazily read array, or a batch size."""
+    return batch_size is not None or is_source(x) or _is_lazy(x)
+
+
 def count_samples(x: Any) -> int | None:
     """Number of samples in ``x`` where it can be told without reading; None for sources of unknown length."""
     if is_source(x):
@@ -99,11 +112,11 @@ def count_samples(x: Any) -> int | None:
     return len_of(x)
 
 
-def count_batches(x: Any, batch_size: int | None = None) -> int | None:
+def count_batches(x: Any, batch_size: int | None = None, layouts: Layouts | None = None) -> int | None:
     """Number of batches :func:`batches` will yield, or None where it cannot be told without reading."""
     if not is_source(x):
-        size = batch_size or _natural_size(x)
-        return -(-len_of(x) // size)
+        size = batch_size or _natural_size(x, layouts)
+        return -(-len_of(x, _layouts(layouts, "x")) // size)
     if is_dataset(x):
         count = int(x.cardinality()) if batch_size is None else -1
         return count if count >= 0 else None
@@ -113,12 +126,12 @@ def count_batches(x: Any, batch_size: int | None = None) -> int | None:
         return None
 
 
-def len_of(x: Any) -> int:
+def len_of(x: Any, layouts: Sequence[Layout | None] | None = None) -> int:
     """Number of samples of an array, or of the arrays in a tuple, list or dict."""
     leaves = leaves_of(x)
     if not leaves:
         raise InputError(message("There is no data.", got=f"{x!r}", expected="an array with at least 1 sample"))
-    lengths = {_length(leaf) for leaf in leaves}
+    lengths = {size_of(leaf, layout) for leaf, layout in zip(leaves, layouts or [None] * len(leaves), strict=True)}
     if len(lengths) > 1:
         raise InputError(
             message("The arrays have different numbers of samples.", got=", ".join(map(str, sorted(lengths))))
@@ -151,30 +164,81 @@ def _repeated(leaf: Any, count: int) -> Any:
     return np.broadcast_to(np.asarray(leaf), (count, *leaf.shape[1:]))
 
 
-def _slices(data: DataBatch, batch_size: int | None) -> Iterator[DataBatch]:
-    count = len_of(data.x)
-    for name in ("y", "sample_weight"):
-        part = getattr(data, name)
-        if part is not None and len_of(part) != count:
-            raise InputError(
-                message(f"x and {name} have different numbers of samples.", got=f"{count} and {len_of(part)}")
+def size_of(leaf: Any, layout: Layout | None) -> int:
+    """Number of samples of one array; a packed sequence, and an array without a layout, tells it by itself."""
+    if layout is None or layout.sample is None or is_packed(leaf):
+        return _length(leaf)
+    axis = next(i for i, names in enumerate(layout.axes) if layout.names[layout.sample] in names)
+    size = _shape(leaf)[axis]
+    if len(layout.axes[axis]) > 1:
+        raise InputError(
+            message(
+                "The samples of x are folded with something else, so that they cannot be counted.",
+                got=f"an axis of {' and '.join(layout.axes[axis])}, of length {size}",
+                hint="an array with an axis for samples alone",
             )
-    size = batch_size or _natural_size(data.x)
+        )
+    return size
+
+
+def samples_of(leaf: Any, layout: Layout | None, start: int, stop: int, count: int = 0) -> Any:
+    """Samples ``start:stop`` of an array; of ``count`` where they are folded with something else."""
+    if is_packed(leaf):
+        return _packed_samples(leaf, start, stop)
+    return leaf[start:stop] if layout is None else layout.cut(leaf, start, stop, count)
+
+
+def _packed_samples(packed: Any, start: int, stop: int) -> Any:
+    """Some samples of a torch ``PackedSequence``, in the caller's order."""
+    rnn = sys.modules["torch.nn.utils.rnn"]
+    padded, lengths = rnn.pad_packed_sequence(packed, batch_first=True)
+    return rnn.pack_padded_sequence(padded[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=False)
+
+
+def _layouts(layouts: Layouts | None, name: str) -> Sequence[Layout | None] | None:
+    return None if layouts is None else layouts[name]
+
+
+def _slices(data: DataBatch, batch_size: int | None, layouts: Layouts | None) -> Iterator[DataBatch]:
+    count = len_of(data.x, _layouts(layouts, "x"))
+    if layouts is None:
+        _check_lengths(data)
+    size = batch_size or _natural_size(data.x, layouts)
     refuse_large("A batch", data.x, f"batch_size={max(1, size // 2)} or less", share=min(1.0, size / count))
     if size >= count and not _is_lazy(data.x):
         yield data
         return
     for start in range(0, count, size):
         stop = min(start + size, count)
-        yield DataBatch(*(None if part is None else map_leaves(lambda a: a[start:stop], part) for part in data))  # noqa: B023 - used at once
+        yield DataBatch(*(_piece(getattr(data, name), _layouts(layouts, name), start, stop, count) for name in _PARTS))
 
 
-def _natural_size(x: Any) -> int:
+_PARTS = ("x", "y", "sample_weight")
+
+
+def _piece(tree: Any, layouts: Sequence[Layout | None] | None, start: int, stop: int, count: int) -> Any:
+    if tree is None:
+        return None
+    each = iter(layouts if layouts is not None else [None] * len(leaves_of(tree)))
+    return map_leaves(lambda leaf: samples_of(leaf, next(each), start, stop, count), tree)
+
+
+def _check_lengths(data: DataBatch) -> None:
+    count = len_of(data.x)
+    for name in _PARTS[1:]:
+        part = getattr(data, name)
+        if part is not None and len_of(part) != count:
+            raise InputError(
+                message(f"x and {name} have different numbers of samples.", got=f"{count} and {len_of(part)}")
+            )
+
+
+def _natural_size(x: Any, layouts: Layouts | None = None) -> int:
     """One chunk of a lazily read array, everything otherwise."""
-    for leaf in leaves_of(x):
+    for leaf, layout in zip(leaves_of(x), _layouts(layouts, "x") or [None] * len(leaves_of(x)), strict=True):
         if _is_lazy(leaf):
-            return int(leaf.chunks[0])
-    return len_of(x)
+            return int(leaf.chunks[0 if layout is None or layout.sample is None else layout.sample])
+    return len_of(x, _layouts(layouts, "x"))
 
 
 def _elements(x: Any, batch_size: int | None) -> Iterator[Any]:
@@ -221,6 +285,8 @@ def _numpy(leaf: Any) -> Any:
 
 def _is_lazy(x: Any) -> bool:
     """A Zarr (or HDF5) array: read from disk when sliced, in chunks. Dask and NumPy arrays are not meant."""
+    if isinstance(x, tuple | list | Mapping) and not is_packed(x):
+        return any(_is_lazy(leaf) for leaf in leaves_of(x))
     return isinstance(getattr(x, "chunks", None), tuple) and not hasattr(x, "__dask_graph__") and bool(x.chunks)
 
 
@@ -228,7 +294,7 @@ def leaves_of(tree: Any) -> list[Any]:
     """Arrays within nested tuples, lists and dicts, in order; None is none."""
     if isinstance(tree, Mapping):
         return [leaf for part in tree.values() for leaf in leaves_of(part)]
-    if isinstance(tree, tuple | list) and not _is_packed(tree):
+    if isinstance(tree, tuple | list) and not is_packed(tree):
         return [leaf for part in tree for leaf in leaves_of(part)]
     return [] if tree is None else [tree]
 
@@ -237,18 +303,18 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same structure with ``function`` applied to every array."""
     if isinstance(tree, Mapping):
         return {key: map_leaves(function, part) for key, part in tree.items()}
-    if isinstance(tree, tuple | list) and not _is_packed(tree):
+    if isinstance(tree, tuple | list) and not is_packed(tree):
         return type(tree)(map_leaves(function, part) for part in tree)
     return None if tree is None else function(tree)
 
 
-def _is_packed(tree: Any) -> bool:
+def is_packed(tree: Any) -> bool:
     """A torch ``PackedSequence`` is a named tuple, but one thing."""
     return type(tree).__name__ == "PackedSequence"
 
 
 def _length(leaf: Any) -> int:
-    if _is_packed(leaf):
+    if is_packed(leaf):
         return int(leaf.batch_sizes[0])
     shape = _shape(leaf)
     if not shape:

@@ -25,12 +25,12 @@ PUBLIC = {
     "gradients": (
         "(model, x, y=None, *, of='loss', wrt='weights', at=None, reduce=None, per_sample=False, loss=None, "
         "sample_weight=None, class_weight=None, training=False, initial_state=None, seed=None, batch_size=None, "
-        "combine=None, across=None, clip=None, memory=None)"
+        "combine=None, across=None, clip=None, memory=None, axes=None)"
     ),
     "jacobian": (
         "(model, x, *, of='output', wrt='input', out_times=None, in_times=None, project=None, reduce=None, "
         "average=None, sketch=None, rtol=None, mode='auto', memory=None, out=None, training=False, "
-        "initial_state=None, seed=None)"
+        "initial_state=None, seed=None, axes=None)"
     ),
     "layers": "(model)",
     "open": "(path, *, lazy=False)",
@@ -40,7 +40,7 @@ PUBLIC = {
     "torch": None,
     "trace": (
         "(model, x, y=None, *, loss=None, layers=None, quantities=None, sample_weight=None, class_weight=None, "
-        "training=False, initial_state=None, seed=None)"
+        "training=False, initial_state=None, seed=None, axes=None)"
     ),
     "weight_norms": "(model, *, layers=None, over=None, ord=2, history=None, step=None)",
     "weights": (

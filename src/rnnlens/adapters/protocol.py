@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from ..layout import Layout
 from ..recurrence.cells import KnownCell
 from ..recurrence.cells.custom import StepCell
 from ..typing import Array
@@ -262,6 +263,8 @@ class Adapter(Protocol):
     """What rnnlens asks of a framework. One module-level object per adapter folder, found through the registry."""
 
     name: str
+    #: Whether every tensor of every model of this framework has its samples on the first axis.
+    samples_first: bool
 
     def describe(self, model: Any) -> list[LayerInfo]:
         """Recurrent layers in the order in which they are called, without running the model. May raise ModelError."""
@@ -295,6 +298,13 @@ class Adapter(Protocol):
 
     def place(self, model: Any, layer: str, direction: str | None, key: str) -> Place | None:
         """Which of the framework's weights ``key`` of a layer is, found by name alone; None where it is none."""
+
+    def layouts(self, model: Any, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, Layout]:
+        """Which axis is what, of inputs and outputs of the model and of layers that are not recurrent.
+
+        Their tensors lie as the framework has them. Empty where the rule of the framework holds: samples first, then
+        time. Never from rank or equal sizes alone; an axis of which nothing is known is called ``axis_0``, ``axis_1``.
+        """
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
         """All layers with weights, copies of the values, gates in our order."""

@@ -14,16 +14,29 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from .. import data
 from ..adapters.protocol import Batch, CaptureRequest, Port, Pullback
 from ..errors import LayerNotFoundError, ModelError
 from ..recurrence.adjoint import Adjoint
 from ..results.schema import plain
 from ..typing import Array
+from ..vocabulary import SAMPLE
+from .axes import in_order, refuse_unknown, text_of
+from .coupling import refuse_coupled
 from .inside import Half, Inside, runs
 from .names import TensorName
-from .question import Answer, Borders, Question, SeveralOutputs, dims_for, is_inside, refuse_lone_output, uncalled
-from .targets import dims_of
+from .outside import Outside
+from .question import (
+    Answer,
+    Borders,
+    Question,
+    SeveralOutputs,
+    dims_for,
+    is_inside,
+    is_outside,
+    learn_axes,
+    refuse_lone_output,
+    uncalled,
+)
 from .weight_keys import assemble, sources
 
 #: Border -> gradient that arrived there, with one leading axis K; None where no path leads there.
@@ -54,7 +67,8 @@ def _answer(question: Question, batch: Batch) -> Answer:
             if question.every_output or borders.through_outputs:
                 raise SeveralOutputs(pullback.outputs)
             refuse_lone_output((*question.leaves, *question.wrt), pullback.outputs)
-        return _Answering(question, inside, borders, pullback, data.len_of(batch.x)).run()
+        learn_axes(question, batch)
+        return _Answering(question, inside, borders, pullback, question.axes.samples(batch)).run()
 
 
 def _absent(question: Question, batch: Batch) -> list[TensorName]:
@@ -90,7 +104,7 @@ def answer_from_capture(question: Question, batch: Batch) -> Answer | None:
     if any(grad is None or not np.any(grad) for grad in grads.values()):
         return None
     dims = {name: dims_for(name, grad, known, False) for name, grad in grads.items() if grad is not None}
-    return Answer(np.asarray(capture.loss), data.len_of(batch.x), grads, dims, inside.masks())
+    return Answer(np.asarray(capture.loss), question.axes.samples(batch), grads, dims, inside.masks())
 
 
 class _Answering:
@@ -98,7 +112,7 @@ class _Answering:
 
     def __init__(self, question: Question, inside: Inside, borders: Borders, pullback: Pullback, samples: int) -> None:
         self.question, self.inside, self.borders, self.pullback = question, inside, borders, pullback
-        self.samples = samples
+        self.samples, self.outside = samples, Outside(question.axes, samples)
         self.on_states: dict[str, list[dict[int, Array]]] = {}
         self.on_steps: dict[str, list[dict[int, Array]]] = {}
         self.seeds: dict[Port, Array] = {}
@@ -109,6 +123,8 @@ class _Answering:
         value = self._start()
         self._leave_recurrences()
         arrived = self._pull({port: seed[None] for port, seed in self.seeds.items()})
+        if self.question.target.per_sample and self.question.leaves[0].what != "loss":
+            refuse_coupled(self.outside, self.seeds, self._pull)
         per_sample = self._weights_by_sample(arrived) if self.question.target.per_sample else None
         grads: dict[TensorName, Array | None] = {}
         dims: dict[TensorName, tuple[str, ...]] = {}
@@ -119,6 +135,8 @@ class _Answering:
                 grad = self._activation(name, arrived)
             grads[name] = None if grad is None else grad / grad.dtype.type(self.question.scale)
             dims[name] = () if grad is None else self._dims(name, grad)
+            if grad is not None and is_outside(name, self.question.known):
+                grads[name], dims[name] = in_order(*self.outside.opened(name.port(), grads[name]))
         return Answer(value, self.samples, grads, dims, self.inside.masks())
 
     def _start(self) -> Array:
@@ -126,11 +144,15 @@ class _Answering:
         question = self.question
         values = [self._leaf_value(leaf) for leaf in question.leaves]
         if question.function is None:
+            self._check_samples(values[0])
             value, cotangent = question.target.evaluate(values[0], self._differentiate)
             cotangents: Sequence[Array] = [cotangent]
         else:
-            result, pull = self._differentiate(question.function, [v.values for v in values])
-            whole = xr.DataArray(result, dims=dims_of(result.shape))
+            ports = [leaf.port() if is_outside(leaf, question.known) else None for leaf in question.leaves]
+            arrays = [v.values if p is None else self.outside.closed(p, v) for p, v in zip(ports, values, strict=True)]
+            result, pull = self._differentiate(question.function, arrays)
+            whole = self.outside.named_result(result, pull, ports, arrays)
+            self._check_samples(whole)
             value, cotangent = question.target.evaluate(whole, self._differentiate)
             cotangents = pull(cotangent.astype(result.dtype))
         for leaf, part in zip(question.leaves, cotangents, strict=True):
@@ -142,6 +164,9 @@ class _Answering:
             value = self.inside.value(leaf)
         else:
             parts = [plain(self.pullback.values[port]) for port in self.borders.of_tensor(leaf)]
+            if is_outside(leaf, self.question.known):
+                opened, names = self.outside.opened(leaf.port(), parts[0])
+                return xr.DataArray(opened, dims=names)
             value = parts[0] if len(parts) == 1 else np.stack(parts, axis=min(2, parts[0].ndim - 1))
         return xr.DataArray(value, dims=self._dims(leaf, value))
 
@@ -152,6 +177,8 @@ class _Answering:
         if self.inside.is_stepwise(leaf):
             self._put(self.on_steps, leaf, cotangent)
         ports = self.borders.of_tensor(leaf)
+        if is_outside(leaf, self.question.known):
+            cotangent = cotangent.reshape(tuple(self.pullback.values[ports[0]].shape))
         parts = [cotangent] if len(ports) == 1 else np.moveaxis(cotangent, min(2, cotangent.ndim - 2), 0)
         for port, part in zip(ports, parts, strict=True):
             self.seeds[port] = self.seeds[port] + part if port in self.seeds else part
@@ -248,7 +275,7 @@ class _Answering:
             seeds = {port: plain(a)[0] for port, a in outputs.items() if a is not None}
         pieces: dict[TensorName, list[Array | None]] = {name: [] for name in names}
         for rows in self._chunks(seeds):
-            one_hot = {port: _one_hot(seed, rows) for port, seed in seeds.items()}
+            one_hot = {port: self._one_hot(port, seed, rows) for port, seed in seeds.items()}
             got = self._pull(one_hot)
             for name in names:
                 pieces[name].append(self._weight_rows(name, got, rows))
@@ -264,6 +291,22 @@ class _Answering:
             return self._weight(name, arrived)
         finally:
             self.own_weights = kept
+
+    def _one_hot(self, port: Port, seed: Array, rows: range) -> Array:
+        """Cotangents (K, ...): the k-th is the seed at sample ``rows[k]`` and zero elsewhere."""
+        opened, names = self.outside.opened(port, seed) if self.outside.is_here(port) else (seed, (SAMPLE,))
+        refuse_unknown("per_sample=True", text_of(port), names)
+        at = names.index(SAMPLE)
+        stacked = np.zeros((len(rows), *opened.shape), dtype=seed.dtype)
+        for k, n in enumerate(rows):
+            index = (slice(None),) * at + (n,)
+            stacked[(k, *index)] = opened[index]
+        return stacked.reshape(len(rows), *seed.shape)
+
+    def _check_samples(self, whole: xr.DataArray) -> None:
+        target = self.question.target
+        if target.per_sample and target.text != "loss" and whole.ndim:
+            refuse_unknown("per_sample=True", target.text, [str(dim) for dim in whole.dims])
 
     def _chunks(self, seeds: Mapping[Port, Array]) -> Iterator[range]:
         """Samples whose gradients fit the memory granted at a time."""
@@ -305,11 +348,3 @@ def _stack_halves(parts: Sequence[Array | None]) -> Array | None:
         return present[0]
     filled = [np.zeros_like(present[0]) if array is None else array for array in arrays]
     return np.stack(filled, axis=min(2, filled[0].ndim - 1))
-
-
-def _one_hot(seed: Array, rows: range) -> Array:
-    """Cotangents (K, sample, ...): the k-th is the seed at sample ``rows[k]`` and zero elsewhere."""
-    stacked = np.zeros((len(rows), *seed.shape), dtype=seed.dtype)
-    for k, n in enumerate(rows):
-        stacked[k, n] = seed[n]
-    return stacked

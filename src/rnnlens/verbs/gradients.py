@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch
+from ..adapters.protocol import Batch
 from ..adapters.registry import adapter_for
 from ..arguments import (
     anything,
@@ -29,6 +29,7 @@ from ..arguments import (
     whole,
 )
 from ..arguments import loss as a_loss
+from ..arguments.data import is_source
 from ..errors import DisconnectedError, InputError, UnsupportedError, message, shown
 from ..results.gradients import Gradients
 from ..results.schema import labelled
@@ -36,7 +37,9 @@ from ..settings import Progress, current, parse_memory
 from ..typing import Array
 from ..vocabulary import GATE
 from .answering import answer
+from .axes import Axes, an_axes_table
 from .clipping import a_clipping, clipped, rule
+from .cuts import layouts_of_inputs, layouts_to_cut
 from .explain import Explanation, explain
 from .loss_words import loss_reduction, with_reduction
 from .names import Catalogue, TensorName, catalogue, read, read_all, read_one
@@ -83,6 +86,7 @@ def a_target(name: str, value: Any) -> Any:
     across=one_of("mean", "sum", "norm"),
     clip=a_clipping,
     memory=memory,
+    axes=an_axes_table,
 )
 def gradients(
     model: Any,
@@ -105,6 +109,7 @@ def gradients(
     across: Literal["mean", "sum", "norm"] | None = None,
     clip: str | Mapping[str, float] | None = None,
     memory: str | int | None = None,
+    axes: Mapping[str, Any] | None = None,
 ) -> xr.DataArray | Gradients:
     """Differentiate one number of a model with respect to any of its tensors.
 
@@ -145,6 +150,9 @@ def gradients(
         ``{"global_clipnorm": 1.0}``, ``{"clipnorm": ...}``, ``{"clipvalue": ...}``.
     memory
         What per-sample gradients of weights may use at a time, such as ``"1 GiB"``.
+    axes
+        What the axes of a tensor count, where that cannot be found out: ``{"input": ("time", "sample", "feature"),
+        "y": ("time", "sample")}``; ``(("time", "sample"), "unit")`` where two are folded into one.
 
     Returns
     -------
@@ -167,7 +175,8 @@ def gradients(
     """
     adapter = adapter_for(model)
     known = catalogue(adapter, model, x)
-    question = _question(adapter, model, known, of, wrt, Target("", at or {}, reduce, per_sample), clip, memory)
+    room = Axes(adapter, model, axes, known)
+    question = _question(room, known, of, wrt, Target("", at or {}, reduce, per_sample), clip, memory)
     with_loss = any(leaf.what == "loss" for leaf in question.leaves)
     if with_loss and question.function is None and (at or reduce is not None):
         raise InputError(message("The loss is one number: there is nothing to select or reduce.", got="at= or reduce="))
@@ -205,8 +214,7 @@ class _Gathered:
 
 
 def _question(
-    adapter: Adapter,
-    model: Any,
+    axes: Axes,
     known: Catalogue,
     of: Of,
     wrt: str | Iterable[str],
@@ -227,10 +235,11 @@ def _question(
                 )
             )
         names = list(dict.fromkeys([*names, *_trainable(known)]))
+    adapter, model = axes.adapter, axes.model
     scale = _loss_scale(model) if leaves[0].what == "loss" else 1.0
     memory = current().memory if memory is None else parse_memory(memory)
     target = replace(target, text=text)
-    return Question(adapter, model, known, leaves, function, target, tuple(names), scale, memory, callable(of))
+    return Question(adapter, model, known, leaves, function, target, tuple(names), axes, scale, memory, callable(of))
 
 
 def _target(of: Of, known: Catalogue) -> tuple[tuple[TensorName, ...], Callable[..., Any] | None, str]:
@@ -287,13 +296,10 @@ def _gather(question: Question, feed: _Feed, template: Batch, with_loss: bool, t
     """Answer batch by batch; explain on the first batch what has no gradient there."""
     first: Batch | None = None
     start = 0
-    stream = data.batches(
-        feed.x, feed.y, sample_weight=feed.sample_weight, batch_size=feed.batch_size, as_numpy=feed.as_numpy
-    )
     last: Answer | None = None
     with Progress("gradients", data.count_batches(feed.x, feed.batch_size)) as progress:
-        for piece in stream:
-            stop = start + data.len_of(piece.x)
+        for piece in _pieces(question.axes, feed, template):
+            stop = start + question.axes.samples(replace(template, x=piece.x))
             batch = replace(
                 template,
                 x=piece.x,
@@ -313,6 +319,30 @@ def _gather(question: Question, feed: _Feed, template: Batch, with_loss: bool, t
     assert last is not None
     found = total.result()
     return _Gathered(found, total.dims, total.value(), explain(question, first, found, total.dims))
+
+
+def _pieces(axes: Axes, feed: _Feed, template: Batch) -> Iterator[data.DataBatch]:
+    """The batches, each cut along the axis of samples; a whole batch goes through as it is."""
+    whole = data.DataBatch(feed.x, feed.y, feed.sample_weight)
+    if not axes.adapter.samples_first and not data.is_cut(feed.x, feed.batch_size):
+        yield whole
+        return
+    layouts = None
+    if not is_source(feed.x):
+        layouts = layouts_to_cut(axes, template, *whole)
+        axes.inputs, axes.is_cut = None if layouts is None else layouts["x"], True
+    batches = data.batches(
+        feed.x,
+        feed.y,
+        sample_weight=feed.sample_weight,
+        batch_size=feed.batch_size,
+        as_numpy=feed.as_numpy,
+        layouts=layouts,
+    )
+    for batch in batches:
+        if not axes.is_cut:  # a source: its batches are counted as its first one lies
+            axes.inputs, axes.is_cut = layouts_of_inputs(axes, template, batch.x), True
+        yield batch
 
 
 def _result(

@@ -31,6 +31,7 @@ from ..data import leaves_of
 from ..errors import InputError, TooLargeError, message
 from ..recurrence.reductions import REDUCTIONS, probe_signs, sketched
 from ..settings import current, format_memory, parse_memory
+from .axes import Axes, an_axes_table
 from .inside import Inside
 from .jacobian_ends import resolve
 from .jacobian_label import Labels
@@ -66,6 +67,7 @@ def a_projection(name: str, value: Any) -> Any:
     training=switch,
     initial_state=states,
     seed=seed,
+    axes=an_axes_table,
 )
 def jacobian(
     model: Any,
@@ -86,6 +88,7 @@ def jacobian(
     training: bool = False,
     initial_state: Mapping[str, Sequence[Any]] | None = None,
     seed: int | None = None,
+    axes: Mapping[str, Any] | None = None,
 ) -> xr.DataArray:
     """Differentiate every output step by every input step.
 
@@ -125,7 +128,7 @@ def jacobian(
     out
         A path ending in ``.zarr``: the result is written there piece by piece and may exceed the memory.
         After an interrupt, what was finished can be read; the rest is NaN.
-    training, initial_state, seed
+    training, initial_state, seed, axes
         As in :func:`rnnlens.trace`.
 
     Returns
@@ -154,10 +157,11 @@ def jacobian(
     adapter = adapter_for(model)
     known = catalogue(adapter, model, x)
     names = (read_one(of, known), read_one(wrt, known))
+    room = Axes(adapter, model, axes, known)
     batch = Batch(x, training=training, initial_state=initial_state, seed=_seed(seed, training))
     inside = _look(adapter, model, batch, names, known)
     swept = look_inside(inside)
-    with resolve(adapter, model, batch, known, inside, list(swept.values()), names) as (start, end, graph):
+    with resolve(adapter, model, batch, known, inside, list(swept.values()), names, room) as (start, end, graph):
         ends = _ends(start, end, names, out_times, in_times, project, reduce, average, sketch, batch_of(inside), limit)
         labels = Labels(names, ends, reduce, sketch, known, adapter.provenance(model), training, project)
         return compute(graph, list(swept.values()), ends, labels, mode, rtol, limit, out)

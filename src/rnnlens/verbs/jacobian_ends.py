@@ -10,6 +10,7 @@ from .. import data
 from ..adapters.protocol import Adapter, Batch, Port
 from ..errors import InputError, message
 from ..recurrence.cells import KnownCell
+from .axes import Axes
 from .inside import Inside
 from .jacobian_chain import chain_graph
 from .jacobian_composed import Composed
@@ -28,6 +29,7 @@ def resolve(
     inside: Inside,
     swept: Sequence[Swept],
     names: tuple[TensorName, TensorName],
+    axes: Axes,
 ) -> Iterator[tuple[Tensor, Tensor, Graph | None]]:
     """The two ends and, where anything lies between them that is not recurrent, an open graph.
 
@@ -41,7 +43,7 @@ def resolve(
     of, wrt = readable(names[0], known, "of"), readable(names[1], known, "wrt")
     _refuse_integers(wrt, batch, known)
     if inside.entangled or any(_is_own_state(name, inside) for name in (of, wrt)):
-        with _uncut(adapter, model, batch, inside, swept, (of, wrt)) as found:
+        with _uncut(adapter, model, batch, inside, swept, (of, wrt), axes) as found:
             yield found
         return
     start, end = _inner(of, inside, swept, "of"), _inner(wrt, inside, swept, "wrt")
@@ -50,7 +52,7 @@ def resolve(
         return
     ports = [None if tensor is not None else _port(name) for tensor, name in ((start, of), (end, wrt))]
     graph = chain_graph(adapter, model, batch, inside, ports[0], ports[1])
-    graph = graph or open_graph(adapter, model, batch, inside, ports[0], ports[1])
+    graph = graph or open_graph(adapter, model, batch, inside, ports[0], ports[1], axes)
     with graph.pullback:
         start = start or _border(of, ports[0], graph)
         end = end or _border(wrt, ports[1], graph)
@@ -66,6 +68,7 @@ def _uncut(
     inside: Inside,
     swept: Sequence[Swept],
     names: tuple[TensorName, TensorName],
+    axes: Axes,
 ) -> Iterator[tuple[Tensor, Tensor, Graph]]:
     """The two ends and a graph through everything; a state that the framework has a tensor for is a border."""
     of, wrt = names
@@ -73,7 +76,7 @@ def _uncut(
     start, end = inner
     ports = (None if start is not None else _port(of), None if end is not None else _port(wrt))
     readers = [port for one in (end.halves if end is not None else ()) for port in one.half.readers()]
-    graph = open_uncut(adapter, model, batch, inside, ports, *readers)
+    graph = open_uncut(adapter, model, batch, inside, ports, axes, *readers)
     with graph.pullback:
         yield start or _border(of, ports[0], graph), end or _border(wrt, ports[1], graph), graph
 
@@ -118,7 +121,8 @@ def _refuse_integers(wrt: TensorName, batch: Batch, known: Catalogue) -> None:
     leaves = data.leaves_of(batch.x)
     if wrt.index >= len(leaves):
         raise InputError(message(f"The model has no {wrt.text}.", got=f"{len(leaves)} inputs"))
-    kind = str(leaves[wrt.index].dtype).removeprefix("torch.")
+    leaf = leaves[wrt.index]
+    kind = str((leaf.data if data.is_packed(leaf) else leaf).dtype).removeprefix("torch.")
     if "float" in kind or "complex" in kind:
         return
     tables = [layer for layer, w in known.weights.items() if any(_is_table(key, w.values[key]) for key in w.values)]

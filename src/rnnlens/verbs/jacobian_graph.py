@@ -14,11 +14,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .. import data
 from ..adapters.protocol import Adapter, Batch, Port, Pullback
+from ..errors import UnsupportedError, message
+from ..layout import Layout, canonical_order
 from ..results.schema import plain
 from ..typing import Array
+from ..vocabulary import SAMPLE, TIME
+from .axes import Axes, refuse_unknown, text_of
+from .coupling import refusal
 from .inside import Half, Inside, like
+from .outside import patterns
 
 Kind = Literal["local", "flat", "through"]
 
@@ -27,50 +32,58 @@ Kind = Literal["local", "flat", "through"]
 class Border:
     """A tensor outside the recurrences, seen as (sample, time, feature) or (sample, feature).
 
-    ``shape`` is the framework's own; ``swapped`` where that has time before sample (torch without ``batch_first``);
-    ``single`` where it has no sample axis at all.
+    ``shape`` is the framework's own, and ``layout`` says how it lies in there: None for samples first, then time.
+    ``count`` is the number of samples in the batch.
     """
 
     port: Port
     shape: tuple[int, ...]
-    swapped: bool = False
-    single: bool = False
+    layout: Layout | None = None
+    count: int = 0
 
     @property
     def samples(self) -> int:
         """Number of samples."""
-        return 1 if self.single else self.shape[1 if self.swapped else 0]
+        return self.shape[0] if self.layout is None else self._sizes.get(SAMPLE, 1)
 
     @property
     def times(self) -> int | None:
         """Number of steps; None where there is no time."""
-        if self.single:
-            return self.shape[0] if len(self.shape) > 1 else None
-        if len(self.shape) < 3:
-            return None
-        return self.shape[0 if self.swapped else 1]
+        if self.layout is not None:
+            return self._sizes.get(TIME)
+        return self.shape[1] if len(self.shape) > 2 else None
 
     @property
     def features(self) -> int:
         """Numbers per sample and step."""
         return math.prod(self.shape) // (self.samples * (self.times or 1))
 
+    @property
+    def _sizes(self) -> dict[str, int]:
+        assert self.layout is not None
+        return dict(zip(self.layout.names, self.layout.sizes(self.shape, self.count), strict=True))
+
     def rows_out(self, rows: Array) -> Array:
         """(row, sample, [time,] feature) as the framework wants it."""
-        if self.swapped and self.times is not None:
-            rows = np.moveaxis(rows, 1, 2) if isinstance(rows, np.ndarray) else rows.transpose(1, 2)
+        if self.layout is not None:
+            order = canonical_order(self.layout.names)
+            sizes = list(self._sizes.values())
+            rows = rows.reshape((rows.shape[0], *(sizes[i] for i in order)))
+            rows = _permuted(rows, [order.index(i) for i in range(len(order))])
         return rows.reshape((rows.shape[0], *self.shape))
 
     def rows_in(self, rows: Array) -> Array:
         """From the framework, as (row, sample, [time,] feature)."""
-        count = rows.shape[0]
-        if self.times is None:
-            return rows.reshape((count, self.samples, self.features))
-        lead = (self.times, self.samples) if self.swapped else (self.samples, self.times)
-        rows = rows.reshape((count, *lead, self.features))
-        if not self.swapped:
-            return rows
-        return np.moveaxis(rows, 1, 2) if isinstance(rows, np.ndarray) else rows.transpose(1, 2)
+        if self.layout is not None:
+            rows = _permuted(self.layout.opened(rows, self.count, lead=1), canonical_order(self.layout.names))
+        steps = () if self.times is None else (self.times,)
+        return rows.reshape((rows.shape[0], self.samples, *steps, self.features))
+
+
+def _permuted(rows: Array, order: Sequence[int]) -> Array:
+    """Every axis but the first one in another order."""
+    axes = (0, *(1 + i for i in order))
+    return np.transpose(rows, axes) if isinstance(rows, np.ndarray) else rows.permute(axes)
 
 
 @dataclass
@@ -126,97 +139,114 @@ class Graph:
         return {p: None if a is None else self.borders[p].rows_in(a) for p, a in found.items()}
 
 
-def open_graph(adapter: Adapter, model: Any, batch: Batch, inside: Inside, of: Port | None, wrt: Port | None) -> Graph:
+def open_graph(
+    adapter: Adapter, model: Any, batch: Batch, inside: Inside, of: Port | None, wrt: Port | None, axes: Axes
+) -> Graph:
     """Run the model once more, ready to differentiate between recurrent layers. Close with ``graph.pullback``."""
     halves = [half for both in inside.halves.values() for half in both]
     sources = list(dict.fromkeys([*([of] if of else []), *(port for half in halves for port in half.below())]))
     above = [port for half in halves for port in half.above()]
     sinks = list(dict.fromkeys([*above, *([wrt] if wrt else [])]))
-    return _opened(adapter.pullback(model, batch, sources, sinks, above), halves, of, wrt)
+    return _opened(adapter.pullback(model, batch, sources, sinks, above), inside, (of, wrt), batch, axes)
 
 
 def open_uncut(
-    adapter: Adapter, model: Any, batch: Batch, inside: Inside, ends: tuple[Port | None, Port | None], *readers: Port
+    adapter: Adapter,
+    model: Any,
+    batch: Batch,
+    inside: Inside,
+    ends: tuple[Port | None, Port | None],
+    axes: Axes,
+    *readers: Port,
 ) -> Graph:
     """Run the model once more, ready to differentiate through everything: recurrences, loops, feedback.
 
-    ``readers``: where gradients enter the recurrence that we differentiate by a state of. Outputs of recurrent layers
-    are looked at as well where only they tell which axis counts samples.
+    ``readers``: where gradients enter the recurrence that we differentiate by a state of.
     """
     of, wrt = ends
     halves = [half for both in inside.halves.values() for half in both]
     sources = list(dict.fromkeys([*([of] if of else []), *(port for half in halves for port in half.below())]))
-    samples = int(halves[0].run.input.shape[0])
-    square = any(tuple(leaf.shape[:2]) == (samples, samples) for leaf in data.leaves_of(batch.x))
-    outputs = [half.port("output") for half in halves] if square else []
-    sinks = list(dict.fromkeys([*readers, *([wrt] if wrt else []), *outputs]))
-    graph = _opened(adapter.pullback(model, batch, sources, sinks), halves, of, wrt)
+    sinks = list(dict.fromkeys([*readers, *([wrt] if wrt else [])]))
+    graph = _opened(adapter.pullback(model, batch, sources, sinks), inside, ends, batch, axes)
     graph.cut = False
     return graph
 
 
-def _opened(pullback: Pullback, halves: list[Half], of: Port | None, wrt: Port | None) -> Graph:
+def _opened(
+    pullback: Pullback, inside: Inside, ends: tuple[Port | None, Port | None], batch: Batch, axes: Axes
+) -> Graph:
+    """The graph of a pullback, with the ends that lie outside of recurrences as they lie there."""
+    halves = [half for both in inside.halves.values() for half in both]
+    samples = _samples_of(halves)
+    outside = [port for port in ends if port is not None and port.layer not in inside.halves]
+    axes.learn(batch, outside)
     borders = {port: Border(port, tuple(int(n) for n in array.shape)) for port, array in pullback.values.items()}
-    graph = Graph(halves, pullback, borders)
-    samples = int(halves[0].run.input.shape[0])
-    for port in (of, wrt):
-        if port is not None and port.layer is None:
-            borders[port] = _oriented(graph, port, samples, port is of)
-    return graph
+    for port in () if axes.adapter.samples_first else outside:
+        layout = axes.layout(port, borders[port].shape)
+        if layout.coupled:
+            raise refusal("The time Jacobian", port)
+        if samples > 1:
+            refuse_unknown("The time Jacobian", text_of(port), layout.names)
+        borders[port] = Border(port, borders[port].shape, layout, samples)
+    return Graph(halves, pullback, borders)
 
 
-def _oriented(graph: Graph, port: Port, samples: int, is_source: bool) -> Border:
-    """Which axis of a model's input or output counts samples, where the shape leaves it open."""
-    border = graph.borders[port]
-    shape = border.shape
-    if len(shape) < 2 or (shape[0] != samples and shape[1] != samples):
-        return Border(port, shape, single=True) if samples == 1 and shape[0] != 1 else border
-    if shape[0] != samples:
-        return Border(port, shape, swapped=True)
-    if len(shape) < 3 or shape[1] != samples or samples == 1:
-        return border
-    return Border(port, shape, swapped=_time_first(graph, port, is_source))
+def _samples_of(halves: Sequence[Half]) -> int:
+    """The number of samples, the same in every recurrent call.
 
-
-def _time_first(graph: Graph, port: Port, is_source: bool) -> bool:
-    """Square in its first two axes: see by experiment along which axis the first sample lies."""
-    value = plain(graph.pullback.values[port])
-    random = np.random.default_rng(0)
-    if is_source:
-        for axis in (0, 1):
-            cotangent = np.zeros((1, *value.shape))
-            index: list[Any] = [slice(None)] * cotangent.ndim
-            index[1 + axis] = 0
-            cotangent[tuple(index)] = random.normal(size=cotangent[tuple(index)].shape)
-            found = graph.pullback.vjp({port: like(cotangent, graph.pullback.values[port])})
-            arrays = [plain(a)[0] for p, a in found.items() if a is not None and p.layer is not None]
-            if arrays and all(not a[1:].any() for a in arrays) and any(a.any() for a in arrays):
-                return axis == 1
-        return False
-    for half in graph.halves:
-        source = half.below()[0]
-        shape = graph.borders[source].shape
-        cotangent = np.zeros((1, *shape))
-        cotangent[:, 0] = random.normal(size=shape[1:])
-        arrived = graph.pullback.vjp({source: like(cotangent, graph.pullback.values[source])}).get(port)
-        if arrived is not None and plain(arrived).any():
-            return bool(plain(arrived)[0, 1:].any())
-    return False
+    Raises
+    ------
+    UnsupportedError
+        If calls differ in it, since some then fold samples with something else.
+    """
+    counts = {half.call.layer: int(half.run.input.shape[0]) for half in halves}
+    if len(set(counts.values())) > 1:
+        listing = ", ".join(f"{layer}: {count}" for layer, count in counts.items())
+        raise UnsupportedError(
+            message(
+                "Recurrent layers run on different numbers of samples: some fold samples with another axis.",
+                got=listing,
+                expected="one number of samples, for a time Jacobian of (sample, out_time, in_time)",
+                hint="a Jacobian of the inner layer by itself: of= and wrt= within a model of that part",
+            )
+        )
+    return next(iter(counts.values()))
 
 
 def _probe(graph: Graph, source: Port) -> dict[Port, Link]:
     """Unit cotangents give the matrices; random ones on half of the steps tell whether these are all there is."""
     border = graph.borders[source]
-    units, steps = _unit_rows(border), _step_probes(border)
-    found = graph.pull(source, np.concatenate([units, steps[0]]))
+    units, steps, apart = _unit_rows(border), _step_probes(border), _sample_probes(border)
+    found = graph.pull(source, np.concatenate([units, steps[0], apart[0]]))
+    _refuse_coupled(found, apart[1])
     links = {source: Link("local", border, border)} if source in found else {}
     for port, rows in found.items():
         if port == source:
             continue
         if rows is None or not bool((rows != 0).any()):
             continue
-        links[port] = _link(border, graph.borders[port], rows, len(units), steps[1])
+        links[port] = _link(border, graph.borders[port], rows[: len(units) + len(steps[0])], len(units), steps[1])
     return links
+
+
+def _sample_probes(border: Border) -> tuple[Array, Array]:
+    """Random rows on some samples, and which those are."""
+    shape = (border.samples, *(() if border.times is None else (border.times,)), border.features)
+    if border.samples == 1:
+        return np.zeros((0, *shape)), np.zeros((0, 1), dtype=bool)
+    on = patterns(border.samples)
+    rows = np.random.default_rng(1).normal(size=(len(on), *shape))
+    return rows * on.reshape(*on.shape, *[1] * (len(shape) - 1)), on
+
+
+def _refuse_coupled(found: Mapping[Port, Array | None], on: Array) -> None:
+    """Raise if what starts at some samples arrives at others: no sample then has a Jacobian of its own."""
+    for port, rows in found.items():
+        if rows is not None and len(on):
+            arrived = plain(rows[len(rows) - len(on) :])
+            hit = np.any(arrived != 0, axis=tuple(range(2, arrived.ndim)))
+            if hit.shape == on.shape and bool((hit & ~on).any()):
+                raise refusal("The time Jacobian", port)
 
 
 def _unit_rows(border: Border) -> Array:

@@ -15,8 +15,8 @@ from ..results.schema import plain
 from ..typing import Array
 from .inside import Inside
 from .names import TensorName
-from .question import Question, dims_for, is_inside
-from .targets import dims_of
+from .outside import Outside
+from .question import Question, dims_for, is_inside, is_outside
 
 
 def observed_value(question: Question, batch: Batch) -> Array:
@@ -26,15 +26,18 @@ def observed_value(question: Question, batch: Batch) -> Array:
     request = CaptureRequest(layers or _any_layer(question), gradients=with_loss, weight_grads=False)
     batch = batch if with_loss else replace(batch, y=None, loss=None, sample_weight=None, class_weight=None)
     capture = question.adapter.capture(question.model, batch, request)
-    values = [_leaf(question, leaf, capture) for leaf in question.leaves]
+    outside = Outside(question.axes, question.axes.samples(batch))
+    values = [_leaf(question, leaf, capture, outside) for leaf in question.leaves]
 
     def differentiate(function: Any, arrays: Any) -> Any:
         return question.adapter.differentiate(function, arrays, question.model)
 
     if question.function is None:
         return np.asarray(question.target.evaluate(values[0], differentiate)[0], dtype=np.float64)
-    result, _ = differentiate(question.function, [v.values for v in values])
-    whole = xr.DataArray(result, dims=dims_of(result.shape))
+    ports = [leaf.port() if is_outside(leaf, question.known) else None for leaf in question.leaves]
+    arrays = [v.values if p is None else outside.closed(p, v) for p, v in zip(ports, values, strict=True)]
+    result, pull = differentiate(question.function, arrays)
+    whole = outside.named_result(result, pull, ports, arrays)
     return np.asarray(question.target.evaluate(whole, differentiate)[0], dtype=np.float64)
 
 
@@ -44,8 +47,11 @@ def _any_layer(question: Question) -> tuple[str, ...] | None:
     return None if known.recurrent else tuple(known.layers)[:1]
 
 
-def _leaf(question: Question, leaf: TensorName, capture: Capture) -> xr.DataArray:
+def _leaf(question: Question, leaf: TensorName, capture: Capture, outside: Outside) -> xr.DataArray:
     value = _value(question, leaf, capture)
+    if is_outside(leaf, question.known):
+        opened, names = outside.opened(leaf.port(), value)
+        return xr.DataArray(opened, dims=names)
     return xr.DataArray(value, dims=dims_for(leaf, value, question.known, question.target.per_sample))
 
 
@@ -62,4 +68,4 @@ def _value(question: Question, leaf: TensorName, capture: Capture) -> Array:
     halves = [plain(call.output) for call in capture.calls if call.layer == leaf.layer]
     if not halves:
         raise LayerNotFoundError(message(f"Layer {leaf.layer!r} was not called in this forward pass."))
-    return halves[0] if len(halves) == 1 else np.stack(halves, axis=min(2, halves[0].ndim))
+    return halves[0] if len(halves) == 1 else np.stack(halves, axis=min(2, halves[0].ndim - 1))

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..adapters.protocol import Adapter, Port
+from ..adapters.protocol import Adapter, Batch, Port
 from ..errors import InputError, message
 from ..typing import Array
 from ..vocabulary import FEATURE, SAMPLE
+from .axes import Axes
 from .inside import Inside
 from .names import Catalogue, TensorName
-from .targets import Target, dims_of, input_dims
+from .targets import Target, dims_of
 from .weight_keys import dims_of_weight, sources
 
 
@@ -41,6 +42,7 @@ class Question:
     function: Callable[..., Any] | None
     target: Target
     wrt: tuple[TensorName, ...]
+    axes: Axes
     scale: float = 1.0
     memory: int = 2 * 1024**3
     every_output: bool = False
@@ -131,8 +133,24 @@ def is_inside(name: TensorName, known: Catalogue) -> bool:
     return name.what == "input" and name.layer is not None and uncalled(name.layer, known.recurrent) in known.recurrent
 
 
+def is_outside(name: TensorName, known: Catalogue) -> bool:
+    """Whether a tensor lies as the framework has it: an input or output of the model or of a plain layer."""
+    if name.what not in ("input", "output"):
+        return False
+    return name.layer is None or uncalled(name.layer, known.recurrent) not in known.recurrent
+
+
+def learn_axes(question: Question, batch: Batch) -> None:
+    """Find out how the tensors lie that the question is about, or that its loss is taken apart at."""
+    names = [*question.leaves, *question.wrt]
+    ports = [name.port() for name in names if is_outside(name, question.known)]
+    if question.target.per_sample and question.leaves[0].what == "loss":
+        ports += [Port("output", index=i) for i in range(max(1, len(question.known.outputs)))]
+    question.axes.learn(batch, ports)
+
+
 def dims_for(name: TensorName, array: Array, known: Catalogue, per_sample: bool) -> tuple[str, ...]:
-    """Names of the axes of a tensor, or of its gradient."""
+    """Names of the axes of a weight or of a tensor of a recurrent layer, or of its gradient."""
     if name.what == "loss" or array.ndim == 0:
         return ()
     if name.what == "weight":
@@ -140,7 +158,7 @@ def dims_for(name: TensorName, array: Array, known: Catalogue, per_sample: bool)
         weights = known.weights[str(name.layer)]
         return lead + dims_of_weight(name.key, weights, array.ndim - len(lead))
     if name.what == "input":
-        return dims_of(array.shape, last=FEATURE) if name.layer else input_dims(array.shape, array.dtype.kind in "iu")
+        return dims_of(array.shape, last=FEATURE)
     info = known.recurrent.get(uncalled(name.layer, known.recurrent))
     both = info is not None and info.direction == "bidirectional"
     return dims_of(array.shape, bidirectional=both, gate=name.what in ("gates", "gate_preactivation"))

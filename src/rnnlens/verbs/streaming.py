@@ -9,6 +9,7 @@ import numpy as np
 from ..errors import InputError, UnsupportedError, did_you_mean, message
 from ..typing import Array
 from ..vocabulary import DIRECTION, SAMPLE, TIME
+from .axes import refuse_unknown
 from .names import TensorName
 from .question import Answer
 from .targets import Target
@@ -68,7 +69,8 @@ class Accumulator:
         self._value: list[Array] = []
         self._sums: dict[TensorName, Array] = {}
         self._weights: list[int] = []
-        self._reduced: set[TensorName] = set()
+        #: samples that went into what was reduced across them
+        self._reduced: dict[TensorName, int] = {}
 
     def add(self, answer: Answer) -> None:
         """Take in one batch."""
@@ -90,9 +92,11 @@ class Accumulator:
 
     def _take(self, name: TensorName, grad: Array, dims: tuple[str, ...], samples: int) -> None:
         by_sample = SAMPLE in dims
+        if name.what != "weight" and not by_sample and (self.across is not None or self.batches > 1):
+            refuse_unknown("Putting samples together", name.text, dims)
         if by_sample and self.across is not None:
+            self._reduced[name] = self._reduced.get(name, 0) + grad.shape[dims.index(SAMPLE)]
             grad, dims = _reduced(grad, dims, self.across)
-            self._reduced.add(name)
         self.dims[name] = dims
         factor = samples if self.combine == "mean" else 1
         if by_sample and self.across is None:
@@ -124,7 +128,7 @@ class Accumulator:
 
     def _finished(self, name: TensorName, total: Array) -> Array:
         if name in self._reduced:
-            return total / self.samples if self.across in ("mean", "norm") else total
+            return total / self._reduced[name] if self.across in ("mean", "norm") else total
         if self.across == "norm":
             self.dims[name] = ()
             return np.asarray(np.linalg.norm(total))

@@ -70,7 +70,7 @@ class Target:
         values = chosen.values
         count = int(np.prod([values.shape[i] for i in axes], dtype=int))
         if callable(self.reduce):
-            return self._reduce_by_call(values, bool(keep), differentiate)
+            return self._reduce_by_call(values, chosen.sizes[SAMPLE] if keep else None, differentiate)
         if self.reduce is None:
             if count != 1:
                 raise InputError(self._not_one_number(chosen, count))
@@ -80,13 +80,13 @@ class Target:
         weights = self._weights(chosen)
         return (values * weights).sum(axis=axes), np.broadcast_to(weights, values.shape)
 
-    def _reduce_by_call(self, values: Array, keep: bool, differentiate: Differentiate) -> tuple[Array, Array]:
+    def _reduce_by_call(self, values: Array, samples: int | None, differentiate: Differentiate) -> tuple[Array, Array]:
         value, pull = differentiate(self.reduce, [values])
-        expected = (values.shape[0],) if keep else ()
-        if value.shape != expected and not (keep and value.shape == ()):
+        expected = () if samples is None else (samples,)
+        if value.shape != expected:
             raise InputError(
                 message(
-                    "reduce= must leave one number" + (" per sample." if keep else "."),
+                    "reduce= must leave one number" + (" per sample." if expected else "."),
                     got=f"shape {value.shape} from a selection of shape {values.shape}",
                     expected=f"shape {expected}",
                 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import xarray as xr
 
-from ..adapters.protocol import Batch, Capture, CaptureRequest, PlainCall, RecurrentCall
+from ..adapters.protocol import Batch, Capture, CaptureRequest, PlainCall, Port, RecurrentCall
 from ..adapters.registry import adapter_for
 from ..arguments import (
     anything,
@@ -34,9 +34,12 @@ from ..results.trace import Trace
 from ..typing import Array
 from ..vocabulary import FORWARD, QUANTITIES
 from .assemble import Arrays, join_directions
+from .axes import Axes, an_axes_table, in_order
 from .certify import INITIAL, LAYER_INPUT, PROBES, Ours, certify
 from .certify import wanted as asked_for
 from .loss_words import with_reduction
+from .names import catalogue
+from .outside import Outside
 from .relabelled import initial_state_gradients, input_gradient, weight_sums
 from .sweep import names_of_states, sweep, weights_to_check
 
@@ -78,6 +81,7 @@ def layers(model: Any) -> LayerTable:
     training=switch,
     initial_state=states,
     seed=seed,
+    axes=an_axes_table,
 )
 def trace(
     model: Any,
@@ -92,6 +96,7 @@ def trace(
     training: bool = False,
     initial_state: Mapping[str, Sequence[Any]] | None = None,
     seed: int | None = None,
+    axes: Mapping[str, Any] | None = None,
 ) -> Trace:
     """Trace a model on one batch: activations, gates, states, and the direct and total gradient of every timestep.
 
@@ -118,6 +123,9 @@ def trace(
         By layer name: the states to start from, one (sample, unit) array each.
     seed
         Makes dropout reproducible.
+    axes
+        What the axes of a tensor count, where that cannot be found out: ``{"conv.output": ("sample", "unit",
+        "time")}``; ``(("time", "sample"), "unit")`` where two are folded into one.
 
     Returns
     -------
@@ -153,6 +161,8 @@ def trace(
     provenance = with_reduction(adapter.provenance(model), model, loss) if has_loss else adapter.provenance(model)
     ours, described = Ours(capture), adapter.describe(model)
     datasets, checks = _datasets(described, capture, wanted, provenance, ours if certified else None)
+    room = Axes(adapter, model, axes, catalogue(adapter, model, x))
+    datasets |= _plain_datasets(capture.plain, room, batch, wanted, provenance)
     _refuse_silence(layers, wanted, datasets, [info.name for info in described])
     engine = provenance.get("engine", adapter.name).partition(" ")[0]
     certificate = (
@@ -271,8 +281,6 @@ def _datasets(
             dataset = dataset.drop_vars([v for v in dataset.data_vars if wanted is not None and v not in wanted])
         datasets[name] = dataset
     checks += [total.check() for total in sums.values()]
-    for plain in capture.plain:
-        datasets[plain.layer] = _plain_dataset(plain, wanted, provenance)
     return datasets, checks
 
 
@@ -296,10 +304,27 @@ def _note(ours: Ours, dataset: xr.Dataset, halves: Sequence[RecurrentCall], trac
         ours.borders.append((LAYER_INPUT, halves[0].layer, [(mine, sum(map(plain_array, theirs)))]))
 
 
-def _plain_dataset(call: PlainCall, wanted: frozenset[str] | None, provenance: Mapping[str, str]) -> xr.Dataset:
-    arrays = {"output": call.output, "output_grad": call.output_grad}
-    kept = {name: array for name, array in arrays.items() if wanted is None or name in wanted}
-    return layer_dataset(kept, info={"name": call.layer, "kind": call.kind}, provenance=provenance, bidirectional=False)
+def _plain_datasets(
+    calls: Sequence[PlainCall],
+    axes: Axes,
+    batch: Batch,
+    wanted: frozenset[str] | None,
+    provenance: Mapping[str, str],
+) -> dict[str, xr.Dataset]:
+    """Outputs of layers that are not recurrent, samples first, then time, where these are known."""
+    axes.learn(batch, [Port("output", call.layer) for call in calls])
+    outside = Outside(axes, axes.samples(batch)) if calls else None
+    found = {}
+    for call in calls:
+        arrays: dict[str, Array] = {}
+        dims: dict[str, tuple[str, ...]] = {}
+        for name, array in (("output", call.output), ("output_grad", call.output_grad)):
+            if array is not None and outside is not None and (wanted is None or name in wanted):
+                opened = outside.opened(Port("output", call.layer), plain_array(array))
+                arrays[name], dims[name] = in_order(*opened)
+        info = {"name": call.layer, "kind": call.kind}
+        found[call.layer] = layer_dataset(arrays, info=info, provenance=provenance, bidirectional=False, dims=dims)
+    return found
 
 
 class WeightSum:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from ...layout import Layout
 from ...typing import Array
 from ..protocol import Batch, Capture, CaptureRequest, ChainLink, LayerInfo, LayerWeights, Port, Pullback
 from . import discover
@@ -29,6 +30,7 @@ class KerasAdapter:
     """Implements :class:`rnnlens.adapters.protocol.Adapter` for ``keras.Model`` and ``keras.layers.Layer``."""
 
     name = "keras"
+    samples_first = True
 
     def describe(self, model: Any) -> list[LayerInfo]:
         """Recurrent layers in the order of the graph, or of the attributes of a subclassed model."""
@@ -41,6 +43,10 @@ class KerasAdapter:
     def untrained(self, model: Any, seed: int) -> Any:
         """A copy with fresh weights."""
         return untrained(model, seed)
+
+    def layouts(self, model: Any, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, Layout]:
+        """Nothing to be found out: Keras has samples first, then time."""
+        return {}
 
     def provenance(self, model: Any) -> Mapping[str, str]:
         """Framework, engine, dtype, device: plain strings."""

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...layout import Layout
 from ...typing import Array
 from ..protocol import Batch, Capture, CaptureRequest, LayerInfo, LayerWeights, Place, PlainRun, Port, Pullback
+from .axes import layouts
 from .capture import capture
 from .discover import describe, named_modules, node_name, unwrapped
 from .functional import differentiate
@@ -28,6 +30,7 @@ class TorchAdapter:
     """Implements :class:`rnnlens.adapters.protocol.Adapter` for ``torch.nn.Module``."""
 
     name = "torch"
+    samples_first = False
 
     def describe(self, model: nn.Module) -> list[LayerInfo]:
         """Recurrent layers in the order of their definition."""
@@ -52,6 +55,10 @@ class TorchAdapter:
     def place(self, model: nn.Module, layer: str, direction: str | None, key: str) -> Place | None:
         """Which parameter a weight of ours is, by name."""
         return place(model, layer, direction, key)
+
+    def layouts(self, model: nn.Module, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, Layout]:
+        """Which axis is what, followed from the recurrent calls."""
+        return layouts(model, batch, ports)
 
     def weights(self, model: nn.Module) -> Mapping[str, LayerWeights]:
         """All modules with weights, recurrent ones per stacked layer, gates in our order."""

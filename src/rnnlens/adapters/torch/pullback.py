@@ -33,16 +33,28 @@ class TorchPullback:
     """
 
     def __init__(
-        self, model: nn.Module, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
+        self,
+        model: nn.Module,
+        batch: Batch,
+        of: Sequence[Port],
+        wrt: Sequence[Port],
+        cut: Sequence[Port] = (),
+        watch: Sequence[Port] = (),
     ) -> None:
         model = unwrapped(model)
         self.of, self.wrt = tuple(of), tuple(wrt)
+        self._watched = (*self.of, *self.wrt, *watch)
         self._batched = True
         borders = self._run(model, batch, cut)
         if borders is None:
             borders = self._run(model, batch, cut, keep_gradients=True)
         assert borders is not None
         self.outputs = len(borders.outputs)
+        self._found = borders
+        self.keep(borders)
+
+    def keep(self, borders: Borders) -> None:
+        """Hold on to the tensors of the ports asked about."""
         self._borders: dict[Port, Border] = {port: borders.find(port) for port in (*self.of, *self.wrt)}
         with torch.enable_grad():
             self._starts = {port: self._borders[port].value for port in self.of}
@@ -81,7 +93,7 @@ class TorchPullback:
         self, modules: Sequence[tuple[str, nn.Module]], asked: Asked, recorder: Recorder, plain: dict[str, list[Any]]
     ) -> list[Any]:
         recurrent = {id(module) for _, module in (*asked.recurrent, *asked.cells)}
-        bases = {str(p.layer).partition("#")[0] for p in (*self.of, *self.wrt) if p.layer and p.kind != "weight"}
+        bases = {str(p.layer).partition("#")[0] for p in self._watched if p.layer and p.kind != "weight"}
         handles = []
         for path, module in modules:
             if path in bases and id(module) not in recurrent:
@@ -146,7 +158,7 @@ class TorchPullback:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._starts = self._borders = None  # type: ignore[assignment]
+        self._starts = self._borders = self._found = None  # type: ignore[assignment]
         self.values = {}
 
 

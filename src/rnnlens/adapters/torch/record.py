@@ -14,6 +14,9 @@ from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_
 from ...recurrence.cells.custom import StepCell
 from .lineage import Link
 
+#: In place of a layer's name: all of them.
+ALL = "*"
+
 
 @dataclass
 class Owner:
@@ -217,7 +220,8 @@ class Recorder:
 
     def handed(self, owner: Owner, tensor: Tensor) -> Tensor:
         """What a layer returned, as a place where gradients from above arrive; they end there if it is cut."""
-        return tensor.detach().requires_grad_() if owner.name in self.cut else differentiable(tensor)
+        is_cut = owner.name in self.cut or ALL in self.cut
+        return tensor.detach().requires_grad_() if is_cut else differentiable(tensor)
 
     def leaf(self, owner: Owner, slot: str, weight: Tensor) -> Tensor:
         """The stand-in for a weight, the same one at every call, so that its gradient is the sum over them.

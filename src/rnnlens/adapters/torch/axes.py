@@ -1,0 +1,335 @@
+"""Which axis of a torch tensor counts samples and which steps: followed from the recurrent calls, by experiment.
+
+The axes of what a recurrent layer takes and returns are known from the call itself. Gradients that start at some of its
+samples, or at some of its steps, arrive at another tensor along the axis that counts the same thing, and only there: so
+neither the rank of a tensor nor the equality of two sizes is ever taken for knowledge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...errors import RnnlensError
+from ...layout import Axis, Layout, named
+from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
+from ..protocol import Batch, Port
+from .pullback import TorchPullback
+from .record import ALL
+
+Values = np.ndarray[Any, Any]
+
+
+def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]:
+    """The layouts of those ports at which the model or a plain layer meets the rest; what cannot be told has no entry.
+
+    An axis of which nothing is known is called ``axis_0``, ``axis_1``, ...; nothing at all is said of a model that runs
+    no recurrent layer.
+    """
+    with _Probe(model, batch, ports, cut=True) as probe:
+        if not probe.calls:
+            return {}
+        counts = {call.samples for call in probe.calls}
+        samples = _find_samples(probe, ports)
+        times = _find_times(probe, ports, samples.places)
+        values = {port: probe.values[port] for port in ports if port in probe.values}
+    if len(counts) > 1:  # samples folded with something: followed through the recurrences, from the fewest
+        with _Probe(model, batch, ports, cut=False) as whole:
+            samples = _find_samples(whole, ports)
+    found = {}
+    single = all(sequence.steps == 1 for sequence in _sequences(probe.calls))
+    for port, value in values.items():
+        if single and port not in times:
+            times |= _lone_step(port, tuple(value.shape), samples.places.get(port))
+        if port in samples.places or port in times or port in samples.coupled:
+            found[port] = _layout(port, tuple(value.shape), samples, times, min(counts))
+    return found
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an axis lies in a tensor: as ``axis`` reshaped to (before, size, after)."""
+
+    axis: int
+    before: int
+    size: int
+    after: int
+
+    def opened(self, array: Values) -> Values:
+        """(row, before, size, after, everything else) of an array with one leading axis."""
+        moved = np.moveaxis(array, 1 + self.axis, 1)
+        return moved.reshape(len(array), self.before, self.size, self.after, -1)
+
+    def support(self, array: Values) -> Values:
+        """(row, size) of bool: where along this axis anything is not zero."""
+        found: Values = (self.opened(array) != 0).any(axis=(1, 3, 4))
+        return found
+
+    def masked(self, shape: tuple[int, ...], patterns: Values) -> Values:
+        """Random cotangents (row, *shape), on where the pattern of the row is."""
+        on = np.broadcast_to(patterns[:, None, :, None], (len(patterns), self.before, self.size, self.after))
+        mask = on.reshape(len(patterns), *[1] * self.axis, -1, *[1] * (len(shape) - self.axis - 1))
+        noise: Values = np.random.default_rng(0).normal(size=(1, *shape)) * mask
+        return noise
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One half of a recurrent call: its ports, whose tensors lie (sample, time, feature)."""
+
+    input: Port
+    output: Port
+    samples: int
+    steps: int
+
+
+@dataclass
+class _Samples:
+    """The axes that count samples, and the tensors in which every sample depends on others."""
+
+    places: dict[Port, _Place]
+    coupled: set[Port]
+
+
+class _Probe(TorchPullback):
+    """A pullback that also knows the borders of every recurrent call."""
+
+    def __init__(self, model: nn.Module, batch: Batch, ports: Sequence[Port], *, cut: bool) -> None:
+        super().__init__(model, batch, (), (), [Port("output", ALL)] if cut else [], watch=ports)
+        found: list[Port] = []
+        self.calls: list[_Call] = []
+        for node, (run, _) in self._found.nodes.items():
+            for direction in ("forward", "backward")[: run.owner.directions]:
+                call = Port("input", node), Port("output", node, direction=direction)  # type: ignore[arg-type]
+                shape = self._found.find(call[0]).value.shape
+                self.calls.append(_Call(*call, int(shape[0]), int(shape[1])))
+                found += call
+        self.of = self.wrt = tuple(dict.fromkeys([*found, *self._present(ports)]))
+        self.keep(self._found)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def _present(self, ports: Sequence[Port]) -> Iterator[Port]:
+        for port in ports:
+            try:
+                self._found.find(port)
+            except RnnlensError:
+                continue
+            yield port
+
+    def arrive(self, cotangents: Mapping[Port, Values]) -> dict[Port, Values]:
+        """What arrives where, of what arrives at all."""
+        starts = {port: torch.as_tensor(rows) for port, rows in cotangents.items()}
+        found = self.vjp(starts)
+        arrays = {port: rows.detach().cpu().double().numpy() for port, rows in found.items() if rows is not None}
+        return {port: rows for port, rows in arrays.items() if rows.any()}
+
+
+def _patterns(size: int) -> Values:
+    """Which of ``size`` are on, row by row: those whose index has bit i set, and the others. Any two are told apart."""
+    if size == 1:
+        return np.ones((1, 1), dtype=bool)
+    bits = (np.arange(size)[None, :] >> np.arange((size - 1).bit_length())[:, None]) & 1
+    return np.concatenate([bits, 1 - bits]).astype(bool)
+
+
+def _candidates(shape: tuple[int, ...], samples: int) -> list[_Place]:
+    """Axes that could count samples: of that size, or folded with something else."""
+    plain = [_Place(axis, 1, samples, 1) for axis, size in enumerate(shape) if size == samples]
+    if samples == 1:
+        return plain
+    folded = [(axis, size // samples) for axis, size in enumerate(shape) if size > samples and size % samples == 0]
+    both = [(_Place(axis, 1, samples, rest), _Place(axis, rest, samples, 1)) for axis, rest in folded]
+    return plain + [place for pair in both for place in pair]
+
+
+def _find_samples(probe: _Probe, ports: Sequence[Port]) -> _Samples:
+    """From the recurrent calls with the fewest samples to every tensor, and on from those that were found."""
+    count = min(call.samples for call in probe.calls)
+    first = _Place(0, 1, count, 1)
+    known = {port: first for call in probe.calls if call.samples == count for port in (call.input, call.output)}
+    patterns = _patterns(count)
+    coupled: set[Port] = set()
+    waiting = [port for port in ports if port in probe.values]
+    progress = True
+    while waiting and progress:
+        found: dict[Port, _Place] = {}
+        arrived = probe.arrive({p: place.masked(tuple(probe.values[p].shape), patterns) for p, place in known.items()})
+        for port in waiting:
+            if port in arrived:
+                _tell(found, coupled, port, _passing_as_sink(arrived[port], count, patterns))
+        for port in waiting:
+            if port not in found:
+                _tell(found, coupled, port, _passing_as_source(probe, port, count, patterns, known))
+        known |= found
+        waiting, progress = [port for port in waiting if port not in found], bool(found)
+    alone = coupled - set(known) if count > 1 else set()
+    return _Samples({port: place for port, place in known.items() if port in ports}, alone)
+
+
+def _tell(found: dict[Port, _Place], coupled: set[Port], port: Port, passing: list[_Place] | None) -> None:
+    """Take one place for the answer, many for none, and none, where something arrived, for coupled samples."""
+    if passing:
+        plain = [place for place in passing if place.before == place.after == 1]
+        if len(passing) == 1 or passing[0].size == 1 or len(plain) == 1:
+            found[port] = (plain or passing)[0]
+    elif passing is not None:
+        coupled.add(port)
+
+
+def _passing_as_sink(arrived: Values, count: int, patterns: Values) -> list[_Place]:
+    candidates = _candidates(arrived.shape[1:], count)
+    return [place for place in candidates if not (place.support(arrived) & ~patterns).any()]
+
+
+def _passing_as_source(
+    probe: _Probe, port: Port, count: int, patterns: Values, known: Mapping[Port, _Place]
+) -> list[_Place] | None:
+    """None where nothing known is reached from there."""
+    passing, reached = [], False
+    shape = tuple(probe.values[port].shape)
+    for place in _candidates(shape, count):
+        arrived = probe.arrive({port: place.masked(shape, patterns)})
+        sinks = {sink: rows for sink, rows in arrived.items() if sink in known}
+        reached = reached or bool(sinks)
+        if sinks and not any((known[sink].support(rows) & ~patterns).any() for sink, rows in sinks.items()):
+            passing.append(place)
+    return passing if reached else None
+
+
+def _find_times(probe: _Probe, ports: Sequence[Port], samples: Mapping[Port, _Place]) -> dict[Port, _Place]:
+    """Axes along which a tensor goes with the steps of a recurrence: step by step, or else in some order."""
+    found: dict[Port, _Place] = {}
+    for sequence in _sequences(probe.calls):
+        waiting = [port for port in ports if port not in found and port in probe.values]
+        if sequence.steps == 1 or not waiting:
+            continue
+        patterns = np.concatenate([_patterns(sequence.steps), _halves(sequence.steps)])
+        below = probe.arrive(sequence.placed(probe, patterns))
+        for port in waiting:
+            axes = _rest(tuple(probe.values[port].shape), samples.get(port))
+            if port in below:
+                place = _moving_along([(p, p.support(below[port]), p.size == sequence.steps) for p in axes], patterns)
+            else:
+                place = _moving_along(list(_from_above(probe, port, sequence, axes)), None)
+            if place is not None:
+                found[port] = place
+    return found
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """Calls whose steps follow each other: one, or all of a layer whose state starts anew on the way."""
+
+    calls: tuple[_Call, ...]
+
+    @property
+    def steps(self) -> int:
+        return sum(call.steps for call in self.calls)
+
+    def placed(self, probe: _Probe, patterns: Values) -> dict[Port, Values]:
+        """Random cotangents of the inputs at the steps of each pattern."""
+        found, start = {}, 0
+        for call in self.calls:
+            shape, own = tuple(probe.values[call.input].shape), patterns[:, start : start + call.steps]
+            found[call.input] = _Place(1, 1, call.steps, 1).masked(shape, own)
+            start += call.steps
+        return found
+
+    def support(self, arrived: Mapping[Port, Values]) -> Values | None:
+        """(row, step) of bool: at which outputs anything arrived; None where nothing did."""
+        parts = [
+            _Place(1, 1, call.steps, 1).support(arrived[call.output]) if call.output in arrived else None
+            for call in self.calls
+        ]
+        rows = next((len(part) for part in parts if part is not None), None)
+        if rows is None:
+            return None
+        filled = [
+            np.zeros((rows, call.steps), dtype=bool) if part is None else part
+            for part, call in zip(parts, self.calls, strict=True)
+        ]
+        return np.concatenate(filled, axis=1)
+
+
+def _sequences(calls: Sequence[_Call]) -> list[_Sequence]:
+    layers: dict[tuple[str, str | None], list[_Call]] = {}
+    for call in calls:
+        layers.setdefault((str(call.output.layer).partition("#")[0], call.output.direction), []).append(call)
+    together = [_Sequence(tuple(several)) for several in layers.values() if len(several) > 1]
+    return [*(_Sequence((call,)) for call in calls), *together]
+
+
+def _halves(size: int) -> Values:
+    """The first half of the indices, and the second."""
+    return np.repeat(np.eye(2, dtype=bool), [size // 2, size - size // 2], axis=1)
+
+
+def _lone_step(port: Port, shape: tuple[int, ...], sample: _Place | None) -> dict[Port, _Place]:
+    """Of a sequence of one step any axis of size 1 may count it: the numbers are the same."""
+    axes = [axis for axis, size in enumerate(shape) if size == 1 and (sample is None or axis != sample.axis)]
+    return {port: _Place(axes[0], 1, 1, 1)} if axes and len(shape) > 2 else {}
+
+
+def _rest(shape: tuple[int, ...], sample: _Place | None) -> list[_Place]:
+    """Every axis that does not count samples; of one that samples are folded into, what is folded with them."""
+    axes = [_Place(axis, 1, size, 1) for axis, size in enumerate(shape) if size > 1]
+    if sample is None:
+        return axes
+    others = [place for place in axes if place.axis != sample.axis]
+    if sample.before > 1:
+        return [*others, _Place(sample.axis, 1, sample.before, sample.size)]
+    return [*others, _Place(sample.axis, sample.size, sample.after, 1)] if sample.after > 1 else others
+
+
+def _from_above(
+    probe: _Probe, port: Port, sequence: _Sequence, axes: Sequence[_Place]
+) -> Iterator[tuple[_Place, Values, bool]]:
+    """For each axis, the steps of a recurrence's output that the halves of the axis lead to; whether step by step."""
+    shape = tuple(probe.values[port].shape)
+    for place in axes:
+        patterns = np.concatenate([_patterns(place.size), _halves(place.size)])
+        support = sequence.support(probe.arrive({port: place.masked(shape, patterns)}))
+        if support is not None:
+            exact = place.size == sequence.steps and not (support & ~patterns).any()
+            yield place, support[-2:], exact
+
+
+def _moving_along(axes: Sequence[tuple[_Place, Values, bool]], patterns: Values | None) -> _Place | None:
+    """The one axis that goes with the steps exactly; else the one whose halves lead elsewhere."""
+    exact = [p for p, support, same in axes if same and (patterns is None or not (support & ~patterns).any())]
+    if len(exact) == 1:
+        return exact[0]
+    apart = [p for p, support, _ in axes if support[-1].any() and support[-2].any() and _ordered(*support[-2:])]
+    return apart[0] if len(apart) == 1 else None
+
+
+def _ordered(first: Values, second: Values) -> bool:
+    """Whether one half reaches further at one end, and the other at the other."""
+    a, b = np.flatnonzero(first), np.flatnonzero(second)
+    forward = a[0] <= b[0] and a[-1] <= b[-1]
+    backward = a[0] >= b[0] and a[-1] >= b[-1]
+    return bool((forward or backward) and (a[0] != b[0] or a[-1] != b[-1]))
+
+
+def _layout(port: Port, shape: tuple[int, ...], samples: _Samples, times: Mapping[Port, _Place], count: int) -> Layout:
+    sample, time = samples.places.get(port), times.get(port)
+    coupled = port in samples.coupled
+    if sample is None and coupled:
+        same = [axis for axis, size in enumerate(shape) if size == count and (time is None or axis != time.axis)]
+        sample = _Place(same[0], 1, count, 1) if len(same) == 1 else None
+    known: dict[int, Axis] = {}
+    if time is not None:
+        known[time.axis] = (TIME,)
+    if sample is not None:
+        rest = TIME if time is not None and time.axis == sample.axis else f"axis_{sample.axis}"
+        folds = {(True, False): (rest, SAMPLE), (False, True): (SAMPLE, rest), (False, False): (SAMPLE,)}
+        known[sample.axis] = folds[sample.before > 1, sample.after > 1]
+    last = FEATURE if port.kind == "input" else UNIT
+    return Layout(named(len(shape), known, last).axes, coupled, count)

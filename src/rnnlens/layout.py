@@ -1,0 +1,100 @@
+"""Which axis of a tensor of a model counts samples, which steps: in the framework's own order, folds included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from .typing import Array
+from .vocabulary import SAMPLE, TIME
+
+#: The names that one axis stands for: one, or those folded into it, outermost first.
+Axis = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The names of the axes of a tensor.
+
+    Attributes
+    ----------
+    axes
+        For each axis of the framework's tensor the names that it stands for: ``(("time", "sample"), ("unit",))`` for
+        logits of shape (time * sample, unit).
+    coupled
+        Whether entries of one sample depend on other samples of the batch.
+    samples
+        How many samples the batch had on which this was found out; 0 where nobody looked.
+    """
+
+    axes: tuple[Axis, ...]
+    coupled: bool = False
+    samples: int = 0
+
+    @classmethod
+    def plain(cls, names: Iterable[str]) -> Layout:
+        """One name per axis."""
+        return cls(tuple((name,) for name in names))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, folds opened, in the framework's order."""
+        return tuple(name for axis in self.axes for name in axis)
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether an axis stands for several names."""
+        return any(len(axis) > 1 for axis in self.axes)
+
+    @property
+    def sample(self) -> int | None:
+        """Where, in :attr:`names`, samples are counted; None for nowhere."""
+        return self.names.index(SAMPLE) if SAMPLE in self.names else None
+
+    def cut(self, array: Array, start: int, stop: int, samples: int) -> Array:
+        """Some of the samples of an array that has so many."""
+        if self.sample is None:
+            return array
+        index = (slice(None),) * self.sample + (slice(start, stop),)
+        return self.closed(self.opened(array, samples)[index])
+
+    def sizes(self, shape: Sequence[int], samples: int) -> tuple[int, ...]:
+        """The length of every name, of a tensor of that shape with so many samples."""
+        found: list[int] = []
+        for axis, size in zip(self.axes, shape, strict=True):
+            rest = size // samples
+            found += [size] if len(axis) == 1 else [samples if name == SAMPLE else rest for name in axis]
+        return tuple(map(int, found))
+
+    def opened(self, array: Array, samples: int, lead: int = 0) -> Array:
+        """The array, which has ``lead`` axes in front, with every name on an axis of its own."""
+        if not self.is_folded:
+            return array
+        return array.reshape((*array.shape[:lead], *self.sizes(array.shape[lead:], samples)))
+
+    def closed(self, array: Array, lead: int = 0) -> Array:
+        """The inverse of :meth:`opened`."""
+        if not self.is_folded:
+            return array
+        sizes = [int(n) for n in array.shape]
+        found, rest = sizes[:lead], sizes[lead:]
+        for axis in self.axes:
+            found.append(prod(rest[: len(axis)]))
+            rest = rest[len(axis) :]
+        return array.reshape(tuple(found))
+
+
+def named(count: int, known: dict[int, Axis], last: str) -> Layout:
+    """The layout of a tensor of so many axes, of which some are known; ``last`` is what counts features or units."""
+    unknown = [i for i in range(count) if i not in known]
+    names = {i: (f"axis_{i}",) for i in unknown}
+    if unknown:
+        names[unknown[-1]] = (last,)
+    return Layout(tuple({**names, **known}[i] for i in range(count)))
+
+
+def canonical_order(names: Sequence[str]) -> list[int]:
+    """Positions of the names in the order of results: sample, time, then the others as they are."""
+    first = [names.index(name) for name in (SAMPLE, TIME) if name in names]
+    return first + [i for i in range(len(names)) if i not in first]

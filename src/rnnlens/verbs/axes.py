@@ -1,0 +1,144 @@
+"""Which axis of what counts samples, and which steps: the one place where every verb asks.
+
+What the user says holds; else what the adapter found out by experiment; else the rule of the framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import data
+from ..adapters.protocol import Adapter, Batch, Port
+from ..errors import InputError, message, shown
+from ..layout import Layout, canonical_order
+from ..typing import Array
+from ..vocabulary import FEATURE, SAMPLE, TIME, UNIT
+from .names import Catalogue, read_one
+from .targets import dims_of, input_dims
+
+#: What ``axes=`` may name beside the tensors of the model.
+DATA = ("y", "sample_weight")
+
+_EXAMPLE = 'axes={"input": ("time", "sample", "feature"), "output": (("time", "sample"), "unit")}'
+
+
+def an_axes_table(name: str, value: Any) -> dict[str, Layout]:
+    """For some tensors the names of their axes; several names in a tuple are folded into one axis, outermost first."""
+    if not isinstance(value, Mapping):
+        raise InputError(message(f"{name}= names the axes of tensors.", got=shown(value), expected=_EXAMPLE))
+    return {str(tensor): _read_layout(f"{name}[{tensor!r}]", given) for tensor, given in value.items()}
+
+
+def _read_layout(where: str, given: Any) -> Layout:
+    parts = [(part,) if isinstance(part, str) else part for part in given] if isinstance(given, list | tuple) else []
+    sound = all(
+        isinstance(part, list | tuple) and part and all(isinstance(n, str) and n for n in part) for part in parts
+    )
+    names = [name for part in parts for name in part] if sound else []
+    if not names or len(set(names)) < len(names) or any(len(part) > 2 for part in parts):
+        raise InputError(message(f"{where} is no list of axes, each named once.", got=shown(given), expected=_EXAMPLE))
+    folded = [part for part in parts if len(part) > 1]
+    if len(folded) > 1 or any(SAMPLE not in part for part in folded):
+        raise InputError(message(f"{where} folds axes without samples.", got=shown(given), expected=_EXAMPLE))
+    return Layout(tuple(tuple(part) for part in parts))
+
+
+class Axes:
+    """The layouts of the tensors of one model, as far as anybody asked.
+
+    Parameters
+    ----------
+    given
+        What the user says, by the name of a tensor, or ``"y"`` and ``"sample_weight"``.
+    """
+
+    def __init__(self, adapter: Adapter, model: Any, given: Mapping[str, Layout] | None, known: Catalogue) -> None:
+        self.adapter, self.model = adapter, model
+        given = dict(given or {})
+        self.data = {name: given.pop(name) for name in DATA if name in given}
+        self.given = {_port(text, known): layout for text, layout in given.items()}
+        self.found: dict[Port, Layout] = {}
+        #: How the inputs lie, where they are cut into batches; None where samples come first.
+        self.inputs: Sequence[Layout | None] | None = None
+        self.is_cut = False
+        self._asked: set[Port] = set()
+
+    def learn(self, batch: Batch, ports: Iterable[Port]) -> None:
+        """Find out about those ports of which nothing is known yet."""
+        new = [port for port in dict.fromkeys(ports) if port not in self._asked and port not in self.given]
+        if not new or self.adapter.samples_first:
+            return
+        quiet = Batch(batch.x, training=batch.training, initial_state=batch.initial_state, seed=batch.seed)
+        self.found |= self.adapter.layouts(self.model, quiet, new)
+        self._asked |= set(new)
+
+    def layout(self, port: Port, shape: Sequence[int], *, integer: bool = False) -> Layout:
+        """The axes of a tensor of that shape, in the framework's order."""
+        known = self.given.get(port, self.found.get(port))
+        if known is None:
+            of_input = port.kind == "input" and port.layer is None
+            last = FEATURE if port.kind == "input" else UNIT
+            return Layout.plain(input_dims(shape, integer) if of_input else dims_of(shape, last=last))
+        if len(known.axes) != len(shape):
+            raise InputError(
+                message(
+                    f"axes= does not fit {text_of(port)!r}.",
+                    got=f"{len(known.axes)} axes: {', '.join(map(str, known.names))}",
+                    expected=f"{len(shape)} axes, for shape {tuple(shape)}",
+                )
+            )
+        return known
+
+    def samples(self, batch: Batch) -> int:
+        """How many samples a batch has, as far as it was found out; else the length of its first axis."""
+        leaves = data.leaves_of(batch.x)
+        if self.is_cut or self.adapter.samples_first:
+            return data.len_of(batch.x, self.inputs)
+        for port, layout in {**self.found, **self.given}.items():
+            if port.kind == "input" and port.layer is None and layout.sample is not None and not layout.is_folded:
+                return int(getattr(leaves[port.index], "shape", (1,))[layout.sample])
+        return next((found.samples for found in self.found.values() if found.samples), 0) or data.len_of(batch.x)
+
+
+def text_of(port: Port) -> str:
+    """How a user names a port."""
+    index = f"[{port.index}]" if port.index else ""
+    return f"{port.kind}{index}" if port.layer is None else f"{port.layer}.{port.kind}{index}"
+
+
+def _port(text: str, known: Catalogue) -> Port:
+    name = read_one(text, known)
+    if name.what not in ("input", "output"):
+        expected = f'"input", "output", "layer.output", "layer.input"; {", ".join(map(repr, DATA))}'
+        raise InputError(message(f"axes= does not take {text!r}.", got=repr(text), expected=expected))
+    return name.port()
+
+
+def in_order(array: Array, names: Sequence[str], lead: int = 0) -> tuple[Array, tuple[str, ...]]:
+    """The array with the axes of results: samples, steps, then the others."""
+    order = canonical_order(names)
+    if order != list(range(len(names))):
+        array = np.transpose(array, [*range(lead), *(lead + i for i in order)])
+    return array, tuple(names[i] for i in order)
+
+
+def refuse_unknown(what: str, name: str, names: Sequence[str], wanted: str = SAMPLE) -> None:
+    """Raise where an axis is needed that could not be told.
+
+    Raises
+    ------
+    InputError
+        With the argument that tells it.
+    """
+    if wanted not in names:
+        counts = {SAMPLE: "samples", TIME: "steps"}[wanted]
+        raise InputError(
+            message(
+                f"{what} needs to know which axis of {name!r} counts {counts}, and that could not be found out.",
+                got=f"axes ({', '.join(names)})",
+                hint=f"say so: axes={{{name!r}: (..., {wanted!r}, ...)}}, one name for each axis",
+            )
+        )
