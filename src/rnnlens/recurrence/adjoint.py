@@ -15,7 +15,7 @@ from ..typing import Array, Namespace
 from .activations import ACTIVATIONS
 from .cells import KnownCell, affine, equations
 from .cells.record import Record
-from .parallel import for_each, large_parts, walk_parts
+from .parallel import for_each, large_parts, still_wanted, walk_parts
 from .run import Run
 
 
@@ -92,6 +92,7 @@ def _sweep(run: Run, direct: Sequence[Array | None], carry: tuple[Array, ...], o
     xp, cell, record = run.xp, cast(KnownCell, run.cell), cast(Record, run.record)
     module, gate_grad = equations(cell), cast(Array, out.gate_grad)
     for t in run.steps(reverse=True):
+        still_wanted()
         cotangent = tuple(c if d is None else c + d[:, t, :] for c, d in zip(carry, direct, strict=True))
         now, after = record.at((slice(None), t, ...)), tuple(s[:, t, :] for s in run.states)
         dz, carry, total = module.pull_back(cell, now, run.state_before(t), after, cotangent, run.state_scale, xp)

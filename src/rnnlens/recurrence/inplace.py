@@ -15,6 +15,7 @@ import numpy as np
 from array_api_compat import is_numpy_namespace, is_torch_namespace
 
 from ..typing import Array, Namespace
+from .parallel import for_each, row_parts
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ class Workspace:
     def matmul(self, a: Array, b: Array, out: Array) -> None:
         """``out = a @ b``, batched over the first axis. ``out`` must not overlap ``a`` or ``b``."""
         if self.is_numpy:
-            np.matmul(a, b, out=out)
+            for_each(
+                lambda rows: np.matmul(a[:, rows], b, out=out[:, rows]), row_parts(a.shape, b.shape[-1]), xp=self.xp
+            )
         elif self.is_torch:
             self.xp.bmm(a, b, out=out)
         else:

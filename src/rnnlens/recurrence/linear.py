@@ -22,6 +22,7 @@ from typing import Literal, Protocol
 
 from ..typing import Array
 from .inplace import Workspace
+from .parallel import still_wanted
 
 
 @dataclass
@@ -93,4 +94,5 @@ def walk(
         block = system.build(start, stop, samples, inputs=inputs)
         inner = range(start, stop) if chronological else range(stop - 1, start - 1, -1)
         for t in inner:
+            still_wanted()
             yield t, block, t - start

@@ -1,20 +1,23 @@
 """Work on several samples side by side, since samples do not see each other.
 
-torch spreads its own operations over the processor's cores. NumPy does so for matrix products only, and those of one
-time step are too small for it: its threads then cost more than they bring. So NumPy's samples are dealt out to threads
-here, each with a one-threaded matrix product.
+A library that spreads the small products of one time step over threads of its own lets these threads spin while they
+wait for each other; on a processor that is busy with something else, a sweep then takes ten to a hundred times as long.
+So NumPy's matrix products get one thread each, always, and samples are dealt to threads of ours, which sleep while they
+wait. torch on the CPU arrives here as NumPy; other libraries and devices are left alone.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from array_api_compat import is_numpy_namespace
 from threadpoolctl import ThreadpoolController
 
@@ -25,16 +28,74 @@ from ..typing import Namespace
 _WORTHWHILE_STEP = 2**12
 _WORTHWHILE = 2**17
 
+#: Multiplications of one product, of which half take about as long as it takes to wake another thread twenty times.
+_WORTHWHILE_PRODUCT = 2**25
+
 
 @cache
-def _blas() -> Any:
+def _blas() -> list[Any]:
     """NumPy's matrix library; looking for it takes longer than a small job."""
-    return ThreadpoolController().select(user_api="blas")
+    return list(ThreadpoolController().select(user_api="blas").lib_controllers)
 
 
-def _workers() -> int:
-    """As many threads as the user lets matrix products have."""
-    return max((library["num_threads"] for library in _blas().info()), default=1)
+def _set_threads(library: Any, count: int) -> None:
+    """Set the number of threads from whichever thread this is: threadpoolctl listens to the first that ever set it."""
+    for _ in range(2):  # take the control, and give it back
+        if hasattr(library, "clear_controlling_thread"):
+            library.clear_controlling_thread(force=True)
+        if library.get_num_threads() != count:
+            library.set_num_threads(count)
+
+
+class _OneThreadEach:
+    """Counts who wants matrix products of one thread: the first sets the limit, the last one lifts it.
+
+    The number of threads is one for the whole process: two callers that each set it and set it back could leave it at
+    one for good.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0
+        self.before: list[int] = []
+
+    @property
+    def granted(self) -> int:
+        """How many threads the user lets a product have."""
+        return max(self.before, default=1)
+
+    def enter(self) -> None:
+        """Set the limit, unless it is set."""
+        with self.lock:
+            if self.users == 0:
+                self.before = [library.get_num_threads() or 1 for library in _blas()]
+                self.set([1] * len(self.before))
+            self.users += 1
+
+    def leave(self) -> None:
+        """Lift the limit, unless somebody else still wants it."""
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                self.set(self.before)
+
+    def set(self, counts: list[int]) -> None:
+        """One number of threads for each library."""
+        for library, count in zip(_blas(), counts, strict=True):
+            _set_threads(library, count)
+
+
+_products = _OneThreadEach()
+
+
+@contextmanager
+def one_thread_each() -> Iterator[int]:
+    """Within the block a matrix product of NumPy's takes one thread; yields how many the user lets it have."""
+    _products.enter()
+    try:
+        yield _products.granted
+    finally:
+        _products.leave()
 
 
 @cache
@@ -43,19 +104,35 @@ def _pool(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix="rnnlens")
 
 
-#: One caller at a time: two that set the number of BLAS threads and set it back may leave it at one for good.
-_turn = threading.Lock()
+class _Dealt(threading.local):
+    """What this thread knows of the job that it works on: whether its caller has given it up; None outside of jobs."""
+
+    given_up: threading.Event | None = None
+
+
+_dealt = _Dealt()
 
 
 def _start_anew() -> None:
     """A forked process has the pool and the lock, but none of the threads."""
-    global _turn
-    _turn = threading.Lock()
+    if _products.users:
+        _products.set(_products.before)
+    _products.lock, _products.users = threading.Lock(), 0
     _pool.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_anew)
+
+
+class GivenUpError(Exception):
+    """The caller of this job was interrupted."""
+
+
+def still_wanted() -> None:
+    """Leave a job whose caller was interrupted; long walks ask at every step."""
+    if _dealt.given_up is not None and _dealt.given_up.is_set():
+        raise GivenUpError
 
 
 def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[slice]:
@@ -67,17 +144,41 @@ def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[s
 def for_each(work: Callable[[slice], None], parts: Iterable[slice], *, xp: Namespace) -> None:
     """Call ``work`` for each part of the samples; for NumPy on as many threads as its matrix products may use.
 
-    ``work`` must not call this function: it would wait for threads that wait for it.
+    Within a part everything runs in turn: ``work`` may call this function, but gets no further threads.
     """
     parts = list(parts)
-    if len(parts) > 1 and is_numpy_namespace(xp):
-        with _turn:
-            workers = _workers()  # asked before the limit is set
-            with _blas().limit(limits=1):
-                list(_pool(workers).map(work, parts))
-    else:
+    if not is_numpy_namespace(xp):
         for part in parts:
             work(part)
+        return
+    with one_thread_each() as workers:
+        if len(parts) == 1 or workers == 1 or _dealt.given_up is not None:
+            for part in parts:
+                work(part)
+        else:
+            _deal(work, parts, workers)
+
+
+def _deal(work: Callable[[slice], None], parts: list[slice], workers: int) -> None:
+    """All parts on the pool's threads; whatever ends the wait, no thread goes on working on what nobody wants."""
+    given_up = threading.Event()
+
+    def job(part: slice) -> None:
+        _dealt.given_up = given_up
+        try:
+            still_wanted()
+            work(part)
+        finally:
+            _dealt.given_up = None
+
+    futures: list[Future[None]] = []
+    try:
+        futures.extend(_pool(workers).submit(job, part) for part in parts)
+        for future in futures:
+            future.result()
+    finally:
+        given_up.set()
+        wait(futures)
 
 
 def walk_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
@@ -90,9 +191,20 @@ def large_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
     return _shares(batch, elements, _WORTHWHILE, xp)
 
 
+def row_parts(shape: Sequence[int], columns: int) -> list[slice]:
+    """Parts of the rows of one product (sample, row, n) @ (sample, n, columns), where samples were not dealt."""
+    batch, rows, inner = shape
+    if batch * rows * inner * columns < _WORTHWHILE_PRODUCT:
+        return [slice(None)]
+    return _shares(rows, 1, 0, np)
+
+
 def _shares(batch: int, elements: int, worthwhile: int, xp: Namespace) -> list[slice]:
     """One per thread for NumPy where each is large enough, else all samples at once."""
-    workers = min(batch, _workers()) if is_numpy_namespace(xp) else 1
+    workers = 1
+    if is_numpy_namespace(xp) and _dealt.given_up is None:
+        with one_thread_each() as granted:
+            workers = min(batch, granted)
     if workers < 2 or batch * elements < workers * worthwhile:
         return [slice(0, batch)]
     bounds = [batch * i // workers for i in range(workers + 1)]

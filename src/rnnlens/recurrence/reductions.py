@@ -80,6 +80,8 @@ class Collector:
         Rows are inputs (tangents) rather than outputs: blocks arrive as (in, out).
     average
         Sum over samples instead of keeping each.
+    result
+        Zeros of the shape stated below, to be written into; made where not given.
 
     Attributes
     ----------
@@ -103,13 +105,14 @@ class Collector:
         readout: Callable[[int, Array], Array] | None = None,
         swapped: bool = False,
         average: bool = False,
+        result: Array | None = None,
     ) -> None:
         self.work, self.groups, self.rows, self.steps = work, groups, rows, steps
         self.reduce = reduce
         self.readout, self.swapped, self.average = readout, swapped, average
         tail = tail if reduce is not None else (rows, width)
         lead = () if average else (samples,)
-        self.result = work.zeros(*lead, len(steps), groups, *tail)
+        self.result = work.zeros(*lead, len(steps), groups, *tail) if result is None else result
         self.error_squares = 0.0
 
     def take(self, t: int, first: int, values: Array) -> None:

@@ -19,6 +19,7 @@ from ..recurrence.run import Run
 from ..results.schema import plain
 from ..typing import Array
 from .gate_gradients import gate_value_gradient
+from .host import on_host
 from .names import TensorName
 from .sweep import sweep, weights_of
 
@@ -112,7 +113,7 @@ class Inside:
     def of(cls, calls: Iterable[RecurrentCall], entangled: bool = False) -> Inside:
         """Replay captured calls."""
         halves: dict[str, list[Half]] = {}
-        for call in calls:
+        for call in on_host(calls):
             halves.setdefault(call.layer, []).append(Half(call, Run.from_call(call)))
         for both in halves.values():
             both.sort(key=lambda half: half.call.bidirectional and half.call.direction == "backward")

@@ -28,6 +28,7 @@ from .jacobian_plan import (
     result_bytes,
 )
 from .jacobian_store import ZarrTarget
+from .jacobian_sweep import DirectSweep
 from .jacobian_target import Swept
 from .jacobian_uncut import Uncut
 from .jacobian_wanted import Ends, Tally
@@ -201,7 +202,8 @@ class _Part:
             advance()
             return self._composed(piece, tally)
         direct = narrowed(self.direct, piece.ins)
-        return direct.sweep(self.mode, piece.samples, direct.times[piece.outs], self.rtol, tally, advance)
+        times = direct.times[piece.outs]
+        return DirectSweep(direct, self.mode, piece.samples, times, self.rtol).values(tally, advance)
 
     def _composed(self, piece: Piece, tally: Tally) -> Values:
         ends = self.ends

@@ -37,6 +37,7 @@ from .assemble import Arrays, join_directions
 from .axes import Axes, an_axes_table, in_order
 from .certify import INITIAL, LAYER_INPUT, PROBES, Ours, certify
 from .certify import wanted as asked_for
+from .host import on_host
 from .loss_words import with_reduction
 from .names import catalogue
 from .outside import Outside
@@ -259,7 +260,7 @@ def _datasets(
     """One dataset per node, in the order of the calls, and the self-checks; ``ours`` collects what to certify."""
     described = {info.name: info for info in infos}
     nodes: dict[str, list[RecurrentCall]] = {}
-    for call in capture.calls:
+    for call in on_host(capture.calls):
         halves = nodes.setdefault(call.layer, [])
         # Forward comes first, also where a bidirectional layer was built around one that goes backwards.
         halves.insert(0 if call.direction == FORWARD else len(halves), call)

@@ -7,10 +7,20 @@ import time
 
 import array_api_compat.numpy as anp
 import array_api_compat.torch as atorch
+import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from rnnlens.recurrence.parallel import for_each, large_parts, sample_chunks, walk_parts
+from rnnlens.recurrence.inplace import Workspace
+from rnnlens.recurrence.parallel import (
+    for_each,
+    large_parts,
+    one_thread_each,
+    row_parts,
+    sample_chunks,
+    still_wanted,
+    walk_parts,
+)
 
 
 def blas_threads():
@@ -48,24 +58,77 @@ def test_parts_cover_every_sample_once(parts, batch):
         assert [i for part in found for i in range(batch)[part]] == list(range(batch))
 
 
-def test_two_callers_take_turns():
-    """Else one would set back the number of BLAS threads that the other had set."""
+@pytest.mark.parametrize("parts", [1, 2])
+def test_products_take_one_thread_however_many_parts(parts):
     seen = []
+    with threadpool_limits(2, "blas"):
+        for_each(lambda part: seen.append(blas_threads()), [slice(i, i + 1) for i in range(parts)], xp=anp)
+        assert blas_threads() == {2}
+    assert seen == [{1}] * parts
 
-    def call(name, pauses):
-        def work(part):
-            time.sleep(pauses[part.start])
-            seen.append(name)
 
-        for_each(work, [slice(0, 1), slice(1, 2)], xp=anp)
+def test_callers_that_overlap_leave_the_number_of_threads_as_it_was():
+    """The first to come in is the first to leave: it must not set back what the other still needs, nor keep it."""
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def second():
+        with one_thread_each():
+            inside.set()
+            leave.wait(20)
+            seen.append(blas_threads())
 
     with threadpool_limits(2, "blas"):
-        first = threading.Thread(target=call, args=("first", (0, 0.4)))
-        first.start()
-        time.sleep(0.1)
-        call("second", (0, 0))
-        first.join()
-    assert seen == ["first", "first", "second", "second"]
+        other = threading.Thread(target=second)
+        with one_thread_each():
+            other.start()
+            assert inside.wait(20)
+        seen.append(blas_threads())
+        leave.set()
+        other.join()
+        assert blas_threads() == {2}
+    assert seen == [{1}, {1}]
+
+
+def test_a_part_may_deal_again():
+    """It gets no further threads: those that it would wait for may wait for it."""
+    seen = []
+
+    def work(part):
+        for_each(seen.append, [part, part], xp=anp)
+
+    with threadpool_limits(2, "blas"):
+        for_each(work, [slice(0, 1), slice(1, 2)], xp=anp)
+    assert len(seen) == 4
+
+
+def test_other_parts_stop_when_one_fails():
+    """So do they when the caller is interrupted: what waits for them ends in the same place."""
+    steps = []
+
+    def work(part):
+        if part.start == 0:
+            raise KeyboardInterrupt
+        for step in range(10_000):
+            still_wanted()
+            steps.append(step)
+            time.sleep(0.001)
+
+    with threadpool_limits(2, "blas"), pytest.raises(KeyboardInterrupt):
+        for_each(work, [slice(0, 1), slice(1, 2)], xp=anp)
+    assert len(steps) < 5_000
+    assert blas_threads() != set()
+
+
+@pytest.mark.parametrize("shape", [(1, 700, 256, 256), (3, 257, 256, 256), (2, 3, 4, 5)])
+def test_rows_of_a_large_product_are_dealt(shape):
+    batch, rows, inner, columns = shape
+    random = np.random.default_rng(0)
+    a, b = random.normal(size=(batch, rows, inner)), random.normal(size=(batch, inner, columns))
+    out = np.full((batch, rows, columns), np.nan)
+    with threadpool_limits(2, "blas"):
+        assert len(row_parts(a.shape, columns)) == (1 if rows == 3 else 2)
+        Workspace(anp, a).matmul(a, b, out)
+    np.testing.assert_allclose(out, np.einsum("bri,bic->brc", a, b), rtol=1e-9, atol=1e-9)
 
 
 FORKED = """

@@ -1,0 +1,46 @@
+"""Tensors on the CPU as the NumPy arrays that share their memory.
+
+torch's own threads spin while they wait for each other: with one core busy, the thousands of short operations of a
+sweep take many times as long. The recurrence therefore runs on NumPy wherever that costs no copy, and deals samples to
+threads of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+from ..adapters.protocol import RecurrentCall
+from ..recurrence.cells import KnownCell
+
+
+def on_host(calls: Iterable[RecurrentCall]) -> list[RecurrentCall]:
+    """Calls of known cells in NumPy where they lie on the CPU; a custom cell is asked in tensors, step by step."""
+    cells: dict[int, KnownCell] = {}
+    found = []
+    for call in calls:
+        if isinstance(call.cell, KnownCell) and _is_on_host(call.input):
+            cell = cells.setdefault(id(call.cell), _converted(call.cell))
+            call = replace(_converted(call), cell=cell)
+        found.append(call)
+    return found
+
+
+def _converted(record: Any) -> Any:
+    return replace(record, **{field.name: _numpy(getattr(record, field.name)) for field in fields(record)})
+
+
+def _numpy(value: Any) -> Any:
+    if _is_on_host(value):
+        return value.numpy()
+    if isinstance(value, tuple):
+        return tuple(_numpy(v) for v in value)
+    if isinstance(value, dict):
+        return {key: _numpy(v) for key, v in value.items()}
+    return value
+
+
+def _is_on_host(value: Any) -> bool:
+    """Whether this is a torch tensor on the CPU."""
+    return hasattr(value, "detach") and str(value.device) == "cpu"
