@@ -32,6 +32,7 @@ from ..results.checks import Check, warn_about
 from ..results.schema import plain
 from ..results.weights import Weights
 from ..settings import current, format_memory
+from .host import on_host
 from .sweep import sweep, weight_norms_by_time, weights_of
 from .trace import WeightSum
 from .weight_labels import Labelled, label_cell, label_plain, node_dataset
@@ -248,7 +249,7 @@ def _add_gradients(
         capture = adapter.capture(model, batch, CaptureRequest(layers=tuple(sorted(recurrent))))
         value, notes = capture.loss, capture.notes
         for name in recurrent:
-            calls = [call for call in capture.calls if call.layer.partition("#")[0] == name]
+            calls = [call for call in on_host(capture.calls) if call.layer.partition("#")[0] == name]
             grads, check = _recurrent_gradients(calls, by_time)
             labelled[name] |= label_cell(grads, found[name].cells, suffix="_grad", by_time=by_time)
             checks += check
