@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -98,3 +99,33 @@ def rows(value, tensors):
         each = [torch.stack([g[n] for g in pull(flat[n, k], tensors)]) for k in range(flat.shape[1])]
         found.append(torch.stack(each).reshape(*value.shape[1:], *each[0].shape))
     return torch.stack(found).numpy()
+
+
+def loss(output):
+    """A number that weights every entry of the output in another way."""
+    weights = torch.linspace(0.5, 2.0, output[0].numel(), dtype=output.dtype).reshape(output.shape[1:])
+    return (weights * output).sin().sum()
+
+
+def nodes(model, taps):
+    """(node of a result, path of the cell, its calls) for every recurrence."""
+    found = []
+    for path, tap in taps.items():
+        lengths = list(getattr(model, "lengths", [len(tap.zeros["hidden"])]))
+        starts = np.cumsum([0, *lengths])
+        for i, length in enumerate(lengths):
+            calls = slice(int(starts[i]), int(starts[i]) + length)
+            found.append((path if len(lengths) == 1 else f"{path}#{i}", path, calls))
+    return found
+
+
+def states_of(tap):
+    """Names of the states of a cell."""
+    return [name for name in ("hidden", "cell", "state_1") if name in tap.zeros]
+
+
+def close(got, expected, what):
+    """Equal up to rounding in float64."""
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert got.shape == expected.shape, what
+    np.testing.assert_allclose(got, expected, atol=1e-9 * max(np.abs(expected).max(), 1e-3), rtol=0, err_msg=what)

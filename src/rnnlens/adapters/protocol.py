@@ -227,7 +227,8 @@ class Port:
 
     ``kind`` is one of ``"input"`` (index: which), ``"output"`` (index: which of several), ``"initial_state"`` and
     ``"final_state"`` (index: which state), ``"weight"`` (``key``: its name within the layer), ``"loss"``; of a layer
-    that is called step by step also ``"state"``: a state after every step, with its *total* gradient; and of a run that
+    that is called step by step also ``"state"``: a state after every step (``key="ending"``: as the last one left it),
+    with its *total* gradient; and of a run that
     several calls make up ``"state_read"``: the *direct* gradient of a state wherever the user's code gets hold of it.
     ``layer`` is None for the model itself. ``direction`` picks one half of a bidirectional layer: its ports are
     those of the half, before merging.

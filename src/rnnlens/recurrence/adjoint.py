@@ -33,6 +33,8 @@ class Adjoint:
     initial_state_grad : one (sample, size) array per state
     output_cotangent : (sample, time, unit), custom cells only
         The direct gradient of each step's output after masking was undone.
+    returned_grads : as ``state_grads``, custom cells only
+        What arrives at the states as a step returns them, without their paths to each other within the step.
     """
 
     state_grads: tuple[Array, ...]
@@ -40,6 +42,7 @@ class Adjoint:
     input_grad: Array
     initial_state_grad: tuple[Array, ...]
     output_cotangent: Array | None = None
+    returned_grads: tuple[Array, ...] | None = None
 
     def of_samples(self, some: slice) -> Adjoint:
         """The same gradients, of some of the samples; views, where the library has them."""
@@ -49,6 +52,7 @@ class Adjoint:
             self.input_grad[some, ...],
             tuple(g[some, ...] for g in self.initial_state_grad),
             None if self.output_cotangent is None else self.output_cotangent[some, ...],
+            None if self.returned_grads is None else tuple(g[some, ...] for g in self.returned_grads),
         )
 
 

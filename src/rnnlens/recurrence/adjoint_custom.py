@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ..typing import Array, Namespace
 from .adjoint import Adjoint, final_or_zero
-from .cells.custom import StepCell
+from .cells.custom import Producer, StepCell
 from .run import Run
 
 #: Largest size of all per-step Jacobians together, in bytes, up to which they are built.
@@ -86,13 +86,28 @@ def adjoint_custom(
         input_grad[:, t, :] = dx
         for grads, value in zip(state_grads, cotangent, strict=True):
             grads[:, t, :] = value
-    return Adjoint(state_grads, None, input_grad, carry, output_cotangent)
+    produced = _as_produced(run, state_grads, output_cotangent)
+    return Adjoint(produced, None, input_grad, carry, output_cotangent, state_grads)
+
+
+def _as_produced(run: Run, returned: tuple[Array, ...], output: Array) -> tuple[Array, ...]:
+    """Gradients of the states as the step produces them: c_t of an LSTM also moves the h_t of its own step."""
+    xp, cell = run.xp, run.cell
+    if not isinstance(cell, Producer):
+        return returned
+    before = [_fold(s, xp) for s in run.states_before()]
+    flat = cell.produced(_fold(run.input, xp), before, _fold(output, xp), [_fold(g, xp) for g in returned])
+    found = tuple(xp.reshape(new, old.shape) for new, old in zip(flat, returned, strict=True))
+    if run.mask is None:
+        return found
+    real = run.mask[:, :, None]
+    return tuple(xp.where(real, new, old) for new, old in zip(found, returned, strict=True))
 
 
 def custom_weight_gradients(run: Run, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:
     """dL/dW of a custom cell by the framework's names; with a leading time axis if ``by_time``."""
     xp, before = run.xp, run.states_before()
-    grads, output = result.state_grads, result.output_cotangent
+    grads, output = result.returned_grads or result.state_grads, result.output_cotangent
     if run.mask is not None:
         real = run.mask[:, :, None]
         grads = tuple(xp.where(real, g, xp.zeros_like(g)) for g in grads)

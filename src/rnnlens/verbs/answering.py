@@ -92,6 +92,8 @@ def answer_from_capture(question: Question, batch: Batch) -> Answer | None:
     layers = tuple(dict.fromkeys(str(name.layer) for name in names))
     capture = question.adapter.capture(question.model, batch, CaptureRequest(layers, weight_grads=False))
     inside = Inside.of(capture.calls)
+    if any(name.what == "final_state" and inside.is_stepwise(name) for name in names):
+        return None
     grads: dict[TensorName, Array | None] = {}
     for name in names:
         halves = inside.layer(name.layer)
@@ -211,8 +213,7 @@ class _Answering:
 
     def _activation(self, name: TensorName, arrived: Arrived) -> Array | None:
         if not self.borders.is_inside(name):
-            grad = _stack_halves([arrived.get(port) for port in self.borders.above(name)])
-            return grad if grad is None or name.what != "final_state" else grad[:, -1]
+            return _stack_halves([arrived.get(port) for port in self.borders.above(name)])
         halves, layer = self.inside.layer(name.layer), str(name.layer)
         put = self.on_states.get(layer) or self.on_steps.get(layer) or [{} for _ in halves]
         flat = {port: None if a is None else a[0] for port, a in arrived.items()}

@@ -6,7 +6,7 @@ A name is read against what the model has; the same grammar serves ``rl.gradient
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -95,7 +95,7 @@ def catalogue(adapter: Adapter, model: Any, x: Any = None) -> Catalogue:
         adapter.weights(model),
         keys or _names_of(model, "input_names", "inputs"),
         _names_of(model, "output_names", "outputs"),
-        tuple(str(layer.name) for layer in getattr(model, "layers", ()) if hasattr(layer, "name")),
+        tuple(str(layer.name) for layer in _listed(model, "layers") if hasattr(layer, "name")),
     )
 
 
@@ -240,6 +240,12 @@ def _matches(pattern: str, name: str) -> bool:
     """Shell pattern with ``*`` and ``?`` only: brackets are part of torch names such as ``rnn[1]``."""
     expression = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
     return re.fullmatch(expression, name) is not None
+
+
+def _listed(model: Any, attribute: str) -> Sequence[Any]:
+    """A list that a model keeps under a name; in torch the name is the user's own, and may stand for anything."""
+    value = getattr(model, attribute, ())
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _names_of(model: Any, names: str, tensors: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..adapters.protocol import Adapter, Batch, Port
@@ -109,20 +109,22 @@ class Borders:
         """Whether our sweep, not the framework, reaches a tensor."""
         return is_inside(name, self.question.known) and not self.inside.is_stepwise(name)
 
+    @staticmethod
+    def _ending(port: Port) -> Port:
+        """Of the last state of a layer called step by step: the port that has its total gradient."""
+        return port if port.kind != "final_state" else Port("state", port.layer, port.index, key="ending")
+
     def _below(self, leaf: TensorName) -> list[Port]:
         if not self.is_inside(leaf):
             return self.of_tensor(leaf)
         return [port for half in self.inside.layer(leaf.layer) for port in half.below()]
 
     def above(self, name: TensorName) -> list[Port]:
-        """Where gradients arrive that make up the one with respect to a tensor.
-
-        Of a last state called for step by step: the gradients of that state at all steps.
-        """
+        """Where gradients arrive that make up the one with respect to a tensor."""
         if name.what == "weight":
             return self.weight_ports(name)
         if not self.is_inside(name):
-            return self.of_tensor(name if name.what != "final_state" else replace(name, what="state"))
+            return [self._ending(port) for port in self.of_tensor(name)]
         return [port for half in self.inside.layer(name.layer) for port in half.readers()]
 
 

@@ -35,7 +35,13 @@ class MinimalGated(nn.Module):
         return (1 - f) * h + f * torch.tanh(self.candidate(torch.cat([x, f * h], 1)))
 
 
-class Nested(nn.Module):
+class Noting(nn.Module):
+    """A cell that tells of every state as it produces it, before it goes on to use it."""
+
+    note = staticmethod(lambda index, value: value)
+
+
+class Nested(Noting):
     """Output apart from a nested state: (input, {"fast": h, "slow": (c,)}) to (output, state)."""
 
     def __init__(self, inputs, units):
@@ -44,12 +50,12 @@ class Nested(nn.Module):
 
     def forward(self, x, state):
         h, (c,) = state["fast"], state["slow"]
-        h = torch.tanh(self.mix(torch.cat([x, h], 1)))
-        c = 0.9 * c + 0.1 * h[:, :2]
+        h = self.note(0, torch.tanh(self.mix(torch.cat([x, h], 1))))
+        c = self.note(1, 0.9 * c + 0.1 * h[:, :2])
         return self.out(torch.cat([h, c], 1)), {"fast": h, "slow": (c,)}
 
 
-class Spread(nn.Module):
+class Spread(Noting):
     """States as arguments of their own: (x, h, c) to (h, c)."""
 
     def __init__(self, inputs, units):
@@ -58,8 +64,8 @@ class Spread(nn.Module):
         self.slow = nn.Linear(units, units)
 
     def forward(self, x, h, c):
-        c = torch.sigmoid(self.slow(h)) * c + x.mean(1, keepdim=True)
-        return torch.tanh(self.cell.gate(torch.cat([x, h], 1)) + c), c
+        c = self.note(1, torch.sigmoid(self.slow(h)) * c + x.mean(1, keepdim=True))
+        return self.note(0, torch.tanh(self.cell.gate(torch.cat([x, h], 1)) + c)), c
 
 
 def start(kind):
@@ -92,7 +98,7 @@ def over(function, *states):
     first = states[0]
     if isinstance(first, dict):
         return {key: over(function, *(s[key] for s in states)) for key in first}
-    if isinstance(first, tuple):
+    if isinstance(first, tuple | list):
         return tuple(over(function, *parts) for parts in zip(*states, strict=True))
     return function(*states)
 
@@ -123,8 +129,11 @@ class Loop(nn.Module):
                 given = over(lambda s: 0.5 * s, state)
             if self.style == "weaker" and t:  # the same values exactly, half of the gradient
                 given = over(lambda s: s.detach() + 0.5 * (s - s.detach()), state)
+            noted = taps is not None and isinstance(self.cell, Noting)
+            if noted:
+                taps.append(note_into(self.cell))
             output, new = step(self.cell, self.kind, x[rows, t], given)
-            if taps is not None:
+            if taps is not None and not noted:
                 zeros = over(lambda s: torch.zeros_like(s, requires_grad=True), new)
                 taps.append((zeros, over(torch.detach, new)))
                 new = over(torch.add, new, zeros)
@@ -144,6 +153,18 @@ class Loop(nn.Module):
         return seen
 
 
+def note_into(cell):
+    """Zeros that are added to the states of the next step as it produces them; filled when it runs."""
+    zeros, values = [None, None], [None, None]
+
+    def note(index, value):
+        zeros[index], values[index] = torch.zeros_like(value, requires_grad=True), value.detach()
+        return value + zeros[index]
+
+    cell.note = note
+    return zeros, values
+
+
 def loss(seen):
     return sum(((i + 1) * part).sum() for i, part in enumerate(seen))
 
@@ -157,7 +178,8 @@ def flat(state):
 def reference(model, x):
     """Total gradient of each state tensor, (sample, time, unit), zero where a sample has left the batch.
 
-    The zeros added to an LSTM's c_t sit behind h_t; what reaches c_t through h_t = o_t tanh(c_t) is added here.
+    The zeros added to the c_t of ``nn.LSTMCell`` sit behind h_t; what reaches c_t through h_t = o_t tanh(c_t) is added
+    here.
     """
     taps = []
     value = loss(model(x, taps))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ...recurrence.cells import KnownCell
 from ...recurrence.cells.custom import StepCell
 from ..protocol import PlainCall, RecurrentCall
+from .lineage import probe_like
 from .record import PlainVisit, Recorder, Run, Visit
 from .weights import NAMES, known_cell, ours, replayable
 
@@ -39,26 +40,45 @@ def node_names(runs: list[Run]) -> list[list[str]]:
     return names
 
 
-def check_joints(recorder: Recorder, gradient: Gradients) -> None:
-    """Refuse runs in which a gradient arrives at a state that the user seemed to drop.
+def check_joints(recorder: Recorder, targets: Sequence[Tensor]) -> None:
+    """Refuse runs in which a state is read, by a target or by any recurrence, that the user seemed to drop.
 
     Raises
     ------
-    JoinedTooFar
+    JoinedTooFarError
         After the recorder's limits were extended.
     """
+    masked = [run for run in recorder.runs if run.valid() is not None]
+    taps = [tap for run in masked for _, tap in _taps_by_step(run)]
+    if not taps:
+        return
+    fed = [visit.pieces[0].input for run in recorder.runs for visit in run.visits]
+    live = [tensor for tensor in [*targets, *fed] if tensor.requires_grad]
+    if not live:
+        return
+    probes = [probe_like(tensor) for tensor in live]
+    pulled = torch.autograd.grad(live, taps, probes, retain_graph=True, allow_unused=True)
+    found = {id(tap): grad for tap, grad in zip(taps, pulled, strict=True)}
     before = len(recorder.never_by_row)
-    for run in recorder.runs:
-        valid = run.valid()
-        for step, visit in enumerate(run.visits if valid is not None else ()):
-            taps = (visit.pieces[0].output, *visit.state_taps)
-            if any(_nonzero_in(gradient(tap), ~valid[step]) for tap in taps if tap is not None):  # type: ignore[index]
-                recorder.never_by_row.add(run.owner.key)
+    for run in masked:
+        dropped = ~run.valid()  # type: ignore[operator]
+        if any(_nonzero_in(found[id(tap)], dropped[step]) for step, tap in _taps_by_step(run)):
+            recorder.never_by_row.add(run.owner.key)
     if len(recorder.never_by_row) > before:
         raise JoinedTooFarError
 
 
-def _last(valid: Tensor) -> Tensor:
+def _taps_by_step(run: Run) -> list[tuple[int, Tensor]]:
+    """Where gradients from above arrive, with the number of the step."""
+    return [
+        (step, tap)
+        for step, visit in enumerate(run.visits)
+        for tap in (visit.pieces[0].output, *visit.state_taps)
+        if tap is not None and tap.requires_grad
+    ]
+
+
+def last_steps(valid: Tensor) -> Tensor:
     """(sample,): the last step at which a sample's state lived on."""
     steps = torch.arange(valid.shape[0], device=valid.device)[:, None]
     return torch.where(valid, steps, 0).amax(dim=0)
@@ -193,7 +213,7 @@ class Assembler:
         if valid is None:
             visit = run.visits[-1]
             return tuple(_state(visit, state[direction]) for state in visit.pieces[layer].finals)
-        last = _last(valid)
+        last = last_steps(valid)
         count = len(run.visits[0].pieces[layer].finals)
         start = run.visits[0].pieces[layer].fed
         finals = []

@@ -15,7 +15,7 @@ from ..protocol import Port
 from .assemble import half, node_names, sequence
 from .border import Border, single
 from .record import Packing, Recorder, Run
-from .state_borders import final_border, read_border, state_border
+from .state_borders import ending_border, final_border, read_border, state_border
 from .weights import NAMES, ours
 
 
@@ -135,6 +135,8 @@ def _of_run(run: Run, layer: int, port: Port) -> Border:
     direction = 1 if port.direction == "backward" else 0
     if port.kind in ("input", "output"):
         return _of_sequence(run, layer, port.kind, direction)
+    if port.kind == "state" and port.key == "ending":
+        return ending_border(run, port.index)
     if port.kind == "state":
         return state_border(run, port.index)
     if port.kind == "state_read":

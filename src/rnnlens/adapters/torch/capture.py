@@ -16,6 +16,7 @@ from ...errors import LayerNotFoundError, ModelError, did_you_mean, message, rai
 from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall
 from .assemble import Assembler, JoinedTooFarError, check_joints
 from .discover import cell_candidates, named_modules, node_name, recurrent_modules, refuse_scripts, unwrapped
+from .endings import mark_endings
 from .entangled import entangled
 from .fused import Interceptor
 from .inputs import as_tensors, call_model, check_features, on_leaves
@@ -115,14 +116,16 @@ def _pass(
         with watched(model, recorder, asked, batch, keep_gradients) as interceptor:
             outputs = call_model(model, x)
         own_cells_only(recorder, training=batch.training)
+        mark_endings(recorder)
         refuse_hooked(recorder)
         with raised_by("Your loss"):
             loss = evaluate(batch, outputs, model)
+        check_joints(recorder, [*tensors_of(outputs), *([] if loss is None else [loss])])
         if loss is not None and not loss.requires_grad and interceptor.cut_gradients and not keep_gradients:
             raise _NoGradientsError
         found = _read(recorder, asked, request, loss, outputs, keep_gradients, around)
         unseen = interceptor.cut_gradients and not keep_gradients
-        found.entangled = unseen or entangled(recorder.runs, _tensors(outputs))
+        found.entangled = unseen or entangled(recorder.runs, tensors_of(outputs))
         return found
 
 
@@ -322,7 +325,6 @@ def _read(
     gradient = None
     if loss is not None and request.gradients:
         gradient = _gradients(recorder, loss, notes, around)
-        check_joints(recorder, gradient)
     assembler = Assembler(recorder, gradient)
     calls = _only_asked(assembler.calls(), asked)
     value = None if loss is None else float(loss.detach())
@@ -397,7 +399,7 @@ def _numbered(assembler: Assembler) -> list[Any]:
     return calls
 
 
-def _tensors(outputs: Any) -> list[Tensor]:
+def tensors_of(outputs: Any) -> list[Tensor]:
     """All tensors that a model returned."""
     found: list[Tensor] = []
     on_leaves(outputs, lambda value: found.append(value) if isinstance(value, Tensor) else None)

@@ -89,6 +89,23 @@ class TorchStepCell:
             pulled = _pull([output, *new], list(named.values()), [output_cotangent, *state_cotangent])
         return dict(zip(named, pulled, strict=True))
 
+    def produced(
+        self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Cotangents of the new states as they are produced: with their paths to what else the step returns."""
+        with self._as_captured():
+            returned = self._returned(x.detach().requires_grad_(), [s.detach().requires_grad_() for s in state])
+            new = returned if self.form.output_is_state else returned[1:]
+            # Of one tensor that is returned twice, as output and as state, both cotangents are meant.
+            both = zip((returned[0], *new), (output_cotangent, *state_cotangent), strict=True)
+            pairs = [(tensor, c.to(tensor.dtype).reshape(tensor.shape)) for tensor, c in both if tensor.requires_grad]
+            starts, cotangents = zip(*pairs, strict=True)
+            pulled = torch.autograd.grad(starts, [s for s in new if s.requires_grad], cotangents, allow_unused=True)
+        found = iter(pulled)
+        grads = [next(found) if s.requires_grad else None for s in new]
+        kept = zip(grads, state_cotangent, strict=True)
+        return tuple(c if g is None else _widened(g.flatten(1)) for g, c in kept)
+
     def jacobian(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Per-row Jacobians of [new states, output] with respect to the states and to the input."""
         with self._as_captured():
@@ -100,11 +117,15 @@ class TorchStepCell:
         return torch.cat(by_state, dim=2), by_input
 
     def _run(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        shaped = [s.to(self.dtype).reshape(-1, *shape) for s, shape in zip(state, self.form.shapes, strict=True)]
-        args, kwargs = self.form.call(x.to(self.dtype), shaped)
-        returned = leaves(self.module(*args, **kwargs))
+        returned = self._returned(x, state)
         new = returned if self.form.output_is_state else returned[1:]
         return returned[0].flatten(1), tuple(s.flatten(1) for s in new)
+
+    def _returned(self, x: Tensor, state: Sequence[Tensor]) -> list[Tensor]:
+        """All tensors that one step returns, as it returns them."""
+        shaped = [s.to(self.dtype).reshape(-1, *shape) for s, shape in zip(state, self.form.shapes, strict=True)]
+        args, kwargs = self.form.call(x.to(self.dtype), shaped)
+        return leaves(self.module(*args, **kwargs))
 
     @contextmanager
     def _as_captured(self) -> Iterator[None]:

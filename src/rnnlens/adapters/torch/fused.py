@@ -109,7 +109,10 @@ class Interceptor(TorchFunctionMode):  # type: ignore[misc]
             self.cut_gradients = True
             if self.keep_gradients:
                 return None
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for trail in self.recorder.trails.values():
+            trail.see(args, result)
+        return result
 
 
 def _fused(recorder: Recorder, func: Any, owner: Owner, order: Tensor | None, call: Call) -> Any:

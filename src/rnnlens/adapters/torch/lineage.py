@@ -65,7 +65,7 @@ class Link:
             return Continuation(self.raw, None, self)
         rows: Tensor | None = None
         for index in range(len(given)):
-            found = self._passed_on(given[index], index, rowwise)
+            found = self.passed_on(given[index], index, rowwise)
             if found is None or (rows is not None and not torch.equal(rows, found)):
                 return None
             rows = found
@@ -88,7 +88,7 @@ class Link:
         """Whether the user's code acts on the gradients that arrive at what it got."""
         return any(tensor._backward_hooks for tensor in self.handed)
 
-    def _passed_on(self, new: Tensor, index: int, rowwise: bool) -> Tensor | None:
+    def passed_on(self, new: Tensor, index: int, rowwise: bool) -> Tensor | None:
         """Rows in which ``new`` is this call's state unchanged; None if any row is neither that nor the one before."""
         old, before, count = self.kept[index], self.given[index], new.shape[0]
         if not new.requires_grad or new.shape[1:] != old.shape[1:] or count > old.shape[0] or new.dtype != old.dtype:
@@ -109,7 +109,7 @@ class Link:
         self, new: Tensor, index: int, sources: list[Tensor], is_old: Tensor, is_before: Tensor
     ) -> Tensor | None:
         """Rows that a random vector comes back through to this call's state; the others must lead to a source."""
-        old, count, probe = self.kept[index], new.shape[0], torch.rand_like(new) + 0.5
+        old, count, probe = self.kept[index], new.shape[0], probe_like(new)
         to_old, *arrived = _pulled_back(new, [old, *sources], probe)
         passed, kept = is_old & _rows_equal(to_old, probe), torch.zeros_like(is_before)
         for at in arrived:
@@ -145,6 +145,13 @@ class Continuation:
             return None
         device = self.rows.device
         return torch.where(self.rows, self.link.step, self.link._origins(len(self.rows), device))
+
+
+def probe_like(tensor: Tensor) -> Tensor:
+    """Random numbers of the tensor's shape, none near zero, from a generator that the user's code does not share."""
+    generator = torch.Generator().manual_seed(tensor.numel())
+    drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
+    return drawn.to(tensor)
 
 
 def _pulled_back(value: Tensor, sources: list[Tensor], cotangent: Tensor) -> list[Tensor]:

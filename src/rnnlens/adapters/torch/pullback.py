@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from ...errors import ModelError, message, raised_by
 from ..protocol import Batch, Port, Pullback
+from .assemble import JoinedTooFarError, check_joints
 from .border import Border
 from .borders import Borders, leaves_of, stand_ins, zeros_for
-from .capture import Asked, watched
+from .capture import Asked, tensors_of, watched
 from .discover import named_modules, unwrapped
+from .endings import mark_endings
 from .inputs import as_tensors, call_model, on_leaves
 from .left_as_found import borrowed
 from .losses import evaluate
@@ -45,10 +47,7 @@ class TorchPullback:
         self.of, self.wrt = tuple(of), tuple(wrt)
         self._watched = (*self.of, *self.wrt, *watch)
         self._batched = True
-        borders = self._run(model, batch, cut)
-        if borders is None:
-            borders = self._run(model, batch, cut, keep_gradients=True)
-        assert borders is not None
+        borders = self._found(model, batch, cut)
         self.outputs = len(borders.outputs)
         self._found = borders
         self.keep(borders)
@@ -60,13 +59,26 @@ class TorchPullback:
             self._starts = {port: self._borders[port].value for port in self.of}
         self.values: Mapping[Port, Any] = {port: replayable(b.value) for port, b in self._borders.items()}
 
+    def _found(self, model: nn.Module, batch: Batch, cut: Sequence[Port]) -> Borders:
+        """The forward pass, run again where it ran without gradients, or where calls were joined that may not be."""
+        never_by_row: set[int] = set()
+        keep_gradients = False
+        while True:
+            try:
+                borders = self._run(model, batch, cut, never_by_row, keep_gradients)
+            except JoinedTooFarError:
+                continue
+            if borders is not None:
+                return borders
+            keep_gradients = True
+
     def _run(
-        self, model: nn.Module, batch: Batch, cut: Sequence[Port], *, keep_gradients: bool = False
+        self, model: nn.Module, batch: Batch, cut: Sequence[Port], never_by_row: set[int], keep_gradients: bool
     ) -> Borders | None:
-        """The forward pass; None if it has to be run again because it ran without gradients."""
+        """One forward pass; None if it has to be run again because it ran without gradients."""
         modules = named_modules(model)
         asked = Asked.of(model, None)
-        recorder = Recorder(set(), separate=True, cut={_path(port) for port in cut})
+        recorder = Recorder(never_by_row, separate=True, cut={_path(port) for port in cut})
         plain: dict[str, list[Any]] = {}
         inputs = on_leaves(as_tensors(batch.x, model, "x"), _source)
         with borrowed(model, training=batch.training, seed=batch.seed):
@@ -79,10 +91,12 @@ class TorchPullback:
                 for handle in handles:
                     handle.remove()
             own_cells_only(recorder, training=batch.training)
+            mark_endings(recorder)
             refuse_hooked(recorder)
             wanted = any(port.kind == "loss" for port in (*self.of, *self.wrt))
             with raised_by("Your loss"):
                 loss = evaluate(batch, outputs, model) if wanted else None
+            check_joints(recorder, [*tensors_of(outputs), *([] if loss is None else [loss])])
         leaves = leaves_of(outputs)
         if interceptor.cut_gradients and not keep_gradients and not any(_has_path(t) for t in (*leaves, loss)):
             return None

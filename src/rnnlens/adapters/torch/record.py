@@ -72,13 +72,44 @@ class Piece:
     weights: list[dict[str, Tensor]]
 
 
+class Trail:
+    """Tensors that the user's code makes of the states that a call returned, in a few operations."""
+
+    LENGTH = 6
+
+    def __init__(self, states: Iterable[Tensor]) -> None:
+        self.states, self.made = tuple(states), list[Tensor]()
+        self._depth = {id(state): 0 for state in self.states}
+
+    def see(self, args: Any, result: Any) -> None:
+        """Take in one operation; what is written into in place counts as made."""
+        depths = [self._depth[id(leaf)] for leaf in _tensors(args) if id(leaf) in self._depth]
+        if not depths or min(depths) >= self.LENGTH:
+            return
+        for tensor in _tensors(args[:1] if result is None else (result,)):
+            if id(tensor) not in self._depth:
+                self._depth[id(tensor)] = min(depths) + 1
+                self.made.append(tensor)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Tensors among values and in lists of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found.extend(item for item in value if isinstance(item, Tensor))
+    return found
+
+
 @dataclass
 class Visit:
     """One call: a piece per stacked layer.
 
     ``state_taps`` are the returned final states, (layer * direction, sample, unit), at which gradients from above
     arrive; None where the state is also the output, whose tap has them. ``rows`` is False for the samples whose state
-    was not passed on.
+    was not passed on. ``trail``: what the user's code makes of the states, while the model runs.
     """
 
     pieces: list[Piece]
@@ -86,6 +117,7 @@ class Visit:
     link: Link
     rows: Tensor | None = None
     packing: Packing | None = None
+    trail: Trail | None = None
 
     @property
     def steps(self) -> int:
@@ -162,6 +194,7 @@ class Recorder:
         self.paused = False
         self.initial_state: dict[str, Any] = {}
         self.begun: set[str] = set()
+        self.trails: dict[int, Trail] = {}
         self._tails: dict[int, Run] = {}
         self._leaves: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self._by_identity: dict[int, tuple[Tensor, Tensor]] = {}
@@ -173,6 +206,8 @@ class Recorder:
 
     def add(self, owner: Owner, visit: Visit, *, continues: bool) -> None:
         """Note one call."""
+        if not owner.stacked:
+            visit.trail = self.trails[owner.key] = Trail(visit.link.handed)
         if continues:
             self._tails[owner.key].visits.append(visit)
             return

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .assemble import sequence
+from .assemble import last_steps, sequence
 from .border import Border
 from .record import Run, Visit
 
@@ -40,6 +40,15 @@ def state_border(run: Run, index: int) -> Border:
         return sequence(run, [step.unsqueeze(0) for step in steps])
 
     return Border([*raw, *fed, *hidden], gather, lambda: torch.stack(_carried(run, index), dim=1))
+
+
+def ending_border(run: Run, index: int) -> Border:
+    """The state that each sample ends with, (sample, unit), with its total gradient: that of its own last real step."""
+    whole, valid = state_border(run, index), run.valid()
+    if valid is None:
+        return Border(whole.tensors, lambda parts: whole.gather(parts)[:, -1])
+    last = last_steps(valid)
+    return Border(whole.tensors, lambda parts: whole.gather(parts)[torch.arange(len(last)), last])
 
 
 def final_border(run: Run, index: int) -> Border:

@@ -7,7 +7,7 @@ axis ``n``: steps are independent once the states are known, so all of them are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ...typing import Array
 
@@ -38,4 +38,17 @@ class StepCell(Protocol):
 
         Returns ``(n, S + output_size, S)`` with respect to the states and ``(n, S + output_size, feature)`` with
         respect to the input.
+        """
+
+
+@runtime_checkable
+class Producer(Protocol):
+    """What a cell offers besides if it can tell how the results of one step depend on each other."""
+
+    def produced(
+        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
+    ) -> tuple[Array, ...]:
+        """From cotangents of what a step returns to those of its new states as they are produced.
+
+        A state that the step goes on to use, as an LSTM's c_t for its h_t, has a path to the step's other results too.
         """

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 import warnings
 
-import numpy as np
 import pytest
 import torch
 import torch_loop_models as zoo
-from torch_loops import over_time, pull, rows, written
+from torch_loops import close, loss, nodes, over_time, pull, rows, states_of, written
 
 import rnnlens as rl
 from rnnlens.errors import DisconnectedError
@@ -36,11 +35,6 @@ MODELS = {
     "forced": (zoo.Forced,),
     "forced_by_its_own": (zoo.Forced, True),
 }
-MASKED = {
-    **{how: (zoo.Masked, how) for how in ("where", "blend", "assign")},
-    **{f"{how}_all": (zoo.Masked, how, "all") for how in ("where", "blend")},
-    "candidate": (zoo.CandidateRead,),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -49,33 +43,6 @@ def _silent():
         warnings.simplefilter("error")
         random.seed(1)
         yield
-
-
-def loss(output):
-    weights = torch.linspace(0.5, 2.0, output[0].numel(), dtype=output.dtype).reshape(output.shape[1:])
-    return (weights * output).sin().sum()
-
-
-def nodes(model, taps):
-    """(node, path, calls) of every recurrence."""
-    found = []
-    for path, tap in taps.items():
-        lengths = list(getattr(model, "lengths", [len(tap.zeros["hidden"])]))
-        starts = np.cumsum([0, *lengths])
-        for i, length in enumerate(lengths):
-            calls = slice(int(starts[i]), int(starts[i]) + length)
-            found.append((path if len(lengths) == 1 else f"{path}#{i}", path, calls))
-    return found
-
-
-def states_of(tap):
-    return [name for name in ("hidden", "cell", "state_1") if name in tap.zeros]
-
-
-def close(got, expected, what):
-    got, expected = np.asarray(got), np.asarray(expected)
-    assert got.shape == expected.shape, what
-    np.testing.assert_allclose(got, expected, atol=1e-9 * max(np.abs(expected).max(), 1e-3), rtol=0, err_msg=what)
 
 
 def oracle(name):
@@ -90,8 +57,13 @@ def oracle(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients(name):
-    """Of the loss and of the output, by states, input and weights."""
+    """Of the loss and of the output, by states and input; a trace says the same."""
     model, x, source, output, taps = oracle(name)
+    trace = rl.trace(model, x, loss=loss)
+    for node, path, calls in nodes(model, taps):
+        for state in states_of(taps[path]):
+            expected = over_time(pull(loss(output), taps[path].zeros[state][calls]))
+            close(trace[node][f"{state}_grad"], expected, f"trace of {node}.{state}")
     for of, value, options in (("loss", loss(output), {"loss": loss}), ("output", output.sum(), {"reduce": "sum"})):
         wanted = [f"{node}.{s}" for node, path, _ in nodes(model, taps) for s in states_of(taps[path])]
         found = rl.gradients(model, x, of=of, wrt=["input", *wanted], **options)

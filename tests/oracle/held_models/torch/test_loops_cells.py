@@ -1,0 +1,177 @@
+"""Loops around what is no plain cell: normalised weights, cells of one's own, fused modules called step by step."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch_loop_models as zoo
+from torch import nn
+from torch_loops import Written, close, loss, over_time, pull, rows, states_of, written
+
+import rnnlens as rl
+
+F, H, V = zoo.F, zoo.H, zoo.V
+
+
+@pytest.fixture(autouse=True)
+def _silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize("which", ["weight_ih", "weight_hh"])
+@pytest.mark.parametrize("how", ["parametrized", "hooked"])
+def test_weight_norm_on_a_cell(how, which):
+    """The kernel shown is the one that the cell computes with, and so is its gradient."""
+    model, plain, x = zoo.build(zoo.FedBack), zoo.build(zoo.FedBack), zoo.batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would rather have the newer of the two
+        (nn.utils.parametrizations.weight_norm if how == "parametrized" else nn.utils.weight_norm)(model.cell, which)
+    twin, taps = written(plain)
+    source = x.clone().requires_grad_()
+    output = twin(source)
+    kernels = {"kernel": plain.cell.weight_ih, "recurrent_kernel": plain.cell.weight_hh}
+    targets = (
+        ("loss", loss(output), {"loss": loss}),
+        ("cell.final_hidden", taps["cell"].values["hidden"][-1].sum(), {"reduce": "sum"}),
+    )
+    for of, value, options in targets:
+        got = rl.gradients(model, x, of=of, wrt=["cell.hidden", "weights"], **options)
+        close(got["cell"]["hidden"], over_time(pull(value, taps["cell"].zeros["hidden"])), f"{of} by hidden")
+        for name, weight in kernels.items():
+            expected = pull(value, [weight])[0].T.reshape(-1, 4, H)
+            close(got["cell"][name], expected.numpy(), f"{of} by {name}")
+    shown = rl.weights(model, x, loss=loss)
+    for name, weight in kernels.items():
+        close(shown["cell"][name], weight.detach().T.reshape(-1, 4, H).numpy(), name)
+        expected = pull(loss(output), [weight])[0].T.reshape(-1, 4, H)
+        close(shown["cell"][f"{name}_grad"], expected.numpy(), f"{name} gradient")
+    by_time = rl.weights(model, x, loss=loss, by_time=True)["cell"].recurrent_kernel_grad.sum("time")
+    close(by_time, pull(loss(output), [plain.cell.weight_hh])[0].T.reshape(-1, 4, H).numpy(), "by time")
+    close(rl.jacobian(model, x), rows(output, [source])[..., 0, :, :], "output by input")
+
+
+def test_a_cell_of_ones_own_and_its_own_weights():
+    """Every weight of the cell has a share in its states, and none of them is called cut off."""
+    model, x = zoo.build(zoo.OwnLoop), zoo.batch()
+    _, taps = twin_run(model, x)
+    parameters = dict(model.cell.named_parameters())
+    for of, name in (("cell.final_hidden", "hidden"), ("cell.final_state_1", "state_1")):
+        value = taps["cell"].values[name][-1].sum()
+        got = rl.gradients(model, x, of=of, reduce="sum", wrt="cell*/*")
+        assert not got.disconnected
+        for key, expected in zip(parameters, pull(value, list(parameters.values())), strict=True):
+            layer, _, weight = f"cell.{key}".rpartition(".")
+            close(got[layer][weight], expected, f"{of} by {key}")
+
+
+def test_gates_of_a_cell_whose_state_comes_back():
+    """Before and after their activation, of a target that is not the loss."""
+    model, x = zoo.build(zoo.FedBack), zoo.batch()
+    output, taps = twin_run(model, x)
+    for of, value in (("output", output.sum()), ("cell.final_hidden", taps["cell"].values["hidden"][-1].sum())):
+        got = rl.gradients(model, x, of=of, reduce="sum", wrt="cell.gate_preactivation")
+        expected = torch.stack([torch.stack(pull(value, taps["cell"].zeros[f"z{k}"]), 1) for k in range(4)], 2)
+        close(got.transpose("sample", "time", "gate", "unit"), expected.numpy(), f"{of} by gates")
+
+
+def twin_run(model, x):
+    twin, taps = written(model)
+    return twin(x), taps
+
+
+class Decoder(nn.Module):
+    """An encoder in one call, a decoder called step by step that asks with its own state and reads what it wrote."""
+
+    def __init__(self, kind, layers, read_cells):
+        super().__init__()
+        self.encoder, self.decoder = kind(F, H, batch_first=True), kind(H + V, H, layers, batch_first=True)
+        self.head, self.layers, self.read_cells = nn.Linear(H, V), layers, read_cells
+
+    def forward(self, x):
+        memory, state = self.encoder(x)
+        pair = isinstance(state, tuple)
+        state = tuple(torch.cat([s] * self.layers) for s in (state if pair else (state,)))
+        y, outputs = x.new_zeros(len(x), V), []
+        for _ in range(3):
+            weights = torch.softmax((memory * state[0][-1][:, None]).sum(-1), 1)
+            context = (weights[..., None] * memory).sum(1)
+            top, state = self.decoder(torch.cat([context, y], 1)[:, None], state if pair else state[0])
+            state = state if pair else (state,)
+            y = self.head(top[:, 0] + (state[1][-1] if self.read_cells else 0))
+            outputs.append(y)
+        return torch.stack(outputs, 1)
+
+
+class Stack(nn.Module):
+    """A fused module as a loop over cells that are written out; they share its parameters."""
+
+    def __init__(self, rnn):
+        super().__init__()
+        self.pair, self.cells, self.units = isinstance(rnn, nn.LSTM), [], rnn.hidden_size
+        for layer in range(rnn.num_layers):
+            cell = (nn.LSTMCell if self.pair else nn.GRUCell)(rnn.hidden_size if layer else rnn.input_size, self.units)
+            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+                setattr(cell, name, getattr(rnn, f"{name}_l{layer}"))
+            self.cells.append(Written(cell))
+
+    def forward(self, x, state=None):
+        if state is None:
+            zeros = x.new_zeros(len(self.cells), len(x), self.units)
+            state = (zeros, zeros) if self.pair else zeros
+        states = [tuple(s[i] for s in state) if self.pair else state[i] for i in range(len(self.cells))]
+        outputs = []
+        for value in x.unbind(1):
+            for i, cell in enumerate(self.cells):
+                states[i] = cell(value, states[i])
+                value = states[i][0] if self.pair else states[i]
+            outputs.append(value)
+        final = tuple(torch.stack(s) for s in zip(*states, strict=True)) if self.pair else torch.stack(states)
+        return torch.stack(outputs, 1), final
+
+
+def unrolled(model):
+    twin, taps = copy.copy(model), {}
+    twin._modules = dict(model._modules)
+    for name in ("encoder", "decoder"):
+        stack = twin._modules[name] = Stack(getattr(model, name))
+        several = len(stack.cells) > 1
+        taps |= {f"{name}[{i}]" if several else name: cell.taps for i, cell in enumerate(stack.cells)}
+    return twin, taps
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "read_cells"), [(nn.GRU, 1, False), (nn.LSTM, 1, True), (nn.LSTM, 2, True), (nn.GRU, 2, False)]
+)
+def test_a_fused_module_called_step_by_step(kind, layers, read_cells):
+    """Attention asked by the decoder's state, output fed back, c_t read at every step."""
+    model, x = zoo.build(Decoder, kind, layers, read_cells), zoo.batch()
+    twin, taps = unrolled(model)
+    source = x.clone().requires_grad_()
+    output = twin(source)
+    names = [(node, state) for node, tap in taps.items() for state in states_of(tap)]
+    wanted = [f"{node}.{state}" for node, state in names]
+    for of, value, options in (("loss", loss(output), {"loss": loss}), ("output", output.sum(), {"reduce": "sum"})):
+        got = rl.gradients(model, x, of=of, wrt=["input", *wanted], **options)
+        close(got["model"]["input"], pull(value, [source])[0], f"{of} by input")
+        for node, state in names:
+            close(got[node][state], over_time(pull(value, taps[node].zeros[state])), f"{of} by {node}.{state}")
+    close(rl.jacobian(model, x), rows(output, [source])[..., 0, :, :], "output by input")
+    for node, state in names:
+        close(
+            rl.jacobian(model, x, wrt=f"{node}.{state}"), rows(output, taps[node].zeros[state]), f"J by {node}.{state}"
+        )
+        values = torch.stack(taps[node].values[state], 1)
+        close(rl.jacobian(model, x, of=f"{node}.{state}"), rows(values, [source])[..., 0, :, :], f"J of {node}.{state}")
+        within = rows(values, taps[node].zeros["hidden"])
+        close(rl.jacobian(model, x, of=f"{node}.{state}", wrt=f"{node}.hidden"), within, f"J within {node}.{state}")
+    last = taps[list(taps)[-1]].values["hidden"][-1].sum()
+    got = rl.gradients(model, x, of=f"{list(taps)[-1]}.final_hidden", reduce="sum", wrt=wanted)
+    for node, state in names:
+        expected = over_time(pull(last, taps[node].zeros[state]))
+        if expected.any():
+            close(got[node][state], expected, f"last state by {node}.{state}")
