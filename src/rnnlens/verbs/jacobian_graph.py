@@ -239,6 +239,13 @@ def _sample_probes(border: Border) -> tuple[Array, Array]:
     return rows * on.reshape(*on.shape, *[1] * (len(shape) - 1)), on
 
 
+def refuse_coupled(graph: Graph, source: Port) -> None:
+    """Raise if what starts at some samples of ``source`` arrives at others."""
+    rows, on = _sample_probes(graph.borders[source])
+    if len(on):
+        _refuse_coupled(graph.pull(source, rows), on)
+
+
 def _refuse_coupled(found: Mapping[Port, Array | None], on: Array) -> None:
     """Raise if what starts at some samples arrives at others: no sample then has a Jacobian of its own."""
     for port, rows in found.items():

@@ -8,7 +8,7 @@ cut, so that every path counts once, by way of the last border that it passes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from ..recurrence.sources import Field
 from ..typing import Array
 from .inside import like
 from .jacobian_composed import enter, starting_rows, swept_through
-from .jacobian_graph import Graph
+from .jacobian_graph import Graph, refuse_coupled
 from .jacobian_target import Swept, Tensor, disconnected
 from .jacobian_wanted import Ends, Tally
 
@@ -36,13 +36,18 @@ class Uncut:
     graph: Graph
     swept: list[Swept]
     ends: Ends
+    _known: set[Port] = field(default_factory=set)
 
     def pull(
         self, start: Tensor, wrt: Tensor, times: Sequence[int] | None, tally: Tally
     ) -> dict[int, np.ndarray[Any, Any]]:
         """(sample, row, [time,] feature) with rows (output step, row), by half of ``wrt`` (0 at a border)."""
         found: dict[int, Array] = {}
-        arrived = self._arrived(self._seeds(start, wrt, times, found, tally))
+        seeds = self._seeds(start, wrt, times, found, tally)
+        for port in seeds.keys() - self._known:
+            refuse_coupled(self.graph, port)
+            self._known.add(port)
+        arrived = self._arrived(seeds)
         if wrt.port is not None and wrt.port in arrived:
             found[0] = arrived[wrt.port]
         for one in wrt.halves:

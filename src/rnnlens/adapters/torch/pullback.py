@@ -47,7 +47,7 @@ class TorchPullback:
         self.of, self.wrt = tuple(of), tuple(wrt)
         self._watched = (*self.of, *self.wrt, *watch)
         self._batched = True
-        borders = self._found(model, batch, cut)
+        borders = self._passed(model, batch, cut)
         self.outputs = len(borders.outputs)
         self._found = borders
         self.keep(borders)
@@ -59,7 +59,7 @@ class TorchPullback:
             self._starts = {port: self._borders[port].value for port in self.of}
         self.values: Mapping[Port, Any] = {port: replayable(b.value) for port, b in self._borders.items()}
 
-    def _found(self, model: nn.Module, batch: Batch, cut: Sequence[Port]) -> Borders:
+    def _passed(self, model: nn.Module, batch: Batch, cut: Sequence[Port]) -> Borders:
         """The forward pass, run again where it ran without gradients, or where calls were joined that may not be."""
         never_by_row: set[int] = set()
         keep_gradients = False

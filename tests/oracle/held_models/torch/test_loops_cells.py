@@ -12,6 +12,7 @@ from torch import nn
 from torch_loops import Written, close, loss, over_time, pull, rows, states_of, written
 
 import rnnlens as rl
+from rnnlens.errors import UnsupportedError
 
 F, H, V = zoo.F, zoo.H, zoo.V
 
@@ -175,3 +176,20 @@ def test_a_fused_module_called_step_by_step(kind, layers, read_cells):
         expected = over_time(pull(last, taps[node].zeros[state]))
         if expected.any():
             close(got[node][state], expected, f"last state by {node}.{state}")
+
+
+def test_a_state_that_mixes_samples_has_no_jacobian_of_each():
+    """Refused by name, whether the ends are borders of the model or states."""
+
+    class Centred(zoo.Plain):
+        def forward(self, x):
+            h, c = zoo.zeros(x, H, H)
+            for t in range(x.shape[1]):
+                h, c = self.cell(x[:, t], (h, c))
+                h = h - h.mean(0)
+            return self.head(h)
+
+    model, x = zoo.build(Centred), zoo.batch()
+    for ends in ({}, {"of": "cell#4.hidden"}, {"of": "cell#4.cell", "wrt": "cell#2.hidden"}):
+        with pytest.raises(UnsupportedError, match="sample"):
+            rl.jacobian(model, x, **ends)
