@@ -73,7 +73,7 @@ SUITES = (
     ),
     Suite(
         "core",
-        ("tests/unit", "tests/property", "tests/surface", "tests/under_fire/cli"),
+        ("tests/unit", "tests/property", "tests/surface", "tests/under_fire/cli", "tests/under_fire/files"),
         environment={"KERAS_BACKEND": "jax"},
     ),
     Suite("torch", ("tests/contract/torch", "tests/oracle/torch", "tests/oracle/held_models/torch")),

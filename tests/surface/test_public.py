@@ -33,7 +33,7 @@ PUBLIC = {
         "initial_state=None, seed=None, axes=None)"
     ),
     "layers": "(model)",
-    "open": "(path, *, lazy=False)",
+    "open": "(path, *, lazy=False, memory=None)",
     "options": "(*, memory=None, progress=None, certify=None)",
     "plot": None,
     "testing": None,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError, RnnlensError, did_you_mean, message, shown
+from ..errors import FileError, InputError, RnnlensError, did_you_mean, message, shown
 from ..settings import parse_memory
 from .door import Check
 
@@ -150,7 +150,7 @@ def path(name: str, value: Any) -> str:
         raise InputError(message(f"{name}= is the path of a file.", got=shown(value), expected="a string or a Path"))
     if max(map(len, map(os.fsencode, found.split(os.sep)))) > _LONGEST_NAME:
         expected = f"no part longer than {_LONGEST_NAME} letters"
-        raise InputError(message(f"{name}= is too long for a file's name.", got=shown(value), expected=expected))
+        raise FileError(message(f"{name}= is too long for a file's name.", got=shown(value), expected=expected))
     return found
 
 

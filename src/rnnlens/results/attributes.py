@@ -9,17 +9,49 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from ..errors import FileError, InputError, message
+from .disk.limits import TEXT
+
 _MARK = "json:"
 
 
 def encode(tree: xr.DataTree) -> None:
-    """Make all attributes of a tree writable, in place."""
+    """Make all attributes of a tree writable, in place.
+
+    Raises
+    ------
+    InputError
+        If one is so long that it would not be read back.
+    """
     _change(tree, _to_file)
+    if name := _too_long(tree):
+        expected = f"at most {TEXT} characters as JSON"
+        raise InputError(message(f"The attribute {name!r} is too long for a file.", expected=expected))
 
 
 def decode(tree: xr.DataTree) -> None:
-    """Turn the attributes of a tree that was read back into plain Python values, in place."""
+    """Turn the attributes of a tree that was read back into plain Python values, in place.
+
+    Raises
+    ------
+    FileError
+        If one is longer than any that is written.
+    """
+    if name := _too_long(tree):
+        raise FileError(
+            message(f"The attribute {name!r} is too long to be read.", expected=f"at most {TEXT} characters")
+        )
     _change(tree, _from_file)
+
+
+def _too_long(tree: xr.DataTree) -> str | None:
+    """Name of an attribute that is longer than JSON should be."""
+    for node in tree.subtree:
+        for attrs in (node.attrs, *(variable.attrs for variable in node.variables.values())):
+            for name, value in attrs.items():
+                if isinstance(value, str) and len(value) > TEXT:
+                    return str(name)
+    return None
 
 
 def _change(tree: xr.DataTree, change: Callable[[Any], Any]) -> None:

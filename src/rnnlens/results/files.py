@@ -8,7 +8,10 @@ root of a file says what it is:
 ``rnnlens_schema`` rises when older and newer versions could misread each other
 ``rnnlens_meta``   JSON: what the class holds beside labelled arrays
 ``rnnlens_order``  JSON: order of the variables per node, which a folder of files does not keep
+``rnnlens_sealed`` 1 where checksums were written with it, without which it is not believed
 =================  =====================================================================
+
+How a file is written so that it is complete or absent, and checked before it is believed, is in ``disk``.
 """
 
 from __future__ import annotations
@@ -16,38 +19,45 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import xarray as xr
 
 from ..arguments import checked, switch
+from ..arguments import memory as memory_of
 from ..arguments import path as path_of
 from ..errors import FileError, InputError, MissingDependencyError, RnnlensError, message
+from ..settings import current
 from .attributes import decode, encode
 from .base import Result, result_class
+from .disk import atomic
+from .disk.limits import damaged
 from .schema import SCHEMA_VERSION
 
 KIND, SCHEMA, VERSION = "rnnlens_kind", "rnnlens_schema", "rnnlens_version"
-META, ORDER = "rnnlens_meta", "rnnlens_order"
+META, ORDER, SEALED = "rnnlens_meta", "rnnlens_order", "rnnlens_sealed"
+_MARKS = (KIND, SCHEMA, VERSION, META, ORDER, SEALED)
 
 _ENGINES = {".nc": "h5netcdf", ".zarr": "zarr"}
 #: The Zarr format whose text labels every reader knows; version 3 has no specification for them yet.
 _ZARR_FORMAT = 2
 #: Nothing of ours is a calendar time; units such as "seconds" must stay numbers.
 _DECODE: dict[str, Any] = {"decode_times": False, "decode_timedelta": False}
+#: How often a folder is read anew that is replaced while it is read.
+_ATTEMPTS = 50
 
 
 def save(result: Result | xr.DataArray | xr.Dataset, path: str | PathLike[str]) -> None:
     """Write a result to ``path``: netCDF for ``.nc``, Zarr for ``.zarr``.
 
-    A result that is already there is replaced, once the new one is complete. After an error or an interrupt the old
-    file is as it was and nothing else is left. A directory that is no Zarr store is never replaced.
+    A result that is already there is replaced in one step, once the new one is complete, and its permissions stay; a
+    link is followed. After an error, an interrupt or a full disk the old file is as it was; what a killed process left
+    half-written is removed by the next save into that folder. Checksums are written along, and :func:`open` verifies
+    them. netCDF is put together in memory, once more as large as the result; Zarr is written piece by piece.
 
     Raises
     ------
@@ -55,31 +65,43 @@ def save(result: Result | xr.DataArray | xr.Dataset, path: str | PathLike[str]) 
         If the path ends in neither, its folder does not exist, or it cannot be written.
     InputError
         If ``result`` is none of ours.
+    TooLargeError
+        If the memory does not suffice to put a netCDF file together.
     """
-    target = Path(path)
-    engine = _engine(target)
+    engine = _engine(_path(path))
     tree = _to_tree(result)
-    _check_target(target, engine)
-    with _replacing(target) as temporary:
+    tree.attrs[SEALED] = 1
+    target = check_path(path)
+    with _writing(target):
         if engine == "zarr":
-            tree.to_zarr(temporary, mode="w", zarr_format=_ZARR_FORMAT, consolidated=True)
+            _write_zarr(tree, target)
         else:
-            tree.to_netcdf(temporary, engine="h5netcdf", format="NETCDF4", encoding=_no_fill_values(tree))
+            _write_netcdf(tree, target)
 
 
-def check_path(path: str | PathLike[str]) -> None:
+def check_path(path: str | PathLike[str]) -> Path:
     """Find out now, rather than after a long computation, that nothing could be saved to ``path``.
+
+    Returns
+    -------
+    Path
+        Where it would be saved: links are followed.
 
     Raises
     ------
     FileError
         As :func:`save` would.
     """
-    _check_target(Path(path), _engine(Path(path)))
+    given = _path(path)
+    engine = _engine(given)
+    with _writing(given):
+        target = Path(os.path.realpath(given))
+        _check_target(target, engine)
+    return target
 
 
-@checked(path=path_of, lazy=switch)
-def open(path: str | PathLike[str], *, lazy: bool = False) -> Any:
+@checked(path=path_of, lazy=switch, memory=memory_of)
+def open(path: str | PathLike[str], *, lazy: bool = False, memory: str | int | None = None) -> Any:
     """Read a saved result; its class is the one that was saved.
 
     Parameters
@@ -90,6 +112,10 @@ def open(path: str | PathLike[str], *, lazy: bool = False) -> Any:
         Zarr only: leave the arrays on disk until they are used. By default everything is in memory and the file is
         closed, so that it may be moved or replaced.
 
+    memory
+        Largest size that the arrays may have in memory, such as ``"4 GiB"``; by default what ``rl.options(memory=)``
+        says. A file that announces more is refused before it is read.
+
     Returns
     -------
     Trace, Gradients, ..., DataArray or Dataset
@@ -97,21 +123,23 @@ def open(path: str | PathLike[str], *, lazy: bool = False) -> Any:
     Raises
     ------
     FileError
-        If there is no such file, it cannot be read, is not ours, or was written by a newer rnnlens.
+        If there is no such file, it cannot be read, is damaged, is not ours, leads outside of itself, or was written by
+        a newer rnnlens.
+    TooLargeError
+        If it exceeds ``memory``.
     """
-    source = Path(path)
-    engine = _engine(source)
+    given = Path(path)
+    engine = _engine(given)
     if lazy and engine != "zarr":
         raise InputError(
-            message("Only Zarr can be read lazily.", got=str(source), hint="save to a path ending in .zarr")
+            message("Only Zarr can be read lazily.", got=str(given), hint="save to a path ending in .zarr")
         )
-    if not source.exists():
-        raise FileError(message("There is no such file.", got=str(source), expected="a result saved by rnnlens"))
-    tree = _read(source, engine, lazy=lazy)
-    if KIND not in tree.attrs:
-        return _unmarked(tree, source)
-    _check_schema(tree.attrs.get(SCHEMA), tree.attrs.get(VERSION), source)
-    return _from_tree(tree, source)
+    limit = int(current().memory if memory is None else memory)
+    with _reading(given):
+        if engine == "zarr":
+            return _steadily(given, lambda: _open_zarr(given, limit, lazy=lazy))
+        _check_exists(given)
+        return _open_netcdf(given, limit)
 
 
 def root_attrs(kind: str, meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,17 +172,101 @@ def _marked_tree(result: Any) -> xr.DataTree:
     return xr.DataTree(dataset.copy(deep=False).assign_attrs(root_attrs(kind, meta)))
 
 
-def _from_tree(tree: xr.DataTree, source: Path) -> Any:
+def _write_netcdf(tree: xr.DataTree, target: Path) -> None:
+    from .disk.netcdf import check_room, sealed
+
+    check_room(target, tree.nbytes)
+    image = tree.to_netcdf(None, engine="h5netcdf", format="NETCDF4", encoding=_no_fill_values(tree))
+    atomic.write_file(target, sealed(memoryview(image)))
+
+
+def _write_zarr(tree: xr.DataTree, target: Path) -> None:
+    import zarr
+
+    from .disk.store import recording
+
+    with atomic.replacing_folder(target) as folder, zarr.config.set({"array.write_empty_chunks": True}):
+        store = recording(folder)
+        tree.to_zarr(store, mode="w-", zarr_format=_ZARR_FORMAT, consolidated=True)
+        store.seal()
+
+
+def _open_netcdf(source: Path, limit: int) -> Any:
+    from .disk.netcdf import check_contents, check_seal
+
+    sealed = check_seal(source)
+    check_contents(source, limit)
+    with xr.open_datatree(source, engine="h5netcdf", chunks=None, **_DECODE) as opened:
+        opened.load()
+    return _told(opened, source, sealed=sealed)
+
+
+def _open_zarr(source: Path, limit: int, *, lazy: bool) -> tuple[Any, bool]:
+    """The result, and whether checksums say that all of it belongs together."""
+    from .disk.store import root_attributes, verified
+
+    root = Path(os.path.realpath(source))
+    atomic.recover(root)
+    _check_exists(source)
+    marks = root_attributes(root)
+    _check_schema(marks.get(SCHEMA), marks.get(VERSION), source)
+    store = verified(root, limit, lazy=lazy)
+    options: dict[str, Any] = {**_DECODE, "consolidated": False, "zarr_format": _ZARR_FORMAT, "chunks": None}
+    opened = xr.open_datatree(store, engine="zarr", **options)
+    if not lazy:
+        with opened:
+            opened.load()
+    return _told(opened, source, sealed=store.sealed), store.sealed
+
+
+def _steadily(source: Path, read: Callable[[], tuple[Any, bool]]) -> Any:
+    """What ``read`` finds, all from one folder: again, if another took its place meanwhile."""
+    for attempt in range(_ATTEMPTS):
+        before = _identity(source)
+        try:
+            found, certain = read()
+        except Exception:
+            if attempt == _ATTEMPTS - 1 or _identity(source) == before:
+                raise
+        else:
+            if certain or _identity(source) == before:
+                return found
+    raise FileError(message("This folder is replaced faster than it can be read.", got=str(source)))
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """Changes when another file or folder takes the name."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_ctime_ns
+
+
+def _told(tree: xr.DataTree, source: Path, *, sealed: bool) -> Any:
+    """The result that a tree is, by its marks."""
+    decode(tree)
+    if KIND not in tree.attrs:
+        return _unmarked(tree, source)
+    _check_schema(tree.attrs.get(SCHEMA), tree.attrs.get(VERSION), source)
+    return _from_tree(tree, source, sealed=sealed)
+
+
+def _from_tree(tree: xr.DataTree, source: Path, *, sealed: bool) -> Any:
     kind = str(tree.attrs[KIND])
     cls = result_class(kind)
     if cls is None and kind not in ("array", "dataset"):
         raise FileError(
             message("This rnnlens has no such kind of result.", got=f"{kind!r} in {source}", hint="upgrade rnnlens")
         )
+    if SEALED in tree.attrs and not sealed:
+        raise damaged(source, "its checksum is gone: it was cut off, or another program changed it")
     try:
         return _restore(cls, tree)
-    except (KeyError, TypeError, ValueError) as error:
-        raise FileError(message("This file is damaged.", got=f"{source}: {type(error).__name__}: {error}")) from error
+    except RnnlensError:
+        raise
+    except Exception as error:  # what a class says about data that it never wrote
+        raise damaged(source, f"{type(error).__name__}: {error}") from error
 
 
 def _restore(cls: type[Result] | None, tree: xr.DataTree) -> Any:
@@ -163,7 +275,7 @@ def _restore(cls: type[Result] | None, tree: xr.DataTree) -> Any:
     for path, names in json.loads(tree.attrs.get(ORDER, "{}")).items():
         node: Any = tree[path]
         node.dataset = node.to_dataset(inherit=False)[names]
-    tree.attrs = {key: value for key, value in tree.attrs.items() if key not in (KIND, SCHEMA, VERSION, META, ORDER)}
+    tree.attrs = {key: value for key, value in tree.attrs.items() if key not in _MARKS}
     if cls is not None:
         return cls._restore(tree, meta)
     dataset = tree.to_dataset()
@@ -188,7 +300,11 @@ def _unmarked(tree: xr.DataTree, source: Path) -> Any:
 
 
 def _check_schema(schema: Any, version: Any, source: Path) -> None:
-    if schema is not None and int(schema) > SCHEMA_VERSION:
+    if schema is None:
+        return
+    if not isinstance(schema, int) or isinstance(schema, bool):
+        raise damaged(source, f"a schema of {schema!r}")
+    if schema > SCHEMA_VERSION:
         writer = f"schema {schema}" + (f", written by rnnlens {version}" if version else "")
         raise FileError(
             message(
@@ -200,18 +316,14 @@ def _check_schema(schema: Any, version: Any, source: Path) -> None:
         )
 
 
-def _read(source: Path, engine: str, *, lazy: bool) -> xr.DataTree:
-    options: dict[str, Any] = {**_DECODE, **({"consolidated": False} if engine == "zarr" else {})}
+@contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    """One error of ours for whatever the libraries below say about a damaged file."""
     try:
-        opened = xr.open_datatree(source, engine=engine, chunks=None, **options)
-        if not lazy:
-            with opened:
-                opened.load()
-        decode(opened)
-        return opened
+        yield
     except RnnlensError:
         raise
-    except Exception as error:  # whatever the libraries below say about a damaged file, the user meets one error
+    except Exception as error:
         reason = str(error).strip().splitlines()
         raise FileError(
             message(
@@ -222,12 +334,32 @@ def _read(source: Path, engine: str, *, lazy: bool) -> xr.DataTree:
         ) from error
 
 
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """One error of ours for whatever the system says about a path."""
+    try:
+        yield
+    except RnnlensError:
+        raise
+    except OSError as error:
+        raise FileError(message("The file cannot be written.", got=f"{target}: {error}")) from error
+
+
 def _no_fill_values(tree: xr.DataTree) -> dict[str, Any]:
     """Encoding that keeps NaN what it is: a value, not a hole."""
     return {
         node.path: {name: {"_FillValue": None} for name, v in node.variables.items() if v.dtype.kind == "f"}
         for node in tree.subtree
     }
+
+
+def _path(path: Any) -> Path:
+    return Path(path_of("path", path))
+
+
+def _check_exists(source: Path) -> None:
+    if not source.exists():
+        raise FileError(message("There is no such file.", got=str(source), expected="a result saved by rnnlens"))
 
 
 def _engine(path: Path) -> str:
@@ -250,38 +382,3 @@ def _check_target(target: Path, engine: str) -> None:
         raise FileError(message("A folder is in the way.", got=str(target), hint="save under another name"))
     if target.is_file() and engine == "zarr":
         raise FileError(message("A file is in the way of a Zarr folder.", got=str(target), hint="another name"))
-
-
-@contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A path beside the target to write to; it takes the target's place on success, and vanishes otherwise."""
-    temporary = target.with_name(f".{target.stem}-{uuid4().hex[:8]}{target.suffix}")
-    try:
-        yield temporary
-        _swap(temporary, target)
-    except OSError as error:
-        raise FileError(message("The file cannot be written.", got=f"{target}: {error}")) from error
-    finally:
-        _remove(temporary)
-
-
-def _swap(new: Path, target: Path) -> None:
-    if not target.is_dir():
-        os.replace(new, target)
-        return
-    # A folder cannot be replaced in one step; the old one steps aside and comes back if the new one cannot move in.
-    old = target.with_name(f".{target.stem}-{uuid4().hex[:8]}.old")
-    os.rename(target, old)
-    try:
-        os.rename(new, target)
-    except BaseException:
-        os.rename(old, target)
-        raise
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

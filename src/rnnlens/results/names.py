@@ -41,8 +41,8 @@ def _path(name: str) -> str:
 
 
 def _quote(part: str) -> str:
-    """Escape what a path cannot hold: an empty part, the two relative ones, our own mark, and the escape itself."""
-    escaped = part.replace("%", "%25")
+    """Escape what a path cannot hold: an empty part, the two relative ones, our own mark, Zarr's other separator."""
+    escaped = part.replace("%", "%25").replace("\\", "%5C")
     if escaped in (".", "..", OWN):
         return "".join(f"%{ord(character):02X}" for character in escaped)
     return escaped or EMPTY

@@ -27,7 +27,6 @@ from .jacobian_plan import (
     narrowed,
     result_bytes,
 )
-from .jacobian_store import ZarrTarget
 from .jacobian_sweep import DirectSweep
 from .jacobian_target import Swept
 from .jacobian_uncut import Uncut
@@ -65,6 +64,8 @@ def compute(
     tally.peak_bytes = max(p.bytes for p in parts) + (size if out is None else max(p.piece_bytes(dtype) for p in parts))
     with Progress("time Jacobian", sum(p.steps for p in parts)) as progress:
         if out is not None:
+            from .jacobian_store import ZarrTarget  # which loads Zarr
+
             with ZarrTarget(out, labels, samples, dtype, tally, checks) as target:
                 for part in parts:
                     part.fill(target, tally, progress.advance)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xarray as xr
+import zarr
 
-from ..errors import FileError, message
+from ..errors import FileError, RnnlensError, message
 from ..results.checks import Check
+from ..results.disk.atomic import replacing_folder
+from ..results.disk.store import recording
 from ..results.files import check_path
 from ..results.files import open as open_result
 from .jacobian_label import Labels
@@ -20,53 +24,82 @@ from .jacobian_wanted import Tally
 
 #: Bytes per chunk of the array on disk.
 _CHUNK = 4 * 2**20
+#: Also chunks that hold nothing but the fill value: one that is missing is a hole, and nothing else.
+_EVERY_CHUNK = {"write_empty_chunks": True}
+_WRITE_ALL = {f"array.{name}": value for name, value in _EVERY_CHUNK.items()}
 
 
 class ZarrTarget:
     """Takes pieces as an array does; what was not written yet reads as NaN.
 
-    The attribute ``finished`` of the array is False until everything is there.
+    The folder appears whole, with all labels and not a single value, and is readable at any moment from then on. The
+    attribute ``finished`` of the array is False until everything is there; only then checksums are written.
     """
 
     def __init__(
         self, path: str | PathLike[str], labels: Labels, samples: int, dtype: Any, tally: Tally, checks: Sequence[Check]
     ) -> None:
-        self.path, self.labels, self.samples, self.dtype = Path(path), labels, samples, np.dtype(dtype)
-        self.tally, self.checks = tally, checks
-        if self.path.suffix.lower() != ".zarr":
+        if Path(path).suffix.lower() != ".zarr":
             raise FileError(message("out= is written piece by piece.", got=str(path), expected="a path in .zarr"))
-        check_path(self.path)
+        self.path, self.given = check_path(path), Path(path)
+        self.labels, self.samples, self.dtype = labels, samples, np.dtype(dtype)
+        self.tally, self.checks = tally, checks
 
     def __enter__(self) -> ZarrTarget:
-        import zarr
-
-        shape = self.labels.shape(self.samples)
-        template = self.labels.array(np.broadcast_to(np.asarray(np.nan, self.dtype), shape), self.tally, self.checks)
-        coords = template.coords.to_dataset()
-        coords.to_zarr(self.path, mode="w", zarr_format=2, consolidated=False)
-        group = zarr.open_group(self.path, mode="r+", zarr_format=2)
-        self.array = group.create_array(
-            "jacobian", shape=shape, chunks=_chunks(shape, self.dtype.itemsize), dtype=self.dtype, fill_value=np.nan
-        )
-        self._note(finished=False)
+        with self._errors(), replacing_folder(self.path) as folder:
+            sums = self._lay_out(folder)
+        self.store = recording(self.path, sums)
+        self.array = self._group()["jacobian"]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._note(finished=kind is None)
+        if kind is not None:
+            return
+        with self._errors():
+            self._note(self.array, finished=True)
+            self.store.seal()
 
     def __setitem__(self, index: tuple[Any, ...], values: Any) -> None:
-        self.array[index] = np.asarray(values, dtype=self.dtype)
+        with self._errors():
+            self.array[index] = np.asarray(values, dtype=self.dtype)
 
-    def _note(self, *, finished: bool) -> None:
+    def _lay_out(self, folder: Path) -> dict[str, str]:
+        """Labels, and an array without values; the checksums of both."""
+        shape = self.labels.shape(self.samples)
+        template = self.labels.array(np.broadcast_to(np.asarray(np.nan, self.dtype), shape), self.tally, self.checks)
+        self.store = recording(folder)
+        with zarr.config.set(_WRITE_ALL):
+            template.coords.to_dataset().to_zarr(self.store, mode="w-", zarr_format=2, consolidated=False)
+        chunks = _chunks(shape, self.dtype.itemsize)
+        array = self._group().create_array(
+            "jacobian", shape=shape, chunks=chunks, dtype=self.dtype, fill_value=np.nan, config=_EVERY_CHUNK
+        )
+        self._note(array, finished=False)
+        return self.store.sums
+
+    def _group(self) -> Any:
+        with zarr.config.set(_WRITE_ALL):
+            return zarr.open_group(self.store, mode="r+", zarr_format=2)
+
+    def _note(self, array: Any, *, finished: bool) -> None:
         shape = self.labels.shape(self.samples)
         empty = np.broadcast_to(np.asarray(np.nan, self.dtype), shape)
         attrs = self.labels.array(empty, self.tally, self.checks).attrs
         plain = {key: _jsonable(value) for key, value in attrs.items()}
-        self.array.attrs.update({**plain, "_ARRAY_DIMENSIONS": list(self.labels.dims), "finished": int(finished)})
+        array.attrs.update({**plain, "_ARRAY_DIMENSIONS": list(self.labels.dims), "finished": int(finished)})
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RnnlensError:
+            raise
+        except OSError as error:
+            raise FileError(message("The file cannot be written.", got=f"{self.given}: {error}")) from error
 
     def result(self) -> xr.DataArray:
         """What was written, read when looked at."""
-        found = open_result(self.path, lazy=True)
+        found = open_result(self.given, lazy=True)
         assert isinstance(found, xr.DataArray)
         return found
 

@@ -1,0 +1,90 @@
+"""What single flipped bits do to a saved result: each in a process of its own, since some take the process down.
+
+python flips.py FORMAT COUNT SEED [unsealed]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+import rnnlens as rl
+from rnnlens.errors import RnnlensError
+from rnnlens.results.schema import layer_dataset
+from rnnlens.results.trace import Trace
+
+SAME, REFUSED, DIFFERENT, FOREIGN = 0, 10, 11, 12
+NAMES = {SAME: "as saved", REFUSED: "refused", DIFFERENT: "silently different", FOREIGN: "an error not ours"}
+
+
+def made() -> Trace:
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=(4, 20, 8)).astype("float32") for name in ("hidden", "cell", "hidden_grad")}
+    arrays["gates"] = rng.normal(size=(4, 20, 4, 8)).astype("float16")
+    info = {"name": "lstm", "kind": "LSTM", "cell": "lstm", "units": 8, "direction": "forward"}
+    return Trace({"lstm": layer_dataset(arrays, info=info)}, loss=0.5, notes=["a note"])
+
+
+def outcome(path: Path, expected: Trace) -> int:
+    try:
+        found = rl.open(path)
+        same = repr(found) == repr(expected) and found._meta() == expected._meta()
+        for name in expected:
+            same = same and found.dataset(name).identical(expected.dataset(name))
+    except RnnlensError:
+        return REFUSED
+    except Exception:
+        return FOREIGN
+    return SAME if same else DIFFERENT
+
+
+def flip(file: Path, chance: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    bit = chance.randrange(8 * len(content))
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+def one(saved: Path, chance: random.Random, expected: Trace) -> str:
+    """Flip one bit of a copy, each bit of all files as likely as any other, and open it in a child."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / saved.name
+        shutil.copytree(saved, copy) if saved.is_dir() else shutil.copy(saved, copy)
+        files = sorted(path for path in copy.rglob("*") if path.is_file() and path.stat().st_size) or [copy]
+        flip(chance.choices(files, [path.stat().st_size for path in files])[0], chance)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            for quiet in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), quiet)
+            os._exit(outcome(copy, expected))
+        _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return "hung" if os.WTERMSIG(status) == signal.SIGALRM else "crashed the interpreter"
+    return NAMES[os.WEXITSTATUS(status)]
+
+
+def main(suffix: str, count: int, seed: int, *, unsealed: bool) -> Counter[str]:
+    chance, expected = random.Random(seed), made()
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / f"run{suffix}"
+        if unsealed:  # as another program would write it
+            expected = expected["lstm"].hidden
+            expected.to_netcdf(saved) if suffix == ".nc" else expected.to_dataset().to_zarr(saved, zarr_format=2)
+        else:
+            expected.save(saved)
+        return Counter(one(saved, chance, expected) for _ in range(count))
+
+
+if __name__ == "__main__":
+    suffix, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    print(json.dumps(main(suffix, count, seed, unsealed="unsealed" in sys.argv)))

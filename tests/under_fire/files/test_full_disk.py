@@ -1,0 +1,102 @@
+"""A disk that is full in the middle of a save: one clear error, the process alive, the old file as it was.
+
+The limit is the system's own on the size of a file, which needs no disk of a particular size and no privileges.
+"""
+
+import os
+import textwrap
+
+import pytest
+
+import rnnlens as rl
+
+from .conftest import made, values
+
+SAVE = """
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+for attempt in range(3):
+    try:
+        made(2, steps={steps}).save("run{suffix}")
+    except rl.errors.FileError as error:
+        print(str(error).splitlines()[0], flush=True)
+print("alive", values(rl.open("run{suffix}")))
+"""
+
+
+@pytest.mark.parametrize("limit", [100, 5_000, 60_000, 400_000])
+def test_netcdf(python, tmp_path, limit):
+    made(1).save(tmp_path / "run.nc")
+    done = python(SAVE.format(limit=limit, steps=400, suffix=".nc"))
+    assert done.stdout == "The file cannot be written.\n" * 3 + "alive [1.0]\n", done.stderr
+    assert done.returncode == 0
+    assert os.listdir(tmp_path) == ["run.nc"]
+
+
+@pytest.mark.parametrize("limit", [10, 300, 1_000])
+def test_zarr(python, tmp_path, limit):
+    made(1).save(tmp_path / "run.zarr")
+    done = python(SAVE.format(limit=limit, steps=400, suffix=".zarr"))
+    assert done.stdout == "The file cannot be written.\n" * 3 + "alive [1.0]\n", done.stderr
+    assert done.returncode == 0
+    assert os.listdir(tmp_path) == ["run.zarr"]
+
+
+def test_with_room_it_is_saved(python, tmp_path):
+    for suffix in (".nc", ".zarr"):
+        made(1).save(tmp_path / f"run{suffix}")
+        done = python(SAVE.format(limit=10_000_000, steps=400, suffix=suffix))
+        assert done.stdout == "alive [2.0]\n", done.stderr
+
+
+def test_too_little_memory_for_an_image(python, tmp_path):
+    made(1).save(tmp_path / "run.nc")
+    code = """
+        made(3).save("warm.nc")
+        big = made(2, steps=60_000, layers=1)
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 30_000_000,) * 2)
+        try:
+            big.save("run.nc")
+        except rl.errors.TooLargeError as error:
+            print(str(error).splitlines()[0])
+        made(4).save("small.nc")
+        print("alive")
+    """
+    done = python(code)
+    assert done.stdout == "The memory does not suffice for a netCDF file.\nalive\n", done.stderr
+    assert done.returncode == 0
+    assert values(rl.open(tmp_path / "run.nc")) == [1.0]
+    assert values(rl.open(tmp_path / "small.nc")) == [4.0]
+
+
+JACOBIAN = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = torch.nn.GRU(3, 4, batch_first=True).double()
+    def forward(self, x):
+        return self.rnn(x)[0]
+torch.manual_seed(0)
+model, x = Net(), torch.randn(6, 20, 3, dtype=torch.float64)
+"""
+
+
+def test_a_time_jacobian_in_pieces(python, tmp_path):
+    code = JACOBIAN + textwrap.dedent(
+        """
+        rl.jacobian(model, x, out="whole.zarr", memory="1 KiB")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, 3_000))
+        try:
+            rl.jacobian(model, x, out="j.zarr", memory="1 KiB")
+        except rl.errors.FileError as error:
+            print(str(error).splitlines()[0])
+        print("alive")
+        """
+    )
+    done = python(code)
+    assert done.stdout == "The file cannot be written.\nalive\n", done.stderr
+    left = rl.open(tmp_path / "j.zarr")
+    assert not left.finished
+    assert left.shape == rl.open(tmp_path / "whole.zarr").shape
+    assert rl.open(tmp_path / "whole.zarr").finished

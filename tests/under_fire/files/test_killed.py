@@ -1,0 +1,128 @@
+"""Processes killed while they save: old or new, nothing in between, and nothing left behind for good."""
+
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import rnnlens as rl
+from rnnlens.results.disk import atomic
+
+from .conftest import made, values
+from .test_full_disk import JACOBIAN
+
+SAVING = """
+print("ready", flush=True)
+for value in range(2, 1_000_000):
+    made(value, steps=400).save("run{suffix}")
+"""
+
+
+def kill_while_saving(start, suffix, delay):
+    process = start(SAVING.format(suffix=suffix))
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def kills(start, tmp_path, suffix, count):
+    made(1, steps=400).save(tmp_path / f"run{suffix}")
+    chance = random.Random(0)
+    for _ in range(count):
+        kill_while_saving(start, suffix, chance.uniform(0, 0.4))
+        found = values(rl.open(tmp_path / f"run{suffix}"))
+        assert len(found) == 1
+        assert len(os.listdir(tmp_path)) <= 2, "what the one before left was removed"
+    made(1).save(tmp_path / f"run{suffix}")
+    assert os.listdir(tmp_path) == [f"run{suffix}"]
+
+
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+def test_kills(start, tmp_path, suffix):
+    kills(start, tmp_path, suffix, 3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+def test_many_kills(start, tmp_path, suffix):
+    kills(start, tmp_path, suffix, 50)
+
+
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+def test_what_another_process_is_writing_just_now_is_left_alone(start, tmp_path, suffix):
+    """The other stands still between its first byte and its last."""
+    process = start(
+        f"""
+        real = os.chmod
+        def waiting(*args):
+            print("writing", flush=True)
+            sys.stdin.readline() if False else time.sleep(1.5)
+            real(*args)
+        os.chmod = waiting
+        made(2).save("other{suffix}")
+        """
+    )
+    assert process.stdout.readline() == "writing\n"
+    made(1).save(tmp_path / f"run{suffix}")
+    assert len(os.listdir(tmp_path)) == 2, "the other's file and ours"
+    (tmp_path / "go on").touch()
+    assert process.wait(timeout=30) == 0, process.stderr.read()
+    assert values(rl.open(tmp_path / f"other{suffix}")) == [2.0]
+    assert values(rl.open(tmp_path / f"run{suffix}")) == [1.0]
+
+
+def test_killed_between_two_names(start, tmp_path, python):
+    """Where two names cannot be swapped in one step, the old folder gets its name back."""
+    code = """
+        from rnnlens.results.disk import atomic
+        atomic._swap_names = lambda one, other: False
+        made(1).save("run.zarr")
+        rename, calls = os.rename, []
+        def killed_at_second(*args):
+            calls.append(args)
+            if len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            rename(*args)
+        os.rename = killed_at_second
+        made(2).save("run.zarr")
+    """
+    for reader in (rl.open, made(1).save):
+        assert python(code).returncode == -signal.SIGKILL
+        assert not (tmp_path / "run.zarr").exists()
+        reader(tmp_path / "run.zarr")
+        assert values(rl.open(tmp_path / "run.zarr")) == [1.0]
+
+
+def test_names_are_swapped_in_one_step_here(tmp_path):
+    """The system of the tests can; were it otherwise the tests above would test less than they say."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"was-{name}").touch()
+    assert atomic._swap_names(tmp_path / "a", tmp_path / "b")
+    assert os.listdir(tmp_path / "a") == ["was-b"]
+
+
+def test_a_time_jacobian_killed_at_any_piece_stays_readable(start, tmp_path):
+    whole = None
+    for delay in (0.0, 0.3):
+        process = start(JACOBIAN + 'print("ready", flush=True)\nrl.jacobian(model, x, out="j.zarr", memory="1 KiB")\n')
+        assert process.stdout.readline() == "ready\n"
+        while not (tmp_path / "j.zarr").exists():
+            assert process.poll() is None
+            time.sleep(0.001)
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+        left = rl.open(tmp_path / "j.zarr")
+        there = np.isfinite(left.values)
+        assert left.dims == ("sample", "out_time", "out_unit", "in_time", "in_feature")
+        assert left.sizes["sample"] == 6
+        assert bool(left.finished) == bool(there.all())
+        if whole is not None:
+            both = there & np.isfinite(whole)
+            np.testing.assert_array_equal(left.values[both], whole[both])
+        whole = left.values

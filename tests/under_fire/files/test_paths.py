@@ -1,0 +1,129 @@
+"""Permissions, links and names of files stay what the user made them."""
+
+import json
+import os
+import stat
+
+import pytest
+
+import rnnlens as rl
+from rnnlens.errors import FileError, InputError
+
+from .conftest import made, values
+
+each_format = pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+
+
+@each_format
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o755, 0o700])
+def test_permissions_stay(tmp_path, suffix, mode):
+    path = tmp_path / f"run{suffix}"
+    made(1).save(path)
+    path.chmod(mode)
+    made(2).save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert values(rl.open(path)) == [2.0]
+
+
+@each_format
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_new_file_has_the_usual_ones(tmp_path, suffix, mask):
+    before = os.umask(mask)
+    try:
+        made(1).save(tmp_path / f"run{suffix}")
+        usual = tmp_path / "usual"
+        usual.mkdir() if suffix == ".zarr" else usual.touch()
+    finally:
+        os.umask(before)
+    assert (tmp_path / f"run{suffix}").stat().st_mode == usual.stat().st_mode
+
+
+@each_format
+def test_a_link_is_written_through(tmp_path, suffix):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here").mkdir()
+    real, link, second = (
+        tmp_path / "there" / f"real{suffix}",
+        tmp_path / "here" / f"run{suffix}",
+        tmp_path / f"l{suffix}",
+    )
+    link.symlink_to(real)  # to nothing, at first
+    second.symlink_to(link)
+    for value, path in ((1, link), (2, second), (3, real)):
+        made(value).save(path)
+        assert link.is_symlink()
+        assert second.is_symlink()
+        assert not real.is_symlink()
+        assert values(rl.open(link)) == values(rl.open(second)) == values(rl.open(real)) == [float(value)]
+    assert sorted(os.listdir(tmp_path)) == sorted(["here", f"l{suffix}", "there"])
+
+
+@each_format
+def test_names_that_no_file_can_have(tmp_path, suffix, monkeypatch):
+    loop = tmp_path / f"loop{suffix}"
+    loop.symlink_to(loop)
+    for path in (
+        tmp_path / ("n" * 300 + suffix),
+        tmp_path / ("d" * 300) / f"run{suffix}",
+        loop,
+    ):
+        with pytest.raises(FileError):
+            made(1).save(path)
+        with pytest.raises(FileError):
+            rl.open(path)
+    for nonsense in (3, None, [tmp_path], tmp_path / f"n\0n{suffix}"):
+        with pytest.raises(InputError):
+            made(1).save(nonsense)
+        with pytest.raises(InputError):
+            rl.open(nonsense)
+    longest = tmp_path / ("n" * (255 - len(suffix)) + suffix)
+    made(1).save(longest)
+    made(2).save(longest)
+    assert values(rl.open(longest)) == [2.0]
+
+
+@each_format
+def test_what_may_not_be_written_or_read(tmp_path, suffix, monkeypatch):
+    """The tests may run as root, who may do anything; so the system is made to refuse."""
+    path = tmp_path / f"run{suffix}"
+    made(1).save(path)
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    writes = "mkdir" if suffix == ".zarr" else "open"
+    for name, call in ((writes, lambda: made(2).save(path)), ("stat", lambda: rl.open(path))):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refuse)
+            with pytest.raises(FileError, match="Permission denied"):
+                call()
+    assert values(rl.open(path)) == [1.0]
+
+
+def test_a_folder_without_write_permission(tmp_path, python):
+    (tmp_path / "sealed").mkdir(mode=0o555)
+    code = """
+        if os.getuid() == 0:
+            os.setgid(65534); os.setuid(65534)
+        for suffix in (".nc", ".zarr"):
+            try:
+                made(1).save("sealed/run" + suffix)
+            except rl.errors.FileError as error:
+                print(str(error).splitlines()[0])
+    """
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    done = python(code)
+    assert done.stdout == "Nothing can be written to this folder.\n" * 2, done.stderr
+
+
+@pytest.mark.parametrize("schema", ["abc", "1", 1.5, [1], None])
+def test_a_schema_that_is_none(tmp_path, schema):
+    import h5py
+
+    hidden = made(1)["lstm0"].hidden.assign_attrs(schema=json.dumps(schema) if schema in ([1], None) else schema)
+    hidden.to_netcdf(tmp_path / "run.nc", encoding={})
+    with h5py.File(tmp_path / "run.nc") as file:
+        assert "schema" in file["hidden"].attrs
+    with pytest.raises(FileError):
+        rl.open(tmp_path / "run.nc")
