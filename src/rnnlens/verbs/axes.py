@@ -100,7 +100,8 @@ class Axes:
         for port, layout in {**self.found, **self.given}.items():
             if port.kind == "input" and port.layer is None and layout.sample is not None and not layout.is_folded:
                 return int(getattr(leaves[port.index], "shape", (1,))[layout.sample])
-        return next((found.samples for found in self.found.values() if found.samples), 0) or data.len_of(batch.x)
+        found = next((layout.samples for layout in self.found.values() if layout.samples), 0)
+        return found or data.size_of(leaves[0], None)
 
 
 def text_of(port: Port) -> str:

@@ -95,7 +95,7 @@ class _Inquiry:
         """Steps at which the gradient is exactly 0 because they are masked."""
         if name.what == "weight" or dims[:2] != (SAMPLE, TIME):
             return None
-        zero = ~np.any(grad.reshape(*grad.shape[:2], -1), axis=2)[: data.len_of(self.batch.x)]
+        zero = ~np.any(grad.reshape(*grad.shape[:2], -1), axis=2)[: self.question.axes.samples(self.batch)]
         if not zero.any():
             return None
         for mask in self.laboratory.masks.values():

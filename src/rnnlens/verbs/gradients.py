@@ -297,8 +297,9 @@ def _gather(question: Question, feed: _Feed, template: Batch, with_loss: bool, t
     first: Batch | None = None
     start = 0
     last: Answer | None = None
-    with Progress("gradients", data.count_batches(feed.x, feed.batch_size)) as progress:
-        for piece in _pieces(question.axes, feed, template):
+    count, pieces = _pieces(question.axes, feed, template)
+    with Progress("gradients", count) as progress:
+        for piece in pieces:
             stop = start + question.axes.samples(replace(template, x=piece.x))
             batch = replace(
                 template,
@@ -321,12 +322,13 @@ def _gather(question: Question, feed: _Feed, template: Batch, with_loss: bool, t
     return _Gathered(found, total.dims, total.value(), explain(question, first, found, total.dims))
 
 
-def _pieces(axes: Axes, feed: _Feed, template: Batch) -> Iterator[data.DataBatch]:
-    """The batches, each cut along the axis of samples; a whole batch goes through as it is."""
+def _pieces(axes: Axes, feed: _Feed, template: Batch) -> tuple[int | None, Iterable[data.DataBatch]]:
+    """The batches, each cut along the axis of samples, and their number; a whole batch goes through as it is."""
     whole = data.DataBatch(feed.x, feed.y, feed.sample_weight)
     if not axes.adapter.samples_first and not data.is_cut(feed.x, feed.batch_size):
-        yield whole
-        return
+        if template.initial_state is not None:  # one row may serve all samples: how many are they?
+            axes.inputs, axes.is_cut = layouts_of_inputs(axes, template, feed.x), True
+        return 1, [whole]
     layouts = None
     if not is_source(feed.x):
         layouts = layouts_to_cut(axes, template, *whole)
@@ -339,8 +341,13 @@ def _pieces(axes: Axes, feed: _Feed, template: Batch) -> Iterator[data.DataBatch
         as_numpy=feed.as_numpy,
         layouts=layouts,
     )
+    return data.count_batches(feed.x, feed.batch_size, layouts), _counted(axes, template, batches)
+
+
+def _counted(axes: Axes, template: Batch, batches: Iterable[data.DataBatch]) -> Iterator[data.DataBatch]:
+    """The batches; those of a source are counted as its first one lies."""
     for batch in batches:
-        if not axes.is_cut:  # a source: its batches are counted as its first one lies
+        if not axes.is_cut:
             axes.inputs, axes.is_cut = layouts_of_inputs(axes, template, batch.x), True
         yield batch
 

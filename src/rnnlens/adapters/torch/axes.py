@@ -26,7 +26,7 @@ Values = np.ndarray[Any, Any]
 
 
 def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]:
-    """The layouts of those ports at which the model or a plain layer meets the rest; what cannot be told has no entry.
+    """The layouts of those ports at which the model or a plain layer meets the rest.
 
     An axis of which nothing is known is called ``axis_0``, ``axis_1``, ...; nothing at all is said of a model that runs
     no recurrent layer.
@@ -46,8 +46,7 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
     for port, value in values.items():
         if single and port not in times:
             times |= _lone_step(port, tuple(value.shape), samples.places.get(port))
-        if port in samples.places or port in times or port in samples.coupled:
-            found[port] = _layout(port, tuple(value.shape), samples, times, min(counts))
+        found[port] = _layout(port, tuple(value.shape), samples, times, min(counts))
     return found
 
 
@@ -84,6 +83,7 @@ class _Call:
 
     input: Port
     output: Port
+    states: tuple[Port, ...]
     samples: int
     steps: int
 
@@ -105,10 +105,13 @@ class _Probe(TorchPullback):
         self.calls: list[_Call] = []
         for node, (run, _) in self._found.nodes.items():
             for direction in ("forward", "backward")[: run.owner.directions]:
-                call = Port("input", node), Port("output", node, direction=direction)  # type: ignore[arg-type]
-                shape = self._found.find(call[0]).value.shape
-                self.calls.append(_Call(*call, int(shape[0]), int(shape[1])))
-                found += call
+                half: Any = {"direction": direction if run.owner.directions > 1 else None}
+                inputs, output = Port("input", node), Port("output", node, **half)
+                count = len(run.visits[0].link.fed)
+                states = tuple(Port("initial_state", node, i, **half) for i in range(count))
+                shape = self._found.find(inputs).value.shape
+                self.calls.append(_Call(inputs, output, states, int(shape[0]), int(shape[1])))
+                found += [inputs, output, *states]
         self.of = self.wrt = tuple(dict.fromkeys([*found, *self._present(ports)]))
         self.keep(self._found)
 
@@ -153,7 +156,8 @@ def _find_samples(probe: _Probe, ports: Sequence[Port]) -> _Samples:
     """From the recurrent calls with the fewest samples to every tensor, and on from those that were found."""
     count = min(call.samples for call in probe.calls)
     first = _Place(0, 1, count, 1)
-    known = {port: first for call in probe.calls if call.samples == count for port in (call.input, call.output)}
+    fewest = [call for call in probe.calls if call.samples == count]
+    known = {port: first for call in fewest for port in (call.input, call.output, *call.states)}
     patterns = _patterns(count)
     coupled: set[Port] = set()
     waiting = [port for port in ports if port in probe.values]

@@ -1,0 +1,275 @@
+"""Data sets whose samples do not come first, packed and unbatched sequences, folded and coupled samples.
+
+What is answered equals autograd of the untouched model on the whole data set; what cannot be told is asked for.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader, TensorDataset
+
+import rnnlens as rl
+
+F, H, V = 2, 6, 5
+
+
+class Model(nn.Module):
+    """A forward and its parts."""
+
+    def __init__(self, run, **parts):
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *x):
+        return self.run(self, *x)
+
+
+def made(run, **parts):
+    torch.manual_seed(0)
+    return Model(run, **parts).double()
+
+
+def noise(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def mse(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def entropy(logits, labels):
+    return nn.functional.cross_entropy(logits.reshape(-1, V), labels.reshape(-1))
+
+
+def gradient(loss, *tensors):
+    return [g.numpy() for g in torch.autograd.grad(loss, tensors)]
+
+
+def close(got, expected):
+    got = np.asarray(got)
+    assert got.shape == expected.shape
+    assert np.abs(expected).max() > 1e-9
+    assert np.abs(got - expected).max() <= 1e-12
+
+
+def tagger():
+    parts = {"embed": nn.Embedding(9, F), "rnn": nn.LSTM(F, H), "head": nn.Linear(H, V)}
+    return made(lambda m, x: m.head(m.rnn(m.embed(x))[0]), **parts)
+
+
+def regressor(**options):
+    return made(lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.GRU(F, H, **options), head=nn.Linear(H, V))
+
+
+@pytest.fixture(params=[(4, 3), (4, 4)], ids=["sizes differ", "sizes equal"])
+def sizes(request):
+    return request.param
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_ids_time_first_in_batches(sizes, size):
+    samples, steps = sizes
+    model, generator = tagger(), torch.Generator().manual_seed(2)
+    x = torch.randint(0, 9, (steps, samples), generator=generator)
+    y = torch.randint(0, V, (steps, samples), generator=generator)
+    (expected,) = gradient(entropy(model(x), y), model.head.bias)
+    asked = {"loss": entropy, "wrt": "head/bias", "batch_size": size}
+    close(rl.gradients(model, x, y, axes={"y": ("time", "sample")}, **asked), expected)
+    folded = y.reshape(-1)
+    close(rl.gradients(model, x, folded, axes={"y": (("time", "sample"),)}, **asked), expected)
+    with pytest.raises(rl.errors.InputError, match="say so: axes="):
+        rl.gradients(model, x, folded, **asked)
+    if samples != steps:
+        close(rl.gradients(model, x, y, **asked), expected)
+    else:  # nothing tells one axis of these labels from the other
+        with pytest.raises(rl.errors.InputError, match="say so: axes="):
+            rl.gradients(model, x, y, **asked)
+
+
+def test_targets_time_first_are_cut_as_the_loss_takes_them(sizes):
+    samples, steps = sizes
+    model, x, y = regressor(), noise(steps, samples, F), noise(steps, samples, V)
+    leaf = x.clone().requires_grad_()
+    expected, bias = gradient(mse(model(leaf), y), leaf, model.head.bias)
+    got = rl.gradients(model, x, y, loss=mse, wrt=["input", "head/bias"], batch_size=3)
+    close(got["model"]["input"].transpose("time", "sample", "feature"), expected)
+    close(got["head"]["bias"], bias)
+
+    def collate(pairs):
+        return tuple(torch.stack(parts, 1) for parts in zip(*pairs, strict=True))
+
+    rows = TensorDataset(x.transpose(0, 1), y.transpose(0, 1))
+    loader = DataLoader(rows, batch_size=3, collate_fn=collate)
+    close(rl.gradients(model, loader, loss=mse, wrt="head/bias"), bias)
+    mean = rl.gradients(model, loader, loss=mse, wrt="input", across="mean")
+    close(mean, expected.mean(1))
+
+
+def test_several_inputs_whose_samples_lie_on_different_axes(sizes):
+    samples, steps = sizes
+    model = made(lambda m, x, h: m.head(m.rnn(x, h)[0][-1]), rnn=nn.GRU(F, H), head=nn.Linear(H, V))
+    x, h, y = noise(steps, samples, F), noise(1, samples, H), noise(samples, V)
+    leaves = [x.clone().requires_grad_(), h.clone().requires_grad_()]
+    of_x, of_h = gradient(mse(model(*leaves), y), *leaves)
+    close(
+        rl.gradients(model, (x, h), y, loss=mse, wrt="input[0]", batch_size=3).transpose("time", "sample", "feature"),
+        of_x,
+    )
+    got = rl.gradients(model, (x, h), y, loss=mse, wrt="input[1]", batch_size=3)
+    close(got.transpose("axis_0", "sample", "feature"), of_h)
+    full = torch.autograd.functional.jacobian(lambda v: model(v, h), x)
+    own = torch.stack([full[b][:, :, b] for b in range(samples)]).numpy()
+    close(rl.jacobian(model, (x, h), wrt="input[0]"), own)
+
+
+def lengths_of(samples, steps):
+    return torch.tensor([max(1, steps - i) for i in range(samples)])[[1, 0, *range(2, samples)]]
+
+
+def test_a_packed_sequence_as_the_input(sizes):
+    samples, steps = sizes
+    model = made(lambda m, x: m.head(pad_packed_sequence(m.rnn(x)[0])[0]), rnn=nn.GRU(F, H), head=nn.Linear(H, V))
+    x, lengths = noise(samples, steps, F), lengths_of(samples, steps)
+
+    def run(padded):
+        return model(pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False))
+
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    leaf = x.clone().requires_grad_()
+    (expected,) = gradient((run(leaf) ** 2).sum(), leaf)
+    got = rl.gradients(model, packed, loss=lambda out: (out**2).sum(), wrt="input")
+    assert got.dims == ("sample", "time", "feature")
+    close(got, expected)
+    full = torch.autograd.functional.jacobian(run, x)
+    own = torch.stack([full[:, b, :, b] for b in range(samples)]).numpy()
+    close(rl.jacobian(model, packed), own)
+    norms = run(leaf).transpose(0, 1).flatten(1).norm(dim=1)
+    (each,) = gradient(norms.sum(), leaf)
+    close(rl.gradients(model, packed, of="output", reduce="norm", per_sample=True, wrt="input"), each)
+    last = rl.gradients(model, packed, of="rnn.final_hidden", reduce="sum", wrt="rnn/kernel", batch_size=2)
+    whole = pack_padded_sequence(leaf, lengths, batch_first=True, enforce_sorted=False)
+    (kernel,) = gradient(model.rnn(whole)[1].sum(), model.rnn.weight_ih_l0)
+    # The same numbers: our gates come in another order, and the units on another axis.
+    assert np.abs(np.sort(last.values.ravel()) - np.sort(kernel.ravel())).max() <= 1e-12
+
+
+def test_a_sequence_without_samples():
+    model, x = regressor(), noise(5, F)
+    leaf = x.clone().requires_grad_()
+    (expected,) = gradient((model(leaf) ** 3).sum(), leaf)
+    got = rl.gradients(model, x, loss=lambda out: (out**3).sum(), wrt="input")
+    assert got.dims == ("time", "feature")
+    close(got, expected)
+    full = torch.autograd.functional.jacobian(model, x).numpy()
+    close(rl.jacobian(model, x), full[None])
+    assert rl.trace(model, x, layers=["rnn", "head"])["head"].output.dims == ("time", "unit")
+    with pytest.raises(rl.errors.InputError):
+        rl.gradients(model, x, of="output", reduce="sum", per_sample=True, wrt="input")
+
+
+def hierarchy():
+    def run(m, x):
+        samples, sentences, words, features = x.shape
+        inner = m.words(x.reshape(samples * sentences, words, features))[1][0]
+        return m.head(m.sentences(inner.reshape(samples, sentences, -1))[0])
+
+    recurrent = {"batch_first": True}
+    return made(run, words=nn.GRU(F, H, **recurrent), sentences=nn.GRU(H, H, **recurrent), head=nn.Linear(H, V))
+
+
+def test_words_within_sentences_within_samples(sizes):
+    samples, sentences = sizes
+    model, x = hierarchy(), noise(samples, sentences, 3, F)
+    leaf = x.clone().requires_grad_()
+    (expected,) = gradient((model(leaf) ** 2).sum(), leaf)
+    for size in (None, 2):
+        got = rl.gradients(
+            model, x, of="output", reduce=lambda y: (y**2).sum(), combine="sum", wrt="input", batch_size=size
+        )
+        close(got.transpose("sample", "axis_1", "time", "feature"), expected)
+    assert rl.trace(model, x)["words"].hidden.shape == (samples * sentences, 3, H)
+    with pytest.raises(rl.errors.UnsupportedError, match="words: "):
+        rl.jacobian(model, x)
+
+
+def centred(m, x):
+    y = m.rnn(x)[0]
+    return m.head(torch.tanh(y - y.mean(1, keepdim=True)))
+
+
+def centred_in_the_loop(m, x):
+    h, outputs = x.new_zeros(x.shape[1], H), []
+    for t in range(len(x)):
+        h = m.rnn(x[t], h)
+        h = h - h.mean(0)
+        outputs.append(m.head(h))
+    return torch.stack(outputs)
+
+
+def normalised(m, x):
+    return m.head(m.norm(m.rnn(x)[0][-1]))
+
+
+COUPLED = {
+    "centred": lambda: made(centred, rnn=nn.LSTM(F, H), head=nn.Linear(H, V)),
+    "centred in the loop": lambda: made(centred_in_the_loop, rnn=nn.GRUCell(F, H), head=nn.Linear(H, V)),
+    "batch norm": lambda: made(normalised, rnn=nn.LSTM(F, H), norm=nn.BatchNorm1d(H), head=nn.Linear(H, V)),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_coupled_samples_have_a_gradient_together_and_none_of_their_own(name, sizes):
+    samples, steps = sizes
+    model, x, training = COUPLED[name](), noise(steps, samples, F), name == "batch norm"
+    model.train(training)
+    leaf = x.clone().requires_grad_()
+    (expected,) = gradient((model(leaf) ** 3).sum(), leaf)
+    model.eval()
+    got = rl.gradients(model, x, loss=lambda out: (out**3).sum(), wrt="input", training=training)
+    close(got.transpose("time", "sample", "feature"), expected)
+    with pytest.raises(rl.errors.UnsupportedError, match="depend on each other"):
+        rl.jacobian(model, x, training=training)
+    known = {"output": ("time", "sample", "unit")} if not training else {"output": ("sample", "unit")}
+    with pytest.raises(rl.errors.UnsupportedError, match="depend on each other"):
+        rl.gradients(model, x, of="output", reduce="norm", per_sample=True, wrt="input", training=training, axes=known)
+
+
+def test_what_the_user_says_of_the_axes_holds():
+    """Here the batch is fixed in the model, so that no smaller one can tell how its integers lie."""
+    model = made(
+        lambda m, x: m.head(m.rnn(m.embed(x).reshape(3, 3, F))[0]),
+        embed=nn.Embedding(9, F),
+        rnn=nn.LSTM(F, H),
+        head=nn.Linear(H, V),
+    )
+    x = torch.arange(9).reshape(3, 3)
+    with pytest.raises(rl.errors.InputError, match="say so: axes="):
+        rl.gradients(model, x, of="output", reduce="sum", wrt="head/bias", batch_size=1)
+    named = rl.trace(model, x, layers=["head"], axes={"head.output": ("time", "sample", "class")})["head"].output
+    assert named.dims == ("sample", "time", "class")
+    with torch.no_grad():
+        close(named, model(x).transpose(0, 1).numpy())
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        "time",
+        {"input": 3},
+        {"input": ("time", "time", "feature")},
+        {"input": ()},
+        {"input": ("time", 1)},
+        {"output": (("time", "unit"), "sample")},
+        {"nothing": ("time", "sample")},
+        {"rnn/kernel": ("unit", "feature")},
+        {"input": ("time", "sample")},
+    ],
+    ids=str,
+)
+def test_axes_that_cannot_be_are_met_with_words(axes):
+    with pytest.raises((rl.errors.InputError, rl.errors.LayerNotFoundError)):
+        rl.gradients(regressor(), noise(4, 3, F), of="output", reduce="sum", wrt="input", axes=axes)
