@@ -6,6 +6,7 @@ error of rnnlens, soon, and without taking more memory than it was granted.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import resource
 import signal
@@ -207,7 +208,8 @@ def attempt(words: str, function: Callable[..., Any], arguments: dict[str, Any])
 
 def run(targets: list[Target], foreign: dict[str, Callable[[], Any]], count: int, seed: int) -> list[Outcome]:
     """All calls, one after another."""
-    with rl.options(memory=MEMORY, progress=False):
+    with rl.options(memory=MEMORY, progress=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         return [attempt(*call) for call in calls(targets, foreign, count, seed)]
 
 
@@ -234,3 +236,134 @@ def _where(error: Exception) -> str:
     ours = [f for f in traceback.extract_tb(error.__traceback__) if "/rnnlens/" in f.filename]
     place = f"{ours[-1].filename.split('/rnnlens/')[-1]}:{ours[-1].lineno}" if ours else "outside"
     return f"{place} {type(error).__name__}: {str(error)[:160]!r}"
+
+
+def one(value: Any) -> Callable[[], Any]:
+    """What makes the same value every time."""
+    return lambda: value
+
+
+def _each_word(*words: str) -> dict[str, Callable[[], Any]]:
+    return {word: one(word) for word in words}
+
+
+#: Names that a model with an LSTM called "lstm" and a Dense or Linear layer called "top" has, or nearly has.
+NAMES = _each_word(
+    *("lstm", "lstm#0", "lstm#1", "top", "lstm.hidden", "lstm.cell", "lstm.gates", "lstm.output", "lstm.state_5"),
+    *("lstm.final_hidden", "lstm.initial_cell", "lstm/kernel", "top.output", "*", "input[0]", "output[1]"),
+    *("loss", "output", "input", "weights"),
+) | {"two names": lambda: ["lstm.hidden", "weights"]}
+
+_REDUCTIONS = _each_word("sum", "mean", "norm", "spectral", "abs_mean") | {
+    "weights": lambda: np.ones(2),
+    "labelled weights": lambda: xr.DataArray(np.ones(2), dims="unit"),
+    "a sum": lambda: lambda tensor: tensor.sum(),
+    "no reduction": lambda: lambda tensor: tensor,
+}
+
+
+def near_verbs(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
+    """Values that are right or nearly so, by argument, for data (2, 5, 3) and targets (2, 5, 2)."""
+    names = dict.fromkeys(("of", "wrt", "layers"), NAMES)
+    return {
+        **names,
+        "x": {
+            "float64": lambda: x.astype("f8"),
+            "one sample": lambda: x[:1],
+            "more steps": lambda: np.ones((2, 9, 3)),
+            "list": x.tolist,
+            "turned": lambda: x[:, ::-1],
+            "big-endian": lambda: x.astype(">f4"),
+            "in a tuple": lambda: (x,),
+            "in a dict": lambda: {"x": x},
+            "labelled": lambda: xr.DataArray(x),
+            "unbatched": lambda: x[0],
+            "batches": lambda: iter([(x, y), (x, y)]),
+            "with more": lambda: (x, None, 3),
+        },
+        "y": {
+            "one sample": lambda: y[:1],
+            "last step": lambda: y[:, 0],
+            "integers": lambda: y.astype(int),
+            "1-d": lambda: y[:, 0, 0],
+            "list": y.tolist,
+            "two": lambda: (y, y),
+            "another rank": lambda: np.ones((2, 5, 2, 2)),
+        },
+        "loss": {
+            "raising": lambda: lambda *given: 1 / 0,
+            "a number": lambda: lambda *given: 0.5,
+            "None": lambda: lambda *given: None,
+            "keywords only": lambda: lambda *, given: given,
+            "l1_loss": one("l1_loss"),
+            "mae": one("mae"),
+            "cross_entropy": one("cross_entropy"),
+        },
+        "sample_weight": {
+            "ones": lambda: np.ones(2),
+            "by step": lambda: np.ones((2, 5)),
+            "negative": lambda: -np.ones(2),
+            "list": lambda: [1, 2],
+            "too many": lambda: np.ones(3),
+        },
+        "class_weight": {"by class": lambda: {0: 1.0, 1: 2.0}, "by word": lambda: {"a": 1.0}},
+        "quantities": _each_word("state_99", "hidden") | {"two": lambda: ["cell", "mask"]},
+        "initial_state": {
+            "one of two": lambda: {"lstm": [np.zeros((2, 4))]},
+            "two": lambda: {"lstm": [np.zeros((2, 4))] * 2},
+            "unknown": lambda: {"nowhere": [np.zeros((2, 4))] * 2},
+            "one row": lambda: {"lstm": [np.zeros((1, 4))] * 2},
+            "too wide": lambda: {"lstm": [np.zeros((2, 9))] * 2},
+        },
+        "reduce": _REDUCTIONS,
+        "project": _REDUCTIONS,
+        "at": {
+            "time": lambda: {"time": 1},
+            "nothing": lambda: {"time": slice(5, 5)},
+            "units": lambda: {"unit": [0, 1]},
+            "beyond": lambda: {"unit": 99},
+            "mask": lambda: {"time": [True, False, True, True, True]},
+            "gate": lambda: {"gate": "forget"},
+        },
+        "clip": {
+            "optimizer": one("optimizer"),
+            "negative": lambda: {"clipnorm": -1},
+            "norm": lambda: {"global_clipnorm": 1.0},
+            "word": lambda: {"clipvalue": "a"},
+        },
+        "sketch": {"5": one(5)},
+        "seed": {"1": one(1)},
+        "batch_size": {"1": one(1), "5": one(5)},
+        "out_times": {
+            "list": lambda: [0, 2],
+            "last": one(-1),
+            "slice": lambda: slice(1, None),
+            "twice": lambda: [1, 1],
+        },
+        "in_times": {"array": lambda: np.array([1]), "beyond": one(-9), "range": lambda: range(2)},
+        "memory": _each_word("1 KiB", "1e30 GiB", "1.2.3 MB"),
+        "by_time": _each_word("norm"),
+        "over": {"gate": one("gate"), "two": lambda: ["unit", "gate"]},
+        "ord": {"largest": lambda: np.max},
+        "history": {"empty": xr.Dataset, "words": lambda: xr.Dataset(coords={"step": ["a"]})},
+    }
+
+
+def verbs(model: Any, x: Any, y: Any, loss: Any, folder: Path) -> list[Target]:
+    """Every verb on one model, with all of its arguments."""
+    base = {"model": one(model), "x": one(x)}
+    learned = {**base, "y": one(y), "loss": one(loss)}
+    output = {**base, "of": one("output"), "reduce": one("sum"), "wrt": one("input")}
+    near = near_verbs(x, y)
+    near["out"] = {"zarr": lambda: folder / "j.zarr", "netCDF": lambda: folder / "j.nc", "nowhere": one("/no/j.zarr")}
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        ("layers", rl.layers, {"model": one(model)}),
+        ("trace", rl.trace, learned),
+        ("gradients", rl.gradients, learned),
+        ("gradients of the output", rl.gradients, output),
+        ("jacobian", rl.jacobian, base),
+        ("jacobian by probes", rl.jacobian, {**base, "sketch": one(4)}),
+        ("weights", rl.weights, learned),
+        ("weight_norms", rl.weight_norms, {"model": one(model)}),
+    ]
+    return [Target(name, verb, good, tuple(inspect.signature(verb).parameters), near) for name, verb, good in cases]

@@ -122,6 +122,8 @@ def _parted(name: str) -> tuple[str, str]:
 
 def _labelled_lines(history: xr.Dataset | xr.DataArray) -> tuple[dict[tuple[str, str], Numbers], Numbers, str]:
     arrays = {str(n): a for n, a in history.data_vars.items()} if isinstance(history, xr.Dataset) else {"": history}
+    if not arrays:
+        raise InputError(message("plot.weight_norms draws a history of norms.", got="nothing in it"))
     first = next(iter(arrays.values()))
     dims = [str(d) for d in first.dims]
     if not dims:
