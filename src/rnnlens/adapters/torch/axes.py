@@ -19,8 +19,11 @@ from ...errors import RnnlensError
 from ...layout import Axis, Layout, named
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
+from .borders import leaves_of
+from .inputs import as_tensors
 from .pullback import TorchPullback
 from .record import ALL
+from .sizes import Shape, shrinking
 
 Values = np.ndarray[Any, Any]
 
@@ -31,23 +34,55 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
     An axis of which nothing is known is called ``axis_0``, ``axis_1``, ...; nothing at all is said of a model that runs
     no recurrent layer.
     """
-    with _Probe(model, batch, ports, cut=True) as probe:
+    inputs = [Port("input", index=i) for i in range(len(leaves_of(as_tensors(batch.x, model, "x"))))]
+    wanted = list(dict.fromkeys([*ports, *inputs]))
+    with _Probe(model, batch, wanted, cut=True) as probe:
         if not probe.calls:
             return {}
         counts = {call.samples for call in probe.calls}
-        samples = _find_samples(probe, ports)
-        times = _find_times(probe, ports, samples.places)
-        values = {port: probe.values[port] for port in ports if port in probe.values}
+        samples = _find_samples(probe, wanted)
+        times = _find_times(probe, wanted, samples.places)
+        shapes = probe.shapes(wanted)
     if len(counts) > 1:  # samples folded with something: followed through the recurrences, from the fewest
-        with _Probe(model, batch, ports, cut=False) as whole:
-            samples = _find_samples(whole, ports)
-    found = {}
+        with _Probe(model, batch, wanted, cut=False) as whole:
+            samples = _find_samples(whole, wanted)
     single = all(sequence.steps == 1 for sequence in _sequences(probe.calls))
-    for port, value in values.items():
-        if single and port not in times:
-            times |= _lone_step(port, tuple(value.shape), samples.places.get(port))
-        found[port] = _layout(port, tuple(value.shape), samples, times, min(counts))
-    return found
+    for port in wanted if single else ():
+        if port in shapes and port not in times:
+            times |= _lone_step(port, shapes[port], samples.places.get(port))
+    _find_by_size(model, batch, shapes, samples, times, min(counts), single)
+    return {port: _layout(port, shape, samples, times, min(counts)) for port, shape in shapes.items()}
+
+
+def _find_by_size(
+    model: nn.Module,
+    batch: Batch,
+    shapes: Mapping[Port, Shape],
+    samples: _Samples,
+    times: dict[Port, _Place],
+    count: int,
+    single: bool,
+) -> None:
+    """What gradients left open, where everything depends on everything: which axes shrink together with the batch."""
+
+    def look(fewer: Batch) -> tuple[list[tuple[int, int]], Mapping[Port, Shape]]:
+        with _Probe(model, fewer, list(shapes), cut=True) as probe:
+            return [(call.samples, call.steps) for call in probe.calls], probe.shapes(list(shapes))
+
+    rest = {port: len(shape) - (port in samples.places) for port, shape in shapes.items()}
+    without = [port for port in shapes if port not in times and rest[port] > 1]
+    if without and not single:
+        known = {port: place.axis for port, place in times.items()}
+        found = shrinking(model, batch, without, known, look, counts=False)
+        places = {port: _Place(axis, 1, shapes[port][axis], 1) for port, axis in found.items()}
+        times |= {port: p for port, p in places.items() if p.axis != getattr(samples.places.get(port), "axis", None)}
+    mixed = [port for port in shapes if port in samples.coupled]
+    if mixed and count > 1:
+        known = {port: place.axis for port, place in samples.places.items()}
+        found = shrinking(model, batch, mixed, known, look, counts=True)
+        samples.places |= {
+            port: _Place(axis, 1, count, 1) for port, axis in found.items() if shapes[port][axis] == count
+        }
 
 
 @dataclass(frozen=True)
@@ -125,6 +160,10 @@ class _Probe(TorchPullback):
             except RnnlensError:
                 continue
             yield port
+
+    def shapes(self, ports: Sequence[Port]) -> dict[Port, Shape]:
+        """The shapes of those ports that there are."""
+        return {port: tuple(map(int, self.values[port].shape)) for port in ports if port in self.values}
 
     def arrive(self, cotangents: Mapping[Port, Values]) -> dict[Port, Values]:
         """What arrives where, of what arrives at all."""

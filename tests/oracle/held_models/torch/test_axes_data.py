@@ -214,6 +214,50 @@ def normalised(m, x):
     return m.head(m.norm(m.rnn(x)[0][-1]))
 
 
+def attended(y):
+    return torch.softmax(y @ y.transpose(1, 2), -1) @ y
+
+
+def above(m, x):
+    return m.head(attended(m.rnn(x)[0]))
+
+
+def above_time_first(m, x):
+    return above(m, x.transpose(0, 1)).transpose(0, 1)
+
+
+def below(m, x):
+    return m.head(m.rnn(attended(x))[0])
+
+
+def pooled(m, x):
+    """As many queries as there are steps, each looking at every step: their axis does not count time."""
+    y = m.rnn(x)[0]
+    return m.head(torch.softmax(m.queries.weight @ y.transpose(1, 2), -1) @ y)
+
+
+@pytest.mark.parametrize("run", [above, above_time_first, below, pooled], ids=lambda f: f.__name__)
+def test_attention_mixes_all_steps(run, sizes):
+    samples, steps = sizes
+    parts = {"rnn": nn.GRU(F, H, batch_first=True), "head": nn.Linear(H, V), "queries": nn.Linear(H, steps, bias=False)}
+    model, x = made(run, **parts), noise(samples, steps, F)
+    data = x.transpose(0, 1).contiguous() if run is above_time_first else x
+
+    def seen(v):
+        return run(model, v.transpose(0, 1)).transpose(0, 1) if run is above_time_first else run(model, v)
+
+    full = torch.autograd.functional.jacobian(seen, x)
+    own = torch.stack([full[b][:, :, b] for b in range(samples)]).numpy()
+    got = rl.jacobian(model, data)
+    if run is pooled:
+        assert "out_time" not in got.dims
+        close(got, own.reshape(samples, steps * V, steps, F))
+    else:
+        close(got, own)
+    traced = rl.trace(model, data, layers=["head"])["head"].output
+    assert traced.dims == ("sample", "axis_1" if run is pooled else "time", "unit")
+
+
 COUPLED = {
     "centred": lambda: made(centred, rnn=nn.LSTM(F, H), head=nn.Linear(H, V)),
     "centred in the loop": lambda: made(centred_in_the_loop, rnn=nn.GRUCell(F, H), head=nn.Linear(H, V)),

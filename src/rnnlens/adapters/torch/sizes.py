@@ -1,0 +1,83 @@
+"""Axes that no gradient tells apart, such as the steps above attention: seen by running the model on one step fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..protocol import Batch, Port
+from .borders import leaves_of
+from .inputs import as_tensors, on_leaves
+
+Shape = tuple[int, ...]
+#: From a batch to the (samples, steps) of every recurrent call, and the shapes of tensors.
+Look = Callable[[Batch], tuple[list[tuple[int, int]], Mapping[Port, Shape]]]
+
+
+def shrinking(
+    model: nn.Module, batch: Batch, ports: Sequence[Port], known: Mapping[Port, int], look: Look, counts: bool
+) -> dict[Port, int]:
+    """The one axis of each port that is shorter where the batch has one step fewer, or one sample fewer.
+
+    Parameters
+    ----------
+    known
+        The axis of each input that counts steps (samples), as far as it was found; every axis of a lone input of which
+        nothing is known is tried.
+    counts
+        True for samples, False for steps.
+    """
+    x = as_tensors(batch.x, model, "x")
+    calls, shapes = look(replace(batch, x=x))
+    for axes in _ways(leaves_of(x), known):
+        try:
+            fewer, found = look(replace(batch, x=_shorter(x, axes)))
+        except Exception:
+            continue
+        if len(fewer) == len(calls) and _moved(calls, fewer, counts):
+            return _shorter_axes(ports, shapes, found)
+    return {}
+
+
+def _ways(leaves: Sequence[Any], known: Mapping[Port, int]) -> Iterator[dict[int, int]]:
+    """Which axis of which input to shorten."""
+    told = {i: known[port] for i in range(len(leaves)) if (port := Port("input", index=i)) in known}
+    if told:
+        yield told
+    elif len(leaves) == 1 and isinstance(leaves[0], Tensor):
+        yield from ({0: axis} for axis, size in enumerate(leaves[0].shape) if size > 1)
+
+
+def _shorter(x: Any, axes: Mapping[int, int]) -> Any:
+    index = -1
+
+    def one(leaf: Any) -> Any:
+        nonlocal index
+        if not isinstance(leaf, Tensor):
+            return leaf
+        index += 1
+        return torch.narrow(leaf, axes[index], 0, leaf.shape[axes[index]] - 1) if index in axes else leaf
+
+    return on_leaves(x, one)
+
+
+def _moved(before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]], counts: bool) -> bool:
+    """Whether samples became fewer in every call and steps in none, or the other way round in at least one."""
+    fewer, same = (0, 1) if counts else (1, 0)
+    changed = [b[fewer] < a[fewer] for a, b in zip(before, after, strict=True)]
+    kept = all(b[same] == a[same] for a, b in zip(before, after, strict=True))
+    return kept and (all(changed) if counts else any(changed))
+
+
+def _shorter_axes(ports: Sequence[Port], before: Mapping[Port, Shape], after: Mapping[Port, Shape]) -> dict[Port, int]:
+    found = {}
+    for port in ports:
+        if port in before and port in after and len(before[port]) == len(after[port]):
+            axes = [i for i, (a, b) in enumerate(zip(before[port], after[port], strict=True)) if b == a - 1]
+            if len(axes) == 1:
+                found[port] = axes[0]
+    return found
