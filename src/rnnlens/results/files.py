@@ -181,13 +181,12 @@ def _write_netcdf(tree: xr.DataTree, target: Path) -> None:
 
 
 def _write_zarr(tree: xr.DataTree, target: Path) -> None:
-    import zarr
-
     from .disk.store import recording
 
-    with atomic.replacing_folder(target) as folder, zarr.config.set({"array.write_empty_chunks": True}):
+    with atomic.replacing_folder(target) as folder:
         store = recording(folder)
-        tree.to_zarr(store, mode="w-", zarr_format=_ZARR_FORMAT, consolidated=True)
+        encoding = _every_chunk(tree)
+        tree.to_zarr(store, mode="w-", zarr_format=_ZARR_FORMAT, consolidated=True, encoding=encoding)
         store.seal()
 
 
@@ -360,6 +359,17 @@ def _path(path: Any) -> Path:
 def _check_exists(source: Path) -> None:
     if not source.exists():
         raise FileError(message("There is no such file.", got=str(source), expected="a result saved by rnnlens"))
+
+
+def _every_chunk(tree: xr.DataTree) -> dict[str, Any]:
+    """Encoding that leaves out no chunk, also one of nothing but zeros: one that is missing was lost."""
+    return {
+        node.path: {
+            name: {"write_empty_chunks": True, **{key: v.encoding[key] for key in ("chunks",) if key in v.encoding}}
+            for name, v in node.variables.items()
+        }
+        for node in tree.subtree
+    }
 
 
 def _engine(path: Path) -> str:

@@ -26,7 +26,6 @@ from .jacobian_wanted import Tally
 _CHUNK = 4 * 2**20
 #: Also chunks that hold nothing but the fill value: one that is missing is a hole, and nothing else.
 _EVERY_CHUNK = {"write_empty_chunks": True}
-_WRITE_ALL = {f"array.{name}": value for name, value in _EVERY_CHUNK.items()}
 
 
 class ZarrTarget:
@@ -49,7 +48,7 @@ class ZarrTarget:
         with self._errors(), replacing_folder(self.path) as folder:
             sums = self._lay_out(folder)
         self.store = recording(self.path, sums)
-        self.array = self._group()["jacobian"]
+        self.array = self._group()["jacobian"].with_config(_EVERY_CHUNK)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -68,8 +67,9 @@ class ZarrTarget:
         shape = self.labels.shape(self.samples)
         template = self.labels.array(np.broadcast_to(np.asarray(np.nan, self.dtype), shape), self.tally, self.checks)
         self.store = recording(folder)
-        with zarr.config.set(_WRITE_ALL):
-            template.coords.to_dataset().to_zarr(self.store, mode="w-", zarr_format=2, consolidated=False)
+        coords = template.coords.to_dataset()
+        encoding = dict.fromkeys(coords.variables, _EVERY_CHUNK)
+        coords.to_zarr(self.store, mode="w-", zarr_format=2, consolidated=False, encoding=encoding)
         chunks = _chunks(shape, self.dtype.itemsize)
         array = self._group().create_array(
             "jacobian", shape=shape, chunks=chunks, dtype=self.dtype, fill_value=np.nan, config=_EVERY_CHUNK
@@ -78,8 +78,7 @@ class ZarrTarget:
         return self.store.sums
 
     def _group(self) -> Any:
-        with zarr.config.set(_WRITE_ALL):
-            return zarr.open_group(self.store, mode="r+", zarr_format=2)
+        return zarr.open_group(self.store, mode="r+", zarr_format=2)
 
     def _note(self, array: Any, *, finished: bool) -> None:
         shape = self.labels.shape(self.samples)

@@ -57,6 +57,7 @@ def test_what_another_process_is_writing_just_now_is_left_alone(start, tmp_path,
     """The other stands still between its first byte and its last."""
     process = start(
         f"""
+        made(1).save("other{suffix}")
         real = os.chmod
         def waiting(*args):
             print("writing", flush=True)
@@ -68,7 +69,7 @@ def test_what_another_process_is_writing_just_now_is_left_alone(start, tmp_path,
     )
     assert process.stdout.readline() == "writing\n"
     made(1).save(tmp_path / f"run{suffix}")
-    assert len(os.listdir(tmp_path)) == 2, "the other's file and ours"
+    assert len(os.listdir(tmp_path)) == 3, "the other's two, and ours"
     (tmp_path / "go on").touch()
     assert process.wait(timeout=30) == 0, process.stderr.read()
     assert values(rl.open(tmp_path / f"other{suffix}")) == [2.0]

@@ -33,14 +33,14 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 def write_file(target: Path, parts: Iterable[bytes | memoryview]) -> None:
     """Write ``parts`` to the file ``target``, which keeps its permissions; an OSError leaves the old one as it was."""
     remove_leftovers(target.parent)
-    temporary, lock = _claimed(target.parent, folder=False)
+    temporary, lock = _claimed(target, folder=False)
     try:
         with os.fdopen(os.dup(lock), "wb") as stream:
             for part in parts:
                 stream.write(part)
             stream.flush()
             os.fsync(stream.fileno())
-        _keep_permissions(target, temporary, 0o666)
+        _keep_permissions(target, temporary)
         os.replace(temporary, target)
         _sync_folder(target.parent)
     finally:
@@ -53,10 +53,10 @@ def replacing_folder(target: Path) -> Iterator[Path]:
     """A new folder that takes the name ``target`` at the end, and vanishes if the block fails."""
     recover(target)
     remove_leftovers(target.parent)
-    temporary, lock = _claimed(target.parent, folder=True)
+    temporary, lock = _claimed(target, folder=True)
     try:
         yield temporary
-        _keep_permissions(target, temporary, 0o777)
+        _keep_permissions(target, temporary)
         _switch(temporary, target)
     finally:
         _remove(temporary)
@@ -82,15 +82,16 @@ def remove_leftovers(folder: Path) -> None:
                     _remove(path)
 
 
-def _claimed(parent: Path, *, folder: bool) -> tuple[Path, int]:
-    """A new file or folder, and the open lock on it."""
+def _claimed(target: Path, *, folder: bool) -> tuple[Path, int]:
+    """A new file or folder beside the target, and the open lock on it; private where it replaces another."""
+    private = target.exists()
     while True:
-        path = parent / f"{TEMPORARY}{uuid4().hex}"
+        path = target.with_name(f"{TEMPORARY}{uuid4().hex}")
         if folder:
-            os.mkdir(path, 0o700)
+            os.mkdir(path, 0o700 if private else 0o777)
             lock = os.open(path, os.O_RDONLY)
         else:
-            lock = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            lock = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666)
         if fcntl:
             fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.lexists(path):  # between its birth and the lock it may have been taken for a leftover
@@ -110,22 +111,15 @@ def _unclaimed(path: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _keep_permissions(old: Path, new: Path, usual: int) -> None:
-    """Owner and mode of what is replaced; for a new name, what the user's umask leaves of the usual mode."""
+def _keep_permissions(old: Path, new: Path) -> None:
+    """Owner and mode of what is replaced; what has no forerunner keeps those that the system gave it."""
     try:
         found = os.stat(old)
     except FileNotFoundError:
-        os.chmod(new, usual & ~_umask())
         return
     with suppress(OSError):  # only root can give files away
         os.chown(new, found.st_uid, found.st_gid)
     os.chmod(new, stat.S_IMODE(found.st_mode))
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _switch(new: Path, target: Path) -> None:
