@@ -57,7 +57,7 @@ def table(portraits: Sequence[Portrait]) -> Table:
     for portrait in portraits:
         result.add_row(portrait.layer, *_cells(portrait))
     result.caption = (
-        "On held-out digits. Memory in use: the last steps that the prediction needs, all others being another digit's.\n"
+        "On held-out digits. Memory in use: the last steps that the prediction needs, all others being another's.\n"
         "Training signal: what is left of a cotangent on the final state, 63 steps back, after training."
     )
     return result

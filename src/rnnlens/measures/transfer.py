@@ -22,6 +22,7 @@ from ..typing import Array
 #: Steps at the end whose growth is not counted: random cotangents turn into the leading direction first.
 BURN_IN = 0.1
 _BLOCKS = 5
+_DIRECTIONS, _ROWS = 8, 512
 _TINY = 1e-290
 
 
@@ -78,7 +79,7 @@ def state_spread(run: Run) -> list[Array]:
     return spreads
 
 
-def state_transfer(run: Run, *, directions: int = 8, lags: int | None = None, seed: int = 0) -> Transfer:
+def state_transfer(run: Run, *, directions: int | None = None, lags: int | None = None, seed: int = 0) -> Transfer:
     """Pull random cotangents on the final state back through a recurrent layer.
 
     Parameters
@@ -86,12 +87,13 @@ def state_transfer(run: Run, *, directions: int = 8, lags: int | None = None, se
     run
         One direction of one call, replayed, in NumPy.
     directions
-        Random cotangents per sample.
+        Random cotangents per sample; by default 8, and fewer where the state is large: their norms then vary less.
     lags
         How far back; to the first step by default.
     """
     order = list(run.steps(reverse=True))[: None if lags is None else lags]
     spreads = state_spread(run)
+    directions = directions or max(1, min(_DIRECTIONS, _ROWS // sum(len(s) for s in spreads)))
     rng = np.random.default_rng(seed)
     samples, dtype = int(run.input.shape[0]), np.asarray(run.states[0][:1, :1]).dtype
     shapes = [(samples, directions, s.shape[-1]) for s in run.states]
