@@ -290,11 +290,12 @@ class Adapter(Protocol):
         cotangents: Callable[[Sequence[Array]], Sequence[Array | None]] | None = None,
         *,
         gradients: bool = True,
+        regularised: bool = False,
     ) -> PlainRun:
         """Run the user's own model once as it stands and, with ``gradients``, differentiate it once by itself.
 
         What is differentiated is the loss, or with ``cotangents`` the outputs: given their values, it returns one
-        cotangent per leaf. Raises ``CertificateError`` where the model by itself would do something else.
+        cotangent per leaf. Weight regularisers count in the loss, and in its gradient if ``regularised``. Raises ``CertificateError`` where the model by itself would do something else.
         """
 
     def place(self, model: Any, layer: str, direction: str | None, key: str) -> Place | None:

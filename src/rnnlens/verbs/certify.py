@@ -96,6 +96,8 @@ def certify(
     """Run the model plainly and compare; where the framework itself gives another answer each time, say so."""
     altered = ours.capture.altered
     gradients = bool(ours.capture.input_grads or ours.capture.beside) and not altered
+    if ours.capture.loss is None:
+        batch = replace(batch, y=None, loss=None, sample_weight=None, class_weight=None)
     run, why = attempt(lambda: adapter.plain(model, batch, gradients=gradients))
     if run is None:
         return Certificate("could not", engine, why=why)

@@ -13,13 +13,14 @@ from typing import Any
 
 from ...layout import Layout
 from ...typing import Array
-from ..protocol import Batch, Capture, CaptureRequest, ChainLink, LayerInfo, LayerWeights, Port, Pullback
+from ..protocol import Batch, Capture, CaptureRequest, ChainLink, LayerInfo, LayerWeights, Place, PlainRun, Port, Pullback
 from . import discover
 from .capture import capture, copy_of
 from .chain import chain
 from .engines import current
 from .functional import differentiate
 from .nudge import nudged
+from .plain import Cotangents, place, plain
 from .provenance import provenance
 from .pullback import KerasPullback
 from .untrained import untrained
@@ -61,6 +62,22 @@ class KerasAdapter:
     def chain(self, model: Any, *, training: bool) -> list[ChainLink] | None:
         """The layers of a model that is one plain chain of well-known ones."""
         return chain(model, training=training)
+
+    def plain(
+        self,
+        model: Any,
+        batch: Batch,
+        cotangents: Cotangents | None = None,
+        *,
+        gradients: bool = True,
+        regularised: bool = False,
+    ) -> PlainRun:
+        """The user's own model, run and differentiated as it stands."""
+        return plain(model, batch, cotangents, gradients=gradients, regularised=regularised)
+
+    def place(self, model: Any, layer: str, direction: str | None, key: str) -> Place | None:
+        """Which variable a weight of ours is, by name."""
+        return place(model, layer, direction, key)
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
         """All layers that have weights, by node name; the halves of a bidirectional layer under its name."""

@@ -17,10 +17,13 @@ from .data import prepare
 from .discover import Site, choose, given_states, places
 from .engines import Engine, current
 from .hooks import Call
+from .plain import names_of
 from .masks import masked_output, output_from_state
 from .run import Job, Result, run
 from .weights import cell_variables, known_arrays, known_cell, known_kind
 
+_UPPER = frozenset({"output", "final_state"})
+_BORDERS = _UPPER | {"input", "initial_state"}
 _REPLAY = frozenset({"input", "initial_state", "mask", "dropout", "output", "final_state", "outputs"})
 
 
@@ -33,6 +36,8 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
     loss = losses.plan(model, batch) if request.gradients else None
     data = prepare(model, batch, engine)
     weights = _weights(sites) if loss is not None and request.weight_grads else {}
+    borders = request.borders and loss is not None
+    beside = _beside(model, weights) if borders else {}
     job = Job(
         model=model,
         data=data,
@@ -42,12 +47,34 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         seed=batch.seed,
         loss=loss,
         loss_given=batch.loss,
-        wanted=frozenset({"output", "final_state"}) if loss is not None else frozenset(),
+        wanted=(_BORDERS if borders else _UPPER) if loss is not None else frozenset(),
         keep=_REPLAY if request.inputs else frozenset({"output", "final_state", "outputs"}),
-        weights={name: variable for name, (variable, _) in weights.items()},
+        weights={name: variable for name, (variable, _) in weights.items()} | beside,
+        tap_inputs=borders,
     )
     result = run(job, engine)
-    return _Assembly(engine, result, sites).capture(request, loss is not None)
+    told = _Assembly(engine, result, sites).capture(request, loss is not None)
+    if borders:
+        _tell_around(told, engine, job, result.gradients)
+    return told
+
+
+def _beside(model: Any, weights: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """The weights of all other layers by tap key."""
+    of_cells = {id(variable) for variable, _ in weights.values()}
+    floats = [v for v in model.variables if keras.backend.is_float_dtype(v.dtype)]
+    return {f"beside|{i}": v for i, v in enumerate(floats) if id(v) not in of_cells}
+
+
+def _tell_around(found: Capture, engine: Engine, job: Job, gradients: dict[str, Any]) -> None:
+    """Add what arrived at the inputs of the model and, the captured calls included, at all weights."""
+    count = len(keras.tree.flatten(job.data.x))
+    taps = [gradients.get(f"model|input/{i}") for i in range(count)]
+    found.input_grads = [None if tap is None else engine.to_array(tap) for tap in taps]
+    names = names_of(job.model)
+    kept = [(names[id(v)], gradients[f"weight|{key}"]) for key, v in job.weights.items() if id(v) in names]
+    found.beside = {name: engine.to_array(gradient) for name, gradient in kept}
+    found.whole = frozenset(found.beside)
 
 
 def _weights(sites: list[Site]) -> dict[str, tuple[Any, Any]]:
@@ -123,6 +150,8 @@ class _Assembly:
             compute_dtype=_computed_in(layer.compute_dtype),
             weights_key=self._weights_key(layer.cell),
             weight_grads=self._weight_grads(layer.cell) if with_loss and request.weight_grads else None,
+            framework_input_grad=get.gradient("input"),
+            framework_initial_state_grad=get.all_gradients("initial_state") or None,
         )
 
     def _getter(self, call: Call) -> _Getter:

@@ -47,10 +47,16 @@ class TorchAdapter:
         return TorchPullback(model, batch, of, wrt, cut)
 
     def plain(
-        self, model: nn.Module, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True
+        self,
+        model: nn.Module,
+        batch: Batch,
+        cotangents: Cotangents | None = None,
+        *,
+        gradients: bool = True,
+        regularised: bool = False,
     ) -> PlainRun:
         """The user's own model, run and differentiated as it stands."""
-        return plain(model, batch, cotangents, gradients=gradients)
+        return plain(model, batch, cotangents, gradients=gradients, regularised=regularised)
 
     def place(self, model: nn.Module, layer: str, direction: str | None, key: str) -> Place | None:
         """Which parameter a weight of ours is, by name."""

@@ -42,8 +42,16 @@ _WEIGHTS = {
 }
 
 
-def plain(model: nn.Module, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True) -> PlainRun:
+def plain(
+    model: nn.Module,
+    batch: Batch,
+    cotangents: Cotangents | None = None,
+    *,
+    gradients: bool = True,
+    regularised: bool = False,
+) -> PlainRun:
     """See :meth:`rnnlens.adapters.protocol.Adapter.plain`."""
+    del regularised  # a torch loss holds whatever the user put into it
     model = unwrapped(model)
     if batch.initial_state:
         raise CertificateError("the initial states were put in by rnnlens; the model by itself starts elsewhere")

@@ -1,0 +1,224 @@
+"""The user's own model, run as it stands: nothing listened to, nothing tapped, differentiated by its engine.
+
+What the certificate of a result is held against. It shares with the capture only what prepares the user's data,
+evaluates the user's loss and leaves the model as it was found; names and layouts of weights are read here once more.
+Every call traces the model anew, so that nothing can be out of date.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ...errors import CertificateError
+from ...typing import Array
+from ..protocol import Batch, Place, PlainRun
+from . import loss as losses
+from .data import prepare
+from .engines import Engine, Memo, current
+from .found import as_found
+from .run import Job
+
+#: Cotangents of the model's outputs from their values, leaf by leaf; None for those that count for nothing.
+Cotangents = Callable[[Sequence[Array]], Sequence[Array | None]]
+
+_executables: weakref.WeakKeyDictionary[Any, dict[bytes, Any]] = weakref.WeakKeyDictionary()
+
+
+def plain(
+    model: Any,
+    batch: Batch,
+    cotangents: Cotangents | None = None,
+    *,
+    gradients: bool = True,
+    regularised: bool = False,
+) -> PlainRun:
+    """See :meth:`rnnlens.adapters.protocol.Adapter.plain`."""
+    if batch.initial_state:
+        raise CertificateError("the initial states were put in by rnnlens; the model by itself starts elsewhere")
+    engine = current()
+    with_loss = batch.loss is not None or batch.y is not None or (gradients and cotangents is None)
+    loss = losses.plan(model, batch) if with_loss else None
+    job = Job(model, prepare(model, batch, engine), (), {}, batch.training, batch.seed)
+    with as_found(model, engine, batch.seed), losses.undisturbed(model, regularised=regularised):
+        arguments = job.arguments(engine)
+        arguments["values"] = [keras.ops.convert_to_tensor(v) for v in job.variables]
+        run = _Run(engine, job, loss, arguments)
+        outputs, value, found = run.forward() if not gradients else run.backward(cotangents)
+    names = names_of(model)
+    grads = dict(zip(map(id, job.variables), found[1], strict=True)) if found else {}
+    return PlainRun(
+        outputs, value, found[0] if found else [], {name: grads.get(key) for key, name in names.items() if grads}
+    )
+
+
+class _Run:
+    """One run of the model as a function of its floats: those of x, then those of its variables."""
+
+    def __init__(self, engine: Engine, job: Job, loss: Any, arguments: dict[str, Any]) -> None:
+        self.engine, self.job, self.loss, self.arguments = engine, job, loss, arguments
+        self.x = keras.tree.flatten(arguments["x"])
+        self.floats = [_is_float(t) for t in (*self.x, *arguments["values"])]
+
+    def forward(self) -> tuple[list[Array], float | None, None]:
+        """Outputs and loss."""
+        (value, outputs), _ = self._run(lambda sources, rest: (self._program(sources, rest), None))
+        return self._told(outputs, value) + (None,)
+
+    def backward(self, cotangents: Cotangents | None) -> tuple[list[Array], float | None, Any]:
+        """The same, and gradients at the leaves of x and at the variables."""
+        given: list[Any] | None = None
+        if cotangents is not None:
+            (_, values), _ = self._run(lambda sources, rest: (self._program(sources, rest), None))
+            given = list(cotangents([np.asarray(self.engine.to_array(t)) for t in values]))
+        (value, outputs), grads = self._run(lambda sources, rest: self._differentiated(sources, rest, given))
+        arrays = iter([None if g is None else np.asarray(plain_of(self.engine, g)) for g in grads])
+        every = [next(arrays) if is_float else None for is_float in self.floats]
+        return self._told(outputs, value) + ((every[: len(self.x)], every[len(self.x) :]),)
+
+    def _told(self, outputs: Any, value: Any) -> tuple[list[Array], float | None]:
+        arrays = [np.asarray(plain_of(self.engine, t)) for t in outputs]
+        return arrays, None if value is None else float(plain_of(self.engine, value))
+
+    def _run(self, function: Callable[[Any, Any], Any]) -> Any:
+        """``function`` of the floats and the rest: traced now, and compiled where the engine does that."""
+        rest = {key: self.arguments[key] for key in ("y", "sample_weight", "seeds")}
+        every = [*self.x, *self.arguments["values"]]
+        sources = [t for t, is_float in zip(every, self.floats, strict=True) if is_float]
+        others = [t for t, is_float in zip(every, self.floats, strict=True) if not is_float]
+        arguments = (sources, {**rest, "others": others})
+        if getattr(self.job.model, "run_eagerly", False) or not self.engine.compiles:
+            return function(*arguments)
+        memo = Memo(_executables.setdefault(self.job.model, {}))
+        return self.engine.compile(function, arguments, memo)(*arguments)
+
+    def _program(self, sources: Sequence[Any], rest: Any) -> tuple[Any, list[Any]]:
+        """(loss or None, outputs) of the model on these values."""
+        mine, others = iter(sources), iter(rest["others"])
+        every = [next(mine) if is_float else next(others) for is_float in self.floats]
+        job, count = self.job, len(self.x)
+        x = keras.tree.pack_sequence_as(self.arguments["x"], every[:count])
+        seeds = [v for v in job.variables if v.name == "seed_generator_state"]
+        mapping = [*zip(job.variables, every[count:], strict=True), *zip(seeds, rest["seeds"], strict=True)]
+        with keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
+            training = {"training": job.training} if getattr(job.model, "_call_has_training_arg", False) else {}
+            outputs = job.model(x, **training)
+            value = None if self.loss is None else self.loss(x, rest["y"], outputs, rest["sample_weight"])
+        return value, keras.tree.flatten(outputs)
+
+    def _differentiated(self, sources: Sequence[Any], rest: Any, given: list[Any] | None) -> Any:
+        """((loss, outputs), gradients at the sources) of the loss, or of the outputs times ``given``."""
+
+        def target(sources: Sequence[Any]) -> tuple[Any, Any]:
+            value, outputs = self._program(sources, rest)
+            if given is None:
+                return value, (value, outputs)
+            parts = [
+                keras.ops.sum(t * keras.ops.convert_to_tensor(c, dtype=t.dtype))
+                for t, c in zip(outputs, given, strict=True)
+                if c is not None
+            ]
+            return sum(parts[1:], start=parts[0]), (value, outputs)
+
+        return _GRADIENTS[self.engine.name](target, list(sources))
+
+
+def _by_jax(target: Any, sources: list[Any]) -> Any:
+    import jax
+
+    (_, told), grads = jax.value_and_grad(target, has_aux=True)(sources)
+    return told, grads
+
+
+def _by_tensorflow(target: Any, sources: list[Any]) -> Any:
+    import tensorflow as tf
+
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(sources)
+        value, told = target(sources)
+    grads = tape.gradient(value, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    return told, [tf.convert_to_tensor(g) for g in grads]
+
+
+def _by_torch(target: Any, sources: list[Any]) -> Any:
+    import torch
+
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in sources]
+        # What is fed is not a leaf: the model may change it in place.
+        value, (loss, outputs) = target([t.clone() for t in leaves])
+        grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(leaves)
+    return (loss, outputs), [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, grads, strict=True)]
+
+
+_GRADIENTS = {"jax": _by_jax, "tensorflow": _by_tensorflow, "torch": _by_torch}
+
+
+def plain_of(engine: Engine, tensor: Any) -> Any:
+    """A NumPy array of a tensor, wherever it lies."""
+    array = engine.to_array(tensor)
+    return array.cpu().numpy() if hasattr(array, "cpu") else array
+
+
+def names_of(model: Any) -> dict[int, str]:
+    """A name of its own for every variable, by identity: its path, numbered where several share one."""
+    seen: dict[str, int] = {}
+    found: dict[int, str] = {}
+    for variable in model.variables:
+        if id(variable) not in found:
+            count = seen[variable.path] = seen.get(variable.path, 0) + 1
+            found[id(variable)] = variable.path if count == 1 else f"{variable.path}#{count}"
+    return found
+
+
+def place(model: Any, layer: str, direction: str | None, key: str) -> Place | None:
+    """See :meth:`rnnlens.adapters.protocol.Adapter.place`."""
+    for found in _called(model, layer.partition("#")[0]):
+        halves = [getattr(found, side, None) for side in ("forward_layer", "backward_layer")]
+        half = next((h for h in halves if h is not None and h.go_backwards == (direction == "backward")), found)
+        place = _within(model, getattr(half, "cell", half), key)
+        if place is not None:
+            return place
+    return None
+
+
+def _within(model: Any, owner: Any, key: str) -> Place | None:
+    """The variable of a cell or layer that a weight of ours is. Keras has the gates in the order that we have them."""
+    both = key in ("bias", "recurrent_bias") and len(getattr(getattr(owner, "bias", None), "shape", ())) == 2
+    wanted = "bias" if both else key.rpartition("/")[2]
+    weights = list(getattr(owner, "weights", ()))
+    found = [v for v in weights if v.name == wanted] or [v for v in weights if v.path.endswith(f"/{key}")]
+    if len(found) > 1:
+        found = [v for v in found if v.path.endswith(f"/{key}")]
+    name = names_of(model).get(id(found[0])) if len(found) == 1 else None
+    if name is None:
+        return None
+    row = ("bias", "recurrent_bias").index(key) if both else None
+    return Place(name, (lambda array: array) if row is None else (lambda array: array[row]), str(row), _tied(model, found[0]))
+
+
+def _tied(model: Any, variable: Any) -> bool:
+    """Whether more than one layer of the model has the variable for its own."""
+    own = [{id(v) for v in (*one._trainable_variables, *one._non_trainable_variables)} for one in model._flatten_layers()]
+    return sum(id(variable) in ids for ids in own) > 1
+
+
+def _called(model: Any, name: str) -> Iterator[Any]:
+    """Layers that a path of names leads to, from the model inwards."""
+    if name == model.name:
+        yield model
+    for child in model._flatten_layers(include_self=False, recursive=False):
+        if child.name == name:
+            yield child
+        elif name.startswith(f"{child.name}/"):
+            yield from _called(child, name[len(child.name) + 1 :])
+        elif isinstance(model, keras.Sequential) and child is getattr(model, "_functional", None):
+            yield from _called(child, name)
+
+
+def _is_float(tensor: Any) -> bool:
+    return bool(keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)))
