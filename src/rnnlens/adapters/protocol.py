@@ -180,13 +180,15 @@ class PlainRun:
     """What the user's own model gave when it ran as it stands: no taps, no hooks, no cuts, its own differentiation.
 
     ``outputs`` and ``input_grads`` go by the leaves of what the model returned and of x; ``weight_grads`` by the
-    framework's own names, in the framework's layout. None where no path leads.
+    framework's own names, in the framework's layout. None where no path leads. ``input_names`` has the keys of x, in
+    the order of its leaves, where it is a dict.
     """
 
     outputs: list[Array]
     loss: float | None = None
     input_grads: list[Array | None] = field(default_factory=list)
     weight_grads: Mapping[str, Array | None] = field(default_factory=dict)
+    input_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -295,7 +297,8 @@ class Adapter(Protocol):
         """Run the user's own model once as it stands and, with ``gradients``, differentiate it once by itself.
 
         What is differentiated is the loss, or with ``cotangents`` the outputs: given their values, it returns one
-        cotangent per leaf. Weight regularisers count in the loss, and in its gradient if ``regularised``. Raises ``CertificateError`` where the model by itself would do something else.
+        cotangent per leaf. Weight regularisers count in the loss, and in its gradient if ``regularised``. Raises
+        ``CertificateError`` where the model by itself would do something else.
         """
 
     def place(self, model: Any, layer: str, direction: str | None, key: str) -> Place | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -78,6 +79,10 @@ class Certificate:
         if self.resting:
             text += f"; {', '.join(self.resting)} rest on them"
         return text + "".join(f"; not certified: {what}" for what in self.uncertified)
+
+    def attributes(self) -> dict[str, str]:
+        """What a lone array says of it: the sentence, and the comparisons as JSON."""
+        return {"certificate": self.sentence, "checks": json.dumps([check.to_dict() for check in self.checks])}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain words and numbers, as stored in files."""

@@ -95,18 +95,19 @@ def answer_from_capture(question: Question, batch: Batch) -> Answer | None:
     if any(name.what == "final_state" and inside.is_stepwise(name) for name in names):
         return None
     grads: dict[TensorName, Array | None] = {}
+    swept: dict[str, list[tuple[Half, Adjoint]]] = {}
     for name in names:
         halves = inside.layer(name.layer)
         if name.what == "output":
             grads[name] = _stack_halves([plain(half.call.output_grad)[None] for half in halves])
         else:
-            grads[name] = inside.gradient(
-                name, [half.sweep(half.call.state_grad or {}, half.arrived()) for half in halves]
-            )
+            sweeps = [half.sweep(half.call.state_grad or {}, half.arrived()) for half in halves]
+            swept[str(name.layer)] = list(zip(halves, sweeps, strict=True))
+            grads[name] = inside.gradient(name, sweeps)
     if any(grad is None or not np.any(grad) for grad in grads.values()):
         return None
     dims = {name: dims_for(name, grad, known, False) for name, grad in grads.items() if grad is not None}
-    return Answer(np.asarray(capture.loss), question.axes.samples(batch), grads, dims, inside.masks())
+    return Answer(np.asarray(capture.loss), question.axes.samples(batch), grads, dims, inside.masks(), swept)
 
 
 class _Answering:
@@ -119,6 +120,7 @@ class _Answering:
         self.on_steps: dict[str, list[dict[int, Array]]] = {}
         self.seeds: dict[Port, Array] = {}
         self.own_weights: dict[tuple[str, str], list[Array]] = {}
+        self.swept: dict[str, list[tuple[Half, Adjoint]]] = {}
 
     def run(self) -> Answer:
         """From the target to every gradient."""
@@ -139,7 +141,7 @@ class _Answering:
             dims[name] = () if grad is None else self._dims(name, grad)
             if grad is not None and is_outside(name, self.question.known):
                 grads[name], dims[name] = in_order(*self.outside.opened(name.port(), grads[name]))
-        return Answer(value, self.samples, grads, dims, self.inside.masks())
+        return Answer(value, self.samples, grads, dims, self.inside.masks(), self.swept)
 
     def _start(self) -> Array:
         """Value of the target; the cotangents it starts from go to ``seeds`` and, within recurrences, ``on_states``."""
@@ -219,7 +221,9 @@ class _Answering:
         flat = {port: None if a is None else a[0] for port, a in arrived.items()}
         if all(flat.get(port) is None for half in halves for port in half.readers()) and not any(put):
             return None
-        return self.inside.gradient(name, self._sweeps(halves, put, flat))
+        sweeps = self._sweeps(halves, put, flat)
+        self.swept[layer] = list(zip(halves, sweeps, strict=True))
+        return self.inside.gradient(name, sweeps)
 
     def _sweeps(self, halves: list[Half], put: list[dict[int, Array]], arrived: Arrived) -> list[Adjoint]:
         return [half.sweep(states, arrived) for half, states in zip(halves, put, strict=True)]

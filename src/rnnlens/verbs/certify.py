@@ -164,7 +164,7 @@ def compared(
         return bench.checks
     if capture.input_grads:
         sides = zip(outputs_of(batch.x), capture.input_grads, run.input_grads, strict=True)
-        bench.compare(INPUTS, "", [_filled(a, b) for x, a, b in sides if _either(a, b) and not _flags(x)])
+        bench.compare(INPUTS, "", [filled(a, b) for x, a, b in sides if _either(a, b) and not _flags(x)])
     _compare_weights(bench, adapter, model, ours, run)
     for name, layer, pairs in ours.borders:
         bench.compare(name, layer, pairs)
@@ -194,16 +194,16 @@ def _compare_weights(bench: Bench, adapter: Adapter, model: Any, ours: Ours, run
         mine = sum(array for _, _, array in entries)
         theirs = np.zeros_like(mine) if total is None else place.take(total)
         if total is not None and key in ours.probed:
-            theirs = _probed(theirs)
+            theirs = probed(theirs)
         by_layer.setdefault(key[0], []).append((mine, theirs))
     for layer, pairs in by_layer.items():
         bench.compare(WEIGHTS, layer, pairs)
     others = [name for name in beside if name in whole or name not in swept]
-    pairs = [_filled(beside[n], run.weight_grads.get(n)) for n in others if _either(beside[n], run.weight_grads.get(n))]
+    pairs = [filled(beside[n], run.weight_grads.get(n)) for n in others if _either(beside[n], run.weight_grads.get(n))]
     bench.compare(WEIGHTS, "other layers" if swept else "", pairs)
 
 
-def _probed(whole: Array) -> Array:
+def probed(whole: Array) -> Array:
     """A kernel of a known cell as the random combinations of its rows that ours comes as."""
     how = affine.Contraction(probes=PROBES)
     return np.asarray(affine.probe_rows(whole.shape[0], whole, how, np) @ whole)
@@ -224,7 +224,7 @@ def _flags(leaf: Any) -> bool:
     return bool(np.all(np.isin(plain(leaf), (0, 1))))
 
 
-def _filled(one: Any, other: Any) -> tuple[Any, Any]:
+def filled(one: Any, other: Any) -> tuple[Any, Any]:
     """Two gradients, with zeros for one that does not exist."""
     if one is None:
         return np.zeros_like(plain(other)), other

@@ -31,6 +31,8 @@ from ..arguments import (
 from ..arguments import loss as a_loss
 from ..arguments.data import is_source
 from ..errors import DisconnectedError, InputError, UnsupportedError, message, shown
+from ..results.certificate import Certificate
+from ..results.checks import warn_about
 from ..results.gradients import Gradients
 from ..results.schema import labelled
 from ..settings import Progress, current, parse_memory
@@ -38,6 +40,8 @@ from ..typing import Array
 from ..vocabulary import GATE
 from .answering import answer
 from .axes import Axes, an_axes_table
+from .certify import wanted as asked_for
+from .certify_answer import certify_answer
 from .clipping import a_clipping, clipped, rule
 from .cuts import layouts_of_inputs, layouts_to_cut
 from .explain import Explanation, explain
@@ -211,6 +215,7 @@ class _Gathered:
     dims: dict[TensorName, tuple[str, ...]]
     value: Array
     explanation: Explanation
+    certificate: Certificate = Certificate()  # noqa: RUF009 - it is frozen
 
 
 def _question(
@@ -295,7 +300,8 @@ def _answer(question: Question, batch: Batch) -> tuple[Question, Answer]:
 def _gather(question: Question, feed: _Feed, template: Batch, with_loss: bool, total: Accumulator) -> _Gathered:
     """Answer batch by batch; explain on the first batch what has no gradient there."""
     first: Batch | None = None
-    start = 0
+    start, certificate = 0, Certificate()
+    engine = question.adapter.provenance(question.model).get("engine", question.adapter.name).partition(" ")[0]
     last: Answer | None = None
     count, pieces = _pieces(question.axes, feed, template)
     with Progress("gradients", count) as progress:
@@ -312,6 +318,9 @@ def _gather(question: Question, feed: _Feed, template: Batch, with_loss: bool, t
                 seed=None if template.seed is None else template.seed + total.batches,
             )
             question, last = _answer(question, batch)
+            if first is None and asked_for(question.model, "gradients", batch):
+                certificate = certify_answer(question, batch, last, engine)
+            last.swept = {}
             total.add(last)
             first = first or batch
             start = stop
@@ -319,7 +328,9 @@ def _gather(question: Question, feed: _Feed, template: Batch, with_loss: bool, t
     assert first is not None
     assert last is not None
     found = total.result()
-    return _Gathered(found, total.dims, total.value(), explain(question, first, found, total.dims))
+    warn_about(certificate.checks, stacklevel=5)
+    explained = explain(question, first, found, total.dims)
+    return _Gathered(found, total.dims, total.value(), explained, certificate)
 
 
 def _pieces(axes: Axes, feed: _Feed, template: Batch) -> tuple[int | None, Iterable[data.DataBatch]]:
@@ -371,6 +382,7 @@ def _result(
         raise error
     arrays = {name: _label(question, name, gathered, provenance) for name in asked if name in gathered.gradients}
     if single and clip is None:
+        arrays[asked[0]].attrs |= gathered.certificate.attributes()
         return _with_reasons(arrays[asked[0]], explanation)
     common: dict[str, Any] = {"of": question.target.text, "value": gathered.value, "provenance": provenance}
     result = Gradients(
@@ -378,6 +390,7 @@ def _result(
         disconnected=explanation.disconnected,
         flags=explanation.flags,
         notes=explanation.notes,
+        certificate=gathered.certificate,
         **common,
     )
     if clip is not None:

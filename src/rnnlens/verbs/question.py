@@ -8,10 +8,11 @@ from typing import Any
 
 from ..adapters.protocol import Adapter, Batch, Port
 from ..errors import InputError, message
+from ..recurrence.adjoint import Adjoint
 from ..typing import Array
 from ..vocabulary import FEATURE, SAMPLE
 from .axes import Axes
-from .inside import Inside
+from .inside import Half, Inside
 from .names import Catalogue, TensorName
 from .targets import Target, dims_of
 from .weight_keys import dims_of_weight, sources
@@ -50,13 +51,17 @@ class Question:
 
 @dataclass
 class Answer:
-    """Gradients of one batch by tensor, None where no path leads there, and the names of their axes."""
+    """Gradients of one batch by tensor, None where no path leads there, and the names of their axes.
+
+    ``swept`` has the sweeps that they were taken from, by layer: all that a certificate needs.
+    """
 
     value: Array
     samples: int
     gradients: dict[TensorName, Array | None]
     dims: dict[TensorName, tuple[str, ...]]
     masks: dict[str, Array] = field(default_factory=dict)
+    swept: dict[str, list[tuple[Half, Adjoint]]] = field(default_factory=dict)
 
 
 class SeveralOutputs(Exception):  # noqa: N818 - no error, but what a run found out

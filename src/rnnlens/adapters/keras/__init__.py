@@ -13,7 +13,18 @@ from typing import Any
 
 from ...layout import Layout
 from ...typing import Array
-from ..protocol import Batch, Capture, CaptureRequest, ChainLink, LayerInfo, LayerWeights, Place, PlainRun, Port, Pullback
+from ..protocol import (
+    Batch,
+    Capture,
+    CaptureRequest,
+    ChainLink,
+    LayerInfo,
+    LayerWeights,
+    Place,
+    PlainRun,
+    Port,
+    Pullback,
+)
 from . import discover
 from .capture import capture, copy_of
 from .chain import chain

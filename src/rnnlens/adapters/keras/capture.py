@@ -17,8 +17,8 @@ from .data import prepare
 from .discover import Site, choose, given_states, places
 from .engines import Engine, current
 from .hooks import Call
-from .plain import names_of
 from .masks import masked_output, output_from_state
+from .plain import names_of
 from .run import Job, Result, run
 from .weights import cell_variables, known_arrays, known_cell, known_kind
 

@@ -51,9 +51,10 @@ def plain(
         outputs, value, found = run.forward() if not gradients else run.backward(cotangents)
     names = names_of(model)
     grads = dict(zip(map(id, job.variables), found[1], strict=True)) if found else {}
-    return PlainRun(
-        outputs, value, found[0] if found else [], {name: grads.get(key) for key, name in names.items() if grads}
-    )
+    weights = {name: grads.get(key) for key, name in names.items() if grads}
+    paths = [path for path, _ in keras.tree.flatten_with_path(batch.x)] if isinstance(batch.x, dict) else []
+    keys = tuple(str(path[0]) for path in paths if len(path) == 1)
+    return PlainRun(outputs, value, found[0] if found else [], weights, keys)
 
 
 class _Run:
@@ -67,7 +68,7 @@ class _Run:
     def forward(self) -> tuple[list[Array], float | None, None]:
         """Outputs and loss."""
         (value, outputs), _ = self._run(lambda sources, rest: (self._program(sources, rest), None))
-        return self._told(outputs, value) + (None,)
+        return (*self._told(outputs, value), None)
 
     def backward(self, cotangents: Cotangents | None) -> tuple[list[Array], float | None, Any]:
         """The same, and gradients at the leaves of x and at the variables."""
@@ -78,7 +79,7 @@ class _Run:
         (value, outputs), grads = self._run(lambda sources, rest: self._differentiated(sources, rest, given))
         arrays = iter([None if g is None else np.asarray(plain_of(self.engine, g)) for g in grads])
         every = [next(arrays) if is_float else None for is_float in self.floats]
-        return self._told(outputs, value) + ((every[: len(self.x)], every[len(self.x) :]),)
+        return (*self._told(outputs, value), (every[: len(self.x)], every[len(self.x) :]))
 
     def _told(self, outputs: Any, value: Any) -> tuple[list[Array], float | None]:
         arrays = [np.asarray(plain_of(self.engine, t)) for t in outputs]
@@ -198,12 +199,16 @@ def _within(model: Any, owner: Any, key: str) -> Place | None:
     if name is None:
         return None
     row = ("bias", "recurrent_bias").index(key) if both else None
-    return Place(name, (lambda array: array) if row is None else (lambda array: array[row]), str(row), _tied(model, found[0]))
+    return Place(
+        name, (lambda array: array) if row is None else (lambda array: array[row]), str(row), _tied(model, found[0])
+    )
 
 
 def _tied(model: Any, variable: Any) -> bool:
     """Whether more than one layer of the model has the variable for its own."""
-    own = [{id(v) for v in (*one._trainable_variables, *one._non_trainable_variables)} for one in model._flatten_layers()]
+    own = [
+        {id(v) for v in (*one._trainable_variables, *one._non_trainable_variables)} for one in model._flatten_layers()
+    ]
     return sum(id(variable) in ids for ids in own) > 1
 
 

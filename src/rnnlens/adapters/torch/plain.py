@@ -69,9 +69,9 @@ def plain(
     values = [_array(leaf) for leaf in leaves]
     if found is None:
         return PlainRun(values, _number(loss), [], {})
-    return PlainRun(
-        values, _number(loss), found[: len(sources)], dict(zip(weights, found[len(sources) :], strict=True))
-    )
+    by_name = dict(zip(weights, found[len(sources) :], strict=True))
+    keys = tuple(given_x) if isinstance(given_x, dict) and len(given_x) == len(sources) else ()
+    return PlainRun(values, _number(loss), found[: len(sources)], by_name, keys)
 
 
 def place(model: nn.Module, layer: str, direction: str | None, key: str) -> Place | None:

@@ -1,0 +1,200 @@
+"""Holds the answer to a question, and gradients of weights as they are labelled, against the plain run of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ..adapters.protocol import Adapter, Batch, PlainRun
+from ..recurrence.adjoint import weight_gradients
+from ..recurrence.cells import KnownCell
+from ..results.certificate import Certificate
+from ..results.schema import plain
+from ..typing import Array
+from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
+from .axes import in_order
+from .certify import LOSS, PROBES, WEIGHTS, Bench, attempt, filled, probed, unsteady
+from .names import TensorName
+from .outside import Outside
+from .question import Answer, Question, uncalled
+from .sweep import weights_of
+
+GRADIENT = "plain gradient"
+
+
+def certify_answer(question: Question, batch: Batch, answer: Answer, engine: str) -> Certificate:
+    """Compare what was asked for, and what it rests on, with one vector-Jacobian product of the plain run."""
+    of_loss = question.function is None and question.leaves[0].what == "loss"
+    if not of_loss and any(leaf.layer is not None or leaf.what != "output" for leaf in question.leaves):
+        why = f"{question.target.text} lies inside the model, where a plain run cannot be looked at"
+        return Certificate("could not", engine, why=why)
+    value: list[Array] = []
+    outside = Outside(question.axes, answer.samples)
+
+    def cotangents(outputs: Sequence[Array]) -> Sequence[Array | None]:
+        value[:], found = _evaluated(question, outside, outputs)
+        return found
+
+    # A sweep through a layer knows nothing of what its regularisers add.
+    regularised = not question.target.per_sample
+    run, why = attempt(
+        lambda: question.adapter.plain(question.model, batch, None if of_loss else cotangents, regularised=regularised)
+    )
+    if run is None:
+        return Certificate("could not", engine, why=why)
+    bench = Bench(_steps(answer), _dtype(question, answer))
+    theirs: Any = run.loss if of_loss else value[0]
+    if np.shape(theirs) == np.shape(answer.value):
+        bench.compare(LOSS if of_loss else "plain target", "", [(answer.value, theirs)])
+    certified = _compare_named(bench, question, outside, answer, run)
+    resting = _compare_swept(bench, question, answer, run, regularised)
+    certificate = Certificate.of(engine, bench.checks, certified=(("value", *certified)), resting=tuple(resting))
+    reason = unsteady(question.adapter, question.model, batch, run) if certificate.state == "failed" else ""
+    return Certificate("could not", engine, why=reason) if reason else certificate
+
+
+def _evaluated(
+    question: Question, outside: Outside, outputs: Sequence[Array]
+) -> tuple[list[Array], list[Array | None]]:
+    """The target of these outputs, and its cotangent for each of them."""
+
+    def differentiate(function: Any, arrays: Any) -> Any:
+        return question.adapter.differentiate(function, arrays, question.model)
+
+    ports = [leaf.port() for leaf in question.leaves]
+    chosen = [outputs[leaf.index] for leaf in question.leaves]
+    found: list[Array | None] = [None] * len(outputs)
+    if question.function is None:
+        opened, names = outside.opened(ports[0], chosen[0])
+        value, cotangent = question.target.evaluate(xr.DataArray(opened, dims=names), differentiate)
+        cotangents: Sequence[Array] = [cotangent]
+    else:
+        result, pull = differentiate(question.function, chosen)
+        value, cotangent = question.target.evaluate(outside.named_result(result, pull, ports, chosen), differentiate)
+        cotangents = pull(cotangent.astype(result.dtype))
+    for leaf, part in zip(question.leaves, cotangents, strict=True):
+        part = np.asarray(part).reshape(outputs[leaf.index].shape)
+        before = found[leaf.index]
+        found[leaf.index] = part if before is None else before + part
+    return [np.asarray(value)], found
+
+
+def _compare_named(bench: Bench, question: Question, outside: Outside, answer: Answer, run: PlainRun) -> list[str]:
+    """Inputs and weights, by their names; what of them was compared."""
+    certified: list[str] = []
+    inputs = [name for name in question.wrt if name.what == "input" and name.layer is None]
+    for name in inputs:
+        index = _leaf_of(name, run)
+        if index is not None and index < len(run.input_grads):
+            mine, theirs = answer.gradients.get(name), run.input_grads[index]
+            if theirs is not None:
+                theirs, _ = in_order(*outside.opened(name.port(), theirs))
+            if mine is not None or theirs is not None:
+                bench.compare(GRADIENT, name.text, [filled(mine, theirs)])
+                certified.append(name.text)
+    for layer in dict.fromkeys(str(name.layer) for name in question.wrt if name.what == "weight"):
+        pairs = []
+        for name in question.wrt:
+            if name.what == "weight" and name.layer == layer:
+                mine = answer.gradients.get(name)
+                pairs += list(named_pairs(question.adapter, question.model, run, name, mine, answer.dims.get(name)))
+        bench.compare(WEIGHTS, layer, pairs)
+        certified += ["gradients of weights"] if pairs and "gradients of weights" not in certified else []
+    return certified
+
+
+def _leaf_of(name: TensorName, run: PlainRun) -> int | None:
+    """Which leaf of x a name stands for: by its key where x has keys."""
+    key = name.text.partition("[")[2].rstrip("]")
+    if run.input_names and key:
+        return run.input_names.index(key) if key in run.input_names else None
+    return name.index
+
+
+def named_pairs(
+    adapter: Adapter,
+    model: Any,
+    run: PlainRun,
+    name: TensorName,
+    mine: Array | None,
+    dims: Sequence[str] | None,
+    beside: Mapping[str, Any] | None = None,
+) -> Iterator[tuple[Any, Any]]:
+    """The gradient of one weight as it is labelled, and the framework's, for each direction.
+
+    Samples and steps are summed over. Without a gradient of ours there must be none of the framework's.
+    """
+    both = dims is not None and DIRECTION in dims
+    for d, direction in enumerate(("forward", "backward") if both else (None,)):
+        place = adapter.place(model, str(name.layer), direction, name.key)
+        if place is None or place.tied:
+            continue
+        theirs = run.weight_grads.get(place.name)
+        around = (beside or {}).get(place.name)
+        theirs = theirs if theirs is None or around is None else theirs - plain(around)
+        if mine is None or dims is None:
+            if theirs is not None:
+                yield np.zeros_like(theirs), theirs
+            continue
+        array, left = _summed(np.asarray(mine), list(dims))
+        if both:
+            array = np.take(array, d, axis=left.index(DIRECTION))
+            left.remove(DIRECTION)
+        if GATE in left:
+            array = array.reshape(*array.shape[: left.index(GATE)], -1)
+        yield array, np.zeros_like(array) if theirs is None else place.take(theirs)
+
+
+def _summed(array: Array, dims: list[str]) -> tuple[Array, list[str]]:
+    for dim in (SAMPLE, TIME):
+        if dim in dims:
+            array = array.sum(axis=dims.index(dim))
+            dims.remove(dim)
+    return array, dims
+
+
+def _compare_swept(bench: Bench, question: Question, answer: Answer, run: PlainRun, regularised: bool) -> list[str]:
+    """The weight gradients of the same sweeps that states and gates were taken from; what rests on them."""
+    known = question.known
+    for layer, halves in answer.swept.items():
+        base = uncalled(layer, known.recurrent)
+        penalties = known.weights[base].penalties if base in known.weights else {}
+        if layer != base or (regularised and penalties):
+            continue
+        pairs = []
+        for half, swept in halves:
+            call = half.call
+            is_known = isinstance(call.cell, KnownCell)
+            sums = weight_gradients(half.run, swept, probes=PROBES) if is_known else weights_of(call, half.run, swept)
+            for key, mine in sums.items():
+                place = question.adapter.place(
+                    question.model, base, call.direction if call.bidirectional else None, key
+                )
+                if place is None or place.tied or run.weight_grads.get(place.name) is None:
+                    continue
+                theirs = place.take(run.weight_grads[place.name])
+                mine = plain(mine) / question.scale
+                pairs.append((mine, probed(theirs) if is_known and mine.ndim == 2 else theirs))
+        bench.compare(WEIGHTS, layer, pairs)
+    inside = [name.text for name in question.wrt if name.what != "weight" and name.layer is not None]
+    return list(dict.fromkeys(inside))
+
+
+def _steps(answer: Answer) -> int:
+    """The most steps that any of the arrays has."""
+    pairs = [(answer.dims[name], grad.shape) for name, grad in answer.gradients.items() if grad is not None]
+    lengths: list[int] = [shape[dims.index(TIME)] for dims, shape in pairs if TIME in dims]
+    lengths += [half.run.input.shape[1] for halves in answer.swept.values() for half, _ in halves]
+    return max([*lengths, 64])
+
+
+def _dtype(question: Question, answer: Answer) -> str:
+    words = str(question.adapter.provenance(question.model).get("dtype", ""))
+    for name in ("bfloat16", "float16"):
+        if name in words:
+            return name
+    arrays = [grad for grad in answer.gradients.values() if grad is not None]
+    return str(arrays[0].dtype) if arrays else ""
