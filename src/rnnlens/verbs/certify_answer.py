@@ -32,7 +32,9 @@ def certify_answer(question: Question, batch: Batch, answer: Answer, engine: str
         why = f"{question.target.text} lies inside the model, where a plain run cannot be looked at"
         return Certificate("could not", engine, why=why)
     if question.scale != 1.0:
-        return Certificate("could not", engine, why="the loss is scaled while gradients flow; a plain run scales nothing")
+        return Certificate(
+            "could not", engine, why="the loss is scaled while gradients flow; a plain run scales nothing"
+        )
     value: list[Array] = []
     outside = Outside(question.axes, answer.samples)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from ..adapters.protocol import Adapter, Batch, CaptureRequest, LayerWeights, Port, RecurrentCall
+from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, RecurrentCall
 from ..adapters.registry import adapter_for
 from ..arguments import (
     anything,
@@ -28,10 +28,13 @@ from ..arguments import loss as a_loss
 from ..errors import InputError, LayerNotFoundError, TooLargeError, did_you_mean, message, raised_by, shown
 from ..recurrence.cells import KnownCell
 from ..recurrence.run import Run
+from ..results.certificate import Certificate
 from ..results.checks import Check, warn_about
 from ..results.schema import plain
 from ..results.weights import Weights
 from ..settings import current, format_memory
+from .certify import wanted as asked_for
+from .certify_weights import certify_weights
 from .host import on_host
 from .sweep import sweep, weight_norms_by_time, weights_of
 from .trace import WeightSum
@@ -104,15 +107,23 @@ def weights(
     notes: list[str] = []
     if x is not None:
         batch = Batch(x, y, sample_weight, class_weight, loss, training, None, seed)
-        value, checks, notes = _add_gradients(adapter, model, batch, found, labelled, by_time)
-    warn_about(checks)
+        certified = asked_for(model, "weights", batch)
+        value, checks, capture = _add_gradients(adapter, model, batch, found, labelled, by_time, certified)
+        notes = [] if capture is None else capture.notes
     provenance = adapter.provenance(model)
+    datasets = {name: node_dataset(name, variables, provenance) for name, variables in labelled.items()}
+    certificate = None if x is None else Certificate()
+    if x is not None and certified:
+        engine = provenance.get("engine", adapter.name).partition(" ")[0]
+        certificate = certify_weights(adapter, model, batch, found, datasets, capture, value, engine)
+    warn_about([*checks, *(certificate.checks if certificate else ())])
     return Weights(
-        {name: node_dataset(name, variables, provenance) for name, variables in labelled.items()},
+        datasets,
         penalties=_penalties(found),
         loss=value,
         provenance=provenance,
         checks=checks,
+        certificate=certificate,
         notes=notes,
     )
 
@@ -240,14 +251,16 @@ def _add_gradients(
     found: Mapping[str, LayerWeights],
     labelled: dict[str, dict[str, Labelled]],
     by_time: bool | str,
-) -> tuple[float | None, list[Check], list[str]]:
+    certified: bool,
+) -> tuple[float | None, list[Check], Capture | None]:
     recurrent = {name for name, layer in found.items() if layer.cells}
     value: float | None = None
     checks: list[Check] = []
-    notes: list[str] = []
+    capture: Capture | None = None
     if recurrent:
-        capture = adapter.capture(model, batch, CaptureRequest(layers=tuple(sorted(recurrent))))
-        value, notes = capture.loss, capture.notes
+        request = CaptureRequest(layers=tuple(sorted(recurrent)), borders=certified)
+        capture = adapter.capture(model, batch, request)
+        value = capture.loss
         for name in recurrent:
             calls = [call for call in on_host(capture.calls) if call.layer.partition("#")[0] == name]
             grads, check = _recurrent_gradients(calls, by_time)
@@ -256,7 +269,7 @@ def _add_gradients(
     others = [name for name in found if name not in recurrent]
     if others:
         value = _plain_gradients(adapter, model, batch, found, labelled, others)
-    return value, checks, notes
+    return value, checks, capture
 
 
 def _recurrent_gradients(

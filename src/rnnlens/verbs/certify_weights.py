@@ -1,0 +1,81 @@
+"""Holds the gradients of ``rl.weights``, as they are labelled, against those of the model run plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import xarray as xr
+
+from ..adapters.protocol import Adapter, Batch, Capture, LayerWeights
+from ..results.certificate import Certificate
+from ..typing import Array
+from ..vocabulary import GATE, GATES, TIME
+from .certify import LOSS, WEIGHTS, Bench, attempt, unsteady
+from .certify_answer import named_pairs
+from .names import TensorName
+
+
+def certify_weights(
+    adapter: Adapter,
+    model: object,
+    batch: Batch,
+    found: Mapping[str, LayerWeights],
+    datasets: Mapping[str, xr.Dataset],
+    capture: Capture | None,
+    loss: float | None,
+    engine: str,
+) -> Certificate:
+    """Compare every gradient that has a number of its own; norms of single steps rest on their sum."""
+    run, why = attempt(lambda: adapter.plain(model, batch))
+    if run is None:
+        return Certificate("could not", engine, why=why)
+    if capture is not None and capture.altered:
+        return Certificate("could not", engine, why=capture.altered)
+    bench = Bench(_steps(datasets, capture), _dtype(capture))
+    bench.compare(LOSS, "", [(loss, run.loss)] if loss is not None else [])
+    beside = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
+    norms = []
+    for layer, dataset in datasets.items():
+        pairs = []
+        for name, variable in dataset.data_vars.items():
+            key = _key(str(name), found[layer])
+            if key is None or key in found[layer].penalties:
+                continue
+            tensor = TensorName(f"{layer}/{key}", "weight", layer, key=key)
+            mine, dims = _in_our_order(variable, found[layer])
+            around = beside if found[layer].cells else {}
+            pairs += list(named_pairs(adapter, model, run, tensor, mine, dims, around))
+        bench.compare(WEIGHTS, layer, pairs)
+        norms += [str(name) for name in dataset.data_vars if str(name).endswith("_grad_norm")]
+    certified = ("loss", *(["gradients of weights"] if any(c.name == WEIGHTS for c in bench.checks) else []))
+    open_ends = ("norms of single steps",) if norms else ()
+    certificate = Certificate.of(engine, bench.checks, certified=certified, uncertified=open_ends)
+    reason = unsteady(adapter, model, batch, run) if certificate.state == "failed" else ""
+    return Certificate("could not", engine, why=reason) if reason else certificate
+
+
+def _key(name: str, weights: LayerWeights) -> str | None:
+    """The weight whose gradient a variable is; None for anything else."""
+    if not name.endswith("_grad") or name == "bias_total_grad":
+        return None
+    stem = name.removesuffix("_grad")
+    return stem if weights.cells else next((key for key in weights.values if key.replace("/", ".") == stem), None)
+
+
+def _in_our_order(variable: xr.DataArray, weights: LayerWeights) -> tuple[Array, tuple[str, ...]]:
+    """Values with gates in the order of the vocabulary, by their labels."""
+    if GATE in variable.dims and variable[GATE].dtype.kind in "UO":
+        kind = next(iter(weights.cells.values())).kind
+        variable = variable.sel({GATE: list(GATES[kind])})
+    return np.asarray(variable.values), tuple(map(str, variable.dims))
+
+
+def _steps(datasets: Mapping[str, xr.Dataset], capture: Capture | None) -> int:
+    lengths = [int(call.input.shape[1]) for call in (capture.calls if capture else [])]
+    lengths += [int(dataset.sizes[TIME]) for dataset in datasets.values() if TIME in dataset.sizes]
+    return max([*lengths, 64])
+
+
+def _dtype(capture: Capture | None) -> str:
+    return next((call.compute_dtype for call in (capture.calls if capture else []) if call.compute_dtype), "")
