@@ -44,10 +44,12 @@ class Composed:
         found: dict[int, Array] = {}
         for index in range(len(self.swept) - 1, -1, -1):
             one = self.swept[index]
+            if wrt.port in one.half.above() and wrt.port in arriving:
+                found[0] = arriving[wrt.port]  # complete: everything above this call has been gone through
             source = self._gather(one, points.get(index), arriving)
             if source is not None and self.is_useful(index, wrt):
                 self._through(index, one, source, wrt, arriving, found, tally)
-        if wrt.port is not None and wrt.port in arriving:
+        if wrt.port is not None and 0 not in found and wrt.port in arriving:
             found[0] = arriving[wrt.port]
         return {key: self.swept[0].work.numpy(value) for key, value in found.items()}
 
@@ -84,7 +86,7 @@ class Composed:
         rest = set(links)
         for index, one in enumerate(self.swept):
             output = one.half.above()[0]
-            if times is not None and output in links and links[output].kind == "local":
+            if times is not None and output != self.ends.wrt.port and output in links and links[output].kind == "local":
                 points[index] = one.output_points(times, through_rows(links[output], rows))
                 rest.discard(output)
         if not rest:

@@ -134,7 +134,8 @@ _KINDS = ("lstm", "gru", "simple_rnn")
 def _of_run(run: Run, layer: int, port: Port) -> Border:
     direction = 1 if port.direction == "backward" else 0
     if port.kind in ("input", "output"):
-        return _of_sequence(run, layer, port.kind, direction)
+        whole = port.direction is None
+        return _of_sequence(run, layer, port.kind, None if whole else direction)
     if port.kind == "state" and port.key == "ending":
         return ending_border(run, port.index)
     if port.kind == "state":
@@ -148,7 +149,8 @@ def _of_run(run: Run, layer: int, port: Port) -> Border:
     raise UnsupportedError(message(f"Layer {port.layer!r} has no port {port.kind!r}."))
 
 
-def _of_sequence(run: Run, layer: int, kind: str, direction: int) -> Border:
+def _of_sequence(run: Run, layer: int, kind: str, direction: int | None) -> Border:
+    """What a layer was fed or returned; ``direction``: one half of what a bidirectional one returned."""
     owner, outputs = run.owner, kind == "output"
     tensors = [v.pieces[layer].output if outputs else v.pieces[layer].input for v in run.visits]
 
@@ -158,7 +160,7 @@ def _of_sequence(run: Run, layer: int, kind: str, direction: int) -> Border:
             for p, v in zip(parts, run.visits, strict=True)
         ]
         whole = sequence(run, timed)
-        return half(whole, owner.directions, direction) if outputs else whole
+        return half(whole, owner.directions, direction) if outputs and direction is not None else whole
 
     return Border(tensors, gather)
 
