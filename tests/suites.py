@@ -66,7 +66,7 @@ SUITES = (
     *(
         Suite(
             f"keras-{engine}",
-            ("tests/contract/keras", "tests/oracle/keras", "tests/oracle/held_models/keras"),
+            ("tests/contract/keras", "tests/oracle/keras", "tests/oracle/held_models/keras", "tests/under_fire/keras"),
             environment={"KERAS_BACKEND": engine},
         )
         for engine in ("tensorflow", "jax", "torch")
@@ -76,7 +76,10 @@ SUITES = (
         ("tests/unit", "tests/property", "tests/surface", "tests/under_fire/cli", "tests/under_fire/files"),
         environment={"KERAS_BACKEND": "jax"},
     ),
-    Suite("torch", ("tests/contract/torch", "tests/oracle/torch", "tests/oracle/held_models/torch")),
+    Suite(
+        "torch",
+        ("tests/contract/torch", "tests/oracle/torch", "tests/oracle/held_models/torch", "tests/under_fire/torch"),
+    ),
     Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
     Suite("lint", commands=LINT),
 )

@@ -10,6 +10,7 @@ from ..errors import InputError, message
 from ..measures.residual import Missed
 from ..results.diagnosis import Diagnosis
 from ..results.schema import plain
+from ..verbs.turns import in_turn
 from .baseline import untrained
 from .carried import measure_carried
 from .experiment import Experiment, read_samples
@@ -23,6 +24,7 @@ from .words import by_layer, headline
 __all__ = ["diagnose"]
 
 
+@in_turn
 def diagnose(
     model: Any,
     x: Any,

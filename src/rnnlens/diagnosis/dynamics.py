@@ -18,9 +18,11 @@ from ..recurrence.run import Run
 from ..results.dynamics import FixedPoints
 from ..results.schema import plain
 from ..typing import Array
+from ..verbs.turns import in_turn
 from .experiment import in_numpy
 
 
+@in_turn
 def lyapunov(
     model: Any, x: Any, *, layer: str | None = None, count: int | None = None, samples: int = 16, seed: int = 0
 ) -> xr.Dataset:
@@ -67,6 +69,7 @@ def lyapunov(
     )
 
 
+@in_turn
 def fixed_points(
     model: Any,
     x: Any = None,

@@ -50,6 +50,7 @@ from .names import Catalogue, TensorName, catalogue, read, read_all, read_one
 from .question import Answer, Question, SeveralOutputs
 from .streaming import Accumulator, combination
 from .targets import Reduction, Target, a_reduction
+from .turns import in_turn
 from .weight_keys import sources
 
 __all__ = ["Gradients", "gradients"]
@@ -92,6 +93,7 @@ def a_target(name: str, value: Any) -> Any:
     memory=memory,
     axes=an_axes_table,
 )
+@in_turn
 def gradients(
     model: Any,
     x: Any,

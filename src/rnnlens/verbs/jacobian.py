@@ -40,6 +40,7 @@ from .jacobian_target import Tensor, chosen_times, look_inside, projection
 from .jacobian_wanted import Ends
 from .names import Catalogue, TensorName, catalogue, read_one
 from .question import refuse_lone_output
+from .turns import in_turn
 
 __all__ = ["jacobian"]
 
@@ -69,6 +70,7 @@ def a_projection(name: str, value: Any) -> Any:
     seed=seed,
     axes=an_axes_table,
 )
+@in_turn
 def jacobian(
     model: Any,
     x: Any,

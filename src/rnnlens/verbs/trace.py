@@ -43,12 +43,14 @@ from .names import catalogue
 from .outside import Outside
 from .relabelled import initial_state_gradients, input_gradient, weight_sums
 from .sweep import names_of_states, sweep, weights_to_check
+from .turns import in_turn
 
 #: What can be had without replaying the recurrence.
 _CAPTURED = frozenset({"input", "mask", "output", "output_grad", "final_state_grad"})
 
 
 @checked(model=anything)
+@in_turn
 def layers(model: Any) -> LayerTable:
     """List the recurrent layers of a model, without running it.
 
@@ -84,6 +86,7 @@ def layers(model: Any) -> LayerTable:
     seed=seed,
     axes=an_axes_table,
 )
+@in_turn
 def trace(
     model: Any,
     x: Any,

@@ -38,6 +38,7 @@ from .certify_weights import certify_weights
 from .host import on_host
 from .sweep import sweep, weight_norms_by_time, weights_of
 from .trace import WeightSum
+from .turns import in_turn
 from .weight_labels import Labelled, label_cell, label_plain, node_dataset
 
 
@@ -53,6 +54,7 @@ from .weight_labels import Labelled, label_cell, label_plain, node_dataset
     training=switch,
     seed=seed,
 )
+@in_turn
 def weights(
     model: Any,
     x: Any = None,

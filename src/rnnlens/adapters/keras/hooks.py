@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from ...errors import InputError, RnnlensError, UnsupportedError, message
+from ..threads import heard_here
 from .discover import Site
 from .engines import Tap
 from .weights import known_kind
@@ -58,7 +59,7 @@ class Listener:
         def override(layer: Any, name: str, method: Any) -> None:
             own = vars(layer)
             saved.append((own, name, own.get(name)))
-            own[name] = method
+            own[name] = heard_here(method, getattr(layer, name))
 
         try:
             for site in sites:

@@ -12,6 +12,7 @@ from keras.src.trainers.compile_utils import CompileLoss
 
 from ...errors import InputError, ModelError, message
 from ..protocol import Batch
+from ..threads import heard_here
 
 Loss = Callable[[Any, Any, Any, Any], Any]
 
@@ -37,7 +38,8 @@ def undisturbed(model: Any, *, regularised: bool = False) -> Iterator[None]:
     saved = {name: own[name] for name in ("_get_regularization_losses", "_compile_loss") if name in own}
     regularisation = model._get_regularization_losses
     if not regularised:
-        own["_get_regularization_losses"] = lambda: [keras.ops.stop_gradient(loss) for loss in regularisation()]
+        stopped = heard_here(lambda: [keras.ops.stop_gradient(loss) for loss in regularisation()], regularisation)
+        own["_get_regularization_losses"] = stopped
     compiled = saved.get("_compile_loss")
     if compiled is not None and not compiled.built:
         given, weights = compiled._user_loss, compiled._user_loss_weights

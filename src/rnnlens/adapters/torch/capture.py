@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import LayerNotFoundError, ModelError, did_you_mean, message, raised_by
 from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall
+from ..threads import hook_here
 from .assemble import Assembler, JoinedTooFarError, check_joints
 from .discover import cell_candidates, named_modules, node_name, recurrent_modules, refuse_scripts, unwrapped
 from .endings import mark_endings
@@ -186,15 +187,15 @@ def watched(
         for path, module in named_modules(model):
             if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.Linear)):
                 hook = owners.entering(path)
-                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(hook_here(hook), with_kwargs=True))
         for path, module in asked.cells:
             around = CellHook(recorder, path, module)
             module = stack.enter_context(hookable(model, module))
-            handles.append(module.register_forward_pre_hook(around.before, with_kwargs=True))
-            handles.append(module.register_forward_hook(around.after, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(hook_here(around.before), with_kwargs=True))
+            handles.append(module.register_forward_hook(hook_here(around.after), with_kwargs=True))
         for path, module in asked.plain:
             module = stack.enter_context(hookable(model, module))
-            handles.append(module.register_forward_hook(_plain_hook(recorder, path)))
+            handles.append(module.register_forward_hook(hook_here(_plain_hook(recorder, path))))
         with Interceptor(recorder, owners.find, keep_gradients=keep_gradients) as interceptor:
             yield interceptor
         recorder.refuse_unused_states([node_name(path, m, 0) for path, m in asked.recurrent])

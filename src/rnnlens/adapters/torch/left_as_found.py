@@ -77,6 +77,7 @@ def at_once() -> Iterator[None]:
         yield
         return
     before = checkpoint._checkpoint_without_reentrant_generator
+    own = vars(checkpoint.CheckpointFunction).get("apply")  # of a call that this one is part of
 
     def once(*_args: Any, **_options: Any) -> Iterator[None]:
         yield
@@ -86,7 +87,10 @@ def at_once() -> Iterator[None]:
     try:
         yield
     finally:
-        del checkpoint.CheckpointFunction.apply
+        if own is None:
+            del checkpoint.CheckpointFunction.apply
+        else:
+            checkpoint.CheckpointFunction.apply = own
         checkpoint._checkpoint_without_reentrant_generator = before
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..protocol import Port
+from ..threads import hook_here
 from .discover import unwrapped
 from .inputs import on_leaves
 from .weights import NAMES
@@ -32,7 +33,8 @@ def nudged(model: nn.Module, port: Port, size: float) -> Iterator[bool]:
         with _moved_weights(module, path, port.key, size):
             yield True
         return
-    handle = module.register_forward_hook(lambda _module, _args, output: on_leaves(output, lambda v: _moved(v, size)))
+    hook = hook_here(lambda _module, _args, output: on_leaves(output, lambda v: _moved(v, size)))
+    handle = module.register_forward_hook(hook)
     try:
         yield True
     finally:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...errors import ModelError, message, raised_by
 from ..protocol import Batch, Port, Pullback
+from ..threads import hook_here
 from .assemble import JoinedTooFarError, check_joints
 from .border import Border
 from .borders import Borders, leaves_of, stand_ins, zeros_for
@@ -114,8 +115,8 @@ class TorchPullback:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # takes no hooks; asked for, it counts as not called
                 around = _PlainHook(recorder, path, plain.setdefault(path, []))
-                handles.append(module.register_forward_pre_hook(around.before, with_kwargs=True))
-                handles.append(module.register_forward_hook(around.after))
+                handles.append(module.register_forward_pre_hook(hook_here(around.before), with_kwargs=True))
+                handles.append(module.register_forward_hook(hook_here(around.after)))
         return handles
 
     def vjp(self, cotangents: Mapping[Port, Any]) -> dict[Port, Tensor | None]:

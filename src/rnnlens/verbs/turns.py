@@ -1,0 +1,93 @@
+"""Calls take turns, and none is made where it would wait for ever.
+
+A call runs the user's model in a mode of ours, listens to its layers, and puts back what was there before: flags,
+attributes, process-wide random generators. Two calls at once would put back each other's changes, also where their
+models are two, which may share layers and do share the generators. So one call runs at a time; a call within a call (a
+loss that traces) is part of it. What other threads do with the model meanwhile is not listened to.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from ..errors import UnsupportedError, message
+from ..recurrence.parallel import one_thread_each
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_turn = threading.RLock()
+#: Engines that have run in this process, and those that had in the process that this one was forked from.
+_ran: set[str] = set()
+_lost: set[str] = set()
+
+
+def in_turn(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a verb, whose first argument is the model, run while no other does."""
+
+    @functools.wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        model = args[0] if args else kwargs.get("model")
+        engine = engine_of(model)
+        if engine in _lost and not _needs_no_threads(engine):
+            raise _forked(engine)
+        with _turn, one_thread_each():
+            if engine is not None:
+                _ran.add(engine)
+            return function(*args, **kwargs)
+
+    return alone
+
+
+def engine_of(model: Any) -> str | None:
+    """What runs a model: tensorflow, jax or torch; None where that cannot be told."""
+    keras, torch = sys.modules.get("keras"), sys.modules.get("torch")
+    if keras is not None and isinstance(model, keras.layers.Layer):
+        return str(keras.backend.backend())
+    if torch is not None and isinstance(model, torch.nn.Module):
+        return "torch"
+    return None
+
+
+def _needs_no_threads(engine: str) -> bool:
+    """Torch computes in the calling thread where it may use no other, as in the workers of its own data loaders."""
+    return engine == "torch" and sys.modules["torch"].get_num_threads() == 1
+
+
+def _forked(engine: str) -> UnsupportedError:
+    return UnsupportedError(
+        message(
+            f"This process was forked from one in which {engine} had run, and its threads are not here.",
+            got="a call that would never return",
+            expected="a process that was started anew",
+            hint='multiprocessing.get_context("spawn"); plots, measures and files work here',
+        )
+    )
+
+
+def _engines_awake() -> set[str]:
+    """Engines that hold threads now: those that we ran, and those that the user did."""
+    awake = set(_ran)
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    if bridge is not None and getattr(bridge, "_backends", None):
+        awake.add("jax")
+    eager = sys.modules.get("tensorflow.python.eager.context")
+    if eager is not None and getattr(getattr(eager, "_context", None), "_context_handle", None) is not None:
+        awake.add("tensorflow")
+    return awake
+
+
+def _start_anew() -> None:
+    global _turn
+    _turn = threading.RLock()
+    _lost.update(_engines_awake())
+    _ran.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)

@@ -1,0 +1,51 @@
+"""A process forked after calls were made answers, or says at once that it cannot."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import os, signal, sys
+import numpy as np, torch
+import rnnlens as rl
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.LSTM(8, 64, batch_first=True)
+x = torch.randn(32, 50, 8)
+loss = lambda output, target: output[0].square().mean()
+trace = rl.trace(model, x, torch.zeros(1), loss=loss)
+jacobian = rl.jacobian(model, x[:2, :10], of=trace.layers[0] + ".hidden", reduce="norm")
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    try:
+        rl.trace(model, x, torch.zeros(1), loss=loss)
+        answer = 0
+    except rl.errors.UnsupportedError as error:
+        answer = 7 if "was forked" in str(error) else 8
+    rl.plot.lag_profile(jacobian)
+    rl.plot.heatmap(trace[trace.layers[0]].hidden_grad)
+    rl.measures
+    trace.save("trace.nc")
+    rl.open("trace.nc")
+    os._exit(answer)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(("threads", "answer"), [("1", "0"), ("2", "7")])
+def test_the_child_draws_and_calls_or_refuses(tmp_path, threads, answer):
+    """torch's threads are lost; with one there are none to lose."""
+
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CODE],
+        env={**os.environ, "OMP_NUM_THREADS": threads},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tmp_path,
+    )
+    assert run.stdout.strip() == answer, run.stdout + run.stderr[-2000:]
