@@ -137,6 +137,10 @@ class Result(Mapping[str, Any]):
             "certificate": None if self.certificate is None else self.certificate.to_dict(),
         }
 
+    def _stored(self) -> tuple[xr.DataTree, list[str]]:
+        """What a file holds: the tree, and the names of its nodes in their order."""
+        return self._tree, list(self.layers)
+
     @classmethod
     def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
         """Build the result again from its tree, :meth:`_meta`, and the order of its layers."""

@@ -11,6 +11,7 @@ precision the checks find only gross faults.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -188,8 +189,11 @@ def _largest(array: Array) -> float:
     return float(xp.max(xp.where(xp.isfinite(array), xp.abs(array), xp.zeros_like(array))))
 
 
-def warn_about(checks: Iterable[Check], *, stacklevel: int = 3) -> None:
-    """Warn once for each check that rounding does not explain, pointing at the caller's caller."""
+def warn_about(checks: Iterable[Check]) -> None:
+    """Warn once for each check that rounding does not explain, pointing at the line that called rnnlens."""
+    stacklevel, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("rnnlens."):
+        stacklevel, frame = stacklevel + 1, frame.f_back
     for check in checks:
         if not check.ok:
             warnings.warn(check.sentence, SelfCheckWarning, stacklevel=stacklevel)

@@ -36,6 +36,7 @@ from .attributes import decode, encode
 from .base import Result, result_class
 from .disk import atomic
 from .disk.limits import damaged
+from .jacobian import as_result
 from .schema import SCHEMA_VERSION
 
 KIND, SCHEMA, VERSION = "rnnlens_kind", "rnnlens_schema", "rnnlens_version"
@@ -158,8 +159,9 @@ def _to_tree(result: Any) -> xr.DataTree:
 
 def _marked_tree(result: Any) -> xr.DataTree:
     if isinstance(result, Result):
-        tree = result.tree.copy(deep=False)
-        tree.attrs = root_attrs(result.kind, {**result._meta(), "layers": list(result.layers)})
+        stored, layers = result._stored()
+        tree = stored.copy(deep=False)
+        tree.attrs = root_attrs(result.kind, {**result._meta(), "layers": layers})
         return tree
     if isinstance(result, xr.DataArray):
         name = result.name or "values"
@@ -278,7 +280,7 @@ def _restore(cls: type[Result] | None, tree: xr.DataTree) -> Any:
     if cls is not None:
         return cls._restore(tree, meta)
     dataset = tree.to_dataset()
-    return dataset[meta["name"]] if "name" in meta else dataset
+    return as_result(dataset[meta["name"]]) if "name" in meta else dataset
 
 
 def _unmarked(tree: xr.DataTree, source: Path) -> Any:
@@ -295,7 +297,7 @@ def _unmarked(tree: xr.DataTree, source: Path) -> Any:
         )
     for schema in schemas:
         _check_schema(schema, None, source)
-    return next(iter(dataset.data_vars.values())) if len(schemas) == 1 else dataset
+    return as_result(next(iter(dataset.data_vars.values()))) if len(schemas) == 1 else dataset
 
 
 def _check_schema(schema: Any, version: Any, source: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import xarray as xr
@@ -13,6 +13,7 @@ from ..errors import QuantityNotFoundError, did_you_mean, message
 from .base import Result, refuse_no_name
 from .certificate import Certificate
 from .checks import Check
+from .names import to_paths
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,10 @@ class LayerGradients:
     def __repr__(self) -> str:
         lines = [f"<rnnlens LayerGradients {self.name!r}>"]
         return "\n".join(lines + [f"  {name}  {_summary(self.dataset[name])}" for name in self])
+
+
+#: Before the names of the layers of what was clipped, in a file.
+_CLIPPED = "~clipped/"
 
 
 class Gradients(Result, kind="gradients"):
@@ -158,6 +163,27 @@ class Gradients(Result, kind="gradients"):
             "flags": {name: asdict(reason) for name, reason in self.flags.items()},
             "clip": self.clip,
         }
+
+    def _stored(self) -> tuple[xr.DataTree, list[str]]:
+        if self.clipped is None:
+            return super()._stored()
+        both = {name: self.dataset(name) for name in self.layers}
+        both |= {f"{_CLIPPED}{name}": self.clipped.dataset(name) for name in self.clipped.layers}
+        whole = Result(both)
+        return whole.tree, list(whole.layers)
+
+    @classmethod
+    def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
+        after = [name for name in meta["layers"] if name.startswith(_CLIPPED)]
+        if not after:
+            return super()._restore(tree, meta)
+        nodes: dict[str, Any] = {name: tree[path] for name, path in to_paths(meta["layers"]).items()}
+        datasets = {name: node.to_dataset(inherit=False) for name, node in nodes.items()}
+        own = {key: value for key, value in meta.items() if key != "layers"}
+        clipped = {name.removeprefix(_CLIPPED): datasets[name] for name in after}
+        common = {key: meta[key] for key in ("of", "value", "provenance")}
+        before = {name: dataset for name, dataset in datasets.items() if name not in after}
+        return cls(before, clipped=Gradients(clipped, **common), **own)
 
     def _headline(self) -> str:
         value = "" if self.value is None or np.ndim(self.value) else f" = {float(self.value):.4g}"

@@ -44,7 +44,7 @@ class LayerTable(Sequence[Any]):
             info.name,
             info.kind,
             "" if info.cell.replace("_", "") == info.kind.lower() else info.cell,
-            str(info.units),
+            str(info.units or "?"),
             info.direction,
             "every step" if info.return_sequences else "last step",
             _MASKED[info.masked],

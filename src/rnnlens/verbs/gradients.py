@@ -22,6 +22,7 @@ from ..arguments import (
     memory,
     names,
     one_of,
+    refuse_large,
     seed,
     states,
     switch,
@@ -46,7 +47,7 @@ from .clipping import a_clipping, clipped, rule
 from .cuts import layouts_of_inputs, layouts_to_cut
 from .explain import Explanation, explain
 from .loss_words import loss_reduction, with_reduction
-from .names import Catalogue, TensorName, catalogue, read, read_all, read_one
+from .names import Catalogue, TensorName, catalogue, read, read_all, read_one, with_named_outputs
 from .question import Answer, Question, SeveralOutputs
 from .streaming import Accumulator, combination
 from .targets import Reduction, Target, a_reduction
@@ -181,6 +182,10 @@ def gradients(
     """
     adapter = adapter_for(model)
     known = catalogue(adapter, model, x)
+    if not is_source(x):
+        texts = [of, wrt] if isinstance(wrt, str) else [of, *wrt]
+        run = Batch(x, training=training, initial_state=initial_state, seed=seed)
+        known = with_named_outputs(adapter, model, run, known, texts)
     room = Axes(adapter, model, axes, known)
     question = _question(room, known, of, wrt, Target("", at or {}, reduce, per_sample), clip, memory)
     with_loss = any(leaf.what == "loss" for leaf in question.leaves)
@@ -330,7 +335,7 @@ def _gather(question: Question, feed: _Feed, template: Batch, with_loss: bool, t
     assert first is not None
     assert last is not None
     found = total.result()
-    warn_about(certificate.checks, stacklevel=5)
+    warn_about(certificate.checks)
     explained = explain(question, first, found, total.dims)
     return _Gathered(found, total.dims, total.value(), explained, certificate)
 
@@ -338,6 +343,8 @@ def _gather(question: Question, feed: _Feed, template: Batch, with_loss: bool, t
 def _pieces(axes: Axes, feed: _Feed, template: Batch) -> tuple[int | None, Iterable[data.DataBatch]]:
     """The batches, each cut along the axis of samples, and their number; a whole batch goes through as it is."""
     whole = data.DataBatch(feed.x, feed.y, feed.sample_weight)
+    if not is_source(feed.x) and not data.is_cut(feed.x, feed.batch_size):
+        refuse_large("The batch", [feed.x, feed.y], "batch_size=, fewer samples at a time")
     if not axes.adapter.samples_first and not data.is_cut(feed.x, feed.batch_size):
         if template.initial_state is not None:  # one row may serve all samples: how many are they?
             axes.inputs, axes.is_cut = layouts_of_inputs(axes, template, feed.x), True

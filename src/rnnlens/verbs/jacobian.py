@@ -28,7 +28,7 @@ from ..arguments import (
     whole,
 )
 from ..data import leaves_of
-from ..errors import InputError, TooLargeError, message
+from ..errors import InputError, ModelError, TooLargeError, message
 from ..recurrence.reductions import REDUCTIONS, probe_signs, sketched
 from ..settings import current, format_memory, parse_memory
 from .axes import Axes, an_axes_table
@@ -38,7 +38,7 @@ from .jacobian_label import Labels
 from .jacobian_run import compute
 from .jacobian_target import Tensor, chosen_times, look_inside, projection
 from .jacobian_wanted import Ends
-from .names import Catalogue, TensorName, catalogue, read_one
+from .names import Catalogue, TensorName, catalogue, read_one, with_named_outputs
 from .question import refuse_lone_output
 from .turns import in_turn
 
@@ -157,10 +157,10 @@ def jacobian(
     _check(reduce, sketch, mode, project)
     limit = current().memory if memory is None else parse_memory(memory)
     adapter = adapter_for(model)
-    known = catalogue(adapter, model, x)
+    batch = Batch(x, training=training, initial_state=initial_state, seed=_seed(seed, training))
+    known = with_named_outputs(adapter, model, batch, catalogue(adapter, model, x), (of, wrt))
     names = (read_one(of, known), read_one(wrt, known))
     room = Axes(adapter, model, axes, known)
-    batch = Batch(x, training=training, initial_state=initial_state, seed=_seed(seed, training))
     inside = _look(adapter, model, batch, names, known)
     swept = look_inside(inside)
     with resolve(adapter, model, batch, known, inside, list(swept.values()), names, room) as (start, end, graph):
@@ -175,19 +175,27 @@ def batch_of(inside: Inside) -> int:
 
 
 def _look(adapter: Adapter, model: Any, batch: Batch, names: tuple[TensorName, TensorName], known: Catalogue) -> Inside:
-    capture = adapter.capture(model, batch, CaptureRequest(gradients=False, weight_grads=False))
+    try:
+        capture = adapter.capture(model, batch, CaptureRequest(gradients=False, weight_grads=False))
+    except ModelError as error:
+        if known.recurrent:
+            raise
+        raise ModelError(_not_recurrent(model)) from error
     if not capture.calls:
-        raise InputError(
-            message(
-                "Nothing recurrent ran in this forward pass.",
-                got=type(model).__name__,
-                hint="rl.layers(model) lists what is recurrent; for others use the framework's own Jacobian",
-            )
-        )
+        raise ModelError(_not_recurrent(model))
     outputs = leaves_of(capture.outputs)
     if len(outputs) > 1 and not known.outputs:
         refuse_lone_output(names, len(outputs))
     return Inside.of(capture.calls, capture.entangled)
+
+
+def _not_recurrent(model: Any) -> str:
+    return message(
+        "A time Jacobian goes through recurrent layers, and none ran in this forward pass.",
+        got=type(model).__name__,
+        expected="a model with at least one recurrent layer, as rl.layers(model) lists them",
+        hint='for one output unit, rl.gradients(model, x, of="output", at={"unit": 0}, reduce="sum", wrt="input")',
+    )
 
 
 def _seed(seed: int | None, training: bool) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import xarray as xr
 
 from ..results.checks import Check
+from ..results.jacobian import CHECKS, TimeJacobian
 from ..results.schema import labelled
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
 from .jacobian_wanted import Ends, Tally
@@ -108,6 +110,7 @@ class Labels:
             "flops": float(tally.flops),
             "peak_bytes": int(tally.peak_bytes),
             "replay_residual": max((c.residual for c in checks), default=0.0),
+            CHECKS: json.dumps([check.to_dict() for check in checks]),
         }
         if self.sketch is not None:
             found["sketch"] = int(self.sketch)
@@ -135,6 +138,6 @@ class Labels:
         return result.assign_coords(coords)
 
     def _labelled(self, values: Any, attrs: Mapping[str, Any]) -> xr.DataArray:
-        return labelled(
-            values, self.dims, name="jacobian", attrs=attrs, coords=self.coords(), provenance=self.provenance
+        return TimeJacobian(
+            labelled(values, self.dims, name="jacobian", attrs=attrs, coords=self.coords(), provenance=self.provenance)
         )

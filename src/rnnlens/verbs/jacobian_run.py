@@ -69,10 +69,10 @@ def compute(
             with ZarrTarget(out, labels, samples, dtype, tally, checks) as target:
                 for part in parts:
                     part.fill(target, tally, progress.advance)
-            warn_about(checks, stacklevel=4)
+            warn_about(checks)
             return target.result()
         values = _gathered(parts, shape, dtype, tally, progress.advance)
-    warn_about(checks, stacklevel=4)
+    warn_about(checks)
     return labels.array(values, tally, checks)
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..adapters.protocol import Adapter, LayerInfo, LayerWeights, Port
+from ..adapters.protocol import Adapter, Batch, CaptureRequest, LayerInfo, LayerWeights, Port
 from ..errors import InputError, LayerNotFoundError, did_you_mean, message
 from ..vocabulary import state_names
 from .weight_keys import sources
@@ -97,6 +97,18 @@ def catalogue(adapter: Adapter, model: Any, x: Any = None) -> Catalogue:
         _names_of(model, "output_names", "outputs"),
         tuple(str(layer.name) for layer in _listed(model, "layers") if hasattr(layer, "name")),
     )
+
+
+def with_named_outputs(adapter: Adapter, model: Any, batch: Batch, known: Catalogue, texts: Iterable[Any]) -> Catalogue:
+    """The catalogue with the names of what the model returns as a dict, where one of ``texts`` asks for one by name.
+
+    What a torch model returns is known once it ran: so it runs once more.
+    """
+    asked = [_INDEXED.fullmatch(text) for text in texts if isinstance(text, str)]
+    if known.outputs or not any(m and m["what"] == "output" and not m["which"].isdigit() for m in asked):
+        return known
+    outputs = adapter.capture(model, batch, CaptureRequest(inputs=False, gradients=False, weight_grads=False)).outputs
+    return replace(known, outputs=tuple(map(str, outputs))) if isinstance(outputs, Mapping) else known
 
 
 def read(text: str, known: Catalogue) -> list[TensorName]:

@@ -1,0 +1,275 @@
+"""What a user may get wrong in a call on a torch model: said in words, before anything runs; nothing is dropped."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import rnnlens as rl
+from rnnlens.errors import (
+    CallError,
+    InputError,
+    LayerNotFoundError,
+    ModelError,
+    RnnlensError,
+    TooLargeError,
+    UnsupportedError,
+    UserCodeError,
+)
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(4, 5, 3)).astype("f4")
+Y = RNG.normal(size=(4, 5, 2)).astype("f4")
+mse = nn.functional.mse_loss
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, batch_first=True)
+        self.top = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.top(self.lstm(x)[0])
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+
+WRONG = {
+    "a data set": (lambda m: rl.trace(m, DataLoader(TensorDataset(torch.tensor(X)))), InputError, "is a data set"),
+    "a generator": (lambda m: rl.jacobian(m, iter([X])), InputError, "one batch from it"),
+    "single samples": (lambda m: rl.gradients(m, TensorDataset(torch.tensor(X))), InputError, "DataLoader(dataset"),
+    "a class of loss": (lambda m: rl.trace(m, X, Y, loss=nn.MSELoss), InputError, "try:      loss=MSELoss()"),
+    "meta": (lambda m: rl.trace(m, torch.zeros(4, 5, 3, device="meta")), InputError, "a shape but no values"),
+    "sparse": (lambda m: rl.trace(m, torch.tensor(X).to_sparse()), InputError, "to_dense()"),
+    "masked": (lambda m: rl.trace(m, np.ma.masked_array(X, X > 0)), InputError, "x.filled(0)"),
+    "complex": (lambda m: rl.trace(m, X * 1j), UnsupportedError, "the imaginary part would be lost"),
+    "objects": (lambda m: rl.trace(m, np.array([object()])), InputError, "dtype object"),
+    "dates": (lambda m: rl.trace(m, X.astype("datetime64[s]")), InputError, "is not numeric"),
+    "ragged": (lambda m: rl.trace(m, [[1.0, 2.0], [3.0]]), InputError, "rows of one length"),
+    "None": (lambda m: rl.trace(m, None), InputError, "x holds no data"),
+    "nothing": (lambda m: rl.trace(m, []), InputError, "x holds no data"),
+    "endless": (lambda m: rl.trace(m, _itself()), InputError, "nested too deeply"),
+    "huge x": (lambda m: rl.trace(m, np.broadcast_to(X[0, 0], (10**9, 9, 3))), TooLargeError, "at most 2 GiB"),
+    "huge y": (lambda m: rl.trace(m, X, np.broadcast_to(Y[0], (10**9, 5, 2)), loss=mse), TooLargeError, "y alone"),
+    "huge batch": (lambda m: rl.gradients(m, np.broadcast_to(X[0], (10**9, 5, 3))), TooLargeError, "batch_size="),
+    "training": (lambda m: rl.trace(m, X, training="yes"), InputError, "training= is a switch."),
+    "seed": (lambda m: rl.trace(m, X, seed=-1), InputError, "seed >= 0"),
+    "a large seed": (lambda m: rl.trace(m, X, seed=2**70), InputError, "seed <= 4294967295"),
+    "no layers": (lambda m: rl.trace(m, X, layers=[]), InputError, "layers= names nothing."),
+    "a call": (lambda m: rl.trace(m, X, layers="lstm#0"), LayerNotFoundError, "'lstm#0'"),
+    "a state": (lambda m: rl.trace(m, X, quantities="state_99"), InputError, "No layer here has 'state_99'."),
+    "states of": (lambda m: rl.trace(m, X, initial_state={"no": [X]}), LayerNotFoundError, "names 'no'"),
+    "one of two states": (lambda m: rl.trace(m, X, initial_state=_states(1, 4)), InputError, "(4, 4), (4, 4)]"),
+    "wide states": (lambda m: rl.trace(m, X, initial_state=_states(2, 9)), InputError, "does not fit"),
+    "no wrt": (lambda m: rl.gradients(m, X, Y, loss=mse, wrt=iter(())), InputError, "wrt= names nothing."),
+    "at nothing": (lambda m: rl.gradients(m, X, of="output", at={"time": slice(9, 9)}), InputError, "selects nothing"),
+    "clip": (lambda m: rl.gradients(m, X, Y, loss=mse, clip={"clipnorm": -1}), InputError, "0 < clip['clipnorm']"),
+    "batch size": (lambda m: rl.gradients(m, X, Y, loss=mse, batch_size=0), InputError, "batch_size >= 1"),
+    "complex weights": (lambda m: rl.jacobian(m, X, project=np.ones(2) * 1j), UnsupportedError, "project is complex"),
+    "probes": (lambda m: rl.jacobian(m, X, sketch=10**9), TooLargeError, "random probes of sketch="),
+    "no steps": (lambda m: rl.jacobian(m, X, out_times=slice(5, 5)), InputError, "out_times names no steps."),
+    "many steps": (lambda m: rl.jacobian(m, X, in_times=range(10**12)), InputError, "in_times= names no steps."),
+    "a share": (lambda m: rl.jacobian(m, X, rtol="little"), InputError, "rtol= is a share."),
+    "not recurrent": (lambda m: rl.jacobian(nn.Linear(3, 3), X), ModelError, 'wrt="input")'),
+    "a misspelling": (lambda m: rl.trace(m, X, Y, los=mse), CallError, "did you mean 'loss'?"),
+    "over": (lambda m: rl.weight_norms(m, over="gates"), InputError, "did you mean 'gate'?"),
+    "a norm": (lambda m: rl.weight_norms(m, ord=3), InputError, "1, 2 or a callable"),
+    "a name of 10 000 letters": (lambda m: rl.weights(m, layers="x" * 10_000), LayerNotFoundError, "one of: "),
+}
+
+
+def _itself():
+    found = []
+    found.append(found)
+    return found
+
+
+def _states(count, width):
+    return {"lstm": [np.zeros((4, width), "f4")] * count}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_argument_is_one_error_that_says_what_to_do(model, case):
+    call, kind, words = WRONG[case]
+    with pytest.raises(kind) as caught:
+        call(model)
+    assert isinstance(caught.value, RnnlensError)
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 3000
+
+
+SAME = {
+    "big-endian": lambda: X.astype(">f8"),
+    "turned round twice": lambda: X[:, ::-1][:, ::-1],
+    "requires grad": lambda: torch.tensor(X, requires_grad=True),
+    "lists": X.tolist,
+    "labelled": lambda: xr.DataArray(X),
+    "columns first": lambda: np.asfortranarray(X),
+    "long double": lambda: X.astype(np.longdouble),
+}
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_the_same_numbers_in_another_form_give_the_same_result(model, form):
+    wanted = rl.trace(model, X, Y, loss=mse)["lstm"].hidden_grad
+    got = rl.trace(model, SAME[form](), Y, loss=mse, training=np.False_)["lstm"].hidden_grad
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-8)
+
+
+def test_an_iterator_of_names_is_read_once_and_used_throughout(model):
+    got = rl.gradients(model, X, Y, loss=mse, wrt=(name for name in ["lstm.hidden", "top.weights"]))
+    assert set(got.tensors) == {"lstm.hidden", "top/weight", "top/bias"}
+
+
+def test_given_states_are_started_from(model):
+    given = [RNG.normal(size=(4, 4)).astype("f4") for _ in range(2)]
+    with torch.no_grad():
+        wanted = model.lstm(torch.tensor(X), tuple(torch.tensor(s)[None] for s in given))[0]
+    for form in (given, np.stack(given), tuple(map(torch.tensor, given))):
+        got = rl.trace(model, X, initial_state={"lstm": form})["lstm"].hidden
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+class OwnError(Exception):
+    def __init__(self, code, text):
+        super().__init__(code, text)
+        self.code = code
+
+
+STAGES = {
+    "Your loss": lambda m: rl.trace(m, X, Y, loss=lambda out, target: _fail()),
+    "Your model's forward": lambda m: rl.trace(Failing(), X),
+    "Your function": lambda m: rl.gradients(m, X, of=lambda out: _fail(), wrt="input"),
+    "Your norm": lambda m: rl.weight_norms(m, ord=lambda values: _fail()),
+}
+
+
+class Failing(Net):
+    def forward(self, x):
+        super().forward(x)
+        _fail()
+
+
+def _fail():
+    raise OwnError(7, "gone")
+
+
+@pytest.mark.parametrize("whose", STAGES)
+def test_what_the_users_code_raises_says_whose_it_was_and_is_still_its_own(model, whose):
+    with pytest.raises(OwnError) as caught:
+        STAGES[whose](model)
+    error = caught.value
+    assert isinstance(error, UserCodeError)
+    assert str(error).startswith(f"{whose}")
+    assert "raised OwnError." in str(error)
+    assert "gone" in str(error)
+    assert error.code == 7
+    assert type(error.__cause__) is OwnError
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_passes_untouched(model, kind):
+    def stop(out, target):
+        raise kind
+
+    model.train()
+    with pytest.raises(kind) as caught:
+        rl.trace(model, X, Y, loss=stop)
+    assert type(caught.value) is kind
+    assert model.training
+
+
+class Heads(Net):
+    def forward(self, x):
+        hidden = self.lstm(x)[0]
+        return {"classes": self.top(hidden[:, -1]), "sequence": hidden}
+
+
+def test_an_output_in_a_dict_is_asked_for_by_its_name():
+    torch.manual_seed(0)
+    model = Heads()
+    x = torch.tensor(X, requires_grad=True)
+    (wanted,) = torch.autograd.grad(model(x)["classes"].sum(), x)
+    got = rl.gradients(model, X, of="output[classes]", reduce="sum", wrt="input")
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-7)
+    whole = rl.jacobian(model, X, of="output[classes]").sum("out_unit")
+    np.testing.assert_allclose(whole, wanted, rtol=1e-4, atol=1e-6)
+    with pytest.raises(LayerNotFoundError, match="did you mean 'classes'"):
+        rl.jacobian(model, X, of="output[class]")
+
+
+def test_the_call_that_the_error_of_jacobian_names_works():
+    model = nn.Sequential(nn.Linear(3, 2))
+    with pytest.raises(ModelError) as caught:
+        rl.jacobian(model, X)
+    call = str(caught.value).partition("try:")[2].partition("rl.")[2]
+    got = eval(f"rl.{call}", {"rl": rl, "model": model, "x": X})
+    wanted = np.broadcast_to(model[0].weight[0].detach(), X.shape)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+def test_a_time_jacobian_is_saved_with_its_checks(model, tmp_path):
+    found = rl.jacobian(model, X, reduce="norm")
+    assert isinstance(found, xr.DataArray)
+    assert [check.name for check in found.checks] == ["replay"]
+    found.save(tmp_path / "j.nc")
+    back = rl.open(tmp_path / "j.nc")
+    xr.testing.assert_identical(back, found)
+    assert back.mean("sample", keep_attrs=True).checks == found.checks
+    with pytest.raises(rl.errors.FileError, match=r"nc or \.zarr"):
+        found.save(tmp_path / "j.txt")
+
+
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+def test_clipped_gradients_come_back_from_a_file(model, tmp_path, suffix):
+    found = rl.gradients(model, X, Y, loss=mse, clip={"global_clipnorm": 0.01})
+    found.save(tmp_path / f"g{suffix}")
+    back = rl.open(tmp_path / f"g{suffix}")
+    assert back.layers == found.layers
+    for name in found.tensors:
+        xr.testing.assert_identical(back[name], found[name])
+        xr.testing.assert_identical(back.clipped[name], found.clipped[name])
+        assert not np.array_equal(back.clipped[name], found[name])
+
+
+class OwnCell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(3 + 7, 7)
+
+    def forward(self, x, h):
+        return torch.tanh(self.mix(torch.cat([x, h], -1)))
+
+
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = OwnCell()
+
+    def forward(self, x):
+        h = x.new_zeros(len(x), 7)
+        for step in range(x.shape[1]):
+            h = self.cell(x[:, step], h)
+        return h
+
+
+def test_units_that_are_not_known_yet_are_no_number():
+    table = rl.layers(Loop())
+    assert " ?  " in repr(table)
+    assert " 0 " not in repr(table)
+
+
+def test_every_argument_of_every_verb_has_a_check():
+    import inspect
+
+    for verb in (rl.layers, rl.trace, rl.gradients, rl.jacobian, rl.weights, rl.weight_norms, rl.open):
+        assert set(verb.table) == set(inspect.signature(verb).parameters), verb.__name__
