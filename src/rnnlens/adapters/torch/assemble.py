@@ -142,8 +142,9 @@ class Assembler:
             stepwise=not owner.stacked,
             between=not owner.stacked or len(run.visits) > 1,
         )
-        if first.pieces[layer].output.dtype in (torch.bfloat16, torch.float16):
-            call.compute_dtype = str(first.pieces[layer].output.dtype).removeprefix("torch.")
+        computed = owner.autocast or first.pieces[layer].output.dtype
+        if computed in (torch.bfloat16, torch.float16):
+            call.compute_dtype = str(computed).removeprefix("torch.")
         if first.packing is not None and mask is not None:
             call.output_from_state, call.masked_output = mask, "zero"
         elif mask is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +52,20 @@ class TorchStepCell:
         How it is called.
     dtype
         The dtype that it computes in; results are widened to at least float32.
+    autocast
+        The dtype of the autocast that was on around it; None for none.
     """
 
-    def __init__(self, module: nn.Module, form: Form, output_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        form: Form,
+        output_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        autocast: torch.dtype | None = None,
+    ) -> None:
         self.module, self.form, self.output_shape, self.dtype = module, form, output_shape, dtype
+        self.autocast = autocast
         self.modes = [(inner, inner.training) for inner in module.modules()]
         self.state_sizes = tuple(_size(shape) for shape in form.shapes)
         self.output_size = _size(output_shape)
@@ -125,7 +135,8 @@ class TorchStepCell:
         """All tensors that one step returns, as it returns them."""
         shaped = [s.to(self.dtype).reshape(-1, *shape) for s, shape in zip(state, self.form.shapes, strict=True)]
         args, kwargs = self.form.call(x.to(self.dtype), shaped)
-        return leaves(self.module(*args, **kwargs))
+        with torch.autocast(x.device.type, self.autocast) if self.autocast is not None else nullcontext():
+            return leaves(self.module(*args, **kwargs))
 
     @contextmanager
     def _as_captured(self) -> Iterator[None]:

@@ -83,7 +83,8 @@ def _tensor(value: Any, device: torch.device, dtype: torch.dtype, what: str) -> 
 
 
 def call_model(model: nn.Module, x: Any) -> Any:
-    """``model(x)``, ``model(*x)`` for a tuple or list, ``model(**x)`` for a dict."""
+    """``model(x)``, ``model(*x)`` for a tuple or list, ``model(**x)`` for a dict; of copies, which it may change."""
+    x = on_leaves(x, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
     with raised_by("Your model's forward"):
         if isinstance(x, dict):
             return model(**x)

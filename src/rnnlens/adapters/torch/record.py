@@ -20,7 +20,10 @@ ALL = "*"
 
 @dataclass
 class Owner:
-    """The recurrent module (or bare function) whose calls are noted; ``name`` is its path in the model."""
+    """The recurrent module (or bare function) whose calls are noted; ``name`` is its path in the model.
+
+    ``autocast`` is the dtype that torch was asked to compute in around its calls, if it was.
+    """
 
     key: int
     name: str
@@ -31,6 +34,7 @@ class Owner:
     stacked: bool = False
     step_cell: StepCell | None = None
     named: bool = False
+    autocast: torch.dtype | None = None
 
 
 @dataclass
@@ -206,6 +210,7 @@ class Recorder:
 
     def add(self, owner: Owner, visit: Visit, *, continues: bool) -> None:
         """Note one call."""
+        owner.autocast = owner.autocast or autocast_around(visit.pieces[0].seen)
         if not owner.stacked:
             visit.trail = self.trails[owner.key] = Trail(visit.link.handed)
         if continues:
@@ -278,6 +283,12 @@ class Recorder:
 def differentiable(tensor: Tensor) -> Tensor:
     """``tensor`` itself if gradients can arrive at it, else a leaf with its values."""
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
+
+
+def autocast_around(tensor: Tensor) -> torch.dtype | None:
+    """The dtype of the autocast that is on where a tensor lies; None where none is."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def refuse_transformed(name: str, values: Iterable[Any]) -> None:

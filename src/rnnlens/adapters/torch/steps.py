@@ -14,7 +14,7 @@ from .cells import Form, TorchStepCell, leaves
 from .discover import input_argument
 from .lineage import Continuation, Link
 from .public import named_cell
-from .record import Owner, Piece, Recorder, Run, Visit, differentiable, refuse_transformed
+from .record import Owner, Piece, Recorder, Run, Visit, autocast_around, differentiable, refuse_transformed
 
 #: From an input and state tensors to the arguments of the user's cell.
 Arguments = Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -124,7 +124,9 @@ class CellHook:
         first = returned[0]
         if self.owner.step_cell is None:
             form = Form(entered.arguments, tuple(tuple(s.shape[1:]) for s in states), len(states) == len(returned))
-            self.owner.step_cell = TorchStepCell(self.module, form, tuple(first.shape[1:]), first.dtype)
+            self.owner.step_cell = TorchStepCell(
+                self.module, form, tuple(first.shape[1:]), first.dtype, autocast_around(first)
+            )
         piece = Piece(
             entered.x,
             entered.x.detach().clone().unsqueeze(0),

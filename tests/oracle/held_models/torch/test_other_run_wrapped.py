@@ -233,3 +233,82 @@ def test_a_checkpoint_is_a_checkpoint_again_afterwards():
     with pytest.raises(ZeroDivisionError):
         rl.trace(model, x, loss=lambda out: 1 / 0)
     assert (module.CheckpointFunction.apply, module._checkpoint_without_reentrant_generator) == before
+
+
+class InHalf(nn.Module):
+    """Computes inside autocast, whatever the dtype around it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.inner(x).float()
+
+
+class OwnCell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(F + H, H)
+
+    def forward(self, x, h):
+        return torch.tanh(self.mix(torch.cat([x, h], 1)))
+
+
+def with_own_cell():
+    return with_part(Steps(lambda cell, x, h: cell(x, h)), rnn=OwnCell())
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: Sequence(plain),
+        lambda: with_part(Sequence(plain), rnn=nn.GRU(F, H, batch_first=True)),
+        lambda: Steps(lambda cell, x, h: cell(x, h)),
+        with_own_cell,
+    ],
+    ids=["LSTM", "GRU", "GRUCell", "own cell"],
+)
+def test_autocast_is_no_fault_of_the_layer_inside_it(made):
+    """A warning is an error here: what half precision rounds is not held against anybody."""
+    torch.manual_seed(0)
+    model = InHalf(made())
+    x, y = torch.randn(B, T, F), torch.randn(B, 1)
+    loss = mse(model(x), y)
+    loss.backward()
+    traced = rl.trace(model, x, y, loss=mse)
+    assert abs(traced.loss - loss.item()) <= 1e-6
+    got = rl.gradients(model, x, y, loss=mse, wrt="inner.head/weight")
+    assert np.abs(got.values - model.inner.head.weight.grad.numpy()).max() <= 1e-6
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.GRU(F, H, batch_first=True), nn.Linear(H, 1)
+
+    def forward(self, x):
+        x.mul_(2).clamp_(-1, 1)
+        y = self.rnn(x)[0]
+        x.zero_()
+        return self.head(y)
+
+
+def test_a_model_that_writes_over_its_input_gets_a_copy():
+    torch.manual_seed(0)
+    model, x = ChangesItsInput().double(), torch.randn(B, T, F, dtype=torch.float64)
+    kept, leaf = x.clone(), x.clone().requires_grad_()
+
+    def untouched(v):
+        return model.head(model.rnn((2 * v).clamp(-1, 1))[0])
+
+    (expected,) = torch.autograd.grad((untouched(leaf) ** 2).sum(), leaf)
+    got = rl.gradients(model, x, loss=lambda out: (out**2).sum(), wrt="input")
+    assert np.abs(got.values - expected.numpy()).max() <= 1e-12
+    traced = rl.trace(model, x)
+    assert np.abs(traced["rnn"].input.values - (2 * kept).clamp(-1, 1).numpy()).max() <= 1e-12
+    full = torch.autograd.functional.jacobian(untouched, x)
+    own = torch.stack([full[b][:, :, b] for b in range(B)]).numpy()
+    assert np.abs(rl.jacobian(model, x).values - own).max() <= 1e-12
+    assert torch.equal(x, kept)
