@@ -268,6 +268,8 @@ class Adapter(Protocol):
     name: str
     #: Whether every tensor of every model of this framework has its samples on the first axis.
     samples_first: bool
+    #: Whether a second run without a seed draws what the first one drew, since the first gave all random states back.
+    draws_again: bool
 
     def describe(self, model: Any) -> list[LayerInfo]:
         """Recurrent layers in the order in which they are called, without running the model. May raise ModelError."""

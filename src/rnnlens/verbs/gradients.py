@@ -48,7 +48,7 @@ from .cuts import layouts_of_inputs, layouts_to_cut
 from .explain import Explanation, explain
 from .loss_words import loss_reduction, with_reduction
 from .names import Catalogue, TensorName, catalogue, read, read_all, read_one, with_named_outputs
-from .question import Answer, Question, SeveralOutputs
+from .question import Answer, Question, SeveralOutputs, repeatable
 from .streaming import Accumulator, combination
 from .targets import Reduction, Target, a_reduction
 from .turns import in_turn
@@ -192,15 +192,20 @@ def gradients(
     if with_loss and question.function is None and (at or reduce is not None):
         raise InputError(message("The loss is one number: there is nothing to select or reduce.", got="at= or reduce="))
     feed = _Feed(x, y, sample_weight, batch_size, adapter.name == "keras")
-    template = Batch(
-        None, None, None, class_weight, loss, training, initial_state, seed if seed is not None or not training else 0
-    )
+    template = Batch(None, None, None, class_weight, loss, training, initial_state, repeatable(adapter, seed, training))
     how = combination(question.target, question.function is not None, combine, loss_reduction(model, loss))
     gathered = _gather(question, feed, template, with_loss, Accumulator(how, across))
     provenance = adapter.provenance(model)
     if with_loss:
         provenance = with_reduction(provenance, model, loss)
     return _result(question, gathered, wrt, clip, provenance)
+
+
+def _seed(template: Batch, batches: int) -> int | None:
+    """The seed of the next batch: in training mode no two batches draw the same."""
+    if template.seed is not None:
+        return template.seed + batches
+    return batches if template.training and batches else None
 
 
 @dataclass(frozen=True)
@@ -322,7 +327,7 @@ def _gather(question: Question, feed: _Feed, template: Batch, with_loss: bool, t
                 loss=template.loss if with_loss else None,
                 class_weight=template.class_weight if with_loss else None,
                 initial_state=data.take(template.initial_state, start, stop),
-                seed=None if template.seed is None else template.seed + total.batches,
+                seed=_seed(template, total.batches),
             )
             question, last = _answer(question, batch)
             if first is None and asked_for(question.model, "gradients", batch):

@@ -39,7 +39,7 @@ from .jacobian_run import compute
 from .jacobian_target import Tensor, chosen_times, look_inside, projection
 from .jacobian_wanted import Ends
 from .names import Catalogue, TensorName, catalogue, read_one, with_named_outputs
-from .question import refuse_lone_output
+from .question import refuse_lone_output, repeatable
 from .turns import in_turn
 
 __all__ = ["jacobian"]
@@ -157,7 +157,7 @@ def jacobian(
     _check(reduce, sketch, mode, project)
     limit = current().memory if memory is None else parse_memory(memory)
     adapter = adapter_for(model)
-    batch = Batch(x, training=training, initial_state=initial_state, seed=_seed(seed, training))
+    batch = Batch(x, training=training, initial_state=initial_state, seed=repeatable(adapter, seed, training))
     known = with_named_outputs(adapter, model, batch, catalogue(adapter, model, x), (of, wrt))
     names = (read_one(of, known), read_one(wrt, known))
     room = Axes(adapter, model, axes, known)
@@ -196,11 +196,6 @@ def _not_recurrent(model: Any) -> str:
         expected="a model with at least one recurrent layer, as rl.layers(model) lists them",
         hint='for one output unit, rl.gradients(model, x, of="output", at={"unit": 0}, reduce="sum", wrt="input")',
     )
-
-
-def _seed(seed: int | None, training: bool) -> int | None:
-    """The model runs twice: in training mode both runs must draw the same."""
-    return 0 if seed is None and training else seed
 
 
 def _check(reduce: Any, sketch: Any, mode: Any, project: Any) -> None:

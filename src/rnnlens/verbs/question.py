@@ -72,6 +72,11 @@ class SeveralOutputs(Exception):  # noqa: N818 - no error, but what a run found 
         self.count = count
 
 
+def repeatable(adapter: Adapter, seed: int | None, training: bool) -> int | None:
+    """The seed to run with: a model that runs twice in training mode must draw the same both times."""
+    return 0 if seed is None and training and not adapter.draws_again else seed
+
+
 def refuse_lone_output(names: Sequence[TensorName], count: int) -> None:
     """Refuse ``"output"`` of a model that returns several tensors: none of them is taken silently."""
     if any(name.text == "output" for name in names):

@@ -43,6 +43,7 @@ class KerasAdapter:
 
     name = "keras"
     samples_first = True
+    draws_again = False
 
     def describe(self, model: Any) -> list[LayerInfo]:
         """Recurrent layers in the order of the graph, or of the attributes of a subclassed model."""

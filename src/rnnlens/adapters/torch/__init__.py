@@ -31,6 +31,7 @@ class TorchAdapter:
 
     name = "torch"
     samples_first = False
+    draws_again = True
 
     def describe(self, model: nn.Module) -> list[LayerInfo]:
         """Recurrent layers in the order of their definition."""

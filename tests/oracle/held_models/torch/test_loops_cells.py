@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch_loop_models as zoo
@@ -193,3 +195,37 @@ def test_a_state_that_mixes_samples_has_no_jacobian_of_each():
     for ends in ({}, {"of": "cell#4.hidden"}, {"of": "cell#4.cell", "wrt": "cell#2.hidden"}):
         with pytest.raises(UnsupportedError, match="sample"):
             rl.jacobian(model, x, **ends)
+
+
+@pytest.mark.parametrize("generator", ["random", "own", "numpy"])
+def test_what_is_drawn_in_training_is_drawn_in_every_verb(generator):
+    """Teacher forcing and dropout between the steps: the path is the one that the model itself would take now."""
+
+    class Drawing(zoo.Forced):
+        def forward(self, x):
+            h, c, y = zoo.zeros(x, H, H, F)
+            outputs = []
+            for t in range(x.shape[1]):
+                chance = {"random": random, "own": self.own, "numpy": self.numpy}[generator].random()
+                h, c = self.cell(x[:, t] if chance < 0.5 else y, (h, c))
+                y = self.head(nn.functional.dropout(h, 0.4, self.training))
+                outputs.append(y)
+            return torch.stack(outputs, 1)
+
+    def begin():
+        random.seed(1)
+        torch.manual_seed(2)
+
+    model, x = zoo.build(Drawing, True), zoo.batch()
+    model.numpy = np.random.default_rng(4)
+    model.train()
+    begin()
+    source = x.clone().requires_grad_()
+    output, taps = twin_run(model, source)
+    begin()
+    expected = over_time(pull(loss(output), taps["cell"].zeros["hidden"]))
+    options = {"loss": loss, "training": True}
+    close(rl.trace(model, x, **options)["cell"].hidden_grad, expected, "trace")
+    close(rl.gradients(model, x, wrt="cell.hidden", **options), expected, "gradients")
+    close(rl.gradients(model, x, wrt="input", **options), pull(loss(output), [source])[0], "gradients by input")
+    close(rl.jacobian(model, x, training=True), rows(output, [source])[..., 0, :, :], "Jacobian")
