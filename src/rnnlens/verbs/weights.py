@@ -25,7 +25,16 @@ from ..arguments import (
     whole,
 )
 from ..arguments import loss as a_loss
-from ..errors import InputError, LayerNotFoundError, TooLargeError, did_you_mean, message, raised_by, shown
+from ..errors import (
+    InputError,
+    LayerNotFoundError,
+    TooLargeError,
+    UnsupportedError,
+    did_you_mean,
+    message,
+    raised_by,
+    shown,
+)
 from ..recurrence.cells import KnownCell
 from ..recurrence.run import Run
 from ..results.certificate import Certificate
@@ -277,7 +286,11 @@ def _add_gradients(
 def _recurrent_gradients(
     calls: Sequence[RecurrentCall], by_time: bool | str
 ) -> tuple[dict[str, dict[str, Any]], list[Check]]:
-    """Gradients per direction, summed over the calls of a layer; and whether their sums equal the framework's."""
+    """Gradients per direction, summed over the calls of a layer; and whether their sums equal the framework's.
+
+    By time: calls of one layer are summed step by step. Those that the user's own loop makes follow each other instead.
+    """
+    _must_align(calls, by_time)
     total: dict[str, dict[str, Any]] = {}
     sums: dict[str, WeightSum] = {}
     for call in calls:
@@ -293,8 +306,29 @@ def _recurrent_gradients(
             whole = weights_of(call, run, result, by_time=True)
         mine = total.setdefault(call.direction, {})
         for name, grad in whole.items():
-            mine[name] = plain(grad) + mine[name] if name in mine else plain(grad)
+            if name not in mine:
+                mine[name] = plain(grad)
+            elif by_time and call.stepwise:
+                mine[name] = np.concatenate([mine[name], plain(grad)])
+            else:
+                mine[name] = plain(grad) + mine[name]
     return total, [entry.check() for entry in sums.values()]
+
+
+def _must_align(calls: Sequence[RecurrentCall], by_time: bool | str) -> None:
+    """Refuse calls that have no steps in common, and norms of what several calls do at one step."""
+    whole = [call for call in calls if not call.stepwise]
+    several = len(whole) > len({call.direction for call in whole})
+    lengths = sorted({int(call.input.shape[1]) for call in whole})
+    if several and (by_time == "norm" or (by_time and len(lengths) > 1)):
+        raise UnsupportedError(
+            message(
+                f"Layer {whole[0].layer.partition('#')[0]!r} is called more than once: the calls share no time.",
+                got=f"by_time={by_time!r} over {len(whole)} calls of {' and '.join(map(str, lengths))} steps",
+                expected="calls of one length, and by_time=True",
+                hint="rl.weights(...) without by_time, or a model that calls the layer once",
+            )
+        )
 
 
 def _must_fit(call: RecurrentCall, by_time: bool | str) -> None:

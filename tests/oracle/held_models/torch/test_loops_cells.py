@@ -229,3 +229,20 @@ def test_what_is_drawn_in_training_is_drawn_in_every_verb(generator):
     close(rl.gradients(model, x, wrt="cell.hidden", **options), expected, "gradients")
     close(rl.gradients(model, x, wrt="input", **options), pull(loss(output), [source])[0], "gradients by input")
     close(rl.jacobian(model, x, training=True), rows(output, [source])[..., 0, :, :], "Jacobian")
+
+
+@pytest.mark.parametrize("how", ["detach", "residual", "scale"])
+def test_weight_gradients_by_time_of_a_loop_in_several_runs(how):
+    """The steps of a loop follow each other, whatever happens to the state between two of them."""
+    model, x = zoo.build(zoo.Between, how), zoo.batch()
+    output, taps = twin_run(model, x)
+    weight = model.cell.weight_hh
+    states = [torch.zeros(zoo.B, H, dtype=torch.float64), *taps["cell"].values["hidden"]]
+    shown = rl.weights(model, x, loss=loss, by_time=True)["cell"].recurrent_kernel_grad
+    assert shown.sizes["time"] == zoo.T
+    close(shown.sum("time"), pull(loss(output), [weight])[0].T.reshape(-1, 4, H).numpy(), "sum")
+    gates = torch.stack([torch.stack(pull(loss(output), taps["cell"].zeros[f"z{k}"]), 1) for k in range(4)], 2)
+    first = torch.einsum("bi,bgu->igu", states[1].detach(), gates[:, 1])
+    close(shown.isel(time=1), first.numpy(), "the second step")
+    norms = rl.weights(model, x, loss=loss, by_time="norm")["cell"].recurrent_kernel_grad_norm
+    close(norms, np.sqrt((shown.values**2).sum((1, 3))), "norms")
