@@ -9,9 +9,7 @@ Importing rnnlens loads no deep-learning framework and no plotting library: name
 
 from __future__ import annotations
 
-import importlib
-
-TYPE_CHECKING = False  # the command line listens to Ctrl-C a moment earlier where typing is not loaded first
+TYPE_CHECKING = False  # the command line listens to Ctrl-C a moment earlier where little is loaded before it
 if TYPE_CHECKING:
     from typing import Any
 
@@ -46,6 +44,8 @@ __all__ = ["__version__", *sorted({**_HOME, **_ROOMS})]
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
     if name in _ROOMS:
         value: Any = importlib.import_module(_ROOMS[name])
     elif name in _HOME:

@@ -130,7 +130,7 @@ def test_a_background_job_goes_on(folder):
 def test_little_is_loaded_before_ctrl_c_is_heard():
     """What Python loads for itself lies before our reach; what we load lies within it."""
     code = (
-        "import importlib, re, signal, sys, warnings; before = set(sys.modules)\n"
+        "import signal, sys; before = set(sys.modules)\n"
         "import rnnlens.cli; print(set(sys.modules) - before)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
