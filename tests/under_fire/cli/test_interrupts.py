@@ -129,9 +129,6 @@ def test_a_background_job_goes_on(folder):
 
 def test_little_is_loaded_before_ctrl_c_is_heard():
     """What Python loads for itself lies before our reach; what we load lies within it."""
-    code = (
-        "import signal, sys; before = set(sys.modules)\n"
-        "import rnnlens.cli; print(set(sys.modules) - before)"
-    )
+    code = "import signal, sys; before = set(sys.modules)\nimport rnnlens.cli; print(set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert eval(done.stdout) == {"rnnlens", "rnnlens.cli", "rnnlens.cli.interrupts", "__future__"}

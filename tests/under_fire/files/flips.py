@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,16 +35,17 @@ def made() -> Trace:
     return Trace({"lstm": layer_dataset(arrays, info=info)}, loss=0.5, notes=["a note"])
 
 
-def outcome(path: Path, expected: Trace) -> int:
+def outcome(path: Path, expected: Any) -> int:
     try:
         found = rl.open(path)
-        same = repr(found) == repr(expected) and found._meta() == expected._meta()
-        for name in expected:
-            same = same and found.dataset(name).identical(expected.dataset(name))
     except RnnlensError:
         return REFUSED
     except Exception:
         return FOREIGN
+    if not isinstance(expected, Trace):
+        same = found.identical(expected)
+    elif same := repr(found) == repr(expected) and found._meta() == expected._meta():
+        same = all(found.dataset(name).identical(expected.dataset(name)) for name in expected)
     return SAME if same else DIFFERENT
 
 
@@ -54,7 +56,7 @@ def flip(file: Path, chance: random.Random) -> None:
     file.write_bytes(content)
 
 
-def one(saved: Path, chance: random.Random, expected: Trace) -> str:
+def one(saved: Path, chance: random.Random, expected: Any) -> str:
     """Flip one bit of a copy, each bit of all files as likely as any other, and open it in a child."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / saved.name
@@ -74,7 +76,8 @@ def one(saved: Path, chance: random.Random, expected: Trace) -> str:
 
 
 def main(suffix: str, count: int, seed: int, *, unsealed: bool) -> Counter[str]:
-    chance, expected = random.Random(seed), made()
+    chance = random.Random(seed)
+    expected: Any = made()
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / f"run{suffix}"
         if unsealed:  # as another program would write it
