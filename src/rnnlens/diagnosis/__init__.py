@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import anything, checked, data_set, many_examples, text, whole
+from ..arguments import loss as a_loss
+from ..arguments import seed as random_seed
 from ..errors import InputError, message
 from ..measures.residual import Missed
 from ..results.diagnosis import Diagnosis
@@ -24,6 +27,18 @@ from .words import by_layer, headline
 __all__ = ["diagnose"]
 
 
+@checked(
+    model=anything,
+    x=data_set,
+    y=many_examples,
+    baseline=anything,
+    step=whole(),
+    output=whole(),
+    task=text,
+    loss=a_loss,
+    samples=whole(),
+    seed=random_seed,
+)
 @in_turn
 def diagnose(
     model: Any,

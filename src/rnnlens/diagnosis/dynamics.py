@@ -11,6 +11,8 @@ import xarray as xr
 from .. import data
 from ..adapters.protocol import Batch, CaptureRequest
 from ..adapters.registry import adapter_for
+from ..arguments import anything, as_numbers, checked, number, one_batch, text, whole
+from ..arguments import seed as random_seed
 from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, message
 from ..measures.fixed_points import find_points, iterate, step_map
 from ..measures.spectrum import lyapunov_spectrum
@@ -22,6 +24,12 @@ from ..verbs.turns import in_turn
 from .experiment import in_numpy
 
 
+def _numbers_or_words(name: str, value: Any) -> Any:
+    """Numbers, where it is an array; words and results are looked at inside."""
+    return value if isinstance(value, str | Mapping) or hasattr(value, "dataset") else as_numbers(name, value)
+
+
+@checked(model=anything, x=one_batch, layer=text, count=whole(), samples=whole(), seed=random_seed)
 @in_turn
 def lyapunov(
     model: Any, x: Any, *, layer: str | None = None, count: int | None = None, samples: int = 16, seed: int = 0
@@ -69,6 +77,18 @@ def lyapunov(
     )
 
 
+@checked(
+    model=anything,
+    x=one_batch,
+    layer=text,
+    input=_numbers_or_words,
+    starts=_numbers_or_words,
+    period=whole(),
+    most=whole(),
+    noise=number(),
+    tolerance=number(),
+    seed=random_seed,
+)
 @in_turn
 def fixed_points(
     model: Any,

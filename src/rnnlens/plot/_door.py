@@ -45,6 +45,7 @@ COMMON: dict[str, Check] = {
     "panel": names,
     "overlay": text,
     "quantity": text,
+    "layer": text,
     "names": two_titles,
     "samples": one_of("mean", "panels"),
     "shared": switch,
@@ -80,7 +81,8 @@ def figure(**table: Check) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
-        own = {name: check for name, check in {**COMMON, **table}.items() if name in parameters}
+        options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+        own = {name: check for name, check in {**COMMON, **table}.items() if name in options}
 
         @functools.wraps(function)
         def drawing(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -10,6 +10,7 @@ from matplotlib.lines import Line2D
 
 from ..errors import InputError, message
 from ..results.diagnosis import Diagnosis
+from ._door import figure as figure_door
 from ._keywords import checked
 from ._panels import open_panels, whole_numbers
 
@@ -18,6 +19,7 @@ _USE, _BENEFIT, _MISSED, _KAPPA, _ADJOINT = "#0072b2", "#009e73", "#d55e00", "#0
 _DEEPEST = 12
 
 
+@figure_door()
 def diagnosis(
     d: Diagnosis, *, layer: str | None = None, title: str | None = None, ax: Any = None, figure: Any = None, **line: Any
 ) -> Any:
@@ -87,7 +89,7 @@ def _memory(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
         values, band = model[name].values, model[f"{name}_interval"].values
         if values.size and np.isfinite(values).any():
             look = {"color": colour, "marker": "o", "markersize": 3, "linewidth": 1.2}
-            ax.plot(context, values, label=label, gid=name, **{**look, **keywords})
+            ax.plot(context, values, **{"label": label, "gid": name, **look, **keywords})
             ax.fill_between(context, band[:, 0], band[:, 1], color=colour, alpha=0.15, linewidth=0)
     ax.axhline(0.05, color="0.6", linewidth=0.7, linestyle=":")
     if bool(model.attrs["known"]) and np.isfinite(float(model["memory"])):
@@ -149,7 +151,7 @@ def _transfer(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
             continue
         values = node[name].values
         lag, shown = np.arange(values.size), np.where(values > floor, values, np.nan)
-        ax.plot(lag, shown, label=label, gid=name, **{"color": colour, "linewidth": 1.2, **keywords})
+        ax.plot(lag, shown, **{"label": label, "gid": name, "color": colour, "linewidth": 1.2, **keywords})
         ax.fill_between(
             lag,
             np.maximum(node[low].values, floor),
@@ -186,7 +188,7 @@ def _gates(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
     values = np.sort(node["timescale"].values)
     finite = np.where(np.isfinite(values), values, np.nan)
     look = {"color": _USE, "marker": ".", "markersize": 4, "linewidth": 0.8}
-    ax.plot(np.arange(values.size), finite, gid="timescale", **{**look, **keywords})
+    ax.plot(np.arange(values.size), finite, **{"gid": "timescale", **look, **keywords})
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter("{x:g}")

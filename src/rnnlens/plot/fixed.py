@@ -9,12 +9,14 @@ from matplotlib.lines import Line2D
 
 from ..errors import InputError, message
 from ..results.dynamics import FixedPoints
+from ._door import figure as figure_door
 from ._keywords import checked
 from ._panels import open_panels
 
 _KINDS = (("stable", "#0072b2", "o"), ("saddle", "#d55e00", "X"), ("slow", "0.5", "."))
 
 
+@figure_door()
 def fixed_points(
     points: FixedPoints, *, title: str | None = None, ax: Any = None, figure: Any = None, **line: Any
 ) -> Any:
@@ -61,7 +63,7 @@ def fixed_points(
         chosen = where[groups[kind]]
         if len(chosen):
             look = {"linestyle": "", "marker": marker, "markersize": 7, "color": colour, "zorder": 3}
-            place.plot(*chosen.T, label=f"{kind} ({len(chosen)})", gid=kind, **{**look, **keywords})
+            place.plot(*chosen.T, **{"label": f"{kind} ({len(chosen)})", "gid": kind, **look, **keywords})
     _modes(place, points, where, axes, float(np.ptp(flat, axis=0).max()))
     place.set(xlabel=f"first component ({shares[0]:.0%} of variance)", ylabel=f"second component ({shares[1]:.0%})")
     place.legend(fontsize="x-small", loc="best")

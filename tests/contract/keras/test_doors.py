@@ -1,0 +1,120 @@
+"""What a user may get wrong in a call on a Keras model: said in words, before anything runs; nothing is dropped."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import torch
+
+import rnnlens as rl
+from rnnlens.errors import InputError, LayerNotFoundError, ModelError, TooLargeError, UnsupportedError, UserCodeError
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(4, 5, 3))
+Y = RNG.normal(size=(4, 5, 2))
+
+
+@pytest.fixture(scope="module")
+def model():
+    inputs = keras.Input((None, 3))
+    hidden = keras.layers.LSTM(4, return_sequences=True, name="lstm")(inputs)
+    found = keras.Model(inputs, keras.layers.Dense(2, name="top")(hidden))
+    found.compile(loss="mse")
+    return found
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return X, Y
+
+
+WRONG = {
+    "a data set": (lambda m: rl.trace(m, Batches()), InputError, "x is a data set"),
+    "a class of loss": (lambda m: rl.trace(m, X, Y, loss=keras.losses.Huber), InputError, "loss=Huber()"),
+    "a class of model": (lambda m: rl.trace(keras.Model, X), ModelError, "not a model"),
+    "meta": (lambda m: rl.trace(m, torch.zeros(4, 5, 3, device="meta")), InputError, "a shape but no values"),
+    "symbolic": (lambda m: rl.trace(m, keras.Input((5, 3))), InputError, "a shape but no values"),
+    "masked": (lambda m: rl.trace(m, np.ma.masked_array(X, X > 0)), InputError, "x.filled(0)"),
+    "complex": (lambda m: rl.trace(m, X * 1j), UnsupportedError, "the imaginary part would be lost"),
+    "huge": (lambda m: rl.trace(m, np.broadcast_to(X[0], (10**9, 5, 3))), TooLargeError, "at most 2 GiB"),
+    "samples of y": (lambda m: rl.trace(m, X, Y[:2]), InputError, "y "),
+    "a call": (lambda m: rl.trace(m, X, layers="lstm#0"), LayerNotFoundError, "'lstm#0'"),
+    "a state": (lambda m: rl.trace(m, X, quantities="state_99"), InputError, "No layer here has 'state_99'."),
+    "states of": (lambda m: rl.trace(m, X, initial_state={"no": [X[:, 0]]}), LayerNotFoundError, "names 'no'"),
+    "one of two": (lambda m: rl.trace(m, X, initial_state={"lstm": [np.zeros((4, 4))]}), InputError, "does not fit"),
+    "probes": (lambda m: rl.jacobian(m, X, sketch=10**9), TooLargeError, "random probes of sketch="),
+    "a switch": (lambda m: rl.trace(m, X, training=2), InputError, "training= is a switch."),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_argument_is_one_error_that_says_what_to_do(model, case):
+    call, kind, words = WRONG[case]
+    with pytest.raises(kind) as caught:
+        call(model)
+    assert words in str(caught.value)
+
+
+SAME = {
+    "big-endian": lambda: X.astype(">f8"),
+    "a torch tensor that requires grad": lambda: torch.tensor(X, requires_grad=True),
+    "lists": X.tolist,
+    "a tensor of the engine": lambda: keras.ops.convert_to_tensor(X),
+}
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_the_same_numbers_in_another_form_give_the_same_result(model, form):
+    wanted = rl.trace(model, X, Y)["lstm"].hidden_grad
+    got = rl.trace(model, SAME[form](), Y, training=np.False_)["lstm"].hidden_grad
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-9)
+
+
+def test_bfloat16_of_another_framework_is_taken_as_the_numbers_that_it_holds(model):
+    rounded = torch.tensor(X).bfloat16()
+    wanted = rl.trace(model, rounded.double().numpy())["lstm"].hidden
+    np.testing.assert_allclose(rl.trace(model, rounded)["lstm"].hidden, wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("given", ["loss", "compiled"])
+def test_given_states_count_in_every_gradient(model, given):
+    states = [RNG.normal(size=(4, 4)) for _ in range(2)]
+    loss = {"loss": "mse"} if given == "loss" else {}
+    traced = rl.trace(model, X, Y, initial_state={"lstm": states}, **loss)
+    by_input = rl.gradients(model, X, Y, wrt=["input", "top.weights"], initial_state={"lstm": states}, **loss)
+    assert abs(by_input.value - traced.loss) < 1e-6 * abs(traced.loss)
+    assert abs(rl.trace(model, X, Y, **loss).loss - traced.loss) > 1e-3
+    np.testing.assert_allclose(by_input["input"], traced["lstm"].input_grad, rtol=1e-4, atol=1e-7)
+
+
+class OwnError(Exception):
+    pass
+
+
+def _fail(*_):
+    raise OwnError("gone")
+
+
+def test_what_the_users_code_raises_says_whose_it_was_and_is_still_its_own(model):
+    for whose, call in {
+        "Your loss": lambda: rl.trace(model, X, Y, loss=_fail),
+        "Your function": lambda: rl.gradients(model, X, of=_fail, wrt="input"),
+    }.items():
+        with pytest.raises(OwnError) as caught:
+            call()
+        assert isinstance(caught.value, UserCodeError)
+        assert str(caught.value).startswith(f"{whose} raised OwnError.")
+
+
+def test_a_model_without_recurrence_is_shown_a_call_that_works():
+    flat = keras.Sequential([keras.Input((5, 3)), keras.layers.Dense(2)])
+    with pytest.raises(ModelError) as caught:
+        rl.jacobian(flat, X)
+    call = str(caught.value).partition("try:")[2].partition("rl.")[2]
+    got = eval(f"rl.{call}", {"rl": rl, "model": flat, "x": X})
+    kernel = keras.ops.convert_to_numpy(flat.layers[-1].kernel)
+    np.testing.assert_allclose(got, np.broadcast_to(kernel[:, 0], X.shape), rtol=1e-6)

@@ -1,0 +1,250 @@
+"""Whatever a user gives a figure, a file, an option or a result: something drawn or found, or one clear error."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+import xarray as xr
+from hostile import Target, faults, one, run
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+import rnnlens as rl
+from rnnlens.errors import FileError, InputError, LayerNotFoundError, UserCodeError, did_you_mean, raised_by, shown
+from rnnlens.results.gradients import Gradients
+from rnnlens.settings import current
+
+RNG = np.random.default_rng(0)
+STATES = RNG.normal(size=(2, 5, 3))
+GATES = RNG.random((2, 5, 4, 3))
+JACOBIAN = RNG.normal(size=(2, 5, 2, 5, 3))
+WEIGHTS = {
+    "kernel": RNG.normal(size=(3, 4, 2)),
+    "recurrent_kernel": RNG.normal(size=(2, 4, 2)),
+    "bias": RNG.normal(size=(4, 2)),
+}
+LAYER = xr.Dataset(
+    {"hidden_grad": (("sample", "time", "unit"), STATES), "output_grad": (("sample", "unit"), STATES[:, 0])},
+    attrs={"layer": "lstm"},
+)
+BOTH = xr.DataArray(
+    RNG.normal(size=(2, 5, 2, 3)),
+    dims=("sample", "time", "direction", "unit"),
+    coords={"direction": ["forward", "backward"]},
+)
+DRAWN = {
+    "heatmap": {"data": STATES},
+    "curves": {"data": STATES},
+    "histogram": {"data": STATES},
+    "gradient_flow": {"trace": LAYER},
+    "lag_profile": {"jacobian": JACOBIAN},
+    "points": {"data": STATES[:, 0]},
+    "time_jacobian": {"jacobian": JACOBIAN},
+    "weight_norms": {"history": {"a/k": [1.0, 2.0], "b/k": [2.0, 3.0]}},
+    "weights_heatmap": {"weights": WEIGHTS},
+    "weights_histogram": {"weights": WEIGHTS},
+    "before_after": {"before": STATES, "after": STATES},
+    "gates": {"layer": GATES},
+}
+DATA = {
+    "bidirectional": one(BOTH),
+    "states": one(STATES),
+    "weights": one(WEIGHTS),
+    "layer": one(LAYER),
+    "jacobian": one(JACOBIAN),
+    "gates": one(GATES),
+    "a number": lambda: xr.DataArray(3.0),
+    "other names": lambda: xr.DataArray(STATES, dims=("a", "b", "c")),
+    "one name twice": lambda: xr.DataArray(np.ones((2, 2)), dims=("time", "time")),
+    "missing": lambda: STATES * np.nan,
+    "by name": lambda: {"x": STATES, "y": STATES},
+    "zeros": lambda: STATES * 0,
+    "large": lambda: STATES * 1e300,
+    "tiny": lambda: STATES * 1e-320,
+    "layers": lambda: {"lstm": LAYER},
+    "tree": lambda: xr.DataTree.from_dict({"/a": LAYER}),
+}
+KEYWORDS = {
+    "color": ["red", "nonsense", 3],
+    "label": ["a", None],
+    "cmap": ["viridis", "no", 7],
+    "alpha": [0.5, "a", 5],
+    "linewidth": [2, "x", -1],
+    "gid": ["z"],
+    "zorder": ["a", 3],
+    "transform": [3],
+    "vmin": [0, "a"],
+    "norm": ["log", 3],
+    "interpolation": ["nearest", "zzz"],
+    "marker": ["o", "zz"],
+    "visible": [False],
+    "nothing": [1],
+}
+NEAR = {
+    "keyword": {f"{name} {value}": one({name: value}) for name, some in KEYWORDS.items() for value in some},
+    "ax": {"one": lambda: Figure().subplots(), "two": lambda: Figure().subplots(2)},
+    "figure": {"one": Figure, "a part": lambda: Figure().subfigures(1)},
+    "dims": {"right": one(("sample", "time", "unit")), "twice": one(("time",) * 3), "others": one(("a", "b", "c"))},
+    "panel": {name: one(name) for name in ("sample", "unit", "time", "gate")} | {"two": lambda: ["sample", "unit"]},
+    "overlay": {"unit": one("unit")},
+    "mask": {"all": lambda: np.ones((2, 5), bool), "none": lambda: np.zeros((2, 5), bool)},
+    "samples": {"panels": one("panels")},
+    "clip_peaks": {"many": one(10**6)},
+    "title": {"no formula": one("$\\frac{")},
+}
+
+
+def figures() -> list[Target]:
+    """Every figure with all of its arguments; ``keyword`` stands for those that are handed on to matplotlib."""
+    found = []
+    for name, drawn in DRAWN.items():
+        function = getattr(rl.plot, name)
+        named = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        good = {argument: one(value) for argument, value in drawn.items()}
+        near = {**NEAR, **dict.fromkeys(drawn, DATA)}
+        found.append(Target(name, _with_keywords(function), good, (*named, "keyword"), near))
+    return found
+
+
+def _with_keywords(function):
+    def drawing(keyword=None, **arguments):
+        given = keyword if isinstance(keyword, dict) and all(isinstance(name, str) for name in keyword) else {}
+        return function(**{**given, **arguments})
+
+    return drawing
+
+
+def others(folder) -> list[Target]:
+    """Files, options, results and drawings."""
+    array = xr.DataArray(STATES, dims=("sample", "time", "unit"), attrs={"tensor": "lstm.hidden"})
+    result = Gradients({"lstm": xr.Dataset({"hidden": array})})
+    picture = rl.plot.heatmap(STATES[:1])
+    paths = {
+        "netCDF": one(folder / "a.nc"),
+        "Zarr": one(folder / "a.zarr"),
+        "picture": one(folder / "a.png"),
+        "nowhere": one(folder / "no" / "a.nc"),
+        "a folder": one(folder),
+        "unknown": one(folder / "a.xyz"),
+        "long": one(folder / f"{'a' * 300}.nc"),
+        "device": one("/dev/null"),
+        "not to be written": one("/proc/a.nc"),
+    }
+    near = {"path": paths}
+    return [
+        Target("drawing.save", picture.save, {"path": paths["picture"]}, ("path",), near),
+        Target("result.save", result.save, {"path": paths["netCDF"]}, ("path",), near),
+        Target("open", rl.open, {"path": paths["netCDF"]}, ("path", "lazy", "memory"), near),
+        Target("options", _options, {}, ("memory", "progress", "certify")),
+        Target("result[...]", lambda name: result[name], {"name": one("lstm")}, ("name",)),
+        Target("layer[...]", lambda name: result["lstm"][name], {"name": one("hidden")}, ("name",)),
+        Target("did_you_mean", lambda name: did_you_mean(name, ["lstm"]), {"name": one("lstn")}, ("name",)),
+    ]
+
+
+def _options(**given):
+    with rl.options(**given):
+        return current()
+
+
+def test_every_figure_is_drawn_or_refused_in_words():
+    outcomes = run(figures(), {}, 300, 0)
+    assert not faults(outcomes)
+    assert sum(outcome.kind == "result" for outcome in outcomes) > 30
+
+
+def test_files_options_and_results_answer_in_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not faults(run(others(tmp_path), {}, 400, 0))
+    assert current().memory == 2 * 1024**3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_so_do_thousands(seed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not faults(run([*figures(), *others(tmp_path)], {}, 2000, seed))
+
+
+def test_a_drawing_of_two_directions_is_saved_whole_and_shows_itself(tmp_path):
+    drawing = rl.plot.heatmap(BOTH)
+    drawing.save(tmp_path / "whole.png", dpi=40)
+    drawing[0].figure.savefig(tmp_path / "idiom.png", dpi=40)
+    whole, idiom = (imread(tmp_path / f"{name}.png") for name in ("whole", "idiom"))
+    assert whole.shape == idiom.shape
+    assert (whole[:, : whole.shape[1] // 2] < 1).any()
+    assert (whole[:, whole.shape[1] // 2 :] < 1).any()
+    assert drawing._repr_png_().startswith(b"\x89PNG")
+    assert drawing[:1].figure is drawing.figure
+    assert list(drawing) == [drawing[i] for i in range(len(drawing))]
+    with pytest.raises(InputError, match="'xyz' is not supported"):
+        drawing.save(tmp_path / "whole.xyz")
+    with pytest.raises(FileError, match="cannot be written"):
+        drawing.save(tmp_path / "nowhere" / "whole.png")
+
+
+def test_points_are_coloured_by_value_where_a_map_is_given():
+    (place,) = rl.plot.points(STATES[:, 0], cmap="viridis")
+    (drawn,) = (found for found in place.collections if found.get_gid() == "points")
+    assert drawn.get_cmap().name == "viridis"
+    np.testing.assert_array_equal(drawn.get_array(), STATES[:, 0].ravel())
+
+
+def test_points_over_time_are_told_what_they_have_too_much():
+    with pytest.raises(InputError) as caught:
+        rl.plot.points(xr.DataArray(STATES, dims=("sample", "time", "unit")))
+    assert str(caught.value).splitlines()[:3] == [
+        "plot.points draws values without time.",
+        "  got:      dimensions (sample, time, unit)",
+        "  expected: no time among them",
+    ]
+
+
+@pytest.mark.parametrize("keyword", [{"label": "mine"}, {"gid": "mine"}])
+@pytest.mark.parametrize("name", ["lag_profile", "gradient_flow", "weight_norms"])
+def test_a_label_or_an_id_of_ones_own_is_used(name, keyword):
+    (drawn,) = DRAWN[name].values()
+    places = getattr(rl.plot, name)(drawn, **keyword)
+    found = [line.get_label() if "label" in keyword else line.get_gid() for place in places for line in place.lines]
+    assert "mine" in found
+
+
+def test_the_room_of_figures_lists_figures_only():
+    assert dir(rl.plot) == sorted(rl.plot.__all__)
+
+
+def test_options_can_be_entered_again_and_within_themselves():
+    before = current()
+    small = rl.options(memory=1000)
+    for _ in range(2):
+        with small:
+            assert current().memory == 1000
+            with rl.options(memory=7), small:
+                assert current().memory == 1000
+            assert current().memory == 1000
+        assert current() == before
+
+
+def test_a_result_is_asked_by_name():
+    result = Gradients({"lstm": LAYER[[]]})
+    with pytest.raises(LayerNotFoundError, match="asked for by name"):
+        result[0]
+
+
+def test_values_are_shown_in_few_words():
+    assert shown(np.zeros((3, 2))) == "ndarray of shape (3, 2)"
+    assert len(shown("x" * 10_000)) < 200
+    assert len(shown([list(range(100))] * 100)) < 400
+
+
+def test_an_error_that_cannot_be_joined_with_ours_is_ours_alone():
+    with pytest.raises(UserCodeError) as caught, raised_by("Your loss"):
+        raise _LastError("gone")
+    assert isinstance(caught.value.__cause__, _LastError)
+
+
+class _LastError(Exception):
+    def __init_subclass__(cls):
+        raise TypeError("final")
