@@ -331,6 +331,10 @@ class Adapter(Protocol):
         """Framework, its version, engine, dtype, device: plain strings."""
 
 
+# An adapter may offer ``output_names(model)``: the keys of outputs that are a dict, in the order of their ports, where
+# they can be told without a run.
+
+
 @dataclass
 class LayerWeights:
     """The weights of one layer: by name, and as a known cell per direction where it is one."""

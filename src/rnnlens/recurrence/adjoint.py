@@ -26,7 +26,8 @@ class Adjoint:
     Attributes
     ----------
     state_grads : one (sample, time, size) array per state
-        dL/ds_t. For the cell state of an LSTM: as it is produced, the path through h_t included.
+        dL/ds_t of each state as it is produced: all that the same step computes from it is included, as the path of
+        an LSTM's c_t through h_t.
     gate_grad : (sample, time, gate, unit), None for a custom cell
         dL/dz_t, with respect to the pre-activations.
     input_grad : (sample, time, feature)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ..typing import Array, Namespace
 from .adjoint import Adjoint, final_or_zero
-from .cells.custom import Producer, StepCell
+from .cells.custom import StepCell
 from .run import Run
 
 #: Largest size of all per-step Jacobians together, in bytes, up to which they are built.
@@ -18,16 +18,11 @@ FOLD_LIMIT = 256 * 2**20
 
 
 def output_is_state(run: Run) -> bool:
-    """Whether a custom cell puts out one of its states, as most do, so that dL/dy_t belongs to dL/ds_t."""
-    if run.step_output is None:
-        return True
-    state = run.states[run.cell.output_state]  # type: ignore[union-attr]
-    if state.shape != run.step_output.shape:
-        return False
-    same = run.step_output == state
-    if run.mask is not None:
-        same = same | ~run.mask[:, :, None]
-    return bool(run.xp.all(same))
+    """Whether a custom cell puts out one of its states, as most do, so that dL/dy_t belongs to dL/ds_t.
+
+    Equal values do not tell: in ``h + gain * x`` the gain may be zero just now.
+    """
+    return run.step_output is None or run.cell.output_is_state  # type: ignore[union-attr]
 
 
 def unmasked_output_cotangent(run: Run, output_grad: Array, masked_output: str) -> tuple[Array, Array | None]:
@@ -93,10 +88,8 @@ def adjoint_custom(
 def _as_produced(run: Run, returned: tuple[Array, ...], output: Array) -> tuple[Array, ...]:
     """Gradients of the states as the step produces them: c_t of an LSTM also moves the h_t of its own step."""
     xp, cell = run.xp, run.cell
-    if not isinstance(cell, Producer):
-        return returned
     before = [_fold(s, xp) for s in run.states_before()]
-    flat = cell.produced(_fold(run.input, xp), before, _fold(output, xp), [_fold(g, xp) for g in returned])
+    flat = cell.produced(_fold(run.input, xp), before, _fold(output, xp), [_fold(g, xp) for g in returned])  # type: ignore[union-attr]
     found = tuple(xp.reshape(new, old.shape) for new, old in zip(flat, returned, strict=True))
     if run.mask is None:
         return found

@@ -16,7 +16,7 @@ that a sweep needs no branches. Columns of ``product``: the state before, then t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -31,6 +31,7 @@ class Steps:
 
     product : (sample, step, row, column); keep, lift : (sample, step, unit) of a gated system, else None.
     path : (sample, step, unit of h, unit of c): dh_t/dc_t within the step, of an LSTM in the dense form.
+    produced : gives (sample, step, row, column): what leaves a custom cell's step by each state as it is produced.
     """
 
     first: int
@@ -38,6 +39,7 @@ class Steps:
     keep: Array | None = None
     lift: Array | None = None
     path: Array | None = None
+    produced: Callable[[], Array] | None = None
 
 
 class System(Protocol):

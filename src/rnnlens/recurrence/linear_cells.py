@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -347,7 +348,37 @@ class CustomSystem(_RunSystem):
         _mask_dense(self, product, at)
         if self.own_output and run.mask is not None and self.masked_output != "output":
             self._masked_rows(product, states, ~run.mask[at])
-        return Steps(first, product)
+        return Steps(first, product, produced=cache(lambda: self._produced(first, stop, samples)))
+
+    def _produced(self, first: int, stop: int, samples: slice) -> Array:
+        """Rows [states, own output] by each state as it is produced: one pull-back per row."""
+        run, xp, at = self.run, self.run.xp, (samples, slice(first, stop))
+        x = run.input[at]
+        lead, before = x.shape[:2], [xp.reshape(s[at], (-1, s.shape[-1])) for s in run.states_before()]
+        x, cell = xp.reshape(x, (-1, x.shape[-1])), run.cell
+        sizes = (*(int(s.shape[-1]) for s in run.states), int(cell.output_size))  # type: ignore[union-attr]
+        rows = []
+        for row in self.work.eye(sum(sizes))[: self.rows]:
+            parts, start = [], 0
+            for size in sizes:
+                parts.append(xp.broadcast_to(row[start : start + size], (x.shape[0], size)))
+                start += size
+            found = cell.produced(x, before, parts[-1], parts[:-1])  # type: ignore[union-attr]
+            rows.append(xp.concat([xp.reshape(f, (*lead, f.shape[-1])) for f in found], axis=-1))
+        made = xp.stack(rows, axis=2)
+        return made if run.mask is None else self._not_at_masked(made, run.mask[at])
+
+    def _not_at_masked(self, made: Array, mask: Array) -> Array:
+        """At a masked step no state is produced, but carried over: by the output as well where the layer returns it."""
+        xp, states = self.run.xp, int(made.shape[-1])
+        carried = xp.zeros_like(made)
+        carried[:, :, :states] = self.work.eye(states)
+        if self.own_output and self.masked_output == "state":
+            cell: Any = self.run.cell
+            start = sum(self.state_sizes[: cell.output_state])
+            size = self.state_sizes[-1]
+            carried[:, :, states:, start : start + size] = self.work.eye(size)
+        return xp.where(mask[:, :, None, None], made, carried)
 
     def _masked_rows(self, product: Array, states: int, masked: Array) -> None:
         """At masked steps the layer returns a state, or a constant, in place of an output."""

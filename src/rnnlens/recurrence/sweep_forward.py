@@ -78,7 +78,8 @@ class ForwardSweep:
             if self.entrances.kind == "input" and t in entering:
                 self._enter_input(t, product, lift)
             elif self.entrances.kind == "state" and t in entering:
-                self._enter_state(lift, None if block.path is None else block.path[:, at])
+                produced = None if block.produced is None else block.produced()[:, at]
+                self._enter_state(lift, None if block.path is None else block.path[:, at], produced)
             if t in self.steps:
                 self._hand_out(t)
                 remaining -= 1
@@ -123,12 +124,14 @@ class ForwardSweep:
             self.work.add_product(hidden, cell, lift)
         self._entered(fresh)
 
-    def _enter_state(self, lift: Array | None, path: Array | None = None) -> None:
+    def _enter_state(self, lift: Array | None, path: Array | None = None, produced: Array | None = None) -> None:
         """A unit change of a state as it is produced: one of c_t reaches h_t as well."""
         fresh = slice(self.start - self.group, self.start)
         columns = state_columns(self.system, self.entrances.state)
         self.old[:, fresh] = 0
         self.old[:, fresh, columns] = self.work.eye(self.group)
+        if produced is not None:
+            self.old[:, fresh] = _transposed(produced[:, :, columns])
         if lift is not None and self.entrances.state == 1:
             units = self.system.columns
             self.old[:, fresh, units:] = self.work.eye(self.group) * lift

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ..typing import Array
 from .inplace import Workspace
-from .linear import System, state_columns, walk
+from .linear import Steps, System, state_columns, walk
 from .pruning import Pruning
 from .sources import Source
 from .sweep_parts import BLOCK_BUDGET, FLUSH_EVERY, Cost, Sink, Taps, elements
@@ -55,7 +55,7 @@ class ReverseSweep:
             wanted = self.taps.wants(t)
             if self.stop > self.start or self.pruning.active:
                 if wanted:
-                    self._hand_out_states(t, None if block.path is None else block.path[:, at])
+                    self._hand_out_states(t, block, at)
                 keep = None if block.keep is None else block.keep[:, at][:, None, :]
                 self._step(block.product[:, at], keep, wanted and self.has_input)
                 if wanted and self.taps.input is not None:
@@ -104,14 +104,25 @@ class ReverseSweep:
         self.cost.flops += 2.0 * self.count * (rows.stop - rows.start) * system.rows * columns
         self.old, self.new = self.new, self.old
 
-    def _hand_out_states(self, t: int, path: Array | None) -> None:
+    def _hand_out_states(self, t: int, block: Steps, at: int) -> None:
         for state, sink in self.taps.states.items():
-            self._give(sink, t, state_columns(self.system, state), path if state == 1 else None)
+            columns = state_columns(self.system, state)
+            if block.produced is not None:
+                self._give(sink, t, columns, produced=block.produced()[:, at, :, columns])
+            else:
+                self._give(sink, t, columns, None if block.path is None or state != 1 else block.path[:, at])
 
-    def _give(self, sink: Sink, t: int, columns: slice, path: Array | None = None) -> None:
-        """Hand rows to a sink; ``path`` leads from h_t to c_t, whose total gradient includes that through h_t."""
+    def _give(
+        self, sink: Sink, t: int, columns: slice, path: Array | None = None, produced: Array | None = None
+    ) -> None:
+        """Hand rows to a sink; ``path`` leads from h_t to c_t, whose total gradient includes that through h_t.
+
+        ``produced`` leads from all that leaves the step to one state, where that is computed.
+        """
         end = self.stop + self.pruning.probes_alive
         values = self.old[:, self.start : end, columns]
+        if produced is not None:
+            values = self.work.xp.matmul(self.old[:, self.start : end, : self.system.rows], produced)
         if path is not None:
             hidden = self.old[:, self.start : end, state_columns(self.system, 0)]
             values = values + self.work.xp.matmul(hidden, path)

@@ -90,11 +90,12 @@ def catalogue(adapter: Adapter, model: Any, x: Any = None) -> Catalogue:
     """Ask the adapter once for everything that a name may refer to."""
     infos = {info.name: info for info in adapter.describe(model)}
     keys = tuple(map(str, x)) if isinstance(x, Mapping) else ()
+    ask = getattr(adapter, "output_names", lambda model: ())
     return Catalogue(
         infos,
         adapter.weights(model),
         keys or _names_of(model, "input_names", "inputs"),
-        _names_of(model, "output_names", "outputs"),
+        ask(model) or _names_of(model, "output_names", "outputs"),
         tuple(str(layer.name) for layer in _listed(model, "layers") if hasattr(layer, "name")),
     )
 

@@ -34,6 +34,7 @@ from .nudge import nudged
 from .plain import Cotangents, place, plain
 from .provenance import provenance
 from .pullback import KerasPullback
+from .trees import output_names
 from .untrained import untrained
 from .weights import layer_weights
 
@@ -70,6 +71,10 @@ class KerasAdapter:
     ) -> Pullback:
         """Run the model once, and keep what is needed to differentiate any ``of`` with respect to any ``wrt``."""
         return KerasPullback(model, batch, of, wrt, cut)
+
+    def output_names(self, model: Any) -> tuple[str, ...]:
+        """Keys of the outputs of a functional model that returns a dict; none for any other."""
+        return output_names(model)
 
     def chain(self, model: Any, *, training: bool) -> list[ChainLink] | None:
         """The layers of a model that is one plain chain of well-known ones."""

@@ -20,9 +20,10 @@ from .hooks import Call
 from .masks import masked_output, output_from_state
 from .plain import names_of
 from .run import Job, Result, run
+from .trees import by_key
 from .weights import cell_variables, known_arrays, known_cell, known_kind
 
-_UPPER = frozenset({"output", "final_state"})
+_UPPER = frozenset({"output", "final_state", "outputs"})
 _BORDERS = _UPPER | {"input", "initial_state"}
 _REPLAY = frozenset({"input", "initial_state", "mask", "dropout", "output", "final_state", "outputs"})
 
@@ -116,7 +117,7 @@ class _Assembly:
             calls=calls,
             plain=plain,
             loss=value,
-            outputs=None if outputs is None else keras.tree.map_structure(self._engine.to_array, outputs),
+            outputs=None if outputs is None else by_key(keras.tree.map_structure(self._engine.to_array, outputs)),
             notes=self._notes(value),
         )
 

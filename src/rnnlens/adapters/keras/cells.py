@@ -29,7 +29,7 @@ class KerasStepCell:
         self._template = _state_template(cell)
         self.state_sizes: tuple[int, ...] = tuple(int(size) for size in keras.tree.flatten(self._template))
         self.output_size = _output_size(cell, self.state_sizes)
-        self.output_state = 0
+        self.output_state, self.output_is_state = 0, False
         self._variables = cell_variables(cell)
         self._weights = {name: _frozen(v) for name, v in self._variables.items()}
         self._dtype = getattr(cell, "compute_dtype", keras.backend.floatx())
@@ -54,6 +54,15 @@ class KerasStepCell:
         """Pull back to the weights, summed over ``n``; by the names of ``weight_grads``."""
         _, _, by_weight = self._pull(x, state, output_cotangent, state_cotangent)
         return {name: self._engine.to_array(g) for name, g in by_weight.items()}
+
+    def produced(
+        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
+    ) -> tuple[Array, ...]:
+        """Pull dL/dy_t and dL/ds_t back to each new state where the step computes it; row by row."""
+        cotangents = (self._tensor(output_cotangent), [self._tensor(c) for c in state_cotangent])
+        with self._left_alone():
+            found = self._per_step.produced(self._inputs(x, state), cotangents)
+        return tuple(self._engine.to_array(s) for s in found)
 
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
         """(n, S + output_size, S) and (n, S + output_size, feature): [new states, output] by states and by input."""
@@ -91,7 +100,9 @@ class KerasStepCell:
         mapping = [(self._variables[name], value) for name, value in weights.items()]
         with keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
             output, new = self._cell(x, keras.tree.pack_sequence_as(self._template, list(states)))
-        return output, keras.tree.flatten(new)
+        flat = keras.tree.flatten(new)
+        self.output_is_state = output is flat[self.output_state]
+        return output, flat
 
 
 def _state_template(cell: Any) -> list[Any]:

@@ -93,7 +93,7 @@ def _tensor(leaf: Any, floats: str, engine: Engine) -> Any:
 
 
 def _check_shapes(model: Any, x: Any) -> None:
-    leaves = keras.tree.flatten(x)
+    leaves = keras.tree.flatten(_by_name(model, x))
     expected, exact = _expected_shapes(model)
     for i, leaf in enumerate(leaves):
         name = "x" if len(leaves) == 1 else f"x[{i}]"
@@ -111,6 +111,13 @@ def _check_shapes(model: Any, x: Any) -> None:
                 hint="pass the inputs as a list, a tuple or a dict of arrays",
             )
         )
+
+
+def _by_name(model: Any, x: Any) -> Any:
+    """The inputs in the order of the model, where it lists them and the user named them."""
+    names = [getattr(tensor, "name", None) for tensor in getattr(model, "inputs", None) or ()]
+    listed = not isinstance(getattr(model, "_inputs_struct", None), dict)
+    return [x[name] for name in names] if isinstance(x, dict) and listed and set(x) == set(names) else x
 
 
 def _raise_empty(name: str, shape: tuple[int, ...]) -> None:

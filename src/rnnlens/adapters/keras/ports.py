@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,13 @@ _WHOLE = "~whole"
 
 @dataclass
 class Spots:
-    """All ports of one pullback, resolved: the key of each, and what has to be listened to for them."""
+    """All ports of one pullback, resolved: the key of each, and what has to be listened to for them.
+
+    ``inputs``: where each input of the model lies among the leaves of the data.
+    """
 
     found: Places
+    inputs: Sequence[int] = ()
     keys: dict[Port, str] = field(default_factory=dict)
     turned: set[Port] = field(default_factory=set)
     sites: dict[int, Site] = field(default_factory=dict)
@@ -50,8 +54,9 @@ class Spots:
         names = {site.name for site in self.sites.values()} | set(others)
         return [site for site in self.found.sites if site.name in names]
 
-    @staticmethod
-    def _of_model(port: Port) -> str:
+    def _of_model(self, port: Port) -> str:
+        if port.kind == "input" and port.index < len(self.inputs):
+            return f"model|input/{self.inputs[port.index]}"
         if port.kind in ("input", "output"):
             return f"model|{port.kind}/{port.index}"
         if port.kind == "loss":
@@ -125,7 +130,8 @@ class Spots:
                 message(f"There is no weight {port.key!r} in {where}.", hint=did_you_mean(port.key, variables))
             )
         variable = variables[port.key]
-        tap = next((key for key, v in self.weights.items() if v is variable), variable.path)
+        # Paths are not unique: each of two nested models may have an "lstm/lstm_cell/kernel".
+        tap = next((key for key, v in self.weights.items() if v is variable), f"{port.layer}|{port.key}")
         self.weights[tap] = variable
         return f"weight|{tap}"
 

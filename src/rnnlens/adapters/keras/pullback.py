@@ -20,6 +20,7 @@ from .found import as_found
 from .memos import forget
 from .ports import Spots
 from .run import Job, memo_for, program
+from .trees import input_order
 
 #: Bytes that the cotangents of one chunk may take, with what an engine needs around them.
 _CHUNK = 512 * 2**20
@@ -33,7 +34,7 @@ class KerasPullback:
         self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
     ) -> None:
         self._engine: Engine = current()
-        self._spots = Spots(places(model))
+        self._spots = Spots(places(model), input_order(batch.x))
         for port in (*of, *wrt, *cut):
             self._spots.add(port, model)
         self._of, self._wrt, self._cut = tuple(of), tuple(wrt), tuple(cut)

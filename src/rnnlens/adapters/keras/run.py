@@ -100,7 +100,7 @@ def program(job: Job, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]
     with unchanged(job.model), keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
         with listener.listening(job.sites, job.plain):
             with raised_by("Your model"):
-                outputs = _call(job.model, x, job.training)
+                outputs = call_model(job.model, x, job.training)
             outputs = _tapped(outputs, job.wanted, tap)
         with raised_by("Your loss"):
             value = None if job.loss is None else job.loss(x, y, outputs, weight)
@@ -169,7 +169,8 @@ def memo_for(job: Job, arguments: Any, engine: Engine, *more: Hashable) -> Memo 
     return memo_of(job.model, question, stamp_of_run(job.model, job.loss_given))
 
 
-def _call(model: Any, x: Any, training: bool) -> Any:
+def call_model(model: Any, x: Any, training: bool) -> Any:
+    """The outputs of ``model``, told whether it trains where it asks for that."""
     return model(x, training=training) if getattr(model, "_call_has_training_arg", False) else model(x)
 
 

@@ -69,7 +69,7 @@ class TorchStepCell:
         self.modes = [(inner, inner.training) for inner in module.modules()]
         self.state_sizes = tuple(_size(shape) for shape in form.shapes)
         self.output_size = _size(output_shape)
-        self.output_state = 0
+        self.output_state, self.output_is_state = 0, form.output_is_state
 
     def step(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """One step of (n, feature) from states (n, size)."""
@@ -129,6 +129,7 @@ class TorchStepCell:
     def _run(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         returned = self._returned(x, state)
         new = returned if self.form.output_is_state else returned[1:]
+        self.output_is_state = returned[0] is new[0]
         return returned[0].flatten(1), tuple(s.flatten(1) for s in new)
 
     def _returned(self, x: Tensor, state: Sequence[Tensor]) -> list[Tensor]:

@@ -7,7 +7,7 @@ axis ``n``: steps are independent once the states are known, so all of them are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from ...typing import Array
 
@@ -19,6 +19,8 @@ class StepCell(Protocol):
     output_size: int
     #: Which of the flat states a masked step returns, where the framework returns a state there.
     output_state: int
+    #: Whether the cell puts out that very state, as most do: known once it has run.
+    output_is_state: bool
 
     def step(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
         """(n, feature) and states (n, size) to output (n, output_size) and new states."""
@@ -33,22 +35,18 @@ class StepCell(Protocol):
     ) -> Mapping[str, Array]:
         """Pull back to the weights, summed over ``n``."""
 
+    def produced(
+        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
+    ) -> tuple[Array, ...]:
+        """Pull dL/dy_t and dL/ds_t, of what leaves the step, to each new state as it is produced within the step.
+
+        A change of a state at the place where it is computed also reaches whatever the same step computes from it: the
+        output, or a state computed later, as h_t from c_t. A state that is passed on unchanged is not produced.
+        """
+
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
         """Per-step Jacobians of the vector [new states, output], states side by side, S = sum(state_sizes).
 
         Returns ``(n, S + output_size, S)`` with respect to the states and ``(n, S + output_size, feature)`` with
         respect to the input.
-        """
-
-
-@runtime_checkable
-class Producer(Protocol):
-    """What a cell offers besides if it can tell how the results of one step depend on each other."""
-
-    def produced(
-        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
-    ) -> tuple[Array, ...]:
-        """From cotangents of what a step returns to those of its new states as they are produced.
-
-        A state that the step goes on to use, as an LSTM's c_t for its h_t, has a path to the step's other results too.
         """

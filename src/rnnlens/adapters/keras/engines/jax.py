@@ -12,7 +12,7 @@ import numpy as np
 
 from ....typing import Array
 from . import Memo, Program, Tap
-from .jax_paths import linked_outputs
+from .jax_paths import linked_outputs, with_outputs_moved
 
 
 class Jax:
@@ -170,7 +170,20 @@ class _PerStep:
         self.step = jax.jit(function)
         self.vjp = jax.jit(lambda inputs, cotangents: jax.vjp(function, *inputs)[1](cotangents))
         self._function = function
+        self.produced = jax.jit(self._produced_by)
         self.jacobian = jax.jit(self._jacobian)
+
+    def _produced_by(self, inputs: Any, cotangents: Any) -> Any:
+        """Pull cotangents back to zeros that are added to each new state where the program computes it."""
+        leaves, tree = jax.tree.flatten(inputs)
+        closed = jax.make_jaxpr(lambda *given: self._function(*jax.tree.unflatten(tree, given)))(*leaves)
+
+        def moved(zeros: list[Any]) -> Any:
+            output, *new = with_outputs_moved(closed, leaves, dict(enumerate(zeros, start=1)))
+            return output, new
+
+        _, pull = jax.vjp(moved, [jnp.zeros_like(c) for c in cotangents[1]])
+        return pull(cotangents)[0]
 
     def _jacobian(self, inputs: Any) -> Any:
         x, states, weights = inputs

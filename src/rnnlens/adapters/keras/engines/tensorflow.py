@@ -185,11 +185,29 @@ class _PerStep:
         self.step = tf.function(function, autograph=False, reduce_retracing=True)
         self._pull = tf.function(self._vjp, autograph=False, reduce_retracing=True)
         self._rows = tf.function(self._jacobian, autograph=False, reduce_retracing=True)
+        self._produced = tf.function(self._produced_by, autograph=False, reduce_retracing=True)
         self._function = function
 
     def vjp(self, inputs: Any, cotangents: Any) -> Any:
         """Pull cotangents back; see the contract in ``engines/__init__.py``."""
         return self._pull(inputs, cotangents)
+
+    def produced(self, inputs: Any, cotangents: Any) -> Any:
+        """Pull cotangents back to each new state where it is computed."""
+        return self._produced(inputs, cotangents)
+
+    def _produced_by(self, inputs: Any, cotangents: Any) -> Any:
+        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+            tape.watch(inputs)
+            output, new = self._function(*inputs)
+        targets, given, found = [output, *new], [cotangents[0], *cotangents[1]], []
+        for state in new:
+            if any(state is t for t in (inputs[0], *inputs[1])):  # passed on, not produced
+                found.append(tf.add_n([c for target, c in zip(targets, given, strict=True) if target is state]))
+            else:
+                zero = tf.UnconnectedGradients.ZERO
+                found.append(tape.gradient(targets, state, given, unconnected_gradients=zero))
+        return [tf.convert_to_tensor(g) for g in found]
 
     def jacobian(self, inputs: Any) -> Any:
         """Rows of [new states, output] by states and by input."""

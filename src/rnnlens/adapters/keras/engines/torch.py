@@ -159,6 +159,21 @@ class _PerStep:
         filled = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, found, strict=True)]
         return filled[0], filled[1 : 1 + count], dict(zip(weights, filled[1 + count :], strict=True))
 
+    def produced(self, inputs: Any, cotangents: Any) -> Any:
+        """Pull cotangents back to each new state at its own node of the graph."""
+        x, states, weights = inputs
+        leaves = [t.detach().requires_grad_() for t in (x, *states)]
+        with torch.enable_grad():
+            output, new = self._function(leaves[0], leaves[1:], weights)
+            targets, given = [output, *new], [cotangents[0], *cotangents[1]]
+            return [self._at(state, targets, given, leaves) for state in new]
+
+    @staticmethod
+    def _at(state: Any, targets: list[Any], given: list[Any], leaves: list[Any]) -> Any:
+        if not state.requires_grad or any(state is leaf for leaf in leaves):  # passed on, not produced
+            return sum(c for target, c in zip(targets, given, strict=True) if target is state)
+        return _grad(targets, [state], given, retain_graph=True)[0]
+
     def jacobian(self, inputs: Any) -> Any:
         """Rows of [new states, output] by states and by input."""
         x, states, weights = inputs

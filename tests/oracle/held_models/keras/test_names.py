@@ -1,0 +1,187 @@
+"""Who is meant: nested models with layers of one name, models called twice, inputs and outputs kept in dicts.
+
+Held against finite differences of the untouched model's own loss, weight by weight and input by input.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(3, 4, 2))
+STEP = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(1)
+    yield
+    keras.config.set_floatx(before)
+
+
+def number(value):
+    return float(keras.ops.convert_to_numpy(value))
+
+
+def total(y, out):
+    """One number of all outputs, each with a weight of its own."""
+    leaves = [out[key] for key in sorted(out)] if isinstance(out, dict) else keras.tree.flatten(out)
+    return sum((i + 1.0) * keras.ops.sum(keras.ops.sin(leaf)) for i, leaf in enumerate(leaves))
+
+
+def slope(plain, array, index):
+    """d plain / d array[index], by central differences."""
+    ends = []
+    for step in (STEP, -STEP):
+        moved = np.array(array)
+        moved[index] += step
+        ends.append(plain(moved))
+    return (ends[0] - ends[1]) / (2 * STEP)
+
+
+def by_weight(model, x, variable, index=(0, 0)):
+    before = np.array(keras.ops.convert_to_numpy(variable))
+
+    def plain(values):
+        variable.assign(values)
+        return number(total(None, model(x)))
+
+    try:
+        return slope(plain, before, index)
+    finally:
+        variable.assign(before)
+
+
+def nested(name, sequences):
+    inputs = keras.Input((4, 2))
+    hidden = keras.layers.LSTM(2, return_sequences=sequences, name="lstm")(inputs)
+    return keras.Model(inputs, hidden, name=name)
+
+
+def two_nested():
+    inputs = keras.Input((4, 2))
+    inner = nested("first", True), nested("second", False)
+    model = keras.Model(inputs, inner[1](inner[0](inputs)))
+    return model, {f"{part.name}/lstm": part.get_layer("lstm").cell for part in inner}
+
+
+class Two(keras.Model):
+    """Blocks that were written once and are used twice, as attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [nested("left", False), nested("right", False)]
+
+    def call(self, x):
+        return self.parts[0](x) * 2.0 + self.parts[1](x)
+
+
+def two_subclassed():
+    model = Two()
+    model(X)
+    return model, {f"{part.name}/lstm": part.get_layer("lstm").cell for part in model.parts}
+
+
+@pytest.mark.parametrize("make", [two_nested, two_subclassed])
+def test_each_nested_layer_has_its_own_gradients(make):
+    model, cells = make()
+    for _ in range(2):  # the second time from what was compiled
+        both = rl.gradients(model, X, loss=total)
+        for name, cell in cells.items():
+            expected = by_weight(model, X, cell.recurrent_kernel)
+            lone = rl.gradients(model, X, loss=total, wrt=f"{name}/recurrent_kernel")
+            assert float(lone[0, 0, 0]) == pytest.approx(expected, rel=1e-5, abs=1e-9)
+            assert float(both[name]["recurrent_kernel"][0, 0, 0]) == pytest.approx(expected, rel=1e-5, abs=1e-9)
+            shown = rl.weights(model, X, loss=total)[name]["recurrent_kernel_grad"]
+            assert float(shown[0, 0, 0]) == pytest.approx(expected, rel=1e-5, abs=1e-9)
+
+
+def test_the_norm_of_all_gradients_counts_each_once():
+    model, _ = two_nested()
+    found = rl.gradients(model, X, loss=total, clip={"global_clipnorm": 1e-3})
+    squares = sum(
+        by_weight(model, X, v, index) ** 2 for v in model.trainable_weights for index in np.ndindex(tuple(v.shape))
+    )
+    assert found.clip["norm"] == pytest.approx(np.sqrt(squares), rel=1e-5)
+
+
+def test_a_nested_model_called_twice():
+    inputs = keras.Input((4, 2))
+    inner = nested("inner", True)
+    model = keras.Model(inputs, inner(inner(inputs) * 2.0))
+    found = rl.gradients(model, X, loss=total, wrt="inner/lstm/recurrent_kernel")
+    expected = by_weight(model, X, inner.get_layer("lstm").cell.recurrent_kernel)
+    assert float(found[0, 0, 0]) == pytest.approx(expected, rel=1e-5)
+    nodes = rl.trace(model, X, loss=total)
+    assert {"inner/lstm#0", "inner/lstm#1"} <= set(nodes)
+    index = (0, 1, 1)
+    by_input = slope(lambda x: number(total(None, model(x))), X, index)
+    assert float(nodes["inner/lstm#0"].input_grad[index]) == pytest.approx(by_input, rel=1e-5)
+
+
+def dict_functional():
+    inputs = {"zeta": keras.Input((4, 2), name="zeta"), "alpha": keras.Input((4, 2), name="alpha")}
+    z = keras.layers.LSTM(2, name="z")(inputs["zeta"])
+    a = keras.layers.GRU(2, name="a")(inputs["alpha"])
+    return keras.Model(inputs, {"width": z * a, "angle": z - a})
+
+
+def listed_by_name():
+    zeta, alpha = keras.Input((4, 2), name="zeta"), keras.Input((4, 2), name="alpha")
+    z, a = keras.layers.LSTM(2, name="z")(zeta), keras.layers.GRU(2, name="a")(alpha)
+    return keras.Model([zeta, alpha], {"width": z * a, "angle": z - a})
+
+
+class DictSubclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.z, self.a = keras.layers.LSTM(2, name="z"), keras.layers.GRU(2, name="a")
+
+    def call(self, x):
+        z, a = self.z(x["zeta"]), self.a(x["alpha"])
+        return {"width": z * a, "angle": z - a}
+
+
+def dict_subclassed():
+    return DictSubclassed()
+
+
+@pytest.mark.parametrize("make", [dict_functional, listed_by_name, dict_subclassed])
+def test_inputs_and_outputs_in_dicts(make):
+    model = make()
+    x = {"zeta": X, "alpha": RNG.normal(size=(3, 4, 2))}
+    model(x)
+    for name in x:
+        found = rl.gradients(model, x, loss=total, wrt=f"input[{name}]")
+        index = (1, 2, 0)
+        expected = slope(lambda moved, name=name: number(total(None, model({**x, name: moved}))), x[name], index)
+        assert float(found[index]) == pytest.approx(expected, rel=1e-5), name
+    trace = rl.trace(model, x, loss=total)
+    assert trace.loss == pytest.approx(number(total(None, model(x))), rel=1e-9)
+
+
+@pytest.mark.parametrize("make", [dict_functional, listed_by_name, dict_subclassed])
+@pytest.mark.parametrize("out", ["width", "angle"])
+def test_an_output_by_its_key(make, out):
+    model = make()
+    x = {"zeta": X, "alpha": RNG.normal(size=(3, 4, 2))}
+    model(x)
+
+    def plain(moved):
+        return number(keras.ops.sum(keras.ops.convert_to_tensor(model({**x, "alpha": moved})[out])))
+
+    found = rl.gradients(model, x, of=f"output[{out}]", reduce="sum", wrt="input[alpha]")
+    assert float(found[0, 1, 1]) == pytest.approx(slope(plain, x["alpha"], (0, 1, 1)), rel=1e-5)
+
+
+def test_layers_of_one_name_in_different_nested_models_are_listed_apart():
+    model, cells = two_nested()
+    assert [info.name for info in rl.layers(model)] == list(cells)
+    shown = rl.weights(model)
+    for name, cell in cells.items():
+        values = keras.ops.convert_to_numpy(cell.kernel).reshape(shown[name]["kernel"].shape)
+        np.testing.assert_array_equal(shown[name]["kernel"], values)

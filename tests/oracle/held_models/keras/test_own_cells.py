@@ -1,0 +1,202 @@
+"""Gradients of states inside cells of one's own, counted where the step computes the state.
+
+A hand-written LSTM has to agree with ``keras.layers.LSTM``, and every other cell with one that adds a small number to
+its state at the line where it is computed: what a central difference of the untouched loss then says is dL/ds_t.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+
+RNG = np.random.default_rng(0)
+TIME, UNITS = 4, 3
+X = RNG.normal(size=(2, TIME, 2))
+STEP = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(1)
+    yield
+    keras.config.set_floatx(before)
+
+
+def total(y, out):
+    return keras.ops.sum(keras.ops.sin(out) * (1.0 + keras.ops.cast(keras.ops.arange(out.shape[-1]), out.dtype)))
+
+
+class Cell(keras.layers.Layer):
+    """Weights of ``gates`` gates, and a number that a test adds to one state of one sample at one step."""
+
+    gates, state_size, output_size = 1, (UNITS,), UNITS
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.nudge = None  # (which state, step, sample, unit, size)
+        self.step = 0
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], self.gates * UNITS), name="kernel")
+        self.recurrent = self.add_weight(shape=(UNITS, self.gates * UNITS), name="recurrent")
+
+    def parts(self, x, h):
+        return keras.ops.split(x @ self.kernel + h @ self.recurrent, self.gates, axis=-1)
+
+    def produced(self, which, state):
+        if self.nudge is None or self.nudge[0] != which or self.nudge[1] != self.step:
+            return state
+        bump = np.zeros(tuple(state.shape))
+        bump[self.nudge[2:4]] = self.nudge[4]
+        return state + keras.ops.convert_to_tensor(bump, dtype=state.dtype)
+
+
+class LstmByHand(Cell):
+    gates, state_size = 4, (UNITS, UNITS)
+
+    def call(self, x, states):
+        i, f, g, o = self.parts(x, states[0])
+        i, f, o = keras.ops.sigmoid(i), keras.ops.sigmoid(f), keras.ops.sigmoid(o)
+        c = self.produced(1, f * states[1] + i * keras.ops.tanh(g))
+        h = self.produced(0, o * keras.ops.tanh(c))
+        return h, [h, c]
+
+
+class Gained(Cell):
+    """Its output is made from the state, and is no state."""
+
+    def call(self, x, states):
+        h = self.produced(0, keras.ops.tanh(self.parts(x, states[0])[0]))
+        return h * 2.0 + x[:, :1], [h]
+
+
+class OutputFirst(Cell):
+    """The state is made from the output."""
+
+    def call(self, x, states):
+        y = keras.ops.tanh(self.parts(x, states[0])[0])
+        h = self.produced(0, y * 0.5)
+        return y, [h]
+
+
+class PassedOn(Cell):
+    """A slow state that every step reads and none changes."""
+
+    state_size = (UNITS, UNITS)
+
+    def call(self, x, states):
+        h = self.produced(0, keras.ops.tanh(self.parts(x, states[0])[0] + states[1]))
+        return h, [h, states[1]]
+
+
+class LayersInside(Cell):
+    """A layer of layers, with a second state that the output reads."""
+
+    state_size, output_size = (UNITS, UNITS), 2
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.mix, self.read = keras.layers.Dense(UNITS, activation="tanh"), keras.layers.Dense(2)
+
+    def build(self, shape):
+        super().build(shape)
+        self.mix.build((None, UNITS + shape[-1]))
+        self.read.build((None, UNITS))
+
+    def call(self, x, states):
+        m = self.produced(1, 0.7 * states[1] + self.parts(x, states[0])[0])
+        h = self.produced(0, self.mix(keras.ops.concatenate([m, x], axis=-1)))
+        return self.read(h) * m[:, :2], [h, m]
+
+
+CELLS = [LstmByHand, Gained, OutputFirst, PassedOn, LayersInside]
+
+
+def plain_loss(cell, x, sequences):
+    """The cell in a Python loop."""
+    states = [keras.ops.zeros((x.shape[0], UNITS)) for _ in cell.state_size]
+    outputs = []
+    for t in range(TIME):
+        cell.step = t
+        out, states = cell(keras.ops.convert_to_tensor(x[:, t]), states)
+        outputs.append(out)
+    return float(keras.ops.convert_to_numpy(total(None, keras.ops.stack(outputs, 1) if sequences else outputs[-1])))
+
+
+@pytest.mark.parametrize("sequences", [True, False])
+@pytest.mark.parametrize("kind", CELLS)
+def test_every_state_where_it_is_computed(kind, sequences):
+    cell = kind()
+    model = keras.Sequential([keras.Input((TIME, 2)), keras.layers.RNN(cell, return_sequences=sequences, name="rnn")])
+    found = rl.trace(model, X, loss=total)["rnn"]
+    assert plain_loss(cell, X, sequences) == pytest.approx(float(keras.ops.convert_to_numpy(total(None, model(X)))))
+    for which in range(1 if kind is PassedOn else len(cell.state_size)):
+        name = ["hidden_grad", "state_1_grad"][which]
+        for step, sample, unit in [(TIME - 1, 0, 1), (0, 1, 2), (2, 1, 0)]:
+            ends = []
+            for size in (STEP, -STEP):
+                cell.nudge = (which, step, sample, unit, size)
+                ends.append(plain_loss(cell, X, sequences))
+            cell.nudge = None
+            expected = (ends[0] - ends[1]) / (2 * STEP)
+            assert float(found[name][sample, step, unit]) == pytest.approx(expected, rel=1e-6, abs=1e-8), (name, step)
+
+
+@pytest.mark.parametrize("sequences", [True, False])
+def test_an_lstm_by_hand_is_the_lstm(sequences):
+    cell, builtin = LstmByHand(), keras.layers.LSTM(UNITS, use_bias=False, return_sequences=sequences, name="rnn")
+    inputs = keras.Input((TIME, 2))
+    by_hand = keras.Model(inputs, keras.layers.RNN(cell, return_sequences=sequences, name="rnn")(inputs))
+    ours = keras.Model(inputs, builtin(inputs))
+    builtin.set_weights(cell.get_weights())
+    found, expected = rl.trace(by_hand, X, loss=total)["rnn"], rl.trace(ours, X, loss=total)["rnn"]
+    np.testing.assert_allclose(found["hidden_grad"], expected["hidden_grad"], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found["state_1_grad"], expected["cell_grad"], rtol=1e-9, atol=1e-12)
+    for of, wrt, known in (
+        ("output", "state_1", "cell"),
+        ("state_1", "hidden", "hidden"),
+        ("state_1", "state_1", "cell"),
+    ):
+        builtin_of = of.replace("state_1", "cell")
+        builtin_of = builtin_of if of == "output" else f"rnn.{builtin_of}"
+        for mode in ("reverse", "forward"):
+            j = rl.jacobian(by_hand, X, of=of if of == "output" else f"rnn.{of}", wrt=f"rnn.{wrt}", mode=mode)
+            k = rl.jacobian(ours, X, of=builtin_of, wrt=f"rnn.{known}", mode=mode)
+            np.testing.assert_allclose(j, k, rtol=1e-9, atol=1e-12)
+
+
+def test_stacked_cells_are_stacked_layers():
+    """The lower cell's state reaches the upper cell within the step."""
+    stacked = keras.layers.RNN([keras.layers.GRUCell(UNITS), keras.layers.SimpleRNNCell(UNITS)], name="rnn")
+    inputs = keras.Input((TIME, 2))
+    one = keras.Model(inputs, stacked(inputs))
+    lower = keras.layers.GRU(UNITS, return_sequences=True, name="lower")
+    upper = keras.layers.SimpleRNN(UNITS, name="upper")
+    two = keras.Model(inputs, upper(lower(inputs)))
+    two.set_weights(one.get_weights())
+    found, expected = rl.trace(one, X, loss=total)["rnn"], rl.trace(two, X, loss=total)
+    np.testing.assert_allclose(found["hidden_grad"], expected["lower"]["hidden_grad"], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found["state_1_grad"], expected["upper"]["hidden_grad"], rtol=1e-9, atol=1e-12)
+
+
+def test_an_output_that_equals_the_state_by_chance():
+    class Gate(Cell):
+        def build(self, shape):
+            super().build(shape)
+            self.gain = self.add_weight(shape=(1,), initializer="zeros", name="gain")
+
+        def call(self, x, states):
+            h = keras.ops.tanh(self.parts(x, states[0])[0])
+            return h + self.gain * x[:, :1], [h]
+
+    cell = Gate()
+    model = keras.Sequential([keras.Input((TIME, 2)), keras.layers.RNN(cell, return_sequences=True, name="rnn")])
+    found = rl.weights(model, X, loss=total)["rnn"]["gain_grad"]
+    ends = []
+    for size in (STEP, -STEP):
+        cell.gain.assign([size])
+        ends.append(float(keras.ops.convert_to_numpy(total(None, model(X)))))
+    assert float(found[0]) == pytest.approx((ends[0] - ends[1]) / (2 * STEP), rel=1e-6)
