@@ -11,12 +11,14 @@ import xarray as xr
 from matplotlib.lines import Line2D
 
 from ..errors import InputError, message
-from ..recurrence.measures import finite_mean, half_life, safe_norm
+from ..recurrence.measures import finite_mean, half_life, real_first, safe_norm
+from ..results.schema import with_mask
 from ..vocabulary import BACKWARD, SAMPLE, TIME
-from ._data import Half, Numbers, halves, labelled, nonfinite_note, positions, unit_dim
+from ._data import Half, Numbers, halves, labelled, positions, unit_dim
 from ._door import figure as figure_door
 from ._keywords import checked
 from ._layers import layers_of
+from ._padding import hidden, notes_of, shade
 from ._panels import Panels, log_values, mark_steps, open_panels, whole_numbers
 
 #: What is drawn of each layer, where it is there: words, colour, line style, marker.
@@ -40,6 +42,7 @@ class _Profile:
     peak: float
     runs_back: bool
     bad: Numbers
+    padded: Numbers
 
 
 @figure_door()
@@ -55,9 +58,9 @@ def gradient_flow(
 ) -> Any:
     """Draw the size of direct and total gradients over time, a panel per layer (and direction), on a logarithmic scale.
 
-    The size at a step is the Euclidean norm over units, averaged over samples. The half-life is the number of steps,
-    counted from the largest total gradient against the layer's direction, until it has halved. A gradient that is
-    exactly 0 has no place on a logarithmic axis: the legend says at how many steps.
+    The size at a step is the Euclidean norm over units, averaged over the samples for which the step is no padding. The
+    half-life is the number of real steps, counted from the largest total gradient against the layer's direction, until
+    it has halved. A gradient that is exactly 0 has no place on a logarithmic axis: the legend says at how many steps.
 
     Parameters
     ----------
@@ -90,8 +93,9 @@ def gradient_flow(
     notes: list[str] = []
     for layer, dataset in layers_of(trace, "gradient_flow").items():
         for quantity in (name for name in LINES if name in dataset):
-            array = labelled(dataset[quantity], "gradient_flow")
-            missing = nonfinite_note(array.values)
+            array = labelled(with_mask(dataset[quantity], dataset), "gradient_flow")
+            missing, *padding = notes_of(array)
+            notes += [note for note in padding if note and note not in notes]
             notes += [f"{layer} {quantity}: {missing}"] if missing else []
             for half in halves(array, as_computed=as_computed):
                 profile = _profile(quantity, half, dataset, as_computed=as_computed)
@@ -143,14 +147,18 @@ def _profile(quantity: str, half: Half, dataset: xr.Dataset, *, as_computed: boo
     flipped = as_computed and half.name == BACKWARD
     values = half.data
     norms = np.asarray(safe_norm(values.values, axis=values.get_axis_num(unit_dim(values)), xp=np))
-    if SAMPLE in values.dims:
-        norms = finite_mean(norms, axis=0, xp=np)
+    norms = norms.reshape(-1, *norms.shape[1 if SAMPLE in values.dims else 0 :])
+    norms = norms if TIME in values.dims else norms[:, None]
+    padded = hidden(values)
+    real = np.ones(norms.shape, dtype=bool) if padded is None else ~padded.transpose(SAMPLE, TIME).values
     count = dataset.sizes.get(TIME, 1)
     steps = positions(values, TIME) if TIME in values.dims else np.array([0 if backward and not flipped else count - 1])
-    norms = np.atleast_1d(norms)
-    bad = ~np.isfinite(values.values).all(axis=tuple(i for i, d in enumerate(values.dims) if d != TIME))
     runs_back = backward and not flipped
-    by_lag = norms if runs_back else norms[::-1]
+    against = slice(None) if runs_back else slice(None, None, -1)
+    by_lag = finite_mean(real_first(norms[:, against], real[:, against], xp=np), axis=0, xp=np)
+    norms = finite_mean(np.where(real, norms, np.nan), axis=0, xp=np)
+    nowhere = ~real.any(axis=0)
+    bad = ~np.isfinite(values.values).all(axis=tuple(i for i, d in enumerate(values.dims) if d != TIME))
     finite = np.where(np.isfinite(norms), norms, -1.0)
     return _Profile(
         quantity,
@@ -159,7 +167,8 @@ def _profile(quantity: str, half: Half, dataset: xr.Dataset, *, as_computed: boo
         float(half_life(by_lag, xp=np)),
         float(steps[int(finite.argmax())]),
         runs_back,
-        steps[np.atleast_1d(bad)],
+        steps[np.atleast_1d(bad) & ~nowhere],
+        steps[nowhere],
     )
 
 
@@ -168,13 +177,16 @@ def _draw(ax: Any, profiles: list[_Profile], keywords: dict[str, Any]) -> None:
     for profile in profiles:
         words, colour, style, marker = LINES[profile.quantity]
         zeros = int(np.count_nonzero(profile.norms == 0))
-        label = f"{words} (0 at {zeros} of {len(profile.norms)} steps)" if zeros else words
+        count = len(profile.norms) - len(profile.padded)
+        label = f"{words} (0 at {zeros} of {count} steps)" if zeros else words
         drawn = int(np.count_nonzero(profile.norms > 0))
         marker = marker if drawn <= max(3, len(profile.norms) // 8) else None  # lone points would not show as a line
         look = {"color": colour, "linestyle": style, "marker": marker, "markersize": 3.5, "linewidth": 1.3}
         shown = np.where(profile.norms > 0, profile.norms, np.nan)
         ax.plot(profile.steps, shown, **{"label": label, "gid": profile.quantity, **look, **keywords})
         mark_steps(ax, profile.bad)
+    longest = max(profiles, key=lambda profile: len(profile.steps))
+    shade(ax, longest.padded, np.ones(len(longest.padded), dtype=bool))
     main = next((p for p in profiles if p.quantity != "output_grad"), None)
     if main is not None:
         _mark_half_life(ax, main)

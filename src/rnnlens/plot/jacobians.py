@@ -19,7 +19,6 @@ from ._data import (
     labelled,
     largest_magnitude,
     names_of,
-    nonfinite_note,
     positions,
     require_dim,
     value_label,
@@ -27,6 +26,7 @@ from ._data import (
 from ._door import figure as figure_door
 from ._images import IMSHOW, colour_bar, draw_image, merge_note, steps_for
 from ._keywords import checked
+from ._padding import hidden, mean_of_real, notes_of, shade, without_padding
 from ._panels import log_values, mark_steps, open_panels, whole_numbers, zero_line
 
 #: Dimensions of a plain array by its rank.
@@ -52,7 +52,7 @@ def block_norms(data: Any, figure: str, dims: Sequence[str] | None) -> tuple[xr.
         axes = tuple(array.get_axis_num(d) for d in blocks)
         norms = safe_norm(array.values, axis=axes, xp=np)
         rest = [d for d in array.dims if d in kept]
-        coords = {d: array.coords[d] for d in rest if d in array.coords}
+        coords = {name: given for name, given in array.coords.items() if set(given.dims) <= set(rest)}
         attrs = {**array.attrs, "long_name": f"norm of the {array.attrs.get('long_name', 'time Jacobian')}"}
         array = xr.DataArray(np.asarray(norms), dims=rest, coords=coords, name=array.name, attrs=attrs)
     if OUT_TIME not in array.dims:
@@ -118,7 +118,8 @@ def time_jacobian(
     """
     keywords = checked(image, AxesImage, figure="time_jacobian", extra=IMSHOW)
     array, taken = block_norms(jacobian, "time_jacobian", dims)
-    panels_of, matrices, notes = _matrices(array, samples, max_panels)
+    notes = notes_of(array)
+    panels_of, matrices, empty, thinned = _matrices(array, samples, max_panels)
     panels = open_panels(
         len(matrices),
         name="time_jacobian",
@@ -129,9 +130,9 @@ def time_jacobian(
     )
     top = limit if limit is not None else largest_magnitude(*matrices)
     drawn = []
-    for place, matrix, words in zip(panels.axes, matrices, panels_of, strict=True):
+    for place, matrix, padded, words in zip(panels.axes, matrices, empty, panels_of, strict=True):
         own = top if shared or limit is not None else largest_magnitude(matrix)
-        drawn.append(_draw(place, matrix, array, own, keywords, log=log))
+        drawn.append(_draw(place, matrix, padded, array, own, keywords, log=log))
         place.set_title(words, fontsize="small", pad=3)
     if colorbar and drawn[-1] is not None:
         label = value_label(array) + (" (Frobenius)" if taken else "")
@@ -147,33 +148,51 @@ def time_jacobian(
         panels.outer_ticks_only()
     merged = merge_note(steps_for(matrices[0].shape, CELLS), "output step", "input step")
     head = " · ".join(str(part) for part in (array.attrs.get("layer"), "time Jacobian") if part)
-    panels.title(title or head, [*notes, merged, nonfinite_note(array.values)])
+    panels.title(title or head, [thinned, merged, *notes])
     return panels.result()
 
 
-def _matrices(array: xr.DataArray, samples: str, most: int) -> tuple[list[str], list[Numbers], list[str | None]]:
-    """Titles, (out_time, in_time) matrices and notes."""
+def _matrices(
+    array: xr.DataArray, samples: str, most: int
+) -> tuple[list[str], list[Numbers], list[Numbers], str | None]:
+    """Titles, (out_time, in_time) matrices, where these are padding, and the note that some were left out."""
     directions = names_of(array, DIRECTION) if DIRECTION in array.dims else [""]
     parts = [array.isel({DIRECTION: i}) if DIRECTION in array.dims else array for i in range(len(directions))]
     note: str | None = None
-    titles, found = [], []
+    titles, found, empty = [], [], []
     for name, part in zip(directions, parts, strict=True):
         if SAMPLE not in part.dims or (samples == "mean" and part.sizes[SAMPLE] == 1):
             part, picked = part.squeeze(SAMPLE) if SAMPLE in part.dims else part, [-1]
         elif samples == "mean":
-            part = part.mean(SAMPLE, skipna=False)  # a missing value in any sample stays visible
+            padded = hidden(part)
+            part = mean_of_real(part)
+            if padded is not None:
+                part = part.assign_coords(mask=~padded.all(SAMPLE))
             note, picked = f"mean over {array.sizes[SAMPLE]} samples", [-1]
         else:
             picked, note = choose(part.sizes[SAMPLE], most, "samples")
         for i in picked:
             one = part if i < 0 else part.isel({SAMPLE: i})
             titles.append(" · ".join(p for p in (name, f"sample {names_of(part, SAMPLE)[i]}" if i >= 0 else "") if p))
-            found.append(np.asarray(one.transpose(OUT_TIME, IN_TIME).values))
-    return titles, found, [note]
+            found.append(np.asarray(without_padding(one).transpose(OUT_TIME, IN_TIME).values))
+            nowhere = xr.zeros_like(one, dtype=bool)
+            padded = hidden(one)
+            padded = nowhere if padded is None else nowhere | padded
+            empty.append(np.asarray(padded.transpose(OUT_TIME, IN_TIME).values))
+    return titles, found, empty, note
 
 
-def _draw(ax: Any, matrix: Numbers, array: xr.DataArray, top: float, keywords: dict[str, Any], *, log: bool) -> Any:
-    """One panel; signed values on the diverging map, others from white up."""
+def _draw(
+    ax: Any,
+    matrix: Numbers,
+    padded: Numbers,
+    array: xr.DataArray,
+    top: float,
+    keywords: dict[str, Any],
+    *,
+    log: bool,
+) -> Any:
+    """One panel; signed values on the diverging map, others from white up, padding grey."""
     with np.errstate(invalid="ignore"):
         signed = bool((matrix < 0).any())
     look: dict[str, Any] = {"cmap": DIVERGING if signed else POSITIVE}
@@ -183,7 +202,7 @@ def _draw(ax: Any, matrix: Numbers, array: xr.DataArray, top: float, keywords: d
         look["norm"] = None
     ax.tick_params(labelsize="small")
     if len(matrix) == 1:
-        return _draw_row(ax, matrix[0], positions(array, IN_TIME), log=log)
+        return _draw_row(ax, matrix[0], padded[0], positions(array, IN_TIME), log=log)
     return draw_image(
         ax,
         matrix,
@@ -193,14 +212,16 @@ def _draw(ax: Any, matrix: Numbers, array: xr.DataArray, top: float, keywords: d
         norm=look.pop("norm"),
         upward=True,
         limits=CELLS,
+        empty=padded,
         image=look,
     )
 
 
-def _draw_row(ax: Any, row: Numbers, steps: Numbers, *, log: bool) -> None:
+def _draw_row(ax: Any, row: Numbers, padded: Numbers, steps: Numbers, *, log: bool) -> None:
     """The only output step there is, as a line; on a logarithmic axis where nothing is negative."""
     bad = ~np.isfinite(row)
-    mark_steps(ax, steps[bad])
+    mark_steps(ax, steps[bad & ~padded])
+    shade(ax, steps, padded)
     positive = log and not (row[~bad] < 0).any()
     shown = np.where(bad | ((row == 0) & positive), np.nan, row)
     ax.plot(steps, shown, color="#0072b2", linewidth=1.3, marker="." if len(steps) < 80 else None, gid="row")

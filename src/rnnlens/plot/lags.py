@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xarray as xr
 from matplotlib.lines import Line2D
 
 from ..recurrence import measures
 from ..vocabulary import BACKWARD, DIRECTION, IN_TIME, OUT_TIME, SAMPLE
 from ._colour import line_colours
-from ._data import Numbers, names_of, nonfinite_note, positions
+from ._data import Numbers, names_of, positions
 from ._door import figure as figure_door
 from ._keywords import checked
+from ._padding import hidden, notes_of
 from ._panels import log_values, open_panels, whole_numbers
 from .flow import DEEPEST
 from .jacobians import block_norms
@@ -79,7 +81,8 @@ def lag_profile(
 
     Notes
     -----
-    Lags below 0 are left out, except for a backward direction, whose lag counts from the output to later inputs.
+    Padded steps (those that the layer's mask leaves out) do not count. Lags below 0 are left out, except for a backward
+    direction, whose lag counts from the output to later inputs.
     """
     keywords = checked(line, Line2D, figure="lag_profile")
     given = {str(name): data for name, data in jacobian.items()} if isinstance(jacobian, Mapping) else {"": jacobian}
@@ -87,16 +90,23 @@ def lag_profile(
     notes: list[str | None] = []
     for name, data in given.items():
         array, _ = block_norms(data, "lag_profile", dims)
-        notes.append(nonfinite_note(array.values))
+        notes += notes_of(array)[:1]
+        padded = hidden(array)
+        real = None if padded is None else ~(xr.zeros_like(array, dtype=bool) | padded)
+        notes.append(None if real is None else "padding left out")
         ways = names_of(array, DIRECTION) if DIRECTION in array.dims else [""]
         for i, way in enumerate(ways):
             part = array.isel({DIRECTION: i}) if DIRECTION in array.dims else array
             lead = [d for d in part.dims if d == SAMPLE]
             norms = np.abs(part.transpose(*lead, OUT_TIME, IN_TIME).values)
+            where = np.ones(norms.shape, dtype=bool)
+            if real is not None:
+                one = real.isel({DIRECTION: i}) if DIRECTION in real.dims else real
+                where = one.transpose(*lead, OUT_TIME, IN_TIME).values
             times = (positions(part, OUT_TIME), positions(part, IN_TIME))
             if way == BACKWARD:  # it looks ahead: lag counts from the output step to later input steps
-                norms, times = np.swapaxes(norms, -1, -2), times[::-1]
-            curves.append(_curve(" ".join(p for p in (name, way) if p), norms, times, epsilon, confidence))
+                norms, where, times = np.swapaxes(norms, -1, -2), np.swapaxes(where, -1, -2), times[::-1]
+            curves.append(_curve(" ".join(p for p in (name, way) if p), norms, where, times, epsilon, confidence))
     panels = open_panels(1, name="lag_profile", size=(5.4, 3.4), ax=ax, figure=figure)
     place = panels.axes[0]
     for curve, colour in zip(curves, line_colours(len(curves)), strict=True):
@@ -108,13 +118,20 @@ def lag_profile(
     return panels.result()
 
 
-def _curve(name: str, norms: Numbers, times: tuple[Numbers, Numbers], epsilon: float, confidence: float) -> _Curve:
+def _curve(
+    name: str, norms: Numbers, where: Numbers, times: tuple[Numbers, Numbers], epsilon: float, confidence: float
+) -> _Curve:
     """Profile of one Jacobian: mean over samples, interval, half-life, horizon."""
-    pieces = norms if norms.ndim == 3 else norms[None]
+    pieces, counted = (a if a.ndim == 3 else a[None] for a in (norms, where))
     out_times, in_times = (None if _whole(t) else t.tolist() for t in times)
     if len(times[0]) != len(times[1]):
         out_times, in_times = (t.tolist() for t in times)
-    rows = np.stack([measures.lag_profile(piece, out_times=out_times, in_times=in_times, xp=np) for piece in pieces])
+    rows = np.stack(
+        [
+            measures.lag_profile(piece, out_times=out_times, in_times=in_times, where=real, xp=np)
+            for piece, real in zip(pieces, counted, strict=True)
+        ]
+    )
     mean = measures.finite_mean(rows, axis=0, xp=np)
     low = high = None
     if len(rows) > 1 and confidence > 0:

@@ -20,7 +20,6 @@ from ._data import (
     labelled,
     largest_magnitude,
     names_of,
-    nonfinite_note,
     positions,
     require_dim,
     title_of,
@@ -30,6 +29,7 @@ from ._data import (
 from ._door import figure as figure_door
 from ._images import IMSHOW, MOST_CELLS, colour_bar, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
+from ._padding import hidden, notes_of, without_padding
 from ._panels import Panels, open_panels
 
 #: Dimensions of a plain array by its rank.
@@ -56,6 +56,8 @@ def heatmap(
     **image: Any,
 ) -> Any:
     """Draw units by time as colours, a panel per sample; gates above each other, directions side by side.
+
+    Steps that the layer's mask leaves out are grey.
 
     Parameters
     ----------
@@ -103,7 +105,7 @@ def heatmap(
     shown = halves(array, as_computed=as_computed)
     slots = slots_of(array, keep)
     picked, thinned = choose(len(slots), max_panels, " x ".join(f"{d}s" for d in keep) or "panels", page=page)
-    top = limit if limit is not None else largest_magnitude(array.values)
+    top = limit if limit is not None else largest_magnitude(without_padding(array).values)
     rows = array.sizes[down] * (array.sizes[GATE] if stacked else 1)
     panels = open_panels(
         len(picked),
@@ -126,7 +128,7 @@ def heatmap(
     if panels.owners:
         panels.outer_ticks_only()
     merged = merge_note(steps_for((rows, array.sizes[across]), limits), down, across)
-    panels.title(title or title_of(array) or "heatmap", [thinned, merged, nonfinite_note(array.values)])
+    panels.title(title or title_of(array) or "heatmap", [thinned, merged, *notes_of(array)])
     return panels.result()
 
 
@@ -143,7 +145,10 @@ def _draw(
 ) -> Any:
     """One panel; ``top`` None scales it by itself."""
     (where, name), (across, down) = slot, dims
-    matrix = matrix_of(data.isel(where), across, down, stacked)
+    one = data.isel(where)
+    matrix = matrix_of(without_padding(one), across, down, stacked)
+    padded = hidden(one)
+    padded = xr.zeros_like(one, dtype=bool) | (False if padded is None else padded)
     own = largest_magnitude(matrix) if top is None else top
     look = {"cmap": DIVERGING, "norm": around_zero(own, log=log), **keywords}
     if "vmin" in look or "vmax" in look:
@@ -156,6 +161,7 @@ def _draw(
         cmap=look.pop("cmap"),
         norm=look.pop("norm"),
         limits=limits,
+        empty=matrix_of(padded, across, down, stacked),
         image=look,
     )
     ax.set_title(name, fontsize="small", pad=3)

@@ -101,20 +101,17 @@ def saturation_share(
     return shares[0], shares[1]
 
 
-def _full_grid(norms: Array, out_times: Sequence[int], in_times: Sequence[int], xp: Namespace) -> tuple[Array, Array]:
-    """Spread a Jacobian of selected times over all times up to the last; and 1 where it was given, else 0."""
+def _full_grid(norms: Array, out_times: Sequence[int], in_times: Sequence[int], xp: Namespace) -> Array:
+    """Spread a Jacobian of selected times over all times up to the last, zero where none was given."""
     length = max(max(out_times), max(in_times)) + 1
-    given = xp.ones(norms.shape[-2:], dtype=norms.dtype)
     for axis, times in ((-2, out_times), (-1, in_times)):
         place = {time: i for i, time in enumerate(times)}
         index = xp.asarray([place.get(time, 0) for time in range(length)])
         here = xp.asarray([time in place for time in range(length)])
         here = here[:, None] if axis == -2 else here[None, :]
-        norms, given = (
-            xp.where(here, taken, xp.zeros_like(taken))
-            for taken in (xp.take(norms, index, axis=norms.ndim + axis), xp.take(given, index, axis=given.ndim + axis))
-        )
-    return norms, given
+        taken = xp.take(norms, index, axis=norms.ndim + axis)
+        norms = xp.where(here, taken, xp.zeros_like(taken))
+    return norms
 
 
 def _sum_along_diagonals(square: Array, xp: Namespace) -> Array:
@@ -133,6 +130,7 @@ def lag_profile(
     *,
     out_times: Sequence[int] | None = None,
     in_times: Sequence[int] | None = None,
+    where: Array | None = None,
     xp: Namespace | None = None,
 ) -> Array:
     """m(tau): mean over t of the norm of the time Jacobian G[t, t - tau].
@@ -143,6 +141,8 @@ def lag_profile(
         Norm of each block of the time Jacobian, >= 0.
     out_times, in_times
         Which time steps the two axes hold, when not all of them from 0 on. Times before 0 do not exist.
+    where : (..., out_time, in_time) of bool, optional
+        Which pairs count: neither step is padding. What stands at the others does not matter.
 
     Returns
     -------
@@ -152,10 +152,24 @@ def lag_profile(
     xp = xp or array_namespace(norms)
     out_times = range(norms.shape[-2]) if out_times is None else [int(t) for t in out_times]
     in_times = range(norms.shape[-1]) if in_times is None else [int(t) for t in in_times]
-    grid, given = _full_grid(norms, out_times, in_times, xp)
+    counted = xp.ones(norms.shape[-2:], dtype=norms.dtype) if where is None else xp.astype(where, norms.dtype)
+    norms = norms if where is None else xp.where(where, norms, xp.zeros_like(norms))
+    grid, given = (_full_grid(part, out_times, in_times, xp) for part in (norms, counted))
     total, count = _sum_along_diagonals(grid, xp), _sum_along_diagonals(given, xp)
     mean = total / xp.where(count > 0, count, xp.ones_like(count))
     return xp.where(count > 0, mean, xp.full_like(mean, math.nan))
+
+
+def real_first(values: Array, where: Array, *, xp: Namespace | None = None) -> Array:
+    """(sample, step): the steps at which ``where`` is True moved to the front, in their order; NaN behind them.
+
+    So the n-th column is n real steps away from the first, however much padding lies before or between.
+    """
+    xp = xp or array_namespace(values)
+    order = xp.argsort(xp.astype(~where, xp.int8), axis=1, stable=True)
+    moved = xp.take_along_axis(values, order, axis=1)
+    count = xp.sum(xp.astype(where, xp.int64), axis=1, keepdims=True)
+    return xp.where(xp.arange(values.shape[1])[None, :] < count, moved, xp.full_like(moved, math.nan))
 
 
 def half_life(profile: Array, *, axis: int = -1, level: float = 0.5, xp: Namespace | None = None) -> Array:

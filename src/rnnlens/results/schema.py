@@ -202,6 +202,14 @@ def coordinates(sizes: Mapping[Any, int], info: Mapping[str, Any]) -> dict[Hasha
     return {str(dim): _coordinate(str(dim), size, info) for dim, size in sizes.items()}
 
 
+def with_mask(array: xr.DataArray, dataset: xr.Dataset) -> xr.DataArray:
+    """The array with the layer's mask as a coordinate, where some of its steps are padding: figures tell them apart."""
+    mask = dataset.get("mask")
+    if mask is None or array.name == "mask" or not set(mask.dims) <= set(array.dims) or bool(mask.all()):
+        return array
+    return array.assign_coords(mask=mask.variable)
+
+
 def labelled(
     values: Any,
     dims: Sequence[str],

@@ -16,7 +16,7 @@ from ..vocabulary import QUANTITIES, SAMPLE, TIME
 from .base import Result, refuse_no_name
 from .certificate import Certificate
 from .checks import Check
-from .schema import quantity
+from .schema import quantity, with_mask
 
 
 class LayerTrace:
@@ -53,7 +53,7 @@ class LayerTrace:
     def __getitem__(self, name: str) -> xr.DataArray:
         refuse_no_name(name, self.quantities, f"layer {self.name!r}")
         if name in self.dataset.variables:
-            return self.dataset[name]
+            return with_mask(self.dataset[name], self.dataset)
         raise QuantityNotFoundError(self._absence(name))
 
     def __contains__(self, name: object) -> bool:

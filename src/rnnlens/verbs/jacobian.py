@@ -34,7 +34,7 @@ from ..settings import current, format_memory, parse_memory
 from .axes import Axes, an_axes_table
 from .inside import Inside
 from .jacobian_ends import resolve
-from .jacobian_label import Labels
+from .jacobian_label import Labels, masks_of
 from .jacobian_run import compute
 from .jacobian_target import Tensor, chosen_times, look_inside, projection
 from .jacobian_wanted import Ends
@@ -165,7 +165,8 @@ def jacobian(
     swept = look_inside(inside)
     with resolve(adapter, model, batch, known, inside, list(swept.values()), names, room) as (start, end, graph):
         ends = _ends(start, end, names, out_times, in_times, project, reduce, average, sketch, batch_of(inside), limit)
-        labels = Labels(names, ends, reduce, sketch, known, adapter.provenance(model), training, project)
+        masks = masks_of(ends, list(swept.values()))
+        labels = Labels(names, ends, reduce, sketch, known, adapter.provenance(model), training, project, masks)
         return compute(graph, list(swept.values()), ends, labels, mode, rtol, limit, out)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,9 @@ import xarray as xr
 
 from ..results.checks import Check
 from ..results.jacobian import CHECKS, TimeJacobian
-from ..results.schema import labelled
+from ..results.schema import labelled, plain
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
+from .jacobian_target import Swept
 from .jacobian_wanted import Ends, Tally
 from .names import Catalogue, TensorName
 
@@ -50,6 +51,8 @@ class Labels:
     provenance: Mapping[str, str]
     training: bool
     project: Any = None
+    #: By time axis, (sample, step): False at padding; only where there is some.
+    masks: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
     @property
     def kind(self) -> str | None:
@@ -138,6 +141,27 @@ class Labels:
         return result.assign_coords(coords)
 
     def _labelled(self, values: Any, attrs: Mapping[str, Any]) -> xr.DataArray:
-        return TimeJacobian(
-            labelled(values, self.dims, name="jacobian", attrs=attrs, coords=self.coords(), provenance=self.provenance)
+        array = labelled(
+            values, self.dims, name="jacobian", attrs=attrs, coords=self.coords(), provenance=self.provenance
         )
+        words = {"units": "1", "long_name": "step is not padding"}
+        return TimeJacobian(
+            array.assign_coords(
+                {
+                    f"{time}_mask": xr.Variable((SAMPLE, time), mask, words)
+                    for time, mask in self.masks.items()
+                    if {SAMPLE, time} <= set(self.dims)
+                }
+            )
+        )
+
+
+def masks_of(ends: Ends, swept: Sequence[Swept]) -> dict[str, np.ndarray[Any, Any]]:
+    """Masks (sample, step) of the steps asked for at either end, where some of them are padding."""
+    known = [np.asarray(plain(one.half.run.mask)) for one in swept if one.half.run.mask is not None]
+    found = {}
+    for time, end, steps in ((OUT_TIME, ends.of, ends.out_times), (IN_TIME, ends.wrt, ends.in_times)):
+        mask = next((mask for mask in known if mask.shape[1] == end.times), None)
+        if mask is not None and steps is not None and not mask.all():
+            found[time] = mask[:, steps].astype(bool)
+    return found

@@ -1,0 +1,94 @@
+"""The same data padded by 0, 10 and 40 steps, before or behind: measures stay the same, and padding is grey."""
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+
+STEPS = 12
+REAL = np.random.default_rng(0).normal(size=(3, STEPS, 2)).astype("float32")
+
+
+def padded(count, where):
+    zeros = np.zeros((3, count, 2), "float32")
+    return np.concatenate([REAL, zeros] if where == "post" else [zeros, REAL], axis=1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((None, 2))
+    x = keras.layers.Masking()(inputs)
+    x = keras.layers.Bidirectional(keras.layers.GRU(3, return_sequences=True), name="both")(x)
+    x = keras.layers.LSTM(4, name="lstm")(x)
+    return keras.Model(inputs, keras.layers.Dense(1)(x))
+
+
+CASES = [(count, where) for where in ("pre", "post") for count in (10, 40)]
+
+
+def words(axes):
+    """Half-lives and horizons, as they are written."""
+    texts = [text.get_text() for ax in axes for text in ax.texts]
+    legends = [t.get_text() for ax in axes for t in ax.get_legend().get_texts()]
+    return texts, legends
+
+
+@pytest.mark.parametrize(("count", "where"), CASES)
+def test_gradient_flow(model, count, where):
+    plain, more = (rl.trace(model, x, np.ones((3, 1), "float32"), loss="mse") for x in (REAL, padded(count, where)))
+    expected, found = rl.plot.gradient_flow(plain), rl.plot.gradient_flow(more)
+    assert words(found) == words(expected)
+    assert len(words(expected)[0]) == 3
+    start = count if where == "pre" else 0
+    for ax, other in zip(found, expected, strict=True):
+        for line, reference in zip(ax.get_lines(), other.get_lines(), strict=True):
+            if line.get_gid() in ("hidden_grad", "cell_grad"):
+                np.testing.assert_allclose(
+                    line.get_ydata()[start : start + STEPS], reference.get_ydata(), rtol=2e-3, atol=1e-9
+                )
+                assert np.isnan(np.delete(line.get_ydata(), np.arange(start, start + STEPS))).all()
+        assert sum(patch.get_gid() == "padding" for patch in ax.patches) == count
+
+
+@pytest.mark.parametrize(("count", "where"), CASES)
+@pytest.mark.parametrize(
+    "options", [{"of": "lstm.hidden"}, {"of": "both.output", "reduce": "norm"}, {"of": "lstm.cell"}]
+)
+def test_lag_profile(model, count, where, options):
+    plain, more = (rl.jacobian(model, x, **options) for x in (REAL, padded(count, where)))
+    expected, found = rl.plot.lag_profile(plain), rl.plot.lag_profile(more)
+    assert words(found) == words(expected)
+    line, reference = found[0].get_lines()[0].get_ydata(), expected[0].get_lines()[0].get_ydata()
+    np.testing.assert_allclose(line[:STEPS], reference, rtol=2e-3)
+    assert np.isnan(line[STEPS:]).all()
+
+
+@pytest.mark.parametrize("where", ["pre", "post"])
+def test_maps(model, where):
+    real = np.arange(10 + STEPS) >= 10 if where == "pre" else np.arange(10 + STEPS) < STEPS
+    x = padded(10, where)
+    x[1] = np.concatenate([REAL[1], REAL[1]])[: 10 + STEPS]  # no padding in this one
+    trace = rl.trace(model, x, np.ones((3, 1), "float32"), loss="mse")
+    for name in ("hidden", "hidden_grad"):
+        axes = rl.plot.heatmap(trace["lstm"][name])
+        for sample, ax in enumerate(axes):
+            grey = np.ma.getmaskarray(ax.images[0].get_array())
+            np.testing.assert_array_equal(grey, np.broadcast_to(~real & (sample != 1), grey.shape))
+            assert not [line for line in ax.get_lines() if line.get_gid() == "non-finite"]
+        assert "padding is grey" in axes[0].figure.get_suptitle()
+    jacobian = rl.jacobian(model, x, of="lstm.hidden", wrt="both.output", reduce="norm")
+    axes = rl.plot.time_jacobian(jacobian, samples="panels")
+    for sample, ax in enumerate(axes):
+        grey = np.ma.getmaskarray(ax.images[0].get_array())
+        expected = ~(real[:, None] & real[None, :]) & (sample != 1)
+        np.testing.assert_array_equal(grey, expected)
+    mean = rl.plot.time_jacobian(jacobian)[0].images[0].get_array()
+    only = jacobian.values[1]
+    np.testing.assert_allclose(mean[~real], only[~real], rtol=1e-5)
+
+
+def test_masks_are_saved_with_the_result(model, tmp_path):
+    jacobian = rl.jacobian(model, padded(4, "post"), of="lstm.hidden", reduce="norm", out=tmp_path / "j.zarr")
+    assert "padding left out" in rl.plot.lag_profile(jacobian)[0].figure.get_suptitle()
