@@ -50,13 +50,14 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
     for port in wanted if single else ():
         if port in shapes and port not in times:
             times |= _lone_step(port, shapes[port], samples.places.get(port))
-    _find_by_size(model, batch, shapes, samples, times, min(counts), single)
+    _find_by_size(model, batch, ports, shapes, samples, times, min(counts), single)
     return {port: _layout(port, shape, samples, times, min(counts)) for port, shape in shapes.items()}
 
 
 def _find_by_size(
     model: nn.Module,
     batch: Batch,
+    asked: Sequence[Port],
     shapes: Mapping[Port, Shape],
     samples: _Samples,
     times: dict[Port, _Place],
@@ -70,13 +71,13 @@ def _find_by_size(
             return [(call.samples, call.steps) for call in probe.calls], probe.shapes(list(shapes))
 
     rest = {port: len(shape) - (port in samples.places) for port, shape in shapes.items()}
-    without = [port for port in shapes if port not in times and rest[port] > 1]
+    without = [port for port in asked if port in shapes and port not in times and rest[port] > 1]
     if without and not single:
         known = {port: place.axis for port, place in times.items()}
         found = shrinking(model, batch, without, known, look, counts=False)
         places = {port: _Place(axis, 1, shapes[port][axis], 1) for port, axis in found.items()}
         times |= {port: p for port, p in places.items() if p.axis != getattr(samples.places.get(port), "axis", None)}
-    mixed = [port for port in shapes if port in samples.coupled]
+    mixed = [port for port in asked if port in shapes and port not in samples.places and len(shapes[port]) > 1]
     if mixed and count > 1:
         known = {port: place.axis for port, place in samples.places.items()}
         found = shrinking(model, batch, mixed, known, look, counts=True)
@@ -143,7 +144,8 @@ class _Probe(TorchPullback):
                 half: Any = {"direction": direction if run.owner.directions > 1 else None}
                 inputs, output = Port("input", node), Port("output", node, **half)
                 count = len(run.visits[0].link.fed)
-                states = tuple(Port("initial_state", node, i, **half) for i in range(count))
+                kinds: Any = ("initial_state", "final_state")
+                states = tuple(Port(kind, node, i, **half) for kind in kinds for i in range(count))
                 shape = self._found.find(inputs).value.shape
                 self.calls.append(_Call(inputs, output, states, int(shape[0]), int(shape[1])))
                 found += [inputs, output, *states]

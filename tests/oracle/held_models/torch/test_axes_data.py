@@ -317,3 +317,34 @@ def test_what_the_user_says_of_the_axes_holds():
 def test_axes_that_cannot_be_are_met_with_words(axes):
     with pytest.raises((rl.errors.InputError, rl.errors.LayerNotFoundError)):
         rl.gradients(regressor(), noise(4, 3, F), of="output", reduce="sum", wrt="input", axes=axes)
+
+
+def last_cell_state(m, x):
+    h = c = x.new_zeros(x.shape[1], H)
+    for step in x:
+        h, c = m.rnn(step, (h, c))
+    return m.head(c)
+
+
+ONLY_STATES = {
+    "both halves": (lambda m, x: m.head(torch.cat(tuple(m.rnn(x)[1]), 1)), nn.GRU(F, H // 2, bidirectional=True)),
+    "upper of two layers": (lambda m, x: m.head(m.rnn(x)[1][0][-1]), nn.LSTM(F, H, 2)),
+    "the cell state of a loop": (last_cell_state, nn.LSTMCell(F, H)),
+    "the fixed length of a sequence": (
+        lambda m, x: m.head(m.rnn(x)[0].permute(1, 2, 0).flatten(1)[:, -H:]),
+        nn.RNN(F, H),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONLY_STATES)
+def test_a_head_that_reads_the_last_state_only(name, sizes):
+    samples, steps = sizes
+    run, rnn = ONLY_STATES[name]
+    model, x = made(run, rnn=rnn, head=nn.Linear(H, V)), noise(steps, samples, F)
+    full = torch.autograd.functional.jacobian(model, x)
+    close(rl.jacobian(model, x), torch.stack([full[b][:, :, b] for b in range(samples)]).numpy())
+    leaf, y = x.clone().requires_grad_(), noise(samples, V)
+    (expected,) = gradient(mse(model(leaf), y), leaf)
+    got = rl.gradients(model, x, y, loss=mse, wrt="input", batch_size=3)
+    close(got.transpose("time", "sample", "feature"), expected)
