@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from .. import data
 from ..adapters.protocol import Adapter, Batch, PlainRun
 from ..recurrence.adjoint import weight_gradients
 from ..recurrence.cells import KnownCell
@@ -53,7 +54,7 @@ def certify_answer(question: Question, batch: Batch, answer: Answer, engine: str
     theirs: Any = run.loss if of_loss else value[0]
     if np.shape(theirs) == np.shape(answer.value):
         bench.compare(LOSS if of_loss else "plain target", "", [(answer.value, theirs)])
-    certified = _compare_named(bench, question, outside, answer, run)
+    certified = _compare_named(bench, question, outside, answer, run, data.leaves_of(batch.x))
     resting = _compare_swept(bench, question, answer, run, regularised)
     certificate = Certificate.of(engine, bench.checks, certified=(("value", *certified)), resting=tuple(resting))
     reason = unsteady(question.adapter, question.model, batch, run) if certificate.state == "failed" else ""
@@ -86,13 +87,15 @@ def _evaluated(
     return [np.asarray(value)], found
 
 
-def _compare_named(bench: Bench, question: Question, outside: Outside, answer: Answer, run: PlainRun) -> list[str]:
-    """Inputs and weights, by their names; what of them was compared."""
+def _compare_named(
+    bench: Bench, question: Question, outside: Outside, answer: Answer, run: PlainRun, fed: Sequence[Any]
+) -> list[str]:
+    """Inputs and weights, by their names; what of them was compared. A packed input has no shape of ours."""
     certified: list[str] = []
     inputs = [name for name in question.wrt if name.what == "input" and name.layer is None]
     for name in inputs:
         index = _leaf_of(name, run)
-        if index is not None and index < len(run.input_grads):
+        if index is not None and index < len(run.input_grads) and not data.is_packed(fed[index]):
             mine, theirs = answer.gradients.get(name), run.input_grads[index]
             if theirs is not None:
                 theirs, _ = in_order(*outside.opened(name.port(), theirs))
