@@ -160,6 +160,21 @@ def take(tree: Any, start: int, stop: int) -> Any:
     return None if tree is None else map_leaves(cut, tree)
 
 
+def join(trees: Sequence[Any], layouts: Sequence[Layout | None] | None = None) -> Any:
+    """The samples of several batches as one: arrays, also within tuples, lists and dicts, end to end."""
+    each = iter(layouts if layouts is not None else [None] * len(leaves_of(trees[0])))
+    rest = [iter(leaves_of(tree)) for tree in trees[1:]]
+
+    def one(leaf: Any) -> Any:
+        layout, parts = next(each), [leaf, *map(next, rest)]
+        axis = 0 if layout is None or layout.sample is None else layout.sample
+        if hasattr(leaf, "detach"):
+            return sys.modules["torch"].cat([part.detach() for part in parts], dim=axis)
+        return np.concatenate([np.asarray(part) for part in parts], axis=axis)
+
+    return map_leaves(one, trees[0])
+
+
 def _repeated(leaf: Any, count: int) -> Any:
     return np.broadcast_to(np.asarray(leaf), (count, *leaf.shape[1:]))
 
@@ -210,13 +225,14 @@ def _slices(data: DataBatch, batch_size: int | None, layouts: Layouts | None) ->
         return
     for start in range(0, count, size):
         stop = min(start + size, count)
-        yield DataBatch(*(_piece(getattr(data, name), _layouts(layouts, name), start, stop, count) for name in _PARTS))
+        yield DataBatch(*(piece(getattr(data, name), _layouts(layouts, name), start, stop, count) for name in _PARTS))
 
 
 _PARTS = ("x", "y", "sample_weight")
 
 
-def _piece(tree: Any, layouts: Sequence[Layout | None] | None, start: int, stop: int, count: int) -> Any:
+def piece(tree: Any, layouts: Sequence[Layout | None] | None, start: int, stop: int, count: int) -> Any:
+    """Samples ``start:stop`` of every array in a tree, of ``count``."""
     if tree is None:
         return None
     each = iter(layouts if layouts is not None else [None] * len(leaves_of(tree)))

@@ -205,6 +205,28 @@ class Place:
     tied: bool = False
 
 
+@dataclass
+class Outputs:
+    """What a model returned for one batch.
+
+    Attributes
+    ----------
+    leaves
+        Its tensors in order, as NumPy arrays in the layout that the model returned.
+    tree
+        The framework's own structure around them.
+    masks
+        By leaf: the mask that goes with it, where the framework knows one.
+    own_losses
+        A loss function of nothing, to be completed by what the model adds to any loss; None where it adds nothing.
+    """
+
+    leaves: list[Array]
+    tree: Any
+    masks: list[Array | None] = field(default_factory=list)
+    own_losses: Callable[..., Any] | None = None
+
+
 @dataclass(frozen=True)
 class CaptureRequest:
     """What to look at. The less is asked, the less is computed.
@@ -312,6 +334,21 @@ class Adapter(Protocol):
         Their tensors lie as the framework has them. Empty where the rule of the framework holds: samples first, then
         time. Never from rank or equal sizes alone; an axis of which nothing is known is called ``axis_0``, ``axis_1``.
         """
+
+    def outputs_of(self, model: Any, batch: Batch) -> Outputs:
+        """What the model returns for one batch: one forward pass, without a loss."""
+
+    def loss_of(self, model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
+        """The loss of outputs that are at hand, and its gradient at each of them; None where it does not depend on one.
+
+        Without the losses that the model makes itself (``Outputs.own_losses``). ``batch`` has the targets and weights.
+        """
+
+    def combination(self, model: Any, batch: Batch) -> str | None:
+        """How losses of batches of one size make up that of the data set: ``"mean"``, ``"sum"``; None: not known."""
+
+    def mixes_samples(self, model: Any, training: bool) -> str | None:
+        """The name of a layer that uses statistics of the batch it is in; None: there is none; ``"?"``: not known."""
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
         """All layers with weights, copies of the values, gates in our order."""

@@ -146,6 +146,8 @@ class _Answering:
     def _start(self) -> Array:
         """Value of the target; the cotangents it starts from go to ``seeds`` and, within recurrences, ``on_states``."""
         question = self.question
+        if question.seeds is not None:
+            return self._start_from(question.seeds)
         values = [self._leaf_value(leaf) for leaf in question.leaves]
         if question.function is None:
             self._check_samples(values[0])
@@ -161,6 +163,15 @@ class _Answering:
             cotangents = pull(cotangent.astype(result.dtype))
         for leaf, part in zip(question.leaves, cotangents, strict=True):
             self._seed(leaf, np.asarray(part) * np.asarray(question.scale, dtype=part.dtype))
+        return value
+
+    def _start_from(self, seeds: Sequence[Array]) -> Array:
+        """The known cotangents; the value is that of the loss among the leaves."""
+        value = np.zeros(())
+        for leaf, cotangent in zip(self.question.leaves, seeds, strict=True):
+            self._seed(leaf, cotangent * np.asarray(self.question.scale, dtype=cotangent.dtype))
+            if leaf.what == "loss":
+                value = cotangent * plain(self.pullback.values[leaf.port()])
         return value
 
     def _leaf_value(self, leaf: TensorName) -> xr.DataArray:

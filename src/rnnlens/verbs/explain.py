@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -36,11 +37,18 @@ class Explanation:
 
 
 def explain(
-    question: Question, batch: Batch, found: Mapping[TensorName, Array], dims: Mapping[TensorName, tuple[str, ...]]
+    question: Question,
+    batch: Batch,
+    found: Mapping[TensorName, Array],
+    dims: Mapping[TensorName, tuple[str, ...]],
+    batches: Callable[[], Iterable[Batch]],
 ) -> Explanation:
-    """Look at every tensor asked for: missing, zero throughout, zero in part, frozen."""
+    """Look at every tensor asked for: missing, zero throughout, zero in part, frozen.
+
+    ``batch`` is the one that experiments are made on; ``batches`` reads all of them, for their masks.
+    """
     result = Explanation()
-    inquiry = _Inquiry(question, batch)
+    inquiry = _Inquiry(question, batch, batches)
     for name in question.wrt:
         grad = found.get(name)
         if grad is None or not np.any(grad):
@@ -55,8 +63,8 @@ def explain(
 class _Inquiry:
     """One missing gradient after another, on one batch."""
 
-    def __init__(self, question: Question, batch: Batch) -> None:
-        self.question, self.batch = question, batch
+    def __init__(self, question: Question, batch: Batch, batches: Callable[[], Iterable[Batch]]) -> None:
+        self.question, self.batch, self.batches = question, batch, batches
         self.laboratory = Laboratory(question, batch)
 
     @property
@@ -95,14 +103,24 @@ class _Inquiry:
         """Steps at which the gradient is exactly 0 because they are masked."""
         if name.what == "weight" or dims[:2] != (SAMPLE, TIME):
             return None
-        zero = ~np.any(grad.reshape(*grad.shape[:2], -1), axis=2)[: self.question.axes.samples(self.batch)]
+        zero = ~np.any(grad.reshape(*grad.shape[:2], -1), axis=2)
         if not zero.any():
             return None
-        for mask in self.laboratory.masks.values():
+        alone = len(zero) == self.question.axes.samples(self.batch)
+        for mask in (self.laboratory.masks if alone else self._all_masks).values():
             if mask.shape == zero.shape and not mask.all() and np.all(zero[~mask]):
                 sentence = f"{int((~mask).sum())} of {mask.size} steps are masked: the gradient is exactly 0 there."
                 return Reason(name.text, "masked_out", sentence, "g.where(mask) before taking means over time")
         return None
+
+    @cached_property
+    def _all_masks(self) -> dict[str, Array]:
+        """Masks of all batches, by layer, where the layers mask at all."""
+        parts: dict[str, list[Array]] = {layer: [] for layer in self.laboratory.masks}
+        for batch in self.batches() if parts else ():
+            for layer, mask in Laboratory(self.question, batch).masks.items():
+                parts.setdefault(layer, []).append(mask)
+        return {layer: np.concatenate(p) for layer, p in parts.items() if len({mask.shape[1:] for mask in p}) == 1}
 
     def _instead(self, **changed: str | None) -> str:
         """The call to make instead: the one that was made, with some arguments changed; None leaves one out."""

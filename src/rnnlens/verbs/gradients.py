@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
 
-from .. import data
 from ..adapters.protocol import Batch
 from ..adapters.registry import adapter_for
 from ..arguments import (
@@ -22,7 +21,6 @@ from ..arguments import (
     memory,
     names,
     one_of,
-    refuse_large,
     seed,
     states,
     switch,
@@ -32,24 +30,18 @@ from ..arguments import (
 from ..arguments import loss as a_loss
 from ..arguments.data import is_source
 from ..errors import DisconnectedError, InputError, UnsupportedError, message, shown
-from ..results.certificate import Certificate
-from ..results.checks import warn_about
 from ..results.gradients import Gradients
 from ..results.schema import labelled
-from ..settings import Progress, current, parse_memory
+from ..settings import current, parse_memory
 from ..typing import Array
 from ..vocabulary import GATE
-from .answering import answer
 from .axes import Axes, an_axes_table
-from .certify import wanted as asked_for
-from .certify_answer import certify_answer
+from .batchwise import Feed, Gathered, gather, on_list
 from .clipping import a_clipping, clipped, rule
-from .cuts import layouts_of_inputs, layouts_to_cut
-from .explain import Explanation, explain
-from .loss_words import loss_reduction, with_reduction
+from .explain import Explanation
+from .loss_words import with_reduction
 from .names import Catalogue, TensorName, catalogue, read, read_all, read_one, with_named_outputs
-from .question import Answer, Question, SeveralOutputs, repeatable
-from .streaming import Accumulator, combination
+from .question import Question, repeatable
 from .targets import Reduction, Target, a_reduction
 from .turns import in_turn
 from .weight_keys import sources
@@ -191,43 +183,13 @@ def gradients(
     with_loss = any(leaf.what == "loss" for leaf in question.leaves)
     if with_loss and question.function is None and (at or reduce is not None):
         raise InputError(message("The loss is one number: there is nothing to select or reduce.", got="at= or reduce="))
-    feed = _Feed(x, y, sample_weight, batch_size, adapter.name == "keras")
     template = Batch(None, None, None, class_weight, loss, training, initial_state, repeatable(adapter, seed, training))
-    how = combination(question.target, question.function is not None, combine, loss_reduction(model, loss))
-    gathered = _gather(question, feed, template, with_loss, Accumulator(how, across))
+    feed = Feed(x, y, sample_weight, batch_size, room, template, with_loss)
+    question, gathered = gather(question, feed, combine, across)
     provenance = adapter.provenance(model)
     if with_loss:
         provenance = with_reduction(provenance, model, loss)
     return _result(question, gathered, wrt, clip, provenance)
-
-
-def _seed(template: Batch, batches: int) -> int | None:
-    """The seed of the next batch: in training mode no two batches draw the same."""
-    if template.seed is not None:
-        return template.seed + batches
-    return batches if template.training and batches else None
-
-
-@dataclass(frozen=True)
-class _Feed:
-    """Where batches come from."""
-
-    x: Any
-    y: Any
-    sample_weight: Any
-    batch_size: int | None
-    as_numpy: bool
-
-
-@dataclass
-class _Gathered:
-    """All batches together, and the explanations found on the first."""
-
-    gradients: dict[TensorName, Array]
-    dims: dict[TensorName, tuple[str, ...]]
-    value: Array
-    explanation: Explanation
-    certificate: Certificate = Certificate()  # noqa: RUF009 - it is frozen
 
 
 def _question(
@@ -270,7 +232,7 @@ def _target(of: Of, known: Catalogue) -> tuple[tuple[TensorName, ...], Callable[
         return (leaf,), None, leaf.text
     if callable(of):
         leaves = tuple(read("output", known))
-        function = of if len(leaves) == 1 else _on_list(of)
+        function = of if len(leaves) == 1 else on_list(of)
         return leaves, function, _called(of)
     function, *of_what = tuple(of)
     return tuple(read_one(name, known) for name in of_what), function, _called(function)
@@ -288,97 +250,8 @@ def _called(function: Callable[..., Any]) -> str:
     return f"<{getattr(function, '__name__', 'callable').strip('<>')}>"
 
 
-def _on_list(function: Callable[..., Any]) -> Callable[..., Any]:
-    def of_list(*tensors: Any) -> Any:
-        return function(list(tensors))
-
-    return of_list
-
-
-def _answer(question: Question, batch: Batch) -> tuple[Question, Answer]:
-    """The answer, and the question as it had to be put once the outputs of the model were seen."""
-    try:
-        return question, answer(question, batch)
-    except SeveralOutputs as several:
-        known = replace(question.known, outputs=tuple(map(str, range(several.count))))
-        question = replace(question, known=known)
-        if question.every_output:
-            assert question.function is not None
-            leaves = tuple(read("output", known))
-            question = replace(question, leaves=leaves, function=_on_list(question.function))
-        return question, answer(question, batch)
-
-
-def _gather(question: Question, feed: _Feed, template: Batch, with_loss: bool, total: Accumulator) -> _Gathered:
-    """Answer batch by batch; explain on the first batch what has no gradient there."""
-    first: Batch | None = None
-    start, certificate = 0, Certificate()
-    engine = question.adapter.provenance(question.model).get("engine", question.adapter.name).partition(" ")[0]
-    last: Answer | None = None
-    count, pieces = _pieces(question.axes, feed, template)
-    with Progress("gradients", count) as progress:
-        for piece in pieces:
-            stop = start + question.axes.samples(replace(template, x=piece.x))
-            batch = replace(
-                template,
-                x=piece.x,
-                y=piece.y if with_loss else None,
-                sample_weight=piece.sample_weight if with_loss else None,
-                loss=template.loss if with_loss else None,
-                class_weight=template.class_weight if with_loss else None,
-                initial_state=data.take(template.initial_state, start, stop),
-                seed=_seed(template, total.batches),
-            )
-            question, last = _answer(question, batch)
-            if first is None and asked_for(question.model, "gradients", batch):
-                certificate = certify_answer(question, batch, last, engine)
-            last.swept = {}
-            total.add(last)
-            first = first or batch
-            start = stop
-            progress.advance()
-    assert first is not None
-    assert last is not None
-    found = total.result()
-    warn_about(certificate.checks)
-    explained = explain(question, first, found, total.dims)
-    return _Gathered(found, total.dims, total.value(), explained, certificate)
-
-
-def _pieces(axes: Axes, feed: _Feed, template: Batch) -> tuple[int | None, Iterable[data.DataBatch]]:
-    """The batches, each cut along the axis of samples, and their number; a whole batch goes through as it is."""
-    whole = data.DataBatch(feed.x, feed.y, feed.sample_weight)
-    if not is_source(feed.x) and not data.is_cut(feed.x, feed.batch_size):
-        refuse_large("The batch", [feed.x, feed.y], "batch_size=, fewer samples at a time")
-    if not axes.adapter.samples_first and not data.is_cut(feed.x, feed.batch_size):
-        if template.initial_state is not None:  # one row may serve all samples: how many are they?
-            axes.inputs, axes.is_cut = layouts_of_inputs(axes, template, feed.x), True
-        return 1, [whole]
-    layouts = None
-    if not is_source(feed.x):
-        layouts = layouts_to_cut(axes, template, *whole)
-        axes.inputs, axes.is_cut = None if layouts is None else layouts["x"], True
-    batches = data.batches(
-        feed.x,
-        feed.y,
-        sample_weight=feed.sample_weight,
-        batch_size=feed.batch_size,
-        as_numpy=feed.as_numpy,
-        layouts=layouts,
-    )
-    return data.count_batches(feed.x, feed.batch_size, layouts), _counted(axes, template, batches)
-
-
-def _counted(axes: Axes, template: Batch, batches: Iterable[data.DataBatch]) -> Iterator[data.DataBatch]:
-    """The batches; those of a source are counted as its first one lies."""
-    for batch in batches:
-        if not axes.is_cut:
-            axes.inputs, axes.is_cut = layouts_of_inputs(axes, template, batch.x), True
-        yield batch
-
-
 def _result(
-    question: Question, gathered: _Gathered, wrt: str | Iterable[str], clip: Any, provenance: Mapping[str, str]
+    question: Question, gathered: Gathered, wrt: str | Iterable[str], clip: Any, provenance: Mapping[str, str]
 ) -> xr.DataArray | Gradients:
     asked = read(wrt, question.known) if isinstance(wrt, str) else read_all(wrt, question.known)
     single = isinstance(wrt, str) and len(asked) == 1 and asked[0].text == _canonical(wrt, asked[0])
@@ -423,7 +296,7 @@ def _result(
     return result
 
 
-def replace_gradients(gathered: _Gathered, after: Mapping[TensorName, Array]) -> _Gathered:
+def replace_gradients(gathered: Gathered, after: Mapping[TensorName, Array]) -> Gathered:
     """The same with some gradients changed."""
     return replace(gathered, gradients={**gathered.gradients, **after})
 
@@ -442,7 +315,7 @@ def _with_reasons(array: xr.DataArray, explanation: Explanation) -> xr.DataArray
     return array
 
 
-def _label(question: Question, name: TensorName, gathered: _Gathered, provenance: Mapping[str, str]) -> xr.DataArray:
+def _label(question: Question, name: TensorName, gathered: Gathered, provenance: Mapping[str, str]) -> xr.DataArray:
     of, info = question.target.text, question.known.recurrent.get(str(name.layer).partition("#")[0])
     array, dims = gathered.gradients[name], gathered.dims[name]
     unit = "loss" if of == "loss" else "1"

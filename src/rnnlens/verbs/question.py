@@ -34,6 +34,8 @@ class Question:
         Bytes that per-sample gradients of weights may use at a time.
     every_output
         Whether ``function`` takes all that the model returns, and the leaves stand for that.
+    seeds
+        Cotangents of the leaves, where these are known already; the value of the target is then not asked for.
     """
 
     adapter: Adapter
@@ -47,6 +49,7 @@ class Question:
     scale: float = 1.0
     memory: int = 2 * 1024**3
     every_output: bool = False
+    seeds: tuple[Array, ...] | None = None
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Answer:
     """Gradients of one batch by tensor, None where no path leads there, and the names of their axes.
 
     ``swept`` has the sweeps that they were taken from, by layer: all that a certificate needs.
+    ``weight``: how many samples the target was made of, where these are not all of the batch.
     """
 
     value: Array
@@ -62,6 +66,7 @@ class Answer:
     dims: dict[TensorName, tuple[str, ...]]
     masks: dict[str, Array] = field(default_factory=dict)
     swept: dict[str, list[tuple[Half, Adjoint]]] = field(default_factory=dict)
+    weight: int | None = None
 
 
 class SeveralOutputs(Exception):  # noqa: N818 - no error, but what a run found out

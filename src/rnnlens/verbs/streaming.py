@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from ..errors import InputError, UnsupportedError, did_you_mean, message
+from ..results.certificate import Certificate
 from ..typing import Array
 from ..vocabulary import DIRECTION, SAMPLE, TIME
 from .axes import refuse_unknown
@@ -20,19 +21,14 @@ Across = Literal["mean", "sum", "norm"]
 _KEPT_BY_NORM = (SAMPLE, TIME, DIRECTION)
 
 
-def combination(target: Target, by_function: bool, asked: str | None, loss_reduction: str | None) -> Combine | None:
-    """How the target of a data set follows from those of its batches; None where that is not known.
-
-    A loss is the mean over samples (unless it says that it sums), a mean is a mean, a sum is a sum.
-    """
+def combination(target: Target, by_function: bool, asked: str | None) -> Combine | None:
+    """How a target follows from those of batches, None where that is not known: a mean is a mean, a sum is a sum."""
     if asked is not None:
         if asked not in ("mean", "sum"):
             raise InputError(
                 message(f"No way to combine batches named {asked!r}.", hint=did_you_mean(asked, ["mean", "sum"]))
             )
         return asked  # type: ignore[return-value]
-    if target.text == "loss":
-        return "sum" if loss_reduction == "sum" else "mean"
     if target.per_sample:
         return "sum"
     named = target.reduce if isinstance(target.reduce, str) else None
@@ -64,6 +60,9 @@ class Accumulator:
             )
         self.combine, self.across = combine, across
         self.batches, self.samples = 0, 0
+        #: Whether batches are of one length, so that only what the model packs can be shorter.
+        self.even = True
+        self.certificate = Certificate()
         self.dims: dict[TensorName, tuple[str, ...]] = {}
         self._kept: dict[TensorName, list[Array]] = {}
         self._value: list[Array] = []
@@ -84,13 +83,14 @@ class Accumulator:
                     expected='combine="sum" or combine="mean" if it is one of these over samples; or per_sample=True',
                 )
             )
-        self._weights.append(answer.samples)
+        weight = answer.samples if answer.weight is None else answer.weight
+        self._weights.append(weight)
         self._value.append(np.asarray(answer.value))
         for name, grad in answer.gradients.items():
             if grad is not None:
-                self._take(name, np.asarray(grad), answer.dims[name], answer.samples)
+                self._take(name, np.asarray(grad), answer.dims[name], weight)
 
-    def _take(self, name: TensorName, grad: Array, dims: tuple[str, ...], samples: int) -> None:
+    def _take(self, name: TensorName, grad: Array, dims: tuple[str, ...], weight: int) -> None:
         by_sample = SAMPLE in dims
         if name.what != "weight" and not by_sample and (self.across is not None or self.batches > 1):
             refuse_unknown("Putting samples together", name.text, dims)
@@ -98,7 +98,7 @@ class Accumulator:
             self._reduced[name] = self._reduced.get(name, 0) + grad.shape[dims.index(SAMPLE)]
             grad, dims = _reduced(grad, dims, self.across)
         self.dims[name] = dims
-        factor = samples if self.combine == "mean" else 1
+        factor = weight if self.combine == "mean" else 1
         if by_sample and self.across is None:
             self._kept.setdefault(name, []).append(grad if factor == 1 else grad * grad.dtype.type(factor))
             return
@@ -107,24 +107,40 @@ class Accumulator:
         if name not in self._sums:
             self._sums[name] = weighted
             return
-        if self._sums[name].shape != weighted.shape:
-            raise InputError(_uneven(name, self._sums[name].shape, weighted.shape))
+        self._sums[name], weighted = self._evened(name, [self._sums[name], weighted])
         self._sums[name] += weighted
 
     def result(self) -> dict[TensorName, Array]:
         """Gradients of the data set by tensor."""
-        scale = 1.0 / self.samples if self.combine == "mean" else 1.0
+        scale = 1.0 / max(sum(self._weights), 1) if self.combine == "mean" else 1.0
         found: dict[TensorName, Array] = {}
         for name, parts in self._kept.items():
-            if len({part.shape[1:] for part in parts}) > 1:
-                raise InputError(
-                    _uneven(name, parts[0].shape, next(p.shape for p in parts if p.shape[1:] != parts[0].shape[1:]))
-                )
-            whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
+            parts = self._evened(name, parts, joined=self.dims[name].index(SAMPLE))
+            whole = np.concatenate(parts, axis=self.dims[name].index(SAMPLE)) if len(parts) > 1 else parts[0]
             found[name] = whole if scale == 1.0 else whole * whole.dtype.type(scale)
         for name, total in self._sums.items():
             found[name] = self._finished(name, total * scale)
         return found
+
+    def _evened(self, name: TensorName, parts: list[Array], joined: int | None = None) -> list[Array]:
+        """Parts of one shape but for the axis along which they are joined.
+
+        What a model packs is as long as the longest sample of its batch: zeros stand for the steps after that.
+        """
+        shapes = [
+            part.shape[:joined] + part.shape[joined + 1 :] if joined is not None else part.shape for part in parts
+        ]
+        if len(set(shapes)) < 2:
+            return parts
+        at = self.dims[name].index(TIME) if TIME in self.dims[name] else None
+        others = {tuple(size for i, size in enumerate(part.shape) if i not in (at, joined)) for part in parts}
+        if at is None or len(others) > 1 or not self.even:
+            first = shapes[0]
+            other = next(part.shape for part, shape in zip(parts, shapes, strict=True) if shape != first)
+            raise InputError(_uneven(name, parts[0].shape, other))
+        longest = max(part.shape[at] for part in parts)
+        width = [[(0, longest - part.shape[at] if i == at else 0) for i in range(part.ndim)] for part in parts]
+        return [np.pad(part, pads) for part, pads in zip(parts, width, strict=True)]
 
     def _finished(self, name: TensorName, total: Array) -> Array:
         if name in self._reduced:

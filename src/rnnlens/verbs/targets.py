@@ -7,7 +7,7 @@ from; so only what was asked for is differentiated, and no framework is needed f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,12 +41,52 @@ def a_reduction(name: str, value: Any) -> Reduction:
 
 @dataclass(frozen=True)
 class Target:
-    """A target as a user describes it: which steps and units, and how to reduce them."""
+    """A target as a user describes it: which steps and units, and how to reduce them.
+
+    Of a data set that comes in batches, ``rows`` are the samples that a batch holds and ``total`` is how many there
+    are; ``picked`` of them, at the positions ``chosen`` of what ``at`` names, are selected.
+    """
 
     text: str
     at: Mapping[str, Any]
     reduce: Reduction
     per_sample: bool
+    rows: tuple[int, int] | None = None
+    total: int | None = None
+    picked: int | None = None
+    chosen: tuple[int, ...] | None = None
+
+    def of_rows(self, start: int, stop: int) -> Target:
+        """The part of the target that a batch holds: samples ``start`` to ``stop`` of ``total``.
+
+        Raises
+        ------
+        InputError
+            If samples are selected in a data set whose length is not known.
+        """
+        if self.rows is None:
+            return self
+        rows = (start, stop)
+        if SAMPLE not in self.at:
+            return replace(self, rows=rows)
+        if self.total is None:
+            raise InputError(
+                message(
+                    "Samples can be selected only where it is known how many there are.",
+                    got=f"at={dict(self.at)!r} of a source of batches",
+                    hint="at= without sample, and per_sample=True",
+                )
+            )
+        whole = xr.DataArray(np.zeros(self.total), dims=SAMPLE)
+        chosen = np.arange(self.total)[_index(whole, SAMPLE, self.at[SAMPLE])]
+        single = np.ndim(chosen) == 0
+        chosen = np.atleast_1d(chosen)
+        here = (chosen >= start) & (chosen < stop)
+        if single and here.any():
+            return replace(self, at={**self.at, SAMPLE: int(chosen[0]) - start}, rows=rows, picked=1)
+        at = {**self.at, SAMPLE: (chosen - start)[here]}
+        positions = tuple(map(int, np.flatnonzero(here)))
+        return replace(self, at=at, rows=rows, picked=len(positions), chosen=positions)
 
     def evaluate(self, whole: xr.DataArray, differentiate: Differentiate) -> tuple[Array, Array]:
         """Value of the target, a scalar or (sample,), and the cotangent of ``whole`` that it starts from.
@@ -56,6 +96,8 @@ class Target:
         InputError
             If ``at`` does not fit, or if more than one number is left and ``reduce`` does not say what to do.
         """
+        if self.picked == 0:
+            return np.zeros((0,) if self.per_sample else ()), np.zeros(whole.shape, np.result_type(whole, np.float32))
         positions = select(whole, self.at)
         chosen = xr.DataArray(whole.values.ravel()[positions.values], dims=positions.dims)
         value, cotangent = self._reduce(chosen, differentiate)
@@ -95,10 +137,11 @@ class Target:
 
     def _weights(self, chosen: xr.DataArray) -> Array:
         """Weights that fit the selection, with or without its sample axis; labelled ones by their dimensions."""
+        given = self._of_batch(chosen)
         try:
-            if isinstance(self.reduce, xr.DataArray) and set(self.reduce.dims) <= set(chosen.dims):
-                return self.reduce.broadcast_like(chosen).transpose(*chosen.dims).values
-            weights = np.asarray(self.reduce, dtype=chosen.dtype)
+            if isinstance(given, xr.DataArray) and set(given.dims) <= set(chosen.dims):
+                return given.drop_vars(given.coords).broadcast_like(chosen).transpose(*chosen.dims).values
+            weights = np.asarray(given, dtype=chosen.dtype)
             np.broadcast_shapes(weights.shape, chosen.shape)
             if weights.ndim > chosen.ndim:
                 raise ValueError
@@ -111,6 +154,18 @@ class Target:
                 )
             ) from None
         return weights
+
+    def _of_batch(self, chosen: xr.DataArray) -> Any:
+        """The weights of the samples that this batch holds."""
+        by_sample = SAMPLE in chosen.dims and np.ndim(self.reduce) == chosen.ndim
+        labelled = isinstance(self.reduce, xr.DataArray)
+        if self.rows is None or not (SAMPLE in self.reduce.dims if labelled else by_sample):
+            return self.reduce
+        rows = slice(*self.rows) if self.chosen is None else list(self.chosen)
+        if labelled:
+            return self.reduce.isel({SAMPLE: rows})
+        weights = np.asarray(self.reduce)
+        return weights if weights.shape[0] == 1 else weights[rows]
 
     def _not_one_number(self, chosen: xr.DataArray, count: int) -> str:
         per = " per sample" if self.per_sample else ""

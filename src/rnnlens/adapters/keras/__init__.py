@@ -20,6 +20,7 @@ from ..protocol import (
     ChainLink,
     LayerInfo,
     LayerWeights,
+    Outputs,
     Place,
     PlainRun,
     Port,
@@ -37,6 +38,7 @@ from .pullback import KerasPullback
 from .trees import output_names
 from .untrained import untrained
 from .weights import layer_weights
+from .whole_loss import combination, loss_of, mixes_samples, outputs_of
 
 
 class KerasAdapter:
@@ -75,6 +77,22 @@ class KerasAdapter:
     def output_names(self, model: Any) -> tuple[str, ...]:
         """Keys of the outputs of a functional model that returns a dict; none for any other."""
         return output_names(model)
+
+    def outputs_of(self, model: Any, batch: Batch) -> Outputs:
+        """What the model returns for one batch."""
+        return outputs_of(model, batch)
+
+    def loss_of(self, model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
+        """The loss of outputs that are at hand, and its gradient at each of them."""
+        return loss_of(model, batch, outputs)
+
+    def combination(self, model: Any, batch: Batch) -> str | None:
+        """How losses of batches make up that of the data set, where that is known."""
+        return combination(model, batch)
+
+    def mixes_samples(self, model: Any, training: bool) -> str | None:
+        """The layer that uses statistics of the batch it is in, if there is one."""
+        return mixes_samples(model, training)
 
     def chain(self, model: Any, *, training: bool) -> list[ChainLink] | None:
         """The layers of a model that is one plain chain of well-known ones."""

@@ -118,7 +118,7 @@ class _Assembly:
             plain=plain,
             loss=value,
             outputs=None if outputs is None else by_key(keras.tree.map_structure(self._engine.to_array, outputs)),
-            notes=self._notes(value),
+            notes=[*self._notes(value), *(_no_path(calls, plain) if with_loss else [])],
         )
 
     def _node(self, call: Call) -> str:
@@ -220,6 +220,16 @@ class _Assembly:
         if halves:
             notes.append(f"Computed in {', '.join(sorted(halves))}, shown as float32; the loss scale is not applied.")
         return notes
+
+
+def _no_path(calls: list[RecurrentCall], plain: list[PlainCall]) -> list[str]:
+    """A note where the loss moves with nothing that was asked for."""
+    arrived = [grad for c in calls for grad in (c.output_grad, *(c.final_state_grad or ()))]
+    arrived += [c.output_grad for c in plain]
+    present = [np.asarray(keras.ops.convert_to_numpy(grad)) for grad in arrived if grad is not None]
+    if not present or any(map(np.any, present)):
+        return []
+    return ["No path leads from the loss to any layer asked for: every gradient is zero."]
 
 
 def _computed_in(dtype: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from ...arguments import as_numpy
 from ...errors import InputError, message
+from ...typing import Array
 from ..protocol import Batch
 from .engines import Engine
 
@@ -38,23 +40,31 @@ def prepare(model: Any, batch: Batch, engine: Engine) -> Data:
     """
     x = _structure(batch.x, "x")
     _check_shapes(model, x)
-    y = None if batch.y is None else _structure(batch.y, "y")
-    weight = _sample_weight(batch, y)
     count = keras.tree.flatten(x)[0].shape[0]
-    for name, value in (("y", y), ("sample_weight", weight)):
-        _check_count(name, value, count)
+    y, weight = targets(model, batch, count, engine)
     states = {
         name: [_leaf(state, f"initial_state[{name!r}]") for state in keras.tree.flatten(given)]
         for name, given in (batch.initial_state or {}).items()
     }
     for name, given in states.items():
         _check_count(f"initial_state[{name!r}]", given, count)
+    tensors = _converter(model, engine)
+    return Data(tensors(x), y, weight, tensors(states) if states else None)
+
+
+def targets(model: Any, batch: Batch, count: int, engine: Engine) -> tuple[Any, Any]:
+    """Targets and weights of ``count`` samples, checked and turned into tensors."""
+    y = None if batch.y is None else _structure(batch.y, "y")
+    weight = _sample_weight(model, batch, y)
+    for name, value in (("y", y), ("sample_weight", weight)):
+        _check_count(name, value, count)
+    tensors = _converter(model, engine)
+    return tensors(y), tensors(weight)
+
+
+def _converter(model: Any, engine: Engine) -> Callable[[Any], Any]:
     floats = "float64" if getattr(model, "compute_dtype", "") == "float64" else keras.backend.floatx()
-
-    def tensors(tree: Any) -> Any:
-        return keras.tree.map_structure(lambda leaf: _tensor(leaf, floats, engine), tree)
-
-    return Data(tensors(x), tensors(y), tensors(weight), tensors(states) if states else None)
+    return lambda tree: keras.tree.map_structure(lambda leaf: _tensor(leaf, floats, engine), tree)
 
 
 def _structure(value: Any, name: str) -> Any:
@@ -176,15 +186,44 @@ def _check_count(name: str, value: Any, count: int) -> None:
             )
 
 
-def _sample_weight(batch: Batch, y: Any) -> Any:
+def _sample_weight(model: Any, batch: Batch, y: Any) -> Any:
     if batch.class_weight is None:
         return None if batch.sample_weight is None else _structure(batch.sample_weight, "sample_weight")
     if batch.sample_weight is not None:
         raise InputError(message("Both class_weight and sample_weight were given.", hint="multiply them into one"))
     if y is None or keras.tree.is_nested(y):
         raise InputError(message("class_weight needs one y.", got="no y" if y is None else "several"))
-    labels = np.asarray(keras.ops.convert_to_numpy(y))
-    if labels.ndim > 1 and labels.shape[-1] > 1:
-        labels = labels.argmax(axis=-1)
-    labels = labels.reshape(labels.shape[0], -1)[:, 0] if labels.ndim > 1 else labels
-    return np.asarray([batch.class_weight.get(int(label), 1.0) for label in labels], dtype="float32")
+    labels = _labels(np.asarray(keras.ops.convert_to_numpy(y)), model)
+    weight = np.ones(labels.shape, dtype=keras.backend.floatx())
+    for label, value in batch.class_weight.items():
+        weight[labels == int(label)] = value
+    return weight
+
+
+def _labels(y: Array, model: Any) -> Array:
+    """The class of every sample, or of every step of it: y itself, or where its one-hot vectors have their 1."""
+    rank = _rank_of_output(model)
+    by_step = y.ndim > 1 and y.ndim + 1 == rank
+    if y.ndim > 1 and y.shape[-1] == 1 and not by_step:
+        y = y[..., 0]
+    elif y.ndim > 1 and not by_step:
+        one_hot = np.isin(y, (0, 1)).all() and (y.sum(axis=-1) == 1).all()
+        if not one_hot and rank is not None:
+            raise InputError(
+                message(
+                    "class_weight needs class labels.",
+                    got=f"y of shape {y.shape} that is not one-hot",
+                    expected="one whole number per sample or step, or one-hot vectors",
+                    hint="sample_weight=",
+                )
+            )
+        y = y.argmax(axis=-1) if one_hot else y
+    if not np.array_equal(y, np.round(y)):
+        raise InputError(message("class_weight needs class labels.", got="y that is not whole", hint="sample_weight="))
+    return y
+
+
+def _rank_of_output(model: Any) -> int | None:
+    """How many axes the one output of a model has, where that is known; y without the classes has one less."""
+    outputs = getattr(model, "outputs", None) if isinstance(model, keras.Model) else None
+    return len(outputs[0].shape) if outputs and len(outputs) == 1 else None

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 from keras.src.trainers.compile_utils import CompileLoss
 
 from ...errors import InputError, ModelError, message
@@ -28,7 +29,42 @@ def plan(model: Any, batch: Batch) -> Loss:
     if batch.loss is None:
         return _compiled(model, batch)
     given = _given(batch)
-    return lambda x, y, y_pred, weight: _with_own_losses(model, _scalar(given(y, y_pred, weight)))
+
+    def loss(x: Any, y: Any, y_pred: Any, weight: Any) -> Any:
+        _check_weight(weight, y_pred)
+        return _with_own_losses(model, _scalar(given(y, y_pred, weight)))
+
+    return loss
+
+
+def _check_weight(weight: Any, y_pred: Any) -> None:
+    """Keras multiplies one weight per sample with values per step along the last axis, which is time."""
+    if weight is None or keras.tree.is_nested(weight) or keras.tree.is_nested(y_pred):
+        return
+    if len(weight.shape) == 1 and len(y_pred.shape) == 3:
+        samples, steps = y_pred.shape[0], y_pred.shape[1]
+        raise InputError(
+            message(
+                "One weight per sample does not fit a loss of every step: Keras would weigh the steps with it.",
+                got=f"sample_weight of shape {tuple(weight.shape)}, output of shape {tuple(y_pred.shape)}",
+                expected=f"shape ({samples}, {steps}), or ({samples}, 1)",
+                hint="sample_weight[:, None]",
+            )
+        )
+
+
+def is_overridden(model: Any) -> bool:
+    """Whether a model computes its loss in a method of its own."""
+    return isinstance(model, keras.Model) and type(model).compute_loss is not keras.Model.compute_loss
+
+
+def of_outputs(model: Any, batch: Batch) -> Callable[[Any, Any, Any], Any]:
+    """A function ``(y, y_pred, sample_weight) -> scalar tensor``, without the losses that the model makes itself."""
+    if batch.loss is not None:
+        given = _given(batch)
+        return lambda y, y_pred, weight: _scalar(given(y, y_pred, weight))
+    _compiled(model, batch)
+    return lambda y, y_pred, weight: _scalar(model._compile_loss(y, y_pred, weight))
 
 
 @contextmanager
@@ -56,7 +92,7 @@ def _compiled(model: Any, batch: Batch) -> Loss:
         raise ModelError(
             message("A layer on its own has no compiled loss.", hint="pass loss=, a name or a function of (y, output)")
         )
-    overridden = type(model).compute_loss is not keras.Model.compute_loss
+    overridden = is_overridden(model)
     if not model.compiled and not overridden:
         raise ModelError(
             message(
@@ -71,6 +107,7 @@ def _compiled(model: Any, batch: Batch) -> Loss:
         )
 
     def compiled(x: Any, y: Any, y_pred: Any, weight: Any) -> Any:
+        _check_weight(weight, y_pred)
         return _scalar(model._compute_loss(x, y, y_pred, weight, training=batch.training))
 
     return compiled
@@ -102,7 +139,15 @@ def _given(batch: Batch) -> Callable[[Any, Any, Any], Any]:
                 hint="pass a keras.losses.Loss or a name, or weight inside the function",
             )
         )
-    return lambda y, y_pred, weight: loss(y, y_pred)
+    return lambda y, y_pred, weight: loss(*_aligned(y, y_pred))
+
+
+def _aligned(y: Any, y_pred: Any) -> tuple[Any, Any]:
+    """Targets and outputs as ``compile(loss=function)`` hands them over: (n,) beside (n, 1) becomes (n, 1)."""
+    if y is None or keras.tree.is_nested(y) or keras.tree.is_nested(y_pred):
+        return y, y_pred
+    aligned: tuple[Any, Any] = squeeze_or_expand_to_same_rank(y, y_pred)
+    return aligned
 
 
 def _compiled_form(loss: Any) -> Callable[[Any, Any, Any], Any]:

@@ -104,9 +104,17 @@ def program(job: Job, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]
             outputs = _tapped(outputs, job.wanted, tap)
         with raised_by("Your loss"):
             value = None if job.loss is None else job.loss(x, y, outputs, weight)
+        adds = any(la._get_own_losses() and la.activity_regularizer is None for la in job.model._flatten_layers())
     job.calls[:] = listener.calls
     kept = outputs if "outputs" in job.keep else None
+    if "masks" in job.keep:
+        kept = {"outputs": outputs, "masks": _masks(outputs), "adds": keras.ops.convert_to_tensor(adds)}
     return value, ([call.arrays for call in listener.calls], kept)
+
+
+def _masks(outputs: Any) -> list[Any]:
+    """The masks that Keras attached to the outputs of the model; None where there is none."""
+    return [keras.src.backend.get_keras_mask(tensor) for tensor in keras.tree.flatten(outputs)]
 
 
 def _tapped(outputs: Any, wanted: frozenset[str], tap: Tap) -> Any:

@@ -11,7 +11,18 @@ from torch import nn
 
 from ...layout import Layout
 from ...typing import Array
-from ..protocol import Batch, Capture, CaptureRequest, LayerInfo, LayerWeights, Place, PlainRun, Port, Pullback
+from ..protocol import (
+    Batch,
+    Capture,
+    CaptureRequest,
+    LayerInfo,
+    LayerWeights,
+    Outputs,
+    Place,
+    PlainRun,
+    Port,
+    Pullback,
+)
 from .axes import layouts
 from .capture import capture
 from .discover import describe, named_modules, node_name, unwrapped
@@ -22,6 +33,7 @@ from .plain import Cotangents, place, plain
 from .pullback import TorchPullback
 from .untrained import untrained
 from .weights import layer_weights
+from .whole_loss import combination, loss_of, mixes_samples, outputs_of
 
 __all__ = ["adapter"]
 
@@ -66,6 +78,22 @@ class TorchAdapter:
     def layouts(self, model: nn.Module, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, Layout]:
         """Which axis is what, followed from the recurrent calls."""
         return layouts(model, batch, ports)
+
+    def outputs_of(self, model: nn.Module, batch: Batch) -> Outputs:
+        """What the model returns for one batch."""
+        return outputs_of(model, batch)
+
+    def loss_of(self, model: nn.Module, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
+        """The loss of outputs that are at hand, and its gradient at each of them."""
+        return loss_of(model, batch, outputs)
+
+    def combination(self, model: nn.Module, batch: Batch) -> str | None:
+        """How losses of batches make up that of the data set, where that is known."""
+        return combination(model, batch)
+
+    def mixes_samples(self, model: nn.Module, training: bool) -> str | None:
+        """The layer that uses statistics of the batch it is in, if there is one."""
+        return mixes_samples(model, training)
 
     def weights(self, model: nn.Module) -> Mapping[str, LayerWeights]:
         """All modules with weights, recurrent ones per stacked layer, gates in our order."""

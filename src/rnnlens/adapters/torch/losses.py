@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import InputError, UnsupportedError, did_you_mean, message
+from ...errors import InputError, did_you_mean, message
 from ..protocol import Batch
+from .borders import leaves_of
+from .broadcasts import Broadcasts
 from .inputs import as_tensors
+from .loss_weights import label, weighted
 
 
 def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | None:
@@ -33,25 +35,27 @@ def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | Non
                 )
             )
         return None
-    loss = _resolve(batch.loss)
+    loss = resolved(batch.loss)
     if batch.y is None:
         if _required(loss) >= 2:
             raise InputError(
                 message(
                     "The loss takes a target and none was given.",
-                    got=f"loss={_label(loss)}, y=None",
+                    got=f"loss={label(loss)}, y=None",
                     expected="y, or a loss of the output alone",
                     hint="rl.trace(model, x, y, loss=...) or loss=lambda output: output.sum()",
                 )
             )
         return _scalar(loss(outputs), loss)
     target = as_tensors(batch.y, model, "y")
-    if batch.sample_weight is None and batch.class_weight is None:
-        return _scalar(loss(outputs, target), loss)
-    return _weighted(loss, outputs, target, batch, model)
+    with Broadcasts(leaves_of(outputs), leaves_of(target)):
+        if batch.sample_weight is None and batch.class_weight is None:
+            return _scalar(loss(outputs, target), loss)
+        return _scalar(weighted(loss, outputs, target, batch, model), loss)
 
 
-def _resolve(loss: Any) -> Callable[..., Any]:
+def resolved(loss: Any) -> Callable[..., Any]:
+    """The callable that a loss stands for: itself, or the function of a name."""
     if not isinstance(loss, str):
         if not callable(loss):
             raise InputError(message("The loss is not callable.", got=repr(loss), expected="loss(output, target)"))
@@ -74,52 +78,15 @@ def _required(loss: Any) -> int:
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
-def _label(loss: Any) -> str:
-    return getattr(loss, "__name__", type(loss).__name__)
-
-
 def _scalar(value: Any, loss: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise InputError(
             message(
                 "The loss is not a scalar.",
-                got=f"{_label(loss)} returned {'shape ' if isinstance(shape, tuple) else ''}{shape}",
+                got=f"{label(loss)} returned {'shape ' if isinstance(shape, tuple) else ''}{shape}",
                 expected="a tensor with one value",
                 hint="reduce it: .mean() or .sum(), or reduction='mean'",
             )
         )
     return value.reshape(())
-
-
-def _weighted(loss: Any, outputs: Any, target: Any, batch: Batch, model: nn.Module) -> torch.Tensor:
-    """Mean over samples of weight * loss of the sample, the loss of a sample being the mean over its other axes."""
-    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
-        single = copy.copy(loss)
-        single.reduction = "none"
-        values = single(outputs, target)
-    elif not isinstance(loss, nn.Module) and "reduction" in _parameters(loss):
-        values = loss(outputs, target, reduction="none")
-    else:
-        raise UnsupportedError(
-            message(
-                "sample_weight and class_weight need a loss that can be had per sample.",
-                got=_label(loss),
-                expected="a loss of torch.nn with reduction=, or your own weighting inside the loss",
-            )
-        )
-    per_sample = values.flatten(1).mean(dim=1) if values.dim() > 1 else values
-    weight = torch.ones_like(per_sample)
-    if batch.sample_weight is not None:
-        weight = weight * as_tensors(batch.sample_weight, model, "sample_weight").to(weight).reshape(-1)
-    if batch.class_weight is not None:
-        table = {int(key): float(value) for key, value in batch.class_weight.items()}
-        weight = weight * weight.new_tensor([table.get(int(label), 1.0) for label in target.reshape(-1)])
-    return (weight * per_sample).mean()
-
-
-def _parameters(loss: Any) -> Any:
-    try:
-        return inspect.signature(loss).parameters
-    except (TypeError, ValueError):
-        return {}

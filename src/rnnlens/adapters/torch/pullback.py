@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModelError, message, raised_by
-from ..protocol import Batch, Port, Pullback
+from ..protocol import Batch, Port
 from ..threads import hook_here
 from .assemble import JoinedTooFarError, check_joints
 from .border import Border
@@ -48,6 +48,7 @@ class TorchPullback:
         self.of, self.wrt = tuple(of), tuple(wrt)
         self._watched = (*self.of, *self.wrt, *watch)
         self._batched = True
+        self.returned: Any = None
         borders = self._passed(model, batch, cut)
         self.outputs = len(borders.outputs)
         self._found = borders
@@ -98,6 +99,7 @@ class TorchPullback:
             with raised_by("Your loss"):
                 loss = evaluate(batch, outputs, model) if wanted else None
             check_joints(recorder, [*tensors_of(outputs), *([] if loss is None else [loss])])
+        self.returned = on_leaves(outputs, lambda t: t.detach() if isinstance(t, Tensor) else t)
         leaves = leaves_of(outputs)
         if interceptor.cut_gradients and not keep_gradients and not any(_has_path(t) for t in (*leaves, loss)):
             return None
@@ -169,12 +171,12 @@ class TorchPullback:
             return replayable(border.gather([grad[0] for grad in whole])).unsqueeze(0)
         return replayable(torch.vmap(lambda *parts: border.gather(parts))(*whole))
 
-    def __enter__(self) -> Pullback:
+    def __enter__(self) -> TorchPullback:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._starts = self._borders = self._found = None  # type: ignore[assignment]
-        self.values = {}
+        self.values, self.returned = {}, None
 
 
 class _PlainHook:

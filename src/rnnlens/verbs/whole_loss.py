@@ -1,0 +1,233 @@
+"""The loss of a data set that comes in batches, whatever the loss is.
+
+A loss is one function of all outputs and targets. It is evaluated once, on the outputs of all batches joined; its
+gradient there has one row per sample, and each batch pulls its own rows back through the model. So nothing need be
+known about the loss: not how it averages, what it ignores, nor how it weighs. The price is a second forward pass, and
+the outputs (not the activations) of all samples in memory.
+
+References
+----------
+Gradient caching: Gao, Zhang, Han, Callan 2021, arXiv:2101.06983, section 3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .. import data
+from ..adapters.protocol import Batch, Outputs, Port
+from ..errors import UnsupportedError, message
+from ..layout import Layout
+from ..results.schema import plain
+from ..typing import Array
+from ..vocabulary import SAMPLE
+from .axes import Axes
+from .names import TensorName, read
+from .question import Question
+from .targets import Target, dims_of
+
+Layouts = Sequence[Layout]
+
+
+@dataclass
+class WholeLoss:
+    """The loss of the data set, and its gradient at each output of the model, all samples together."""
+
+    value: Array
+    outputs: list[Array]
+    cotangents: list[Array | None]
+    layouts: Layouts
+    samples: int
+    own_losses: Any
+    digests: list[list[bytes]]
+
+    @classmethod
+    def of(
+        cls,
+        question: Question,
+        batches: Iterable[Batch],
+        layouts: Layouts | None,
+        targets: Callable[[list[Batch]], tuple[Any, Any]],
+    ) -> WholeLoss:
+        """Run the model on every batch, and the loss on the outputs of all and on the ``targets`` of all batches."""
+        adapter, model = question.adapter, question.model
+        parts: list[Outputs] = []
+        fed: list[Batch] = []
+        digests: list[list[bytes]] = []
+        counts: list[int] = []
+        for batch in batches:
+            part = adapter.outputs_of(model, _without_loss(batch))
+            counts.append(question.axes.samples(batch))
+            digests.append(_digest(batch.x))
+            parts.append(part if not parts else replace(part, tree=None))
+            fed.append(replace(batch, x=None))
+        if layouts is None:
+            layouts = [Layout.plain(dims_of(leaf.shape)) for leaf in parts[0].leaves]
+        joined = [_joined([p.leaves[i] for p in parts], layout, counts, i) for i, layout in enumerate(layouts)]
+        masks = [
+            None if mask is None else np.concatenate([np.asarray(part.masks[i]) for part in parts])
+            for i, mask in enumerate(parts[0].masks)
+        ]
+        y, weight = targets(fed)
+        whole = replace(fed[0], y=y, sample_weight=weight)
+        value, cotangents = adapter.loss_of(model, whole, replace(parts[0], leaves=joined, masks=masks))
+        for i, (layout, cotangent) in enumerate(zip(layouts, cotangents, strict=True)):
+            if layout.sample is None and cotangent is not None and np.any(cotangent):
+                raise UnsupportedError(_not_by_sample(i))
+        return cls(np.asarray(value), joined, cotangents, layouts, sum(counts), parts[0].own_losses, digests)
+
+    def questions(self, question: Question, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Question]]:
+        """For every batch, what is asked of it: the pull-back of its own rows of the gradient at the outputs."""
+        known = question.known
+        if len(self.outputs) > 1 and not known.outputs:
+            known = replace(known, outputs=tuple(map(str, range(len(self.outputs)))))
+        names = read("output", known)
+        pulled = [i for i, cotangent in enumerate(self.cotangents) if cotangent is not None]
+        own = self.own_losses is not None and not question.target.per_sample
+        start = 0
+        for number, batch in enumerate(batches):
+            count = question.axes.samples(batch)
+            stop = start + count
+            if number >= len(self.digests) or _digest(batch.x) != self.digests[number]:
+                raise UnsupportedError(_another_order())
+            seeds = [self.layouts[i].cut(self.cotangents[i], start, stop, self.samples) for i in pulled]
+            leaves = [names[i] for i in pulled]
+            if own:
+                seeds.append(np.asarray(count / self.samples))
+                leaves.append(TensorName("loss", "loss"))
+            put = replace(
+                question,
+                known=known,
+                leaves=tuple(leaves),
+                target=Target("<loss>", {}, None, question.target.per_sample),
+                seeds=tuple(seeds),
+            )
+            bare = replace(batch, y=None, sample_weight=None, class_weight=None, loss=self.own_losses)
+            yield bare, put
+            start = stop
+        if start != self.samples:
+            raise UnsupportedError(_another_order())
+
+
+def output_layouts(question: Question, first: Batch, second: Batch) -> Layouts | None:
+    """By output of the model where its samples lie; None where they come first, as they do in Keras.
+
+    Raises
+    ------
+    UnsupportedError
+        If the outputs of a sample depend on the other samples of its batch.
+    """
+    adapter, axes = question.adapter, question.axes
+    mixing = adapter.mixes_samples(question.model, first.training)
+    if mixing is None:
+        return None
+    if mixing != "?":
+        raise UnsupportedError(_mixed(f"layer {mixing!r} uses statistics of its batch"))
+    few, more = _two_sizes(axes, first, second)
+    some, all_ = (adapter.outputs_of(question.model, _without_loss(batch)) for batch in (few, more))
+    ports = [Port("output", index=i) for i in range(len(some.leaves))]
+    axes.learn(more, ports)
+    layouts = [
+        _as_seen(axes.layout(port, mine.shape), mine.shape, other.shape, few is more)
+        for port, mine, other in zip(ports, some.leaves, all_.leaves, strict=True)
+    ]
+    unknown = [(port, layout) for port, layout in zip(ports, layouts, strict=True) if port not in axes.given]
+    axes.found |= {port: layout for port, layout in unknown if layout.sample is not None}
+    if not first.training:
+        for layout, mine, other in zip(layouts, some.leaves, all_.leaves, strict=True):
+            _refuse_coupled(layout, mine, other, axes.samples(few), axes.samples(more))
+    return layouts
+
+
+def _as_seen(layout: Layout, few: Sequence[int], more: Sequence[int], alike: bool) -> Layout:
+    """The layout of an output, with samples on the axis that grew with them."""
+    grown = [i for i, (mine, other) in enumerate(zip(few, more, strict=False)) if mine != other]
+    if layout.is_folded or alike or len(grown) > 1 or grown == [layout.sample]:
+        return layout
+    others = [(f"axis_{i}",) if axis == (SAMPLE,) else axis for i, axis in enumerate(layout.axes)]
+    return replace(layout, axes=tuple((SAMPLE,) if i in grown else axis for i, axis in enumerate(others)))
+
+
+def _refuse_coupled(layout: Layout, few: Array, more: Array, count: int, total: int) -> None:
+    """Raise where the same samples give other outputs in a larger batch."""
+    if layout.sample is None or not np.issubdtype(few.dtype, np.floating) or few.ndim != more.ndim:
+        return
+    rows = layout.cut(more, 0, count, total)
+    if layout.coupled or (rows.shape == few.shape and not _close(rows, few)):
+        raise UnsupportedError(_mixed("the output of a sample changes with the other samples of its batch"))
+
+
+def _two_sizes(axes: Axes, first: Batch, second: Batch) -> tuple[Batch, Batch]:
+    """The same samples in a small and a larger batch."""
+    count = axes.samples(first)
+    if count > 1:
+        half = count // 2
+        x = data.piece(first.x, axes.inputs, 0, half, count)
+        return replace(first, x=x, initial_state=data.take(first.initial_state, 0, half)), first
+    if any(map(data.is_packed, data.leaves_of(first.x))):
+        return first, first
+    states = None if first.initial_state is None else data.join([first.initial_state, second.initial_state])
+    return first, replace(first, x=data.join([first.x, second.x], axes.inputs), initial_state=states)
+
+
+def _close(one: Array, other: Array) -> bool:
+    bound = 1e3 * float(np.finfo(one.dtype).eps) * max(float(np.max(np.abs(one), initial=0.0)), 1e-6)
+    return bool(np.allclose(one, other, rtol=0.0, atol=bound, equal_nan=True))
+
+
+def _without_loss(batch: Batch) -> Batch:
+    return replace(batch, y=None, sample_weight=None, loss=None, class_weight=None)
+
+
+def _joined(parts: list[Array], layout: Layout, counts: Sequence[int], index: int) -> Array:
+    """Outputs of batches side by side."""
+    axis = layout.sample
+    if axis is None:
+        return parts[0]
+    opened = [layout.opened(part, count) for part, count in zip(parts, counts, strict=True)]
+    if len({part.shape[:axis] + part.shape[axis + 1 :] for part in opened}) > 1:
+        got = " and ".join(dict.fromkeys(str(part.shape) for part in parts))
+        raise UnsupportedError(
+            message(
+                "Outputs of batches differ in length, so they cannot be those of one batch.",
+                got=f"output {index} of shapes {got}",
+                hint="pad all batches to one length; in torch pad_packed_sequence(..., total_length=x.shape[1])",
+            )
+        )
+    return layout.closed(np.concatenate(opened, axis=axis))
+
+
+def _digest(tree: Any) -> list[bytes]:
+    """A fingerprint of the data of a batch."""
+    leaves = [plain(leaf.data if data.is_packed(leaf) else leaf) for leaf in data.leaves_of(tree)]
+    return [hashlib.blake2b(np.ascontiguousarray(leaf).tobytes()).digest() for leaf in leaves]
+
+
+def _mixed(why: str) -> str:
+    return message(
+        "Samples do not stand for themselves: the answer for the whole data set is not to be had batch by batch.",
+        got=why,
+        expected="a model that treats each sample alone, or all samples as one batch",
+        hint="training=False, or batch_size=None",
+    )
+
+
+def _not_by_sample(index: int) -> str:
+    return message(
+        "The loss takes an output that has no axis of samples, so it cannot be put together from batches.",
+        got=f"output {index} of the model",
+        expected='combine="mean" or "sum", or all samples as one batch',
+    )
+
+
+def _another_order() -> str:
+    return message(
+        "The data set gave other samples when it was read a second time, and this loss needs the outputs of all.",
+        expected='combine="mean" or "sum" if the loss is one of these over samples; or data in a fixed order',
+        hint="shuffle=False",
+    )
