@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, Port, RecurrentCall
+from ..arguments import anything, checked, number
 from ..recurrence.cells import KnownCell
 from .reference import bptt, weight_gradients
 
 
+@checked(adapter=anything, model=anything, batch=anything, rtol=number(above=0))
 def check_adapter(adapter: Adapter, model: Any, batch: Batch, *, rtol: float = 1e-6) -> list[str]:
     """Hold ``adapter`` to its contract on one model.
 

@@ -55,7 +55,7 @@ def cell(*modules: nn.Module) -> _Named:
     InputError
         For anything that is not a ``torch.nn.Module``.
     """
-    for module in modules:
+    for module in modules or (None,):
         if not isinstance(module, nn.Module):
             raise InputError(
                 message("Only a module can be a cell.", got=type(module).__name__, expected="a torch.nn.Module")
