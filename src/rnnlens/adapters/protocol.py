@@ -156,6 +156,7 @@ class Capture:
 
     ``entangled``: a recurrence is more than a chain of steps: what it returned is fed to it again, its states are read
     between the steps, or one layer runs in several recurrences. Differentiation must then not be cut at recurrences.
+    Said of passes without gradients only.
 
     With ``CaptureRequest.borders``: ``input_grads``, the gradient at every leaf of x, in its own layout; and
     ``beside``, by the framework's own name of each weight, what reaches it on any way but through the captured calls.

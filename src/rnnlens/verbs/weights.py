@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -273,7 +274,7 @@ def _add_gradients(
         capture = adapter.capture(model, batch, request)
         value = capture.loss
         for name in recurrent:
-            calls = [call for call in on_host(capture.calls) if call.layer.partition("#")[0] == name]
+            calls = _of_layer(on_host(capture.calls), name, by_time)
             grads, check = _recurrent_gradients(calls, by_time)
             labelled[name] |= label_cell(grads, found[name].cells, suffix="_grad", by_time=by_time)
             checks += check
@@ -281,6 +282,22 @@ def _add_gradients(
     if others:
         value = _plain_gradients(adapter, model, batch, found, labelled, others)
     return value, checks, capture
+
+
+def _of_layer(calls: Iterable[RecurrentCall], name: str, by_time: bool | str) -> list[RecurrentCall]:
+    """The calls of a layer, and of those that are tied to it: dL/dW is over all that share W.
+
+    By time a layer has its own steps only, and no sum to be held against.
+    """
+    own: list[RecurrentCall] = []
+    others: list[RecurrentCall] = []
+    for call in calls:
+        (own if call.layer.partition("#")[0] == name else others).append(call)
+    keys = {call.weights_key for call in own if call.weights_key}
+    tied = [call for call in others if call.weights_key in keys]
+    if not tied or not by_time:
+        return own + tied
+    return [replace(call, weight_grads=None) for call in own]
 
 
 def _recurrent_gradients(

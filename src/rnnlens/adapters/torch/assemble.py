@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -102,7 +102,12 @@ class Assembler:
 
     def __init__(self, recorder: Recorder, gradient: Gradients | None) -> None:
         self.recorder, self.gradient = recorder, gradient
-        self._cells: dict[int, tuple[str, KnownCell]] = {}
+        self._cells: dict[tuple[int, ...], tuple[str, KnownCell]] = {}
+        self._holders: dict[int, set[tuple[int, ...]]] = {}
+        for run in recorder.runs:
+            for weights in (half for piece in run.visits[0].pieces for half in piece.weights):
+                for weight in weights.values():
+                    self._holders.setdefault(id(weight), set()).add(_together(weights))
 
     def calls(self) -> list[RecurrentCall]:
         """One call per run, stacked layer and direction."""
@@ -188,10 +193,10 @@ class Assembler:
         if owner.step_cell is not None:
             return owner.name, owner.step_cell
         weights = piece.weights[direction]
-        known = self._cells.get(id(weights["weight_ih"]))
+        known = self._cells.get(_together(weights))
         if known is None:
             known = (name, known_cell(owner.kind, weights, owner.activation))
-            self._cells[id(weights["weight_ih"])] = known
+            self._cells[_together(weights)] = known
         return known
 
     def _output_grad(self, run: Run, layer: int, direction: int) -> Tensor:
@@ -263,10 +268,17 @@ class Assembler:
     def _weight_grads(self, run: Run, layer: int, direction: int) -> dict[str, Tensor]:
         assert self.gradient is not None
         owner, weights = run.owner, run.visits[0].pieces[layer].weights[direction]
-        grads = {slot: _or_zeros(self.gradient(weight), weight) for slot, weight in weights.items()}
+        # One that is tied to a weight of a cell with others of its own has a gradient of both: of neither alone.
+        own = {slot: weight for slot, weight in weights.items() if len(self._holders[id(weight)]) == 1}
+        grads = {slot: _or_zeros(self.gradient(weight), weight) for slot, weight in own.items()}
         if owner.step_cell is not None:
             return {name: replayable(grad) for name, grad in grads.items()}
         return {NAMES[slot]: replayable(ours(owner.kind, slot, grad)) for slot, grad in grads.items()}
+
+
+def _together(weights: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """What tells the weights of one cell from those of another."""
+    return tuple(id(weight) for weight in weights.values())
 
 
 def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:

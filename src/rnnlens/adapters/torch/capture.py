@@ -125,8 +125,9 @@ def _pass(
         if loss is not None and not loss.requires_grad and interceptor.cut_gradients and not keep_gradients:
             raise _NoGradientsError
         found = _read(recorder, asked, request, loss, outputs, keep_gradients, around)
-        unseen = interceptor.cut_gradients and not keep_gradients
-        found.entangled = unseen or entangled(recorder.runs, tensors_of(outputs))
+        if not request.gradients:  # with them the pass is over, and nobody differentiates in parts
+            unseen = interceptor.cut_gradients and not keep_gradients
+            found.entangled = unseen or entangled(recorder.runs, tensors_of(outputs))
         return found
 
 

@@ -246,3 +246,45 @@ def test_weight_gradients_by_time_of_a_loop_in_several_runs(how):
     close(shown.isel(time=1), first.numpy(), "the second step")
     norms = rl.weights(model, x, loss=loss, by_time="norm")["cell"].recurrent_kernel_grad_norm
     close(norms, np.sqrt((shown.values**2).sum((1, 3))), "norms")
+
+
+class Tied(nn.Module):
+    """Two cells that share kernels, and all or none of their biases."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.one, self.two, self.head = nn.LSTMCell(F, H), nn.LSTMCell(F, H), nn.Linear(2 * H, V)
+        for name in ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if whole else ())):
+            setattr(self.two, name, getattr(self.one, name))
+
+    def forward(self, x):
+        first, second = (zoo.zeros(x, H, H) for _ in range(2))
+        outputs = []
+        for t in range(x.shape[1]):
+            first, second = self.one(x[:, t], first), self.two(0.5 * x[:, t], second)
+            outputs.append(self.head(torch.cat([first[0], second[0]], 1)))
+        return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_cells_with_tied_weights(whole):
+    """Each with its own biases, and no alarm over what is the sum of both."""
+    model, x = zoo.build(Tied, whole), zoo.batch()
+    output, taps = twin_run(model, x)
+    trace = rl.trace(model, x, loss=loss)
+    for node in ("one", "two"):
+        for state in ("hidden", "cell"):
+            expected = over_time(pull(loss(output), taps[node].zeros[state]))
+            close(trace[node][f"{state}_grad"], expected, f"{node}.{state}")
+        gates = torch.stack([torch.stack(taps[node].values[f"z{k}"], 1) for k in range(4)], 2)
+        close(trace[node].gate_preactivation, gates.detach(), f"gates of {node}")
+        close(
+            rl.gradients(model, x, of=f"{node}.final_hidden", reduce="sum", wrt=f"{node}.hidden"),
+            over_time(pull(taps[node].values["hidden"][-1].sum(), taps[node].zeros["hidden"])),
+            f"within {node}",
+        )
+        shown = rl.weights(model, x, loss=loss)[node]
+        if whole:
+            close(shown.recurrent_kernel_grad, pull(loss(output), [model.one.weight_hh])[0].T.reshape(-1, 4, H), node)
+        bias = pull(loss(output), [getattr(model, node).bias_ih])[0].reshape(4, H)
+        close(shown.bias_grad, bias, f"bias of {node}")
