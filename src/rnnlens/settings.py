@@ -16,7 +16,7 @@ from .errors import InputError, message, shown
 
 T = TypeVar("T")
 
-Certify = Literal["always", "first", "never"]
+Certify = Literal["auto", "always", "first", "never"]
 
 #: A job shorter than this needs no progress bar.
 PATIENCE_S = 2.0
@@ -44,7 +44,7 @@ class Settings:
 
     memory: int = 2 * 1024**3
     progress: bool | Literal["auto"] = "auto"
-    certify: Certify = "always"
+    certify: Certify = "auto"
 
 
 _CURRENT: ContextVar[Settings] = ContextVar("rnnlens_settings", default=Settings())  # noqa: B039 - it is frozen
@@ -68,8 +68,9 @@ class options:  # noqa: N801 - called like a function
     progress
         Whether long jobs show a bar; ``"auto"``, as unless set, where standard error is a terminal or a notebook runs.
     certify
-        Which results are certified, which costs one plain forward and backward pass of the model: ``"always"``, as
-        unless set; ``"first"``, the first call per model and shapes of the data; ``"never"``.
+        Which results are certified, which costs one plain forward and backward pass of the model: ``"always"``;
+        ``"first"``, the first call per model and shapes of the data; ``"never"``; ``"auto"``, as unless set: all, but
+        of time Jacobians the first, since a small one takes less time than preparing a plain run.
 
     Raises
     ------

@@ -45,6 +45,7 @@ _MEANING = {
     "plain outputs": "what the model returned differs from what it returns when run plainly",
     "plain input gradient": "the gradient at the model's input differs from that of the model run plainly",
     "plain weight gradients": "weight gradients differ from those of the model run plainly",
+    "plain jacobian": "random combinations of the rows differ from those of the model run plainly",
     "plain target": "the value of the target differs from that of the model run plainly",
     "plain gradient": "the gradient differs from that of the model run plainly",
     "plain layer input gradient": "input_grad differs from the framework's own differentiation of the layer",

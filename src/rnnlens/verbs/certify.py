@@ -6,6 +6,7 @@ without any of our code in the model: outputs, loss, and one vector-Jacobian pro
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from ..adapters.protocol import Adapter, Batch, Capture, PlainRun, RecurrentCall
 from ..errors import CertificateError
 from ..recurrence.cells import KnownCell, affine
 from ..results.certificate import Certificate
-from ..results.checks import Check, residual, rounding_bound
+from ..results.checks import Check, coarser, residual, rounding_bound
 from ..results.schema import plain
 from ..settings import current
 from ..typing import Array
@@ -35,6 +36,8 @@ _seen: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 def wanted(model: Any, verb: str, batch: Batch) -> bool:
     """Whether ``rl.options(certify=...)`` asks for a certificate of this call."""
     how = current().certify
+    if how == "auto":
+        how = "first" if verb == "jacobian" else "always"
     if how != "first":
         return how == "always"
     shapes = tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in data.leaves_of(batch.x))
@@ -79,14 +82,17 @@ class Bench:
         self.checks: list[Check] = []
         self.steps, self.dtype = steps, dtype
 
-    def compare(self, name: str, layer: str, pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Arrays of ours and the framework's: the worst of them, relative to the largest of all."""
-        both = [(_array(a), _array(b)) for a, b in pairs]
+    def compare(self, name: str, layer: str, pairs: Iterable[tuple[Any, Any]], *, scale: float = 0.0) -> None:
+        """Arrays of ours and the framework's: the worst of them, relative to the largest of all, or to ``scale``."""
+        given = list(pairs)
+        both = [(_array(a), _array(b)) for a, b in given]
         if not both:
             return
-        unit = max((_largest(b) for _, b in both), default=0.0)
+        unit = max([scale, *(_largest(b) for _, b in both)])
         worst = max(_residual(a, b, unit) for a, b in both)
-        kind = self.dtype or str(both[0][1].dtype)
+        # Python's own numbers come from tensors of unknown dtype.
+        kinds = ["float32" if isinstance(v, float) else str(_array(v).dtype) for pair in given for v in pair]
+        kind = self.dtype or functools.reduce(coarser, kinds)
         self.checks.append(Check(name, layer, worst, rounding_bound(kind, self.steps)))
 
 

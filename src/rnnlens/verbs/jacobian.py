@@ -30,8 +30,12 @@ from ..arguments import (
 from ..data import leaves_of
 from ..errors import InputError, ModelError, TooLargeError, message
 from ..recurrence.reductions import REDUCTIONS, probe_signs, sketched
+from ..results.certificate import Certificate
+from ..results.checks import warn_about
 from ..settings import current, format_memory, parse_memory
 from .axes import Axes, an_axes_table
+from .certify import wanted as asked_for
+from .certify_jacobian import certify_jacobian
 from .inside import Inside
 from .jacobian_ends import resolve
 from .jacobian_label import Labels, masks_of
@@ -167,7 +171,15 @@ def jacobian(
         ends = _ends(start, end, names, out_times, in_times, project, reduce, average, sketch, batch_of(inside), limit)
         masks = masks_of(ends, list(swept.values()))
         labels = Labels(names, ends, reduce, sketch, known, adapter.provenance(model), training, project, masks)
-        return compute(graph, list(swept.values()), ends, labels, mode, rtol, limit, out)
+        found = compute(graph, list(swept.values()), ends, labels, mode, rtol, limit, out)
+    certificate = Certificate()
+    if out is not None:
+        certificate = Certificate("could not", why="it was written piece by piece, and is not read back")
+    elif asked_for(model, "jacobian", batch):
+        certificate = certify_jacobian(adapter, model, batch, found, labels, room, batch_of(inside))
+    found.attrs |= certificate.attributes()
+    warn_about(certificate.checks)
+    return found
 
 
 def batch_of(inside: Inside) -> int:
