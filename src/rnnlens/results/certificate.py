@@ -64,7 +64,7 @@ class Certificate:
         'could not certify: the model draws random numbers'
         """
         if self.state == "off":
-            return "not certified: rl.options(certify=...) is off here"
+            return "not certified in this call, as rl.options(certify=...) has it"
         if self.state == "could not":
             return f"could not certify: {self.why}"
         worst = self.worst

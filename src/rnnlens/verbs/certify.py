@@ -33,8 +33,8 @@ LAYER_INPUT, INITIAL = "plain layer input gradient", "plain initial state gradie
 _seen: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
-def wanted(model: Any, verb: str, batch: Batch) -> bool:
-    """Whether ``rl.options(certify=...)`` asks for a certificate of this call."""
+def wanted(model: Any, verb: str, batch: Batch, *what: Any) -> bool:
+    """Whether ``rl.options(certify=...)`` asks for a certificate of this call, a question of its own by ``what``."""
     how = current().certify
     if how == "auto":
         how = "first" if verb == "jacobian" else "always"
@@ -42,8 +42,9 @@ def wanted(model: Any, verb: str, batch: Batch) -> bool:
         return how == "always"
     shapes = tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in data.leaves_of(batch.x))
     known = _seen.setdefault(model, set())
-    fresh = (verb, batch.training, shapes) not in known
-    known.add((verb, batch.training, shapes))
+    key = (verb, batch.training, shapes, *what)
+    fresh = key not in known
+    known.add(key)
     return fresh
 
 

@@ -175,7 +175,7 @@ def jacobian(
     certificate = Certificate()
     if out is not None:
         certificate = Certificate("could not", why="it was written piece by piece, and is not read back")
-    elif asked_for(model, "jacobian", batch):
+    elif asked_for(model, "jacobian", batch, names, reduce, average, sketch, project is None):
         certificate = certify_jacobian(adapter, model, batch, found, labels, room, batch_of(inside))
     found.attrs |= certificate.attributes()
     warn_about(certificate.checks)
