@@ -1,0 +1,208 @@
+"""Faults planted in rnnlens that its self-checks pass: on every engine of Keras the certificate has to notice each."""
+
+from __future__ import annotations
+
+import importlib
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import xarray as xr
+from keras import layers
+
+import rnnlens as rl
+
+ADAPTER, VERBS = "rnnlens.adapters.keras", "rnnlens.verbs"
+capture, hooks, pullback, run = (
+    importlib.import_module(f"{ADAPTER}.{name}") for name in ("capture", "hooks", "pullback", "run")
+)
+jacobian, trace, weights = (importlib.import_module(f"{VERBS}.{name}") for name in ("jacobian", "trace", "weights"))
+
+
+def stack():
+    """A masked bidirectional LSTM, a GRU and a Dense layer at every step."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((5, 4)),
+            layers.Bidirectional(layers.LSTM(3, return_sequences=True), name="both"),
+            layers.GRU(6, return_sequences=True, name="gru"),
+            layers.Dense(4, name="head"),
+        ]
+    )
+    model.compile(loss="mse")
+    return model
+
+
+def twins():
+    """Two nested models, each with an LSTM of the same name and size."""
+    keras.utils.set_random_seed(0)
+    first, second = (
+        keras.Sequential([keras.Input((5, 4)), layers.LSTM(4, return_sequences=True, name="lstm")], name=name)
+        for name in ("first", "second")
+    )
+    inputs = keras.Input((5, 4))
+    model = keras.Model(inputs, second(first(inputs)))
+    model.compile(loss="mse")
+    return model
+
+
+MODELS = {"stack": stack, "twins": twins}
+CALLS: dict[str, Callable[..., Any]] = {
+    "trace": lambda m, x, y: rl.trace(m, x, y),
+    "weights": lambda m, x, y: rl.weights(m, x, y),
+    "gradients": lambda m, x, y: rl.gradients(m, x, y, wrt=["input", "weights"]),
+    "jacobian": lambda m, x, y: rl.jacobian(m, x),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``plant(original)`` in place of ``owner.name`` while ``call`` runs on ``model``."""
+
+    what: str
+    owner: Any
+    name: str
+    plant: Callable[[Any], Any]
+    model: str = "stack"
+    call: str = "trace"
+
+
+def result(change):
+    return lambda original: lambda *args, **kwargs: change(original(*args, **kwargs))
+
+
+def fed(change):
+    """The model is called on something else."""
+    return lambda original: lambda model, x, training: original(model, change(x), training)
+
+
+def other_loss(change):
+    """A loss that is not the user's, in the capture or the pull-back alone."""
+
+    def plant(original):
+        def plan(model, batch):
+            loss = original.plan(model, batch)
+            return lambda *args: change(loss(*args))
+
+        return types.SimpleNamespace(plan=plan, undisturbed=original.undisturbed)
+
+    return plant
+
+
+def variable(name, change):
+    def changed(dataset):
+        return (
+            dataset.assign({name: dataset[name].copy(data=change(dataset[name].values))})
+            if name in dataset
+            else dataset
+        )
+
+    return result(changed)
+
+
+def label(name):
+    def changed(dataset):
+        return dataset.assign_coords({name: dataset[name].values[::-1]}) if name in dataset.coords else dataset
+
+    return result(changed)
+
+
+def arrived(change):
+    return result(lambda found: {port: None if g is None else change(np.asarray(g)) for port, g in found.items()})
+
+
+def other_gates(original):
+    def faulty(grads, cells, **kwargs):
+        found = original(grads, cells, **kwargs)
+        for key, entry in found.items():
+            if "gate" in entry.dims:
+                found[key] = entry._replace(values=np.flip(np.asarray(entry.values), entry.dims.index("gate")).copy())
+        return found
+
+    return faulty
+
+
+def exchanged_twins(original):
+    """The names of two layers of the same size, exchanged."""
+
+    def faulty(self, request, with_loss):
+        found = original(self, request, with_loss)
+        for call in found.calls:
+            call.layer = {"first/lstm": "second/lstm", "second/lstm": "first/lstm"}.get(call.layer, call.layer)
+        return found
+
+    return faulty
+
+
+def of_jacobian(change):
+    return result(lambda array: array.copy(data=np.ascontiguousarray(change(np.asarray(array.values)))))
+
+
+_LABELS = (trace, "layer_dataset")
+FAULTS = [
+    Fault("input 1 % larger", run, "_call", fed(lambda x: x * 1.01)),
+    Fault("input backwards", run, "_call", fed(lambda x: keras.ops.flip(x, 1))),
+    Fault("samples in another order", run, "_call", fed(lambda x: keras.ops.flip(x, 0))),
+    Fault("samples for steps", run, "_call", fed(lambda x: keras.ops.swapaxes(x, 0, 1))),
+    Fault("output 1 % larger", run, "_call", result(lambda o: o * 1.01)),
+    Fault("output half detached", run, "_call", result(lambda o: 0.5 * o + 0.5 * keras.ops.stop_gradient(o))),
+    Fault("loss doubled", capture, "losses", other_loss(lambda v: 2 * v)),
+    Fault("loss out of date", capture, "losses", other_loss(lambda v: v + 0.25 * v * v)),
+    Fault("loss half detached", capture, "losses", other_loss(lambda v: 0.5 * v + 0.5 * keras.ops.stop_gradient(v))),
+    Fault("names of twins exchanged", capture._Assembly, "capture", exchanged_twins, "twins"),
+    Fault("label: directions", *_LABELS, label("direction")),
+    Fault("label: gates", *_LABELS, label("gate")),
+    Fault("gate gradient: samples for steps", *_LABELS, variable("gate_grad", lambda v: np.swapaxes(v, 0, 1).copy())),
+    Fault("hidden: one step late", *_LABELS, variable("hidden", lambda v: np.roll(v, 1, axis=1))),
+    Fault("input gradient 1 % larger", *_LABELS, variable("input_grad", lambda v: v * 1.01)),
+    Fault("weights: gates", weights, "label_cell", other_gates, "stack", "weights"),
+    Fault("weights: loss doubled", capture, "losses", other_loss(lambda v: 2 * v), "stack", "weights"),
+    Fault("pull-back 1 % larger", pullback.KerasPullback, "vjp", arrived(lambda g: g * 1.01), "stack", "gradients"),
+    Fault("pull-back: loss doubled", pullback, "losses", other_loss(lambda v: 2 * v), "stack", "gradients"),
+    Fault("jacobian 1 % larger", jacobian, "compute", of_jacobian(lambda v: v * 1.01), "stack", "jacobian"),
+    Fault(
+        "jacobian: times transposed", jacobian, "compute", of_jacobian(lambda v: v.swapaxes(1, 3)), "stack", "jacobian"
+    ),
+]
+
+
+def made(name):
+    rng = np.random.default_rng(0)
+    return MODELS[name](), rng.normal(size=(5, 5, 4)).astype("float32"), rng.normal(size=(5, 5, 4)).astype("float32")
+
+
+def certificate_of(found):
+    """(sentence, whether the self-checks passed)."""
+    if isinstance(found, xr.DataArray):
+        return found.attrs["certificate"], found.attrs.get("replay_residual", 0.0) < 1e-4
+    return found.certificate.sentence, all(check.ok for check in found._self_checks)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
+def test_noticed(fault, monkeypatch):
+    model, x, y = made(fault.model)
+    monkeypatch.setattr(fault.owner, fault.name, fault.plant(getattr(fault.owner, fault.name)))
+    with warnings.catch_warnings(), rl.options(certify="always"):
+        warnings.simplefilter("ignore", rl.errors.SelfCheckWarning)
+        sentence, passed = certificate_of(CALLS[fault.call](model, x, y))
+    assert passed, "the self-checks notice it by themselves"
+    assert sentence.startswith("NOT certified"), sentence
+
+
+@pytest.mark.parametrize(("call", "model"), [*((call, "stack") for call in CALLS), ("trace", "twins")])
+def test_nothing_noticed_without_a_fault(call, model):
+    with rl.options(certify="always"):
+        sentence, passed = certificate_of(CALLS[call](*made(model)))
+    assert passed
+    assert sentence.startswith(f"certified against {keras.backend.backend()}"), sentence
+
+
+def test_how_many():
+    assert len({fault.what for fault in FAULTS}) == len(FAULTS)
+    print(f"{len(FAULTS)} faults are planted on Keras")
