@@ -11,6 +11,7 @@ from typing import Any, Literal
 import xarray as xr
 
 from .base import Result
+from .certificate import Certificate
 from .checks import Check
 
 Severity = Literal["fault", "caution", "fact", "unknown"]
@@ -78,8 +79,9 @@ class Diagnosis(Result, kind="diagnosis"):
         provenance: Mapping[str, str] | None = None,
         notes: Iterable[str] = (),
         checks: Iterable[Check | Mapping[str, Any]] = (),
+        certificate: Certificate | Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks)
+        super().__init__(datasets, provenance=provenance, notes=notes, checks=checks, certificate=certificate)
         self.sentences = dict(sentences or {})
         self.findings = [f if isinstance(f, Finding) else Finding(**f) for f in findings]
 
