@@ -11,7 +11,9 @@ import xarray as xr
 from matplotlib.lines import Line2D
 
 from ..errors import InputError, message
-from ..recurrence.measures import finite_mean, half_life, real_first, safe_norm
+from ..measures.profiles import band
+from ..measures.transfer import theil_sen
+from ..recurrence.measures import finite_mean, real_first, safe_norm
 from ..results.schema import with_mask
 from ..vocabulary import BACKWARD, SAMPLE, TIME
 from ._data import Half, Numbers, halves, labelled, positions, unit_dim
@@ -38,7 +40,7 @@ class _Profile:
     quantity: str
     steps: Numbers
     norms: Numbers
-    half_life: float
+    decay: float
     peak: float
     runs_back: bool
     bad: Numbers
@@ -59,8 +61,10 @@ def gradient_flow(
     """Draw the size of direct and total gradients over time, a panel per layer (and direction), on a logarithmic scale.
 
     The size at a step is the Euclidean norm over units, averaged over the samples for which the step is no padding. The
-    half-life is the number of real steps, counted from the largest total gradient against the layer's direction, until
-    it has halved. A gradient that is exactly 0 has no place on a logarithmic axis: the legend says at how many steps.
+    dotted line falls, from the largest total gradient against the layer's direction, by the factor per step that is
+    written beside it: the Theil-Sen slope of the median over samples, each by its own peak, so that neither a spike nor
+    a few hard samples decide it. A gradient that is exactly 0 has no place on a logarithmic axis: the legend says at how
+    many steps.
 
     Parameters
     ----------
@@ -142,7 +146,7 @@ def _ways(layer: str, keys: list[tuple[str, str | None]]) -> list[str | None]:
 
 
 def _profile(quantity: str, half: Half, dataset: xr.Dataset, *, as_computed: bool) -> _Profile:
-    """Norm over units, mean over samples, and the half-life against the direction of the layer."""
+    """Norm over units, mean over samples, and the decay per step against the direction of the layer."""
     backward = BACKWARD in (half.name, dataset.attrs.get("direction"))
     flipped = as_computed and half.name == BACKWARD
     values = half.data
@@ -155,7 +159,7 @@ def _profile(quantity: str, half: Half, dataset: xr.Dataset, *, as_computed: boo
     steps = positions(values, TIME) if TIME in values.dims else np.array([0 if backward and not flipped else count - 1])
     runs_back = backward and not flipped
     against = slice(None) if runs_back else slice(None, None, -1)
-    by_lag = finite_mean(real_first(norms[:, against], real[:, against], xp=np), axis=0, xp=np)
+    by_lag = real_first(norms[:, against], real[:, against], xp=np)
     norms = finite_mean(np.where(real, norms, np.nan), axis=0, xp=np)
     nowhere = ~real.any(axis=0)
     bad = ~np.isfinite(values.values).all(axis=tuple(i for i, d in enumerate(values.dims) if d != TIME))
@@ -164,7 +168,7 @@ def _profile(quantity: str, half: Half, dataset: xr.Dataset, *, as_computed: boo
         quantity,
         steps,
         norms,
-        float(half_life(by_lag, xp=np)),
+        theil_sen(_fading(band(by_lag).median)),
         float(steps[int(finite.argmax())]),
         runs_back,
         steps[np.atleast_1d(bad) & ~nowhere],
@@ -173,7 +177,7 @@ def _profile(quantity: str, half: Half, dataset: xr.Dataset, *, as_computed: boo
 
 
 def _draw(ax: Any, profiles: list[_Profile], keywords: dict[str, Any]) -> None:
-    """Lines of one layer, and its half-life."""
+    """Lines of one layer, and how fast it fades."""
     for profile in profiles:
         words, colour, style, marker = LINES[profile.quantity]
         zeros = int(np.count_nonzero(profile.norms == 0))
@@ -189,7 +193,7 @@ def _draw(ax: Any, profiles: list[_Profile], keywords: dict[str, Any]) -> None:
     shade(ax, longest.padded, np.ones(len(longest.padded), dtype=bool))
     main = next((p for p in profiles if p.quantity != "output_grad"), None)
     if main is not None:
-        _mark_half_life(ax, main)
+        _mark_decay(ax, main)
     ends = [float(step) for profile in profiles for step in (profile.steps.min(), profile.steps.max())]
     ax.set_xlim(min(ends) - 0.5, max(ends) + 0.5)
     log_values(ax)
@@ -198,26 +202,21 @@ def _draw(ax: Any, profiles: list[_Profile], keywords: dict[str, Any]) -> None:
     ax.tick_params(labelsize="small")
 
 
-def _mark_half_life(ax: Any, profile: _Profile) -> None:
-    """Line at the step where the total gradient has halved, or the words that it never does."""
-    if math.isnan(profile.half_life):
+def _fading(median: Numbers) -> Numbers:
+    """A profile by lag from its peak on."""
+    return median[int(np.argmax(median)) :] if median.size else median
+
+
+def _mark_decay(ax: Any, profile: _Profile) -> None:
+    """A line from the peak that falls by the decay per step, and the factor in words."""
+    if not math.isfinite(profile.decay):
         return
-    if math.isinf(profile.half_life):
-        ax.annotate("never falls to half", (0.02, 0.03), xycoords="axes fraction", fontsize="x-small", gid="half-life")
-        return
-    at = profile.peak + profile.half_life * (1 if profile.runs_back else -1)
-    ax.axvline(at, color=LINES[profile.quantity][1], linewidth=0.9, linestyle=":", gid="half-life")
-    middle = 0.5 * float(profile.steps.min() + profile.steps.max())
-    ax.annotate(
-        f"half-life {profile.half_life:.3g} steps",
-        (at, 0.03),
-        xycoords=ax.get_xaxis_transform(),
-        xytext=(4 if at < middle else -4, 0),
-        textcoords="offset points",
-        ha="left" if at < middle else "right",
-        fontsize="x-small",
-        gid="half-life",
-    )
+    lag = np.abs(profile.steps - profile.peak)
+    beyond = profile.steps >= profile.peak if profile.runs_back else profile.steps <= profile.peak
+    line = np.where(beyond, float(np.nanmax(profile.norms)) * np.exp(profile.decay * lag), np.nan)
+    ax.plot(profile.steps, line, color="0.4", linewidth=0.9, linestyle=":", gid="decay")
+    words = f"x {math.exp(profile.decay):.3g} a step"
+    ax.annotate(words, (0.02, 0.03), xycoords="axes fraction", fontsize="x-small", gid="decay")
 
 
 def _scale(panels: Panels, content: list[list[_Profile]], *, shared: bool) -> None:
