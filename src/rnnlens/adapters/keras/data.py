@@ -107,6 +107,8 @@ def _check_shapes(model: Any, x: Any) -> None:
     expected, exact = _expected_shapes(model)
     for i, leaf in enumerate(leaves):
         name = "x" if len(leaves) == 1 else f"x[{i}]"
+        if leaf is None:
+            raise InputError(message(f"{name} is None.", got="None among arrays", expected="an array for every input"))
         shape = tuple(leaf.shape)
         if not shape or 0 in shape:
             _raise_empty(name, shape)
