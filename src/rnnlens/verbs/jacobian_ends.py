@@ -9,7 +9,6 @@ from typing import Any
 from .. import data
 from ..adapters.protocol import Adapter, Batch, Port
 from ..errors import InputError, message
-from ..recurrence.cells import KnownCell
 from .axes import Axes
 from .inside import Inside
 from .jacobian_chain import chain_graph
@@ -42,7 +41,7 @@ def resolve(
     """
     of, wrt = readable(names[0], known, "of"), readable(names[1], known, "wrt")
     _refuse_integers(wrt, batch, known)
-    if inside.entangled or any(_is_own_state(name, inside) for name in (of, wrt)):
+    if inside.entangled:
         with _uncut(adapter, model, batch, inside, swept, (of, wrt), axes) as found:
             yield found
         return
@@ -79,13 +78,6 @@ def _uncut(
     graph = open_uncut(adapter, model, batch, inside, ports, axes, *readers)
     with graph.pullback:
         yield start or _border(of, ports[0], graph), end or _border(wrt, ports[1], graph), graph
-
-
-def _is_own_state(name: TensorName, inside: Inside) -> bool:
-    """Whether a name is a state of a cell that a user wrote: what it moves within its own step only autodiff knows."""
-    if not inside.is_stepwise(name):
-        return False
-    return not all(isinstance(half.run.cell, KnownCell) for half in inside.layer(name.layer))
 
 
 def _inner(name: TensorName, inside: Inside, swept: Sequence[Swept], role: str) -> Tensor | None:
