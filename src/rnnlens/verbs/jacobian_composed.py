@@ -100,7 +100,7 @@ class Composed:
         top, ends = arriving.pop(output, None), [arriving.pop(port, None) for port in finals]
         flat = {i: e for i, e in enumerate(ends) if e is not None}
         if top is not None and not one.half.call.returns_sequences:
-            flat[one.output] = flat[one.output] + top if one.output in flat else top
+            flat[one.output] = flat[one.output] + like(top, flat[one.output]) if one.output in flat else top
             top = None
         if top is None and not flat:
             return points
@@ -224,4 +224,4 @@ def enter(one: Swept, start: Tensor, times: Sequence[int] | None, block: Array) 
 
 def _add(total: dict[Port, Array], more: Mapping[Port, Array]) -> None:
     for port, value in more.items():
-        total[port] = total[port] + value if port in total else value
+        total[port] = total[port] + like(value, total[port]) if port in total else value

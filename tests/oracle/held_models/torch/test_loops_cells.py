@@ -288,3 +288,38 @@ def test_cells_with_tied_weights(whole):
             close(shown.recurrent_kernel_grad, pull(loss(output), [model.one.weight_hh])[0].T.reshape(-1, 4, H), node)
         bias = pull(loss(output), [getattr(model, node).bias_ih])[0].reshape(4, H)
         close(shown.bias_grad, bias, f"bias of {node}")
+
+
+class Chunks(nn.Module):
+    """A fused module over one piece of the sequence after the other; something happens to its state in between."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.encoder, self.norm = how, nn.LSTM(F, H, batch_first=True), nn.LayerNorm(H)
+        self.decoder, self.head = nn.GRU(H, H, batch_first=True), nn.Linear(H, V)
+
+    def forward(self, x):
+        state, outputs = None, []
+        for piece in x.split(2, 1):
+            if state is not None and self.how == "detach":
+                state = tuple(s.detach() for s in state)
+            elif state is not None:
+                state = (self.norm(state[0]), 0.5 * state[1])
+            seen, state = self.encoder(piece, state)
+            outputs.append(seen + state[1][-1][:, None])
+        return self.head(self.decoder(torch.cat(outputs, 1))[0])
+
+
+@pytest.mark.parametrize("how", ["detach", "norm"])
+def test_a_fused_module_over_pieces_of_a_sequence(how):
+    model, x = zoo.build(Chunks, how), zoo.batch()
+    twin, taps = unrolled(model)
+    source = x.clone().requires_grad_()
+    output = twin(source)
+    close(rl.jacobian(model, x), rows(output, [source])[..., 0, :, :], "output by input")
+    for i, steps in enumerate((slice(0, 2), slice(2, 4), slice(4, 5))):
+        for state in ("hidden", "cell"):
+            zeros = taps["encoder"].zeros[state][steps]
+            close(rl.jacobian(model, x, wrt=f"encoder#{i}.{state}"), rows(output, zeros), f"J by encoder#{i}.{state}")
+            got = rl.gradients(model, x, of="output", reduce="sum", wrt=f"encoder#{i}.{state}")
+            close(got, over_time(pull(output.sum(), zeros)), f"output by encoder#{i}.{state}")
