@@ -27,6 +27,9 @@ from .sizes import Shape, shrinking
 
 Values = np.ndarray[Any, Any]
 
+#: Numbers that the cotangents of one pull may hold.
+ROOM = 4 * 2**20
+
 
 def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]:
     """The layouts of those ports at which the model or a plain layer meets the rest.
@@ -101,9 +104,8 @@ class _Place:
         return moved.reshape(len(array), self.before, self.size, self.after, -1)
 
     def support(self, array: Values) -> Values:
-        """(row, size) of bool: where along this axis anything is not zero."""
-        found: Values = (self.opened(array) != 0).any(axis=(1, 3, 4))
-        return found
+        """(row, size): where along this axis anything of an array of bool is on."""
+        return np.asarray(self.opened(array).any(axis=(1, 3, 4)))
 
     def masked(self, shape: tuple[int, ...], patterns: Values) -> Values:
         """Random cotangents (row, *shape), on where the pattern of the row is."""
@@ -167,12 +169,21 @@ class _Probe(TorchPullback):
         """The shapes of those ports that there are."""
         return {port: tuple(map(int, self.values[port].shape)) for port in ports if port in self.values}
 
-    def arrive(self, cotangents: Mapping[Port, Values]) -> dict[Port, Values]:
-        """What arrives where, of what arrives at all."""
-        starts = {port: torch.as_tensor(rows) for port, rows in cotangents.items()}
-        found = self.vjp(starts)
-        arrays = {port: rows.detach().cpu().double().numpy() for port, rows in found.items() if rows is not None}
-        return {port: rows for port, rows in arrays.items() if rows.any()}
+    def arrive(self, starts: Mapping[Port, tuple[_Place, Values]]) -> dict[Port, Values]:
+        """Where anything arrives (bool), row by row, of what starts at places in the patterns of the rows."""
+        count = len(next(iter(starts.values()))[1])
+        size = sum(self.values[port].numel() for port in {*starts, *self.wrt})
+        found: dict[Port, list[Values]] = {}
+        for rows in (slice(i, i + max(1, ROOM // size)) for i in range(0, count, max(1, ROOM // size))):
+            placed = {
+                port: torch.as_tensor(place.masked(tuple(self.values[port].shape), patterns[rows]))
+                for port, (place, patterns) in starts.items()
+            }
+            for port, arrived in self.vjp(placed).items():
+                if arrived is not None:
+                    found.setdefault(port, []).append((arrived != 0).cpu().numpy())
+        whole = {port: np.concatenate(parts) for port, parts in found.items()}
+        return {port: rows for port, rows in whole.items() if rows.any()}
 
 
 def _patterns(size: int) -> Values:
@@ -205,7 +216,7 @@ def _find_samples(probe: _Probe, ports: Sequence[Port]) -> _Samples:
     progress = True
     while waiting and progress:
         found: dict[Port, _Place] = {}
-        arrived = probe.arrive({p: place.masked(tuple(probe.values[p].shape), patterns) for p, place in known.items()})
+        arrived = probe.arrive({p: (place, patterns) for p, place in known.items()})
         for port in waiting:
             if port in arrived:
                 _tell(found, coupled, port, _passing_as_sink(arrived[port], count, patterns))
@@ -240,7 +251,7 @@ def _passing_as_source(
     passing, reached = [], False
     shape = tuple(probe.values[port].shape)
     for place in _candidates(shape, count):
-        arrived = probe.arrive({port: place.masked(shape, patterns)})
+        arrived = probe.arrive({port: (place, patterns)})
         sinks = {sink: rows for sink, rows in arrived.items() if sink in known}
         reached = reached or bool(sinks)
         if sinks and not any((known[sink].support(rows) & ~patterns).any() for sink, rows in sinks.items()):
@@ -256,7 +267,7 @@ def _find_times(probe: _Probe, ports: Sequence[Port], samples: Mapping[Port, _Pl
         if sequence.steps == 1 or not waiting:
             continue
         patterns = np.concatenate([_patterns(sequence.steps), _halves(sequence.steps)])
-        below = probe.arrive(sequence.placed(probe, patterns))
+        below = probe.arrive(sequence.placed(patterns))
         for port in waiting:
             axes = _rest(tuple(probe.values[port].shape), samples.get(port))
             if port in below:
@@ -278,12 +289,11 @@ class _Sequence:
     def steps(self) -> int:
         return sum(call.steps for call in self.calls)
 
-    def placed(self, probe: _Probe, patterns: Values) -> dict[Port, Values]:
-        """Random cotangents of the inputs at the steps of each pattern."""
+    def placed(self, patterns: Values) -> dict[Port, tuple[_Place, Values]]:
+        """Where the inputs are on, at the steps of each pattern."""
         found, start = {}, 0
         for call in self.calls:
-            shape, own = tuple(probe.values[call.input].shape), patterns[:, start : start + call.steps]
-            found[call.input] = _Place(1, 1, call.steps, 1).masked(shape, own)
+            found[call.input] = _Place(1, 1, call.steps, 1), patterns[:, start : start + call.steps]
             start += call.steps
         return found
 
@@ -337,10 +347,9 @@ def _from_above(
     probe: _Probe, port: Port, sequence: _Sequence, axes: Sequence[_Place]
 ) -> Iterator[tuple[_Place, Values, bool]]:
     """For each axis, the steps of a recurrence's output that the halves of the axis lead to; whether step by step."""
-    shape = tuple(probe.values[port].shape)
     for place in axes:
         patterns = np.concatenate([_patterns(place.size), _halves(place.size)])
-        support = sequence.support(probe.arrive({port: place.masked(shape, patterns)}))
+        support = sequence.support(probe.arrive({port: (place, patterns)}))
         if support is not None:
             exact = place.size == sequence.steps and not (support & ~patterns).any()
             yield place, support[-2:], exact
