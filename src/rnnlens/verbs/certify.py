@@ -40,7 +40,8 @@ def wanted(model: Any, verb: str, batch: Batch, *what: Any) -> bool:
         how = "first" if verb == "jacobian" else "always"
     if how != "first":
         return how == "always"
-    shapes = tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in data.leaves_of(batch.x))
+    leaves = [leaf.data if data.is_packed(leaf) else leaf for leaf in data.leaves_of(batch.x)]
+    shapes = tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
     known = _seen.setdefault(model, set())
     key = (verb, batch.training, shapes, *what)
     fresh = key not in known

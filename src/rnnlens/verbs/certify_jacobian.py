@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from .. import data
 from ..adapters.protocol import Adapter, Batch
 from ..results.certificate import Certificate
 from ..typing import Array
@@ -27,6 +28,8 @@ def certify_jacobian(
     engine = labels.provenance.get("engine", adapter.name).partition(" ")[0]
     of, wrt = labels.names
     why = _why_not(labels, jacobian)
+    if any(data.is_packed(leaf) for leaf in data.leaves_of(batch.x)):
+        why = "a packed input has its steps in another order than the result"
     if why:
         return Certificate("could not", engine, why=why)
     outside, found = Outside(axes, samples), {}
@@ -50,6 +53,8 @@ def certify_jacobian(
     arrived = run.input_grads[wrt.index]
     arrived = np.zeros_like(_leaf(batch.x, wrt.index)) if arrived is None else arrived
     whole, dims = outside.opened(wrt.port(), arrived)
+    if not set(dims) <= {SAMPLE, TIME, FEATURE}:
+        return Certificate("could not", engine, why=f"an input with axes {', '.join(dims)} is not compared")
     theirs = _asked(xr.DataArray(whole, dims=dims), labels)
     mine = _contracted(jacobian, found["signs"])
     bare = jacobian.drop_vars(list(jacobian.coords))
@@ -115,6 +120,7 @@ def _add_at(opened: xr.DataArray, seed: xr.DataArray, times: dict[str, Array]) -
 def _asked(arrived: xr.DataArray, labels: Labels) -> xr.DataArray:
     """What of the gradient at the input the Jacobian shows, and as it shows it."""
     ends = labels.ends
+    arrived = arrived if SAMPLE in arrived.dims else arrived.expand_dims(SAMPLE)
     if ends.in_times is not None:
         arrived = arrived.isel({TIME: np.asarray(ends.in_times)}).rename({TIME: IN_TIME})
     if labels.kind is not None:
