@@ -80,9 +80,9 @@ class Certificate:
             text += f"; {', '.join(self.resting)} rest on them"
         return text + "".join(f"; not certified: {what}" for what in self.uncertified)
 
-    def attributes(self) -> dict[str, str]:
-        """What a lone array says of it: the sentence, and the comparisons as JSON."""
-        return {"certificate": self.sentence, "checks": json.dumps([check.to_dict() for check in self.checks])}
+    def attributes(self, others: Iterable[Check] = ()) -> dict[str, str]:
+        """What a lone array says of it: the sentence, and the comparisons as JSON, after ``others``."""
+        return {"certificate": self.sentence, "checks": json.dumps([c.to_dict() for c in (*others, *self.checks)])}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain words and numbers, as stored in files."""

@@ -23,8 +23,8 @@ class TimeJacobian(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's o
 
     @property
     def checks(self) -> list[Check]:
-        """Self-checks of the replayed layers."""
-        return [Check(**found) for found in json.loads(self.attrs.get(CHECKS, "[]"))]
+        """Self-checks of the replayed layers, and the comparisons with the user's own model."""
+        return checks_of(self)
 
     @checked(path=path_of)
     def save(self, path: str | PathLike[str]) -> None:
@@ -38,6 +38,11 @@ class TimeJacobian(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's o
         from .files import save
 
         save(self, path)
+
+
+def checks_of(array: xr.DataArray) -> list[Check]:
+    """The checks that travel in the attributes of an array."""
+    return [Check(**found) for found in json.loads(array.attrs.get(CHECKS, "[]"))]
 
 
 def as_result(array: Any) -> Any:

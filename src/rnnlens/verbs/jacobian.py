@@ -32,6 +32,7 @@ from ..errors import InputError, ModelError, TooLargeError, message
 from ..recurrence.reductions import REDUCTIONS, probe_signs, sketched
 from ..results.certificate import Certificate
 from ..results.checks import warn_about
+from ..results.jacobian import checks_of
 from ..settings import current, format_memory, parse_memory
 from .axes import Axes, an_axes_table
 from .certify import wanted as asked_for
@@ -177,7 +178,7 @@ def jacobian(
         certificate = Certificate("could not", why="it was written piece by piece, and is not read back")
     elif asked_for(model, "jacobian", batch, names, reduce, average, sketch, project is None):
         certificate = certify_jacobian(adapter, model, batch, found, labels, room, batch_of(inside))
-    found.attrs |= certificate.attributes()
+    found.attrs |= certificate.attributes(checks_of(found))
     warn_about(certificate.checks)
     return found
 
