@@ -106,6 +106,7 @@ class Listener:
             mask = mask[0] if keras.tree.is_nested(mask) else mask
             with _own_errors_unchanged():
                 refuse_options(site, mask, bool(training))
+                initial_state = keras.tree.map_structure(_value_of, initial_state)
                 initial_state = self._given_state(site, half, initial_state)
             call = self._start(site.name, half)
             sequences = self._pass(call, "input", sequences)
@@ -155,6 +156,11 @@ class Listener:
             return self._pass_all(record, "output", original(*args, **kwargs))
 
         return call
+
+
+def _value_of(state: Any) -> Any:
+    """A stateful layer hands over its variables, of which only the values can be differentiated."""
+    return keras.ops.convert_to_tensor(state.value) if isinstance(state, keras.Variable) else state
 
 
 @contextmanager
