@@ -40,11 +40,14 @@ class Settings:
         True or False; ``"auto"`` shows a bar only where someone watches: a terminal or a notebook.
     certify
         Which results are held against a plain run of the model: all, the first per model and shapes, or none.
+    compiled
+        How many compiled runs are kept per model.
     """
 
     memory: int = 2 * 1024**3
     progress: bool | Literal["auto"] = "auto"
     certify: Certify = "auto"
+    compiled: int = 128
 
 
 _CURRENT: ContextVar[Settings] = ContextVar("rnnlens_settings", default=Settings())  # noqa: B039 - it is frozen
@@ -71,6 +74,10 @@ class options:  # noqa: N801 - called like a function
         Which results are certified, which costs one plain forward and backward pass of the model: ``"always"``;
         ``"first"``, the first call per model and shapes of the data; ``"never"``; ``"auto"``, as unless set: all, but
         of time Jacobians the first, since a small one takes less time than preparing a plain run.
+    compiled
+        How many compiled runs of one model are kept (TensorFlow, JAX): 128 unless set. Each length of sequence, size of
+        batch and question takes one to three; the one that was not used for longest goes first. What cycles through
+        more of them than are kept compiles at every call.
 
     Raises
     ------
@@ -92,6 +99,7 @@ class options:  # noqa: N801 - called like a function
         memory: str | int | None = None,
         progress: bool | Literal["auto"] | None = None,
         certify: Certify | None = None,
+        compiled: int | None = None,
     ) -> None:
         chosen: dict[str, Any] = {}
         if memory is not None:
@@ -107,6 +115,11 @@ class options:  # noqa: N801 - called like a function
                 words = ", ".join(map(repr, get_args(Certify)))
                 raise InputError(message("certify= is no such switch.", got=shown(certify), expected=f"one of {words}"))
             chosen["certify"] = certify
+        if compiled is not None:
+            if isinstance(compiled, bool) or not isinstance(compiled, int | np.integer) or compiled < 1:
+                expected = "a whole number of compiled runs, at least 1"
+                raise InputError(message("compiled= is a whole number.", got=shown(compiled), expected=expected))
+            chosen["compiled"] = int(compiled)
         self._chosen = chosen
         #: What to go back to, one for each block that was entered; the first is also entered by being made.
         self._before = [current()]

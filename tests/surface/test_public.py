@@ -34,7 +34,7 @@ PUBLIC = {
     ),
     "layers": "(model)",
     "open": "(path, *, lazy=False, memory=None)",
-    "options": "(*, memory=None, progress=None, certify=None)",
+    "options": "(*, memory=None, progress=None, certify=None, compiled=None)",
     "plot": None,
     "testing": None,
     "torch": None,

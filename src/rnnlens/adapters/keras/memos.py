@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
+from ...settings import current
 from .engines import Memo
 
-_KEPT_PER_MODEL = 16
 _memos: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Memo]] = weakref.WeakKeyDictionary()
 
 
@@ -22,7 +22,7 @@ def memo_of(model: Any, question: Hashable, stamp: Hashable | None) -> Memo:
     kept = _memos.setdefault(model, OrderedDict())
     memo = kept.setdefault((question, stamp), Memo())
     kept.move_to_end((question, stamp))
-    while len(kept) > _KEPT_PER_MODEL:
+    while len(kept) > current().compiled:
         kept.popitem(last=False)
     return memo if stamp is not None else Memo(memo.executables)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import keras
 
+from .... import settings
 from ....typing import Array
 
 #: ``tap(key, tensor)`` returns the tensor to go on with; the loss is differentiated with respect to it.
@@ -26,8 +27,6 @@ class Memo:
     new one each time, which shares no more than ``executables``: what was compiled, by the trace it was compiled from.
     """
 
-    _KEPT = 8
-
     def __init__(self, executables: dict[bytes, Any] | None = None) -> None:
         self.executables: dict[bytes, Any] = {} if executables is None else executables
         self._made: dict[Any, Any] = {}
@@ -40,13 +39,12 @@ class Memo:
         return found
 
     def executable(self, trace: str, make: Callable[[], T]) -> T:
-        """What was compiled from this very trace, or is now; the oldest of several is dropped."""
+        """What was compiled from this very trace, or is now; what was not used for longest is dropped."""
         key = hashlib.sha256(trace.encode()).digest()
-        if key not in self.executables:
-            while len(self.executables) >= self._KEPT:
-                del self.executables[next(iter(self.executables))]
-            self.executables[key] = make()
-        found: T = self.executables[key]
+        found: T = self.executables.pop(key) if key in self.executables else make()
+        while len(self.executables) >= settings.current().compiled:
+            del self.executables[next(iter(self.executables))]
+        self.executables[key] = found
         return found
 
 

@@ -1,0 +1,59 @@
+"""Lengths of sequences that come again are compiled once each, as far as the bound allows; then the oldest go."""
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+from rnnlens.adapters.keras.engines import Memo
+
+#: Only JAX compiles apart from tracing, where it can be counted.
+COMPILES = keras.backend.backend() == "jax"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What was compiled since it was looked at last."""
+    count, executable = [], Memo.executable
+    monkeypatch.setattr(
+        Memo, "executable", lambda memo, trace, make: executable(memo, trace, lambda: [count.append(1), make()][1])
+    )
+
+    def since():
+        found = len(count)
+        count.clear()
+        return found
+
+    return since
+
+
+@pytest.fixture
+def model():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((None, 1))
+    return keras.Model(inputs, keras.layers.SimpleRNN(2, return_sequences=True, name="rnn")(inputs))
+
+
+def cycle(model, lengths):
+    for length in lengths:
+        rl.trace(model, np.ones((1, length, 1), "float32"), quantities="hidden")
+
+
+def test_many_lengths_compile_once_each(model, compiled):
+    with rl.options(certify="never"):
+        cycle(model, range(3, 21))
+        assert compiled() == 18 * COMPILES
+        cycle(model, range(3, 21))
+        assert compiled() == 0
+
+
+def test_the_bound_is_the_users_and_the_least_used_goes(model, compiled):
+    with rl.options(certify="never", compiled=2):
+        cycle(model, [3, 4, 3, 5])  # 4 goes
+        assert compiled() == 3 * COMPILES
+        cycle(model, [3])
+        assert compiled() == 0
+        cycle(model, [4])
+        assert compiled() == COMPILES
+    with pytest.raises(rl.errors.InputError, match="compiled= is a whole number"):
+        rl.options(compiled=0)
