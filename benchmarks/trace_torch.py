@@ -5,7 +5,8 @@
 Two LSTM layers of 256 units, batch 64, 500 steps, 32 features, a loss at every step. What is compared:
 
 full trace
-    ``rl.trace(model, x, y, loss=...)``, all quantities of both layers, checks included, against ``loss.backward()``.
+    ``rl.trace(model, x, y, loss=...)``, all quantities of both layers, checks and certificate included, against
+    ``loss.backward()``; and without the certificate, which is one more plain forward and backward pass.
 upper output_grad
     ``rl.trace(..., layers=["rnn[1]"], quantities=["output_grad"])`` against the same.
 
@@ -24,7 +25,7 @@ import threading
 import time
 
 BAR = 3.0
-PARTS = ("torch", "full", "upper")
+PARTS = ("torch", "full", "uncertified", "upper")
 
 
 def build(small: bool, device: str):
@@ -71,9 +72,14 @@ def jobs(small: bool, device: str):
         model.zero_grad()
         loss(model(x), y).backward()
 
+    def uncertified():
+        with rl.options(certify="never"):
+            return rl.trace(model, x, y, loss=loss)
+
     return {
         "torch": waited(torchs_own),
         "full": waited(lambda: rl.trace(model, x, y, loss=loss)),
+        "uncertified": waited(uncertified),
         "upper": waited(lambda: rl.trace(model, x, y, loss=loss, layers=["rnn[1]"], quantities=["output_grad"])),
     }
 
@@ -118,6 +124,8 @@ def report(device: str, rows: dict[str, float]) -> bool:
     full, upper = rows["full"] / rows["torch"], rows["upper"] / rows["torch"]
     print(f"{device:5}  torch forward + backward  {rows['torch']:8.3f} s")
     print(f"{device:5}  full trace                {rows['full']:8.3f} s   {full:5.2f} x   (bar {BAR} x)")
+    without = rows["uncertified"]
+    print(f"{device:5}  without the certificate   {without:8.3f} s   {without / rows['torch']:5.2f} x")
     print(f"{device:5}  upper output_grad         {rows['upper']:8.3f} s   {upper:5.2f} x")
     return full <= BAR
 

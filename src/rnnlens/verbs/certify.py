@@ -82,6 +82,7 @@ class Bench:
 
     def __init__(self, steps: int, dtype: str) -> None:
         self.checks: list[Check] = []
+        self.left_out: dict[str, None] = {}
         self.steps, self.dtype = steps, dtype
 
     def compare(self, name: str, layer: str, pairs: Iterable[tuple[Any, Any]], *, scale: float = 0.0) -> None:
@@ -109,7 +110,8 @@ def certify(
     run, why = attempt(lambda: adapter.plain(model, batch, gradients=gradients))
     if run is None:
         return Certificate("could not", engine, why=why)
-    certificate = Certificate.of(engine, compared(adapter, model, batch, ours, run, gradients=gradients), **words)
+    bench = compared(adapter, model, batch, ours, run, gradients=gradients)
+    certificate = Certificate.of(engine, bench.checks, uncertified=tuple(bench.left_out), **words)
     if altered and certificate.state != "failed":
         return Certificate("could not", engine, why=altered)
     if certificate.state == "failed":
@@ -156,9 +158,7 @@ def _same(one: PlainRun, other: PlainRun) -> bool:
     return all(_residual(_array(a), _array(b), _largest(_array(b))) <= 1e-6 for a, b in pairs)
 
 
-def compared(
-    adapter: Adapter, model: Any, batch: Batch, ours: Ours, run: PlainRun, *, gradients: bool = True
-) -> list[Check]:
+def compared(adapter: Adapter, model: Any, batch: Batch, ours: Ours, run: PlainRun, *, gradients: bool = True) -> Bench:
     """Everything that both sides have."""
     bench = Bench(ours.steps, ours.dtype)
     capture = ours.capture
@@ -169,14 +169,17 @@ def compared(
         same = len(outputs) == len(run.outputs)
         bench.compare(OUTPUTS, "", zip(outputs, run.outputs, strict=True) if same else [(np.inf, 1.0)])
     if not gradients:
-        return bench.checks
+        return bench
     if capture.input_grads:
-        sides = zip(outputs_of(batch.x), capture.input_grads, run.input_grads, strict=True)
-        bench.compare(INPUTS, "", [filled(a, b) for x, a, b in sides if _either(a, b) and not _flags(x)])
+        sides = list(zip(outputs_of(batch.x), capture.input_grads, run.input_grads, strict=True))
+        sides = [(x, a, b) for x, a, b in sides if _either(a, b)]
+        bench.compare(INPUTS, "", [filled(a, b) for x, a, b in sides if not _flags(x)])
+        if any(_flags(x) for x, _, _ in sides):
+            bench.left_out["inputs that hold nothing but 0 and 1"] = None
     _compare_weights(bench, adapter, model, ours, run)
     for name, layer, pairs in ours.borders:
         bench.compare(name, layer, pairs)
-    return bench.checks
+    return bench
 
 
 def outputs_of(tree: Any) -> list[Any]:
@@ -197,6 +200,7 @@ def _compare_weights(bench: Bench, adapter: Adapter, model: Any, ours: Ours, run
     for (name, _), entries in by_place.items():
         key, place, _ = entries[0]
         if any(one in ours.incomplete for one, _, _ in entries) or (name in whole and place.tied):
+            bench.left_out[f"weights of {key[0]}, which others share"] = None
             continue
         total = _difference(run.weight_grads.get(name), None if name in whole else beside.get(name))
         mine = sum(array for _, _, array in entries)
