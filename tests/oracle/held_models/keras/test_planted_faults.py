@@ -146,12 +146,12 @@ def of_jacobian(change):
 
 _LABELS = (trace, "layer_dataset")
 FAULTS = [
-    Fault("input 1 % larger", run, "_call", fed(lambda x: x * 1.01)),
-    Fault("input backwards", run, "_call", fed(lambda x: keras.ops.flip(x, 1))),
-    Fault("samples in another order", run, "_call", fed(lambda x: keras.ops.flip(x, 0))),
-    Fault("samples for steps", run, "_call", fed(lambda x: keras.ops.swapaxes(x, 0, 1))),
-    Fault("output 1 % larger", run, "_call", result(lambda o: o * 1.01)),
-    Fault("output half detached", run, "_call", result(lambda o: 0.5 * o + 0.5 * keras.ops.stop_gradient(o))),
+    Fault("input 1 % larger", run, "call_model", fed(lambda x: x * 1.01)),
+    Fault("input backwards", run, "call_model", fed(lambda x: keras.ops.flip(x, 1))),
+    Fault("samples in another order", run, "call_model", fed(lambda x: keras.ops.flip(x, 0))),
+    Fault("samples for steps", run, "call_model", fed(lambda x: keras.ops.swapaxes(x, 0, 1))),
+    Fault("output 1 % larger", run, "call_model", result(lambda o: o * 1.01)),
+    Fault("output half detached", run, "call_model", result(lambda o: 0.5 * o + 0.5 * keras.ops.stop_gradient(o))),
     Fault("loss doubled", capture, "losses", other_loss(lambda v: 2 * v)),
     Fault("loss out of date", capture, "losses", other_loss(lambda v: v + 0.25 * v * v)),
     Fault("loss half detached", capture, "losses", other_loss(lambda v: 0.5 * v + 0.5 * keras.ops.stop_gradient(v))),
