@@ -63,8 +63,8 @@ def gradient_flow(
     The size at a step is the Euclidean norm over units, averaged over the samples for which the step is no padding. The
     dotted line falls, from the largest total gradient against the layer's direction, by the factor per step that is
     written beside it: the Theil-Sen slope of the median over samples, each by its own peak, so that neither a spike nor
-    a few hard samples decide it. A gradient that is exactly 0 has no place on a logarithmic axis: the legend says at how
-    many steps.
+    a few hard samples decide it. A gradient that is exactly 0 has no place on a logarithmic axis: the legend says at
+    how many steps.
 
     Parameters
     ----------
