@@ -138,7 +138,8 @@ def gradients(
     loss, sample_weight, class_weight, training, initial_state, seed
         As in :func:`rnnlens.trace`. Initial states have one row per sample of ``x``, or one row for all.
     batch_size
-        Samples at a time. Results are those of the whole data set as one batch, whatever the size.
+        Samples at a time. Results are those of the whole data set as one batch, whatever the size. A loss that is no
+        plain mean or sum over samples is evaluated on the outputs of all batches, for which the data is read twice.
     combine
         How the target of a data set follows from those of its batches, where that is not clear from ``reduce``.
     across
