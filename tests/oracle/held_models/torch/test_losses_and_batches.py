@@ -429,3 +429,32 @@ def test_a_loss_that_does_not_depend_on_the_model_says_so():
         model, x, REAL, loss=lambda o, y: (o.detach() - y).pow(2).mean() + torch.ones((), requires_grad=True)
     )
     assert any("No path leads from the loss" in note for note in trace.notes)
+
+
+class TimeFirst(nn.Module):
+    """torch's default layout; ``folded`` returns the logits of all steps of all samples one below the other."""
+
+    def __init__(self, folded=False):
+        super().__init__()
+        self.folded = folded
+        self.lstm = nn.LSTM(3, 6)
+        self.head = nn.Linear(6, V)
+
+    def forward(self, x):
+        logits = self.head(self.lstm(x)[0])
+        return logits.reshape(-1, V) if self.folded else logits
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_joined_outputs_lie_as_the_model_lays_them(folded):
+    torch.manual_seed(3)
+    model, x = TimeFirst(folded).double(), data().transpose(0, 1).contiguous()
+    y = labels(N, T).T.contiguous()
+
+    def loss(out, target):
+        keep = (target.reshape(-1) != PAD).double()
+        values = F.cross_entropy(out.reshape(-1, V), target.reshape(-1), reduction="none")
+        return (values * keep).sum() / keep.sum()
+
+    value, grads = oracle(model, lambda m: loss(m(x), y))
+    agrees(rl.gradients(model, x, y, loss=loss, batch_size=3), value, grads)
