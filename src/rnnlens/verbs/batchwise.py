@@ -95,6 +95,8 @@ class Feed:
     @property
     def count(self) -> int | None:
         """How many batches there are, where that is known."""
+        if not self.axes.adapter.samples_first and not self.axes.is_cut:
+            return None if data.is_cut(self.x, self.batch_size) else 1  # not known yet how the inputs lie
         inputs = self.axes.inputs
         layouts = None if inputs is None else {"x": inputs, "y": [], "sample_weight": []}
         return data.count_batches(self.x, self.batch_size, layouts)

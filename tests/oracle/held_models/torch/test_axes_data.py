@@ -120,6 +120,10 @@ def test_several_inputs_whose_samples_lie_on_different_axes(sizes):
         rl.gradients(model, (x, h), y, loss=mse, wrt="input[0]", batch_size=3).transpose("time", "sample", "feature"),
         of_x,
     )
+    close(
+        rl.gradients(model, (x, h), y, loss=mse, wrt="input[0]").transpose("time", "sample", "feature"),
+        of_x,
+    )
     got = rl.gradients(model, (x, h), y, loss=mse, wrt="input[1]", batch_size=3)
     close(got.transpose("axis_0", "sample", "feature"), of_h)
     full = torch.autograd.functional.jacobian(lambda v: model(v, h), x)
