@@ -1,0 +1,82 @@
+"""What a certificate says where it cannot be given, and when it is not asked for."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import rnnlens as rl
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+class Restless(Plain):
+    """Draws from a generator that nobody can put back."""
+
+    def forward(self, x):
+        import secrets
+
+        return super().forward(x) * (1 + secrets.randbelow(1000) / 1000)
+
+
+class WithoutGradients(Plain):
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
+def traced(model, **options):
+    torch.manual_seed(0)
+    x, y = torch.randn(3, 5, 3), torch.randn(3, 2)
+    return rl.trace(model, x, y, loss=functional.mse_loss, **options).certificate
+
+
+@pytest.mark.filterwarnings("ignore::rnnlens.errors.SelfCheckWarning")
+def test_a_model_that_differs_from_itself_is_not_certified():
+    certificate = traced(Restless())
+    assert certificate.state == "could not"
+    assert "twice" in certificate.why
+
+
+def test_a_forward_without_gradients_is_not_certified():
+    assert traced(WithoutGradients()).state == "could not"
+
+
+def test_given_states_are_not_certified():
+    certificate = traced(Plain(), initial_state={"rnn": [torch.ones(3, 4), torch.ones(3, 4)]})
+    assert certificate.state == "could not"
+    assert "initial states" in certificate.why
+
+
+def test_dropout_is_drawn_alike():
+    model = Plain()
+    model.rnn = nn.LSTM(3, 4, num_layers=2, dropout=0.5, batch_first=True)
+    assert traced(model, training=True, seed=3).state == "passed"
+
+
+def test_when_it_is_asked_for():
+    model = Plain()
+    with rl.options(certify="never"):
+        assert traced(model).state == "off"
+    with rl.options(certify="first"):
+        assert [traced(model).state for _ in range(2)] == ["passed", "off"]
+    with rl.options(certify="always"):
+        assert [traced(model).state for _ in range(2)] == ["passed", "passed"]
+
+
+def test_a_target_inside_the_model_is_not_certified():
+    found = rl.gradients(Plain(), torch.randn(3, 5, 3), of="rnn.hidden", reduce="sum", wrt="input")
+    assert found.attrs["certificate"].startswith("could not certify: rnn.hidden lies inside")
+
+
+def test_of_a_data_set_the_first_batch_is_certified():
+    x, y = torch.randn(7, 5, 3), torch.randn(7, 2)
+    found = rl.gradients(Plain(), x, y, loss=functional.mse_loss, batch_size=3)
+    assert found.certificate.state == "passed"
