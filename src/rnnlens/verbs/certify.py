@@ -249,11 +249,14 @@ def _array(value: Any) -> Array:
 
 
 def _largest(array: Array) -> float:
-    finite = array[np.isfinite(array)] if array.ndim else array
-    return float(np.max(np.abs(finite))) if finite.size and np.all(np.isfinite(finite)) else 0.0
+    largest = float(np.max(np.abs(array))) if array.size else 0.0
+    return largest if np.isfinite(largest) else 0.0
 
 
 def _residual(mine: Array, theirs: Array, unit: float) -> float:
     if mine.shape != theirs.shape:
         return float("inf")
+    difference = float(np.max(np.abs(mine - theirs))) if mine.size else 0.0
+    if np.isfinite(difference) and (unit or not difference):
+        return difference / unit if unit else 0.0
     return residual(mine, theirs.astype(mine.dtype) if theirs.dtype != mine.dtype else theirs, scale=unit)
