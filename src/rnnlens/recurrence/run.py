@@ -91,7 +91,10 @@ class Run:
         """(sample, unit): what the layer returns when it returns its last output only."""
         *_, last = self.steps()
         if self.step_output is None or (self.mask is not None and masked_output == "state"):
-            return self.states[getattr(self.cell, "output_state", 0)][:, last, :]
+            state = self.states[getattr(self.cell, "output_state", 0)][:, last, :]
+            if self.mask is None or masked_output != "zero":
+                return state
+            return self.xp.where(self.mask[:, last, None], state, self.xp.zeros_like(state))
         if self.mask is None:
             return self.step_output[:, last, :]
         output = self.xp.zeros_like(self.step_output[:, last, :])

@@ -100,6 +100,7 @@ class Composed:
         top, ends = arriving.pop(output, None), [arriving.pop(port, None) for port in finals]
         flat = {i: e for i, e in enumerate(ends) if e is not None}
         if top is not None and not one.half.call.returns_sequences:
+            top = _where_last_moves(one, top)
             flat[one.output] = flat[one.output] + like(top, flat[one.output]) if one.output in flat else top
             top = None
         if top is None and not flat:
@@ -220,6 +221,16 @@ def enter(one: Swept, start: Tensor, times: Sequence[int] | None, block: Array) 
         *_, last = one.half.run.steps()
         times = [last]
     return one.output_points(times, block) if start.what == "output" else one.points(start.state, times, block)
+
+
+def _where_last_moves(one: Swept, top: Array) -> Array:
+    """Rows (sample, row, unit) on a layer's last output, without samples whose last output is a constant."""
+    moves = one.output_moves()
+    if moves is None:
+        return top
+    *_, last = one.half.run.steps()
+    top = like(top, one.half.run.input)
+    return one.work.xp.where(moves[:, last][:, None, None], top, one.work.xp.zeros_like(top))
 
 
 def _add(total: dict[Port, Array], more: Mapping[Port, Array]) -> None:

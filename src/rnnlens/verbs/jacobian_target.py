@@ -41,8 +41,6 @@ class Swept:
     def output_moves(self) -> Array | None:
         """(sample, time) of bool: where the output moves with the state; None for everywhere."""
         call = self.half.call
-        if not call.returns_sequences:
-            return None
         if call.masked_output == "zero" and call.mask is not None and self.output < len(self.half.run.states):
             return call.mask
         return call.output_from_state

@@ -103,7 +103,7 @@ def _place_output(call: RecurrentCall, run: Run, output_grad: Array | None) -> t
     spread = output_grad if call.returns_sequences else _at_last_step(run, output_grad)
     index = 0 if isinstance(call.cell, KnownCell) else call.cell.output_state
     if output_is_state(run):
-        if call.output_from_state is not None and call.returns_sequences:
+        if call.output_from_state is not None:
             spread = run.xp.where(call.output_from_state[:, :, None], spread, run.xp.zeros_like(spread))
         states[index] = spread
         return states, None

@@ -23,7 +23,7 @@ from .run import Job, Result, run
 from .trees import by_key
 from .weights import cell_variables, known_arrays, known_cell, known_kind
 
-_UPPER = frozenset({"output", "final_state", "outputs"})
+_UPPER = frozenset({"output", "final_state"})
 _BORDERS = _UPPER | {"input", "initial_state"}
 _REPLAY = frozenset({"input", "initial_state", "mask", "dropout", "output", "final_state", "outputs"})
 

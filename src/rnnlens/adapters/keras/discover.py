@@ -10,7 +10,7 @@ import keras
 
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message
 from ..protocol import LayerInfo
-from .weights import known_kind
+from .weights import known_kind, likeness
 
 _OWN_LOOPS = (keras.layers.RNN, keras.layers.SimpleRNN, keras.layers.LSTM, keras.layers.GRU)
 
@@ -173,8 +173,10 @@ def _is_recurrent(layer: Any) -> bool:
 
 def _sites_of(name: str, layer: Any, wrapper: Any) -> Iterator[Site]:
     if isinstance(layer, keras.layers.Bidirectional):
-        for half in (layer.forward_layer, layer.backward_layer):
-            yield Site(name, half, layer, True, _refusal(name, half, wrapper))
+        halves = (layer.forward_layer, layer.backward_layer)
+        odd = _refusal_of_a_pair(name, *halves)
+        for half in halves:
+            yield Site(name, half, layer, True, _refusal(name, half, wrapper) or odd)
     elif isinstance(layer, keras.layers.RNN):
         yield Site(name, layer, layer, False, _refusal(name, layer, wrapper))
 
@@ -203,6 +205,19 @@ def _refusal(name: str, layer: Any, wrapper: Any) -> str | None:
             hint="write the recurrence as a cell, keras.layers.RNN(cell)",
         )
     return None
+
+
+def _refusal_of_a_pair(name: str, forward: Any, backward: Any) -> str | None:
+    """Results show both directions side by side: they have to have the same quantities, of the same sizes."""
+    kinds = [likeness(half.cell) for half in (forward, backward) if isinstance(half, keras.layers.RNN)]
+    if len(kinds) < 2 or kinds[0] == kinds[1]:
+        return None
+    return message(
+        f"Layer {name!r} cannot be traced: its two halves are of two kinds.",
+        got=f"{kinds[0][0]} of {kinds[0][1]} and {kinds[1][0]} of {kinds[1][1]} units",
+        expected="cells of one type and size, both with a bias or both without",
+        hint="two layers, one with go_backwards=True; rl.gradients(...) by the model's own input and weights works",
+    )
 
 
 def _add_unique(plain: dict[str, Any], name: str, layer: Any) -> None:

@@ -179,7 +179,8 @@ def names_of(model: Any) -> dict[int, str]:
 def place(model: Any, layer: str, direction: str | None, key: str) -> Place | None:
     """See :meth:`rnnlens.adapters.protocol.Adapter.place`."""
     for found in _called(model, layer.partition("#")[0]):
-        halves = [getattr(found, side, None) for side in ("forward_layer", "backward_layer")]
+        sides = ("forward_layer", "backward_layer") if direction is not None else ()
+        halves = [getattr(found, side, None) for side in sides]
         half = next((h for h in halves if h is not None and h.go_backwards == (direction == "backward")), found)
         place = _within(model, getattr(half, "cell", half), key)
         if place is not None:

@@ -38,6 +38,14 @@ def known_kind(cell: Any) -> str | None:
     return kind if all(_activation(cell, role) is not None for role in _roles(kind)) else None
 
 
+def likeness(cell: Any) -> tuple[Any, ...]:
+    """What two cells have to have in common to be shown side by side: kind, sizes, biases."""
+    kind = known_kind(cell)
+    sizes = tuple(keras.tree.flatten(cell.state_size))
+    details = (cell.bias is not None, getattr(cell, "reset_after", None)) if kind else ()
+    return (kind or type(cell).__name__, ", ".join(map(str, sizes)), details)
+
+
 def known_cell(cell: Any, convert: Callable[[Any], Any]) -> KnownCell:
     """The record of a known cell; ``convert`` turns a Keras variable into an array that belongs to us."""
     kind = known_kind(cell)
@@ -78,7 +86,9 @@ def named_variables(layer: Any) -> dict[str, Any]:
 def layer_weights(layer: Any, halves: Mapping[str, Any], convert: Callable[[Any], Any]) -> LayerWeights:
     """All weights of one layer. ``halves`` maps a direction to the recurrent layer that runs that way."""
     variables = named_variables(layer)
-    cells = {direction: known_cell(half.cell, convert) for direction, half in halves.items() if known_kind(half.cell)}
+    alike = len({likeness(half.cell) for half in halves.values()}) == 1
+    known = halves.items() if alike else ()
+    cells = {direction: known_cell(half.cell, convert) for direction, half in known if known_kind(half.cell)}
     return LayerWeights(
         values={name: convert(v) for name, v in variables.items()},
         trainable={name: bool(v.trainable) for name, v in variables.items()},

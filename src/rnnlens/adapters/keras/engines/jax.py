@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from ....typing import Array
 from . import Memo, Program, Tap
@@ -97,7 +98,13 @@ def _zeros(program: Callable[[Tap], Any]) -> dict[str, Any]:
 
 
 def _adding(zeros: dict[str, Any]) -> Tap:
-    return lambda key, tensor: tensor + zeros[key]
+    def tap(key: str, tensor: Any) -> Any:
+        moved, mask = tensor + zeros[key], get_keras_mask(tensor)
+        if mask is not None:
+            set_keras_mask(moved, mask)
+        return moved
+
+    return tap
 
 
 def _compiled(function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:

@@ -46,7 +46,7 @@ def with_outputs_moved(closed: Any, arguments: Sequence[Any], moves: Mapping[int
             results = with_outputs_moved(equation.params["jaxpr"], given, here)
         else:
             bound = equation.primitive.get_bind_params(equation.params)
-            functions, options = bound if isinstance(bound, tuple) else ((), bound)  # before JAX 0.10 a tuple
+            functions, options = bound if isinstance(bound, tuple) else ((), bound)  # a tuple before JAX 0.10
             answer = equation.primitive.bind(*functions, *given, **options)
             results = list(answer) if equation.primitive.multiple_results else [answer]
             results = [r + here[i] if i in here else r for i, r in enumerate(results)]

@@ -1,0 +1,175 @@
+"""Padding in models that people write: the engine's own gradient of the untouched model says what is right.
+
+Inputs are integers behind ``Embedding(mask_zero=True)``, or floats behind ``Masking``; gradients by single inputs are
+held against central differences of the untouched model's loss, in float64.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+
+RNG = np.random.default_rng(0)
+TIME, UNITS, STEP = 5, 3, 1e-6
+IDS = np.array([[1, 2, 3, 4, 5], [3, 1, 2, 0, 0], [2, 0, 0, 0, 0]])
+Y = RNG.normal(size=(3, TIME, 2))
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(1)
+    yield
+    keras.config.set_floatx(before)
+
+
+def padded():
+    """Floats whose padding is -9, as Masking(-9) reads it."""
+    x = RNG.normal(size=(3, TIME, 2))
+    x[IDS == 0] = -9.0
+    return x
+
+
+def number(value):
+    return float(keras.ops.convert_to_numpy(value))
+
+
+def total(y, out):
+    return keras.ops.sum(keras.ops.sin(out))
+
+
+class OwnOutput(keras.layers.Layer):
+    """Its output is none of its states."""
+
+    state_size, output_size = UNITS, UNITS
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], UNITS), name="kernel")
+        self.recurrent = self.add_weight(shape=(UNITS, UNITS), name="recurrent")
+
+    def call(self, x, states):
+        h = keras.ops.tanh(x @ self.kernel + states[0] @ self.recurrent)
+        return h * 2.0 + 1.0, [h]
+
+
+LAYERS = {
+    "lstm": lambda **o: keras.layers.LSTM(UNITS, name="rnn", **o),
+    "gru": lambda **o: keras.layers.GRU(UNITS, name="rnn", **o),
+    "own": lambda **o: keras.layers.RNN(OwnOutput(), name="rnn", **o),
+}
+
+
+def by_difference(plain, x, index):
+    ends = []
+    for step in (STEP, -STEP):
+        moved = np.array(x)
+        moved[index] += step
+        ends.append(plain(moved))
+    return (ends[0] - ends[1]) / (2 * STEP)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("sequences", [True, False])
+@pytest.mark.parametrize("kind", sorted(LAYERS))
+def test_outputs_at_padding(kind, sequences, zero):
+    layer = LAYERS[kind](return_sequences=sequences)
+    layer.zero_output_for_mask = zero
+    model = keras.Sequential([keras.Input((TIME, 2)), keras.layers.Masking(-9.0), layer])
+    x = padded()
+    trace, jacobian = rl.trace(model, x, loss=total)["rnn"], rl.jacobian(model, x, project="sum", wrt="input")
+    for index in [(0, 1, 0), (1, 2, 1), (1, 0, 0), (2, 0, 1)]:
+        expected = by_difference(lambda moved: number(total(None, model(moved))), x, index)
+        assert float(trace.input_grad[index]) == pytest.approx(expected, rel=1e-6, abs=1e-8)
+
+        def summed(moved):
+            return number(keras.ops.sum(keras.ops.convert_to_tensor(model(moved))))
+
+        sample, step, feature = index
+        found = jacobian[sample].isel(in_time=step, in_feature=feature).sum()
+        assert float(found) == pytest.approx(by_difference(summed, x, index), rel=1e-6, abs=1e-8)
+
+
+def embedded():
+    inputs = keras.Input((TIME,), dtype="int64")
+    h = keras.layers.Embedding(6, 2, mask_zero=True, name="table")(inputs)
+    h = keras.layers.LSTM(UNITS, return_sequences=True, name="rnn")(keras.layers.Dropout(0.1)(h))
+    return keras.Model(inputs, keras.layers.Dense(2)(h))
+
+
+class Block(keras.Model):
+    """A model within a model that takes the mask and passes it on."""
+
+    def __init__(self):
+        super().__init__(name="inner")
+        self.rnn, self.supports_masking = keras.layers.LSTM(UNITS, return_sequences=True, name="rnn"), True
+
+    def call(self, x, mask=None):
+        return self.rnn(x, mask=mask)
+
+    def compute_mask(self, inputs, mask=None):
+        return mask
+
+
+def nested():
+    inputs = keras.Input((TIME,), dtype="int64")
+    h = Block()(keras.layers.Embedding(6, 2, mask_zero=True, name="table")(inputs))
+    return keras.Model(inputs, keras.layers.Dense(2)(h))
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("make", [embedded, nested])
+def test_the_loss_keeps_the_mask(make, per_sample):
+    """A compiled loss leaves padded steps out, also where it is taken apart by sample or by the model's output."""
+    model = make()
+    model.compile(loss="mse")
+    table = model.get_layer("table").embeddings
+    wrt = ["output", "table/embeddings"]
+    found = rl.gradients(model, IDS, Y, wrt=wrt, per_sample=per_sample)
+    before = np.array(keras.ops.convert_to_numpy(table))
+
+    def plain(values):
+        table.assign(values)
+        return model.evaluate(IDS, Y, batch_size=3, verbose=0)
+
+    for index in [(1, 0), (2, 1)]:
+        expected = by_difference(plain, before, index)
+        table.assign(before)
+        by_table = found["table"]["embeddings"]
+        by_table = by_table.sum("sample") if per_sample else by_table
+        assert float(by_table[index]) == pytest.approx(expected, rel=1e-4, abs=1e-7)
+    out = found["model"]["output"]
+    assert float(abs(out[0, 3]).max()) > 0
+    assert float(abs(out[1, 3]).max()) == 0
+
+
+@pytest.mark.parametrize("backward", ["gru", "no bias", "other units"])
+def test_two_kinds_in_one_bidirectional_layer(backward):
+    options = {"return_sequences": True, "go_backwards": True}
+    other = {
+        "gru": lambda: keras.layers.GRU(UNITS, **options),
+        "no bias": lambda: keras.layers.LSTM(UNITS, use_bias=False, **options),
+        "other units": lambda: keras.layers.LSTM(2, **options),
+    }[backward]()
+    both = keras.layers.Bidirectional(keras.layers.LSTM(UNITS, return_sequences=True), backward_layer=other, name="rnn")
+    model = keras.Sequential([keras.Input((TIME, 2)), both])
+    x = RNG.normal(size=(3, TIME, 2))
+    index = (1, 2, 1)
+    expected = by_difference(lambda moved: number(total(None, model(moved))), x, index)
+    assert float(rl.gradients(model, x, loss=total, wrt="input")[index]) == pytest.approx(expected, rel=1e-6)
+    shown = rl.gradients(model, x, loss=total)["rnn"]
+    weight = both.backward_layer.cell.kernel
+    before = np.array(keras.ops.convert_to_numpy(weight))
+
+    def plain(values):
+        weight.assign(values)
+        return number(total(None, model(x)))
+
+    expected = by_difference(plain, before, (0, 0))
+    weight.assign(before)
+    (name,) = [key for key in shown if "forward" not in key and key.endswith(".kernel")]
+    assert float(shown[name][0, 0]) == pytest.approx(expected, rel=1e-6)
+    np.testing.assert_array_equal(rl.weights(model)["rnn"][name], before)
+    with pytest.raises(rl.errors.UnsupportedError, match="two kinds"):
+        rl.trace(model, x, loss=total)
