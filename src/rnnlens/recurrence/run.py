@@ -90,11 +90,13 @@ class Run:
     def last_output(self, masked_output: str = "state") -> Array:
         """(sample, unit): what the layer returns when it returns its last output only."""
         *_, last = self.steps()
-        if self.step_output is None or (self.mask is not None and masked_output == "state"):
-            state = self.states[getattr(self.cell, "output_state", 0)][:, last, :]
+        state, xp = self.states[getattr(self.cell, "output_state", 0)][:, last, :], self.xp
+        if self.step_output is None:
             if self.mask is None or masked_output != "zero":
                 return state
-            return self.xp.where(self.mask[:, last, None], state, self.xp.zeros_like(state))
+            return xp.where(self.mask[:, last, None], state, xp.zeros_like(state))
+        if self.mask is not None and masked_output == "state":
+            return xp.where(self.mask[:, last, None], self.step_output[:, last, :], state)
         if self.mask is None:
             return self.step_output[:, last, :]
         output = self.xp.zeros_like(self.step_output[:, last, :])
