@@ -178,14 +178,21 @@ class _Linearised:
         return {key: np.stack([row[key] for row in rows]) if key in sources else None for key in self._zeros}
 
 
+def _traced_quietly(function: Callable[..., Any]) -> Any:
+    """A ``tf.function`` that does not tell the user how often it is traced: once per cell and call, as it has to be."""
+    traced = tf.function(function, autograph=False, reduce_retracing=True)
+    traced._omit_frequent_tracing_warning = True
+    return traced
+
+
 class _PerStep:
     """A step function and its derivatives, each compiled once."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.step = tf.function(function, autograph=False, reduce_retracing=True)
-        self._pull = tf.function(self._vjp, autograph=False, reduce_retracing=True)
-        self._rows = tf.function(self._jacobian, autograph=False, reduce_retracing=True)
-        self._produced = tf.function(self._produced_by, autograph=False, reduce_retracing=True)
+        self.step = _traced_quietly(function)
+        self._pull = _traced_quietly(self._vjp)
+        self._rows = _traced_quietly(self._jacobian)
+        self._produced = _traced_quietly(self._produced_by)
         self._function = function
 
     def vjp(self, inputs: Any, cotangents: Any) -> Any:
