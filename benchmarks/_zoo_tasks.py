@@ -200,6 +200,51 @@ def needed(task: Task, count: int = 4000, level: float = 0.05) -> int:
     return above + 1
 
 
+def digits() -> Task:
+    """scikit-learn's handwritten digits, pixel by pixel: real data, whose need nobody knows."""
+    from sklearn.datasets import load_digits
+
+    pixels, names = load_digits(return_X_y=True)
+    images = ((pixels - pixels.mean()) / pixels.std()).astype(np.float32)[:, :, None]
+
+    def draw(count: int, seed: int) -> Array:
+        # The last 360 are held out; a seed beyond a million asks for those.
+        some = np.arange(len(images) - 360, len(images)) if seed >= 10**6 else np.arange(len(images) - 360)
+        return images[np.random.default_rng(seed).choice(some, count)]
+
+    keys = {image.tobytes(): int(name) for image, name in zip(images, names, strict=True)}
+
+    def ideal(x: Array) -> Array:
+        return np.array([keys[np.ascontiguousarray(one).tobytes()] for one in x])
+
+    return Task(draw, ideal, "classes", 1, 10, 64, 63)
+
+
+def characters(steps: int = 60) -> Task:
+    """The next character of the documentation of Python that ships with it."""
+    import pydoc_data.topics
+
+    text = "".join(pydoc_data.topics.topics.values())
+    alphabet = sorted(set(text), key=text.count, reverse=True)[:40]
+    codes = np.array([alphabet.index(c) if c in alphabet else 39 for c in text])
+    split = int(0.9 * len(codes))
+
+    def draw(count: int, seed: int) -> Array:
+        low, high = (split, len(codes)) if seed >= 10**6 else (0, split)
+        first = np.random.default_rng(seed).integers(low, high - steps - 1, count)
+        pieces = codes[first[:, None] + np.arange(steps + 1)]
+        x = np.eye(40, dtype=np.float32)[pieces[:, :-1]]
+        following[x.tobytes()] = pieces[:, -1]
+        return x
+
+    following: dict[bytes, Array] = {}
+
+    def ideal(x: Array) -> Array:
+        return following.pop(x.tobytes())
+
+    return Task(draw, ideal, "classes", 40, 40, steps, steps - 1)
+
+
 TASKS: dict[str, Callable[..., Task]] = {
     "recall": recall,
     "adding": adding,
@@ -209,6 +254,8 @@ TASKS: dict[str, Callable[..., Task]] = {
     "echo": echo,
     "rare": rare,
     "static": static,
+    "digits": digits,
+    "characters": characters,
     "recall, constant feature": lambda lag: with_constant(recall(lag, 40)),
     "recall, padded before": lambda lag, share: padded(recall(lag, 30), share, before=True),
     "recall, padded behind": lambda lag, share: padded(recall(lag, 20), share, before=False),

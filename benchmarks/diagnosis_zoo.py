@@ -27,8 +27,10 @@ from _zoo_tasks import TASKS, Task, needed, white
 
 KEPT = Path(__file__).resolve().parent.parent / ".benchmarks" / "zoo"
 FAULTS = ("NO_SKILL", "MISSED_DEPENDENCY", "VANISHING", "EXPLODING", "CHAOTIC", "DEAD_UNITS", "NONFINITE")
-HEALTHY = dict.fromkeys((*FAULTS, "PADDING_DOMINATES", "CONSTANT_INPUT", "STATIC_INPUT"), False)
-SOLVED = 0.9
+HEALTHY = dict.fromkeys((*FAULTS, "PADDING_DOMINATES", "CONSTANT_INPUT", "STATIC_INPUT", "LAST_STEP_ONLY"), False)
+SOLVED = 0.95
+#: Samples that stand for all there are, when the coverage of intervals is counted.
+POPULATION = 2048
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def entries() -> Iterator[Entry]:
     """All networks."""
     yield from _recall()
     yield from _other_tasks()
+    yield from _real()
     yield from _inputs_and_units()
     yield from _built()
 
@@ -192,6 +195,14 @@ def _other_tasks() -> Iterator[Entry]:
             )
 
 
+def _real() -> Iterator[Entry]:
+    truth = {"NO_SKILL": False, "CHAOTIC": False, "STATIC_INPUT": False, "PADDING_DOMINATES": False, "NONFINITE": False}
+    for seed in range(2):
+        for cell in ("gru", "lstm"):
+            yield _entry("digits", seed, "digits", cell, 900, start="keep 2", truth=truth)
+        yield _entry("characters", seed, "characters", "gru", 900, start="keep 1", units=64, truth=truth)
+
+
 def _inputs_and_units() -> Iterator[Entry]:
     for seed in range(4):
         for share, dominates in ((0.3, False), (0.7, True)):
@@ -234,6 +245,7 @@ def _inputs_and_units() -> Iterator[Entry]:
             truth=truth,
         )
         truth = {**HEALTHY, "STATIC_INPUT": True}
+        del truth["LAST_STEP_ONLY"]
         yield _entry("static input", seed, "static", "gru", 200, truth=truth)
         for share in (0.0, 0.2, 0.5):
             truth = {"DEAD_UNITS": share > 0, "CHAOTIC": False}
@@ -399,14 +411,18 @@ def examine(task: tuple[Entry, int]) -> dict[str, Any]:
     finding = next((f for f in d.findings if f.code == "MISSED_DEPENDENCY"), None)
     low, high = (float(v) for v in model.memory_interval)
     layers = [d[name] for name in d if name != "model"]
+    truth = dict(entry.truth)
+    if "DEAD_UNITS" in truth and entry.options.get("relu"):
+        truth["DEAD_UNITS"] = really_dead(net, origin, entry.seed)
     return {
         "name": entry.name,
         "seed": entry.seed,
         "options": entry.options,
-        "truth": entry.truth,
+        "truth": truth,
         "missing": entry.missing,
         "known": known_memory(entry, net, x.shape[1]),
         "n": float(model.memory),
+        "population": population(entry, net, origin),
         "low": low,
         "high": high,
         "spoken": bool(model.attrs["known"]),
@@ -420,6 +436,22 @@ def examine(task: tuple[Entry, int]) -> dict[str, Any]:
         "sentence": next(iter(d.sentences.values())),
         "seconds": time.perf_counter() - begin,
     }
+
+
+def population(entry: Entry, net: Any, task: Task | None) -> float:
+    """n of the same network on many more samples."""
+    from rnnlens.diagnosis.experiment import Experiment, read_samples
+    from rnnlens.diagnosis.memory import measure_memory
+
+    x, y = data_for(entry, net, task, POPULATION)
+    return measure_memory(Experiment(net, read_samples(x, y, POPULATION))).length.value
+
+
+def really_dead(net: Net, task: Task, seed: int) -> bool:
+    """Whether some unit is 0 at every step of many other samples."""
+    with torch.no_grad():
+        h = net.rnn(torch.as_tensor(task.draw(4096, 77 + seed)))[0]
+    return bool((h == 0).all(dim=0).all(dim=0).any())
 
 
 def applicable(row: dict[str, Any]) -> dict[str, bool]:
