@@ -2,13 +2,13 @@
 
 What the certificate of a result is held against. It shares with the capture only what prepares the user's data,
 evaluates the user's loss and leaves the model as it was found; names and layouts of weights are read here once more.
-Every call traces the model anew, so that nothing can be out of date.
+It is traced anew at every call, so that nothing can be out of date; only a model that is known to depend on nothing
+outside (see ``stamps.py``) is run again as it was compiled here.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -19,14 +19,14 @@ from ...typing import Array
 from ..protocol import Batch, Place, PlainRun
 from . import loss as losses
 from .data import prepare
-from .engines import Engine, Memo, current
+from .engines import Engine, current
 from .found import as_found
+from .memos import memo_of
 from .run import Job
+from .stamps import stamp_of_run, stamp_of_tensors
 
 #: Cotangents of the model's outputs from their values, leaf by leaf; None for those that count for nothing.
 Cotangents = Callable[[Sequence[Array]], Sequence[Array | None]]
-
-_executables: weakref.WeakKeyDictionary[Any, dict[bytes, Any]] = weakref.WeakKeyDictionary()
 
 
 def plain(
@@ -44,10 +44,11 @@ def plain(
     with_loss = batch.loss is not None or batch.y is not None or (gradients and cotangents is None)
     loss = losses.plan(model, batch) if with_loss else None
     job = Job(model, prepare(model, batch, engine), (), {}, batch.training, batch.seed)
+    stamp = stamp_of_run(model, batch.loss) if engine.compiles else None
     with as_found(model, engine, batch.seed), losses.undisturbed(model, regularised=regularised):
         arguments = job.arguments(engine)
         arguments["values"] = [keras.ops.convert_to_tensor(v) for v in job.variables]
-        run = _Run(engine, job, loss, arguments)
+        run = _Run(engine, job, loss, arguments, (regularised, stamp))
         outputs, value, found = run.forward() if not gradients else run.backward(cotangents)
     names = names_of(model)
     grads = dict(zip(map(id, job.variables), found[1], strict=True)) if found else {}
@@ -60,23 +61,30 @@ def plain(
 class _Run:
     """One run of the model as a function of its floats: those of x, then those of its variables."""
 
-    def __init__(self, engine: Engine, job: Job, loss: Any, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, engine: Engine, job: Job, loss: Any, arguments: dict[str, Any], closed: tuple[bool, Hashable | None]
+    ) -> None:
         self.engine, self.job, self.loss, self.arguments = engine, job, loss, arguments
+        self.regularised, self.stamp = closed
         self.x = keras.tree.flatten(arguments["x"])
         self.floats = [_is_float(t) for t in (*self.x, *arguments["values"])]
 
     def forward(self) -> tuple[list[Array], float | None, None]:
         """Outputs and loss."""
-        (value, outputs), _ = self._run(lambda sources, rest: (self._program(sources, rest), None))
+        (value, outputs), _ = self._run("forward", lambda sources, rest: (self._program(sources, rest), None))
         return (*self._told(outputs, value), None)
 
     def backward(self, cotangents: Cotangents | None) -> tuple[list[Array], float | None, Any]:
         """The same, and gradients at the leaves of x and at the variables."""
         given: list[Any] | None = None
         if cotangents is not None:
-            (_, values), _ = self._run(lambda sources, rest: (self._program(sources, rest), None))
-            given = list(cotangents([np.asarray(self.engine.to_array(t)) for t in values]))
-        (value, outputs), grads = self._run(lambda sources, rest: self._differentiated(sources, rest, given))
+            (_, values), _ = self._run("forward", lambda sources, rest: (self._program(sources, rest), None))
+            found = cotangents([np.asarray(self.engine.to_array(t)) for t in values])
+            given = [
+                None if c is None else keras.ops.convert_to_tensor(c, dtype=t.dtype)
+                for t, c in zip(values, found, strict=True)
+            ]
+        (value, outputs), grads = self._run("backward", self._differentiated, given)
         arrays = iter([None if g is None else np.asarray(plain_of(self.engine, g)) for g in grads])
         every = [next(arrays) if is_float else None for is_float in self.floats]
         return (*self._told(outputs, value), (every[: len(self.x)], every[len(self.x) :]))
@@ -85,17 +93,18 @@ class _Run:
         arrays = [np.asarray(plain_of(self.engine, t)) for t in outputs]
         return arrays, None if value is None else float(plain_of(self.engine, value))
 
-    def _run(self, function: Callable[[Any, Any], Any]) -> Any:
-        """``function`` of the floats and the rest: traced now, and compiled where the engine does that."""
-        rest = {key: self.arguments[key] for key in ("y", "sample_weight", "seeds")}
+    def _run(self, name: str, function: Callable[[Any, Any], Any], given: list[Any] | None = None) -> Any:
+        """``function`` of the floats and the rest, compiled where the engine does that; traced now unless closed."""
+        rest = {**{key: self.arguments[key] for key in ("y", "sample_weight", "seeds")}, "given": given}
         every = [*self.x, *self.arguments["values"]]
         sources = [t for t, is_float in zip(every, self.floats, strict=True) if is_float]
         others = [t for t, is_float in zip(every, self.floats, strict=True) if not is_float]
         arguments = (sources, {**rest, "others": others})
         if getattr(self.job.model, "run_eagerly", False) or not self.engine.compiles:
             return function(*arguments)
-        memo = Memo(_executables.setdefault(self.job.model, {}))
-        return self.engine.compile(function, arguments, memo)(*arguments)
+        options = (name, self.job.training, self.loss is None, self.regularised, tuple(self.floats))
+        memo = memo_of(self.job.model, ("plain", *options, stamp_of_tensors((self.arguments, given))), self.stamp)
+        return memo.once("run", lambda: self.engine.compile(function, arguments, memo))(*arguments)
 
     def _program(self, sources: Sequence[Any], rest: Any) -> tuple[Any, list[Any]]:
         """(loss or None, outputs) of the model on these values."""
@@ -111,18 +120,15 @@ class _Run:
             value = None if self.loss is None else self.loss(x, rest["y"], outputs, rest["sample_weight"])
         return value, keras.tree.flatten(outputs)
 
-    def _differentiated(self, sources: Sequence[Any], rest: Any, given: list[Any] | None) -> Any:
-        """((loss, outputs), gradients at the sources) of the loss, or of the outputs times ``given``."""
+    def _differentiated(self, sources: Sequence[Any], rest: Any) -> Any:
+        """((loss, outputs), gradients at the sources) of the loss, or of the outputs times what is given for them."""
+        given = rest["given"]
 
         def target(sources: Sequence[Any]) -> tuple[Any, Any]:
             value, outputs = self._program(sources, rest)
             if given is None:
                 return value, (value, outputs)
-            parts = [
-                keras.ops.sum(t * keras.ops.convert_to_tensor(c, dtype=t.dtype))
-                for t, c in zip(outputs, given, strict=True)
-                if c is not None
-            ]
+            parts = [keras.ops.sum(t * c) for t, c in zip(outputs, given, strict=True) if c is not None]
             return sum(parts[1:], start=parts[0]), (value, outputs)
 
         return _GRADIENTS[self.engine.name](target, list(sources))

@@ -49,8 +49,9 @@ class KerasPullback:
         job = self._job(model, batch, loss)
         with as_found(model, self._engine, batch.seed):
             arguments = job.arguments(self._engine)
+            memo = self._memo(job, arguments)
             with losses.undisturbed(model, regularised=True), raised_by("Your model, run to be differentiated,"):
-                self._linear = self._linearised(job, arguments)
+                self._linear = self._linearised(job, arguments, memo)
         heard = {**self._linear.aux, **self._linear.targets}
         self.outputs = int(heard.pop("outputs"))
         values = {}
@@ -60,10 +61,12 @@ class KerasPullback:
             values[port] = self._turned(port, self._engine.to_array(heard[key]), axis=1)
         self.values = values
 
-    def _linearised(self, job: Job, arguments: Any) -> Any:
-        """Run the program, with what was compiled for the same question before."""
+    def _memo(self, job: Job, arguments: Any) -> Memo:
+        """What was compiled for the same question before."""
         borders = (frozenset(self._spots.keys[port] for port in ports) for ports in (self._of, self._cut))
-        memo = memo_for(job, arguments, self._engine, *borders) or Memo()
+        return memo_for(job, arguments, self._engine, *borders) or Memo()
+
+    def _linearised(self, job: Job, arguments: Any, memo: Memo) -> Any:
         try:
             return self._engine.linearise(self._program(job), arguments, memo)
         except BaseException:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import keras
@@ -21,10 +21,12 @@ from keras.src.dtype_policies.dtype_policy import DTypePolicy
 from keras.src.ops.function import Function
 from keras.src.trainers.compile_utils import CompileLoss
 
+from .engines import current
+
 #: Attributes in which Keras keeps its books: they say nothing about what is computed.
 _BOOKS = frozenset(
     [
-        *("_tracker", "_trainable_variables", "_non_trainable_variables", "_layers", "_metrics", "_lock", "_path"),
+        *("_tracker", "_trainable_variables", "_non_trainable_variables", "_metrics", "_lock", "_path"),
         *("_auto_config", "build", "quantize", "_inbound_nodes", "_outbound_nodes", "_parent_path", "_call_signature"),
         *("_called", "_losses", "_loss_ids", "_losses_override", "_dropout_mask", "_recurrent_dropout_mask"),
         *("_seed_generators", "seed", "_build_shapes_dict", "_input_tensor"),
@@ -39,6 +41,10 @@ _BOOKS = frozenset(
     ]
 )
 _UNUSED = ("_initializer", "_constraint")
+#: Attributes of these are TensorFlow's books, for its checkpoints.
+_TENSORFLOW = ("_self_", "_obj_reference_counts")
+#: Methods that compute: one that was put in place of Keras' own may read anything.
+_METHODS = ("__call__", "call", "inner_loop", "build", "compute_mask", "get_initial_state", "compute_loss")
 _LARGEST = 2**16
 
 
@@ -56,7 +62,7 @@ class _Same:
         return self._id
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._id == other._id and self._ref() is not None
+        return isinstance(other, _Same) and self._ref() is not None and self._ref() is other._ref()
 
 
 def stamp_of_run(model: Any, loss: Any) -> Hashable | None:
@@ -65,15 +71,17 @@ def stamp_of_run(model: Any, loss: Any) -> Hashable | None:
     config = keras.config
     settings = (config.floatx(), config.epsilon(), config.image_data_format(), config.is_flash_attention_enabled())
     try:
-        return (settings, keras.backend.result_type("float64"), _Stamp().of(model), _Stamp().of(given))
+        return (settings, current().settings(), _Stamp().of(model), _Stamp().of(given))
     except _OpenWorld:
         return None
 
 
 def stamp_of_tensors(tree: Any) -> Hashable:
-    """Structure, shapes and dtypes."""
+    """Structure, shapes and dtypes, and where JAX has them lie."""
     paths = keras.tree.flatten_with_path(tree)
-    return tuple((path, None if t is None else (tuple(t.shape), str(t.dtype))) for path, t in paths)
+    return tuple(
+        (path, None if t is None else (tuple(t.shape), str(t.dtype), getattr(t, "sharding", None))) for path, t in paths
+    )
 
 
 class _Stamp:
@@ -102,17 +110,20 @@ class _Stamp:
         self._met[id(value)] = len(self._met)
         kind = type(value)
         if isinstance(value, keras.Variable):
-            return (_Same(value), value.trainable, self.of(value.regularizer), value.name)
+            return (_Same(value), value.trainable, value.dtype, value._autocast, self.of(value.regularizer), value.name)
+        if isinstance(value, types.ModuleType) and value.__name__.startswith("keras.src."):
+            return ("module", value.__name__)
         if isinstance(value, DTypePolicy):
             return str(value.name)
         if isinstance(value, KerasTensor):
             return self._symbol(value)
         if not _is_keras(kind) or kind is keras.layers.Lambda or not hasattr(value, "__dict__"):
             raise _OpenWorld
-        if not all(_is_keras(getattr(kind, name)) for name in ("call", "__call__") if hasattr(kind, name)):
+        if not all(_written_by_keras(method) for method in _methods(kind)):
             raise _OpenWorld
         if isinstance(value, CompileLoss):
-            return ("compiled", self.of(value._user_loss), self.of(value._user_loss_weights))
+            told = (value._user_loss, value._user_loss_weights, value.output_names, value.reduction)
+            return ("compiled", *map(self.of, told))
         graph = self._graph(value) if isinstance(value, Function) else None
         return (_Same(kind), _Same(value), graph, self._settings(value))
 
@@ -120,7 +131,7 @@ class _Stamp:
         return tuple(
             (name, self.of(item))
             for name, item in vars(value).items()
-            if name not in _BOOKS and not name.endswith(_UNUSED)
+            if name not in _BOOKS and not name.endswith(_UNUSED) and not name.startswith(_TENSORFLOW)
         )
 
     def _symbol(self, tensor: Any) -> Hashable:
@@ -140,6 +151,17 @@ class _Stamp:
 
 def _is_keras(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).startswith("keras.src.")
+
+
+def _methods(kind: type) -> Iterator[Any]:
+    """What computes in a class, where the class or one that it derives from defines it; a metaclass does not count."""
+    for name in _METHODS:
+        yield from (vars(base)[name] for base in kind.__mro__ if name in vars(base))
+
+
+def _written_by_keras(method: Any) -> bool:
+    """Whether a function's text stands in Keras: a wrapper of another's may bear the module's name of what it wraps."""
+    return str(getattr(method, "__globals__", {}).get("__name__", "")).startswith("keras.src.")
 
 
 def _keras_own(value: Any) -> Hashable:

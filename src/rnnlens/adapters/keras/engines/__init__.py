@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -92,6 +92,9 @@ class Engine(Protocol):
         What was compiled before is taken from ``memo.executables`` only where the trace is the same to the last
         constant, so that nothing which ``function`` reads from outside can be out of date.
         """
+
+    def settings(self) -> Hashable:
+        """The engine's own settings that what is compiled depends on."""
 
     def preserved(self, seed: int | None = None) -> AbstractContextManager[None]:
         """Process-wide random generators, seeded where a seed is given, are put back on exit."""

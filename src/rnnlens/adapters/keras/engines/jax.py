@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,6 +64,16 @@ class Jax:
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
         """``function`` traced now, compiled unless the same program was; see :class:`Engine`."""
         return _compiled(function, arguments, memo)
+
+    def settings(self) -> Hashable:
+        """The engine's own settings that what is compiled depends on."""
+        config = jax.config
+        return (
+            config.jax_enable_x64,
+            config.jax_default_matmul_precision,
+            config.jax_numpy_dtype_promotion,
+            config.jax_threefry_partitionable,
+        )
 
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:

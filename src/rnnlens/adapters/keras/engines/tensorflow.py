@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,6 +68,10 @@ class TensorFlow:
         """``function`` traced now; see :class:`Engine`."""
         del memo  # a graph costs its tracing, which is to be done anew in any case
         return _graph(function, arguments)
+
+    def settings(self) -> Hashable:
+        """The engine's own settings that what is compiled depends on."""
+        return ()
 
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,10 @@ class Torch:
         """``function`` itself: nothing is compiled."""
         del arguments, memo
         return function
+
+    def settings(self) -> Hashable:
+        """The engine's own settings that what is compiled depends on."""
+        return ()
 
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:
