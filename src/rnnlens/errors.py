@@ -190,3 +190,30 @@ _LONGEST, _MOST, _FULL = 200, 60, 1000
 def _cut(got: object) -> str:
     text = got if isinstance(got, str) else str(got)
     return text if len(text) <= _FULL else f"{text[:_FULL]} ..."
+
+
+@contextmanager
+def runs_again(cell: str) -> Iterator[None]:
+    """Within the block a cell of the user is run apart from its model, on steps that were captured.
+
+    Raises
+    ------
+    UnsupportedError
+        For what the cell raises then: it ran within the model, so it needs more than its input and state.
+    """
+    try:
+        yield
+    except RnnlensError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(no_function_of_its_own(cell, f"{type(error).__name__}: {_said(error)}")) from error
+
+
+def no_function_of_its_own(cell: str, got: str) -> str:
+    """What to say of a cell that reads what only exists while its model runs."""
+    return message(
+        f"{cell}, run again on its own input and state, does not do what it did within the model.",
+        got=got,
+        expected="a cell whose step is a function of its input, its state and its weights",
+        hint="hand it what it reads as a part of its input or state; or rl.gradients by inputs and weights",
+    )

@@ -99,6 +99,8 @@ class RecurrentCall:
         Dropout multipliers, the same at every step.
     compute_dtype
         The dtype that the framework computed in, where it is coarser than that of the arrays (mixed precision).
+    tied
+        Names in ``weight_grads`` whose gradient is also that of other layers, which have the same variable.
     weights_key
         Calls with the same key share their weights; ``weight_grads`` is then the sum over them.
     weight_grads
@@ -130,6 +132,7 @@ class RecurrentCall:
     state_scale: Array | None = None
     compute_dtype: str = ""
     weights_key: str = ""
+    tied: frozenset[str] = frozenset()
     weight_grads: Mapping[str, Array] | None = None
     framework_input_grad: Array | None = None
     framework_initial_state_grad: tuple[Array, ...] | None = None

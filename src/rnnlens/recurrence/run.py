@@ -16,6 +16,7 @@ from ..typing import Array, Namespace
 from .cells import KnownCell, equations, lstm, project_input
 from .cells.record import Record
 from .parallel import for_each, sample_chunks
+from .repeats import refuse_another_function
 
 if TYPE_CHECKING:
     from .cells.custom import StepCell
@@ -67,6 +68,7 @@ class Run:
             run = replay_custom(call.cell, call.input, call.initial_state, xp=xp, mask=call.mask, order=call.direction)
             if call.returns_sequences:
                 run.residual = residual(run.step_output, call.output, call.mask, xp)
+                refuse_another_function(call, _at_first_step(run, call))
                 return run
         else:
             run = replay(
@@ -85,6 +87,8 @@ class Run:
         if not call.returns_sequences:
             last = run.last_output(call.masked_output)
             run.residual = residual(last[:, None, :], call.output[:, None, :], None, xp)
+            if not isinstance(call.cell, KnownCell):
+                refuse_another_function(call, run.residual)
         return run
 
     def last_output(self, masked_output: str = "state") -> Array:
@@ -313,6 +317,14 @@ def _largest(values: Array, xp: Namespace) -> float:
     """Largest magnitude; infinite where there is a NaN."""
     high, low = float(xp.max(values)), float(xp.min(values))
     return math.inf if math.isnan(high) or math.isnan(low) else max(abs(high), abs(low))
+
+
+def _at_first_step(run: Run, call: Any) -> float:
+    """How far the replayed output of the step that the recurrence took first is from the captured one."""
+    first = next(run.steps())
+    one = slice(first, first + 1)
+    mask = None if call.mask is None else call.mask[:, one]
+    return residual(run.step_output[:, one, :], call.output[:, one, :], mask, run.xp)  # type: ignore[index]
 
 
 def residual(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> float:

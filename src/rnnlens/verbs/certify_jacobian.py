@@ -22,9 +22,19 @@ JACOBIAN = "plain jacobian"
 
 
 def certify_jacobian(
-    adapter: Adapter, model: Any, batch: Batch, jacobian: xr.DataArray, labels: Labels, axes: Axes, samples: int
+    adapter: Adapter,
+    model: Any,
+    batch: Batch,
+    jacobian: xr.DataArray,
+    labels: Labels,
+    axes: Axes,
+    samples: int,
+    dtype: str,
 ) -> Certificate:
-    """Compare what is linear in the Jacobian, from the model's input to its output; say why anything else is not."""
+    """Compare what is linear in the Jacobian, from the model's input to its output; say why anything else is not.
+
+    ``dtype`` is the coarsest that the model computes in.
+    """
     engine = labels.provenance.get("engine", adapter.name).partition(" ")[0]
     of, wrt = labels.names
     why = _why_not(labels, jacobian)
@@ -60,7 +70,7 @@ def certify_jacobian(
     bare = jacobian.drop_vars(list(jacobian.coords))
     squares = xr.dot(bare, bare, dim=[d for d in (OUT_TIME, OUT_UNIT) if d in jacobian.dims])
     spread = float(np.sqrt(squares.max()))
-    bench = Bench(max(int(size) for size in (64, *jacobian.shape)), str(jacobian.dtype))
+    bench = Bench(max(int(size) for size in (64, *jacobian.shape)), dtype)
     bench.compare(JACOBIAN, "", [(mine, theirs.transpose(*mine.dims))], scale=spread)
     certificate = Certificate.of(engine, bench.checks, certified=("random combinations of its rows",))
     reason = unsteady(adapter, model, batch, run) if certificate.state == "failed" else ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ from ..data import leaves_of
 from ..errors import InputError, ModelError, TooLargeError, message
 from ..recurrence.reductions import REDUCTIONS, probe_signs, sketched
 from ..results.certificate import Certificate
-from ..results.checks import warn_about
+from ..results.checks import coarser, warn_about
 from ..results.jacobian import checks_of
 from ..settings import current, format_memory, parse_memory
 from .axes import Axes, an_axes_table
@@ -41,7 +42,7 @@ from .inside import Inside
 from .jacobian_ends import resolve
 from .jacobian_label import Labels, masks_of
 from .jacobian_run import compute
-from .jacobian_target import Tensor, chosen_times, look_inside, projection
+from .jacobian_target import Swept, Tensor, chosen_times, look_inside, projection
 from .jacobian_wanted import Ends
 from .names import Catalogue, TensorName, catalogue, read_one, with_named_outputs
 from .question import refuse_lone_output, repeatable
@@ -177,10 +178,18 @@ def jacobian(
     if out is not None:
         certificate = Certificate("could not", why="it was written piece by piece, and is not read back")
     elif asked_for(model, "jacobian", batch, names, reduce, average, sketch, project is None):
-        certificate = certify_jacobian(adapter, model, batch, found, labels, room, batch_of(inside))
+        certificate = certify_jacobian(
+            adapter, model, batch, found, labels, room, batch_of(inside), _computed_in(found, labels, swept.values())
+        )
     found.attrs |= certificate.attributes(checks_of(found))
     warn_about(certificate.checks)
     return found
+
+
+def _computed_in(found: xr.DataArray, labels: Labels, swept: Iterable[Swept]) -> str:
+    """The coarsest dtype on the way: that of the result, of the model, or of a layer."""
+    kinds = [str(found.dtype), labels.provenance.get("dtype", ""), *(one.half.call.compute_dtype for one in swept)]
+    return functools.reduce(coarser, (kind or "" for kind in kinds))
 
 
 def batch_of(inside: Inside) -> int:

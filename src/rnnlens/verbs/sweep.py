@@ -71,7 +71,7 @@ def weights_to_check(call: RecurrentCall, run: Run, result: Adjoint) -> tuple[Ma
 
     Of known cells random combinations of the rows: a fault in any weight shows in them (Freivalds 1977).
     """
-    reference = call.weight_grads or {}
+    reference = {name: grad for name, grad in (call.weight_grads or {}).items() if name not in call.tied}
     if isinstance(call.cell, KnownCell):
         return weight_gradients(run, result, probes=PROBES), probed(reference, PROBES, run.xp)
     return weights_of(call, run, result), reference

@@ -316,7 +316,8 @@ def _recurrent_gradients(
         result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
         whole = weights_of(call, run, result)
         if call.weight_grads is not None:
-            sums.setdefault(call.direction, WeightSum(call, call.weight_grads)).add(whole, int(call.input.shape[1]))
+            alone = {name: grad for name, grad in call.weight_grads.items() if name not in call.tied}
+            sums.setdefault(call.direction, WeightSum(call, alone)).add(whole, int(call.input.shape[1]))
         if by_time == "norm":
             whole = weight_norms_by_time(run, result)
         elif by_time:
@@ -329,6 +330,8 @@ def _recurrent_gradients(
                 mine[name] = np.concatenate([mine[name], plain(grad)])
             else:
                 mine[name] = plain(grad) + mine[name]
+        if not by_time and call.weight_grads is not None:  # dL/dW is over all that share W
+            mine |= {name: plain(call.weight_grads[name]) for name in call.tied if name in whole}
     return total, [entry.check() for entry in sums.values()]
 
 

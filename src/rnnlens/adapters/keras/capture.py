@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -18,7 +20,7 @@ from .discover import Site, choose, given_states, places
 from .engines import Engine, current
 from .hooks import Call
 from .masks import masked_output, output_from_state
-from .plain import names_of
+from .plain import names_of, tied_variables
 from .run import Job, Result, run
 from .trees import by_key
 from .weights import cell_variables, known_arrays, known_cell, known_kind
@@ -54,7 +56,7 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         tap_inputs=borders,
     )
     result = run(job, engine)
-    told = _Assembly(engine, result, sites).capture(request, loss is not None)
+    told = _Assembly(engine, result, sites, _tied(model, found.sites)).capture(request, loss is not None)
     if borders:
         _tell_around(told, engine, job, result.gradients)
     return told
@@ -87,11 +89,18 @@ def _weights(sites: list[Site]) -> dict[str, tuple[Any, Any]]:
     return found
 
 
+def _tied(model: Any, sites: Iterable[Site]) -> set[int]:
+    """The variables, by their id, that several layers have, or several cells of recurrent ones."""
+    cells = {id(site.layer.cell): site.layer.cell for site in sites}.values()
+    held = Counter(key for cell in cells for key in {id(v) for v in cell_variables(cell).values()})
+    return tied_variables(model) | {key for key, count in held.items() if count > 1}
+
+
 class _Assembly:
     """Turns the tensors of a run into calls of the contract."""
 
-    def __init__(self, engine: Engine, result: Result, sites: list[Site]) -> None:
-        self._engine, self._result = engine, result
+    def __init__(self, engine: Engine, result: Result, sites: list[Site], tied: set[int]) -> None:
+        self._engine, self._result, self._tied = engine, result, tied
         self._sites: dict[tuple[str, int], Site] = {}
         for site in sites:
             half = sum(name == site.name for name, _ in self._sites)
@@ -151,6 +160,7 @@ class _Assembly:
             compute_dtype=_computed_in(layer.compute_dtype),
             weights_key=self._weights_key(layer.cell),
             weight_grads=self._weight_grads(layer.cell) if with_loss and request.weight_grads else None,
+            tied=self._tied_weights(layer.cell),
             framework_input_grad=get.gradient("input"),
             framework_initial_state_grad=get.all_gradients("initial_state") or None,
         )
@@ -183,6 +193,11 @@ class _Assembly:
             for name in cell_variables(cell)
         }
         return known_arrays(cell, found)
+
+    def _tied_weights(self, cell: Any) -> frozenset[str]:
+        """Names of the weights whose gradient is that of other layers too."""
+        names = {name for name, variable in cell_variables(cell).items() if id(variable) in self._tied}
+        return frozenset(names | ({"recurrent_bias"} if "bias" in names else set()))
 
     def _plain(self, call: Call) -> list[PlainCall]:
         get = self._getter(call)

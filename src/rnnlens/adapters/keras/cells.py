@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 import numpy as np
 
+from ...errors import runs_again
 from ...typing import Array
 from .engines import Engine
 from .found import as_found
@@ -93,8 +95,10 @@ class KerasStepCell:
     def _tensor(self, array: Array) -> Any:
         return keras.ops.convert_to_tensor(array, dtype=self._dtype)
 
-    def _left_alone(self) -> Any:
-        return as_found(self._cell, self._engine)
+    @contextmanager
+    def _left_alone(self) -> Iterator[None]:
+        with as_found(self._cell, self._engine), runs_again(type(self._cell).__name__):
+            yield
 
     def _pure(self, x: Any, states: Sequence[Any], weights: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         mapping = [(self._variables[name], value) for name, value in weights.items()]

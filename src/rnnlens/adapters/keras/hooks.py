@@ -179,7 +179,8 @@ def refuse_options(site: Site, mask: Any, training: bool) -> None:
     Raises
     ------
     UnsupportedError
-        For an option triple that Keras itself cannot run, and for random numbers inside a cell of unknown equations.
+        For an option triple that Keras itself cannot run, and for random numbers and statistics of the batch inside a
+        cell of unknown equations.
     """
     layer = site.layer
     if keras.backend.backend() == "torch" and layer.unroll and layer.go_backwards and mask is not None:
@@ -189,6 +190,15 @@ def refuse_options(site: Site, mask: Any, training: bool) -> None:
                 hint="unroll=False",
             )
         )
+    if training and known_kind(layer.cell) is None and _takes_statistics(layer.cell):
+        raise UnsupportedError(
+            message(
+                f"Layer {site.name!r}: batch normalisation in the cell {type(layer.cell).__name__} acts on the batch.",
+                got="training=True",
+                expected="a cell whose step is a function of its input and state alone",
+                hint="training=False",
+            )
+        )
     if training and known_kind(layer.cell) is None and _is_random(layer.cell):
         raise UnsupportedError(
             message(
@@ -196,6 +206,11 @@ def refuse_options(site: Site, mask: Any, training: bool) -> None:
                 hint="training=False, or dropout between the layers instead of inside the cell",
             )
         )
+
+
+def _takes_statistics(cell: Any) -> bool:
+    inner = cell._flatten_layers() if isinstance(cell, keras.Layer) else ()
+    return any(isinstance(layer, keras.layers.BatchNormalization) and layer.trainable for layer in inner)
 
 
 def _is_random(cell: Any) -> bool:

@@ -24,6 +24,7 @@ from .found import as_found
 from .memos import memo_of
 from .run import Job
 from .stamps import stamp_of_run, stamp_of_tensors
+from .weights import known_kind
 
 #: Cotangents of the model's outputs from their values, leaf by leaf; None for those that count for nothing.
 Cotangents = Callable[[Sequence[Array]], Sequence[Array | None]]
@@ -196,7 +197,9 @@ def place(model: Any, layer: str, direction: str | None, key: str) -> Place | No
 
 def _within(model: Any, owner: Any, key: str) -> Place | None:
     """The variable of a cell or layer that a weight of ours is. Keras has the gates in the order that we have them."""
-    both = key in ("bias", "recurrent_bias") and len(getattr(getattr(owner, "bias", None), "shape", ())) == 2
+    # Only cells of known equations have the rows of one variable as two weights.
+    both = known_kind(owner) == "gru" and owner.bias is not None and len(owner.bias.shape) == 2
+    both = both and key in ("bias", "recurrent_bias")
     wanted = "bias" if both else key.rpartition("/")[2]
     weights = list(getattr(owner, "weights", ()))
     found = [v for v in weights if v.name == wanted] or [v for v in weights if v.path.endswith(f"/{key}")]
@@ -207,16 +210,22 @@ def _within(model: Any, owner: Any, key: str) -> Place | None:
         return None
     row = ("bias", "recurrent_bias").index(key) if both else None
     return Place(
-        name, (lambda array: array) if row is None else (lambda array: array[row]), str(row), _tied(model, found[0])
+        name,
+        (lambda array: array) if row is None else (lambda array: array[row]),
+        str(row),
+        id(found[0]) in tied_variables(model),
     )
 
 
-def _tied(model: Any, variable: Any) -> bool:
-    """Whether more than one layer of the model has the variable for its own."""
-    own = [
-        {id(v) for v in (*one._trainable_variables, *one._non_trainable_variables)} for one in model._flatten_layers()
-    ]
-    return sum(id(variable) in ids for ids in own) > 1
+def tied_variables(model: Any) -> set[int]:
+    """The variables, by their id, that more than one layer of the model has for its own."""
+    once: set[int] = set()
+    again: set[int] = set()
+    for layer in model._flatten_layers():
+        own = {id(v) for v in (*layer._trainable_variables, *layer._non_trainable_variables)}
+        again |= own & once
+        once |= own
+    return again
 
 
 def _called(model: Any, name: str) -> Iterator[Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ...errors import runs_again
 from .left_as_found import eagerly
 
 
@@ -104,15 +105,18 @@ class TorchStepCell:
     ) -> tuple[Tensor, ...]:
         """Cotangents of the new states as they are produced: with their paths to what else the step returns."""
         with self._as_captured():
-            returned = self._returned(x.detach().requires_grad_(), [s.detach().requires_grad_() for s in state])
+            given = [s.detach().requires_grad_() for s in self._shaped(state)]
+            returned = self._called(x.detach().to(self.dtype).requires_grad_(), given)
             new = returned if self.form.output_is_state else returned[1:]
             # Of one tensor that is returned twice, as output and as state, both cotangents are meant.
             both = zip((returned[0], *new), (output_cotangent, *state_cotangent), strict=True)
             pairs = [(tensor, c.to(tensor.dtype).reshape(tensor.shape)) for tensor, c in both if tensor.requires_grad]
             starts, cotangents = zip(*pairs, strict=True)
-            pulled = torch.autograd.grad(starts, [s for s in new if s.requires_grad], cotangents, allow_unused=True)
-        found = iter(pulled)
-        grads = [next(found) if s.requires_grad else None for s in new]
+            # A state that is passed on is not produced: what else the step makes of it, it made of the state before.
+            made = [s.requires_grad and not any(s is g for g in given) for s in new]
+            ends = [s for s, is_made in zip(new, made, strict=True) if is_made]
+            found = iter(torch.autograd.grad(starts, ends, cotangents, allow_unused=True) if ends else ())
+        grads = [next(found) if is_made else None for is_made in made]
         kept = zip(grads, state_cotangent, strict=True)
         return tuple(c if g is None else _widened(g.flatten(1)) for g, c in kept)
 
@@ -134,8 +138,13 @@ class TorchStepCell:
 
     def _returned(self, x: Tensor, state: Sequence[Tensor]) -> list[Tensor]:
         """All tensors that one step returns, as it returns them."""
-        shaped = [s.to(self.dtype).reshape(-1, *shape) for s, shape in zip(state, self.form.shapes, strict=True)]
-        args, kwargs = self.form.call(x.to(self.dtype), shaped)
+        return self._called(x.to(self.dtype), self._shaped(state))
+
+    def _shaped(self, state: Sequence[Tensor]) -> list[Tensor]:
+        return [s.to(self.dtype).reshape(-1, *shape) for s, shape in zip(state, self.form.shapes, strict=True)]
+
+    def _called(self, x: Tensor, state: Sequence[Tensor]) -> list[Tensor]:
+        args, kwargs = self.form.call(x, state)
         with torch.autocast(x.device.type, self.autocast) if self.autocast is not None else nullcontext():
             return leaves(self.module(*args, **kwargs))
 
@@ -146,7 +155,7 @@ class TorchStepCell:
         try:
             for inner, flag in self.modes:
                 inner.training = flag
-            with torch.enable_grad(), eagerly():
+            with torch.enable_grad(), eagerly(), runs_again(type(self.module).__name__):
                 yield
         finally:
             for inner, flag in before:

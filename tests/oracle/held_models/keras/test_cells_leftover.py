@@ -1,0 +1,296 @@
+"""Cells and layers as people combine them, held against the engine's own autodiff of the untouched model in float64."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+from rnnlens.errors import SelfCheckWarning, UnsupportedError
+from rnnlens.testing.keras_autodiff import gradients
+
+L, ops = keras.layers, keras.ops
+TIME, UNITS = 4, 3
+X = np.random.default_rng(0).normal(size=(2, TIME, 2))
+
+
+@pytest.fixture(autouse=True)
+def _float64_and_no_warning():
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SelfCheckWarning)
+        yield
+    keras.config.set_floatx(before)
+
+
+def total(y, out):
+    return ops.sum(ops.sin(out) * (1.0 + ops.cast(ops.arange(out.shape[-1]), out.dtype)))
+
+
+def expected_jacobian(model, x):
+    """(sample, ...output, ...input), one backward pass per element of the output of one sample."""
+    with keras.StatelessScope():
+        shape = tuple(model(x).shape)[1:]
+    rows = []
+    for flat in range(int(np.prod(shape))):
+        pick = np.zeros((1, *shape))
+        pick[(0, *np.unravel_index(flat, shape))] = 1
+        rows.append(gradients(lambda t, pick=pick: ops.sum(model(t[0]) * ops.convert_to_tensor(pick)), [x], [])[1][0])
+    return np.stack(rows, 1).reshape(len(x), *shape, *x.shape[1:])
+
+
+def close(found, expected, rtol=1e-9):
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=rtol, atol=rtol * np.abs(expected).max())
+
+
+def matches(entries, wanted):
+    """Whether ``wanted`` is among the entries: as it is, or each of its two rows (the biases of a GRU)."""
+
+    def there(array):
+        return any(e.size == array.size and np.allclose(e.ravel(), array.ravel(), 1e-8, 1e-11) for e in entries)
+
+    return there(wanted) or (wanted.shape[0] == 2 and all(map(there, wanted)))
+
+
+def held(model, x, layers, jacobian=True):
+    """Loss, gradients by the input and by the weights of ``layers``, and the time Jacobian."""
+    variables = [v for layer in layers for v in layer.trainable_variables]
+    loss, (by_input,), by_weight = gradients(lambda t: total(None, model(t[0])), [x], variables)
+    expected = dict(zip(map(id, variables), by_weight, strict=True))
+    assert float(rl.trace(model, x, loss=total).loss) == pytest.approx(float(loss), rel=1e-10)
+    close(rl.gradients(model, x, loss=total, wrt="input"), by_input)
+    weights = rl.weights(model, x, loss=total)
+    for layer in layers:
+        found = weights[layer.name]
+        entries = [np.asarray(found[name]) for name in found.names if name.endswith("_grad")]
+        for variable in layer.trainable_variables:
+            assert matches(entries, expected[id(variable)]), variable.path
+    if jacobian:
+        close(rl.jacobian(model, x), expected_jacobian(model, x))
+
+
+@keras.saving.register_keras_serializable()
+class Cell(L.Layer):
+    state_size, output_size = UNITS, UNITS
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], UNITS), name="kernel")
+        self.recurrent = self.add_weight(shape=(UNITS, UNITS), name="recurrent")
+
+    def call(self, x, states):
+        h = ops.tanh(x @ self.kernel + states[0] @ self.recurrent)
+        return h * 2.0, [h]
+
+
+KINDS = {"lstm": lambda **options: L.LSTM(UNITS, **options), "own": lambda **options: L.RNN(Cell(), **options)}
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("sequences", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_jacobian_by_the_output_of_the_layer(kind, sequences, both):
+    layer = KINDS[kind](return_sequences=sequences, name=None if both else "rnn")
+    layer = L.Bidirectional(layer, name="rnn") if both else layer
+    inputs = keras.Input((TIME, 2))
+    output = layer(inputs)
+    top = L.Dense(2, activation="tanh")(output)
+    model, below, above = keras.Model(inputs, top), keras.Model(inputs, output), keras.Model(output, top)
+    expected = expected_jacobian(above, ops.convert_to_numpy(below(X)))
+    close(rl.jacobian(model, X, wrt="rnn.output"), expected)
+
+
+class ScaledCell(Cell):
+    scale = 1.0
+
+    def call(self, x, states):
+        h = ops.tanh(x @ self.kernel + states[0] @ self.recurrent) * self.scale
+        return h, [h]
+
+
+class SetsScale(keras.Model):
+    """Its forward pass settles what the cell reads."""
+
+    def __init__(self, scale, leaves):
+        super().__init__()
+        self.scale, self.leaves = scale, leaves
+        self.rnn, self.head = L.RNN(ScaledCell(), return_sequences=True, name="rnn"), L.Dense(2)
+
+    def call(self, x):
+        self.rnn.cell.scale = self.scale(x)
+        out = self.head(self.rnn(x))
+        if not self.leaves:
+            self.rnn.cell.scale = 1.0
+        return out
+
+
+class ScaledLayer(L.RNN):
+    """A layer whose own call settles what its cell reads."""
+
+    def call(self, sequences, initial_state=None, mask=None, training=False):
+        self.cell.scale = 1.0 + ops.mean(sequences, axis=1)[:, :1]
+        return super().call(sequences, initial_state, mask, training)
+
+
+def set_by_call(how):
+    if how == "layer":
+        inputs = keras.Input((TIME, 2))
+        return keras.Model(inputs, L.Dense(2)(ScaledLayer(ScaledCell(), return_sequences=True, name="rnn")(inputs)))
+    scale = (lambda x: 0.5) if "number" in how else (lambda x: 1.0 + ops.mean(x, axis=1)[:, :1])
+    model = SetsScale(scale, leaves="left" in how)
+    model(X)
+    return model
+
+
+@pytest.mark.parametrize("how", ["number", "input", "input left", "layer"])
+def test_a_cell_that_reads_what_call_sets(how):
+    model = set_by_call(how)
+    expected = gradients(lambda t: total(None, model(t[0])), [X], [])[1][0]
+    close(rl.gradients(model, X, loss=total, wrt="input"), expected)
+    for ask in (lambda: rl.trace(model, X, loss=total), lambda: rl.jacobian(model, X)):
+        with pytest.raises(UnsupportedError, match="run again on its own input and state"):
+            ask()
+
+
+def test_a_number_that_stays_set():
+    model = set_by_call("number left")
+    held(model, X, [model.rnn])
+
+
+class NormCell(Cell):
+    def __init__(self):
+        super().__init__()
+        self.norm = L.BatchNormalization()
+
+    def build(self, shape):
+        super().build(shape)
+        self.norm.build((None, UNITS))
+
+    def call(self, x, states, training=False):
+        h = ops.tanh(self.norm(x @ self.kernel, training=training) + states[0] @ self.recurrent)
+        return h, [h]
+
+
+class Noisier(Cell):
+    """Its step asks whether it trains."""
+
+    def call(self, x, states, training=False):
+        h = ops.tanh(x @ self.kernel + states[0] @ self.recurrent) * (2.0 if training else 1.0)
+        return h, [h]
+
+
+@pytest.mark.parametrize("kind", [NormCell, Noisier])
+def test_a_cell_that_acts_otherwise_in_training(kind):
+    inputs = keras.Input((TIME, 2))
+    rnn = L.RNN(kind(), return_sequences=True, name="rnn")
+    model = keras.Model(inputs, L.Dense(2)(rnn(inputs)))
+    before = [np.array(ops.convert_to_numpy(v)) for v in model.variables]
+    found = rl.gradients(model, X, loss=total, wrt="input", training=True)
+    close(found, gradients(lambda t: total(None, model(t[0], training=True)), [X], [])[1][0])
+    for ask in (
+        lambda: rl.trace(model, X, loss=total, training=True),
+        lambda: rl.jacobian(model, X, training=True),
+    ):
+        with pytest.raises(UnsupportedError, match=r"acts on the batch|run again on its own"):
+            ask()
+    close(rl.jacobian(model, X), expected_jacobian(model, X))
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(ops.convert_to_numpy(variable), value)
+
+
+class TiedCell(Cell):
+    """It reads the recurrent matrix of another cell."""
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.matrix = matrix
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], UNITS), name="kernel")
+        self.recurrent = self.matrix
+
+
+@pytest.mark.parametrize("kind", ["own", "known"])
+def test_one_recurrent_matrix_in_two_layers(kind):
+    lower = L.RNN(Cell(), return_sequences=True, name="lower")
+    lower = lower if kind == "own" else L.SimpleRNN(UNITS, return_sequences=True, name="lower")
+    inputs = keras.Input((TIME, 2))
+    below = lower(inputs)
+    matrix = lower.cell.recurrent if kind == "own" else lower.cell.recurrent_kernel
+    upper = L.RNN(TiedCell(matrix), return_sequences=True, name="upper")
+    model = keras.Model(inputs, L.Dense(2)(upper(below)))
+    held(model, X, [lower, upper])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_is_held_to_half_precision(kind):
+    policy = "mixed_bfloat16"
+    options = {"return_sequences": True, "dtype": policy, "name": "rnn"}
+    layer = L.RNN(Cell(dtype=policy), **options) if kind == "own" else KINDS[kind](**options)
+    inputs = keras.Input((TIME, 2), dtype="float32")
+    model, x = keras.Model(inputs, L.Dense(2, dtype="float32")(layer(inputs))), X.astype("float32")
+    expected = gradients(lambda t: total(None, model(t[0])), [x], [])[1][0]
+    rl.trace(model, x, loss=total)
+    rl.weights(model, x, loss=total)
+    close(rl.gradients(model, x, loss=total, wrt="input"), expected, 0.05)
+    close(rl.jacobian(model, x), expected_jacobian(model, x), 0.05)
+
+
+@pytest.mark.parametrize("approximate", [None, True, False])
+def test_gelu(approximate):
+    def own(values):
+        return keras.activations.gelu(values, approximate=approximate)
+
+    inputs = keras.Input((TIME, 2))
+    rnn = L.GRU(UNITS, activation="gelu" if approximate is None else own, return_sequences=True, name="rnn")
+    held(keras.Model(inputs, L.Dense(2, activation="gelu")(rnn(inputs))), 3 * X, [rnn])
+
+
+def shared_in_nested_models():
+    """One LSTM in two nested models, on two readings of the input."""
+    rnn = L.LSTM(UNITS, return_sequences=True, name="rnn")
+    parts = []
+    for name in ("left", "right"):
+        inner = keras.Input((TIME, 2))
+        parts.append(keras.Model(inner, L.Dense(2, activation="tanh")(rnn(inner)), name=name))
+    inputs = keras.Input((TIME, 2))
+    return keras.Model(inputs, parts[0](inputs) * parts[1](L.Dense(2)(inputs))), rnn
+
+
+def attention_over_outputs():
+    inputs = keras.Input((TIME, 2))
+    rnn = L.LSTM(UNITS, return_sequences=True, name="rnn")
+    states = rnn(inputs)
+    return keras.Model(inputs, L.Dense(2)(L.Attention()([states, L.Dense(UNITS)(states)]))), rnn
+
+
+def masks_through_time_distributed():
+    inputs = keras.Input((TIME, 2))
+    rnn = L.LSTM(UNITS, return_sequences=True, name="rnn")
+    wider = L.TimeDistributed(L.Dense(3, activation="tanh"))(L.Masking()(inputs))
+    return keras.Model(inputs, L.TimeDistributed(L.Dense(2))(rnn(wider))), rnn
+
+
+def stateful_own_cell():
+    inputs = keras.Input(batch_shape=(2, TIME, 2))
+    rnn = L.RNN(Cell(), return_sequences=True, stateful=True, name="rnn")
+    return keras.Model(inputs, L.Dense(2)(rnn(inputs))), rnn
+
+
+MODELS = [shared_in_nested_models, attention_over_outputs, masks_through_time_distributed, stateful_own_cell]
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_models_as_people_combine_them(make):
+    model, rnn = make()
+    x = X.copy()
+    if make is masks_through_time_distributed:
+        x[0, 2:] = 0
+    if make is stateful_own_cell:
+        start = np.random.default_rng(2).normal(size=(2, UNITS))
+        rnn.states[0].assign(start)
+    held(model, x, [rnn])
+    if make is stateful_own_cell:
+        np.testing.assert_array_equal(ops.convert_to_numpy(rnn.states[0]), start)
