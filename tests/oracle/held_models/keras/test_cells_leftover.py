@@ -17,13 +17,15 @@ X = np.random.default_rng(0).normal(size=(2, TIME, 2))
 
 @pytest.fixture(autouse=True)
 def _float64_and_no_warning():
-    before = keras.config.floatx()
+    before, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")  # Keras keeps the policy that the first layer of the process was given
     keras.utils.set_random_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SelfCheckWarning)
         yield
     keras.config.set_floatx(before)
+    keras.config.set_dtype_policy(policy)
 
 
 def total(y, out):
