@@ -23,10 +23,12 @@ PER_STEP = RNG.uniform(0.2, 2.0, (N, T))
 
 @pytest.fixture(autouse=True)
 def in_float64():
-    before = keras.backend.floatx()
-    keras.backend.set_floatx("float64")
+    before, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")  # Keras keeps the policy that the first layer of the process was given
     yield
-    keras.backend.set_floatx(before)
+    keras.config.set_floatx(before)
+    keras.config.set_dtype_policy(policy)
 
 
 def regressor(**options):

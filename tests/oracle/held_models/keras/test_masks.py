@@ -18,11 +18,13 @@ Y = RNG.normal(size=(3, TIME, 2))
 
 @pytest.fixture(autouse=True)
 def _float64():
-    before = keras.config.floatx()
+    before, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")  # Keras keeps the policy that the first layer of the process was given
     keras.utils.set_random_seed(1)
     yield
     keras.config.set_floatx(before)
+    keras.config.set_dtype_policy(policy)
 
 
 def padded():
