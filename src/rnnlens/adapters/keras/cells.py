@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
-import numpy as np
 
 from ...errors import runs_again
 from ...typing import Array
 from .engines import Engine
 from .found import as_found
+from .values import value_of
 from .weights import cell_variables
 
 #: Bytes that the Jacobians of one chunk of steps may take.
@@ -122,4 +122,4 @@ def _output_size(cell: Any, state_sizes: tuple[int, ...]) -> int:
 
 def _frozen(variable: Any) -> Any:
     """The value of a variable now, apart from later updates."""
-    return keras.ops.convert_to_tensor(np.array(keras.ops.convert_to_numpy(variable)), dtype=variable.dtype)
+    return keras.ops.convert_to_tensor(value_of(variable), dtype=variable.dtype)

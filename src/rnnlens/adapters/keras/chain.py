@@ -9,6 +9,7 @@ import keras
 from keras.src.models.functional import Functional
 
 from ..protocol import ChainLink
+from .values import value_of
 
 _RECURRENT = (keras.layers.LSTM, keras.layers.GRU, keras.layers.SimpleRNN)
 #: Layers that pass their input on unchanged when not training.
@@ -74,6 +75,5 @@ def _dense(layer: Any, name: str) -> ChainLink | None:
     activation = getattr(layer.activation, "__name__", "")
     if layer.activation is not getattr(keras.activations, activation, None):
         return None
-    to_numpy = keras.ops.convert_to_numpy
-    kernel, bias = to_numpy(layer.kernel), None if layer.bias is None else to_numpy(layer.bias)
+    kernel, bias = value_of(layer.kernel), None if layer.bias is None else value_of(layer.bias)
     return ChainLink(name, "dense", kernel, bias, activation)

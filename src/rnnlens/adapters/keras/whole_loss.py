@@ -19,6 +19,7 @@ from .discover import given_states, places
 from .engines import Engine, Memo, Tap, current
 from .found import as_found
 from .run import Job, run
+from .values import value_of
 
 #: Losses that are one value per sample (and step): means of equal batches are the mean of the whole.
 _PLAIN = {
@@ -69,7 +70,7 @@ def outputs_of(model: Any, batch: Batch) -> Outputs:
     kept = run(job, engine).outputs
     leaves = tree.flatten(kept["outputs"])
     masks = [None if mask is None else np.asarray(engine.to_array(mask)) for mask in kept["masks"]]
-    arrays = [np.asarray(keras.ops.convert_to_numpy(leaf)) for leaf in leaves]
+    arrays = [value_of(leaf) for leaf in leaves]
     structure = {"outputs": kept["outputs"], "adds": bool(np.asarray(engine.to_array(kept["adds"])))}
     return Outputs(arrays, structure, masks, _nothing if _has_own_losses(model) else None)
 

@@ -1,0 +1,61 @@
+"""What Keras' variables have NumPy warn of does not reach the user of a verb."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import rnnlens as rl
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(3, 4, 2)).astype("float32"), RNG.normal(size=(3, 4, 1)).astype("float32")
+
+
+class Cell(layers.Layer):
+    state_size = output_size = 3
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 3), name="kernel")
+        self.recurrent = self.add_weight(shape=(3, 3), name="recurrent")
+
+    def call(self, x, states):
+        state = keras.ops.tanh(x @ self.kernel + states[0] @ self.recurrent)
+        return state, [state]
+
+
+def model_of(layer):
+    model = keras.Sequential([keras.Input((4, 2)), layer, layers.Dense(1)])
+    model.compile(loss="mse")
+    return model
+
+
+def layer_of_one_s_own():
+    return layers.RNN(Cell(), return_sequences=True, name="rnn")
+
+
+def layer_of_keras():
+    return layers.SimpleRNN(3, return_sequences=True, name="rnn")
+
+
+VERBS = {
+    "trace": lambda model: rl.trace(model, X, Y),
+    "weights": lambda model: rl.weights(model, X, Y),
+    "gradients": lambda model: rl.gradients(model, X, Y, wrt=["input", "weights"]),
+    "jacobian": lambda model: rl.jacobian(model, X),
+    "fixed_points": lambda model: rl.fixed_points(model, X, layer="rnn"),
+    "lyapunov": lambda model: rl.lyapunov(model, X),
+    "weight_norms": lambda model: rl.weight_norms(model),
+    "diagnose": lambda model: rl.diagnose(model, X, Y),
+}
+
+
+@pytest.mark.parametrize("layer", [layer_of_keras, layer_of_one_s_own])
+def test_no_verb_warns_of_arrays(layer):
+    model = model_of(layer())
+    for name, verb in VERBS.items():
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            verb(model)
+        assert not [str(one.message) for one in heard if "__array__" in str(one.message)], name
