@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,11 @@ def command(folder):
     return run
 
 
+def hear_ctrl_c():
+    """A process that was itself started in the background hands its deafness to Ctrl-C on."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture
 def start(folder):
     """Start ``rnnlens ...`` and leave it running; it does not outlive the test."""
@@ -58,6 +64,7 @@ def start(folder):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=hear_ctrl_c,
         )
         started.append(process)
         return process

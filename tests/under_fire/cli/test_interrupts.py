@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from .conftest import PROGRAM, TORCH, environment
+from .conftest import PROGRAM, TORCH, environment, hear_ctrl_c
 
 SLOW = """
 import time
@@ -103,6 +103,7 @@ def test_from_the_first_line_on(folder):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=hear_ctrl_c,
         )
         process.stdout.readline()
         time.sleep(delay)
