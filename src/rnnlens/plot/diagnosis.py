@@ -96,12 +96,14 @@ def _memory(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
         n = float(model["memory"])
         words = f"n >= {n:.0f}" if model.attrs["censored"] else f"n = {n:.0f}"
         ax.axvline(n, color="0.3", linewidth=0.9, gid="memory")
+        right = n**2 < float(model["steps"])  # the left half of a logarithmic axis
         ax.annotate(
             words,
             (n, 0.97),
             xycoords=ax.get_xaxis_transform(),
-            xytext=(3, 0),
+            xytext=(3 if right else -3, 0),
             textcoords="offset points",
+            ha="left" if right else "right",
             va="top",
             fontsize="small",
         )
