@@ -73,13 +73,15 @@ SUITES = (
     ),
     Suite(
         "core",
-        ("tests/unit", "tests/property", "tests/surface", "tests/under_fire/cli", "tests/under_fire/files"),
+        ("tests/unit", "tests/property", "tests/surface"),
         environment={"KERAS_BACKEND": "jax"},
     ),
     Suite(
         "torch",
         ("tests/contract/torch", "tests/oracle/torch", "tests/oracle/held_models/torch", "tests/under_fire/torch"),
     ),
+    # A process without a framework: its tests fork, which JAX' threads do not survive.
+    Suite("files", ("tests/under_fire/cli", "tests/under_fire/files")),
     Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
     Suite("lint", commands=LINT),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,8 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 #: What the installed command does.
 PROGRAM = "import sys; from rnnlens.cli import main; sys.exit(main())"
+#: A process that was itself started in the background hands its deafness to Ctrl-C on.
+HEAR_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 
 
 def environment(**extra):
@@ -46,11 +47,6 @@ def command(folder):
     return run
 
 
-def hear_ctrl_c():
-    """A process that was itself started in the background hands its deafness to Ctrl-C on."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 @pytest.fixture
 def start(folder):
     """Start ``rnnlens ...`` and leave it running; it does not outlive the test."""
@@ -58,13 +54,12 @@ def start(folder):
 
     def run(*arguments, **extra):
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", PROGRAM, *map(str, arguments)],
+            [sys.executable, "-P", "-c", f"{HEAR_CTRL_C}; {PROGRAM}", *map(str, arguments)],
             cwd=folder,
             env=environment(**extra),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=hear_ctrl_c,
         )
         started.append(process)
         return process

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from .conftest import PROGRAM, TORCH, environment, hear_ctrl_c
+from .conftest import HEAR_CTRL_C, PROGRAM, TORCH, environment
 
 SLOW = """
 import time
@@ -94,6 +94,7 @@ def test_from_the_first_line_on(folder):
     """From the first line of ours on; before it, Python itself and its import system are still starting."""
     (folder / "own.py").write_text(TORCH)
     program = PROGRAM.replace("sys.exit(main())", "print('on', flush=True); sys.exit(main())")
+    program = f"{HEAR_CTRL_C}; {program}"
     said = []
     for delay in (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
         process = subprocess.Popen(
@@ -103,7 +104,6 @@ def test_from_the_first_line_on(folder):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=hear_ctrl_c,
         )
         process.stdout.readline()
         time.sleep(delay)
