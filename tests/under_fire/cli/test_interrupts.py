@@ -90,6 +90,7 @@ def test_ctrl_c_twice_says_it_once(start, folder):
     interrupted(process)
 
 
+@pytest.mark.full  # on a busy machine torch itself aborts where it is interrupted while loading
 def test_from_the_first_line_on(folder):
     """From the first line of ours on; before it, Python itself and its import system are still starting."""
     (folder / "own.py").write_text(TORCH)

@@ -12,6 +12,7 @@ import flips
 sys.path.pop(0)
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # the child reads a file and ends
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_flips(suffix):
     found = flips.main(suffix, 25, seed=1, unsealed=False)
