@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from .typing import Array
-from .vocabulary import SAMPLE, TIME
+from .vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME, UNIT
 
 #: The names that one axis stands for: one, or those folded into it, outermost first.
 Axis = tuple[str, ...]
@@ -98,3 +98,30 @@ def canonical_order(names: Sequence[str]) -> list[int]:
     """Positions of the names in the order of results: sample, time, then the others as they are."""
     first = [names.index(name) for name in (SAMPLE, TIME) if name in names]
     return first + [i for i in range(len(names)) if i not in first]
+
+
+def dims_of(
+    shape: Sequence[int], *, bidirectional: bool = False, last: str = UNIT, gate: bool = False
+) -> tuple[str, ...]:
+    """Names of the axes of a tensor: sample, time, (direction), ..., unit.
+
+    >>> dims_of((2, 5, 3)), dims_of((2, 3)), dims_of((2, 4, 4, 3))
+    (('sample', 'time', 'unit'), ('sample', 'unit'), ('sample', 'axis_1', 'axis_2', 'unit'))
+    """
+    middle = [TIME, *([DIRECTION] if bidirectional else []), *([GATE] if gate else [])]
+    full = (SAMPLE, *middle, last)
+    if len(shape) == len(full):
+        return full
+    without_time = tuple(dim for dim in full if dim != TIME)
+    if len(shape) == len(without_time):
+        return without_time
+    if len(shape) < 2:
+        return (SAMPLE,)[: len(shape)]
+    return (SAMPLE, *(f"axis_{i}" for i in range(1, len(shape) - 1)), last)
+
+
+def input_dims(shape: Sequence[int], integer: bool = False) -> tuple[str, ...]:
+    """Names of the axes of a model input: ids have no feature axis."""
+    if integer and len(shape) == 2:
+        return (SAMPLE, TIME)
+    return dims_of(shape, last=FEATURE)

@@ -13,11 +13,10 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Adapter, Batch, Port
 from ..errors import InputError, message, shown
-from ..layout import Layout, canonical_order
+from ..layout import Layout, canonical_order, dims_of, input_dims
 from ..typing import Array
 from ..vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from .names import Catalogue, read_one
-from .targets import dims_of, input_dims
 
 #: What ``axes=`` may name beside the tensors of the model.
 DATA = ("y", "sample_weight")

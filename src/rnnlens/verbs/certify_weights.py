@@ -12,7 +12,7 @@ from ..results.certificate import Certificate
 from ..typing import Array
 from ..vocabulary import GATE, GATES, TIME
 from .certify import LOSS, WEIGHTS, Bench, attempt, unsteady
-from .certify_answer import named_pairs
+from .differentiation.certify import named_pairs
 from .names import TensorName
 
 

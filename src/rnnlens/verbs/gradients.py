@@ -36,13 +36,13 @@ from ..settings import current, parse_memory
 from ..typing import Array
 from ..vocabulary import GATE
 from .axes import Axes, an_axes_table
-from .batchwise import Feed, Gathered, gather, on_list
-from .clipping import a_clipping, clipped, rule
-from .explain import Explanation
+from .differentiation.batches import Feed, Gathered, gather, on_list
+from .differentiation.clipping import a_clipping, clipped, rule
+from .differentiation.question import Question, repeatable
+from .differentiation.reasons.explain import Explanation
+from .differentiation.target import Reduction, Target, a_reduction
 from .loss_words import with_reduction
 from .names import Catalogue, TensorName, catalogue, read, read_all, read_one, with_named_outputs
-from .question import Question, repeatable
-from .targets import Reduction, Target, a_reduction
 from .turns import in_turn
 from .weight_keys import sources
 

@@ -38,14 +38,14 @@ from ..settings import current, format_memory, parse_memory
 from .axes import Axes, an_axes_table
 from .certify import wanted as asked_for
 from .certify_jacobian import certify_jacobian
+from .differentiation.question import repeatable
 from .inside import Inside
 from .jacobian_ends import resolve
 from .jacobian_label import Labels, masks_of
 from .jacobian_run import compute
 from .jacobian_target import Swept, Tensor, chosen_times, look_inside, projection
 from .jacobian_wanted import Ends
-from .names import Catalogue, TensorName, catalogue, read_one, with_named_outputs
-from .question import refuse_lone_output, repeatable
+from .names import Catalogue, TensorName, catalogue, read_one, refuse_lone_output, with_named_outputs
 from .turns import in_turn
 
 __all__ = ["jacobian"]

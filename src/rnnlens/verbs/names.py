@@ -145,6 +145,19 @@ def read_all(texts: Iterable[str], known: Catalogue) -> list[TensorName]:
     return list(dict.fromkeys(name for text in texts for name in read(text, known)))
 
 
+def refuse_lone_output(names: Sequence[TensorName], count: int) -> None:
+    """Refuse ``"output"`` of a model that returns several tensors: none of them is taken silently."""
+    if any(name.text == "output" for name in names):
+        expected = ", ".join(f'"output[{i}]"' for i in range(count))
+        raise InputError(message("The model returns several tensors.", got='"output"', expected=expected))
+
+
+def uncalled(layer: str | None, known: Mapping[str, Any] | None = None) -> str:
+    """``lstm`` for the node ``lstm#0``."""
+    name = str(layer)
+    return name if known is not None and name in known else name.partition("#")[0]
+
+
 def _whole_model(text: str, known: Catalogue) -> list[TensorName]:
     if text == "weights":
         return [_weight(layer, key) for layer in known.weights for key in known.keys(layer)]

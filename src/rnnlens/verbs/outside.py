@@ -9,11 +9,10 @@ import numpy as np
 import xarray as xr
 
 from ..adapters.protocol import Port
-from ..layout import Layout
+from ..layout import Layout, dims_of
 from ..typing import Array
 from ..vocabulary import SAMPLE, TIME
 from .axes import Axes
-from .targets import dims_of
 
 
 class Outside:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import number
-from ..errors import InputError, ModelError, did_you_mean, message, shown
-from ..typing import Array
-from .names import Catalogue, TensorName
-from .weight_keys import Source, sources
+from ...arguments import number
+from ...errors import InputError, ModelError, did_you_mean, message, shown
+from ...typing import Array
+from ..names import Catalogue, TensorName
+from ..weight_keys import Source, sources
 
 #: Keras' names of the three ways to clip: every entry, the norm of every variable, the norm of all of them together.
 KINDS = ("clipvalue", "clipnorm", "global_clipnorm")

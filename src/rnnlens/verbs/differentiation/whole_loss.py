@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from .. import data
-from ..adapters.protocol import Batch, Outputs, Port
-from ..errors import UnsupportedError, message
-from ..layout import Layout
-from ..results.schema import plain
-from ..typing import Array
-from ..vocabulary import SAMPLE
-from .axes import Axes
-from .names import TensorName, read
+from ... import data
+from ...adapters.protocol import Batch, Outputs, Port
+from ...errors import UnsupportedError, message
+from ...layout import Layout, dims_of
+from ...results.schema import plain
+from ...typing import Array
+from ...vocabulary import SAMPLE
+from ..axes import Axes
+from ..names import TensorName, read
 from .question import Question
-from .targets import Target, dims_of
+from .target import Target
 
 Layouts = Sequence[Layout]
 

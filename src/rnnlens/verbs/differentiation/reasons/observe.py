@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from .. import data
-from ..adapters.protocol import Batch, Capture, CaptureRequest
-from ..errors import LayerNotFoundError, message
-from ..results.schema import plain
-from ..typing import Array
-from .inside import Inside
-from .names import TensorName
-from .outside import Outside
-from .question import Question, dims_for, is_inside, is_outside
+from .... import data
+from ....adapters.protocol import Batch, Capture, CaptureRequest
+from ....errors import LayerNotFoundError, message
+from ....results.schema import plain
+from ....typing import Array
+from ...inside import Inside
+from ...names import TensorName
+from ...outside import Outside
+from ..question import Question, dims_for, is_inside, is_outside
 
 
 def observed_value(question: Question, batch: Batch) -> Array:

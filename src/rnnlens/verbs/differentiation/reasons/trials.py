@@ -12,16 +12,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .. import data
-from ..adapters.protocol import Batch, CaptureRequest, Port
-from ..errors import RnnlensError
-from ..results.schema import plain
-from ..typing import Array
-from .inside import outputs_of, runs
-from .names import Catalogue, TensorName
+from .... import data
+from ....adapters.protocol import Batch, CaptureRequest, Port
+from ....errors import RnnlensError
+from ....results.schema import plain
+from ....typing import Array
+from ...inside import outputs_of, runs
+from ...names import Catalogue, TensorName
+from ...weight_keys import sources
+from ..question import Question
 from .observe import observed_value
-from .question import Question
-from .weight_keys import sources
 
 #: Relative sizes of nudges. Of the last two, a smooth target answers the larger one more, by about their ratio.
 MUCH, LITTLE, LESS = 1.0, 1e-2, 1e-3

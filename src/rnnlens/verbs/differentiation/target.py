@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..arguments import as_numbers, as_numpy, either, kept_steps, listed, number
-from ..errors import InputError, did_you_mean, message, shown
-from ..typing import Array
-from ..vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME, UNIT
+from ...arguments import as_numbers, as_numpy, either, kept_steps, listed, number
+from ...errors import InputError, did_you_mean, message, shown
+from ...typing import Array
+from ...vocabulary import DIRECTION, SAMPLE
 
 Reduction = Any
 #: Calls a user's function on tensors of the model's framework: arrays to (value, function that pulls a cotangent back).
@@ -234,33 +234,6 @@ def _reduce_by_name(values: Array, axes: tuple[int, ...], how: str, count: int) 
         cotangent = np.divide(values, norm, out=np.zeros_like(values), where=norm > 0)
         return np.squeeze(norm, axis=axes), cotangent
     raise AssertionError(how)
-
-
-def dims_of(
-    shape: Sequence[int], *, bidirectional: bool = False, last: str = UNIT, gate: bool = False
-) -> tuple[str, ...]:
-    """Names of the axes of a tensor: sample, time, (direction), ..., unit.
-
-    >>> dims_of((2, 5, 3)), dims_of((2, 3)), dims_of((2, 4, 4, 3))
-    (('sample', 'time', 'unit'), ('sample', 'unit'), ('sample', 'axis_1', 'axis_2', 'unit'))
-    """
-    middle = [TIME, *([DIRECTION] if bidirectional else []), *([GATE] if gate else [])]
-    full = (SAMPLE, *middle, last)
-    if len(shape) == len(full):
-        return full
-    without_time = tuple(dim for dim in full if dim != TIME)
-    if len(shape) == len(without_time):
-        return without_time
-    if len(shape) < 2:
-        return (SAMPLE,)[: len(shape)]
-    return (SAMPLE, *(f"axis_{i}" for i in range(1, len(shape) - 1)), last)
-
-
-def input_dims(shape: Sequence[int], integer: bool = False) -> tuple[str, ...]:
-    """Names of the axes of a model input: ids have no feature axis."""
-    if integer and len(shape) == 2:
-        return (SAMPLE, TIME)
-    return dims_of(shape, last=FEATURE)
 
 
 def _sized(array: xr.DataArray) -> str:

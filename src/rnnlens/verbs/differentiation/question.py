@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..adapters.protocol import Adapter, Batch, Port
-from ..errors import InputError, message
-from ..recurrence.adjoint import Adjoint
-from ..typing import Array
-from ..vocabulary import FEATURE, SAMPLE
-from .axes import Axes
-from .inside import Half, Inside
-from .names import Catalogue, TensorName
-from .targets import Target, dims_of
-from .weight_keys import dims_of_weight, sources
+from ...adapters.protocol import Adapter, Batch, Port
+from ...layout import dims_of
+from ...recurrence.adjoint import Adjoint
+from ...typing import Array
+from ...vocabulary import FEATURE, SAMPLE
+from ..axes import Axes
+from ..inside import Half, Inside
+from ..names import Catalogue, TensorName, uncalled
+from ..weight_keys import dims_of_weight, sources
+from .target import Target
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,6 @@ class SeveralOutputs(Exception):  # noqa: N818 - no error, but what a run found 
 def repeatable(adapter: Adapter, seed: int | None, training: bool) -> int | None:
     """The seed to run with: a model that runs twice in training mode must draw the same both times."""
     return 0 if seed is None and training and not adapter.draws_again else seed
-
-
-def refuse_lone_output(names: Sequence[TensorName], count: int) -> None:
-    """Refuse ``"output"`` of a model that returns several tensors: none of them is taken silently."""
-    if any(name.text == "output" for name in names):
-        expected = ", ".join(f'"output[{i}]"' for i in range(count))
-        raise InputError(message("The model returns several tensors.", got='"output"', expected=expected))
 
 
 class Borders:
@@ -179,9 +172,3 @@ def dims_for(name: TensorName, array: Array, known: Catalogue, per_sample: bool)
     info = known.recurrent.get(uncalled(name.layer, known.recurrent))
     both = info is not None and info.direction == "bidirectional"
     return dims_of(array.shape, bidirectional=both, gate=name.what in ("gates", "gate_preactivation"))
-
-
-def uncalled(layer: str | None, known: Mapping[str, Any] | None = None) -> str:
-    """``lstm`` for the node ``lstm#0``."""
-    name = str(layer)
-    return name if known is not None and name in known else name.partition("#")[0]

@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from .. import data
-from ..adapters.protocol import Adapter, Batch, PlainRun
-from ..recurrence.adjoint import weight_gradients
-from ..recurrence.cells import KnownCell
-from ..results.certificate import Certificate
-from ..results.schema import plain
-from ..typing import Array
-from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
-from .axes import in_order
-from .certify import LOSS, PROBES, WEIGHTS, Bench, attempt, filled, probed, unsteady
-from .names import TensorName
-from .outside import Outside
-from .question import Answer, Question, uncalled
-from .sweep import weights_of
+from ... import data
+from ...adapters.protocol import Adapter, Batch, PlainRun
+from ...recurrence.adjoint import weight_gradients
+from ...recurrence.cells import KnownCell
+from ...results.certificate import Certificate
+from ...results.schema import plain
+from ...typing import Array
+from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME
+from ..axes import in_order
+from ..certify import LOSS, PROBES, WEIGHTS, Bench, attempt, filled, probed, unsteady
+from ..names import TensorName, uncalled
+from ..outside import Outside
+from ..sweep import weights_of
+from .question import Answer, Question
 
 GRADIENT = "plain gradient"
 

@@ -7,23 +7,23 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from .. import data
-from ..adapters.protocol import Batch
-from ..arguments.data import is_source, refuse_large
-from ..errors import UnsupportedError, message
-from ..results.certificate import Certificate
-from ..results.checks import warn_about
-from ..settings import Progress
-from ..typing import Array
-from .answering import answer
-from .axes import Axes
-from .certify import wanted
-from .certify_answer import certify_answer
-from .cuts import layouts_of_inputs, layouts_to_cut
-from .explain import Explanation, explain
-from .names import TensorName, read
+from ... import data
+from ...adapters.protocol import Batch
+from ...arguments.data import is_source, refuse_large
+from ...errors import UnsupportedError, message
+from ...results.certificate import Certificate
+from ...results.checks import warn_about
+from ...settings import Progress
+from ...typing import Array
+from ..axes import Axes
+from ..certify import wanted
+from ..cuts import layouts_of_inputs, layouts_to_cut
+from ..names import TensorName, read
+from .accumulate import Accumulator, combination
+from .certify import certify_answer
+from .pull import answer
 from .question import Answer, Question, SeveralOutputs
-from .streaming import Accumulator, combination
+from .reasons.explain import Explanation, explain
 from .whole_loss import Layouts, WholeLoss, output_layouts
 
 

@@ -6,14 +6,14 @@ from typing import Literal
 
 import numpy as np
 
-from ..errors import InputError, UnsupportedError, did_you_mean, message
-from ..results.certificate import Certificate
-from ..typing import Array
-from ..vocabulary import DIRECTION, SAMPLE, TIME
-from .axes import refuse_unknown
-from .names import TensorName
+from ...errors import InputError, UnsupportedError, did_you_mean, message
+from ...results.certificate import Certificate
+from ...typing import Array
+from ...vocabulary import DIRECTION, SAMPLE, TIME
+from ..axes import refuse_unknown
+from ..names import TensorName
 from .question import Answer
-from .targets import Target
+from .target import Target
 
 Combine = Literal["mean", "sum"]
 Across = Literal["mean", "sum", "norm"]

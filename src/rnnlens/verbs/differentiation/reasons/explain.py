@@ -8,18 +8,18 @@ from functools import cached_property
 
 import numpy as np
 
-from .. import data
-from ..adapters.protocol import Batch
-from ..errors import RnnlensError
-from ..results.gradients import Reason
-from ..typing import Array
-from ..vocabulary import SAMPLE, TIME
-from .answering import answer
-from .experiment import Laboratory, dtype_of, is_integer, modules_of
-from .names import TensorName
-from .question import Question
-from .targets import Target
-from .weight_keys import sources
+from .... import data
+from ....adapters.protocol import Batch
+from ....errors import RnnlensError
+from ....results.gradients import Reason
+from ....typing import Array
+from ....vocabulary import SAMPLE, TIME
+from ...names import TensorName
+from ...weight_keys import sources
+from ..pull import answer
+from ..question import Question
+from ..target import Target
+from .trials import Laboratory, dtype_of, is_integer, modules_of
 
 #: Weights that a layer keeps for itself and no optimizer trains.
 STATISTICS = ("moving_mean", "moving_variance")

@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..adapters.protocol import Batch, CaptureRequest, Port, Pullback
-from ..errors import LayerNotFoundError, ModelError
-from ..recurrence.adjoint import Adjoint
-from ..results.schema import plain
-from ..typing import Array
-from ..vocabulary import SAMPLE
-from .axes import in_order, refuse_unknown, text_of
-from .coupling import refuse_coupled
-from .inside import Half, Inside, runs
-from .names import TensorName
-from .outside import Outside
+from ...adapters.protocol import Batch, CaptureRequest, Port, Pullback
+from ...errors import LayerNotFoundError, ModelError
+from ...recurrence.adjoint import Adjoint
+from ...results.schema import plain
+from ...typing import Array
+from ...vocabulary import SAMPLE
+from ..axes import in_order, refuse_unknown, text_of
+from ..coupling import refuse_coupled
+from ..inside import Half, Inside, runs
+from ..names import TensorName, refuse_lone_output, uncalled
+from ..outside import Outside
+from ..weight_keys import assemble, sources
 from .question import (
     Answer,
     Borders,
@@ -34,10 +35,7 @@ from .question import (
     is_inside,
     is_outside,
     learn_axes,
-    refuse_lone_output,
-    uncalled,
 )
-from .weight_keys import assemble, sources
 
 #: Border -> gradient that arrived there, with one leading axis K; None where no path leads there.
 Arrived = Mapping[Port, Array | None]

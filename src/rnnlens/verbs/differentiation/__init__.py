@@ -1,0 +1,1 @@
+"""A number of a model differentiated by its tensors: the question, how it is answered, and why there is no gradient."""
