@@ -163,8 +163,9 @@ class Capture:
 
     With ``CaptureRequest.borders``: ``input_grads``, the gradient at every leaf of x, in its own layout; and
     ``beside``, by the framework's own name of each weight, what reaches it on any way but through the captured calls.
-    For weights in ``whole`` it is all that reaches them, the captured calls included. ``altered`` says why the
-    gradients cannot be those of the model run plainly, where they are meant not to be.
+    For weights in ``whole`` it is all that reaches them, the captured calls included. ``inside`` are the weights that
+    layers took which were looked into, asked for or not. ``altered`` says why the gradients cannot be those of the
+    model run plainly, where they are meant not to be.
     """
 
     calls: list[RecurrentCall]
@@ -176,6 +177,7 @@ class Capture:
     input_grads: list[Array | None] = field(default_factory=list)
     beside: Mapping[str, Array | None] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
     altered: str = ""
 
 

@@ -210,7 +210,10 @@ def _compare_weights(bench: Bench, adapter: Adapter, model: Any, ours: Ours, run
         by_layer.setdefault(key[0], []).append((mine, theirs))
     for layer, pairs in by_layer.items():
         bench.compare(WEIGHTS, layer, pairs)
-    others = [name for name in beside if name in whole or name not in swept]
+    unfollowed = ours.capture.inside - swept - whole
+    if any(run.weight_grads.get(name) is not None for name in unfollowed):
+        bench.left_out["weights of recurrent layers whose gradients were not asked for"] = None
+    others = [name for name in beside if name in whole or name not in swept | unfollowed]
     pairs = [filled(beside[n], run.weight_grads.get(n)) for n in others if _either(beside[n], run.weight_grads.get(n))]
     bench.compare(WEIGHTS, "other layers" if swept else "", pairs)
 

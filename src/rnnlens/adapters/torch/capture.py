@@ -148,6 +148,7 @@ class Around:
         capture.beside = {name: _maybe(gradient(t)) for name, t in self.weights.items() if t.requires_grad}
         custom = {id(w) for run in recorder.runs if run.owner.step_cell is not None for w in _weights_of(run)}
         capture.whole = frozenset(name for name, t in self.weights.items() if id(t) in custom)
+        capture.inside = frozenset(name for name, t in self.weights.items() if recorder.stands_in(t))
 
 
 def with_sources(x: Any) -> tuple[Any, list[Tensor]]:

@@ -279,6 +279,10 @@ class Recorder:
         self._by_identity[id(weight)] = self._leaves[owner.key, slot] = (weight, stand_in)
         return stand_in
 
+    def stands_in(self, weight: Tensor) -> bool:
+        """Whether layers took another tensor in place of this weight."""
+        return id(weight) in self._by_identity
+
 
 def differentiable(tensor: Tensor) -> Tensor:
     """``tensor`` itself if gradients can arrive at it, else a leaf with its values."""
