@@ -10,7 +10,15 @@ from torch import nn
 import rnnlens as rl
 
 LAYERS = [None, ["rnn[1]"], ["rnn[0]"], ["rnn"], ["below"], ["below", "rnn[1]"], ["loop"], ["head"], ["head", "rnn"]]
-QUANTITIES = [None, ["output_grad"], ["output"], ["hidden_grad"], ["gates"], ["input_grad", "gates"], ["initial_state_grad"]]
+QUANTITIES = [
+    None,
+    ["output_grad"],
+    ["output"],
+    ["hidden_grad"],
+    ["gates"],
+    ["input_grad", "gates"],
+    ["initial_state_grad"],
+]
 
 
 class Stack(nn.Module):
