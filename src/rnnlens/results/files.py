@@ -326,11 +326,13 @@ def _reading(source: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reason = str(error).strip().splitlines()
+        locked = isinstance(error, BlockingIOError)
         raise FileError(
             message(
                 "This file cannot be read.",
                 got=f"{source}: {type(error).__name__}" + (f": {reason[0]}" if reason else ""),
                 expected="a result saved by rnnlens, as netCDF (.nc) or Zarr (.zarr)",
+                hint="again, when the program is done that has it open for writing" if locked else None,
             )
         ) from error
 

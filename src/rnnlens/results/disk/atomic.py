@@ -1,7 +1,8 @@
 """Old or new, never half: what is written takes its name in one step, once it is complete.
 
-A new file or folder grows under a name of its own beside the old one, held by a lock that the system drops when the
-process dies. Unlocked ones are what killed processes left behind; whoever saves next in that folder removes them.
+What is new grows in a folder of its own beside the old one, held by a lock that the system drops when the process dies.
+Unlocked ones are what killed processes left behind; whoever saves next in that folder removes them. Only folders are
+locked: HDF5 locks the files that it reads, and would be refused what is locked already.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from uuid import uuid4
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing is locked there, and nothing that was left behind is removed
+except ImportError:  # Windows: nothing is locked there, so nothing that was left behind is removed
     fcntl = None  # type: ignore[assignment]
 
 #: Begins the name of everything that is not complete.
@@ -28,24 +29,23 @@ TEMPORARY = ".rnnlens-tmp-"
 ASIDE = ".rnnlens-old-"
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+#: What file systems say that have no locks, or none for folders (NFS): there, too, what is left behind stays.
+_NO_LOCKS = (*_UNSUPPORTED, errno.ENOLCK, errno.EBADF)
 
 
 def write_file(target: Path, parts: Iterable[bytes | memoryview]) -> None:
     """Write ``parts`` to the file ``target``, which keeps its permissions; an OSError leaves the old one as it was."""
     remove_leftovers(target.parent)
-    temporary, lock = _claimed(target, folder=False)
-    try:
-        with os.fdopen(os.dup(lock), "wb") as stream:
+    with _claimed(target, private=True) as folder:
+        new = folder / "new"
+        with new.open("xb") as stream:
             for part in parts:
                 stream.write(part)
             stream.flush()
             os.fsync(stream.fileno())
-        _keep_permissions(target, temporary)
-        os.replace(temporary, target)
+        _keep_permissions(target, new)
+        os.replace(new, target)
         _sync_folder(target.parent)
-    finally:
-        _remove(temporary)
-        os.close(lock)
 
 
 @contextmanager
@@ -53,62 +53,85 @@ def replacing_folder(target: Path) -> Iterator[Path]:
     """A new folder that takes the name ``target`` at the end, and vanishes if the block fails."""
     recover(target)
     remove_leftovers(target.parent)
-    temporary, lock = _claimed(target, folder=True)
-    try:
-        yield temporary
-        _keep_permissions(target, temporary)
-        _switch(temporary, target)
-    finally:
-        _remove(temporary)
-        os.close(lock)
+    with _claimed(target, private=target.exists()) as folder:
+        yield folder
+        _keep_permissions(target, folder)
+        _switch(folder, target)
 
 
 def recover(target: Path) -> None:
     """Give a folder its name back whose replacement was killed halfway, where that takes two steps."""
     aside = _aside(target)
     if not os.path.lexists(target) and os.path.lexists(aside):
-        with suppress(OSError), _unclaimed(aside):
-            os.rename(aside, target)
+        with suppress(OSError), _unclaimed(aside) as certain:
+            if certain:
+                os.rename(aside, target)
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what killed processes left in a folder; what others are writing just now is locked, and stays."""
-    if not fcntl:
-        return
     with suppress(OSError):  # a folder that may not be listed
         for path in folder.iterdir():
             if path.name.startswith(TEMPORARY) and not path.is_symlink():
-                with suppress(OSError), _unclaimed(path):
-                    _remove(path)
+                with suppress(OSError), _unclaimed(path) as certain:
+                    if certain:
+                        _remove(path)
 
 
-def _claimed(target: Path, *, folder: bool) -> tuple[Path, int]:
-    """A new file or folder beside the target, and the open lock on it; private where it replaces another."""
-    private = target.exists()
+@contextmanager
+def _claimed(target: Path, *, private: bool) -> Iterator[Path]:
+    """A new folder beside the target, locked; what then has its name is removed at the end."""
+    path, lock = _new_folder(target, 0o700 if private else 0o777)
+    try:
+        yield path
+    finally:
+        _remove(path)
+        if lock is not None:
+            os.close(lock)
+
+
+def _new_folder(target: Path, mode: int) -> tuple[Path, int | None]:
+    """A folder, and the open lock on it; another one if it was taken for a leftover between its birth and the lock."""
     while True:
         path = target.with_name(f"{TEMPORARY}{uuid4().hex}")
-        if folder:
-            os.mkdir(path, 0o700 if private else 0o777)
+        os.mkdir(path, mode)
+        if not fcntl:
+            return path, None
+        try:
             lock = os.open(path, os.O_RDONLY)
-        else:
-            lock = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666)
-        if fcntl:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.path.lexists(path):  # between its birth and the lock it may have been taken for a leftover
+        except FileNotFoundError:
+            continue
+        except BaseException:
+            _remove(path)
+            raise
+        _lock(lock, wait=True)
+        if os.path.lexists(path):
             return path, lock
         os.close(lock)
 
 
 @contextmanager
-def _unclaimed(path: Path) -> Iterator[None]:
-    """Holds the lock of something that nobody is writing; BlockingIOError if somebody is."""
-    lock = os.open(path, os.O_RDONLY)
+def _unclaimed(path: Path) -> Iterator[bool]:
+    """Holds the lock of a folder, and whether it could; BlockingIOError if somebody is writing it."""
+    if not fcntl:
+        yield False
+        return
+    handle = os.open(path, os.O_RDONLY)
     try:
-        if fcntl:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        yield _lock(handle, wait=False)
     finally:
-        os.close(lock)
+        os.close(handle)
+
+
+def _lock(handle: int, *, wait: bool) -> bool:
+    """Lock a folder for oneself; False where the file system has no locks for it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
+    return True
 
 
 def _keep_permissions(old: Path, new: Path) -> None:
