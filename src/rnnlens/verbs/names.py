@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, LayerInfo, LayerWeights, Port
 from ..errors import InputError, LayerNotFoundError, did_you_mean, message
-from ..vocabulary import state_names
-from .weight_keys import sources
+from ..layout import dims_of
+from ..typing import Array
+from ..vocabulary import FEATURE, SAMPLE, state_names
+from .weight_keys import dims_of_weight, sources
 
 What = Literal[
     "loss", "input", "output", "state", "initial_state", "final_state", "gates", "gate_preactivation", "weight"
@@ -74,6 +76,31 @@ class Catalogue:
     def layers(self) -> tuple[str, ...]:
         """All layers known by name."""
         return tuple(dict.fromkeys([*self.recurrent, *self.plain, *self.weights]))
+
+    def is_inside(self, name: TensorName) -> bool:
+        """Whether a tensor belongs to a recurrence: its states, its gates, and the input of a recurrent layer."""
+        if name.inside or name.what in ("initial_state", "final_state"):
+            return True
+        return name.what == "input" and name.layer is not None and not self.is_free(name)
+
+    def is_free(self, name: TensorName) -> bool:
+        """Whether a tensor lies as the framework has it: an input or output of the model or of a plain layer."""
+        if name.what not in ("input", "output"):
+            return False
+        return name.layer is None or uncalled(name.layer, self.recurrent) not in self.recurrent
+
+    def dims(self, name: TensorName, array: Array, *, per_sample: bool = False) -> tuple[str, ...]:
+        """Names of the axes of a weight or of a tensor of a recurrent layer, or of its gradient."""
+        if name.what == "loss" or array.ndim == 0:
+            return ()
+        if name.what == "weight":
+            lead = (SAMPLE,) if per_sample else ()
+            return lead + dims_of_weight(name.key, self.weights[str(name.layer)], array.ndim - len(lead))
+        if name.what == "input":
+            return dims_of(array.shape, last=FEATURE)
+        info = self.recurrent.get(uncalled(name.layer, self.recurrent))
+        both = info is not None and info.direction == "bidirectional"
+        return dims_of(array.shape, bidirectional=both, gate=name.what in ("gates", "gate_preactivation"))
 
     def suggestions(self) -> Iterator[str]:
         """Names that could have been meant."""

@@ -17,6 +17,7 @@ from .target import Target
 
 Combine = Literal["mean", "sum"]
 Across = Literal["mean", "sum", "norm"]
+Shapes = tuple[tuple[int, ...], ...]
 
 _KEPT_BY_NORM = (SAMPLE, TIME, DIRECTION)
 
@@ -60,19 +61,20 @@ class Accumulator:
             )
         self.combine, self.across = combine, across
         self.batches, self.samples = 0, 0
-        #: Whether batches are of one length, so that only what the model packs can be shorter.
-        self.even = True
         self.certificate = Certificate()
         self.dims: dict[TensorName, tuple[str, ...]] = {}
         self._kept: dict[TensorName, list[Array]] = {}
         self._value: list[Array] = []
         self._sums: dict[TensorName, Array] = {}
         self._weights: list[int] = []
+        #: Shapes of samples: where there is one, only what the model packs can be shorter in some batches.
+        self._shapes: set[Shapes] = set()
         #: samples that went into what was reduced across them
         self._reduced: dict[TensorName, int] = {}
 
-    def add(self, answer: Answer) -> None:
-        """Take in one batch."""
+    def add(self, answer: Answer, shapes: Shapes = (), count: int | None = None) -> None:
+        """Take in one batch whose samples have these shapes; ``count`` of them, all by default, made up the target."""
+        self._shapes.add(shapes)
         self.batches += 1
         self.samples += answer.samples
         if self.batches > 1 and self.combine is None:
@@ -83,7 +85,7 @@ class Accumulator:
                     expected='combine="sum" or combine="mean" if it is one of these over samples; or per_sample=True',
                 )
             )
-        weight = answer.samples if answer.weight is None else answer.weight
+        weight = answer.samples if count is None else count
         self._weights.append(weight)
         self._value.append(np.asarray(answer.value))
         for name, grad in answer.gradients.items():
@@ -134,7 +136,7 @@ class Accumulator:
             return parts
         at = self.dims[name].index(TIME) if TIME in self.dims[name] else None
         others = {tuple(size for i, size in enumerate(part.shape) if i not in (at, joined)) for part in parts}
-        if at is None or len(others) > 1 or not self.even:
+        if at is None or len(others) > 1 or len(self._shapes) > 1:
             first = shapes[0]
             other = next(part.shape for part, shape in zip(parts, shapes, strict=True) if shape != first)
             raise InputError(_uneven(name, parts[0].shape, other))

@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from ... import data
-from ...adapters.protocol import Adapter, Batch, PlainRun
+from ...adapters.protocol import Adapter, PlainRun
 from ...recurrence.adjoint import weight_gradients
 from ...recurrence.cells import KnownCell
 from ...results.certificate import Certificate
@@ -21,32 +21,27 @@ from ..certify import LOSS, PROBES, WEIGHTS, Bench, attempt, filled, probed, uns
 from ..names import TensorName, uncalled
 from ..outside import Outside
 from ..sweep import weights_of
-from .question import Answer, Question
+from .question import Answer, Part, Question
 
 GRADIENT = "plain gradient"
 
 
-def certify_answer(question: Question, batch: Batch, answer: Answer, engine: str) -> Certificate:
+def certify_answer(question: Question, part: Part, answer: Answer) -> Certificate:
     """Compare what was asked for, and what it rests on, with one vector-Jacobian product of the plain run."""
-    if question.seeds is not None and any(leaf.what == "loss" for leaf in question.leaves):
-        return Certificate("could not", engine, why="the loss of several batches includes what the model itself adds")
-    of_loss = question.function is None and bool(question.leaves) and question.leaves[0].what == "loss"
-    if not of_loss and any(leaf.layer is not None or leaf.what != "output" for leaf in question.leaves):
-        why = f"{question.target.text} lies inside the model, where a plain run cannot be looked at"
+    engine = question.adapter.provenance(question.model).get("engine", question.adapter.name).partition(" ")[0]
+    why = _out_of_reach(question, part)
+    if why:
         return Certificate("could not", engine, why=why)
-    if question.scale != 1.0:
-        return Certificate(
-            "could not", engine, why="the loss is scaled while gradients flow; a plain run scales nothing"
-        )
+    of_loss, batch = question.of_loss, part.batch
     value: list[Array] = []
     outside = Outside(question.axes, answer.samples)
 
     def cotangents(outputs: Sequence[Array]) -> Sequence[Array | None]:
-        value[:], found = _evaluated(question, outside, outputs)
+        value[:], found = _evaluated(question, part, outside, outputs)
         return found
 
     # A sweep through a layer knows nothing of what its regularisers add.
-    regularised = not question.target.per_sample
+    regularised = not part.target.per_sample
     run, why = attempt(
         lambda: question.adapter.plain(question.model, batch, None if of_loss else cotangents, regularised=regularised)
     )
@@ -63,32 +58,34 @@ def certify_answer(question: Question, batch: Batch, answer: Answer, engine: str
     return Certificate("could not", engine, why=reason) if reason else certificate
 
 
+def _out_of_reach(question: Question, part: Part) -> str:
+    """Why a plain run has nothing that the answer could be held against; "" where it has."""
+    if question.cotangents is not None and question.with_loss:
+        return "the loss of several batches includes what the model itself adds"
+    if not question.of_loss and any(leaf.layer is not None or leaf.what != "output" for leaf in question.leaves):
+        return f"{part.target.text} lies inside the model, where a plain run cannot be looked at"
+    if question.scale != 1.0:
+        return "the loss is scaled while gradients flow; a plain run scales nothing"
+    return ""
+
+
 def _evaluated(
-    question: Question, outside: Outside, outputs: Sequence[Array]
+    question: Question, part: Part, outside: Outside, outputs: Sequence[Array]
 ) -> tuple[list[Array], list[Array | None]]:
     """The target of these outputs, and its cotangent for each of them."""
-
-    def differentiate(function: Any, arrays: Any) -> Any:
-        return question.adapter.differentiate(function, arrays, question.model)
-
-    ports = [leaf.port() for leaf in question.leaves]
-    chosen = [outputs[leaf.index] for leaf in question.leaves]
     found: list[Array | None] = [None] * len(outputs)
+    value: Array = np.zeros(())
     cotangents: Sequence[Array]
-    if question.seeds is not None:
-        value, cotangents = np.zeros(()), question.seeds
-    elif question.function is None:
-        opened, names = outside.opened(ports[0], chosen[0])
-        value, cotangent = question.target.evaluate(xr.DataArray(opened, dims=names), differentiate)
-        cotangents = [cotangent]
+    if question.cotangents is not None:
+        cotangents = question.cotangents
     else:
-        result, pull = differentiate(question.function, chosen)
-        value, cotangent = question.target.evaluate(outside.named_result(result, pull, ports, chosen), differentiate)
-        cotangents = pull(cotangent.astype(result.dtype))
-    for leaf, part in zip(question.leaves, cotangents, strict=True):
-        part = np.asarray(part).reshape(outputs[leaf.index].shape)
+        opened = [outside.opened(leaf.port(), outputs[leaf.index]) for leaf in question.leaves]
+        values = [xr.DataArray(array, dims=names) for array, names in opened]
+        value, cotangents = question.evaluate(part.target, outside, values)
+    for leaf, cotangent in zip(question.leaves, cotangents, strict=True):
+        cotangent = np.asarray(cotangent).reshape(outputs[leaf.index].shape)
         before = found[leaf.index]
-        found[leaf.index] = part if before is None else before + part
+        found[leaf.index] = cotangent if before is None else before + cotangent
     return [np.asarray(value)], found
 
 

@@ -1,55 +1,132 @@
-"""A question, "how does this number move with those tensors?", its answer, and the borders at which it is put."""
+"""A question, "how does this number move with those tensors?": made once from what a caller says, and checked once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...adapters.protocol import Adapter, Batch, Port
-from ...layout import dims_of
+import numpy as np
+import xarray as xr
+
+from ...adapters.protocol import Adapter, Batch
+from ...arguments import text
+from ...arguments.data import is_source
+from ...errors import InputError, UnsupportedError, message, shown
+from ...layout import Layout
 from ...recurrence.adjoint import Adjoint
+from ...settings import current, parse_memory
 from ...typing import Array
-from ...vocabulary import FEATURE, SAMPLE
-from ..axes import Axes
-from ..inside import Half, Inside
-from ..names import Catalogue, TensorName, uncalled
-from ..weight_keys import dims_of_weight, sources
-from .target import Target
+from ..axes import Axes, refuse_unknown
+from ..inside import Half
+from ..names import Catalogue, TensorName, catalogue, read, read_all, read_one, with_named_outputs
+from ..outside import Outside
+from ..weight_keys import sources
+from .target import Reduction, Target
+
+Of = str | Callable[..., Any] | Sequence[Any]
+
+_OF = '"loss", "output", "layer.output", "layer.hidden", "layer.cell" or "layer.final_hidden"'
+#: What a target cannot be: the framework gives no value of it, or nothing comes before it.
+_NO_TARGET = ("gates", "gate_preactivation", "weight", "initial_state", "input")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller of ``rl.gradients`` wants, in the words of its arguments."""
+
+    of: Of
+    wrt: str | Iterable[str]
+    at: Mapping[str, Any]
+    reduce: Reduction
+    per_sample: bool
+    clip: Any = None
+    memory: str | int | None = None
+    axes: Mapping[str, Layout] | None = None
 
 
 @dataclass(frozen=True)
 class Question:
-    """What to differentiate with respect to what.
+    """What to differentiate with respect to what, with every name read.
 
     Attributes
     ----------
-    leaves
-        The tensors that the target is made of: one, or the arguments of ``function``.
+    known, axes
+        What the model has that can be named, and how its tensors lie; both learn as the model runs.
+    named
+        The tensors that the target is made of; None where it is made of all that the model returns.
     function
-        A callable of the leaves, on tensors of the framework; None where the target is the leaf itself.
+        A callable of these, on tensors of the framework; None where the target is the one tensor named.
+    wrt, asked
+        The tensors to differentiate by, and those of them that the caller asked for: clipping needs others as well.
+    lone
+        Whether the caller asked for one tensor by its own name.
     scale
         What the target is multiplied by while gradients flow, and gradients are divided by at the end: a loss scale.
     memory
         Bytes that per-sample gradients of weights may use at a time.
-    every_output
-        Whether ``function`` takes all that the model returns, and the leaves stand for that.
-    seeds
-        Cotangents of the leaves, where these are known already; the value of the target is then not asked for.
+    cotangents
+        Those of the tensors in ``named``, where they are known already; the value of the target is then not asked for.
     """
 
     adapter: Adapter
     model: Any
     known: Catalogue
-    leaves: tuple[TensorName, ...]
+    axes: Axes
+    named: tuple[TensorName, ...] | None
     function: Callable[..., Any] | None
     target: Target
     wrt: tuple[TensorName, ...]
-    axes: Axes
+    asked: tuple[TensorName, ...] = ()
+    lone: bool = False
     scale: float = 1.0
     memory: int = 2 * 1024**3
-    every_output: bool = False
-    seeds: tuple[Array, ...] | None = None
+    cotangents: tuple[Array, ...] | None = None
+
+    @property
+    def leaves(self) -> tuple[TensorName, ...]:
+        """The tensors that the target is made of."""
+        return tuple(read("output", self.known)) if self.named is None else self.named
+
+    @property
+    def with_loss(self) -> bool:
+        """Whether a loss is needed."""
+        return any(leaf.what == "loss" for leaf in self.named or ())
+
+    @property
+    def of_loss(self) -> bool:
+        """Whether the target is the loss, and nothing is made of it."""
+        return self.with_loss and self.function is None
+
+    def evaluate(
+        self, target: Target, outside: Outside, values: Sequence[xr.DataArray]
+    ) -> tuple[Array, Sequence[Array]]:
+        """Value of a target whose leaves have these values, and the cotangents of the leaves that it starts from."""
+        function = self.function
+        if function is None:
+            _check_samples(target, values[0])
+            value, cotangent = target.evaluate(values[0], self._differentiate)
+            return value, [cotangent]
+        ports = [leaf.port() if self.known.is_free(leaf) else None for leaf in self.leaves]
+        arrays = [v.values if p is None else outside.closed(p, v) for p, v in zip(ports, values, strict=True)]
+        if self.named is None and len(arrays) > 1:
+            function = on_list(function)
+        result, pull = self._differentiate(function, arrays)
+        whole = outside.named_result(result, pull, ports, arrays)
+        _check_samples(target, whole)
+        value, cotangent = target.evaluate(whole, self._differentiate)
+        return value, pull(cotangent.astype(result.dtype))
+
+    def _differentiate(self, function: Callable[..., Any], arrays: Sequence[Array]) -> Any:
+        return self.adapter.differentiate(function, arrays, self.model)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One batch, and the part of the target that it holds."""
+
+    batch: Batch
+    target: Target
 
 
 @dataclass
@@ -57,24 +134,55 @@ class Answer:
     """Gradients of one batch by tensor, None where no path leads there, and the names of their axes.
 
     ``swept`` has the sweeps that they were taken from, by layer: all that a certificate needs.
-    ``weight``: how many samples the target was made of, where these are not all of the batch.
     """
 
     value: Array
     samples: int
     gradients: dict[TensorName, Array | None]
     dims: dict[TensorName, tuple[str, ...]]
-    masks: dict[str, Array] = field(default_factory=dict)
     swept: dict[str, list[tuple[Half, Adjoint]]] = field(default_factory=dict)
-    weight: int | None = None
 
 
-class SeveralOutputs(Exception):  # noqa: N818 - no error, but what a run found out
-    """The model, which does not say so beforehand, returned several tensors, and the question is about all of them."""
+def ask(adapter: Adapter, model: Any, run: Batch, request: Request) -> Question:
+    """Read every name against the model, and refuse what is no question.
 
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.count = count
+    Raises
+    ------
+    InputError, LayerNotFoundError, UnsupportedError
+        If the target is none, names name nothing, or arguments do not go together.
+    """
+    known = catalogue(adapter, model, run.x)
+    if not is_source(run.x):
+        texts = [request.wrt] if isinstance(request.wrt, str) else list(request.wrt)
+        known = with_named_outputs(adapter, model, _without_loss(run), known, [request.of, *texts])
+    named, function, words = _target(request.of, known)
+    asked, lone = _tensors(request.wrt, known)
+    if named and named[0].what == "loss" and function is None and (request.at or request.reduce is not None):
+        raise InputError(message("The loss is one number: there is nothing to select or reduce.", got="at= or reduce="))
+    wrt = asked if request.clip is None else _with_all_clipped(asked, request, known)
+    return Question(
+        adapter,
+        model,
+        known,
+        Axes(adapter, model, request.axes, known),
+        named,
+        function,
+        Target(words, request.at, request.reduce, request.per_sample),
+        tuple(wrt),
+        tuple(asked),
+        lone,
+        _loss_scale(model) if named and named[0].what == "loss" else 1.0,
+        current().memory if request.memory is None else parse_memory(request.memory),
+    )
+
+
+def on_list(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of one list, such as that of all that a model returns, as a function of its items."""
+
+    def of_items(*tensors: Any) -> Any:
+        return function(list(tensors))
+
+    return of_items
 
 
 def repeatable(adapter: Adapter, seed: int | None, training: bool) -> int | None:
@@ -82,93 +190,80 @@ def repeatable(adapter: Adapter, seed: int | None, training: bool) -> int | None
     return 0 if seed is None and training and not adapter.draws_again else seed
 
 
-class Borders:
-    """The ports at which the framework's differentiation starts and ends."""
-
-    def __init__(self, question: Question, inside: Inside) -> None:
-        self.question, self.inside = question, inside
-        of = [port for leaf in question.leaves for port in self._below(leaf)]
-        wrt = [port for name in question.wrt for port in self.above(name)]
-        if self.through_outputs:
-            outputs = [Port("output", index=i) for i in range(max(1, len(question.known.outputs)))]
-            of, wrt = [*of, *outputs], [*wrt, *outputs]
-        self.of, self.wrt = list(dict.fromkeys(of)), list(dict.fromkeys(wrt))
-
-    @property
-    def through_outputs(self) -> bool:
-        """Whether the loss is taken apart by sample, at the outputs of the model."""
-        return self.question.target.per_sample and self.question.leaves[0].what == "loss"
-
-    def of_tensor(self, name: TensorName) -> list[Port]:
-        """The ports that together are a tensor outside of recurrences: one, or one per direction."""
-        info = self.question.known.recurrent.get(uncalled(name.layer))
-        if name.what == "output" and info is not None and info.direction == "bidirectional":
-            return [name.port("forward"), name.port("backward")]
-        if self.inside.is_stepwise(name):
-            return [Port(name.what, name.layer, name.index)]  # type: ignore[arg-type]
-        return [name.port()]
-
-    def weight_ports(self, name: TensorName) -> list[Port]:
-        """The adapter's weights that a weight of ours is made of."""
-        found = sources(self.question.known.weights[str(name.layer)])[name.key]
-        return [Port("weight", name.layer, key=source.key) for source in found]
-
-    def is_inside(self, name: TensorName) -> bool:
-        """Whether our sweep, not the framework, reaches a tensor."""
-        return is_inside(name, self.question.known) and not self.inside.is_stepwise(name)
-
-    @staticmethod
-    def _ending(port: Port) -> Port:
-        """Of the last state of a layer called step by step: the port that has its total gradient."""
-        return port if port.kind != "final_state" else Port("state", port.layer, port.index, key="ending")
-
-    def _below(self, leaf: TensorName) -> list[Port]:
-        if not self.is_inside(leaf):
-            return self.of_tensor(leaf)
-        return [port for half in self.inside.layer(leaf.layer) for port in half.below()]
-
-    def above(self, name: TensorName) -> list[Port]:
-        """Where gradients arrive that make up the one with respect to a tensor."""
-        if name.what == "weight":
-            return self.weight_ports(name)
-        if not self.is_inside(name):
-            return [self._ending(port) for port in self.of_tensor(name)]
-        return [port for half in self.inside.layer(name.layer) for port in half.readers()]
+def a_target(name: str, value: Any) -> Any:
+    """A name, a function of the output, or a function and the names of what it takes."""
+    if isinstance(value, str):
+        return text(name, value)
+    parts = tuple(value) if isinstance(value, tuple | list) else (value,)
+    function, *of_what = parts or (None,)
+    is_one = callable(function) and not isinstance(function, type)
+    if not is_one or (value is not function and not of_what) or not all(isinstance(part, str) for part in of_what):
+        expected = f"{_OF}; a callable; (callable, name, ...)"
+        raise InputError(message(f"{name}= is not understood.", got=shown(value), expected=expected))
+    return value if value is function else parts
 
 
-def is_inside(name: TensorName, known: Catalogue) -> bool:
-    """Whether our sweep, not the framework, reaches a tensor: states, gates, and the input of a recurrent layer."""
-    if name.inside or name.what in ("initial_state", "final_state"):
-        return True
-    return name.what == "input" and name.layer is not None and uncalled(name.layer, known.recurrent) in known.recurrent
+def trainable(known: Catalogue) -> list[TensorName]:
+    """Names of all weights that training moves."""
+    return [name for name in read("weights", known) if is_trainable(name, known)]
 
 
-def is_outside(name: TensorName, known: Catalogue) -> bool:
-    """Whether a tensor lies as the framework has it: an input or output of the model or of a plain layer."""
-    if name.what not in ("input", "output"):
-        return False
-    return name.layer is None or uncalled(name.layer, known.recurrent) not in known.recurrent
+def is_trainable(name: TensorName, known: Catalogue) -> bool:
+    """Whether training moves a weight."""
+    weights = known.weights[str(name.layer)]
+    return all(weights.trainable.get(source.key, True) for source in sources(weights)[name.key])
 
 
-def learn_axes(question: Question, batch: Batch) -> None:
-    """Find out how the tensors lie that the question is about, or that its loss is taken apart at."""
-    names = [*question.leaves, *question.wrt]
-    ports = [name.port() for name in names if is_outside(name, question.known)]
-    if question.target.per_sample and question.leaves[0].what == "loss":
-        ports += [Port("output", index=i) for i in range(max(1, len(question.known.outputs)))]
-    question.axes.learn(batch, ports)
+def _target(of: Of, known: Catalogue) -> tuple[tuple[TensorName, ...] | None, Callable[..., Any] | None, str]:
+    """The tensors that the target is made of, the function that makes it, and words for it."""
+    if isinstance(of, str):
+        leaf = read_one(of, known)
+        if leaf.what in _NO_TARGET:
+            raise UnsupportedError(
+                message(f"{of!r} cannot be differentiated; it can be differentiated with respect to.", expected=_OF)
+            )
+        return (leaf,), None, leaf.text
+    if callable(of):
+        return None, of, _called(of)
+    function, *of_what = tuple(of)
+    return tuple(read_one(name, known) for name in of_what), function, _called(function)
 
 
-def dims_for(name: TensorName, array: Array, known: Catalogue, per_sample: bool) -> tuple[str, ...]:
-    """Names of the axes of a weight or of a tensor of a recurrent layer, or of its gradient."""
-    if name.what == "loss" or array.ndim == 0:
-        return ()
-    if name.what == "weight":
-        lead = (SAMPLE,) if per_sample else ()
-        weights = known.weights[str(name.layer)]
-        return lead + dims_of_weight(name.key, weights, array.ndim - len(lead))
-    if name.what == "input":
-        return dims_of(array.shape, last=FEATURE)
-    info = known.recurrent.get(uncalled(name.layer, known.recurrent))
-    both = info is not None and info.direction == "bidirectional"
-    return dims_of(array.shape, bidirectional=both, gate=name.what in ("gates", "gate_preactivation"))
+def _called(function: Callable[..., Any]) -> str:
+    """What a callable target is called: ``<lambda>``, ``<mixed>``."""
+    return f"<{getattr(function, '__name__', 'callable').strip('<>')}>"
+
+
+def _tensors(wrt: str | Iterable[str], known: Catalogue) -> tuple[list[TensorName], bool]:
+    """The tensors asked for, and whether it is one by its own name."""
+    names = read(wrt, known) if isinstance(wrt, str) else read_all(wrt, known)
+    if not names:
+        raise InputError(message("wrt= names nothing.", got=repr(wrt), hint='wrt="weights"'))
+    is_group = not isinstance(wrt, str) or "*" in wrt or "?" in wrt or wrt.endswith("weights")
+    return names, len(names) == 1 and not is_group
+
+
+def _with_all_clipped(asked: Sequence[TensorName], request: Request, known: Catalogue) -> list[TensorName]:
+    """Also the weights that nobody asked for: an optimizer clips by the norm of all."""
+    if any(name.what != "weight" for name in asked) or request.per_sample:
+        got = "clip= with other tensors or per_sample"
+        raise InputError(message("Optimizers clip the gradients of weights, of a batch.", got=got))
+    return list(dict.fromkeys([*asked, *trainable(known)]))
+
+
+def _check_samples(target: Target, whole: xr.DataArray) -> None:
+    if target.per_sample and target.text != "loss" and whole.ndim:
+        refuse_unknown("per_sample=True", target.text, [str(dim) for dim in whole.dims])
+
+
+def _without_loss(run: Batch) -> Batch:
+    return Batch(run.x, training=run.training, initial_state=run.initial_state, seed=run.seed)
+
+
+def _loss_scale(model: Any) -> float:
+    """The factor by which mixed-precision training keeps small gradients from vanishing in float16."""
+    optimizer = getattr(model, "optimizer", None)
+    if not hasattr(optimizer, "inner_optimizer"):
+        return 1.0
+    scale = getattr(optimizer, "dynamic_scale", None) if getattr(optimizer, "built", False) else None
+    return float(np.asarray(scale)) if scale is not None else float(getattr(optimizer, "initial_scale", 1.0))

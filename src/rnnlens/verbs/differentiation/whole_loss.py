@@ -28,7 +28,7 @@ from ...typing import Array
 from ...vocabulary import SAMPLE
 from ..axes import Axes
 from ..names import TensorName, read
-from .question import Question
+from .question import Part, Question
 from .target import Target
 
 Layouts = Sequence[Layout]
@@ -81,12 +81,11 @@ class WholeLoss:
                 raise UnsupportedError(_not_by_sample(i))
         return cls(np.asarray(value), joined, cotangents, layouts, sum(counts), parts[0].own_losses, digests)
 
-    def questions(self, question: Question, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Question]]:
-        """For every batch, what is asked of it: the pull-back of its own rows of the gradient at the outputs."""
-        known = question.known
-        if len(self.outputs) > 1 and not known.outputs:
-            known = replace(known, outputs=tuple(map(str, range(len(self.outputs)))))
-        names = read("output", known)
+    def questions(self, question: Question, batches: Iterable[Batch]) -> Iterator[tuple[Question, Part]]:
+        """What is asked of every batch: the pull-back of its own rows of the gradient at the outputs."""
+        if len(self.outputs) > 1 and not question.known.outputs:
+            question.known.outputs = tuple(map(str, range(len(self.outputs))))
+        names = read("output", question.known)
         pulled = [i for i, cotangent in enumerate(self.cotangents) if cotangent is not None]
         own = self.own_losses is not None and not question.target.per_sample
         start = 0
@@ -95,20 +94,14 @@ class WholeLoss:
             stop = start + count
             if number >= len(self.digests) or _digest(batch.x) != self.digests[number]:
                 raise UnsupportedError(_another_order())
-            seeds = [self.layouts[i].cut(self.cotangents[i], start, stop, self.samples) for i in pulled]
+            cotangents = [self.layouts[i].cut(self.cotangents[i], start, stop, self.samples) for i in pulled]
             leaves = [names[i] for i in pulled]
             if own:
-                seeds.append(np.asarray(count / self.samples))
+                cotangents.append(np.asarray(count / self.samples))
                 leaves.append(TensorName("loss", "loss"))
-            put = replace(
-                question,
-                known=known,
-                leaves=tuple(leaves),
-                target=Target("<loss>", {}, None, question.target.per_sample),
-                seeds=tuple(seeds),
-            )
+            put = replace(question, named=tuple(leaves), cotangents=tuple(cotangents))
             bare = replace(batch, y=None, sample_weight=None, class_weight=None, loss=self.own_losses)
-            yield bare, put
+            yield put, Part(bare, Target("<loss>", {}, None, question.target.per_sample))
             start = stop
         if start != self.samples:
             raise UnsupportedError(_another_order())

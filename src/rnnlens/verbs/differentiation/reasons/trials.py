@@ -20,7 +20,8 @@ from ....typing import Array
 from ...inside import outputs_of, runs
 from ...names import Catalogue, TensorName
 from ...weight_keys import sources
-from ..question import Question
+from ..question import Part, Question
+from ..target import Target
 from .observe import observed_value
 
 #: Relative sizes of nudges. Of the last two, a smooth target answers the larger one more, by about their ratio.
@@ -29,22 +30,28 @@ MUCH, LITTLE, LESS = 1.0, 1e-2, 1e-3
 Answered = Literal["smoothly", "in jumps", "not", "unknown"]
 
 
-class Laboratory:
-    """A model, a batch and a target to watch."""
+class Trials:
+    """Experiments on a model, a batch and a target to watch."""
 
-    def __init__(self, question: Question, batch: Batch) -> None:
-        self.question, self.batch = question, batch
-        self._base: dict[str, Array] = {}
+    def __init__(self, question: Question, part: Part) -> None:
+        self.question, self.part = question, part
+        self.batch, self.target = part.batch, part.target
+        #: Masks of all batches of a data set by layer, once they were read.
+        self.masks_of_all: dict[str, Array] | None = None
+        self._values: dict[str, Array] = {}
         self._answers: dict[tuple[str, Port], Answered] = {}
         self._runs: dict[str, bool] = {}
 
-    def response(self, name: TensorName, question: Question | None = None) -> Answered:
-        """How a target answers to nudges of a tensor (or of the output of its layer, where it lies inside of one)."""
-        question = question or self.question
+    def response(self, name: TensorName, question: Question | None = None, target: Target | None = None) -> Answered:
+        """How a target answers to nudges of a tensor (or of the output of its layer, where it lies inside of one).
+
+        The target is that of another ``question`` where one is given.
+        """
+        question, target = question or self.question, target or self.target
         port = nudged_port(name, question.known)
-        key = (question.target.text, port)
+        key = (target.text, port)
         if key not in self._answers:
-            self._answers[key] = self._experiment(port, question)
+            self._answers[key] = self._experiment(port, question, target)
         return self._answers[key]
 
     def runs(self, layer: str) -> bool:
@@ -71,27 +78,28 @@ class Laboratory:
         found = outputs_of(self.question.adapter, self.question.model, self.batch, relus) if relus else {}
         return {name: int(output.size) for name, output in found.items() if output.size and not output.any()}
 
-    def _experiment(self, port: Port, question: Question) -> Answered:
-        reduce = "sum" if question.target.per_sample and question.target.reduce is None else question.target.reduce
-        asked = replace(question, target=replace(question.target, per_sample=False, reduce=reduce))
-        if question.target.text not in self._base:
-            self._base[question.target.text] = observed_value(asked, self.batch)
+    def _experiment(self, port: Port, question: Question, target: Target) -> Answered:
+        reduce = "sum" if target.per_sample and target.reduce is None else target.reduce
+        part = Part(self.batch, replace(target, per_sample=False, reduce=reduce))
+        if target.text not in self._values:
+            self._values[target.text] = observed_value(question, part)
         moves = []
         for size in (MUCH, LITTLE, LESS):
-            value = self._nudged_value(port, size, asked)
+            value = self._nudged_value(port, size, question, part)
             if value is None:
                 return "unknown"
-            moves.append(float(np.abs(value - self._base[question.target.text]).max()))
+            moves.append(float(np.abs(value - self._values[target.text]).max()))
         much, little, less = moves
         if not much and not little:
             return "not"
         return "smoothly" if less and LITTLE / LESS / 3 < little / less < 3 * LITTLE / LESS else "in jumps"
 
-    def _nudged_value(self, port: Port, size: float, asked: Question) -> Array | None:
+    def _nudged_value(self, port: Port, size: float, question: Question, part: Part) -> Array | None:
         if port.kind == "input":
-            return observed_value(asked, replace(self.batch, x=_moved_input(self.batch.x, port.index, size)))
-        with self.question.adapter.nudged(self.question.model, port, size) as possible:
-            return observed_value(asked, self.batch) if possible else None
+            moved = replace(part.batch, x=_moved_input(part.batch.x, port.index, size))
+            return observed_value(question, replace(part, batch=moved))
+        with question.adapter.nudged(question.model, port, size) as possible:
+            return observed_value(question, part) if possible else None
 
     def _without_loss(self) -> Batch:
         return replace(self.batch, y=None, loss=None, sample_weight=None, class_weight=None)

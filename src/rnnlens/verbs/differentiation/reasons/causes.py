@@ -1,0 +1,189 @@
+"""Why there is no gradient, or why it is zero: the first cause that applies, from the most to the least specific."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from .... import data
+from ....errors import RnnlensError
+from ....results.gradients import Reason
+from ....vocabulary import TIME
+from ...names import TensorName
+from ..pull import answer
+from ..question import Part, Question
+from ..target import Target
+from .trials import Trials, dtype_of, is_integer, modules_of
+
+#: By how much a target is scaled up to see whether its gradient was only too small for the dtype.
+LIFT = 2.0**12
+
+Cause = Callable[[Trials, TensorName], Reason | None]
+
+
+def cause(trials: Trials, name: TensorName, *, exists: bool) -> Reason:
+    """Why a tensor has no gradient, or why the one that exists is zero."""
+    causes: list[Cause] = [_integer_input, _unused_layer]
+    if exists:
+        causes += [_masked_out, _underflow, _relu_dead]
+    for applies in causes:
+        reason = applies(trials, name)
+        if reason is not None:
+            return reason
+    return _by_experiment(trials, name, exists=exists)
+
+
+def _integer_input(trials: Trials, name: TensorName) -> Reason | None:
+    leaves = data.leaves_of(trials.batch.x)
+    if name.what != "input" or name.layer is not None or name.index >= len(leaves):
+        return None
+    if not is_integer(leaves[name.index]):
+        return None
+    words = dtype_of(leaves[name.index])
+    sentence = f"{name.text} holds integers ({words}): nothing can be differentiated by them."
+    remedy = " or ".join(_instead(trials.part, wrt=f'"{layer}.output"') for layer in _embeddings(trials.question))
+    return Reason(name.text, "integer_input", sentence, remedy or 'pass floats: x.astype("float32")')
+
+
+def _unused_layer(trials: Trials, name: TensorName) -> Reason | None:
+    layer = str(name.layer).partition("#")[0]
+    if name.layer is None or trials.runs(layer):
+        return None
+    sentence = f"Layer {layer!r} was not called in this forward pass: nothing depends on it."
+    return Reason(name.text, "unused_layer", sentence, f"call {layer!r} in the model, or leave it out of wrt=")
+
+
+def _masked_out(trials: Trials, name: TensorName) -> Reason | None:
+    """All steps of the target are masked, or all steps of all layers are."""
+    masks = trials.masks
+    for leaf in trials.question.leaves:
+        mask = masks.get(str(leaf.layer))
+        if mask is None or leaf.what != "state":
+            continue
+        steps = np.atleast_1d(np.arange(mask.shape[1])[trials.target.at.get(TIME, slice(None))])
+        real = np.flatnonzero(mask.any(axis=0))
+        if not mask[:, steps].any() and len(real):
+            listing = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
+            sentence = f"Every sample is masked at time {listing}: the state there is the one carried over."
+            remedy = _instead(trials.part, at=f'{{"time": {int(real[0])}}}', wrt=f'"{name.text}"')
+            return Reason(name.text, "masked_out", sentence, remedy)
+    if masks and not any(mask.any() for mask in masks.values()):
+        sentence = "Every step of every sample is masked: no input reaches any state."
+        return Reason(name.text, "masked_out", sentence, "rl.trace(model, x), variable mask, to see what masks it")
+    return None
+
+
+def _underflow(trials: Trials, name: TensorName) -> Reason | None:
+    """The gradient comes back once the target is scaled up."""
+    dtype = _half_precision(trials.question)
+    if dtype is None:
+        return None
+    lifted = replace(trials.question, wrt=(name,), scale=trials.question.scale * LIFT)
+    again = answer(lifted, trials.part).gradients[name]
+    if again is None or not np.any(again):
+        return None
+    size = float(np.abs(again).max())
+    sentence = f"The gradient underflows in {dtype}: its largest entry, {size:.1g}, became 0 on the way."
+    remedy = "the same call on the model in float32; to train, a loss scale (LossScaleOptimizer, GradScaler)"
+    return Reason(name.text, "underflow", sentence, remedy)
+
+
+def _relu_dead(trials: Trials, name: TensorName) -> Reason | None:
+    """A relu between the tensor and the target that lets nothing through on this batch."""
+    found = next(((n, c) for n, c in trials.dead_relus.items() if _lies_between(trials, n, name)), None)
+    if found is None:
+        return None
+    layer, count = found
+    sentence = f"All {count} outputs of the relu {layer!r} are 0 on this batch: no gradient passes it."
+    remedy = f'rl.trace(model, x, layers=["{layer}"]) shows it; a lower learning rate or a leaky relu revives it'
+    return Reason(name.text, "relu_dead", sentence, remedy)
+
+
+def _lies_between(trials: Trials, layer: str, name: TensorName) -> bool:
+    """Whether the target moves with the output of a layer, and that has a path, a dead one, from the tensor."""
+    output = TensorName(f"{layer}.output", "output", layer)
+    if trials.response(output) == "not":
+        return False
+    asked = replace(trials.question, named=(output,), function=None, wrt=(name,), scale=1.0)
+    part = Part(trials.batch, Target(output.text, {}, "sum", per_sample=False))
+    try:
+        grad = answer(asked, part).gradients[name]
+    except RnnlensError:
+        return False
+    return grad is not None and not np.any(grad)
+
+
+def _by_experiment(trials: Trials, name: TensorName, *, exists: bool) -> Reason:
+    """Move the tensor and see what the target does."""
+    of = _quoted(trials.target)
+    answered = trials.response(name)
+    if answered == "smoothly" and not exists:
+        sentence = f"{of} moves with {name.text}, but a stop_gradient or detach on the way hides it."
+        elsewhere = _instead(trials.part, wrt="<a tensor behind it>")
+        return Reason(
+            name.text, "stop_gradient", sentence, f"{elsewhere}; remove it to train {name.layer or name.text!r}"
+        )
+    if answered in ("smoothly", "in jumps"):
+        sentence = (
+            f"{of} moves with {name.text} in jumps only: there is an argmax, a rounding, a comparison or a "
+            "conversion to integers on the way."
+        )
+        before = _instead(trials.part, of='"<the layer before that>.output"', at=None, wrt=f'"{name.text}"')
+        return Reason(name.text, "non_differentiable", sentence, before)
+    if exists:
+        sentence = f"A path leads from {name.text} to {of}, but the target does not move along it here."
+        return Reason(name.text, "no_effect", sentence, "another batch, or reduce= with weights: a sum may cancel")
+    return _not_on_path(trials, name)
+
+
+def _not_on_path(trials: Trials, name: TensorName) -> Reason:
+    """Say which branch was cut: what the tensor does move, and the target does not see."""
+    of, target = _quoted(trials.target), trials.target
+    if name.layer is None:
+        remedy = _instead(trials.part, of='"output"', at=None, wrt=f'"{name.text}"')
+        return Reason(name.text, "not_on_path", f"{of} does not depend on {name.text}.", remedy)
+    output = replace(target, text="output", at={}, reduce="norm", per_sample=False)
+    whole = replace(trials.question, named=(TensorName("output", "output"),), function=None, scale=1.0)
+    if target.text not in ("output", "loss") and trials.response(name, whole, output) != "not":
+        remedy = _instead(trials.part, of='"output"', at=None, wrt=f'"{name.text}"')
+        sentence = f"{name.text} moves the output, not {of}: the branch from there to the output was cut off."
+        return Reason(name.text, "not_on_path", sentence, remedy)
+    sentence = f"{of} does not depend on {name.text}; nor does the output of the model on this batch."
+    return Reason(name.text, "not_on_path", sentence, f"leave it out of wrt=, or see how {name.layer!r} is used")
+
+
+def _quoted(target: Target) -> str:
+    """The target in words: a name in quotes, or what a callable is called."""
+    return target.text if target.text.startswith("<") else f'"{target.text}"'
+
+
+def _instead(part: Part, **changed: str | None) -> str:
+    """The call to make instead: the one that was made, with some arguments changed; None leaves one out."""
+    target = part.target
+    reduce = None if target.reduce is None else f'"{target.reduce}"' if isinstance(target.reduce, str) else "..."
+    arguments: dict[str, str | None] = {
+        "of": "..." if target.text.startswith("<") else _quoted(target),
+        "at": str(dict(target.at)).replace("'", '"') if target.at else None,
+        "reduce": reduce,
+        "per_sample": "True" if target.per_sample else None,
+        **changed,
+    }
+    batch = "x, y" if arguments["of"] == '"loss"' else "x"
+    return f"rl.gradients(model, {batch}, {', '.join(f'{k}={v}' for k, v in arguments.items() if v is not None)})"
+
+
+def _embeddings(question: Question) -> list[str]:
+    """Layers that turn ids into vectors."""
+    modules = modules_of(question.model)
+    layers = [*question.known.weights]
+    return [layer for layer in layers if "Embedding" in type(modules.get(layer)).__name__]
+
+
+def _half_precision(question: Question) -> str | None:
+    """The half-precision dtype that a model computes in, if it does."""
+    layers = [question.model, *modules_of(question.model).values()]
+    found = [str(getattr(layer, "compute_dtype", "")) for layer in layers]
+    found.append(str(question.adapter.provenance(question.model).get("dtype", "")))
+    return next((dtype for dtype in found if dtype in ("float16", "bfloat16")), None)
