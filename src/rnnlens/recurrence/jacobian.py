@@ -88,10 +88,10 @@ def reverse_flops(system: System, alive: Sequence[int] | np.ndarray[Any, Any], w
     """Operations of a reverse sweep, where so many rows are ``alive`` at its steps; from states only without blocks."""
     if with_input:
         return 2.0 * system.batch * plan_blocks(system, alive, system.features).products
-    return 2.0 * system.batch * float(np.sum(alive)) * system.rows * system.columns
+    return 2.0 * system.batch * float(np.sum(alive)) * system.multiplications(False)
 
 
 def forward_flops(system: System, alive: int, out_rows: int) -> float:
     """Operations of a forward sweep; each row alive is also multiplied into ``out_rows`` outputs (0: none)."""
     readout = out_rows * system.state_sizes[0]
-    return 2.0 * system.batch * alive * (system.rows * system.columns + readout)
+    return 2.0 * system.batch * alive * (system.multiplications(False) + readout)

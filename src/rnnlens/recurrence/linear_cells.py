@@ -13,7 +13,7 @@ from .adjoint_custom import output_is_state
 from .cells import KnownCell, affine, equations
 from .cells.record import Record
 from .inplace import Workspace
-from .linear import Steps, System
+from .linear import ProductSystem, Steps, System
 from .run import Run
 
 
@@ -34,10 +34,8 @@ def output_state(run: Run) -> int:
     return int(run.cell.output_state) if output_is_state(run) else len(run.states)
 
 
-class _RunSystem:
+class _RunSystem(ProductSystem):
     """What all systems made from a run have in common."""
-
-    gated = False
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -162,7 +160,7 @@ class LstmSystem(_KnownSystem):
             self._combine(product[:, :, units:, columns], self.out_coefficient[at], (3,), side, samples)
         if self.pass_hidden is not None:
             self.work.diagonal_add(product[:, :, units:, :units], self.pass_hidden[at])
-        return Steps(first, product, self.keep[at], self.lift[at])  # type: ignore[index]
+        return Steps(self.work, product, self.keep[at], self.lift[at])  # type: ignore[index]
 
 
 class SimpleRnnSystem(_KnownSystem):
@@ -184,7 +182,7 @@ class SimpleRnnSystem(_KnownSystem):
             self._combine(product[:, :, :, units:], self.coefficient[at], (0,), "input", samples)
         if self.diagonal is not None:
             self.work.diagonal_add(product[:, :, :, :units], self.diagonal[at])
-        return Steps(first, product)
+        return Steps(self.work, product)
 
 
 class GruSystem(_KnownSystem):
@@ -219,7 +217,7 @@ class GruSystem(_KnownSystem):
         else:
             self._reset_before(product, at, samples, inputs)
         self.work.diagonal_add(product[:, :, :, :units], self.diagonal[at])  # type: ignore[index]
-        return Steps(first, product)
+        return Steps(self.work, product)
 
     def _reset_before(self, product: Array, at: tuple[slice, slice], samples: slice, inputs: bool) -> None:
         """The candidate sees U_n (r h): its gradient passes U_n before it splits into h and r."""
@@ -283,7 +281,7 @@ class BasisSystem(_RunSystem):
             )
         product[...] = xp.reshape(xp.concat(parts, axis=-1), product.shape)
         _mask_dense(self, product, at)
-        return Steps(first, product, path=self._path(at) if cell.kind == "lstm" else None)
+        return Steps(self.work, product, path=self._path(at) if cell.kind == "lstm" else None)
 
     def _path(self, at: tuple[slice, slice]) -> Array:
         """From c_t to h_t, by pulling the units of h back through the output gate and the activation."""
@@ -348,7 +346,7 @@ class CustomSystem(_RunSystem):
         _mask_dense(self, product, at)
         if self.own_output and run.mask is not None and self.masked_output != "output":
             self._masked_rows(product, states, ~run.mask[at])
-        return Steps(first, product, produced=cache(lambda: self._produced(first, stop, samples)))
+        return Steps(self.work, product, produced=cache(lambda: self._produced(first, stop, samples)))
 
     def _produced(self, first: int, stop: int, samples: slice) -> Array:
         """Rows [states, own output] by each state as it is produced: one pull-back per row."""

@@ -51,7 +51,7 @@ def plan_blocks(system: System, alive: Sequence[int] | np.ndarray[Any, Any], fea
         Numbers per row handed out at each step.
     """
     rows = np.asarray(alive, dtype=np.float64)
-    per_row = float(system.rows * (system.columns + features))
+    per_row = float(system.multiplications(features > 0))
     plain = float(rows.sum()) * per_row
     best = Blocks(0, plain)
     if rows.size == 0 or rows[-1] <= system.rows:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..typing import Array
-from .linear import System, state_columns, walk
+from .linear import Step, System, state_columns, walk
 from .pruning import Pruning
 from .sweep_parts import BLOCK_BUDGET, FLUSH_EVERY, Cost, Sink, elements
 
@@ -44,7 +44,7 @@ class Entrances:
 
 
 class ForwardSweep:
-    """Buffers and steps of one forward sweep. A row is [dc | dh] of a gated system, else [states]."""
+    """Buffers and steps of one forward sweep. A row is [states]."""
 
     def __init__(
         self,
@@ -69,17 +69,13 @@ class ForwardSweep:
         remaining, entering = len(self.steps), frozenset(self.entrances.times)
         if self.entrances.kind == "initial":
             self._enter_state(None)
-        for t, block, at in walk(self.system, self.samples, reverse=False, inputs=self._inputs, budget=BLOCK_BUDGET):
-            product = block.product[:, at]
-            keep = None if block.keep is None else block.keep[:, at][:, None, :]
-            lift = None if block.lift is None else block.lift[:, at][:, None, :]
+        for t, step in walk(self.system, self.samples, reverse=False, inputs=self._inputs, budget=BLOCK_BUDGET):
             if self.stop > self.start or self.pruning.active:
-                self._step(product, keep, lift)
+                self._step(step)
             if self.entrances.kind == "input" and t in entering:
-                self._enter_input(t, product, lift)
+                self._enter_input(t, step)
             elif self.entrances.kind == "state" and t in entering:
-                produced = None if block.produced is None else block.produced()[:, at]
-                self._enter_state(lift, None if block.path is None else block.path[:, at], produced)
+                self._enter_state(step)
             if t in self.steps:
                 self._hand_out(t)
                 remaining -= 1
@@ -96,47 +92,31 @@ class ForwardSweep:
     def _inputs(self) -> bool:
         return self.entrances.kind == "input"
 
-    def _step(self, product: Array, keep: Array | None, lift: Array | None) -> None:
-        """[states before] @ product^T = [states after]: for a gated system from h alone, c follows element-wise."""
-        system, rows = self.system, slice(self.start, self.stop + self.pruning.probes_alive)
-        offset = system.rows - system.columns
-        transposed = _transposed(product[:, :, : system.columns])
-        new, old = self.new[:, rows], self.old[:, rows]
-        self.work.matmul(old[:, :, offset:], transposed, new)
-        if keep is not None:
-            self.work.add_product(new[:, :, :offset], old[:, :, :offset], keep)
-            self.work.add_product(new[:, :, offset:], new[:, :, :offset], lift)
-        self.cost.flops += 2.0 * self.count * (rows.stop - rows.start) * system.rows * system.columns
+    def _step(self, step: Step) -> None:
+        """One step on: [states before] to [states after]."""
+        rows = slice(self.start, self.stop + self.pruning.probes_alive)
+        step.push(self.old[:, rows], self.new[:, rows])
+        self.cost.flops += 2.0 * self.count * (rows.stop - rows.start) * self.system.multiplications(False)
         self.old, self.new = self.new, self.old
 
-    def _enter_input(self, t: int, product: Array, lift: Array | None) -> None:
-        system = self.system
+    def _enter_input(self, t: int, step: Step) -> None:
         fresh = slice(self.start - self.group, self.start)
-        into = _transposed(product[:, :, system.columns :])
-        blocks = self.entrances.blocks
-        if blocks is not None:
-            at = blocks[:, 0 if blocks.shape[1] == 1 else t]
-            into = self.work.xp.matmul(at if at.shape[0] == 1 else at[self.samples], into)
-            self.cost.flops += 2.0 * self.count * self.group * system.features * system.rows
-        self.old[:, fresh] = into
-        if lift is not None:
-            cell, hidden = self.old[:, fresh, : system.columns], self.old[:, fresh, system.columns :]
-            self.work.add_product(hidden, cell, lift)
+        block = self.entrances.blocks
+        if block is not None:
+            block = block[:, 0 if block.shape[1] == 1 else t]
+            block = block if block.shape[0] == 1 else block[self.samples]
+            self.cost.flops += 2.0 * self.count * self.group * self.system.features * self.system.rows
+        step.inject(block, self.old[:, fresh])
         self._entered(fresh)
 
-    def _enter_state(self, lift: Array | None, path: Array | None = None, produced: Array | None = None) -> None:
+    def _enter_state(self, step: Step | None) -> None:
         """A unit change of a state as it is produced: one of c_t reaches h_t as well."""
-        fresh = slice(self.start - self.group, self.start)
-        columns = state_columns(self.system, self.entrances.state)
+        fresh, state = slice(self.start - self.group, self.start), self.entrances.state
+        columns = state_columns(self.system, state)
         self.old[:, fresh] = 0
         self.old[:, fresh, columns] = self.work.eye(self.group)
-        if produced is not None:
-            self.old[:, fresh] = _transposed(produced[:, :, columns])
-        if lift is not None and self.entrances.state == 1:
-            units = self.system.columns
-            self.old[:, fresh, units:] = self.work.eye(self.group) * lift
-        elif path is not None and self.entrances.state == 1:
-            self.old[:, fresh, state_columns(self.system, 0)] = _transposed(path)
+        if step is not None:
+            step.spread(self.old[:, fresh], state, columns)
         self._entered(fresh)
 
     def _entered(self, fresh: slice) -> None:
@@ -149,7 +129,3 @@ class ForwardSweep:
             sink.take(t, self.start, self.old[:, self.start : self.stop, columns])
             if self.pruning.probes_alive:
                 sink.residue(t, self.old[:, self.stop : self.stop + self.pruning.probes_alive, columns])
-
-
-def _transposed(product: Array) -> Array:
-    return product.mT if hasattr(product, "mT") else product.swapaxes(-1, -2)

@@ -72,7 +72,7 @@ class Direct:
         """Bytes per sample of a sweep's buffers with so many output steps (reverse) or input steps (forward)."""
         system, features = self.swept.system, self.swept.system.features
         rows = groups * (self.ends.rows if mode == "reverse" else self.ends.wrt.size)
-        width = 2 * (system.rows + (features if mode == "reverse" else 0)) + (system.columns if system.gated else 0)
+        width = 2 * (system.rows + (features if mode == "reverse" else 0)) + system.scratch
         if mode == "reverse":
             width += system.rows
         return rows * width * self.swept.work.itemsize
@@ -83,5 +83,5 @@ class Direct:
         if mode == "forward" or self.link is None:
             return 0
         length = plan_blocks(system, self.alive(), system.features).length
-        width = 3 * system.rows + (2 + length) * system.features + (system.columns if system.gated else 0)
+        width = 3 * system.rows + (2 + length) * system.features + system.scratch
         return system.rows * width * system.work.itemsize if length else 0

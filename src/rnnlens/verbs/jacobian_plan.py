@@ -155,7 +155,7 @@ def direct_pieces(direct: Direct, mode: str, memory: int) -> tuple[list[Piece], 
     outs, ins = len(direct.times), len(direct.in_times)
     groups = outs if mode == "reverse" else ins
     per_group = direct.buffer_bytes(mode, 1) + _collected(ends, outs if mode == "forward" else ins, system)
-    block = min(BLOCK_BUDGET, system.time * system.rows * (system.columns + system.features) * system.work.itemsize)
+    block = min(BLOCK_BUDGET, system.time * system.numbers(True) * system.work.itemsize)
     units = direct.unit_bytes(mode)
     room = max(memory - block, per_group + units)
     samples = max(1, min(system.batch, room // max(1, per_group * groups + units)))

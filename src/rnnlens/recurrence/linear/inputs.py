@@ -1,0 +1,166 @@
+"""What leads from the input into the states, B_t = ds_t/dx_t, of steps whose A_t is not dense."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ...typing import Array
+from ..inplace import Workspace
+from .products import transposed
+
+
+class InputAt(Protocol):
+    """B of one step of some samples."""
+
+    def pull(self, rows: Array, out: Array) -> None:
+        """Rows @ B. rows : (sample, row, state); out : (sample, row, feature)."""
+
+    def push(self, block: Array | None, out: Array) -> None:
+        """Block @ B^T, or B^T where it is None. block : (sample or 1, row, feature); out : (sample, row, state)."""
+
+    def matrix(self) -> Array:
+        """B : (sample or 1, state, feature)."""
+
+
+class Inputs(Protocol):
+    """B of all steps. ``states`` and ``features`` are its sizes."""
+
+    states: int
+    features: int
+
+    def at(self, work: Workspace, samples: slice, t: int) -> InputAt:
+        """B of some samples at one step."""
+
+    def masked(self, work: Workspace, mask: Array) -> Inputs:
+        """Zero where ``mask`` (sample, time) is False."""
+
+    def multiplications(self) -> int:
+        """Of one row at one step of one sample."""
+
+    def numbers(self) -> int:
+        """How many a step of one sample takes to hold."""
+
+
+class Matrices:
+    """Given matrices (sample or 1, time or 1, state, feature)."""
+
+    def __init__(self, values: Array) -> None:
+        self.values = values
+        self.states, self.features = (int(n) for n in values.shape[2:])
+
+    def at(self, work: Workspace, samples: slice, t: int) -> _Matrix:
+        """A view."""
+        at = self.values[:, 0 if self.values.shape[1] == 1 else t]
+        return _Matrix(work, at if at.shape[0] == 1 else at[samples])
+
+    def masked(self, work: Workspace, mask: Array) -> Matrices:
+        """A copy for every step."""
+        return Matrices(work.xp.where(mask[:, :, None, None], self.values, work.zeros(1, 1, 1, 1)))
+
+    def multiplications(self) -> int:
+        """Those of the matrix."""
+        return self.states * self.features
+
+    def numbers(self) -> int:
+        """Those of the matrix."""
+        return self.states * self.features
+
+
+class _Matrix:
+    def __init__(self, work: Workspace, values: Array) -> None:
+        self.work, self.values = work, values
+
+    def pull(self, rows: Array, out: Array) -> None:
+        self.work.matmul(rows, _for_each(self.values, rows), out)
+
+    def push(self, block: Array | None, out: Array) -> None:
+        turned = transposed(self.values)
+        out[...] = turned if block is None else self.work.xp.matmul(block, turned)
+
+    def matrix(self) -> Array:
+        return self.values
+
+
+class Kernels:
+    """A sum over gates, B = sum_g diag(coefficient_g) kernel_g^T, of which only the factors are held.
+
+    Parameters
+    ----------
+    coefficients : (sample or 1, time or 1, gate, state)
+        How each pre-activation moves the state: for h = z * n, with z and n from the input, (n z', z n').
+    kernels : one (feature, state) array per gate
+        As x @ kernel makes the pre-activation.
+    scale : (sample, feature) or (gate, sample, feature), optional
+        What dropout multiplied the input with.
+    """
+
+    def __init__(self, coefficients: Array, kernels: Sequence[Array], scale: Array | None = None) -> None:
+        self.coefficients, self.kernels, self.scale = coefficients, list(kernels), scale
+        self.features, self.states = (int(n) for n in self.kernels[0].shape)
+
+    def at(self, work: Workspace, samples: slice, t: int) -> _Factors:
+        """Views."""
+        at = self.coefficients[:, 0 if self.coefficients.shape[1] == 1 else t]
+        scale = self.scale
+        if scale is not None:
+            scale = scale[samples] if len(scale.shape) == 2 else scale[:, samples]
+        return _Factors(work, at if at.shape[0] == 1 else at[samples], self.kernels, scale)
+
+    def masked(self, work: Workspace, mask: Array) -> Kernels:
+        """A copy of the coefficients for every step."""
+        zero = work.zeros(1, 1, 1, 1)
+        return Kernels(work.xp.where(mask[:, :, None, None], self.coefficients, zero), self.kernels, self.scale)
+
+    def multiplications(self) -> int:
+        """Those of B: with more than one row it is built for the step, which is quicker than a product per gate."""
+        return self.states * self.features * (1 if len(self.kernels) > 1 else 2)
+
+    def numbers(self) -> int:
+        """The coefficients: kernels are held once."""
+        return self.states * len(self.kernels)
+
+
+class _Factors:
+    """coefficients : (sample or 1, gate, state); scale : (sample, feature) or (gate, sample, feature)."""
+
+    def __init__(self, work: Workspace, coefficients: Array, kernels: list[Array], scale: Array | None) -> None:
+        self.work, self.coefficients, self.kernels, self.scale = work, coefficients, kernels, scale
+        self.per_gate = scale is not None and len(scale.shape) == 3
+
+    def pull(self, rows: Array, out: Array) -> None:
+        if self.per_gate or (len(self.kernels) > 1 and rows.shape[1] > 1):
+            self.work.matmul(rows, _for_each(self.matrix(), rows), out)
+            return
+        for k, kernel in enumerate(self.kernels):
+            part = self.work.xp.matmul(rows * self.coefficients[:, None, k], kernel.T)
+            out[...] = part if k == 0 else out + part
+        if self.scale is not None:
+            out[...] = out * self.scale[:, None, :]
+
+    def push(self, block: Array | None, out: Array) -> None:
+        for k, kernel in enumerate(self.kernels):
+            scale = None if self.scale is None else (self.scale[k] if self.per_gate else self.scale)
+            seen = block if scale is None or block is None else block * scale[:, None, :]
+            into = kernel if seen is None else self.work.xp.matmul(seen, kernel)
+            if scale is not None and block is None:
+                into = into * scale[:, :, None]
+            into = into * self.coefficients[:, None, k]
+            out[...] = into if k == 0 else out + into
+
+    def matrix(self) -> Array:
+        whole: Array = None
+        for k, kernel in enumerate(self.kernels):
+            part = self.coefficients[:, k, :, None] * kernel.T
+            if self.scale is not None:
+                part = part * (self.scale[k] if self.per_gate else self.scale)[:, None, :]
+            whole = part if whole is None else whole + part
+        return whole
+
+
+def _for_each(matrices: Array, rows: Array) -> Array:
+    """One matrix for each sample of ``rows``, as a view."""
+    count = int(rows.shape[0])
+    if int(matrices.shape[0]) == count:
+        return matrices
+    return matrices.expand(count, -1, -1) if hasattr(matrices, "expand") else matrices

@@ -1,0 +1,221 @@
+"""Steps that are one *product* matrix per sample, built once and shared by all cotangents (or tangents).
+
+``gated`` (LSTM)
+    only two H x H blocks of A_t are full, the rest is diagonal. With dc the total gradient of c_t,
+    ``[dc | dh] @ product = [dh_{t-1} | dx]``, ``dc_{t-1} = keep * dc``, and ``dc = lambda_c + lift * dh`` on arrival.
+    Rows of ``product``: unit of c, then unit of h. ``keep`` is the forget gate, ``lift`` is o * act'(c).
+dense (all others)
+    ``lambda @ product = [lambda_{t-1} | dx]``, all diagonals folded in.
+
+A masked step carries the state over and has no input: that too is only a matter of what stands in these matrices, so
+that a sweep needs no branches. Columns of ``product``: the state before, then the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...typing import Array
+from ..inplace import Workspace
+from .protocol import Pattern
+
+
+@dataclass
+class Steps:
+    """The dense or gated steps ``first ... first + n - 1`` (chronological), a :class:`Dense` or :class:`Gated` each.
+
+    product : (sample, step, row, column); keep, lift : (sample, step, unit) of a gated system, else None.
+    path : (sample, step, unit of h, unit of c): dh_t/dc_t within the step, of an LSTM in the dense form.
+    produced : gives (sample, step, row, column): what leaves a custom cell's step by each state as it is produced.
+    """
+
+    work: Workspace
+    product: Array
+    keep: Array | None = None
+    lift: Array | None = None
+    path: Array | None = None
+    produced: Callable[[], Array] | None = None
+
+    def __getitem__(self, at: int) -> Dense | Gated:
+        product = self.product[:, at]
+        if self.keep is not None and self.lift is not None:
+            return Gated(self.work, product, self.keep[:, at][:, None, :], self.lift[:, at][:, None, :])
+        whole = self.produced
+        return Dense(
+            self.work,
+            product,
+            None if self.path is None else self.path[:, at],
+            None if whole is None else lambda: whole()[:, at],
+        )
+
+
+@dataclass
+class Dense:
+    """One dense step: ``product`` (sample, state, state before + feature) is [A | B]."""
+
+    work: Workspace
+    product: Array
+    path: Array | None = None
+    whole: Callable[[], Array] | None = None
+
+    @property
+    def _size(self) -> int:
+        return int(self.product.shape[1])
+
+    def arrive(self, rows: Array, fresh: int) -> None:
+        """Nothing: every diagonal is in the matrix."""
+
+    def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
+        """[rows] @ product = [states before | dx]."""
+        width = int(self.product.shape[2]) if inputs else self._size
+        self.work.matmul(rows, self.product[:, :, :width], out[:, :, :width])
+
+    def push(self, rows: Array, out: Array) -> None:
+        """[states before] @ A^T = [states after]."""
+        self.work.matmul(rows, transposed(self.product[:, :, : self._size]), out)
+
+    def inject(self, block: Array | None, out: Array) -> None:
+        """The columns of the input, or what a block makes of them."""
+        into = transposed(self.input_matrix())
+        out[...] = into if block is None else self.work.xp.matmul(block, into)
+
+    def spread(self, rows: Array, state: int, columns: slice) -> None:
+        """Along the path from c_t to h_t, or to all that leaves a custom cell's step."""
+        if self.whole is not None:
+            rows[...] = transposed(self.whole()[:, :, columns])
+        elif self.path is not None and state == 1:
+            rows[:, :, : int(self.path.shape[1])] = transposed(self.path)
+
+    def produced(self, rows: Array, state: int, columns: slice) -> Array:
+        """The total gradient of c_t includes that through h_t."""
+        if self.whole is not None:
+            return self.work.xp.matmul(rows, self.whole()[:, :, columns])
+        values = rows[:, :, columns]
+        if self.path is None or state != 1:
+            return values
+        return values + self.work.xp.matmul(rows[:, :, : int(self.path.shape[1])], self.path)
+
+    def after(self, earlier: Dense) -> Dense:
+        """The product of the two matrices."""
+        xp, size = self.work.xp, self._size
+        return Dense(self.work, xp.matmul(self.product[:, :, :size], earlier.product[:, :, :size]))
+
+    def input_matrix(self) -> Array:
+        """The columns of the input."""
+        return self.product[:, :, self._size :]
+
+
+@dataclass
+class Gated:
+    """One step of an LSTM. keep, lift : (sample, 1, unit); ``product`` (sample, [c | h], h before + feature)."""
+
+    work: Workspace
+    product: Array
+    keep: Array
+    lift: Array
+
+    @property
+    def _units(self) -> int:
+        return int(self.product.shape[1]) // 2
+
+    def arrive(self, rows: Array, fresh: int) -> None:
+        """The total of dc: lift * dh is added."""
+        units = self._units
+        self.work.add_product(rows[:, :, :units], rows[:, :, units:], self.lift)
+
+    def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
+        """One product, [dc | dh] @ product = [dh before | dx]; dc follows element-wise."""
+        units = self._units
+        width = int(self.product.shape[2]) if inputs else units
+        self.work.matmul(rows, self.product[:, :, :width], out[:, :, units : units + width])
+        self.work.multiply(rows[:, :, :units], self.keep, out[:, :, :units])
+
+    def push(self, rows: Array, out: Array) -> None:
+        """From h alone; c follows element-wise."""
+        units = self._units
+        self.work.matmul(rows[:, :, units:], transposed(self.product[:, :, :units]), out)
+        self.work.add_product(out[:, :, :units], rows[:, :, :units], self.keep)
+        self.work.add_product(out[:, :, units:], out[:, :, :units], self.lift)
+
+    def inject(self, block: Array | None, out: Array) -> None:
+        """Into c by three gates, into h by the output gate and by c."""
+        units = self._units
+        into = transposed(self.product[:, :, units:])
+        out[...] = into if block is None else self.work.xp.matmul(block, into)
+        self.work.add_product(out[:, :, units:], out[:, :, :units], self.lift)
+
+    def spread(self, rows: Array, state: int, columns: slice) -> None:
+        """A change of c_t moves h_t."""
+        units = self._units
+        if state == 1:
+            rows[:, :, units:] = rows[:, :, :units] * self.lift
+
+    def produced(self, rows: Array, state: int, columns: slice) -> Array:
+        """Totals already, on arrival."""
+        return rows[:, :, columns]
+
+    def after(self, earlier: Gated) -> Dense:
+        """The product of the two as matrices: nothing of it is diagonal any more."""
+        return Dense(self.work, self.work.xp.matmul(self._matrix(), earlier._matrix()))
+
+    def _matrix(self) -> Array:
+        size = 2 * self._units
+        unit = self.work.empty(int(self.product.shape[0]), size, size)
+        unit[...] = self.work.eye(size)
+        out = self.work.empty(*unit.shape)
+        self.arrive(unit, size)
+        self.pull(unit, out, inputs=False)
+        return out
+
+    def input_matrix(self) -> Array:
+        """From what the gates receive to [c | h]."""
+        units = self._units
+        lifted = self.product[:, :, units:] * 1
+        self.work.add_product(lifted[:, units:], lifted[:, :units], self.work.xp.permute_dims(self.lift, (0, 2, 1)))
+        return lifted
+
+
+class ProductSystem:
+    """What all systems of product matrices answer.
+
+    Attributes
+    ----------
+    rows, columns
+        Shape of a product matrix without its input columns.
+    gated
+        Which of the two forms of this module.
+    """
+
+    gated = False
+    rows: int
+    columns: int
+    features: int
+    state_sizes: tuple[int, ...]
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """A gated row is [c | h], a dense one [states]."""
+        return (1, 0) if self.gated else tuple(range(len(self.state_sizes)))
+
+    @property
+    def scratch(self) -> int:
+        """The product that is added on arrival."""
+        return self.columns if self.gated else 0
+
+    def multiplications(self, inputs: bool) -> int:
+        """Those of the product matrix; element-wise ones are not counted."""
+        return self.rows * (self.columns + (self.features if inputs else 0))
+
+    def numbers(self, inputs: bool) -> int:
+        """Those of the product matrix."""
+        return self.multiplications(inputs)
+
+    def pattern(self, state: int) -> Pattern | None:
+        """Every unit reaches every other."""
+        return None
+
+
+def transposed(matrices: Array) -> Array:
+    """(..., n, m) to (..., m, n), as a view."""
+    return matrices.mT if hasattr(matrices, "mT") else matrices.swapaxes(-1, -2)

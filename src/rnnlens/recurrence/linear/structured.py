@@ -1,0 +1,305 @@
+"""A_t by structure: one class each, for all steps of a system, which :meth:`at` narrows to one step of some samples.
+
+Each holds arrays ``(sample or 1, time or 1, ...)``, or without the time of a single step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...typing import Array
+from ..inplace import Workspace
+from .products import transposed
+from .protocol import Pattern
+
+
+class Transition(Protocol):
+    """A_t of all steps, or of one. ``rows``, ``out``: (sample, row, state), which must not overlap."""
+
+    work: Workspace
+
+    @property
+    def states(self) -> int:
+        """Numbers of a row."""
+
+    def at(self, samples: slice, t: int) -> Transition:
+        """One step of some samples."""
+
+    def masked(self, mask: Array) -> Transition:
+        """The identity where ``mask`` (sample, time) is False."""
+
+    def pull(self, rows: Array, out: Array) -> None:
+        """Rows @ A."""
+
+    def push(self, rows: Array, out: Array) -> None:
+        """Rows @ A^T."""
+
+    def after(self, earlier: Any) -> Transition:
+        """A_self A_earlier, of single steps."""
+
+    def multiplications(self) -> int:
+        """Of one row at one step."""
+
+    def numbers(self) -> int:
+        """How many a step of one sample takes to hold."""
+
+    def pattern(self, columns: slice) -> Pattern:
+        """Which units of a state never meet; ``columns`` is where the state lies in a row."""
+
+
+def _at(values: Array, samples: slice, t: int) -> Array:
+    at = values[:, 0 if values.shape[1] == 1 else t]
+    return at if at.shape[0] == 1 else at[samples]
+
+
+def _where(work: Workspace, mask: Array, values: Array, otherwise: float) -> Array:
+    """Values at real steps, a constant at masked ones."""
+    fill = work.zeros(*[1] * len(values.shape)) + otherwise
+    return work.xp.where(mask[(..., *[None] * (len(values.shape) - 2))], values, fill)
+
+
+@dataclass
+class Diagonal:
+    """diag(values); values : (sample, time, state)."""
+
+    work: Workspace
+    values: Array
+
+    @property
+    def states(self) -> int:
+        """All states."""
+        return int(self.values.shape[-1])
+
+    def at(self, samples: slice, t: int) -> Diagonal:
+        """A view."""
+        return Diagonal(self.work, _at(self.values, samples, t))
+
+    def masked(self, mask: Array) -> Diagonal:
+        """Ones at masked steps."""
+        return Diagonal(self.work, _where(self.work, mask, self.values, 1.0))
+
+    def pull(self, rows: Array, out: Array) -> None:
+        """Element-wise."""
+        self.work.multiply(rows, self.values[:, None, :], out)
+
+    push = pull
+
+    def after(self, earlier: Diagonal) -> Diagonal:
+        """Element-wise."""
+        return Diagonal(self.work, self.values * earlier.values)
+
+    def multiplications(self) -> int:
+        """One per state."""
+        return self.states
+
+    def numbers(self) -> int:
+        """One per state."""
+        return self.states
+
+    def pattern(self, columns: slice) -> Pattern:
+        """No unit reaches another: one row stands for all."""
+        return _one_colour(self.states, columns)
+
+
+@dataclass
+class ComplexDiagonal:
+    """diag(real + i imaginary) of complex states that lie in a row as [real parts | imaginary parts].
+
+    As a real matrix [[diag(real), -diag(imaginary)], [diag(imaginary), diag(real)]]; both (sample, time, unit).
+    """
+
+    work: Workspace
+    real: Array
+    imaginary: Array
+
+    @property
+    def states(self) -> int:
+        """Real and imaginary parts."""
+        return 2 * int(self.real.shape[-1])
+
+    def at(self, samples: slice, t: int) -> ComplexDiagonal:
+        """A view."""
+        return ComplexDiagonal(self.work, _at(self.real, samples, t), _at(self.imaginary, samples, t))
+
+    def masked(self, mask: Array) -> ComplexDiagonal:
+        """One at masked steps."""
+        real, imaginary = _where(self.work, mask, self.real, 1.0), _where(self.work, mask, self.imaginary, 0.0)
+        return ComplexDiagonal(self.work, real, imaginary)
+
+    def pull(self, rows: Array, out: Array) -> None:
+        """Times the conjugate: the transpose of a turn is the turn back."""
+        self._turn(rows, out, -self.imaginary)
+
+    def push(self, rows: Array, out: Array) -> None:
+        """Times the complex number."""
+        self._turn(rows, out, self.imaginary)
+
+    def _turn(self, rows: Array, out: Array, imaginary: Array) -> None:
+        units, work = int(self.real.shape[-1]), self.work
+        real, imaginary = self.real[:, None, :], imaginary[:, None, :]
+        x, y = rows[:, :, :units], rows[:, :, units:]
+        work.multiply(x, real, out[:, :, :units])
+        work.add_product(out[:, :, :units], y, -imaginary)
+        work.multiply(y, real, out[:, :, units:])
+        work.add_product(out[:, :, units:], x, imaginary)
+
+    def after(self, earlier: ComplexDiagonal) -> ComplexDiagonal:
+        """The complex product."""
+        real = self.real * earlier.real - self.imaginary * earlier.imaginary
+        return ComplexDiagonal(self.work, real, self.real * earlier.imaginary + self.imaginary * earlier.real)
+
+    def multiplications(self) -> int:
+        """Four per complex state."""
+        return 2 * self.states
+
+    def numbers(self) -> int:
+        """Two per complex state."""
+        return self.states
+
+    def pattern(self, columns: slice) -> Pattern:
+        """A part of a unit reaches its own two parts only."""
+        units, size = self.states // 2, columns.stop - columns.start
+        colours = np.zeros((2, self.states))
+        colours[0, columns.start : min(columns.stop, units)] = 1
+        colours[1, max(columns.start, units) : columns.stop] = 1
+        column = np.arange(columns.start, columns.stop)
+        row = (column >= units).astype(int)
+        kept = colours.any(axis=1)
+        reach = np.stack([column % units, column % units + units], axis=1)
+        return Pattern(colours[kept], np.zeros(size, dtype=int) if kept.sum() == 1 else row, reach)
+
+
+@dataclass
+class PerHead:
+    """One number for all states of a head, which lie side by side; values : (sample, time, head)."""
+
+    work: Workspace
+    values: Array
+    size: int
+
+    @property
+    def states(self) -> int:
+        """Of all heads."""
+        return int(self.values.shape[-1]) * self.size
+
+    def at(self, samples: slice, t: int) -> PerHead:
+        """A view."""
+        return PerHead(self.work, _at(self.values, samples, t), self.size)
+
+    def masked(self, mask: Array) -> PerHead:
+        """Ones at masked steps."""
+        return PerHead(self.work, _where(self.work, mask, self.values, 1.0), self.size)
+
+    def pull(self, rows: Array, out: Array) -> None:
+        """One number for all states of a head."""
+        xp, shape = self.work.xp, (*rows.shape[:2], self.values.shape[-1], self.size)
+        # Of one axis in two: views, however the rows lie in memory.
+        self.work.multiply(xp.reshape(rows, shape), self.values[:, None, :, None], xp.reshape(out, shape))
+
+    push = pull
+
+    def after(self, earlier: PerHead) -> PerHead:
+        """Element-wise."""
+        return PerHead(self.work, self.values * earlier.values, self.size)
+
+    def multiplications(self) -> int:
+        """One per state."""
+        return self.states
+
+    def numbers(self) -> int:
+        """One per head."""
+        return int(self.values.shape[-1])
+
+    def pattern(self, columns: slice) -> Pattern:
+        """No unit reaches another: one row stands for all."""
+        return _one_colour(self.states, columns)
+
+
+@dataclass
+class MinusLowRank:
+    """diag(decay) - sum_r left_r right_r^T for the keys of each head, the same for each of its values.
+
+    The state of a head is a matrix (key, value); heads, keys and values lie in a row in this order, values innermost.
+    A step of a delta rule has rank one; steps in a row have as many as they are, until that fills the head.
+
+    Attributes
+    ----------
+    decay : (sample, time, head, key)
+    left, right : (sample, time, head, key, rank)
+    """
+
+    work: Workspace
+    decay: Array
+    left: Array
+    right: Array
+    size: int
+
+    @property
+    def states(self) -> int:
+        """Of all heads: keys times values."""
+        heads, keys = self.decay.shape[-2:]
+        return int(heads) * int(keys) * self.size
+
+    def at(self, samples: slice, t: int) -> MinusLowRank:
+        """A view."""
+        decay, left, right = (_at(part, samples, t) for part in (self.decay, self.left, self.right))
+        return MinusLowRank(self.work, decay, left, right, self.size)
+
+    def masked(self, mask: Array) -> MinusLowRank:
+        """Nothing is taken away at masked steps, and nothing decays."""
+        decay, left = _where(self.work, mask, self.decay, 1.0), _where(self.work, mask, self.left, 0.0)
+        return MinusLowRank(self.work, decay, left, self.right, self.size)
+
+    def pull(self, rows: Array, out: Array) -> None:
+        """Row times decay, less right (left . row)."""
+        self._apply(rows, out, self.left, self.right)
+
+    def push(self, rows: Array, out: Array) -> None:
+        """Row times decay, less left (right . row)."""
+        self._apply(rows, out, self.right, self.left)
+
+    def _apply(self, rows: Array, out: Array, seen: Array, written: Array) -> None:
+        xp, shape = self.work.xp, (*rows.shape[:2], *self.decay.shape[-2:], self.size)
+        state, target = xp.reshape(rows, shape), xp.reshape(out, shape)
+        read = xp.matmul(transposed(seen[:, None]), state)
+        self.work.multiply(state, self.decay[:, None, :, :, None], target)
+        target -= xp.matmul(written[:, None], read)
+
+    def after(self, earlier: MinusLowRank) -> MinusLowRank:
+        """(D2 - U2 V2^T)(D1 - U1 V1^T) = D2 D1 - [D2 U1 | U2] [V1 | D1 V2 - V1 U1^T V2]^T."""
+        xp = self.work.xp
+        carried = self.decay[..., None] * earlier.left
+        reread = earlier.decay[..., None] * self.right
+        reread = reread - xp.matmul(earlier.right, xp.matmul(transposed(earlier.left), self.right))
+        left, right = (carried, self.left), (earlier.right, reread)
+        return MinusLowRank(
+            self.work, self.decay * earlier.decay, xp.concat(left, axis=-1), xp.concat(right, axis=-1), self.size
+        )
+
+    def multiplications(self) -> int:
+        """One per state for what decays, two per rank for what is taken away."""
+        return self.states * (1 + 2 * int(self.left.shape[-1]))
+
+    def numbers(self) -> int:
+        """One per key for what decays, two per rank for what is taken away."""
+        return self.states // self.size * (1 + 2 * int(self.left.shape[-1]))
+
+    def pattern(self, columns: slice) -> Pattern:
+        """A unit reaches the keys of its own head and value: one row per key stands for all."""
+        keys = int(self.decay.shape[-1])
+        key = np.arange(self.states) // self.size % keys
+        colours = (key == np.arange(keys)[:, None]).astype(float)
+        column = np.arange(columns.start, columns.stop)
+        first = column // (keys * self.size) * keys * self.size + column % self.size
+        colours[:, : columns.start] = colours[:, columns.stop :] = 0
+        return Pattern(colours, key[column], first[:, None] + np.arange(keys) * self.size)
+
+
+def _one_colour(states: int, columns: slice) -> Pattern:
+    colours = np.zeros((1, states))
+    colours[0, columns] = 1
+    column = np.arange(columns.start, columns.stop)
+    return Pattern(colours, np.zeros(column.size, dtype=int), column[:, None])

@@ -1,0 +1,308 @@
+"""Every structure of step against the dense matrices that it stands for, and whole sweeps against unrolled products."""
+
+import itertools
+
+import array_api_compat.numpy as anp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rnnlens.recurrence import linear
+from rnnlens.recurrence.inplace import Workspace
+from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
+from rnnlens.recurrence.reductions import Collector, FieldCollector
+from rnnlens.recurrence.sources import Field, Points
+from rnnlens.recurrence.sweep_blocked import BlockedSweep
+
+B, T, F = 2, 5, 3
+STRUCTURES = ("diagonal", "complex", "per_head", "minus_rank_one", "output", "output_repeats", "dense")
+MASK = np.array([[True, True, False, True, False], [False, True, True, True, True]])
+
+
+def numbers(structure, rng, time=T):
+    """Random parts of a structure, and the matrices A (sample, time, state, state) written out from their meaning."""
+    draw = lambda *shape: 0.9 * rng.normal(size=shape)  # noqa: E731
+    if structure == "complex":
+        z = draw(B, time, 3) + 1j * draw(B, time, 3)
+        a = np.zeros((B, time, 6, 6))
+        for j in range(3):
+            a[:, :, j, j] = a[:, :, 3 + j, 3 + j] = z[..., j].real
+            a[:, :, j, 3 + j], a[:, :, 3 + j, j] = -z[..., j].imag, z[..., j].imag
+        return (z.real, z.imag), a
+    if structure == "per_head":
+        values = draw(B, time, 2)
+        return (values,), np.einsum("bts,sr->btsr", np.repeat(values, 3, axis=2), np.eye(6))
+    if structure == "minus_rank_one":
+        decay, left, right = (draw(B, time, 2, 3) for _ in range(3))
+        a = np.zeros((B, time, 2, 3, 2, 2, 3, 2))
+        for h, v in itertools.product(range(2), range(2)):
+            small = np.einsum("btk,kl->btkl", decay[:, :, h], np.eye(3))
+            a[:, :, h, :, v, h, :, v] = small - left[:, :, h, :, None] * right[:, :, h, None, :]
+        return (decay, left, right), a.reshape(B, time, 12, 12)
+    if structure == "dense":
+        a = draw(B, time, 4, 4)
+        return (a,), a
+    values = draw(B, time, 4)
+    return (values,), np.einsum("bts,sr->btsr", values, np.eye(4))
+
+
+MAKE = {
+    "diagonal": linear.diagonal,
+    "complex": linear.complex_diagonal,
+    "per_head": lambda a, b, **o: linear.per_head(a, b, size=3, **o),
+    "minus_rank_one": lambda d, u, v, b, **o: linear.minus_rank_one(d, u, v, b, size=2, **o),
+    "dense": lambda a, b, mask=None, **o: linear.dense(a, b, **o),
+    "output": linear.diagonal,
+    "output_repeats": linear.diagonal,
+}
+
+
+def factors(rng, states, scale):
+    """Kernels of two gates, and the matrices (sample, time, state, feature) that they stand for."""
+    coefficients, kernels = rng.normal(size=(B, T, 2, states)), [rng.normal(size=(F, states)) for _ in range(2)]
+    drop = {None: None, "shared": rng.normal(size=(B, F)), "per_gate": rng.normal(size=(2, B, F))}[scale]
+    whole = np.einsum("btgs,gfs->btgsf", coefficients, np.stack(kernels))
+    if scale == "shared":
+        whole = whole * drop[:, None, None, None]
+    if scale == "per_gate":
+        whole = whole * drop.transpose(1, 0, 2)[:, None, :, None]
+    return linear.Kernels(coefficients, kernels, drop), whole.sum(2)
+
+
+def make(structure, order="forward", masked=False, scale=None, engine="numpy", seed=0):
+    """A system and its matrices A (sample, time, state, state), N (sample, time, state, feature)."""
+    rng = np.random.default_rng(seed)
+    parts, a = numbers(structure, rng)
+    inputs, n = factors(rng, a.shape[2], scale)
+    masked = masked and structure != "dense"
+    to = torch.from_numpy if engine == "torch" else np.asarray
+    real = MASK[:, :, None, None] if masked else np.ones((B, T, 1, 1), dtype=bool)
+    a, n = np.where(real, a, np.eye(a.shape[2])), np.where(real, n, 0.0)
+    if structure == "dense":
+        b = to(n)
+    else:
+        drop = None if inputs.scale is None else to(inputs.scale)
+        b = linear.Kernels(to(inputs.coefficients), [to(k) for k in inputs.kernels], drop)
+    options = {"order": order} | ({"mask": to(MASK)} if masked else {})
+    system = MAKE[structure](*map(to, parts), b, **options)
+    if not structure.startswith("output"):
+        return system, a, n
+    c, d = rng.normal(size=(B, T, 2, 4)), rng.normal(size=(1, 1, 2, F))
+    repeats = structure == "output_repeats"
+    system = linear.with_output(system, to(c), to(d), mask=to(MASK) if masked else None, repeats=repeats)
+    c, d = np.where(real, c, 0.0), np.where(real, d, 0.0)
+    whole = np.zeros((B, T, 6, 6))
+    whole[:, :, :4, :4], whole[:, :, 4:, :4] = a, c @ a
+    if repeats and masked:
+        whole[:, :, 4:, 4:] = np.where(real, 0.0, np.eye(2))
+    return system, whole, np.concatenate([n, c @ n + d], axis=2)
+
+
+def close(found, expected, bound=1e-12):
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= bound * max(1.0, np.abs(expected).max())
+
+
+def unrolled(a, n, order):
+    """States after t by the input at k and by the initial states, multiplied out: (sample, t, state, k, ...)."""
+    size = a.shape[2]
+    by_input, by_initial = np.zeros((B, T, size, T, F)), np.zeros((B, T, size, size))
+    steps = list(range(T)) if order == "forward" else list(range(T))[::-1]
+    for i, t in enumerate(steps):
+        through = np.broadcast_to(np.eye(size), (B, size, size))
+        for k in reversed(steps[: i + 1]):
+            by_input[:, t, :, k] = through @ n[:, k]
+            through = through @ a[:, k]
+        by_initial[:, t] = through
+    return by_input, by_initial
+
+
+def pulled(system, step, rows, inputs):
+    rows = rows.copy()
+    step.arrive(rows, rows.shape[1])
+    out = np.full((B, rows.shape[1], system.rows + (F if inputs else 0)), np.nan)
+    step.pull(rows, out, inputs=inputs)
+    return out
+
+
+def pushed(step, rows):
+    out = np.full(rows.shape, np.nan)
+    step.push(rows, out)
+    return out
+
+
+def injected(system, step, block):
+    out = np.full((B, F if block is None else block.shape[1], system.rows), np.nan)
+    step.inject(block, out)
+    return out
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(STRUCTURES),
+    st.booleans(),
+    st.sampled_from([None, "shared", "per_gate"]),
+    st.integers(0, T - 1),
+    st.integers(1, 3),
+    st.integers(0, 9999),
+)
+def test_a_step_is_the_matrix_that_it_stands_for(structure, masked, scale, t, count, seed):
+    system, a, n = make(structure, masked=masked, scale=scale, seed=seed)
+    step = system.build(t, t + 1, slice(None), inputs=True)[0]
+    rng = np.random.default_rng(seed + 1)
+    rows, block = rng.normal(size=(B, count, system.rows)), rng.normal(size=(B, count, F))
+    close(pulled(system, step, rows, True), np.concatenate([rows @ a[:, t], rows @ n[:, t]], axis=2))
+    close(pulled(system, step, rows, False), rows @ a[:, t])
+    close(pushed(step, rows), rows @ a[:, t].swapaxes(1, 2))
+    close(injected(system, step, block), block @ n[:, t].swapaxes(1, 2))
+    close(injected(system, step, None), n[:, t].swapaxes(1, 2))
+    close(step.input_matrix(), n[:, t])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_steps_compose_to_the_product_of_their_matrices(structure, masked):
+    system, a, _ = make(structure, masked=masked)
+    steps, rows = (
+        system.build(0, T, slice(None), inputs=False),
+        np.random.default_rng(1).normal(size=(B, 3, system.rows)),
+    )
+    whole, product = steps[0], a[:, 0]
+    for t in range(1, T):
+        whole, product = steps[t].after(whole), a[:, t] @ product
+        close(pulled(system, whole, rows, False), rows @ product)
+        close(pushed(whole, rows), rows @ product.swapaxes(1, 2))
+
+
+@pytest.mark.parametrize("engine", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("structure", "order", "masked", "scale"),
+    list(itertools.product(STRUCTURES, ("forward", "backward"), (False, True), (None, "per_gate"))),
+)
+def test_time_jacobians_both_ways_and_the_adjoint_against_unrolled_products(structure, order, masked, scale, engine):
+    system, a, n = make(structure, order, masked, scale, engine)
+    by_input, by_initial = unrolled(a, n, order)
+    for state, size in enumerate(system.state_sizes):
+        columns = linear.state_columns(system, state)
+        source = Points(range(T), {state: system.work.eye(size)[None, None]}, order)
+        sink, initial = (
+            Collector(system.work, B, T, size, width, at)
+            for width, at in ((F, {t: t for t in range(T)}), (size, {-1: 0}))
+        )
+        reverse(system, source, Taps(input=sink, initial={state: initial}))
+        chronological = np.argsort(source.sequence)
+        close(np.moveaxis(system.work.numpy(sink.result)[:, :, chronological], 1, 3), by_input[:, :, columns])
+        close(system.work.numpy(initial.result)[:, 0, chronological], by_initial[:, :, columns, columns])
+        sink = Collector(system.work, B, T, F, size, {t: t for t in range(T)}, swapped=True)
+        forward(system, Entrances("input", range(T)), {state: sink}, frozenset(range(T)))
+        youngest = np.arange(T)[::-1] if order == "forward" else np.arange(T)
+        found = system.work.numpy(sink.result)[:, :, youngest]
+        close(found.transpose(0, 1, 4, 2, 3), by_input[:, :, columns])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_field_of_cotangents_meets_the_inner_product_with_tangents(structure, masked):
+    """<lambda, G dx> computed forward equals <G^T lambda, dx> computed in reverse, and both the unrolled product."""
+    system, a, n = make(structure, masked=masked)
+    rng = np.random.default_rng(2)
+    change, last = rng.normal(size=(B, T, F)), len(system.state_sizes) - 1
+    cotangents = {s: rng.normal(size=(B, 1, T, size)) for s, size in enumerate(system.state_sizes)}
+    pulled = np.zeros((B, 1, T, F))
+    reverse(system, Field(cotangents), Taps(input=FieldCollector(pulled)))
+    entrances = Entrances("input", range(T), change[:, :, None, :])
+    total = np.zeros(B)
+    for s, size in enumerate(system.state_sizes):
+        sink = Collector(system.work, B, T, 1, size, {t: t for t in range(T)}, swapped=True)
+        forward(system, entrances, {s: sink}, frozenset(range(T)))
+        total += np.einsum("btgu,btu->b", sink.result[:, :, :, 0], cotangents[s][:, 0])
+    close(np.einsum("btf,btf->b", pulled[:, 0], change), total)
+    by_input = unrolled(a, n, "forward")[0]
+    everything = np.concatenate([cotangents[s][:, 0] for s in range(last + 1)], axis=2)
+    close(pulled[:, 0], np.einsum("bts,btskf->bkf", everything, by_input))
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_sweep_in_blocks(structure, length):
+    system, a, n = make(structure, masked=True)
+    size = system.state_sizes[0]
+    source = Points(range(T), {0: system.work.eye(size)[None, None]})
+    sink = Collector(system.work, B, T, size, F, {t: t for t in range(T)})
+    BlockedSweep(system, source, Taps(input=sink), slice(None), length).run(None)
+    close(np.moveaxis(sink.result, 1, 3), unrolled(a, n, "forward")[0][:, :, :size])
+
+
+@pytest.mark.parametrize("structure", [s for s in STRUCTURES if s.startswith("output")])
+def test_states_reach_the_output_of_their_own_step(structure):
+    system, a, _ = make(structure)
+    expected = np.zeros((B, T, 2, T, 4))
+    for t, k in itertools.product(range(T), range(T)):
+        if k <= t:
+            through = np.broadcast_to(np.eye(6), (B, 6, 6))
+            for j in range(t, k, -1):
+                through = through @ a[:, j]
+            produced = np.concatenate([np.broadcast_to(np.eye(4), (B, 4, 4)), linear_output(system, k)], axis=1)
+            expected[:, t, :, k] = (through @ produced)[:, 4:]
+    source, places = Points(range(T), {1: np.eye(2)[None, None]}), {t: t for t in range(T)}
+    sink = Collector(system.work, B, T, 2, 4, places)
+    reverse(system, source, Taps(states={0: sink}))
+    close(np.moveaxis(sink.result, 1, 3), expected)
+    sink = Collector(system.work, B, T, 4, 2, places, swapped=True)
+    forward(system, Entrances("state", range(T)), {1: sink}, frozenset(range(T)))
+    close(sink.result[:, :, ::-1].transpose(0, 1, 4, 2, 3), expected)
+
+
+def linear_output(system, t):
+    return system.c.values[:, t]
+
+
+def test_a_complex_diagonal_against_finite_differences_of_the_complex_recurrence():
+    rng, eps = np.random.default_rng(0), 0.5  # a linear recurrence: any step is small
+    magnitude, phase, into = rng.uniform(0.6, 1.0, 4), rng.uniform(0, 3, 4), rng.normal(size=(4, F, 2))
+    turn, into = magnitude * np.exp(1j * phase), into[..., 0] + 1j * into[..., 1]
+
+    def run(x):
+        h, states = np.zeros((B, 4), complex), []
+        for t in range(T):
+            h = turn * h + x[:, t] @ into.T
+            states.append(np.concatenate([h.real, h.imag], axis=1))
+        return np.stack(states, axis=1)
+
+    x = rng.normal(size=(B, T, F))
+    b = np.concatenate([into.real, into.imag])[None, None]
+    system = linear.complex_diagonal(turn.real[None, None], turn.imag[None, None], b, batch=B, time=T)
+    for state in (0, 1):
+        sink = Collector(system.work, B, T, 4, F, {t: t for t in range(T)})
+        reverse(system, Points(range(T), {state: np.eye(4)[None, None]}), Taps(input=sink))
+        for k, f in itertools.product(range(T), range(F)):
+            step = np.zeros_like(x)
+            step[:, k, f] = eps
+            change = (run(x + step) - run(x - step)) / (2 * eps)
+            close(sink.result[:, k, :, :, f], change[:, :, 4 * state : 4 * state + 4])
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="differ in size: A 4, B 3"):
+        linear.diagonal(np.ones((1, 2, 4)), np.ones((1, 1, 3, 2)))
+
+
+def test_a_gated_step_composes_like_its_matrices():
+    rng, units = np.random.default_rng(0), 3
+    work = Workspace(anp, np.zeros(1))
+    product, keep, lift = rng.normal(size=(B, 2, 6, 3)), rng.normal(size=(B, 2, 3)), rng.normal(size=(B, 2, 3))
+    steps = linear.Steps(work, product, keep, lift)
+    whole = []
+    for t in range(2):
+        # From totals [dc | dh] to what is left before the step, and from what arrives to totals.
+        back, total = np.zeros((B, 6, 6)), np.tile(np.eye(6), (B, 1, 1))
+        back[:, :, units:], back[:, :units, :units] = product[:, t], keep[:, t, :, None] * np.eye(3)
+        total[:, units:, :units] = lift[:, t, :, None] * np.eye(3)
+        whole.append(total @ back)
+    rows = rng.normal(size=(B, 4, 6))
+    composed, out = steps[1].after(steps[0]), np.zeros((B, 4, 6))
+    composed.pull(rows, out, inputs=False)
+    close(out, rows @ whole[1] @ whole[0])
