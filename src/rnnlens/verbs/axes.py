@@ -45,34 +45,22 @@ def _read_layout(where: str, given: Any) -> Layout:
     return Layout(tuple(tuple(part) for part in parts))
 
 
-class Axes:
-    """The layouts of the tensors of one model, as far as anybody asked.
+class Layouts:
+    """How tensors of a model lie: as the user says, else as was found out, else by the rule of the framework.
 
     Parameters
     ----------
-    given
-        What the user says, by the name of a tensor, or ``"y"`` and ``"sample_weight"``.
+    given, found
+        What the user says, and what was found out.
+    samples_first
+        Whether every tensor of every model of this framework has its samples on the first axis.
     """
 
-    def __init__(self, adapter: Adapter, model: Any, given: Mapping[str, Layout] | None, known: Catalogue) -> None:
-        self.adapter, self.model = adapter, model
-        given = dict(given or {})
-        self.data = {name: given.pop(name) for name in DATA if name in given}
-        self.given = {_port(text, known): layout for text, layout in given.items()}
-        self.found: dict[Port, Layout] = {}
-        #: How the inputs lie, where they are cut into batches; None where samples come first.
-        self.inputs: Sequence[Layout | None] | None = None
-        self.is_cut = False
-        self._asked: set[Port] = set()
-
-    def learn(self, batch: Batch, ports: Iterable[Port]) -> None:
-        """Find out about those ports of which nothing is known yet."""
-        new = [port for port in dict.fromkeys(ports) if port not in self._asked and port not in self.given]
-        if not new or self.adapter.samples_first:
-            return
-        quiet = Batch(batch.x, training=batch.training, initial_state=batch.initial_state, seed=batch.seed)
-        self.found |= self.adapter.layouts(self.model, quiet, new)
-        self._asked |= set(new)
+    def __init__(
+        self, given: Mapping[Port, Layout], samples_first: bool, found: Mapping[Port, Layout] | None = None
+    ) -> None:
+        self.given, self.found = dict(given), dict(found or {})
+        self.samples_first = samples_first
 
     def layout(self, port: Port, shape: Sequence[int], *, integer: bool = False) -> Layout:
         """The axes of a tensor of that shape, in the framework's order."""
@@ -91,6 +79,40 @@ class Axes:
             )
         return known
 
+
+def learned(adapter: Adapter, model: Any, batch: Batch, ports: Iterable[Port]) -> Mapping[Port, Layout]:
+    """What the adapter finds out about the layouts of some tensors of a model."""
+    if adapter.samples_first:
+        return {}
+    quiet = Batch(batch.x, training=batch.training, initial_state=batch.initial_state, seed=batch.seed)
+    return adapter.layouts(model, quiet, list(ports))
+
+
+class Axes(Layouts):
+    """The layouts of the tensors of one model, as far as anybody asked.
+
+    Parameters
+    ----------
+    given
+        What the user says, by the name of a tensor, or ``"y"`` and ``"sample_weight"``.
+    """
+
+    def __init__(self, adapter: Adapter, model: Any, given: Mapping[str, Layout] | None, known: Catalogue) -> None:
+        super().__init__(named_layouts(given, known), adapter.samples_first)
+        self.adapter, self.model = adapter, model
+        self.data = {name: layout for name, layout in (given or {}).items() if name in DATA}
+        #: How the inputs lie, where they are cut into batches; None where samples come first.
+        self.inputs: Sequence[Layout | None] | None = None
+        self.is_cut = False
+        self._asked: set[Port] = set()
+
+    def learn(self, batch: Batch, ports: Iterable[Port]) -> None:
+        """Find out about those ports of which nothing is known yet."""
+        new = [port for port in dict.fromkeys(ports) if port not in self._asked and port not in self.given]
+        if new and not self.samples_first:
+            self.found |= learned(self.adapter, self.model, batch, new)
+            self._asked |= set(new)
+
     def samples(self, batch: Batch) -> int:
         """How many samples a batch has, as far as it was found out; else the length of its first axis."""
         leaves = data.leaves_of(batch.x)
@@ -107,6 +129,17 @@ def text_of(port: Port) -> str:
     """How a user names a port."""
     index = f"[{port.index}]" if port.index else ""
     return f"{port.kind}{index}" if port.layer is None else f"{port.layer}.{port.kind}{index}"
+
+
+def named_layouts(given: Mapping[str, Layout] | None, known: Catalogue) -> dict[Port, Layout]:
+    """What the user says of the tensors of a model, by port.
+
+    Raises
+    ------
+    InputError
+        If a name is none of an input or output.
+    """
+    return {_port(text, known): layout for text, layout in (given or {}).items() if text not in DATA}
 
 
 def _port(text: str, known: Catalogue) -> Port:

@@ -47,7 +47,7 @@ def layouts_to_cut(axes: Axes, template: Batch, x: Any, y: Any, sample_weight: A
     InputError
         If it cannot be told; with the argument that does.
     """
-    if axes.adapter.samples_first:
+    if axes.samples_first:
         return None
     inputs = layouts_of_inputs(axes, template, x)
     if inputs is None:
@@ -60,7 +60,7 @@ def layouts_to_cut(axes: Axes, template: Batch, x: Any, y: Any, sample_weight: A
 
 def layouts_of_inputs(axes: Axes, template: Batch, x: Any) -> list[Layout | None] | None:
     """Where samples lie in each input; None where they come first in all of them."""
-    if axes.adapter.samples_first:
+    if axes.samples_first:
         return None
     leaves = data.leaves_of(x)
     given = [axes.given.get(Port("input", index=i)) for i in range(len(leaves))]

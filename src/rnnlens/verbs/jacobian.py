@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
 
-import numpy as np
 import xarray as xr
 
-from ..adapters.protocol import Adapter, Batch, CaptureRequest
-from ..adapters.registry import adapter_for
+from ..adapters.protocol import Batch
 from ..arguments import (
     anything,
     as_numbers,
@@ -28,24 +25,17 @@ from ..arguments import (
     text,
     whole,
 )
-from ..data import leaves_of
-from ..errors import InputError, ModelError, TooLargeError, message
-from ..recurrence.reductions import REDUCTIONS, probe_signs, sketched
-from ..results.certificate import Certificate
-from ..results.checks import coarser, warn_about
+from ..recurrence.reductions import REDUCTIONS
+from ..results.checks import warn_about
 from ..results.jacobian import checks_of
-from ..settings import current, format_memory, parse_memory
-from .axes import Axes, an_axes_table
-from .certify import wanted as asked_for
-from .certify_jacobian import certify_jacobian
-from .differentiation.question import repeatable
-from .inside import Inside
-from .jacobian_ends import resolve
-from .jacobian_label import Labels, masks_of
-from .jacobian_run import compute
-from .jacobian_target import Swept, Tensor, chosen_times, look_inside, projection
-from .jacobian_wanted import Ends
-from .names import Catalogue, TensorName, catalogue, read_one, refuse_lone_output, with_named_outputs
+from ..settings import current, parse_memory
+from .axes import an_axes_table
+from .time_jacobian.certificate import certificate_of
+from .time_jacobian.execute import execute
+from .time_jacobian.label import Labels
+from .time_jacobian.network import open_network
+from .time_jacobian.plan import make_plan
+from .time_jacobian.request import Options, read_request
 from .turns import in_turn
 
 __all__ = ["jacobian"]
@@ -160,118 +150,14 @@ def jacobian(
     Products of Jacobians through time: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eq. 5.
     Random probes: Hutchinson 1990, doi:10.1080/03610919008812866.
     """
-    _check(reduce, sketch, mode, project)
-    limit = current().memory if memory is None else parse_memory(memory)
-    adapter = adapter_for(model)
-    batch = Batch(x, training=training, initial_state=initial_state, seed=repeatable(adapter, seed, training))
-    known = with_named_outputs(adapter, model, batch, catalogue(adapter, model, x), (of, wrt))
-    names = (read_one(of, known), read_one(wrt, known))
-    room = Axes(adapter, model, axes, known)
-    inside = _look(adapter, model, batch, names, known)
-    swept = look_inside(inside)
-    with resolve(adapter, model, batch, known, inside, list(swept.values()), names, room) as (start, end, graph):
-        ends = _ends(start, end, names, out_times, in_times, project, reduce, average, sketch, batch_of(inside), limit)
-        masks = masks_of(ends, list(swept.values()))
-        labels = Labels(names, ends, reduce, sketch, known, adapter.provenance(model), training, project, masks)
-        found = compute(graph, list(swept.values()), ends, labels, mode, rtol, limit, out)
-    certificate = Certificate()
-    if out is not None:
-        certificate = Certificate("could not", why="it was written piece by piece, and is not read back")
-    elif asked_for(model, "jacobian", batch, names, reduce, average, sketch, project is None):
-        certificate = certify_jacobian(
-            adapter, model, batch, found, labels, room, batch_of(inside), _computed_in(found, labels, swept.values())
-        )
+    granted = current().memory if memory is None else parse_memory(memory)
+    options = Options(granted, out_times, in_times, project, reduce, average, sketch, rtol, mode, out)
+    batch = Batch(x, training=training, initial_state=initial_state, seed=seed)
+    request = read_request(model, batch, (of, wrt), options, axes)
+    with open_network(request) as network:
+        plan = make_plan(options, network)
+        found = execute(Labels(plan, request.provenance), out)
+    certificate = certificate_of(request, plan, found)
     found.attrs |= certificate.attributes(checks_of(found))
     warn_about(certificate.checks)
     return found
-
-
-def _computed_in(found: xr.DataArray, labels: Labels, swept: Iterable[Swept]) -> str:
-    """The coarsest dtype on the way: that of the result, of the model, or of a layer."""
-    kinds = [str(found.dtype), labels.provenance.get("dtype", ""), *(one.half.call.compute_dtype for one in swept)]
-    return functools.reduce(coarser, (kind or "" for kind in kinds))
-
-
-def batch_of(inside: Inside) -> int:
-    """Number of samples in the batch that was captured."""
-    return int(next(iter(inside.halves.values()))[0].run.input.shape[0])
-
-
-def _look(adapter: Adapter, model: Any, batch: Batch, names: tuple[TensorName, TensorName], known: Catalogue) -> Inside:
-    try:
-        capture = adapter.capture(model, batch, CaptureRequest(gradients=False, weight_grads=False))
-    except ModelError as error:
-        if known.recurrent:
-            raise
-        raise ModelError(_not_recurrent(model)) from error
-    if not capture.calls:
-        raise ModelError(_not_recurrent(model))
-    outputs = leaves_of(capture.outputs)
-    if len(outputs) > 1 and not known.outputs:
-        refuse_lone_output(names, len(outputs))
-    return Inside.of(capture.calls, capture.entangled)
-
-
-def _not_recurrent(model: Any) -> str:
-    return message(
-        "A time Jacobian goes through recurrent layers, and none ran in this forward pass.",
-        got=type(model).__name__,
-        expected="a model with at least one recurrent layer, as rl.layers(model) lists them",
-        hint='for one output unit, rl.gradients(model, x, of="output", at={"unit": 0}, reduce="sum", wrt="input")',
-    )
-
-
-def _check(reduce: Any, sketch: Any, mode: Any, project: Any) -> None:
-    """What a sketch goes together with."""
-    if sketch is None:
-        return
-    if reduce not in (None, "norm") or project is not None:
-        got = f"reduce={reduce!r}" if project is None else "project="
-        raise InputError(message("A sketch estimates the norm over all units.", got=got, expected='reduce="norm"'))
-    if mode == "forward":
-        raise InputError(message("A sketch is pulled back.", got='mode="forward"', expected='"auto" or "reverse"'))
-
-
-def _refuse_many_probes(sketch: int, start: Tensor, samples: int, limit: int) -> None:
-    """Probes are drawn for every sample, step and unit at once."""
-    each = 2 * 8 * start.size * (start.times or 1) * samples
-    if sketch * each > limit:
-        raise TooLargeError(
-            message(
-                "The random probes of sketch= would not fit into the memory granted.",
-                got=f"sketch={sketch}: {format_memory(sketch * each)}",
-                expected=f"at most {format_memory(limit)} (memory=)",
-                hint=f"sketch={max(2, min(100, limit // each))}; without sketch= the norm is exact and often cheaper",
-            )
-        )
-
-
-def _ends(
-    start: Tensor,
-    end: Tensor,
-    names: tuple[TensorName, TensorName],
-    out_times: Any,
-    in_times: Any,
-    project: Any,
-    reduce: str | None,
-    average: str | None,
-    sketch: int | None,
-    samples: int,
-    limit: int,
-) -> Ends:
-    """What is wanted, as the sweeps need it."""
-    weights = projection(project, start.size)
-    if weights is not None:
-        weights = weights[None, None]
-    function, tail = (None if reduce is None else REDUCTIONS[reduce]), ()
-    if sketch is not None:
-        _refuse_many_probes(sketch, start, samples, limit)
-        weights = probe_signs(sketch, start.size, start.times or 1, samples, seed=0)
-        function, tail = sketched, (2,)  # type: ignore[assignment]
-    elif reduce in ("sum", "mean"):
-        # Linear in the output units: contracted before differentiation.
-        ones = np.ones((1, start.size)) if weights is None else np.ones((1, weights.shape[2])) @ weights[0, 0]
-        share = 1.0 if reduce == "sum" else 1.0 / (start.size if weights is None else weights.shape[2])
-        weights = (share * ones)[None, None]
-    outs, ins = chosen_times(out_times, start.times, "out_times"), chosen_times(in_times, end.times, "in_times")
-    return Ends(start, end, outs, ins, weights, function, tail, average is not None)

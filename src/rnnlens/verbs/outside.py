@@ -12,13 +12,13 @@ from ..adapters.protocol import Port
 from ..layout import Layout, dims_of
 from ..typing import Array
 from ..vocabulary import SAMPLE, TIME
-from .axes import Axes
+from .axes import Layouts
 
 
 class Outside:
     """Opens and closes the tensors of one batch of so many samples."""
 
-    def __init__(self, axes: Axes, samples: int) -> None:
+    def __init__(self, axes: Layouts, samples: int) -> None:
         self.axes, self.samples = axes, samples
 
     def layout(self, port: Port, array: Any, lead: int = 0) -> Layout:
@@ -48,7 +48,7 @@ class Outside:
         arrays: Sequence[Array],
     ) -> xr.DataArray:
         """The value of a function of tensors, with those axes named along which it goes with what it was made of."""
-        if result.ndim == 0 or self.axes.adapter.samples_first:
+        if result.ndim == 0 or self.axes.samples_first:
             return xr.DataArray(result, dims=dims_of(result.shape))
         opened = []
         for port, array in zip(ports, arrays, strict=True):

@@ -12,7 +12,7 @@ from torch import nn
 import rnnlens as rl
 from rnnlens.recurrence.sweep_blocked import BlockedSweep
 from rnnlens.settings import Progress
-from rnnlens.verbs import jacobian_run
+from rnnlens.verbs.time_jacobian import plan as planning
 
 B, T, F, H = 2, 5, 3, 4
 CELLS = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
@@ -158,8 +158,8 @@ def test_projection_comes_before_differentiation(project):
 def test_chunks_do_not_change_the_result(mode, reduce, monkeypatch):
     model, x = made(), data(3)
     whole = rl.jacobian(model, x, mode=mode, reduce=reduce)
-    monkeypatch.setattr("rnnlens.verbs.jacobian_run.LEAST_ROOM", 3000)
-    monkeypatch.setattr("rnnlens.verbs.jacobian_plan.BLOCK_BUDGET", 1000)
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.plan.LEAST_ROOM", 3000)
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.pieces.BLOCK_BUDGET", 1000)
     ticks = []
     monkeypatch.setattr(Progress, "advance", lambda self, amount=1.0: ticks.append(amount))
     pieces = rl.jacobian(model, x, mode=mode, reduce=reduce, memory=whole.nbytes)
@@ -172,14 +172,14 @@ def test_composed_chunks_do_not_change_the_result(monkeypatch):
     model, x = made(num_layers=2, bidirectional=True), data()
     whole = rl.jacobian(model, x)
     assert whole.route == "composed"
-    monkeypatch.setattr("rnnlens.verbs.jacobian_run.LEAST_ROOM", 3000)
-    monkeypatch.setattr("rnnlens.verbs.jacobian_plan.BLOCK_BUDGET", 1000)
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.plan.LEAST_ROOM", 3000)
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.pieces.BLOCK_BUDGET", 1000)
     agree(rl.jacobian(model, x, memory=whole.nbytes), whole.values)
 
 
 def test_what_cannot_fit_is_refused_before_computing_with_cheaper_calls(monkeypatch):
     model, x = made(), data()
-    monkeypatch.setattr("rnnlens.verbs.jacobian_run._gathered", lambda *a: pytest.fail("computed"))
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.execute.numbers", lambda *a: pytest.fail("computed"))
     with pytest.raises(rl.errors.TooLargeError) as error:
         rl.jacobian(model, x, memory="1 KiB")
     assert str(error.value) == (
@@ -270,12 +270,12 @@ def test_chunks_of_a_sweep_in_blocks(reduce, room, monkeypatch):
     """In chunks too small for blocks, in chunks with blocks, and the mean over samples streamed through both."""
     model, x, _ = long_sequence("lstm")
     whole = rl.jacobian(model, x, reduce=reduce, mode="reverse")
-    monkeypatch.setattr("rnnlens.verbs.jacobian_run.LEAST_ROOM", room)
-    monkeypatch.setattr("rnnlens.verbs.jacobian_plan.BLOCK_BUDGET", 1000)
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.plan.LEAST_ROOM", room)
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.pieces.BLOCK_BUDGET", 1000)
     blocked, chunks = [], []
-    run, plan = BlockedSweep.run, jacobian_run.direct_pieces
+    run, plan = BlockedSweep.run, planning.direct_pieces
     monkeypatch.setattr(BlockedSweep, "run", lambda self, progress: blocked.append(1) or run(self, progress))
-    monkeypatch.setattr(jacobian_run, "direct_pieces", lambda *args: chunks.append(plan(*args)[0]) or plan(*args))
+    monkeypatch.setattr(planning, "direct_pieces", lambda *args: chunks.append(plan(*args)[0]) or plan(*args))
     pieces = rl.jacobian(model, x, reduce=reduce, mode="reverse", memory=whole.nbytes)
     assert len(chunks[0]) > 1
     assert bool(blocked) == (room > 10_000)

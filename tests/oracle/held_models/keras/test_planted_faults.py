@@ -165,9 +165,9 @@ FAULTS = [
     Fault("weights: loss doubled", capture, "losses", other_loss(lambda v: 2 * v), "stack", "weights"),
     Fault("pull-back 1 % larger", pullback.KerasPullback, "vjp", arrived(lambda g: g * 1.01), "stack", "gradients"),
     Fault("pull-back: loss doubled", pullback, "losses", other_loss(lambda v: 2 * v), "stack", "gradients"),
-    Fault("jacobian 1 % larger", jacobian, "compute", of_jacobian(lambda v: v * 1.01), "stack", "jacobian"),
+    Fault("jacobian 1 % larger", jacobian, "execute", of_jacobian(lambda v: v * 1.01), "stack", "jacobian"),
     Fault(
-        "jacobian: times transposed", jacobian, "compute", of_jacobian(lambda v: v.swapaxes(1, 3)), "stack", "jacobian"
+        "jacobian: times transposed", jacobian, "execute", of_jacobian(lambda v: v.swapaxes(1, 3)), "stack", "jacobian"
     ),
 ]
 

@@ -323,7 +323,7 @@ def of_jacobian(change):
     return result(lambda array: array.copy(data=np.ascontiguousarray(change(array.values))))
 
 
-_TRACE, _WEIGHTS, _JACOBIAN = (trace, "layer_dataset"), (weights, "label_cell"), (jacobian, "compute")
+_TRACE, _WEIGHTS, _JACOBIAN = (trace, "layer_dataset"), (weights, "label_cell"), (jacobian, "execute")
 FAULTS = [
     # The captured run is another one.
     Fault("input 1 % larger", capture, "call_model", scaled(1)),

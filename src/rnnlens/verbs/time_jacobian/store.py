@@ -13,14 +13,14 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from ..errors import FileError, RnnlensError, message
-from ..results.checks import Check
-from ..results.disk.atomic import replacing_folder
-from ..results.disk.store import recording
-from ..results.files import check_path
-from ..results.files import open as open_result
-from .jacobian_label import Labels
-from .jacobian_wanted import Tally
+from ...errors import FileError, RnnlensError, message
+from ...results.checks import Check
+from ...results.disk.atomic import replacing_folder
+from ...results.disk.store import recording
+from ...results.files import check_path
+from ...results.files import open as open_result
+from .label import Labels
+from .tally import Tally
 
 #: Bytes per chunk of the array on disk.
 _CHUNK = 4 * 2**20
@@ -35,14 +35,12 @@ class ZarrTarget:
     attribute ``finished`` of the array is False until everything is there; only then checksums are written.
     """
 
-    def __init__(
-        self, path: str | PathLike[str], labels: Labels, samples: int, dtype: Any, tally: Tally, checks: Sequence[Check]
-    ) -> None:
+    def __init__(self, path: str | PathLike[str], labels: Labels, tally: Tally, checks: Sequence[Check]) -> None:
         if Path(path).suffix.lower() != ".zarr":
             raise FileError(message("out= is written piece by piece.", got=str(path), expected="a path in .zarr"))
-        self.path, self.given = check_path(path), Path(path)
-        self.labels, self.samples, self.dtype = labels, samples, np.dtype(dtype)
-        self.tally, self.checks = tally, checks
+        self.path, self.asked = check_path(path), Path(path)
+        self.labels, self.tally, self.checks = labels, tally, checks
+        self.shape, self.dtype = labels.plan.shape, labels.plan.dtype
 
     def __enter__(self) -> ZarrTarget:
         with self._errors(), replacing_folder(self.path) as folder:
@@ -64,28 +62,30 @@ class ZarrTarget:
 
     def _lay_out(self, folder: Path) -> dict[str, str]:
         """Labels, and an array without values; the checksums of both."""
-        shape = self.labels.shape(self.samples)
-        template = self.labels.array(np.broadcast_to(np.asarray(np.nan, self.dtype), shape), self.tally, self.checks)
+        template = self._template()
         self.store = recording(folder)
         coords = template.coords.to_dataset()
         encoding = dict.fromkeys(coords.variables, _EVERY_CHUNK)
         coords.to_zarr(self.store, mode="w-", zarr_format=2, consolidated=False, encoding=encoding)
-        chunks = _chunks(shape, self.dtype.itemsize)
+        chunks = _chunks(self.shape, self.dtype.itemsize)
         array = self._group().create_array(
-            "jacobian", shape=shape, chunks=chunks, dtype=self.dtype, fill_value=np.nan, config=_EVERY_CHUNK
+            "jacobian", shape=self.shape, chunks=chunks, dtype=self.dtype, fill_value=np.nan, config=_EVERY_CHUNK
         )
         self._note(array, finished=False)
         return self.store.sums
+
+    def _template(self) -> xr.DataArray:
+        """All labels, around nothing."""
+        empty = np.broadcast_to(np.asarray(np.nan, self.dtype), self.shape)
+        return self.labels.array(empty, self.tally, self.checks)
 
     def _group(self) -> Any:
         return zarr.open_group(self.store, mode="r+", zarr_format=2)
 
     def _note(self, array: Any, *, finished: bool) -> None:
-        shape = self.labels.shape(self.samples)
-        empty = np.broadcast_to(np.asarray(np.nan, self.dtype), shape)
-        attrs = self.labels.array(empty, self.tally, self.checks).attrs
+        attrs = self._template().attrs
         plain = {key: _jsonable(value) for key, value in attrs.items()}
-        array.attrs.update({**plain, "_ARRAY_DIMENSIONS": list(self.labels.dims), "finished": int(finished)})
+        array.attrs.update({**plain, "_ARRAY_DIMENSIONS": list(self.labels.plan.dims), "finished": int(finished)})
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -94,11 +94,11 @@ class ZarrTarget:
         except RnnlensError:
             raise
         except OSError as error:
-            raise FileError(message("The file cannot be written.", got=f"{self.given}: {error}")) from error
+            raise FileError(message("The file cannot be written.", got=f"{self.asked}: {error}")) from error
 
     def result(self) -> xr.DataArray:
         """What was written, read when looked at."""
-        found = open_result(self.given, lazy=True)
+        found = open_result(self.asked, lazy=True)
         assert isinstance(found, xr.DataArray)
         return found
 

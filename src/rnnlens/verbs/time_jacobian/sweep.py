@@ -1,41 +1,49 @@
-"""One sweep of the direct route: some samples and some target steps, dealt to threads, reduced on the way."""
+"""Executes pieces of the direct route: samples dealt to threads, values reduced on the way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ..recurrence.jacobian import Entrances, Taps, forward, reverse
-from ..recurrence.parallel import for_each, large_parts
-from ..recurrence.pruning import Vanished
-from ..recurrence.reductions import Collector
-from ..recurrence.sources import Points
-from ..recurrence.sweep_parts import Cost
-from ..typing import Array
-from .inside import like
-from .jacobian_direct import Direct
-from .jacobian_wanted import Tally
+from ...recurrence.jacobian import Entrances, Taps, forward, reverse
+from ...recurrence.parallel import for_each, large_parts
+from ...recurrence.pruning import Vanished
+from ...recurrence.reductions import Collector
+from ...recurrence.sources import Points
+from ...recurrence.sweep_parts import Cost
+from ...typing import Array
+from ..inside import like
+from .pieces import Piece
+from .plan import Part
+from .tally import Tally
 
-Progress = Callable[[], None] | None
+Advance = Callable[[], None]
 
 
-class DirectSweep:
-    """A sweep of ``direct`` over ``samples`` (both ends given) and the target steps ``times``."""
+def sweep_piece(part: Part, piece: Piece, tally: Tally, advance: Advance) -> np.ndarray[Any, Any]:
+    """([sample], out step, [row], in step, [feature]) of one piece, reduced if that is wanted."""
+    return _Sweep(part, piece).values(tally, advance)
 
-    def __init__(self, direct: Direct, mode: str, samples: slice, times: Sequence[int], rtol: float | None) -> None:
-        self.direct, self.mode, self.samples, self.times, self.rtol = direct, mode, samples, times, rtol
-        self.swept, self.ends, self.work = direct.swept, direct.ends, direct.swept.work
-        reverse = mode == "reverse"
-        self.places = {t: i for i, t in enumerate(direct.in_times if reverse else times)}
+
+class _Sweep:
+    """One sweep over the samples of a piece, its output steps and its input steps."""
+
+    def __init__(self, part: Part, piece: Piece) -> None:
+        assert part.direct is not None
+        self.direct, self.mode, self.rtol = part.direct.at(piece.ins), part.mode, part.rtol
+        self.samples, self.times = piece.samples, self.direct.times[piece.outs]
+        self.one, self.ends, self.work = self.direct.one, self.direct.ends, self.direct.one.work
+        reverse = self.mode == "reverse"
+        self.places = {t: i for i, t in enumerate(self.direct.in_times if reverse else self.times)}
         self.rows, self.width = (
             (self.ends.rows, self.ends.wrt.size) if reverse else (self.ends.wrt.size, self.ends.rows)
         )
-        self.groups = len(times) if reverse else len(self.entrances.times) or 1
+        self.groups = len(self.times) if reverse else len(self.entrances.times) or 1
 
-    def values(self, tally: Tally, progress: Progress) -> np.ndarray[Any, Any]:
+    def values(self, tally: Tally, advance: Advance) -> np.ndarray[Any, Any]:
         """(sample, group, [row,] in step, [feature]); reduced (sample, group, in step, *tail); averaged no sample."""
         whole = None if self.ends.average else self._collector(self.samples, None)
         parts, done = self._parts(), {}
@@ -47,7 +55,7 @@ class DirectSweep:
             collector = self._collector(some, room)
             pruning = None if self.rtol is None else Vanished(self.work, self.rtol, self.rows)
             walk = self._reverse if self.mode == "reverse" else self._forward
-            cost = walk(some, collector, pruning, progress if some is parts[0] else None)
+            cost = walk(some, collector, pruning, advance if some is parts[0] else None)
             done[some.start] = (collector, cost, pruning)
 
         for_each(one, parts, xp=self.work.xp)
@@ -62,7 +70,7 @@ class DirectSweep:
         count = self.samples.stop - self.samples.start
         if self.rtol is not None:
             return [self.samples]
-        system = self.swept.system
+        system = self.one.system
         # Rows enter one group after the other: half of them are alive on average.
         numbers = self.groups * self.rows * (system.rows + system.features) // 2
         start = self.samples.start
@@ -85,19 +93,19 @@ class DirectSweep:
             result=room,
         )
 
-    def _reverse(self, samples: slice, collector: Collector, pruning: Vanished | None, progress: Progress) -> Cost:
+    def _reverse(self, samples: slice, collector: Collector, pruning: Vanished | None, advance: Advance | None) -> Cost:
         taps = self._taps(collector)
-        return reverse(self.swept.system, self.points, taps, samples=samples, pruning=pruning, progress=progress)
+        return reverse(self.one.system, self.points, taps, samples=samples, pruning=pruning, progress=advance)
 
-    def _forward(self, samples: slice, collector: Collector, pruning: Vanished | None, progress: Progress) -> Cost:
+    def _forward(self, samples: slice, collector: Collector, pruning: Vanished | None, advance: Advance | None) -> Cost:
         return forward(
-            self.swept.system,
+            self.one.system,
             self.entrances,
             {self.direct.state: collector},
             frozenset(self.times),
             samples=samples,
             pruning=pruning,
-            progress=progress,
+            progress=advance,
         )
 
     def _arranged(self, result: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -108,7 +116,7 @@ class DirectSweep:
             result = _reorder(result, [order[t] for t in self.times], axis + 1)
             return np.moveaxis(result, axis, axis + (1 if self.ends.reduce is not None else 2))
         if self.groups > 1:
-            entered = [t for t in self.swept.half.run.steps() if t in set(self.direct.in_times)][::-1]
+            entered = [t for t in self.one.half.run.steps() if t in set(self.direct.in_times)][::-1]
             order = {t: i for i, t in enumerate(entered)}
             result = _reorder(result, [order[t] for t in self.direct.in_times], axis + 1)
         return result if self.ends.reduce is not None else np.moveaxis(result, -1, axis + 1)
@@ -116,23 +124,23 @@ class DirectSweep:
     @cached_property
     def points(self) -> Points:
         """Where rows of a reverse sweep enter."""
-        swept, state, readout = self.swept, self.direct.state, self.direct.readout
-        block = np.eye(swept.system.state_sizes[state])[None, None] if readout is None else readout
+        one, state, readout = self.one, self.direct.state, self.direct.readout
+        block = np.eye(one.system.state_sizes[state])[None, None] if readout is None else readout
         if self.ends.of.what == "output":
-            return swept.output_points(self.times, block)
-        return swept.points(state, self.times, block)
+            return one.output_points(self.times, block)
+        return one.points(state, self.times, block)
 
     @cached_property
     def entrances(self) -> Entrances:
         """Where rows of a forward sweep enter."""
-        wrt, link, times = self.ends.wrt, self.direct.link, self.direct.in_times
+        wrt, below, times = self.ends.wrt, self.direct.below, self.direct.in_times
         if wrt.what == "initial_state":
             return Entrances("initial", state=wrt.state)
-        if link is None:
+        if below is None:
             return Entrances("state", times, state=wrt.state)
-        block = link.block
+        block = below.block
         if block is not None:
-            block = like(block, self.swept.half.run.input).swapaxes(-1, -2)
+            block = like(block, self.one.half.run.input).swapaxes(-1, -2)
         return Entrances("input", times, block)
 
     def _taps(self, collector: Collector) -> Taps:
@@ -140,15 +148,15 @@ class DirectSweep:
         if wrt.what == "initial_state":
             return Taps(initial={wrt.state: collector}, steps=frozenset())
         steps = frozenset(self.direct.in_times)
-        if self.direct.link is not None:
+        if self.direct.below is not None:
             return Taps(input=collector, steps=steps)
         return Taps(states={wrt.state: collector}, steps=steps)
 
     def _below(self, samples: slice) -> Callable[[int, Array], Array] | None:
-        link = self.direct.link
-        if link is None or link.block is None:
+        below = self.direct.below
+        if below is None or below.block is None:
             return None
-        block = like(link.block, self.swept.half.run.input)
+        block = like(below.block, self.one.half.run.input)
 
         def readout(t: int, values: Array) -> Array:
             at = block[:, 0 if block.shape[1] == 1 else t]
@@ -158,11 +166,11 @@ class DirectSweep:
 
     def _above(self, samples: slice) -> Callable[[int, Array], Array] | None:
         block = self.direct.readout
-        moves = self.swept.output_moves() if self.ends.of.what == "output" else None
+        moves = self.one.output_moves() if self.ends.of.what == "output" else None
         if block is None and moves is None:
             return None
         if block is not None:
-            block = like(block, self.swept.half.run.input)
+            block = like(block, self.one.half.run.input)
 
         def readout(t: int, values: Array) -> Array:
             if block is not None:

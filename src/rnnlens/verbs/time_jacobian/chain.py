@@ -1,0 +1,169 @@
+"""The graph of a model that is a chain of layers known by type: its segments follow from weights and values alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from ... import data
+from ...adapters.protocol import Batch, ChainLink, Port
+from ...recurrence.activations import ACTIVATIONS
+from ...results.schema import plain
+from ...typing import Array
+from ..inside import Half, Inside
+from .outer import OuterTensor
+from .request import Request
+from .segments import Segment
+from .surroundings import Surroundings
+
+
+def known_chain(request: Request, inside: Inside, of: Port | None, wrt: Port | None) -> Surroundings | None:
+    """What lies around the recurrences, if the adapter knows the model as a chain and what ran agrees; else None."""
+    known = getattr(request.adapter, "chain", None)
+    layers = None if known is None else known(request.model, training=request.batch.training)
+    if layers is None or any(len(both) != 1 for both in inside.halves.values()):
+        return None
+    chain = _Chain(layers, {name: both[0] for name, both in inside.halves.items()}, request.batch)
+    return chain.surroundings(of, wrt) if chain.agrees() else None
+
+
+class _Chain:
+    """Values after every layer, computed again from what the recurrent layers returned."""
+
+    def __init__(self, layers: Sequence[ChainLink], halves: Mapping[str, Half], batch: Batch) -> None:
+        self.layers, self.halves = list(layers), dict(halves)
+        leaves = data.leaves_of(batch.x)
+        first = plain(leaves[0]) if len(leaves) == 1 else None
+        self.input = None if first is None or first.dtype.kind != "f" else first
+        self.before: list[Any] = []
+        self.after: list[Any] = []
+
+    def agrees(self) -> bool:
+        """Whether every recurrent layer got what the chain says."""
+        names = [e.name for e in self.layers if e.kind == "recurrent"]
+        if names != list(self.halves) or not names:
+            return False
+        calls = [half.call for half in self.halves.values()]
+        dtype = plain(calls[0].input).dtype
+        if self.input is not None and self.input.dtype != dtype:
+            self.input = self.input.astype(dtype)
+        value = self.input
+        for layer in self.layers:
+            self.before.append(value)
+            if layer.kind == "recurrent":
+                call = self.halves[layer.name].call
+                got = plain(call.input)
+                if value is not None and not np.allclose(got, value, rtol=1e-4, atol=1e-5):
+                    return False
+                self.before[-1] = got
+                value = plain(call.output)
+            elif layer.kind == "table":
+                value = None
+            elif layer.kind == "dense":
+                value = None if value is None else _dense(layer, value)[1]
+            self.after.append(value)
+        return True
+
+    def surroundings(self, of: Port | None, wrt: Port | None) -> Surroundings | None:
+        """Segments from the upper end and from every recurrent layer's input; None where a value is not known."""
+        self._fill_after_tables()
+        values: dict[Port, Array] = {}
+        found = Surroundings(values)
+        starts: list[tuple[Port, int]] = []
+        if of is not None:
+            place = self._place(of)
+            if place is None:
+                return None
+            starts.append((of, place))
+        for i, layer in enumerate(self.layers):
+            if layer.kind == "recurrent":
+                below, *initial = self.halves[layer.name].below()
+                starts.append((below, i - 1))
+                found.segments |= {port: {} for port in initial}
+        ends = [port for port in (of, wrt) if port is not None]
+        for port in [*ends, *(port for port, _ in starts), *self._outputs()]:
+            value = self._value(port)
+            if value is None:
+                return None
+            found.tensors[port], values[port] = OuterTensor(port, tuple(value.shape)), value
+        for port, place in starts:
+            segments = self._segments(found.tensors, port, place, wrt)
+            if segments is None:
+                return None
+            found.segments[port] = segments
+        return found
+
+    def _fill_after_tables(self) -> None:
+        """What an embedding returned is what the recurrent layer next to it got."""
+        for i, layer in enumerate(self.layers[:-1]):
+            if self.after[i] is None and layer.kind in ("table", "same"):
+                follower = next((e for e in self.layers[i + 1 :] if e.kind != "same"), None)
+                if follower is not None and follower.kind == "recurrent":
+                    self.after[i] = plain(self.halves[follower.name].call.input)
+
+    def _outputs(self) -> list[Port]:
+        return [half.above()[0] for half in self.halves.values()]
+
+    def _place(self, port: Port) -> int | None:
+        """Number of the layer whose output a port is; -1 for the model's input."""
+        if port.kind == "input" and port.layer is None and port.index == 0:
+            return -1
+        if port.kind == "output" and port.layer is None and port.index == 0:
+            return len(self.layers) - 1
+        names = [e.name for e in self.layers]
+        if port.layer not in names or port.index != 0:
+            return None
+        return names.index(port.layer) - (0 if port.kind == "output" else 1)
+
+    def _value(self, port: Port) -> Any:
+        place = self._place(port)
+        if place is None:
+            return None
+        return self.input if place < 0 else self.after[place]
+
+    def _segments(
+        self, tensors: Mapping[Port, OuterTensor], top: Port, place: int, wrt: Port | None
+    ) -> dict[Port, Segment] | None:
+        """Walk down to the next recurrent layer; None if a value on the way is not known."""
+        block, found = None, {}
+        for i in range(place, -2, -1):
+            layer = self.layers[i] if i >= 0 else None
+            reached = Port("output", layer.name) if layer is not None else Port("input")
+            recurrent = layer is not None and layer.kind == "recurrent"
+            if reached == wrt or recurrent:
+                found[reached] = _segment(tensors[top], tensors[reached], block)
+            if layer is None or recurrent or layer.kind == "table":
+                break
+            if layer.kind == "dense":
+                if self.before[i] is None:
+                    return None
+                block = _pull(layer, self.before[i], block)
+        return found
+
+
+def _dense(layer: ChainLink, value: Array) -> tuple[Array, Array]:
+    z = value @ layer.kernel
+    z = z if layer.bias is None else z + layer.bias
+    return z, ACTIVATIONS[layer.activation].value(z, array_namespace(z))
+
+
+def _pull(layer: ChainLink, before: Array, block: Array | None) -> Array:
+    """Rows (sample or 1, [time or 1,] row, unit) at a dense layer's output to its input."""
+    kernel = layer.kernel.T  # type: ignore[union-attr]
+    if block is None:
+        block = np.eye(kernel.shape[0], dtype=kernel.dtype)[(None,) * (before.ndim - 1)]
+    if layer.activation != "linear":
+        z, a = (v[..., None, :] for v in _dense(layer, before))
+        block = ACTIVATIONS[layer.activation].vjp(z, a, block, array_namespace(z))
+    return block @ kernel
+
+
+def _segment(above: OuterTensor, below: OuterTensor, block: Array | None) -> Segment:
+    if above.times is not None:
+        return Segment("local", above, below, block)
+    if block is None:
+        block = np.eye(above.features)[None]
+    return Segment("flat", above, below, np.broadcast_to(block, (above.samples, *block.shape[1:])))

@@ -1,0 +1,222 @@
+"""Executes pieces of the composed route: any model, exact, through each recurrence by our sweep.
+
+Rows of cotangents travel down from recurrence to recurrence as fields (sample, row, time, feature), a chunk of rows at
+a time; what lies between two recurrences is a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...adapters.protocol import Port
+from ...recurrence.jacobian import Taps, reverse
+from ...recurrence.reductions import FieldCollector
+from ...recurrence.sources import Field, Points
+from ...typing import Array
+from ..inside import like
+from .ends import End
+from .linearised import Linearised
+from .outer import OuterTensor
+from .pieces import Piece
+from .plan import Part
+from .tally import Tally
+
+
+def compose_piece(part: Part, piece: Piece, tally: Tally) -> np.ndarray[Any, Any]:
+    """(sample, output step and row, [time,] feature) of one piece, by every step of the lower end."""
+    found = _Descent(part, tally).go(times_of(part, piece))
+    return nothing_arrived(part, piece) if found is None else part.network.recurrences[0].work.numpy(found)
+
+
+def nothing_arrived(part: Part, piece: Piece) -> np.ndarray[Any, Any]:
+    """Zeros, where one direction of a layer does not reach the other."""
+    wrt, rows = part.ends.wrt, (piece.outs.stop - piece.outs.start) * part.ends.rows
+    return np.zeros((part.network.samples, rows, *(() if wrt.times is None else (wrt.times,)), wrt.size))
+
+
+def times_of(part: Part, piece: Piece) -> list[int] | None:
+    """The output steps of a piece; None where there is no time."""
+    return None if part.ends.out_times is None else part.ends.out_times[piece.outs]
+
+
+class _Descent:
+    """Rows on their way from the upper end to the lower one.
+
+    Attributes
+    ----------
+    arriving
+        (sample, row, [time,] feature) at tensors, as far as they have come.
+    points
+        By the number of a recurrence: rows that enter it at single steps.
+    arrived
+        What came to the lower end; None for nothing yet.
+    """
+
+    def __init__(self, part: Part, tally: Tally) -> None:
+        self.network, self.ends, self.tally = part.network, part.ends, tally
+        self.arriving: dict[Port, Array] = {}
+        self.points: dict[int, Points] = {}
+        self.arrived: Array | None = None
+
+    def go(self, times: Sequence[int] | None) -> Array | None:
+        """Everything that comes to the lower end, through all from the last recurrence that ran to the first."""
+        wrt = self.ends.wrt
+        self._start(times)
+        for number in reversed(range(len(self.network.recurrences))):
+            one = self.network.recurrences[number]
+            if wrt.port in one.half.above() and wrt.port in self.arriving:
+                # Complete: everything above this call has been gone through.
+                self.arrived = self.arriving[wrt.port]
+            rows = self._entering(number)
+            if rows is not None and number in self.network.path.recurrences:
+                self._through(one, rows)
+        if wrt.port is not None and self.arrived is None:
+            self.arrived = self.arriving.get(wrt.port)
+        return self.arrived
+
+    def _start(self, times: Sequence[int] | None) -> None:
+        of, network = self.ends.of, self.network
+        if of.port is None:
+            for number, one in enumerate(network.recurrences):
+                if any(one is inner for inner in of.within):
+                    self.points[number] = enter(one, of, times, self.ends.rows_at(of.size))
+            return
+        tensor, segments = network.around.tensors[of.port], network.around.below(of.port)
+        rows, rest = self.ends.rows_at(tensor.features), set(segments)
+        for number, one in enumerate(network.recurrences):
+            output = one.half.above()[0]
+            local = output in segments and segments[output].kind == "local"
+            if times is not None and output != self.ends.wrt.port and local:
+                self.points[number] = one.output_points(times, segments[output].at_every_step(rows))
+                rest.discard(output)
+        if rest:
+            field = like(starting_rows(tensor, times, rows), network.around.values[of.port])
+            self._add(network.around.through(of.port, field, rest))
+
+    def _entering(self, number: int) -> Points | Field | None:
+        """Everything that comes into a recurrence from above, as one."""
+        one, points = self.network.recurrences[number], self.points.get(number)
+        output, *finals = one.half.above()
+        top, ends = self.arriving.pop(output, None), [self.arriving.pop(port, None) for port in finals]
+        flat = {i: e for i, e in enumerate(ends) if e is not None}
+        if top is not None and not one.half.call.returns_sequences:
+            top = _where_last_moves(one, top)
+            flat[one.output] = flat[one.output] + like(top, flat[one.output]) if one.output in flat else top
+            top = None
+        if top is None and not flat:
+            return points
+        if top is None and points is None:
+            blocks = {state: like(e, one.half.run.input)[:, None] for state, e in flat.items()}
+            return Points([one.half.last], blocks, one.system.order)
+        return _as_field(one, top, flat, points)
+
+    def _through(self, one: Linearised, rows: Points | Field) -> None:
+        below = [port for port in one.half.below() if port in self.network.path.tops]
+        left, arrived = swept_through(one, rows, below, self.ends.wrt, self.tally)
+        if arrived is not None:
+            self.arrived = arrived if self.arrived is None else self.arrived + arrived
+        for port, field in left.items():
+            self._add(self.network.around.through(port, field))
+
+    def _add(self, more: Mapping[Port, Array]) -> None:
+        for port, rows in more.items():
+            here = self.arriving.get(port)
+            self.arriving[port] = rows if here is None else here + like(rows, here)
+
+
+def _as_field(one: Linearised, top: Array | None, flat: Mapping[int, Array], points: Points | None) -> Field:
+    """Rows over all steps, on the last one, and at single ones, added up."""
+    work, time = one.work, one.system.time
+    first = top if top is not None else next(iter(flat.values()), None)
+    count = points.count if first is None and points is not None else int(first.shape[1])  # type: ignore[union-attr]
+    sizes, batch = one.system.state_sizes, one.system.batch
+    fields: dict[int, Array] = {}
+
+    def at(state: int) -> Array:
+        if state not in fields:
+            fields[state] = work.zeros(batch, count, time, sizes[state])
+        return fields[state]
+
+    if top is not None:
+        top, moves = like(top, one.half.run.input), one.output_moves()
+        if moves is not None:
+            top = work.xp.where(moves[:, None, :, None], top, work.xp.zeros_like(top))
+        fields[one.output] = top + 0
+    for state, value in flat.items():
+        target = at(state)[:, :, one.half.last]
+        target[...] = target + like(value, one.half.run.input)
+    if points is not None:
+        for g, t in enumerate(points.sequence):
+            rows = slice(g * points.group, (g + 1) * points.group)
+            for state, part in points.parts(t, rows.start, rows.stop, slice(None)).items():
+                target = at(state)[:, rows, t]
+                target[...] = target + part
+    return Field(fields, one.system.order)
+
+
+def swept_through(
+    one: Linearised, rows: Points | Field, below: Sequence[Port], wrt: End, tally: Tally
+) -> tuple[dict[Port, Array], Array | None]:
+    """Rows through one recurrence, in the order in which they were asked for.
+
+    What leaves at the tensors ``below``, and what arrives at the lower end, if that is a state of this recurrence.
+    """
+    run, work, taps = one.half.run, one.work, Taps()
+    batch, count = one.system.batch, rows.count
+    own_input, *initial = one.half.below()
+    fields: dict[Port, Array] = {}
+    if own_input in below:
+        fields[own_input] = work.zeros(batch, count, one.system.time, one.system.features)
+        taps.input = FieldCollector(fields[own_input])
+    for state, port in enumerate(initial):
+        if port in below:
+            fields[port] = work.zeros(batch, count, 1, int(run.states[state].shape[-1]))
+            taps.initial[state] = FieldCollector(fields[port])
+    arrived = None
+    if any(inner is one for inner in wrt.within):
+        arrived = work.zeros(batch, count, wrt.times or 1, wrt.size)
+        (taps.initial if wrt.what == "initial_state" else taps.states)[wrt.state] = FieldCollector(arrived)
+    tally.flops += reverse(one.system, rows, taps).flops
+    order = _rows_as_asked(rows) if isinstance(rows, Points) else None
+    if order is not None:
+        fields = {port: field[:, order] for port, field in fields.items()}
+        arrived = None if arrived is None else arrived[:, order]
+    if arrived is not None and wrt.times is None:
+        arrived = arrived[:, :, 0]
+    return {port: field if port == own_input else field[:, :, 0] for port, field in fields.items()}, arrived
+
+
+def starting_rows(tensor: OuterTensor, times: Sequence[int] | None, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Rows (sample or 1, time or 1, row, unit), each at its step, as a field (sample, row, [time,] unit)."""
+    if times is None:
+        return np.broadcast_to(rows[:, 0], (tensor.samples, *rows.shape[2:]))
+    whole = np.zeros((tensor.samples, len(times), rows.shape[2], tensor.times or 1, tensor.features))
+    for i, t in enumerate(times):
+        whole[:, i, :, t] = rows[:, 0 if rows.shape[1] == 1 else t]
+    return whole.reshape(tensor.samples, -1, *whole.shape[3:])
+
+
+def _rows_as_asked(points: Points) -> list[int] | None:
+    """Where to find the rows in the order in which steps were asked for; None if they are in it."""
+    if list(points.times) == list(points.sequence):
+        return None
+    order = {t: i for i, t in enumerate(points.sequence)}
+    return [order[t] * points.group + r for t in points.times for r in range(points.group)]
+
+
+def enter(one: Linearised, of: End, times: Sequence[int] | None, block: Array) -> Points:
+    """Rows that start inside a recurrent call."""
+    times = [one.half.last] if times is None else times
+    return one.output_points(times, block) if of.what == "output" else one.points(of.state, times, block)
+
+
+def _where_last_moves(one: Linearised, top: Array) -> Array:
+    """Rows (sample, row, unit) on a layer's last output, without samples whose last output is a constant."""
+    moves = one.output_moves()
+    if moves is None:
+        return top
+    top = like(top, one.half.run.input)
+    return one.work.xp.where(moves[:, one.half.last][:, None, None], top, one.work.xp.zeros_like(top))

@@ -1,0 +1,151 @@
+"""The direct route: one recurrence between the ends, with nothing but local segments around it.
+
+Values are reduced inside the sweep, and the sweep may run either way (``sweep.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...adapters.protocol import Port
+from ...recurrence.jacobian import forward_flops, reverse_flops
+from ...recurrence.sweep_blocked import plan_blocks
+from ...typing import Array
+from ..inside import like
+from .ends import Ends
+from .linearised import Linearised
+from .network import Network
+from .segments import Segment
+
+
+@dataclass(frozen=True)
+class Direct:
+    """Rows enter one recurrence at single steps, and what leaves at its input or a state is wanted.
+
+    Attributes
+    ----------
+    state
+        Where rows enter.
+    readout
+        (sample or 1, time or 1, row, size) from the state to the rows; None for the state itself.
+    below
+        The local segment below the layer's input; None where a state of the layer itself is wanted.
+    """
+
+    one: Linearised
+    state: int
+    readout: Array | None
+    below: Segment | None
+    ends: Ends
+
+    @property
+    def times(self) -> list[int]:
+        """Steps at which rows enter."""
+        if self.ends.out_times is not None:
+            return self.ends.out_times
+        *_, last = self.one.half.run.steps()
+        return [last]
+
+    @property
+    def in_times(self) -> list[int]:
+        """Steps of interest below; -1 for the initial state."""
+        return [-1] if self.ends.in_times is None else self.ends.in_times
+
+    def at(self, ins: slice) -> Direct:
+        """The same for some of the input steps."""
+        if self.ends.in_times is None:
+            return self
+        return replace(self, ends=replace(self.ends, in_times=self.ends.in_times[ins]))
+
+    def alive(self) -> np.ndarray[Any, Any]:
+        """Rows alive at each step of a reverse sweep, in its order."""
+        run, ends = self.one.half.run, self.ends
+        position = {t: i for i, t in enumerate(run.steps())}
+        outs, ins = sorted(position[t] for t in self.times), [position.get(t, -1) for t in self.in_times]
+        steps = np.arange(max(min(ins), 0), outs[-1] + 1)
+        found: np.ndarray[Any, Any] = ends.rows * (len(outs) - np.searchsorted(outs, steps))
+        return found[::-1]
+
+    def flops(self, mode: str) -> float:
+        """Operations that a sweep in this mode takes."""
+        run, system, ends = self.one.half.run, self.one.system, self.ends
+        if mode == "reverse":
+            return reverse_flops(system, self.alive(), self.below is not None)
+        position = {t: i for i, t in enumerate(run.steps())}
+        last, ins = max(position[t] for t in self.times), sorted(position.get(t, -1) for t in self.in_times)
+        alive = ends.wrt.size * np.searchsorted(ins, np.arange(ins[0] + 1, last + 1))
+        return forward_flops(system, int(alive.sum()), 0 if self.readout is None else ends.rows)
+
+    def buffer_bytes(self, mode: str, groups: int) -> int:
+        """Bytes per sample of a sweep's buffers with so many output steps (reverse) or input steps (forward)."""
+        system, features = self.one.system, self.one.system.features
+        rows = groups * (self.ends.rows if mode == "reverse" else self.ends.wrt.size)
+        width = 2 * (system.rows + (features if mode == "reverse" else 0)) + system.scratch
+        if mode == "reverse":
+            width += system.rows
+        return rows * width * self.one.work.itemsize
+
+    def unit_bytes(self, mode: str) -> int:
+        """Bytes per sample of what a reverse sweep in blocks holds on top, however many output steps there are."""
+        system = self.one.system
+        if mode == "forward" or self.below is None:
+            return 0
+        length = plan_blocks(system, self.alive(), system.features).length
+        width = 3 * system.rows + (2 + length) * system.features + system.scratch
+        return system.rows * width * system.work.itemsize if length else 0
+
+
+def direct_route(network: Network, ends: Ends) -> Direct | None:
+    """The direct route, if there is one: a single recurrence on the path, local segments above and below it."""
+    above = _from_above(network, ends)
+    if above is None:
+        return None
+    one, state, readout = above
+    if ends.wrt.port is None:
+        return Direct(one, state, readout, None, ends) if ends.wrt.within[0] is one else None
+    below = _below(network, one, ends.wrt.port)
+    return None if below is None else Direct(one, state, readout, below, ends)
+
+
+def _from_above(network: Network, ends: Ends) -> tuple[Linearised, int, Array | None] | None:
+    """The one recurrence in which rows start, the state, and the readout from it."""
+    of = ends.of
+    if of.port is None:
+        return of.within[0], of.state, ends.weights
+    useful = _on_path(network, of.port, ends.wrt.port)
+    if len(useful) != 1 or useful[0][0] == ends.wrt.port:
+        return None
+    port, segment = useful[0]
+    one = network.recurrences[network.returned_by[port]]
+    if port != one.half.above()[0]:
+        return None
+    rows, sequences = ends.rows_at(of.size), one.half.call.returns_sequences
+    if segment.kind == "local" and sequences:
+        identity = segment.block is None and ends.weights is None
+        return one, one.output, None if identity else segment.at_every_step(rows)
+    if segment.kind == "flat" and not sequences:
+        assert segment.block is not None
+        return one, one.output, (like(rows[:, 0], segment.block) @ segment.block)[:, None]
+    return None
+
+
+def _below(network: Network, one: Linearised, wrt: Port) -> Segment | None:
+    """The one local segment from the layer's input to what we differentiate by."""
+    own_input, *initial = one.half.below()
+    found = [(port, *rest) for port in (own_input, *initial) for rest in _on_path(network, port, wrt)]
+    if len(found) != 1:
+        return None
+    port, reached, segment = found[0]
+    return segment if port == own_input and reached == wrt and segment.kind == "local" else None
+
+
+def _on_path(network: Network, port: Port, wrt: Port | None) -> list[tuple[Port, Segment]]:
+    """The segments that start at a tensor and lead on to the lower end."""
+    return [
+        (below, segment)
+        for below, segment in network.around.below(port).items()
+        if below == wrt or network.returned_by.get(below) in network.path.recurrences
+    ]

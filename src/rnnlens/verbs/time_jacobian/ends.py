@@ -1,0 +1,214 @@
+"""The two ends of a time Jacobian, and what is wanted of them: which steps, which rows, reduced how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...adapters.protocol import Port
+from ...errors import InputError, TooLargeError, message
+from ...recurrence.reductions import REDUCTIONS, probe_signs, sketched
+from ...results.schema import plain
+from ...settings import format_memory
+from ...typing import Array
+from ..names import TensorName
+from .linearised import Linearised
+from .request import Options
+
+Reduce = Callable[[Array], Array]
+Rows = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a time Jacobian.
+
+    Attributes
+    ----------
+    within
+        The recurrences inside which it lies, one for each direction; empty where it lies outside of all.
+    port
+        Where the framework has a tensor for it; None within a recurrence.
+    what, state
+        ``"state"``, ``"final_state"``, ``"initial_state"`` or ``"output"`` within a recurrence, and which state.
+    size, times
+        Numbers per step, and number of steps; None where there is no time.
+    """
+
+    name: TensorName
+    within: tuple[Linearised, ...]
+    port: Port | None
+    what: str
+    state: int
+    size: int
+    times: int | None
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether there is one for each direction."""
+        return len(self.within) > 1
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The two ends, and what is wanted of them.
+
+    Attributes
+    ----------
+    out_times, in_times
+        Steps asked for, in the order asked; None where there is no time.
+    projection : (1, 1, row, unit) or None
+        Combinations of the output units that the user asked for.
+    weights : (sample or 1, time or 1, row, unit) or None
+        Rows that are pulled instead of single output units: these, or what a reduction makes of them beforehand.
+    kind
+        The reduction by its name; None for the whole matrix of every pair of steps.
+    sketch
+        How many random probes estimate it; None for none.
+    average
+        Whether over samples.
+    """
+
+    of: End
+    wrt: End
+    out_times: list[int] | None
+    in_times: list[int] | None
+    projection: Rows | None
+    weights: Rows | None
+    kind: str | None
+    sketch: int | None
+    average: bool
+
+    @property
+    def reduce(self) -> Reduce | None:
+        """What becomes of a block (sample, group, out, in)."""
+        if self.sketch is not None:
+            return sketched
+        return None if self.kind is None else REDUCTIONS[self.kind]
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """Axes that the reduction adds: a sketch is an estimate and its variance."""
+        return () if self.sketch is None else (2,)
+
+    @property
+    def rows(self) -> int:
+        """Rows per output step."""
+        return self.of.size if self.weights is None else int(self.weights.shape[2])
+
+    @property
+    def groups(self) -> int:
+        """Output steps."""
+        return 1 if self.out_times is None else len(self.out_times)
+
+    @property
+    def in_count(self) -> int:
+        """Input steps."""
+        return 1 if self.in_times is None else len(self.in_times)
+
+    def rows_at(self, size: int) -> Rows:
+        """(sample or 1, time or 1, row, unit)."""
+        return np.eye(size)[None, None] if self.weights is None else self.weights
+
+
+def ends_of(of: End, wrt: End, options: Options, samples: int) -> Ends:
+    """What a request wants of two tensors that were found.
+
+    Raises
+    ------
+    InputError
+        If a step is not there, or ``project=`` does not fit the units.
+    TooLargeError
+        If the probes of a sketch would not fit into the memory granted.
+    """
+    projection = _projection(options.project, of.size)
+    kind = "norm" if options.sketch is not None else options.reduce
+    weights = projection
+    if options.sketch is not None:
+        _refuse_many_probes(options.sketch, of, samples, options.memory)
+        weights = probe_signs(options.sketch, of.size, of.times or 1, samples, seed=0)
+    elif kind in ("sum", "mean"):
+        weights = _contracted(kind, projection, of.size)
+    outs = _chosen_times(options.out_times, of.times, "out_times")
+    ins = _chosen_times(options.in_times, wrt.times, "in_times")
+    return Ends(of, wrt, outs, ins, projection, weights, kind, options.sketch, options.average is not None)
+
+
+def _contracted(kind: str, projection: Rows | None, size: int) -> Rows:
+    """Linear in the output units: contracted before differentiation."""
+    count = size if projection is None else int(projection.shape[2])
+    ones = np.ones((1, size)) if projection is None else np.ones((1, count)) @ projection[0, 0]
+    found: Rows = ((1.0 if kind == "sum" else 1.0 / count) * ones)[None, None]
+    return found
+
+
+def _projection(project: Any, size: int) -> Rows | None:
+    """Rows (1, 1, k, unit) that contract the output units before differentiation; None for all units as they are."""
+    if project is None:
+        return None
+    if isinstance(project, str):
+        if project not in ("mean", "sum"):
+            expected = '"mean", "sum", a vector of one weight per unit, a matrix (k, unit)'
+            raise InputError(message("project= is not understood.", got=repr(project), expected=expected))
+        return np.full((1, 1, 1, size), 1.0 / size if project == "mean" else 1.0)
+    matrix = np.atleast_2d(np.asarray(plain(project), dtype=float))
+    if matrix.ndim != 2 or matrix.shape[1] != size or not np.isfinite(matrix).all():
+        raise InputError(
+            message(
+                "project= does not fit the output units.",
+                got=f"shape {np.shape(plain(project))}",
+                expected=f"({size},) or (k, {size}), finite",
+            )
+        )
+    found: Rows = matrix[None, None]
+    return found
+
+
+def _chosen_times(times: Any, count: int | None, argument: str) -> list[int] | None:
+    """Indices of steps as asked: negative ones count from the end."""
+    if count is None:
+        if times is not None:
+            what = argument.removesuffix("s")
+            raise InputError(
+                message(f"There is no {what} to choose from: the tensor has no time axis.", got=f"{argument}=")
+            )
+        return None
+    if times is None:
+        return list(range(count))
+    if isinstance(times, slice):
+        chosen = list(range(count))[times]
+        if not chosen:
+            raise InputError(
+                message(f"{argument} names no steps.", got=repr(times), expected=f"some of the {count} steps from 0")
+            )
+        return chosen
+    asked = np.atleast_1d(np.asarray(times))
+    if asked.ndim != 1 or not np.issubdtype(asked.dtype, np.integer) or asked.size == 0:
+        raise InputError(
+            message(f"{argument} names no steps.", got=repr(times), expected="an int, a list of int, a slice")
+        )
+    if ((asked < -count) | (asked >= count)).any():
+        raise InputError(
+            message(f"{argument} names a step that is not there.", got=repr(times), expected=f"0 to {count - 1}")
+        )
+    found = [int(t) % count for t in asked]
+    if len(set(found)) < len(found):
+        raise InputError(message(f"{argument} names a step twice.", got=repr(times)))
+    return found
+
+
+def _refuse_many_probes(sketch: int, of: End, samples: int, limit: int) -> None:
+    """Probes are drawn for every sample, step and unit at once."""
+    each = 2 * 8 * of.size * (of.times or 1) * samples
+    if sketch * each > limit:
+        raise TooLargeError(
+            message(
+                "The random probes of sketch= would not fit into the memory granted.",
+                got=f"sketch={sketch}: {format_memory(sketch * each)}",
+                expected=f"at most {format_memory(limit)} (memory=)",
+                hint=f"sketch={max(2, min(100, limit // each))}; without sketch= the norm is exact and often cheaper",
+            )
+        )

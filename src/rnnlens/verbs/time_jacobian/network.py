@@ -1,0 +1,301 @@
+"""From a request to the network between its two ends: recurrences that were linearised, and what lies around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ...adapters.protocol import CaptureRequest, Port, Pullback
+from ...data import leaves_of
+from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError, message
+from ...typing import Array
+from ..axes import Layouts, learned, refuse_unknown, text_of
+from ..coupling import refusal
+from ..inside import Inside
+from ..names import TensorName, refuse_lone_output
+from .chain import known_chain
+from .ends import End
+from .linearised import Linearised
+from .outer import OuterTensor
+from .request import Request
+from .surroundings import Surroundings
+
+
+@dataclass(frozen=True)
+class Path:
+    """What lies on the way from one end down to the other.
+
+    Attributes
+    ----------
+    tops
+        Tensors outside of recurrences from which the lower end is reached.
+    recurrences
+        Which recurrences are gone through, by their number.
+    """
+
+    tops: frozenset[Port]
+    recurrences: frozenset[int]
+
+
+@dataclass
+class Network:
+    """Everything between the two ends of a time Jacobian.
+
+    Attributes
+    ----------
+    recurrences
+        All that ran, in the order in which they did.
+    around
+        What is not recurrent.
+    is_cut
+        Whether differentiation stops at the recurrences, so that they are swept through; if not, the framework goes
+        through these as well.
+    layouts
+        Which axis of what counts samples, at the two ends.
+    """
+
+    recurrences: tuple[Linearised, ...]
+    of: End
+    wrt: End
+    around: Surroundings = field(default_factory=Surroundings)
+    is_cut: bool = True
+    layouts: Layouts = field(default_factory=lambda: Layouts({}, samples_first=True))
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return self.recurrences[0].system.batch
+
+    @cached_property
+    def returned_by(self) -> dict[Port, int]:
+        """The number of the recurrence that a tensor comes out of."""
+        return {port: i for i, one in enumerate(self.recurrences) for port in one.half.above()}
+
+    @cached_property
+    def path(self) -> Path:
+        """What lies on the way."""
+        leads: dict[Port, bool] = {}
+        gone: dict[int, bool] = {}
+
+        def from_tensor(port: Port) -> bool:
+            if port not in leads:
+                below = self.around.below(port)
+                inner = [from_recurrence(self.returned_by[p]) for p in below if p in self.returned_by]
+                leads[port] = self.wrt.port in below or any(inner)
+            return leads[port]
+
+        def from_recurrence(number: int) -> bool:
+            if number not in gone:
+                one = self.recurrences[number]
+                ends_here = any(one is inner for inner in self.wrt.within)
+                gone[number] = any([ends_here] if ends_here else [from_tensor(port) for port in one.half.below()])
+            return gone[number]
+
+        if self.of.port is not None:
+            from_tensor(self.of.port)
+        for number, one in enumerate(self.recurrences):
+            if any(one is inner for inner in self.of.within):
+                from_recurrence(number)
+        return Path(
+            frozenset(port for port, found in leads.items() if found),
+            frozenset(number for number, found in gone.items() if found),
+        )
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether anything leads from one end to the other."""
+        return bool(self.path.recurrences) or self.of.port in self.path.tops
+
+
+@contextmanager
+def open_network(request: Request) -> Iterator[Network]:
+    """Run the model, and keep what is needed to differentiate between the two ends until the block is left.
+
+    Raises
+    ------
+    ModelError
+        If nothing recurrent ran.
+    DisconnectedError
+        If nothing leads from one end to the other.
+    UnsupportedError
+        If samples depend on each other, or recurrent layers run on different numbers of them.
+    """
+    inside = _look_inside(request)
+    recurrences = tuple(Linearised.of(half) for both in inside.halves.values() for half in both)
+    of, wrt = _inner(request.of, inside, recurrences, "of"), _inner(request.wrt, inside, recurrences, "wrt")
+    if of is not None and wrt is not None and not inside.entangled and _same(of, wrt):
+        yield Network(recurrences, of, wrt)
+        return
+    outer = [None if end is not None else _port(name) for end, name in ((of, request.of), (wrt, request.wrt))]
+    layouts = Layouts(request.layouts, request.adapter.samples_first)
+    chain = None if inside.entangled else known_chain(request, inside, outer[0], outer[1])
+    if chain is not None:
+        yield _network(request, recurrences, (of, wrt), chain, layouts)
+        return
+    with _pullback(request, inside, outer, wrt) as pullback:
+        tensors = _tensors(request, inside, pullback.values, outer, layouts)
+        around = Surroundings(pullback.values, pullback, tensors)
+        yield _network(request, recurrences, (of, wrt), around, layouts, is_cut=not inside.entangled)
+
+
+def _look_inside(request: Request) -> Inside:
+    """Replays of all recurrent calls."""
+    quiet = CaptureRequest(gradients=False, weight_grads=False)
+    try:
+        capture = request.adapter.capture(request.model, request.batch, quiet)
+    except ModelError as error:
+        if request.known.recurrent:
+            raise
+        raise _nothing_recurrent(request) from error
+    if not capture.calls:
+        raise _nothing_recurrent(request)
+    outputs = leaves_of(capture.outputs)
+    if len(outputs) > 1 and not request.known.outputs:
+        refuse_lone_output(request.names, len(outputs))
+    return Inside.of(capture.calls, capture.entangled)
+
+
+def _inner(name: TensorName, inside: Inside, recurrences: Sequence[Linearised], role: str) -> End | None:
+    """The end, if it lies inside a recurrence that the framework has no tensor for."""
+    if inside.entangled and inside.is_stepwise(name):
+        return None
+    if name.what in ("state", "final_state", "initial_state"):
+        return _state_end(name, _linearised(inside, name.layer, recurrences))
+    if role == "wrt" or name.what != "output" or name.layer is None:
+        return None
+    if not any(node == name.layer or node.rpartition("#")[0] == name.layer for node in inside.halves):
+        return None
+    within = _linearised(inside, name.layer, recurrences)
+    return _output_end(name, within[0]) if len(within) == 1 else None
+
+
+def _linearised(inside: Inside, layer: str | None, recurrences: Sequence[Linearised]) -> list[Linearised]:
+    halves = inside.layer(layer)
+    return [next(one for one in recurrences if one.half is half) for half in halves]
+
+
+def _state_end(name: TensorName, within: Sequence[Linearised]) -> End:
+    """A state of a recurrent layer."""
+    time, states = int(within[0].half.run.input.shape[1]), within[0].half.run.states
+    if name.index >= len(states):
+        got = f"{name.text}, state number {name.index} of {len(states)}"
+        raise InputError(message(f"There is no {name.text}.", got=got))
+    size = int(states[name.index].shape[-1])
+    return End(name, tuple(within), None, name.what, name.index, size, time if name.what == "state" else None)
+
+
+def _output_end(name: TensorName, one: Linearised) -> End:
+    """The output of a recurrent layer that runs one way: a state, or a custom cell's own output."""
+    call = one.half.call
+    times = int(call.input.shape[1]) if call.returns_sequences else None
+    return End(name, (one,), None, "output", one.output, int(call.output.shape[-1]), times)
+
+
+def _same(of: End, wrt: End) -> bool:
+    """Whether both ends lie in the same recurrences, with nothing between them."""
+    return {id(one) for one in of.within} == {id(one) for one in wrt.within}
+
+
+def _port(name: TensorName) -> Port:
+    return Port(name.what, name.layer, name.index)  # type: ignore[arg-type]
+
+
+def _pullback(request: Request, inside: Inside, ports: Sequence[Port | None], wrt: End | None) -> Pullback:
+    """The model run once more, cut at every recurrence; or at none, where they are more than chains of steps."""
+    of_port, wrt_port = ports
+    halves = [half for both in inside.halves.values() for half in both]
+    starts = [*_some(of_port), *(port for half in halves for port in half.below())]
+    if inside.entangled:
+        cut: list[Port] = []
+        arrivals = [port for one in (() if wrt is None else wrt.within) for port in one.half.readers()]
+    else:
+        cut = arrivals = [port for half in halves for port in half.above()]
+    stops = dict.fromkeys([*arrivals, *_some(wrt_port)])
+    return request.adapter.pullback(request.model, request.batch, list(dict.fromkeys(starts)), list(stops), cut)
+
+
+def _some(port: Port | None) -> list[Port]:
+    return [] if port is None else [port]
+
+
+def _tensors(
+    request: Request, inside: Inside, values: Mapping[Port, Array], ports: Sequence[Port | None], layouts: Layouts
+) -> dict[Port, OuterTensor]:
+    """Everything that the framework has a tensor for, the ends outside of recurrences as they lie there."""
+    samples = _samples_of(inside)
+    ends = list(dict.fromkeys(port for port in ports if port is not None and port.layer not in inside.halves))
+    unknown = [port for port in ends if port not in layouts.given]
+    if unknown:
+        layouts.found |= learned(request.adapter, request.model, request.batch, unknown)
+    tensors = {port: OuterTensor(port, tuple(int(n) for n in array.shape)) for port, array in values.items()}
+    for port in () if layouts.samples_first else ends:
+        layout = layouts.layout(port, tensors[port].shape)
+        if layout.coupled:
+            raise refusal("The time Jacobian", port)
+        if samples > 1:
+            refuse_unknown("The time Jacobian", text_of(port), layout.names)
+        tensors[port] = OuterTensor(port, tensors[port].shape, layout, samples)
+    return tensors
+
+
+def _samples_of(inside: Inside) -> int:
+    """The number of samples, the same in every recurrent call: else some fold samples with something else."""
+    counts = {name: int(halves[0].run.input.shape[0]) for name, halves in inside.halves.items()}
+    if len(set(counts.values())) > 1:
+        listing = ", ".join(f"{layer}: {count}" for layer, count in counts.items())
+        raise UnsupportedError(
+            message(
+                "Recurrent layers run on different numbers of samples: some fold samples with another axis.",
+                got=listing,
+                expected="one number of samples, for a time Jacobian of (sample, out_time, in_time)",
+                hint="a Jacobian of the inner layer by itself: of= and wrt= within a model of that part",
+            )
+        )
+    return next(iter(counts.values()))
+
+
+def _network(
+    request: Request,
+    recurrences: tuple[Linearised, ...],
+    inner: tuple[End | None, End | None],
+    around: Surroundings,
+    layouts: Layouts,
+    *,
+    is_cut: bool = True,
+) -> Network:
+    """With the ends that lie outside of recurrences as tensors of the framework, and refused where none leads on."""
+    of, wrt = inner[0] or _outer_end(request.of, around), inner[1] or _outer_end(request.wrt, around)
+    network = Network(recurrences, of, wrt, around, is_cut, layouts)
+    if is_cut and not network.is_connected:
+        raise disconnected(of, wrt)
+    return network
+
+
+def _outer_end(name: TensorName, around: Surroundings) -> End:
+    tensor = around.tensors[_port(name)]
+    return End(name, (), tensor.port, name.what, 0, tensor.features, tensor.times)
+
+
+def disconnected(of: End, wrt: End) -> DisconnectedError:
+    """The error where nothing leads from one end to the other."""
+    return DisconnectedError(
+        message(
+            f"Nothing leads from {wrt.name.text} to {of.name.text}.",
+            got="a gradient that is zero for every sample, step and unit",
+            expected="wrt= below of=",
+            hint="rl.gradients(...) says why; rl.layers(model) lists the recurrent layers in the order of their calls",
+        )
+    )
+
+
+def _nothing_recurrent(request: Request) -> ModelError:
+    return ModelError(
+        message(
+            "A time Jacobian goes through recurrent layers, and none ran in this forward pass.",
+            got=type(request.model).__name__,
+            expected="a model with at least one recurrent layer, as rl.layers(model) lists them",
+            hint='for one output unit, rl.gradients(model, x, of="output", at={"unit": 0}, reduce="sum", wrt="input")',
+        )
+    )

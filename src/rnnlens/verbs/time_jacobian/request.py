@@ -1,0 +1,150 @@
+"""What ``rl.jacobian`` is asked for: one object, made and checked once, before the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from typing import Any
+
+from ... import data
+from ...adapters.protocol import Adapter, Batch, Port
+from ...adapters.registry import adapter_for
+from ...errors import InputError, UnsupportedError, message
+from ...layout import Layout
+from ..axes import named_layouts
+from ..differentiation.question import repeatable
+from ..names import Catalogue, TensorName, catalogue, read_one, with_named_outputs
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the two ends are looked at, as the arguments of ``rl.jacobian`` have it; ``memory`` in bytes."""
+
+    memory: int
+    out_times: Any = None
+    in_times: Any = None
+    project: Any = None
+    reduce: str | None = None
+    average: str | None = None
+    sketch: int | None = None
+    rtol: float | None = None
+    mode: str = "auto"
+    out: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        """What a sketch goes together with."""
+        if self.sketch is None:
+            return
+        if self.reduce not in (None, "norm") or self.project is not None:
+            got = f"reduce={self.reduce!r}" if self.project is None else "project="
+            raise InputError(message("A sketch estimates the norm over all units.", got=got, expected='reduce="norm"'))
+        if self.mode == "forward":
+            raise InputError(message("A sketch is pulled back.", got='mode="forward"', expected='"auto" or "reverse"'))
+        if self.out is not None:
+            what = "A sketch cannot be written piece by piece."
+            raise InputError(message(what, got="sketch= and out=", hint="save it"))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question to one model: which tensor, differentiated by which, on which batch, looked at how.
+
+    Attributes
+    ----------
+    known
+        What the model has that can be named.
+    of, wrt
+        The two ends by name, of a kind that a time Jacobian can have there.
+    layouts
+        Which axis of what counts samples, as far as the user says it.
+    provenance
+        Where the numbers come from, in words.
+    """
+
+    adapter: Adapter
+    model: Any
+    batch: Batch
+    known: Catalogue
+    of: TensorName
+    wrt: TensorName
+    options: Options
+    layouts: Mapping[Port, Layout] = field(default_factory=dict)
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[TensorName, TensorName]:
+        """Both ends."""
+        return self.of, self.wrt
+
+    @property
+    def engine(self) -> str:
+        """Whose numbers they are compared with."""
+        return self.provenance.get("engine", self.adapter.name).partition(" ")[0]
+
+
+def read_request(
+    model: Any, batch: Batch, ends: tuple[str, str], options: Options, axes: Mapping[str, Any] | None
+) -> Request:
+    """Read the names of the two ends against the model, and check whatever can be told without running it.
+
+    Raises
+    ------
+    LayerNotFoundError
+        If a name names nothing.
+    UnsupportedError
+        If it names what no time Jacobian starts or ends at.
+    InputError
+        If the input is integer, or ``axes=`` does not name axes of tensors of the model.
+    """
+    adapter = adapter_for(model)
+    batch = replace(batch, seed=repeatable(adapter, batch.seed, batch.training))
+    known = with_named_outputs(adapter, model, batch, catalogue(adapter, model, batch.x), ends)
+    of, wrt = (read_one(text, known) for text in ends)
+    layouts = named_layouts(axes, known)
+    _refuse_as_end(of, "of")
+    _refuse_as_end(wrt, "wrt")
+    _refuse_integers(wrt, batch, known)
+    return Request(adapter, model, batch, known, of, wrt, options, layouts, adapter.provenance(model))
+
+
+_ENDS = {
+    "of": ("output", "state", "final_state"),
+    "wrt": ("input", "output", "state", "initial_state"),
+}
+_EXAMPLES = {
+    "of": '"output", "lstm.output", "lstm.hidden", "lstm.cell" or "lstm.final_hidden"',
+    "wrt": '"input", "embedding.output", "lstm.output", "lstm.hidden" or "lstm.initial_hidden"',
+}
+
+
+def _refuse_as_end(name: TensorName, role: str) -> None:
+    """Refuse what cannot be this end of a time Jacobian."""
+    if name.what not in _ENDS[role]:
+        hint = "rl.gradients differentiates the loss, and by weights and gates"
+        what = f"{role}={name.text!r} has no time Jacobian."
+        raise UnsupportedError(message(what, expected=_EXAMPLES[role], hint=hint))
+
+
+def _refuse_integers(wrt: TensorName, batch: Batch, known: Catalogue) -> None:
+    if wrt.what != "input" or wrt.layer is not None:
+        return
+    leaves = data.leaves_of(batch.x)
+    if wrt.index >= len(leaves):
+        raise InputError(message(f"The model has no {wrt.text}.", got=f"{len(leaves)} inputs"))
+    leaf = leaves[wrt.index]
+    kind = str((leaf.data if data.is_packed(leaf) else leaf).dtype).removeprefix("torch.")
+    if "float" in kind or "complex" in kind:
+        return
+    tables = [layer for layer, w in known.weights.items() if any(_is_table(key, w.values[key]) for key in w.values)]
+    hint = " or ".join(f'wrt="{layer}.output"' for layer in tables) or 'x.astype("float32")'
+    raise InputError(
+        message(
+            "Integers cannot be differentiated by.", got=f"{wrt.text} of dtype {kind}", expected="floats", hint=hint
+        )
+    )
+
+
+def _is_table(key: str, value: Any) -> bool:
+    """Weights that look up rows: Keras names them; in torch a lone (rows, columns) weight could be one."""
+    return key == "embeddings" or (key == "weight" and len(value.shape) == 2)
