@@ -26,7 +26,8 @@ assemble, capture, fused, pullback, record = (
     importlib.import_module(f"{ADAPTER}.{name}") for name in ("assemble", "capture", "fused", "pullback", "record")
 )
 answering, inside, jacobian, trace, weights = (
-    importlib.import_module(f"{VERBS}.{name}") for name in ("answering", "inside", "jacobian", "trace", "weights")
+    importlib.import_module(f"{VERBS}.{name}")
+    for name in ("differentiation.pull", "inside", "jacobian", "trace", "weights")
 )
 
 
