@@ -47,7 +47,7 @@ def gather(question: Question, batches: Batches, combine: str | None, across: st
     first, second = next(stream), next(stream, None)
     if second is None:
         return _added_up(question, question.target, [first], Accumulator(None, across), batches)
-    layouts = output_layouts(question, first, second)
+    layouts = output_layouts(question.axes, first, second)
     stream = chain([first, second], stream)
     if combine is None and question.of_loss:
         return _of_loss(question, stream, across, batches, layouts)

@@ -107,7 +107,7 @@ class WholeLoss:
             raise UnsupportedError(_another_order())
 
 
-def output_layouts(question: Question, first: Batch, second: Batch) -> Layouts | None:
+def output_layouts(axes: Axes, first: Batch, second: Batch) -> Layouts | None:
     """By output of the model where its samples lie; None where they come first, as they do in Keras.
 
     Raises
@@ -115,14 +115,14 @@ def output_layouts(question: Question, first: Batch, second: Batch) -> Layouts |
     UnsupportedError
         If the outputs of a sample depend on the other samples of its batch.
     """
-    adapter, axes = question.adapter, question.axes
-    mixing = adapter.mixes_samples(question.model, first.training)
+    adapter, model = axes.adapter, axes.model
+    mixing = adapter.mixes_samples(model, first.training)
     if mixing is None:
         return None
     if mixing != "?":
         raise UnsupportedError(_mixed(f"layer {mixing!r} uses statistics of its batch"))
     few, more = _two_sizes(axes, first, second)
-    some, all_ = (adapter.outputs_of(question.model, _without_loss(batch)) for batch in (few, more))
+    some, all_ = (adapter.outputs_of(model, _without_loss(batch)) for batch in (few, more))
     ports = [Port("output", index=i) for i in range(len(some.leaves))]
     axes.learn(more, ports)
     layouts = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 
@@ -41,15 +42,20 @@ def explain(
     ``part`` is the one that experiments are made on; ``batches`` are all of them, for their masks.
     """
     result = Explanation()
-    trials = Trials(question, part)
+
+    @cache
+    def trials() -> Trials:
+        return Trials(question, part)
+
     for name in question.wrt:
         grad = found.get(name)
         if grad is None or not np.any(grad):
-            result.disconnected[name.text] = cause(trials, name, exists=grad is not None)
+            result.disconnected[name.text] = cause(trials(), name, exists=grad is not None)
             continue
         flag = _frozen(question, name)
         if flag is None and name.what != "weight" and dims[name][:2] == (SAMPLE, TIME):
-            flag = _partly_masked(trials, name, grad, batches)
+            zero = ~np.any(grad.reshape(*grad.shape[:2], -1), axis=2)
+            flag = _partly_masked(zero, name, trials(), batches) if zero.any() else None
         if flag is not None:
             result.flags[name.text] = flag
     return result
@@ -66,11 +72,8 @@ def _frozen(question: Question, name: TensorName) -> Reason | None:
     return Reason(name.text, "frozen", sentence, f"make {name.layer} trainable to train it")
 
 
-def _partly_masked(trials: Trials, name: TensorName, grad: Array, batches: Iterable[Batch]) -> Reason | None:
-    """Steps at which the gradient, of samples and steps, is exactly 0 because they are masked."""
-    zero = ~np.any(grad.reshape(*grad.shape[:2], -1), axis=2)
-    if not zero.any():
-        return None
+def _partly_masked(zero: Array, name: TensorName, trials: Trials, batches: Iterable[Batch]) -> Reason | None:
+    """Samples and steps at which the gradient is exactly 0 because they are masked."""
     alone = len(zero) == trials.question.axes.samples(trials.batch)
     for mask in (trials.masks if alone else _masks_of_all(trials, batches)).values():
         if mask.shape == zero.shape and not mask.all() and np.all(zero[~mask]):

@@ -1,0 +1,63 @@
+"""The way of ``wrt`` through ``rl.gradients``: few files, each entered from one other; functions of few parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from trails import trail
+
+import rnnlens as rl
+from rnnlens.verbs.differentiation.plan import Plan
+from rnnlens.verbs.differentiation.question import Question, Request
+
+MOST_FILES = 9
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(3, 4, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+
+
+QUESTIONS = {
+    "weights of the loss": {"wrt": "weights", "loss": loss},
+    "states of the loss": {"wrt": ["rnn.hidden", "rnn.gates"], "loss": loss},
+    "weights of a state": {"of": "rnn.cell", "at": {"time": -1}, "reduce": "sum", "wrt": ["rnn.weights", "input"]},
+    "weights by sample": {"of": "output", "reduce": "mean", "per_sample": True, "wrt": "rnn/kernel"},
+    "a function of the output": {"of": lambda output: output[:, -1].sum(), "wrt": "rnn.hidden"},
+    "a data set": {"wrt": "weights", "loss": nn.functional.mse_loss, "batch_size": 2},
+}
+
+
+def followed(arguments):
+    torch.manual_seed(0)
+    model = Net()
+    x, y = torch.randn(4, 5, 3), torch.randn(4, 5, 2)
+    y = y if "loss" in arguments else None
+    return trail(lambda: rl.gradients(model, x, y, **arguments), rl.gradients, "wrt", Request, Question, Plan)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_few_files_each_entered_from_one_other(question):
+    found = followed(QUESTIONS[question])
+    assert found.files[0] == "verbs/gradients.py"
+    assert "verbs/differentiation/pull.py" in found.files
+    assert len(found.files) <= MOST_FILES, found.files
+    assert not found.entered_twice
+
+
+def test_what_has_no_gradient_is_looked_at_in_the_reasons_only():
+    found = followed({"of": "rnn.final_hidden", "reduce": "sum", "wrt": ["head/weight", "rnn/kernel"]})
+    answered = [file for file in found.files if "/reasons/" not in file]
+    assert len(answered) < MOST_FILES, answered
+    assert len(found.files) > len(answered) + 1
+    assert not found.entered_twice

@@ -1,0 +1,108 @@
+"""Which files of rnnlens a call goes through with one thing in hand, and from which file each of them is entered.
+
+What counts, exactly:
+
+* The thing is the value of one parameter in the body of a public function, and after that the first object of each of
+  the types that stand for it (the request that it became, the plan made of that).
+* A file is entered where a function in it is called with the thing among its arguments (also within its ``*args``),
+  and the function of ours that called it, seen through anything that is not ours, lies in another file.
+* The border of the adapters ends the trail: nothing below a function of ``rnnlens.adapters`` counts. Nor do methods of
+  the thing itself: to read it is to enter nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import rnnlens
+
+ROOT = Path(rnnlens.__file__).parent
+BORDER = "adapters/"
+
+
+class Trail:
+    """The files entered, each with the files from which it was, in the order of first entry."""
+
+    def __init__(self, start: str) -> None:
+        self.entered: dict[str, dict[str, None]] = {start: {}}
+
+    @property
+    def files(self) -> list[str]:
+        return list(self.entered)
+
+    @property
+    def entered_twice(self) -> dict[str, list[str]]:
+        """Files that were entered from more than one other file."""
+        return {file: list(callers) for file, callers in self.entered.items() if len(callers) > 1}
+
+
+def trail(call: Callable[[], Any], verb: Callable[..., Any], parameter: str, *stands_for_it: type) -> Trail:
+    """Make the call, and follow what ``verb`` is given for one of its parameters."""
+    code = _body(verb)
+    found = Trail(_file(code.co_filename))
+    things: dict[Any, Any] = {}
+
+    def follow(frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or (file := _file(frame.f_code.co_filename)) is None:
+            return
+        if frame.f_code is code and parameter not in things:
+            things[parameter] = frame.f_locals[parameter]
+            return
+        if parameter not in things or not _has(frame, things, stands_for_it):
+            return
+        caller = frame.f_back
+        while caller is not None and _file(caller.f_code.co_filename) is None:
+            caller = caller.f_back
+        above, place = caller, _file(caller.f_code.co_filename) if caller is not None else None
+        while above is not None and above.f_code is not code:
+            if (_file(above.f_code.co_filename) or "").startswith(BORDER):
+                return
+            above = above.f_back
+        if above is not None and place != file and not file.startswith(BORDER):
+            found.entered.setdefault(file, {})[place] = None
+
+    before = sys.getprofile()
+    sys.setprofile(follow)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    assert parameter in things, f"{verb.__name__} was not called"
+    return found
+
+
+def _has(frame: FrameType, things: dict[Any, Any], stands_for_it: tuple[type, ...]) -> bool:
+    """Whether the thing is among the arguments of a call, the object of a method left out."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    names = list(code.co_varnames[:count])
+    arguments = [frame.f_locals[name] for name in names if name not in ("self", "cls") and name in frame.f_locals]
+    rest = code.co_varnames[count : count + bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)]
+    for name in rest:
+        value = frame.f_locals.get(name, ())
+        arguments += list(value.values() if isinstance(value, dict) else value)
+    for argument in arguments:
+        if isinstance(argument, stands_for_it):
+            things.setdefault(type(argument), argument)
+        if any(argument is thing for thing in things.values()):
+            return True
+    return False
+
+
+def _body(verb: Callable[..., Any]) -> CodeType:
+    """The code of a function within its decorators."""
+    while hasattr(verb, "__wrapped__"):
+        verb = verb.__wrapped__
+    return verb.__code__
+
+
+def _file(path: str) -> str | None:
+    """A file of rnnlens relative to its root; None for any other."""
+    try:
+        return Path(path).relative_to(ROOT).as_posix()
+    except ValueError:
+        return None
