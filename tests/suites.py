@@ -73,7 +73,7 @@ SUITES = (
     ),
     Suite(
         "core",
-        ("tests/unit", "tests/property", "tests/surface"),
+        ("tests/unit", "tests/property", "tests/surface", "tests/third_framework"),
         environment={"KERAS_BACKEND": "jax"},
     ),
     Suite(

@@ -6,7 +6,7 @@ Nothing is loaded that the user has not loaded: a ``tf.data.Dataset`` is known b
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,25 @@ import numpy as np
 from .arguments.data import is_dataset, is_loader, is_sequence, is_source, refuse_large
 from .errors import InputError, message
 from .layout import Layout
+from .trees import is_packed, leaves_of, map_leaves
+
+__all__ = [
+    "DataBatch",
+    "Layouts",
+    "batches",
+    "count_batches",
+    "count_samples",
+    "is_cut",
+    "is_packed",
+    "join",
+    "leaves_of",
+    "len_of",
+    "map_leaves",
+    "piece",
+    "samples_of",
+    "size_of",
+    "take",
+]
 
 #: By "x", "y" and "sample_weight", how each of their arrays lies; None for a packed sequence.
 Layouts = Mapping[str, Sequence[Layout | None]]
@@ -304,29 +323,6 @@ def _is_lazy(x: Any) -> bool:
     if isinstance(x, tuple | list | Mapping) and not is_packed(x):
         return any(_is_lazy(leaf) for leaf in leaves_of(x))
     return isinstance(getattr(x, "chunks", None), tuple) and not hasattr(x, "__dask_graph__") and bool(x.chunks)
-
-
-def leaves_of(tree: Any) -> list[Any]:
-    """Arrays within nested tuples, lists and dicts, in order; None is none."""
-    if isinstance(tree, Mapping):
-        return [leaf for part in tree.values() for leaf in leaves_of(part)]
-    if isinstance(tree, tuple | list) and not is_packed(tree):
-        return [leaf for part in tree for leaf in leaves_of(part)]
-    return [] if tree is None else [tree]
-
-
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same structure with ``function`` applied to every array."""
-    if isinstance(tree, Mapping):
-        return {key: map_leaves(function, part) for key, part in tree.items()}
-    if isinstance(tree, tuple | list) and not is_packed(tree):
-        return type(tree)(map_leaves(function, part) for part in tree)
-    return None if tree is None else function(tree)
-
-
-def is_packed(tree: Any) -> bool:
-    """A torch ``PackedSequence`` is a named tuple, but one thing."""
-    return type(tree).__name__ == "PackedSequence"
 
 
 def _length(leaf: Any) -> int:

@@ -17,38 +17,58 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
     ("torch", "nn.Module", "rnnlens.adapters.torch"),
 )
 
+#: Where packages of others name their adapters.
+GROUP = "rnnlens.adapters"
 
-def _resolve(module: Any, dotted: str) -> Any:
-    for part in dotted.split("."):
-        module = getattr(module, part)
-    return module
+#: Adapters of others that were needed before: looking for them takes longer than asking them.
+_joined: list[Adapter] = []
 
 
 def adapter_for(model: Any) -> Adapter:
     """The adapter that owns ``model``.
 
-    Third parties join through the entry-point group ``rnnlens.adapters``: an object with ``owns(model) -> bool`` and
-    the methods of :class:`Adapter`.
+    Third parties join through the entry-point group ``rnnlens.adapters``: an object with the methods of
+    :class:`Adapter`.
 
     Raises
     ------
     ModelError
         If no adapter knows the type of ``model``.
     """
+    adapter = adapter_of(model)
+    if adapter is None:
+        raise ModelError(
+            message(
+                "This is not a model that rnnlens knows.",
+                got=f"{type(model).__module__}.{type(model).__qualname__}",
+                expected="a Keras 3 model or layer, or a torch.nn.Module",
+                hint="pass the model itself, not its path, its output or its weights",
+            )
+        )
+    return adapter
+
+
+def adapter_of(model: Any) -> Adapter | None:
+    """The adapter that owns ``model``; None where it is no model that anybody knows."""
     for module_name, owner, adapter_module in _KNOWN:
-        module = sys.modules.get(module_name)
-        if module is not None and isinstance(model, _resolve(module, owner)):
+        base = _within(sys.modules.get(module_name), owner)
+        if base is not None and isinstance(model, base):
             adapter: Adapter = importlib.import_module(adapter_module).adapter
             return adapter
-    for entry in entry_points(group="rnnlens.adapters"):
-        candidate: Any = entry.load()
-        if candidate.owns(model):
-            return candidate  # type: ignore[no-any-return]
-    raise ModelError(
-        message(
-            "This is not a model that rnnlens knows.",
-            got=f"{type(model).__module__}.{type(model).__qualname__}",
-            expected="a Keras 3 model or layer, or a torch.nn.Module",
-            hint="pass the model itself, not its path, its output or its weights",
-        )
-    )
+    return next((other for other in _joined if other.owns(model)), None) or _newly_joined(model)
+
+
+def _newly_joined(model: Any) -> Adapter | None:
+    for entry in entry_points(group=GROUP):
+        other: Adapter = entry.load()
+        if other not in _joined and other.owns(model):
+            _joined.append(other)
+            return other
+    return None
+
+
+def _within(module: Any, dotted: str) -> Any:
+    """A class by its path in a module; None where that is not loaded, or not to its end yet."""
+    for part in dotted.split("."):
+        module = getattr(module, part, None)
+    return module

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..adapters.registry import adapter_for
 from ..arguments import anything, checked, data_set, many_examples, text, whole
 from ..arguments import loss as a_loss
 from ..arguments import seed as random_seed
@@ -14,7 +15,6 @@ from ..measures.residual import Missed
 from ..results.diagnosis import Diagnosis
 from ..results.schema import plain
 from ..verbs.turns import in_turn
-from .baseline import untrained
 from .carried import measure_carried
 from .experiment import Experiment, read_samples
 from .findings import MODEL, findings
@@ -141,16 +141,17 @@ def _check(task: str | None, samples: int) -> None:
 
 def _compiled(model: Any) -> Any:
     """The loss that a compiled Keras model trains with, as far as its name goes."""
-    loss = getattr(model, "loss", None)
+    loss = adapter_for(model).facts(model).loss
     return loss if isinstance(loss, str) or callable(loss) else None
 
 
 def _before(baseline: Any, experiment: Experiment) -> Memory | None:
     if baseline is None:
         return None
-    model = untrained(experiment.model, experiment.seed) if isinstance(baseline, str) else baseline
     if isinstance(baseline, str) and baseline != "init":
         raise InputError(message("baseline= is not understood.", got=repr(baseline), expected='"init" or a model'))
+    fresh = isinstance(baseline, str)
+    model = experiment.adapter.untrained(experiment.model, experiment.seed) if fresh else baseline
     other = Experiment(
         model, experiment.samples, experiment.step, experiment.output, experiment.task, experiment.loss, experiment.seed
     )

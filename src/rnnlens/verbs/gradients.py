@@ -167,7 +167,7 @@ def gradients(
     found = gather(question, Batches(run, batch_size, question.axes, question.with_loss), combine, across)
     provenance = adapter.provenance(model)
     if question.with_loss:
-        provenance = with_reduction(provenance, model, loss)
+        provenance = with_reduction(provenance, adapter, model, loss)
     if question.lone and clip is None:
         return _array(question, found, provenance)
     result = _mapping(question, found, provenance)
@@ -213,12 +213,12 @@ def _mapping(question: Question, found: Gathered, provenance: Mapping[str, str])
 def _add_clipped(result: Gradients, question: Question, found: Gathered, clip: str | Mapping[str, float]) -> None:
     """Clip the gradients of all weights that are trained, and show those asked for beside the others."""
     every = {name: found.gradients[name] for name in trainable(question.known) if name in found.gradients}
-    kind, threshold = rule(clip, question.model)
+    kind, threshold = rule(clip, question.known.facts)
     after, norm = clipped(every, question.known, kind, threshold)
     both = replace(found, gradients={**found.gradients, **after})
     datasets = _datasets(question, both, result.provenance)
     sparse = any("touched_rows" in array.attrs for dataset in datasets.values() for array in dataset.values())
-    if sparse and result.provenance.get("engine", "").startswith("tensorflow"):
+    if sparse and question.known.facts.clips_lookups_apart:
         result.notes.append(_ROWS_APART)
     result.clip = {"kind": kind, "threshold": threshold, "norm": norm}
     result.clipped = Gradients(datasets, of=result.of, value=found.value, provenance=result.provenance)
@@ -270,15 +270,7 @@ def _described(target: Target) -> str:
 
 def _touched_rows(question: Question, name: TensorName, array: Array, dims: Sequence[str]) -> int | None:
     """Rows of an embedding that the gradient reaches: all others were not looked up."""
-    table = name.key == "embeddings" or (name.what == "weight" and _is_embedding(question.model, name))
-    if not table or array.ndim < 2:
+    looked_up = name.what == "weight" and name.key in question.known.weights[str(name.layer)].tables
+    if not looked_up or array.ndim < 2:
         return None
     return int(np.count_nonzero(np.abs(array).reshape(-1, *array.shape[-2:]).max(axis=(0, 2))))
-
-
-def _is_embedding(model: Any, name: TensorName) -> bool:
-    """A torch embedding: its weight is called ``weight`` like any other."""
-    modules = getattr(model, "named_modules", None)
-    if modules is None or hasattr(model, "get_layer"):
-        return False
-    return "Embedding" in type(dict(modules()).get(name.layer)).__name__

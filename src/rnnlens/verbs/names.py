@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..adapters.protocol import Adapter, Batch, CaptureRequest, LayerInfo, LayerWeights, Port
+from ..adapters.protocol import Adapter, Batch, CaptureRequest, Facts, LayerInfo, LayerWeights, Port
 from ..errors import InputError, LayerNotFoundError, did_you_mean, message
 from ..layout import dims_of
 from ..typing import Array
@@ -66,7 +66,7 @@ class Catalogue:
     weights: Mapping[str, LayerWeights]
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    plain: tuple[str, ...] = field(default=())
+    facts: Facts = field(default_factory=Facts)
 
     def keys(self, layer: str) -> list[str]:
         """Names of the weights of a layer, as results show them."""
@@ -75,7 +75,7 @@ class Catalogue:
     @property
     def layers(self) -> tuple[str, ...]:
         """All layers known by name."""
-        return tuple(dict.fromkeys([*self.recurrent, *self.plain, *self.weights]))
+        return tuple(dict.fromkeys([*self.recurrent, *self.facts.submodules, *self.weights]))
 
     def is_inside(self, name: TensorName) -> bool:
         """Whether a tensor belongs to a recurrence: its states, its gates, and the input of a recurrent layer."""
@@ -117,14 +117,8 @@ def catalogue(adapter: Adapter, model: Any, x: Any = None) -> Catalogue:
     """Ask the adapter once for everything that a name may refer to."""
     infos = {info.name: info for info in adapter.describe(model)}
     keys = tuple(map(str, x)) if isinstance(x, Mapping) else ()
-    ask = getattr(adapter, "output_names", lambda model: ())
-    return Catalogue(
-        infos,
-        adapter.weights(model),
-        keys or _names_of(model, "input_names", "inputs"),
-        ask(model) or _names_of(model, "output_names", "outputs"),
-        tuple(str(layer.name) for layer in _listed(model, "layers") if hasattr(layer, "name")),
-    )
+    facts = adapter.facts(model)
+    return Catalogue(infos, adapter.weights(model), keys or facts.inputs, facts.outputs, facts)
 
 
 def with_named_outputs(adapter: Adapter, model: Any, batch: Batch, known: Catalogue, texts: Iterable[Any]) -> Catalogue:
@@ -293,17 +287,3 @@ def _matches(pattern: str, name: str) -> bool:
     """Shell pattern with ``*`` and ``?`` only: brackets are part of torch names such as ``rnn[1]``."""
     expression = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
     return re.fullmatch(expression, name) is not None
-
-
-def _listed(model: Any, attribute: str) -> Sequence[Any]:
-    """A list that a model keeps under a name; in torch the name is the user's own, and may stand for anything."""
-    value = getattr(model, attribute, ())
-    return value if isinstance(value, list | tuple) else ()
-
-
-def _names_of(model: Any, names: str, tensors: str) -> tuple[str, ...]:
-    """Names of a model's inputs or outputs, where it was built with names."""
-    listed = getattr(model, names, None)
-    if listed is None:
-        listed = [getattr(t, "name", str(i)) for i, t in enumerate(getattr(model, tensors, None) or ())]
-    return tuple(map(str, listed)) if isinstance(listed, list | tuple) else ()

@@ -162,16 +162,16 @@ def trace(
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     certified = asked_for(model, "trace", batch)
     capture = adapter.capture(model, batch, _request(layers, wanted, has_loss, certified))
-    provenance = with_reduction(adapter.provenance(model), model, loss) if has_loss else adapter.provenance(model)
+    provenance = (
+        with_reduction(adapter.provenance(model), adapter, model, loss) if has_loss else adapter.provenance(model)
+    )
     ours, described = Ours(capture), adapter.describe(model)
     datasets, checks = _datasets(described, capture, wanted, provenance, ours if certified else None)
     room = Axes(adapter, model, axes, catalogue(adapter, model, x))
     datasets |= _plain_datasets(capture.plain, room, batch, wanted, provenance)
     _refuse_silence(layers, wanted, datasets, [info.name for info in described])
-    engine = provenance.get("engine", adapter.name).partition(" ")[0]
-    certificate = (
-        certify(adapter, model, batch, ours, _words(datasets, has_loss), engine) if certified else Certificate()
-    )
+    words = _words(datasets, has_loss)
+    certificate = certify(adapter, model, batch, ours, words, adapter.engine) if certified else Certificate()
     warn_about([*checks, *certificate.checks])
     return Trace(
         datasets,
@@ -326,7 +326,7 @@ def _plain_datasets(
             if array is not None and outside is not None and (wanted is None or name in wanted):
                 opened = outside.opened(Port("output", call.layer), plain_array(array))
                 arrays[name], dims[name] = in_order(*opened)
-        info = {"name": call.layer, "kind": call.kind}
+        info = {"name": call.layer}
         found[call.layer] = layer_dataset(arrays, info=info, provenance=provenance, bidirectional=False, dims=dims)
     return found
 

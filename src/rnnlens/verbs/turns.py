@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from ..adapters.registry import adapter_of
 from ..errors import UnsupportedError, message
 from ..recurrence.parallel import one_thread_each
 
@@ -45,13 +46,9 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def engine_of(model: Any) -> str | None:
-    """What runs a model: tensorflow, jax or torch; None where that cannot be told."""
-    keras, torch = sys.modules.get("keras"), sys.modules.get("torch")
-    if keras is not None and isinstance(model, keras.layers.Layer):
-        return str(keras.backend.backend())
-    if torch is not None and isinstance(model, torch.nn.Module):
-        return "torch"
-    return None
+    """What runs a model, such as jax; None where nobody knows the model."""
+    adapter = adapter_of(model)
+    return None if adapter is None else adapter.engine
 
 
 def _needs_no_threads(engine: str) -> bool:

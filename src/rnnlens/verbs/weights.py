@@ -126,8 +126,7 @@ def weights(
     datasets = {name: node_dataset(name, variables, provenance) for name, variables in labelled.items()}
     certificate = None if x is None else Certificate()
     if x is not None and certified:
-        engine = provenance.get("engine", adapter.name).partition(" ")[0]
-        certificate = certify_weights(adapter, model, batch, found, datasets, capture, value, engine)
+        certificate = certify_weights(adapter, model, batch, found, datasets, capture, value, adapter.engine)
     warn_about([*checks, *(certificate.checks if certificate else ())])
     return Weights(
         datasets,

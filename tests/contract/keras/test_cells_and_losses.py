@@ -10,10 +10,10 @@ from rnnlens import errors
 from rnnlens.adapters.keras import adapter
 from rnnlens.adapters.keras.run import eagerly
 from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
+from rnnlens.adapters.registry import adapter_for
 from rnnlens.recurrence.cells import KnownCell
 from rnnlens.recurrence.run import Run
 from rnnlens.testing.check import reference_of
-from rnnlens.verbs.loss_words import loss_reduction
 
 X = np.random.default_rng(0).normal(size=(3, 4, 2))
 Y = np.random.default_rng(1).normal(size=(3, 2))
@@ -177,7 +177,7 @@ def test_how_a_loss_is_reduced_is_known_as_far_as_it_says(compiled, given, says)
     inputs = keras.Input((2,))
     model = keras.Model(inputs, keras.layers.Dense(2, name="head")(inputs))
     model.compile(loss=compiled)
-    assert loss_reduction(model, given) == says
+    assert adapter_for(model).reduction(model, given) == says
 
 
 def test_weight_gradients_are_without_the_weight_regulariser():

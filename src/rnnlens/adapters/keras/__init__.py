@@ -11,13 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ...layout import Layout
+import keras
+
 from ...typing import Array
 from ..protocol import (
+    Adapter,
     Batch,
     Capture,
     CaptureRequest,
     ChainLink,
+    Cotangents,
+    Facts,
     LayerInfo,
     LayerWeights,
     Outputs,
@@ -30,23 +34,38 @@ from . import discover
 from .capture import capture, copy_of
 from .chain import chain
 from .engines import current
+from .facts import facts, reduction
 from .functional import differentiate
 from .nudge import nudged
-from .plain import Cotangents, place, plain
+from .plain import place, plain
 from .provenance import provenance
 from .pullback import KerasPullback
-from .trees import output_names
 from .untrained import untrained
 from .weights import layer_weights
 from .whole_loss import combination, loss_of, mixes_samples, outputs_of
 
 
-class KerasAdapter:
-    """Implements :class:`rnnlens.adapters.protocol.Adapter` for ``keras.Model`` and ``keras.layers.Layer``."""
+class KerasAdapter(Adapter):
+    """The adapter of ``keras.Model`` and ``keras.layers.Layer``."""
 
     name = "keras"
-    samples_first = True
-    draws_again = False
+
+    @property
+    def engine(self) -> str:
+        """What Keras runs on in this process."""
+        return str(keras.backend.backend())
+
+    def owns(self, model: Any) -> bool:
+        """Whether it is a layer of Keras 3, as every model is."""
+        return isinstance(model, keras.layers.Layer)
+
+    def facts(self, model: Any) -> Facts:
+        """Layers, names of inputs and outputs, optimizer."""
+        return facts(model)
+
+    def reduction(self, model: Any, loss: Any) -> str | None:
+        """Of the compiled loss, or of the one given."""
+        return reduction(model, loss)
 
     def describe(self, model: Any) -> list[LayerInfo]:
         """Recurrent layers in the order of the graph, or of the attributes of a subclassed model."""
@@ -60,10 +79,6 @@ class KerasAdapter:
         """A copy with fresh weights."""
         return untrained(model, seed)
 
-    def layouts(self, model: Any, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, Layout]:
-        """Nothing to be found out: Keras has samples first, then time."""
-        return {}
-
     def provenance(self, model: Any) -> Mapping[str, str]:
         """Framework, engine, dtype, device: plain strings."""
         return provenance(model)
@@ -73,10 +88,6 @@ class KerasAdapter:
     ) -> Pullback:
         """Run the model once, and keep what is needed to differentiate any ``of`` with respect to any ``wrt``."""
         return KerasPullback(model, batch, of, wrt, cut)
-
-    def output_names(self, model: Any) -> tuple[str, ...]:
-        """Keys of the outputs of a functional model that returns a dict; none for any other."""
-        return output_names(model)
 
     def outputs_of(self, model: Any, batch: Batch) -> Outputs:
         """What the model returns for one batch."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...errors import CertificateError
 from ...typing import Array
-from ..protocol import Batch, Place, PlainRun
+from ..protocol import Batch, Cotangents, Place, PlainRun
 from . import loss as losses
 from .data import prepare
 from .engines import Engine, current
@@ -25,9 +25,6 @@ from .memos import memo_of
 from .run import Job
 from .stamps import stamp_of_run, stamp_of_tensors
 from .weights import known_kind
-
-#: Cotangents of the model's outputs from their values, leaf by leaf; None for those that count for nothing.
-Cotangents = Callable[[Sequence[Array]], Sequence[Array | None]]
 
 
 def plain(

@@ -23,6 +23,9 @@ _NAMES = (
     "sparsemax",
 )
 
+#: Variables that a layer keeps for itself, and no optimizer moves.
+_STATISTICS = ("moving_mean", "moving_variance")
+
 #: Keras' own activation functions that keep the shape of their input, by identity.
 _ACTIVATIONS: dict[Any, str] = {getattr(keras.activations, name): name for name in _NAMES}
 
@@ -94,6 +97,8 @@ def layer_weights(layer: Any, halves: Mapping[str, Any], convert: Callable[[Any]
         trainable={name: bool(v.trainable) for name, v in variables.items()},
         cells=cells,
         penalties={name: v.regularizer for name, v in variables.items() if v.regularizer is not None},
+        statistics=frozenset(name for name, v in variables.items() if v.name in _STATISTICS),
+        tables=frozenset(name for name, v in variables.items() if v.name == "embeddings"),
     )
 
 

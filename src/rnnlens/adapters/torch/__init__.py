@@ -12,9 +12,12 @@ from torch import nn
 from ...layout import Layout
 from ...typing import Array
 from ..protocol import (
+    Adapter,
     Batch,
     Capture,
     CaptureRequest,
+    Cotangents,
+    Facts,
     LayerInfo,
     LayerWeights,
     Outputs,
@@ -26,10 +29,11 @@ from ..protocol import (
 from .axes import layouts
 from .capture import capture
 from .discover import describe, named_modules, node_name, unwrapped
+from .facts import facts
 from .functional import differentiate
 from .inputs import home_of
 from .nudge import nudged
-from .plain import Cotangents, place, plain
+from .plain import place, plain
 from .pullback import TorchPullback
 from .untrained import untrained
 from .weights import layer_weights
@@ -38,12 +42,20 @@ from .whole_loss import combination, loss_of, mixes_samples, outputs_of
 __all__ = ["adapter"]
 
 
-class TorchAdapter:
-    """Implements :class:`rnnlens.adapters.protocol.Adapter` for ``torch.nn.Module``."""
+class TorchAdapter(Adapter):
+    """The adapter of ``torch.nn.Module``."""
 
     name = "torch"
     samples_first = False
     draws_again = True
+
+    def owns(self, model: Any) -> bool:
+        """Whether it is a module; the registry asks Keras first, whose models on torch are modules as well."""
+        return isinstance(model, nn.Module)
+
+    def facts(self, model: nn.Module) -> Facts:
+        """Its modules."""
+        return facts(model)
 
     def describe(self, model: nn.Module) -> list[LayerInfo]:
         """Recurrent layers in the order of their definition."""

@@ -17,14 +17,11 @@ from torch.nn.utils.rnn import PackedSequence
 from ...errors import CertificateError
 from ...typing import Array
 from ...vocabulary import GATES
-from ..protocol import Batch, Place, PlainRun
+from ..protocol import Batch, Cotangents, Place, PlainRun
 from .discover import named_modules, unwrapped
 from .inputs import as_tensors, call_model, on_leaves
 from .left_as_found import borrowed, differentiable_weights
 from .losses import evaluate
-
-#: Cotangents of the model's outputs from their values, leaf by leaf; None for those that count for nothing.
-Cotangents = Callable[[Sequence[Array]], Sequence[Array | None]]
 
 #: torch's order of gates, as the documentation of its modules gives it.
 _GATES = {

@@ -24,6 +24,10 @@ NAMES = {
 }
 
 
+#: Modules whose ``weight`` is a table of rows, looked up by integers.
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+
 def slots(count: int) -> tuple[str, ...]:
     """Torch's names of the ``count`` weights of one layer and direction, without the layer's suffix.
 
@@ -46,19 +50,6 @@ def ours(kind: str, slot: str, value: Any) -> Any:
         parts = value.chunk(len(order), dim=axis)
         value = torch.cat([parts[i] for i in order], dim=axis)
     return value if axis == -1 else value.mT
-
-
-def theirs(kind: str, slot: str, value: Any) -> Any:
-    """The inverse of :func:`ours`."""
-    if slot == "weight_hr":
-        return value.mT
-    order = _ORDER[kind]
-    axis = -1 if slot.startswith("bias") else -2
-    value = value if axis == -1 else value.mT
-    if order != tuple(range(len(order))):
-        parts = value.chunk(len(order), dim=axis)
-        value = torch.cat([parts[order.index(i)] for i in range(len(order))], dim=axis)
-    return value
 
 
 def replayable(value: Any) -> Any:
@@ -106,7 +97,8 @@ def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dic
             own = dict(module.named_parameters(recurse=False))
             if own:
                 values = {name: p.detach().clone() for name, p in own.items()}
-                result[path] = LayerWeights(values, {name: p.requires_grad for name, p in own.items()})
+                tables = frozenset({"weight"} if isinstance(module, TABLES) else ())
+                result[path] = LayerWeights(values, {name: p.requires_grad for name, p in own.items()}, tables=tables)
             continue
         for layer, direction, weights in cell_weights(module):
             entry = result.setdefault(node_name(path, module, layer), LayerWeights({}, {}))

@@ -120,7 +120,6 @@ class Batches:
             whole.y,
             sample_weight=whole.sample_weight,
             batch_size=self.batch_size,
-            as_numpy=axes.adapter.name == "keras",
             layouts=layouts,
         )
         return self._lying_as_the_first(batches, template)

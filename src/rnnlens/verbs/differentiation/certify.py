@@ -28,7 +28,7 @@ GRADIENT = "plain gradient"
 
 def certify_answer(question: Question, part: Part, answer: Answer) -> Certificate:
     """Compare what was asked for, and what it rests on, with one vector-Jacobian product of the plain run."""
-    engine = question.adapter.provenance(question.model).get("engine", question.adapter.name).partition(" ")[0]
+    engine = question.adapter.engine
     why = _out_of_reach(question, part)
     if why:
         return Certificate("could not", engine, why=why)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...adapters.protocol import Facts
 from ...arguments import number
 from ...errors import InputError, ModelError, did_you_mean, message, shown
 from ...typing import Array
@@ -33,7 +34,7 @@ def a_clipping(name: str, value: Any) -> str | dict[str, float]:
     return value
 
 
-def rule(clip: str | Mapping[str, float], model: Any) -> tuple[str, float]:
+def rule(clip: str | Mapping[str, float], facts: Facts) -> tuple[str, float]:
     """Kind and threshold: of the model's optimizer, or as given: ``{"global_clipnorm": 1.0}``.
 
     Raises
@@ -44,15 +45,12 @@ def rule(clip: str | Mapping[str, float], model: Any) -> tuple[str, float]:
     if isinstance(clip, Mapping):
         ((kind, threshold),) = clip.items()
         return kind, threshold
-    optimizer = getattr(model, "optimizer", None)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    for kind in KINDS:
-        if getattr(optimizer, kind, None):
-            return kind, float(getattr(optimizer, kind))
+    if facts.clipping is not None:
+        return facts.clipping
     raise ModelError(
         message(
             "There is no clipping to apply: the optimizer of this model does not clip.",
-            got="no optimizer" if optimizer is None else type(optimizer).__name__,
+            got=facts.optimizer or "no optimizer",
             expected="a compiled Keras model whose optimizer has clipvalue, clipnorm or global_clipnorm",
             hint='say how: clip={"global_clipnorm": 1.0}; torch clips in the training loop, not in its optimizers',
         )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import xarray as xr
 
 from ...adapters.protocol import Adapter, Batch
@@ -171,7 +170,7 @@ def ask(adapter: Adapter, model: Any, run: Batch, request: Request) -> Question:
         tuple(wrt),
         tuple(asked),
         lone,
-        _loss_scale(model) if named and named[0].what == "loss" else 1.0,
+        known.facts.loss_scale if named and named[0].what == "loss" else 1.0,
         current().memory if request.memory is None else parse_memory(request.memory),
     )
 
@@ -258,12 +257,3 @@ def _check_samples(target: Target, whole: xr.DataArray) -> None:
 
 def _without_loss(run: Batch) -> Batch:
     return Batch(run.x, training=run.training, initial_state=run.initial_state, seed=run.seed)
-
-
-def _loss_scale(model: Any) -> float:
-    """The factor by which mixed-precision training keeps small gradients from vanishing in float16."""
-    optimizer = getattr(model, "optimizer", None)
-    if not hasattr(optimizer, "inner_optimizer"):
-        return 1.0
-    scale = getattr(optimizer, "dynamic_scale", None) if getattr(optimizer, "built", False) else None
-    return float(np.asarray(scale)) if scale is not None else float(getattr(optimizer, "initial_scale", 1.0))

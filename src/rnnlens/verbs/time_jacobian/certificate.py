@@ -37,7 +37,7 @@ def certificate_of(request: Request, plan: Plan, jacobian: xr.DataArray) -> Cert
         return Certificate()
     why = _why_not(request, plan)
     if why:
-        return Certificate("could not", request.engine, why=why)
+        return Certificate("could not", request.adapter.engine, why=why)
     return _compared(request, plan, claim_of(plan, jacobian))
 
 
@@ -59,7 +59,7 @@ def _why_not(request: Request, plan: Plan) -> str:
 
 def _compared(request: Request, plan: Plan, claim: Claim) -> Certificate:
     """Run the model plainly, and compare what arrives at its input."""
-    engine = request.engine
+    engine = request.adapter.engine
     outside = Outside(plan.network.layouts, plan.network.samples)
     pulled = partial(_cotangents, outside, request.of, claim)
     run, why = attempt(partial(request.adapter.plain, request.model, request.batch, pulled))

@@ -22,8 +22,7 @@ from .surroundings import Surroundings
 
 def known_chain(request: Request, inside: Inside, of: Port | None, wrt: Port | None) -> Surroundings | None:
     """What lies around the recurrences, if the adapter knows the model as a chain and what ran agrees; else None."""
-    known = getattr(request.adapter, "chain", None)
-    layers = None if known is None else known(request.model, training=request.batch.training)
+    layers = request.adapter.chain(request.model, training=request.batch.training)
     if layers is None or any(len(both) != 1 for both in inside.halves.values()):
         return None
     chain = _Chain(layers, {name: both[0] for name, both in inside.halves.items()}, request.batch)

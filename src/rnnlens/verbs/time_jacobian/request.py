@@ -77,11 +77,6 @@ class Request:
         """Both ends."""
         return self.of, self.wrt
 
-    @property
-    def engine(self) -> str:
-        """Whose numbers they are compared with."""
-        return self.provenance.get("engine", self.adapter.name).partition(" ")[0]
-
 
 def read_request(
     model: Any, batch: Batch, ends: tuple[str, str], options: Options, axes: Mapping[str, Any] | None
@@ -136,15 +131,9 @@ def _refuse_integers(wrt: TensorName, batch: Batch, known: Catalogue) -> None:
     kind = str((leaf.data if data.is_packed(leaf) else leaf).dtype).removeprefix("torch.")
     if "float" in kind or "complex" in kind:
         return
-    tables = [layer for layer, w in known.weights.items() if any(_is_table(key, w.values[key]) for key in w.values)]
-    hint = " or ".join(f'wrt="{layer}.output"' for layer in tables) or 'x.astype("float32")'
+    hint = " or ".join(f'wrt="{layer}.output"' for layer in known.facts.having("embedding")) or 'x.astype("float32")'
     raise InputError(
         message(
             "Integers cannot be differentiated by.", got=f"{wrt.text} of dtype {kind}", expected="floats", hint=hint
         )
     )
-
-
-def _is_table(key: str, value: Any) -> bool:
-    """Weights that look up rows: Keras names them; in torch a lone (rows, columns) weight could be one."""
-    return key == "embeddings" or (key == "weight" and len(value.shape) == 2)

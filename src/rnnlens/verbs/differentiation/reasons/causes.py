@@ -15,7 +15,7 @@ from ...names import TensorName
 from ..pull import answer
 from ..question import Part, Question
 from ..target import Target
-from .trials import Trials, dtype_of, is_integer, modules_of
+from .trials import Trials, dtype_of, is_integer
 
 #: By how much a target is scaled up to see whether its gradient was only too small for the dtype.
 LIFT = 2.0**12
@@ -43,7 +43,8 @@ def _integer_input(trials: Trials, name: TensorName) -> Reason | None:
         return None
     words = dtype_of(leaves[name.index])
     sentence = f"{name.text} holds integers ({words}): nothing can be differentiated by them."
-    remedy = " or ".join(_instead(trials.part, wrt=f'"{layer}.output"') for layer in _embeddings(trials.question))
+    tables = trials.question.known.facts.having("embedding")
+    remedy = " or ".join(_instead(trials.part, wrt=f'"{layer}.output"') for layer in tables)
     return Reason(name.text, "integer_input", sentence, remedy or 'pass floats: x.astype("float32")')
 
 
@@ -132,6 +133,10 @@ def _by_experiment(trials: Trials, name: TensorName, *, exists: bool) -> Reason:
         )
         before = _instead(trials.part, of='"<the layer before that>.output"', at=None, wrt=f'"{name.text}"')
         return Reason(name.text, "non_differentiable", sentence, before)
+    if answered == "unknown":
+        sentence = f"No gradient arrives at {name.text} from {of}; why could not be found out by moving it."
+        remedy = _instead(trials.part, of='"output"', at=None, wrt=f'"{name.text}"')
+        return Reason(name.text, "unknown", sentence, remedy)
     if exists:
         sentence = f"A path leads from {name.text} to {of}, but the target does not move along it here."
         return Reason(name.text, "no_effect", sentence, "another batch, or reduce= with weights: a sum may cancel")
@@ -174,16 +179,8 @@ def _instead(part: Part, **changed: str | None) -> str:
     return f"rl.gradients(model, {batch}, {', '.join(f'{k}={v}' for k, v in arguments.items() if v is not None)})"
 
 
-def _embeddings(question: Question) -> list[str]:
-    """Layers that turn ids into vectors."""
-    modules = modules_of(question.model)
-    layers = [*question.known.weights]
-    return [layer for layer in layers if "Embedding" in type(modules.get(layer)).__name__]
-
-
 def _half_precision(question: Question) -> str | None:
     """The half-precision dtype that a model computes in, if it does."""
-    layers = [question.model, *modules_of(question.model).values()]
-    found = [str(getattr(layer, "compute_dtype", "")) for layer in layers]
+    found = [submodule.dtype for submodule in question.known.facts.submodules.values()]
     found.append(str(question.adapter.provenance(question.model).get("dtype", "")))
     return next((dtype for dtype in found if dtype in ("float16", "bfloat16")), None)

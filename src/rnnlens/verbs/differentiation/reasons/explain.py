@@ -17,9 +17,6 @@ from ..question import Part, Question, is_trainable
 from .causes import cause
 from .trials import Trials
 
-#: Weights that a layer keeps for itself and no optimizer trains.
-STATISTICS = ("moving_mean", "moving_variance")
-
 
 @dataclass
 class Explanation:
@@ -65,7 +62,7 @@ def _frozen(question: Question, name: TensorName) -> Reason | None:
     """A weight that is not trained: its gradient is given all the same."""
     if name.what != "weight" or is_trainable(name, question.known):
         return None
-    if name.key.rpartition("/")[2] in STATISTICS:
+    if name.key in question.known.weights[str(name.layer)].statistics:
         sentence = f"{name.text} is a statistic that the layer keeps, not a weight that training moves."
         return Reason(name.text, "frozen", sentence, "rl.gradients(..., training=True), where the batch has its own")
     sentence = f"{name.text} is frozen: this is its gradient, and training does not act on it."

@@ -33,7 +33,7 @@ def observed_value(question: Question, part: Part) -> Array:
 def _any_layer(question: Question) -> tuple[str, ...] | None:
     """Something to capture where only the model's output is of interest."""
     known = question.known
-    return None if known.recurrent else tuple(known.layers)[:1]
+    return None if known.recurrent else (*known.weights, *known.layers)[:1]
 
 
 def _leaf(question: Question, leaf: TensorName, capture: Capture, outside: Outside) -> xr.DataArray:

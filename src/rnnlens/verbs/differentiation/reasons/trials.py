@@ -73,8 +73,7 @@ class Trials:
     @cached_property
     def dead_relus(self) -> Mapping[str, int]:
         """Relus whose outputs are all exactly 0, and how many they are."""
-        modules = modules_of(self.question.model)
-        relus = tuple(name for name, module in modules.items() if is_relu(module))
+        relus = self.question.known.facts.having("relu")
         found = outputs_of(self.question.adapter, self.question.model, self.batch, relus) if relus else {}
         return {name: int(output.size) for name, output in found.items() if output.size and not output.any()}
 
@@ -139,17 +138,3 @@ def is_integer(leaf: Any) -> bool:
 def dtype_of(leaf: Any) -> str:
     """Name of the dtype of an array of any library."""
     return str(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype).removeprefix("torch.")
-
-
-def modules_of(model: Any) -> Mapping[str, Any]:
-    """Submodules of a torch model by path; of a Keras model its layers by name."""
-    if hasattr(model, "named_modules") and not hasattr(model, "get_layer"):
-        return {name: module for name, module in model.named_modules() if name}
-    return {str(layer.name): layer for layer in getattr(model, "layers", ())}
-
-
-def is_relu(module: Any) -> bool:
-    """Whether a layer ends in a relu that can die: not leaky, not smooth."""
-    activation = getattr(module, "activation", None) or getattr(module, "nonlinearity", None)
-    words = (type(module).__name__, getattr(activation, "__name__", str(activation)))
-    return any(word.lower() in ("relu", "relu6") for word in words)

@@ -1,0 +1,98 @@
+"""What Keras knows of a model without running it: its parts, its loss and optimizer, the names of its ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from ..protocol import Facts, Role, Submodule
+from .discover import places
+from .trees import output_names
+
+_RELUS = ("relu", "relu6")
+_DROPOUTS = (
+    *(keras.layers.Dropout, keras.layers.AlphaDropout, keras.layers.GaussianDropout),
+    *(keras.layers.SpatialDropout1D, keras.layers.SpatialDropout2D, keras.layers.SpatialDropout3D),
+)
+
+
+def facts(model: Any) -> Facts:
+    """See :meth:`rnnlens.adapters.protocol.Adapter.facts`."""
+    found = places(model)
+    layers = {**{site.name: site.owner for site in found.sites}, **found.plain}
+    # In mixed precision the optimizer is wrapped into one that scales the loss.
+    outer = getattr(model, "optimizer", None)
+    optimizer = getattr(outer, "inner_optimizer", outer)
+    return Facts(
+        submodules={name: _submodule(layer) for name, layer in layers.items()},
+        inputs=_names(model, "input_names", "inputs"),
+        outputs=output_names(model) or _names(model, "output_names", "outputs"),
+        loss=getattr(model, "loss", None),
+        optimizer="" if optimizer is None else type(optimizer).__name__,
+        clipping=_clipping(optimizer),
+        clips_lookups_apart=keras.backend.backend() == "tensorflow",
+        loss_scale=1.0 if optimizer is outer else _scale(outer),
+    )
+
+
+def reduction(model: Any, loss: Any) -> str | None:
+    """A loss object says so itself; any other that Keras compiled, or knows by name, is averaged."""
+    compiled = loss is None
+    given = getattr(model, "loss", None) if compiled else loss
+    parts = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list | tuple) else [given]
+    found = {_of_one(part, compiled=compiled) for part in parts if part is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _of_one(loss: Any, *, compiled: bool) -> str | None:
+    says = getattr(loss, "reduction", None)
+    if says is not None:
+        return str(says)
+    return "sum_over_batch_size" if compiled or isinstance(loss, str) else None
+
+
+def _submodule(layer: Any) -> Submodule:
+    return Submodule(_roles(layer), str(getattr(layer, "compute_dtype", "")))
+
+
+def _roles(layer: Any) -> frozenset[Role]:
+    roles: set[Role] = set()
+    if isinstance(layer, keras.layers.Embedding):
+        roles.add("embedding")
+    if isinstance(layer, _DROPOUTS):
+        roles.add("dropout")
+    if _is_relu(layer):
+        roles.add("relu")
+    return frozenset(roles)
+
+
+def _is_relu(layer: Any) -> bool:
+    """Whether a layer ends in a relu that can die: not leaky, not smooth."""
+    if isinstance(layer, keras.layers.ReLU):
+        return not layer.negative_slope
+    activation = getattr(layer, "activation", None)
+    return getattr(activation, "__name__", "") in _RELUS
+
+
+def _names(model: Any, names: str, tensors: str) -> tuple[str, ...]:
+    """Names of a model's inputs or outputs, where it was built with names."""
+    listed = getattr(model, names, None)
+    if listed is None:
+        listed = [getattr(t, "name", str(i)) for i, t in enumerate(getattr(model, tensors, None) or ())]
+    return tuple(map(str, listed)) if isinstance(listed, list | tuple) else ()
+
+
+def _clipping(optimizer: Any) -> tuple[str, float] | None:
+    for kind in ("clipvalue", "clipnorm", "global_clipnorm"):
+        threshold = getattr(optimizer, kind, None)
+        if threshold:
+            return kind, float(threshold)
+    return None
+
+
+def _scale(optimizer: Any) -> float:
+    """The factor of a ``LossScaleOptimizer``: as it is by now, once it has taken a step."""
+    scale = getattr(optimizer, "dynamic_scale", None) if getattr(optimizer, "built", False) else None
+    return float(np.asarray(scale)) if scale is not None else float(getattr(optimizer, "initial_scale", 1.0))

@@ -1,0 +1,44 @@
+"""The contract between a deep-learning framework and rnnlens.
+
+An adapter turns a model and a batch into plain arrays; everything that rnnlens knows about recurrence happens on those
+arrays, outside the adapter. What every method leaves behind in the user's model, process and random state: nothing,
+also after an exception or an interrupt.
+
+Conventions for every array named here:
+
+* order: sample first, then time: ``(sample, time, feature)``. Time is chronological: index 0 is the first input step,
+  also for layers that run backwards (their outputs are turned round by the adapter).
+* gates in the order of :data:`rnnlens.vocabulary.GATES`, also in kernels, whatever the framework's own order.
+* kind: NumPy arrays, or the framework's own where they follow the array-API standard and should stay on their device
+  (torch). Never attached to a graph, never a view that the user could see change.
+
+``adapter`` has the methods; ``facts``, ``captured`` and ``ports`` what they take and return.
+"""
+
+from __future__ import annotations
+
+from .adapter import Adapter, Cotangents
+from .captured import Batch, Capture, CaptureRequest, Outputs, PlainCall, PlainRun, RecurrentCall
+from .facts import ChainLink, Facts, LayerInfo, LayerWeights, Place, Role, Submodule
+from .ports import Port, Pullback
+
+__all__ = [
+    "Adapter",
+    "Batch",
+    "Capture",
+    "CaptureRequest",
+    "ChainLink",
+    "Cotangents",
+    "Facts",
+    "LayerInfo",
+    "LayerWeights",
+    "Outputs",
+    "Place",
+    "PlainCall",
+    "PlainRun",
+    "Port",
+    "Pullback",
+    "RecurrentCall",
+    "Role",
+    "Submodule",
+]

@@ -1,0 +1,190 @@
+"""The contract is enough: a framework that rnnlens never heard of has every verb, through its adapter alone.
+
+``tiny/`` is a package as others would install it: a framework, its adapter, and the entry point that names it. What it
+returns is held against derivatives that nothing of rnnlens took part in: complex steps through plain loops.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import rnnlens as rl
+from rnnlens.adapters.protocol import Batch
+from rnnlens.errors import LayerNotFoundError, ModelError
+from rnnlens.testing import check_adapter
+
+HOME = Path(__file__).parent / "tiny"
+SAMPLES, STEPS, FEATURES, UNITS, OUTPUTS = 3, 5, 2, 4, 2
+TINY_STEP = 1e-30
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """As ``pip install tiny`` leaves it; nothing is registered by hand."""
+    monkeypatch.syspath_prepend(str(HOME))
+
+
+@pytest.fixture
+def model():
+    import tiny
+
+    return tiny.Elman(FEATURES, UNITS, OUTPUTS)
+
+
+@pytest.fixture
+def data():
+    draw = np.random.default_rng(1).normal
+    return draw(size=(SAMPLES, STEPS, FEATURES)), draw(size=(SAMPLES, STEPS, OUTPUTS))
+
+
+def unrolled(w, x, nudge=0.0, at=None):
+    """Outputs of the network, step by step, with a nudge on the hidden state at one step."""
+    h, outputs = np.zeros((len(x), UNITS)), []
+    for t in range(STEPS):
+        h = np.tanh(x[:, t] @ w["W"] + h @ w["U"] + w["b"]) + (nudge if t == at else 0.0)
+        outputs.append(h @ w["V"])
+    return np.stack(outputs, 1)
+
+
+def loss(w, x, y, **nudged):
+    return ((unrolled(w, x, **nudged) - y) ** 2).mean()
+
+
+def slopes(function, shape):
+    """d function / d entry by the complex step (Squire, Trapp 1998), entry by entry."""
+    units = np.eye(int(np.prod(shape))).reshape(-1, *shape)
+    found = np.array([np.imag(function(1j * TINY_STEP * unit)) / TINY_STEP for unit in units])
+    return found.reshape(*shape, *found.shape[1:])
+
+
+def test_its_folder_is_small():
+    assert sum(len(path.read_text().splitlines()) for path in HOME.glob("*.py")) <= 150
+
+
+def test_it_holds_the_contract(model, data):
+    from tiny_rnnlens import adapter
+
+    assert len(check_adapter(adapter, model, Batch(*data), rtol=1e-10)) == 7
+
+
+def test_layers(model):
+    (row,) = rl.layers(model)
+    assert (row.name, row.cell, row.units) == ("rnn", "simple_rnn", UNITS)
+
+
+def test_trace(model, data):
+    x, y = data
+    trace = rl.trace(model, x, y)
+    expected = [slopes(lambda d, t=t: loss(model.weights, x, y, nudge=d, at=t), (SAMPLES, UNITS)) for t in range(STEPS)]
+    np.testing.assert_allclose(trace["rnn"].hidden_grad, np.stack(expected, 1), rtol=1e-10)
+    by_input = slopes(lambda d: loss(model.weights, x + d, y), x.shape)
+    np.testing.assert_allclose(trace["rnn"].input_grad, by_input, rtol=1e-10)
+    assert set(trace["rnn"].dataset) >= {"hidden", "gates", "gate_grad", "output_grad", "initial_state_grad"}
+    assert trace.certificate.state == "passed"
+
+
+def test_trace_of_a_layer_that_is_not_recurrent(model, data):
+    trace = rl.trace(model, *data, layers=["head"])
+    by_output = 2 * (unrolled(model.weights, data[0]) - data[1]) / data[1].size
+    np.testing.assert_allclose(trace["head"].output_grad, by_output, rtol=1e-10)
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_gradients(model, data, batch_size):
+    x, y = data
+    g = rl.gradients(model, x, y, wrt="weights", batch_size=batch_size)
+    for layer, key, name in (("rnn", "kernel", "W"), ("rnn", "recurrent_kernel", "U"), ("head", "kernel", "V")):
+        by_weight = slopes(
+            lambda d, n=name: loss({**model.weights, n: model.weights[n] + d}, x, y), model.weights[name].shape
+        )
+        np.testing.assert_allclose(np.asarray(g[layer][key]).reshape(by_weight.shape), by_weight, rtol=1e-10)
+    assert g.certificate.state == "passed"
+
+
+def test_gradients_of_a_state_and_of_a_function(model, data):
+    x, _ = data
+    g = rl.gradients(model, x, of="rnn.hidden", at={"time": 2}, reduce="sum", wrt="input")
+    assert not np.any(g.sel(time=slice(3, None)))
+    assert np.all(np.any(g.sel(time=slice(None, 2)) != 0, axis=2))
+    g = rl.gradients(model, x, of=lambda output: (output**2).sum(), wrt="input")
+    by_input = slopes(lambda d: (unrolled(model.weights, x + d) ** 2).sum(), x.shape)
+    np.testing.assert_allclose(g, by_input, rtol=1e-10)
+
+
+def test_jacobian(model, data):
+    x, _ = data
+    with rl.options(certify="always"):
+        found = rl.jacobian(model, x)
+    whole = slopes(lambda d: unrolled(model.weights, x + d), x.shape)  # (sample, time, feature, sample, time, output)
+    np.testing.assert_allclose(found, np.einsum("stfsTo->sTotf", whole), rtol=1e-9, atol=1e-15)
+    assert found.attrs["certificate"].startswith("certified against tiny")
+
+
+def test_weights(model, data):
+    weights = rl.weights(model, *data, by_time=True)
+    np.testing.assert_array_equal(np.squeeze(weights["rnn"].kernel), model.weights["W"])
+    w, (x, y) = model.weights, data
+    by_weight = slopes(lambda d: loss({**w, "U": w["U"] + d}, x, y), w["U"].shape)
+    np.testing.assert_allclose(np.squeeze(weights["rnn"].recurrent_kernel_grad.sum("time")), by_weight, rtol=1e-10)
+    assert weights.certificate.state == "passed"
+
+
+def test_diagnose(model):
+    draw = np.random.default_rng(2).normal
+    found = rl.diagnose(model, draw(size=(40, 8, FEATURES)), draw(size=(40, 8, OUTPUTS)), baseline="init")
+    assert "rnn" in str(found)
+
+
+def test_a_gradient_that_does_not_exist_has_a_reason(model, data):
+    g = rl.gradients(model, data[0], of="rnn.output", reduce="sum", wrt=["head/kernel", "rnn/kernel"])
+    assert list(g.disconnected) == ["head/kernel"]
+
+
+@pytest.mark.parametrize("suffix", ["nc", "zarr"])
+def test_files(model, data, tmp_path, suffix):
+    trace = rl.trace(model, *data)
+    trace.save(tmp_path / f"trace.{suffix}")
+    back = rl.open(tmp_path / f"trace.{suffix}")
+    xr.testing.assert_identical(back["rnn"].dataset, trace["rnn"].dataset)
+
+
+def test_figures(model, data):
+    trace = rl.trace(model, *data)
+    for draw in (rl.plot.curves, rl.plot.heatmap, rl.plot.histogram):
+        assert len(draw(trace["rnn"].hidden_grad).figure.axes)
+    assert len(rl.plot.weights_heatmap(rl.weights(model)["rnn"]).figure.axes)
+
+
+def test_the_certificate_sees_an_adapter_that_is_wrong(model, data, monkeypatch):
+    import tiny_rnnlens
+
+    class Wrong(tiny_rnnlens.Pullback):
+        def vjp(self, cotangents):
+            return {port: None if g is None else g * 1.01 for port, g in super().vjp(cotangents).items()}
+
+    monkeypatch.setattr(tiny_rnnlens.adapter, "pullback", Wrong)
+    with pytest.warns(rl.errors.SelfCheckWarning):
+        assert rl.trace(model, *data).certificate.state == "failed"
+
+
+def test_what_it_has_not_is_refused_by_name(model, data):
+    with pytest.raises(LayerNotFoundError, match="'lstm'"):
+        rl.trace(model, *data, layers=["lstm"])
+    with pytest.raises(LayerNotFoundError, match="no state named 'cell'"):
+        rl.gradients(model, *data, wrt="rnn.cell")
+
+
+def test_the_model_is_left_as_found(model, data):
+    before = {name: value.copy() for name, value in model.weights.items()}
+    rl.trace(model, *data)
+    rl.gradients(model, *data, wrt="weights")
+    assert all(np.array_equal(value, before[name]) for name, value in model.weights.items())
+
+
+def test_a_model_of_nobody_is_refused():
+    with pytest.raises(ModelError, match="not a model that rnnlens knows"):
+        rl.layers(object())

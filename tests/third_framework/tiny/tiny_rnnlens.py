@@ -1,0 +1,113 @@
+"""What rnnlens is told of tiny. Borders are differentiated by the complex step (Squire, Trapp 1998): exact."""
+
+from contextlib import nullcontext
+
+import numpy as np
+from tiny import Elman, squared_error
+
+from rnnlens.adapters.protocol import Adapter, Facts, LayerInfo, LayerWeights, Place, PlainRun, Port, Submodule
+from rnnlens.errors import CertificateError, LayerNotFoundError
+from rnnlens.recurrence.cells import KnownCell
+
+STEP = 1e-30
+KEYS = {"W": ("rnn", "kernel"), "U": ("rnn", "recurrent_kernel"), "b": ("rnn", "bias"), "V": ("head", "kernel")}
+WEIGHTS = {Port("weight", layer, key=key): name for name, (layer, key) in KEYS.items()}
+
+
+def run(model, batch, cut=(), moved=None, step=0.0):
+    """Values at every border of the model, one of them moved, and nothing led on from those that are cut."""
+    found = {}
+
+    def tap(port, value):
+        found[port] = (value.real if port in cut else value) + (step if port == moved else 0.0)
+        return found[port]
+
+    w = {name: tap(port, model.weights[name]) for port, name in WEIGHTS.items()}
+    x = tap(Port("input", "rnn"), tap(Port("input"), np.asarray(batch.x)))
+    start = np.asarray(batch.initial_state["rnn"][0]) if batch.initial_state else np.zeros((len(x), len(w["b"])))
+    states = [tap(Port("initial_state", "rnn"), start)]
+    for t in range(x.shape[1]):
+        states.append(np.tanh(x[:, t] @ w["W"] + states[t] @ w["U"] + w["b"]))
+    hidden = tap(Port("input", "head"), tap(Port("output", "rnn"), np.stack(states[1:], 1)))
+    output = tap(Port("output"), tap(Port("output", "head"), hidden @ w["V"]))
+    if batch.y is not None or batch.loss is not None:
+        tap(Port("loss"), np.asarray(loss_of(model, batch)(output)))
+    return found
+
+
+def loss_of(model, batch):
+    loss = batch.loss or squared_error
+    return loss if batch.y is None else lambda output: loss(np.asarray(batch.y), output)
+
+
+def steps(shape):
+    """An imaginary step for each entry of an array."""
+    return 1j * STEP * np.eye(int(np.prod(shape))).reshape(-1, *shape)
+
+
+class Pullback(nullcontext):
+    outputs = 1
+
+    def __init__(self, model, batch, of, wrt, cut=()):
+        super().__init__(self)
+        self.run, self.wrt = lambda *moved: run(model, batch, cut, *moved), wrt
+        found = self.run()
+        if absent := [port for port in (*of, *wrt) if port not in found]:
+            raise LayerNotFoundError(f"This model has no {absent[0]}.")
+        self.values = {port: found[port].real for port in (*of, *wrt)}
+
+    def vjp(self, cotangents):
+        rows = np.concatenate([np.reshape(c, (len(c), -1)) for c in cotangents.values()], axis=1)
+        return {port: self.pulled(port, cotangents, rows) for port in self.wrt}
+
+    def pulled(self, port, targets, rows):
+        shape = self.values[port].shape
+        moved = [self.run(port, step) for step in steps(shape)]
+        slopes = [np.concatenate([found[target].imag.ravel() / STEP for target in targets]) for found in moved]
+        grads = (rows @ np.stack(slopes, axis=1)).reshape(-1, *shape)
+        return grads if grads.any() else None
+
+
+class TinyAdapter(Adapter):
+    name, pullback, loss_function = "tiny", staticmethod(Pullback), staticmethod(loss_of)
+
+    def owns(self, model):
+        return isinstance(model, Elman)
+
+    def describe(self, model):
+        return [LayerInfo("rnn", "Elman", "simple_rnn", len(model.weights["b"]), "forward", True)]
+
+    def weights(self, model):
+        cell = KnownCell("simple_rnn", *(model.weights[name].copy() for name in "WUb"))
+        rnn = LayerWeights(cell.weights(), dict.fromkeys(cell.weights(), True), {"forward": cell})
+        return {"rnn": rnn, "head": LayerWeights({"kernel": model.weights["V"].copy()}, {"kernel": True})}
+
+    def facts(self, model):
+        return Facts({"rnn": Submodule(), "head": Submodule()}, loss=squared_error)
+
+    def place(self, model, layer, direction, key):
+        return Place(WEIGHTS[Port("weight", layer, key=key)], lambda gradient: gradient)
+
+    def plain(self, model, batch, cotangents=None, *, gradients=True, regularised=False):
+        if batch.initial_state:
+            raise CertificateError("the model by itself starts from zeros")
+        output = model.forward(batch.x)[0]
+        value = None if batch.y is None and batch.loss is None else float(loss_of(model, batch)(output))
+        if not gradients:
+            return PlainRun([output], value)
+        dy = cotangents or self.differentiate(loss_of(model, batch), [output], model)[1]
+        grads = model.backward(batch.x, dy([output] if cotangents else 1.0)[0])
+        return PlainRun([output], value, [grads.pop("x")], grads)
+
+    def differentiate(self, function, arrays, model):
+        def pulled(cotangent, i):
+            moved = [function(*arrays[:i], arrays[i] + step, *arrays[i + 1 :]) for step in steps(arrays[i].shape)]
+            return np.reshape([np.sum(cotangent * value.imag / STEP) for value in moved], arrays[i].shape)
+
+        return np.asarray(function(*arrays)), lambda cotangent: [pulled(cotangent, i) for i in range(len(arrays))]
+
+    def untrained(self, model, seed):
+        return Elman(*model.weights["W"].shape, model.weights["V"].shape[1], seed)
+
+
+adapter = TinyAdapter()
