@@ -17,18 +17,19 @@ import numpy as np
 from .linear import System
 from .pruning import NoPruning, Pruning
 from .run import steps
-from .sources import Source
+from .sources import Source, Units
 from .sweep_blocked import BlockedSweep, plan_blocks
 from .sweep_forward import Entrances, ForwardSweep
 from .sweep_parts import Cost, Sink, Taps
 from .sweep_reverse import ReverseSweep
+from .sweep_units import UnitSweep
 
-__all__ = ["Entrances", "Taps", "forward", "forward_flops", "reverse", "reverse_flops"]
+__all__ = ["Entrances", "Taps", "forward", "forward_flops", "reverse", "reverse_flops", "unit_flops"]
 
 
 def reverse(
     system: System,
-    source: Source,
+    source: Source | Units,
     taps: Taps,
     *,
     samples: slice = slice(None),
@@ -40,12 +41,15 @@ def reverse(
     Parameters
     ----------
     source
-        Cotangents of the states, as they enter.
+        Cotangents of the states, as they enter. ``Units`` for systems in which units never meet.
     taps
         ``input`` receives dL/dx_t, ``states`` the total dL/ds_t (of c_t as it is produced), ``initial`` dL/ds_0.
     samples
         Which samples to sweep.
     """
+    if isinstance(source, Units):
+        with system.work.quiet():
+            return UnitSweep(system, source, taps, samples, pruning or NoPruning()).run(progress)
     length = 0 if taps.states or pruning is not None or source.lasting else _block_length(system, source, taps)
     with system.work.quiet():
         if length:
@@ -89,6 +93,17 @@ def reverse_flops(system: System, alive: Sequence[int] | np.ndarray[Any, Any], w
     if with_input:
         return 2.0 * system.batch * plan_blocks(system, alive, system.features).products
     return 2.0 * system.batch * float(np.sum(alive)) * system.multiplications(False)
+
+
+def unit_flops(system: System, state: int, alive: Sequence[int] | np.ndarray[Any, Any], features: int) -> float:
+    """Operations of a reverse sweep of all units of a state, where so many groups of them are ``alive`` at its steps.
+
+    ``features``: numbers made of each unit at a step; 1 where they are reduced on the spot.
+    """
+    pattern = system.pattern(state)
+    assert pattern is not None
+    per_group = pattern.count * system.multiplications(False) + pattern.entries * features
+    return 2.0 * system.batch * float(np.sum(alive)) * per_group
 
 
 def forward_flops(system: System, alive: int, out_rows: int) -> float:

@@ -22,6 +22,8 @@ class Pruning(Protocol):
 
     probes: int
     active: bool
+    group: int
+    dropped: int
 
     @property
     def probes_alive(self) -> int:
@@ -40,6 +42,8 @@ class NoPruning:
     probes = 0
     active = False
     probes_alive = 0
+    group = 1
+    dropped = 0
 
     def note(self, rows: Array, width: int, first: int, stop: int) -> None:
         """Nothing to remember."""

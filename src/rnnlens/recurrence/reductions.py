@@ -40,7 +40,8 @@ def spectral(block: Array) -> Array:
     return xp.sqrt(xp.where(largest > 0, largest, xp.zeros_like(largest))) * scale[..., 0, 0]
 
 
-def _sum(block: Array) -> Array:
+def total(block: Array) -> Array:
+    """Sum over each block."""
     return array_namespace(block).sum(block, axis=(-2, -1))
 
 
@@ -57,7 +58,7 @@ def _abs_mean(block: Array) -> Array:
 REDUCTIONS: Mapping[str, Callable[[Array], Array]] = {
     "norm": frobenius,
     "spectral": spectral,
-    "sum": _sum,
+    "sum": total,
     "mean": _mean,
     "abs_mean": _abs_mean,
 }
@@ -117,14 +118,17 @@ class Collector:
 
     def take(self, t: int, first: int, values: Array) -> None:
         """Keep the values of step t."""
-        place = self.steps.get(t)
-        if place is None or values.shape[1] == 0:
+        if t not in self.steps or values.shape[1] == 0:
             return
         values = values if self.readout is None else self.readout(t, values)
-        start = first // self.rows
         block = self._grouped(values)
         if self.reduce is not None:
             block = self.reduce(_swap(block) if self.swapped else block)
+        self.put(t, first // self.rows, block)
+
+    def put(self, t: int, start: int, block: Array) -> None:
+        """Keep what has been made of the groups from ``start`` on at step t: (sample, group, ...)."""
+        place = self.steps[t]
         groups = slice(start, start + int(block.shape[1]))
         if self.average:
             target = self.result[place, groups]
@@ -137,7 +141,12 @@ class Collector:
         if t not in self.steps:
             return
         values = values if self.readout is None else self.readout(t, values)
-        self.error_squares += float((values * values).sum()) / int(values.shape[1])
+        self.lose(t, values * values)
+
+    def lose(self, t: int, squares: Array) -> None:
+        """Count squares (sample, probe, ...) of what was pruned away, as each probe has it."""
+        if t in self.steps:
+            self.error_squares += float(squares.sum()) / int(squares.shape[1])
 
     def _grouped(self, values: Array) -> Array:
         shape = (int(values.shape[0]), int(values.shape[1]) // self.rows, self.rows, int(values.shape[2]))

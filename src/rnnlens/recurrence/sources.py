@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from ..typing import Array
+from .inplace import Workspace
+from .linear import Pattern
 
 
 class Source(Protocol):
@@ -77,6 +79,39 @@ class Points:
             at = block if block.shape[0] == 1 else block[samples]
             found[state] = at[:, 0 if block.shape[1] == 1 else t]
         return found
+
+
+@dataclass
+class Units:
+    """All units of one state, each in a row of its own, as unit vectors that enter at single steps.
+
+    For systems in which they never meet (:class:`rnnlens.recurrence.linear.Pattern`): no row is ever written out.
+
+    Attributes
+    ----------
+    times
+        The step of each group of ``size`` rows.
+    moves : (sample, time) of bool, or None
+        Where a unit enters at all.
+    """
+
+    times: Sequence[int]
+    state: int
+    size: int
+    order: str = "forward"
+    moves: Array | None = None
+
+    @property
+    def sequence(self) -> list[int]:
+        """The steps in the order in which the recurrence ran."""
+        return sorted(self.times, reverse=self.order == "backward")
+
+    def summed(self, work: Workspace, pattern: Pattern) -> Points:
+        """One row for all units of a colour: their sum."""
+        block = work.asarray(pattern.colour == np.arange(pattern.count)[:, None])[None, None]
+        if self.moves is not None:
+            block = block * work.asarray(self.moves)[:, :, None, None]
+        return Points(self.times, {self.state: block}, self.order)
 
 
 @dataclass

@@ -30,7 +30,7 @@ class ReverseSweep:
         self.system, self.source, self.taps, self.samples, self.pruning = system, source, taps, samples, pruning
         self.work: Workspace = system.work
         self.steps = steps
-        self.has_input = taps.input is not None
+        self.has_input = self.needs_b = taps.input is not None
         self.width = system.rows + (system.features if self.has_input else 0)
         self.count = len(range(*samples.indices(system.batch)))
         shape = (self.count, source.count + pruning.probes, self.width)
@@ -48,13 +48,13 @@ class ReverseSweep:
         whole = self.taps.steps is None or self.taps.initial or self.steps is not None
         remaining = None if whole else len(self.taps.steps)  # type: ignore[arg-type]
         for t, step in walk(
-            self.system, self.samples, reverse=True, inputs=self.has_input, budget=BLOCK_BUDGET, steps=self.steps
+            self.system, self.samples, reverse=True, inputs=self.needs_b, budget=BLOCK_BUDGET, steps=self.steps
         ):
             self._enter(t, step)
             wanted = self.taps.wants(t)
             if self.stop > self.start or self.pruning.active:
                 if wanted:
-                    self._hand_out_states(t, step)
+                    self._hand_out(t, step)
                 self._step(step, wanted and self.has_input)
                 if wanted and self.taps.input is not None:
                     self._give(self.taps.input, t, self._alive(slice(self.system.rows, self.width)))
@@ -68,7 +68,7 @@ class ReverseSweep:
                 if remaining == 0:
                     break
         for state, sink in self.taps.initial.items():
-            self._give(sink, -1, self._alive(state_columns(self.system, state)))
+            self._hand_state(sink, -1, state, None)
         return self.cost
 
     def _enter(self, t: int, step: Step) -> None:
@@ -100,10 +100,15 @@ class ReverseSweep:
         self.cost.flops += 2.0 * self.count * int(rows.shape[1]) * system.multiplications(with_input)
         self.old, self.new = self.new, self.old
 
-    def _hand_out_states(self, t: int, step: Step) -> None:
-        rows = self._alive(slice(0, self.system.rows))
+    def _hand_out(self, t: int, step: Step) -> None:
+        """What is wanted of the rows before they go through the step."""
         for state, sink in self.taps.states.items():
-            self._give(sink, t, step.produced(rows, state, state_columns(self.system, state)))
+            self._hand_state(sink, t, state, step)
+
+    def _hand_state(self, sink: Sink, t: int, state: int, step: Step | None) -> None:
+        """The rows at one state as a step produces it, or as it was initially."""
+        rows, columns = self._alive(slice(0, self.system.rows)), state_columns(self.system, state)
+        self._give(sink, t, rows[:, :, columns] if step is None else step.produced(rows, state, columns))
 
     def _give(self, sink: Sink, t: int, values: Array) -> None:
         """Hand rows to a sink, and what is left of pruned ones."""

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from rnnlens.recurrence import linear
 from rnnlens.recurrence.inplace import Workspace
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
-from rnnlens.recurrence.reductions import Collector, FieldCollector
-from rnnlens.recurrence.sources import Field, Points
+from rnnlens.recurrence.pruning import Vanished
+from rnnlens.recurrence.reductions import REDUCTIONS, Collector, FieldCollector
+from rnnlens.recurrence.sources import Field, Points, Units
 from rnnlens.recurrence.sweep_blocked import BlockedSweep
 
 B, T, F = 2, 5, 3
@@ -24,7 +25,7 @@ MASK = np.array([[True, True, False, True, False], [False, True, True, True, Tru
 def numbers(structure, rng, time=T):
     """Random parts of a structure, and the matrices A (sample, time, state, state) written out from their meaning."""
     draw = lambda *shape: 0.9 * rng.normal(size=shape)  # noqa: E731
-    if structure == "complex":
+    if structure.startswith("complex"):
         z = draw(B, time, 3) + 1j * draw(B, time, 3)
         a = np.zeros((B, time, 6, 6))
         for j in range(3):
@@ -306,3 +307,116 @@ def test_a_gated_step_composes_like_its_matrices():
     composed, out = steps[1].after(steps[0]), np.zeros((B, 4, 6))
     composed.pull(rows, out, inputs=False)
     close(out, rows @ whole[1] @ whole[0])
+
+
+PATTERNED = ("diagonal", "complex", "complex_whole", "per_head", "minus_rank_one", "output")
+MAKE["complex_whole"] = lambda re, im, b, **o: linear.complex_diagonal(re, im, b, state_sizes=(6,), **o)
+BLOCK_NUMBERS = {
+    None: lambda g: g,
+    "norm": lambda g: np.sqrt((g**2).sum((-2, -1))),
+    "spectral": lambda g: np.linalg.svd(g, compute_uv=False)[..., 0],
+    "sum": lambda g: g.sum((-2, -1)),
+    "mean": lambda g: g.mean((-2, -1)),
+    "abs_mean": lambda g: np.abs(g).mean((-2, -1)),
+}
+
+
+def unit_jacobian(system, state, tap, reduce=None, readout=None, pruning=None, average=False, moves=None, width=F):
+    """(sample, out step, in step, ...) by a sweep of all units of a state at once."""
+    size, places = system.state_sizes[state], {t: t for t in range(T)}
+    sink = Collector(
+        system.work, B, T, size, width, places, reduce=REDUCTIONS.get(reduce), readout=readout, average=average
+    )
+    taps = Taps(input=sink) if tap == "input" else Taps(states={tap: sink})
+    source = Units(range(T), state, size, system.order, moves)
+    reverse(system, source, taps, pruning=pruning)
+    chronological = np.argsort(source.sequence)
+    if average:
+        return system.work.numpy(sink.result)[:, chronological].swapaxes(0, 1), sink
+    return system.work.numpy(sink.result)[:, :, chronological].swapaxes(1, 2), sink
+
+
+@pytest.mark.parametrize("engine", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("structure", "order", "masked"), list(itertools.product(PATTERNED, ("forward", "backward"), (False, True)))
+)
+def test_all_units_at_once_equal_the_unrolled_product(structure, order, masked, engine):
+    system, a, n = make(structure, order, masked, engine=engine)
+    by_input, _ = unrolled(a, n, order)
+    for state in range(len(system.state_sizes) - (structure == "output")):
+        blocks = np.moveaxis(by_input[:, :, linear.state_columns(system, state)], 2, 3)
+        assert np.abs(blocks).max() > 0.1
+        for reduce, of in BLOCK_NUMBERS.items():
+            found, _ = unit_jacobian(system, state, "input", reduce)
+            close(found, of(blocks), 1e-8 if reduce == "spectral" else 1e-12)
+
+
+@pytest.mark.parametrize("structure", PATTERNED)
+def test_all_units_at_once_by_states_and_by_the_initial_state(structure):
+    system, a, _ = make(structure, masked=True)
+    states = [s for s in range(len(system.state_sizes)) if system.pattern(s) is not None]
+    by_state = np.zeros((B, T, T, *a.shape[2:]))
+    for t, k in itertools.combinations_with_replacement(range(T), 2):
+        by_state[:, k, t] = np.eye(a.shape[2])
+        for j in range(k, t, -1):
+            by_state[:, k, t] = by_state[:, k, t] @ a[:, j]
+    for of, by, reduce in itertools.product(states, states, (None, "norm", "sum", "abs_mean")):
+        rows, columns = linear.state_columns(system, of), linear.state_columns(system, by)
+        found, _ = unit_jacobian(system, of, by, reduce, width=system.state_sizes[by])
+        close(found, BLOCK_NUMBERS[reduce](by_state[:, :, :, rows, columns]))
+        sink = Collector(system.work, B, T, rows.stop - rows.start, columns.stop - columns.start, {-1: 0})
+        reverse(system, Units(range(T), of, rows.stop - rows.start), Taps(initial={by: sink}))
+        close(sink.result[:, 0], np.stack([(by_state[:, t, 0] @ a[:, 0])[:, rows, columns] for t in range(T)], 1))
+
+
+@pytest.mark.parametrize("reduce", [None, "norm", "sum", "spectral"])
+@pytest.mark.parametrize("structure", PATTERNED)
+def test_all_units_at_once_seen_through_a_layer_below_averaged_and_where_they_move(structure, reduce):
+    system, a, n = make(structure)
+    by_input, below = unrolled(a, n, "forward")[0], np.random.default_rng(5).normal(size=(B, T, F, 4))
+    columns = linear.state_columns(system, 0)
+    blocks = np.moveaxis(by_input[:, :, columns], 2, 3) @ below[:, None] * MASK[:, :, None, None, None]
+    readout = lambda t, values: values @ below[:, t]  # noqa: E731
+    bound = 1e-8 if reduce == "spectral" else 1e-12
+    found, _ = unit_jacobian(system, 0, "input", reduce, readout, moves=MASK, width=4)
+    close(found, BLOCK_NUMBERS[reduce](blocks), bound)
+    found, _ = unit_jacobian(system, 0, "input", reduce, readout, moves=MASK, width=4, average=True)
+    close(found, BLOCK_NUMBERS[reduce](blocks).sum(0), bound)
+
+
+def test_units_reach_a_field_as_rows():
+    system, a, n = make("complex")
+    field, size = np.zeros((B, T * 3, T, F)), 3
+    reverse(system, Units(range(T), 1, size), Taps(input=FieldCollector(field)))
+    close(field.reshape(B, T, size, T, F), unrolled(a, n, "forward")[0][:, :, 3:])
+
+
+def test_norms_of_complex_states_do_not_cancel():
+    """A unit that has turned by a quarter moves its real part by nothing; its square must not be a difference."""
+    turn, b = np.exp(0.5j * np.pi), np.array([1.0, 0.0]).reshape(1, 1, 2, 1)
+    system = linear.complex_diagonal(np.full((1, 2, 1), turn.real), np.full((1, 2, 1), turn.imag), b)
+    sink = Collector(system.work, 1, 1, 1, 1, {0: 0}, reduce=REDUCTIONS["norm"])
+    reverse(system, Units([1], 0, 1), Taps(input=sink))
+    assert sink.result.item() < 1e-15
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "complex", "complex_whole", "per_head", "minus_rank_one"])
+def test_what_pruning_took_away_is_estimated_without_bias(structure):
+    rng = np.random.default_rng(3)
+    parts, a = numbers(structure, rng, 40)
+    parts = [0.3 * part for part in parts]
+    system = MAKE[structure](*parts, rng.normal(size=(B, 1, a.shape[2], F)))
+    size, exact = system.state_sizes[0], None
+    errors, estimates = [], []
+    for seed in [None, *range(30)]:
+        sink = Collector(system.work, B, 40, size, F, {t: t for t in range(40)})
+        pruning = None if seed is None else Vanished(system.work, 1e-2, size, probes=4, every=2, seed=seed)
+        reverse(system, Units(range(40), 0, size), Taps(input=sink), pruning=pruning)
+        if exact is None:
+            exact = sink.result
+            continue
+        assert pruning.dropped > 0
+        assert pruning.dropped % size == 0
+        errors.append(float(((sink.result - exact) ** 2).sum()))
+        estimates.append(sink.error_squares)
+    assert 0.5 < np.mean(estimates) / np.mean(errors) < 2

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from ...typing import Array
 from ..inplace import Workspace
@@ -71,10 +69,7 @@ class _WithOutput:
 
     def pattern(self, state: int) -> Pattern | None:
         """That of the recurrence; all outputs meet in the states."""
-        found = self.system.pattern(state) if state < len(self.system.state_sizes) else None
-        if found is None:
-            return None
-        return replace(found, colours=np.pad(found.colours, ((0, 0), (0, self.outputs))))
+        return self.system.pattern(state) if state < len(self.system.state_sizes) else None
 
 
 @dataclass

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from ...typing import Array
 from ..inplace import Workspace
 from ..parallel import still_wanted
@@ -73,17 +75,30 @@ class Pattern:
 
     Attributes
     ----------
-    colours : (colour, state)
-        The rows that stand for all units, as they enter.
-    row : (unit,)
-        The colour of each unit of the state.
+    colour : (unit,)
+        From 0, of each unit of the state.
     reach : (unit, column)
-        Columns that the cotangent of a unit can reach.
+        Columns of a row that the cotangent of a unit can reach, ascending. Two units reach the same ones, or none of
+        the other's.
     """
 
-    colours: Array
-    row: Array
-    reach: Array
+    colour: np.ndarray[Any, Any]
+    reach: np.ndarray[Any, Any]
+
+    @property
+    def count(self) -> int:
+        """How many colours."""
+        return int(self.colour.max()) + 1
+
+    @property
+    def entries(self) -> int:
+        """Numbers that all units together can reach."""
+        return int(self.reach.size)
+
+    def cells(self) -> Pattern:
+        """One unit for all that reach the same columns, all of one colour."""
+        _, first = np.unique(self.reach[:, 0], return_index=True)
+        return Pattern(np.zeros(first.size, dtype=int), self.reach[first])
 
 
 class System(Protocol):

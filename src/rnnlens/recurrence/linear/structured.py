@@ -101,7 +101,7 @@ class Diagonal:
 
     def pattern(self, columns: slice) -> Pattern:
         """No unit reaches another: one row stands for all."""
-        return _one_colour(self.states, columns)
+        return _one_colour(columns)
 
 
 @dataclass
@@ -161,15 +161,10 @@ class ComplexDiagonal:
 
     def pattern(self, columns: slice) -> Pattern:
         """A part of a unit reaches its own two parts only."""
-        units, size = self.states // 2, columns.stop - columns.start
-        colours = np.zeros((2, self.states))
-        colours[0, columns.start : min(columns.stop, units)] = 1
-        colours[1, max(columns.start, units) : columns.stop] = 1
-        column = np.arange(columns.start, columns.stop)
-        row = (column >= units).astype(int)
-        kept = colours.any(axis=1)
-        reach = np.stack([column % units, column % units + units], axis=1)
-        return Pattern(colours[kept], np.zeros(size, dtype=int) if kept.sum() == 1 else row, reach)
+        units, column = self.states // 2, np.arange(columns.start, columns.stop)
+        imaginary = column >= units
+        colour = imaginary.astype(int) if imaginary.any() and not imaginary.all() else 0 * column
+        return Pattern(colour, np.stack([column % units, column % units + units], axis=1))
 
 
 @dataclass
@@ -215,7 +210,7 @@ class PerHead:
 
     def pattern(self, columns: slice) -> Pattern:
         """No unit reaches another: one row stands for all."""
-        return _one_colour(self.states, columns)
+        return _one_colour(columns)
 
 
 @dataclass
@@ -289,17 +284,11 @@ class MinusLowRank:
 
     def pattern(self, columns: slice) -> Pattern:
         """A unit reaches the keys of its own head and value: one row per key stands for all."""
-        keys = int(self.decay.shape[-1])
-        key = np.arange(self.states) // self.size % keys
-        colours = (key == np.arange(keys)[:, None]).astype(float)
-        column = np.arange(columns.start, columns.stop)
+        keys, column = int(self.decay.shape[-1]), np.arange(columns.start, columns.stop)
         first = column // (keys * self.size) * keys * self.size + column % self.size
-        colours[:, : columns.start] = colours[:, columns.stop :] = 0
-        return Pattern(colours, key[column], first[:, None] + np.arange(keys) * self.size)
+        return Pattern(column // self.size % keys, first[:, None] + np.arange(keys) * self.size)
 
 
-def _one_colour(states: int, columns: slice) -> Pattern:
-    colours = np.zeros((1, states))
-    colours[0, columns] = 1
+def _one_colour(columns: slice) -> Pattern:
     column = np.arange(columns.start, columns.stop)
-    return Pattern(colours, np.zeros(column.size, dtype=int), column[:, None])
+    return Pattern(0 * column, column[:, None])

@@ -1,0 +1,204 @@
+"""The reverse sweep of all units of a state at once, where they never meet on their way back.
+
+A row for each unit of S would be S x S numbers for every step that they start from. Units of one colour reach different
+columns (:class:`rnnlens.recurrence.linear.Pattern`), so that their sum is swept in their place: one row of a diagonal
+recurrence. What each unit brings to the input is put together from that row and B_t on the spot, or reduced without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from ..typing import Array
+from .linear import Pattern, Step, System, state_columns
+from .pruning import Pruning
+from .reductions import Collector, frobenius, total
+from .sources import Units
+from .sweep_parts import Cost, Sink, Taps
+from .sweep_reverse import ReverseSweep
+
+#: Numbers that are put together at a time, of several groups.
+_AT_ONCE = 2**18
+
+
+class UnitSweep(ReverseSweep):
+    """One reverse sweep of :class:`Units`. A row is the sum of the unit rows of one colour."""
+
+    def __init__(self, system: System, source: Units, taps: Taps, samples: slice, pruning: Pruning) -> None:
+        pattern = system.pattern(source.state)
+        assert pattern is not None
+        self.pattern, self.units, self.into = pattern, source.size, taps.input
+        pruning.group = pattern.count
+        super().__init__(system, source.summed(system.work, pattern), replace(taps, input=None), samples, pruning)
+        self.needs_b = taps.input is not None
+
+    def run(self, progress: Callable[[], None] | None) -> Cost:
+        """All steps, or down to the last one of interest; what was pruned is counted by units."""
+        cost = super().run(progress)
+        self.pruning.dropped = self.pruning.dropped * self.units // self.pattern.count
+        return cost
+
+    def _hand_out(self, t: int, step: Step) -> None:
+        super()._hand_out(t, step)
+        if self.into is not None:
+            self._give_units(self.into, t, step.input_matrix(), None)
+
+    def _hand_state(self, sink: Sink, t: int, state: int, step: Step | None) -> None:
+        self._give_units(sink, t, None, state_columns(self.system, state))
+
+    def _give_units(self, sink: Sink, t: int, matrix: Array | None, columns: slice | None) -> None:
+        rows, alive = self._alive(slice(0, self.system.rows)), self.stop - self.start
+        by_colour = (self.count, alive // self.pattern.count, self.pattern.count, self.system.rows)
+        grouped = self.work.xp.reshape(rows[:, :alive], by_colour)
+        found = UnitRows(grouped, self.pattern, matrix, columns)
+        features = found.hand(sink, t, self.start // self.pattern.count)
+        self.cost.flops += 2.0 * self.count * by_colour[1] * self.pattern.entries * features
+        if int(rows.shape[1]) > alive and isinstance(sink, Collector):
+            # Rows of all colours were folded into a probe with signs of their own: what reaches the same columns is
+            # one sum with random signs.
+            probes = UnitRows(rows[:, alive:, None], self.pattern.cells(), matrix, columns)
+            sink.lose(t, probes.through(sink, t).norms() ** 2)
+
+
+@dataclass
+class UnitRows:
+    """All units of some groups at one step, from the rows that stand for them.
+
+    rows : (sample, group, colour, state)
+    matrix : (sample or 1, state, feature) that each unit is multiplied with, or None: then ``columns`` are wanted.
+    """
+
+    rows: Array
+    pattern: Pattern
+    matrix: Array | None
+    columns: slice | None
+
+    def hand(self, sink: Sink, t: int, first: int) -> int:
+        """Give a sink the groups from ``first`` on, reduced where that needs no blocks; numbers made per entry."""
+        if isinstance(sink, Collector):
+            if t not in sink.steps or not int(self.rows.shape[1]):
+                return 0
+            reduced = self.through(sink, t)._reduced(sink)
+            if reduced is not None:
+                sink.put(t, first, reduced)
+                return 1
+        units, width = int(self.pattern.colour.size), 1
+        for start, block in self.blocks():
+            width = int(block.shape[3])
+            flat = array_namespace(block).reshape(block, (block.shape[0], block.shape[1] * units, width))
+            sink.take(t, (first + start) * units, flat)
+        return width
+
+    def through(self, sink: Collector, t: int) -> UnitRows:
+        """Followed by what a sink applies to all values."""
+        if sink.readout is None or self.matrix is None:
+            return self
+        return replace(self, matrix=sink.readout(t, self.matrix))
+
+    def _reduced(self, sink: Collector) -> Array | None:
+        if sink.reduce is frobenius and self._cheap:
+            return self.norms()
+        return self._totals() if sink.reduce is total and self._cheap else None
+
+    @property
+    def _cheap(self) -> bool:
+        return self.matrix is None or int(self.pattern.reach.shape[1]) <= 2
+
+    def norms(self) -> Array:
+        """(sample, group): Frobenius norm of the block of all units."""
+        xp = array_namespace(self.rows)
+        if self.matrix is None:
+            return frobenius(self._inside())
+        if not self._cheap:
+            return xp.concat([frobenius(block) for _, block in self.blocks()], axis=1)
+        first, both, second = self._triangle(self.matrix)
+        parts = []
+        for _, some in self._chunks(1):
+            value, other = some._entry(0) * first, some._entry(-1)
+            squares = _squares(value if both is None else value + other * both)
+            parts.append(xp.sqrt(squares if second is None else squares + _squares(other * second)))
+        return xp.concat(parts, axis=1)
+
+    def _triangle(self, matrix: Array) -> tuple[Array, Array | None, Array | None]:
+        """(sample or 1, 1, unit) each: R of the QR of the one or two rows of ``matrix`` that each unit reaches.
+
+        |v b + w c|^2 = (v r + w s)^2 + (w q)^2, two squares, does not cancel where the two vectors do.
+        """
+        xp, (b, *others) = array_namespace(matrix), [matrix[:, _index(w)] for w in self.pattern.reach.T]
+        r = xp.sqrt(xp.sum(b * b, axis=2))
+        if not others:
+            return r[:, None], None, None
+        unit = b / xp.where(r > 0, r, xp.ones_like(r))[:, :, None]
+        s = xp.sum(unit * others[0], axis=2)
+        rest = others[0] - s[:, :, None] * unit
+        return r[:, None], s[:, None], xp.sqrt(xp.sum(rest * rest, axis=2))[:, None]
+
+    def _totals(self) -> Array:
+        """(sample, group): sum over the block of all units."""
+        xp = array_namespace(self.rows)
+        if self.matrix is None:
+            return total(self._inside())
+        sums, parts = xp.sum(self.matrix, axis=2), []
+        for _, some in self._chunks(1):
+            found = [some._entry(w) * sums[:, None, _index(column)] for w, column in enumerate(self.pattern.reach.T)]
+            parts.append(xp.sum(sum(found), axis=2))
+        return xp.concat(parts, axis=1)
+
+    def _entry(self, w: int) -> Array:
+        """(sample, group, unit): what each unit has in the w-th of the columns that it reaches."""
+        colour, column = self.pattern.colour, self.pattern.reach[:, w]
+        if self.pattern.count == 1:
+            return self.rows[:, :, 0, _index(column)]
+        return self.rows[:, :, colour, column]
+
+    def _inside(self) -> Array:
+        """The wanted columns of all rows: every number there belongs to one unit."""
+        return self.rows[:, :, :, self.columns]
+
+    def blocks(self) -> Iterator[tuple[int, Array]]:
+        """Blocks (sample, group, unit, feature) of a few groups at a time, with the number of the first."""
+        columns, matrix = self.columns, self.matrix
+        width = int(matrix.shape[2]) if matrix is not None else columns.stop - columns.start  # type: ignore[union-attr]
+        for start, some in self._chunks(width):
+            yield start, some._written_out(width)
+
+    def _written_out(self, width: int) -> Array:
+        xp, reach = array_namespace(self.rows), self.pattern.reach
+        shape = (*self.rows.shape[:2], reach.shape[0], width)
+        block = xp.zeros(shape, dtype=self.rows.dtype, device=getattr(self.rows, "device", None))
+        for w in range(int(reach.shape[1])):
+            value = self._entry(w)
+            if self.matrix is not None:
+                block += value[..., None] * self.matrix[:, None, _index(reach[:, w])]
+                continue
+            assert self.columns is not None
+            here = np.flatnonzero((reach[:, w] >= self.columns.start) & (reach[:, w] < self.columns.stop))
+            block[:, :, here, reach[here, w] - self.columns.start] = value[:, :, _index(here)]
+        return block
+
+    def _chunks(self, width: int) -> Iterator[tuple[int, UnitRows]]:
+        """A few groups at a time: what is made of them stays in the processor's cache."""
+        samples, groups = (int(n) for n in self.rows.shape[:2])
+        count = max(1, _AT_ONCE // max(1, samples * int(self.pattern.colour.size) * width))
+        for start in range(0, groups, count):
+            yield start, replace(self, rows=self.rows[:, start : start + count])
+
+
+def _squares(values: Array) -> Array:
+    """(sample, group, unit) to (sample, group)."""
+    if isinstance(values, np.ndarray):
+        found: Array = np.einsum("bgu,bgu->bg", values, values)
+        return found
+    return array_namespace(values).sum(values * values, axis=2)
+
+
+def _index(columns: np.ndarray[Any, Any]) -> slice | np.ndarray[Any, Any]:
+    """A slice where the columns are one after the other: a view then."""
+    if columns.size and int(columns[-1] - columns[0]) == columns.size - 1 and (np.diff(columns) == 1).all():
+        return slice(int(columns[0]), int(columns[-1]) + 1)
+    return columns
