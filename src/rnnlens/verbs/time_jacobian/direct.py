@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...adapters.protocol import Port
-from ...recurrence.jacobian import forward_flops, reverse_flops
+from ...recurrence.jacobian import forward_flops, reverse_flops, unit_flops
+from ...recurrence.linear import Pattern
 from ...recurrence.sweep_blocked import plan_blocks
 from ...typing import Array
 from ..inside import like
@@ -69,9 +70,17 @@ class Direct:
         found: np.ndarray[Any, Any] = ends.rows * (len(outs) - np.searchsorted(outs, steps))
         return found[::-1]
 
+    @property
+    def pattern(self) -> Pattern | None:
+        """How all units of the state share rows, where they are what is wanted and never meet."""
+        return self.one.system.pattern(self.state) if self.readout is None else None
+
     def flops(self, mode: str) -> float:
         """Operations that a sweep in this mode takes."""
         run, system, ends = self.one.half.run, self.one.system, self.ends
+        if mode == "reverse" and self.pattern is not None:
+            features = 1 if self.below is None or ends.reduce is not None else ends.wrt.size
+            return unit_flops(system, self.state, self.alive() // ends.rows, features)
         if mode == "reverse":
             return reverse_flops(system, self.alive(), self.below is not None)
         position = {t: i for i, t in enumerate(run.steps())}
@@ -83,6 +92,8 @@ class Direct:
         """Bytes per sample of a sweep's buffers with so many output steps (reverse) or input steps (forward)."""
         system, features = self.one.system, self.one.system.features
         rows = groups * (self.ends.rows if mode == "reverse" else self.ends.wrt.size)
+        if mode == "reverse" and self.pattern is not None:
+            rows, features = groups * self.pattern.count, 0
         width = 2 * (system.rows + (features if mode == "reverse" else 0)) + system.scratch
         if mode == "reverse":
             width += system.rows
@@ -91,7 +102,7 @@ class Direct:
     def unit_bytes(self, mode: str) -> int:
         """Bytes per sample of what a reverse sweep in blocks holds on top, however many output steps there are."""
         system = self.one.system
-        if mode == "forward" or self.below is None:
+        if mode == "forward" or self.below is None or self.pattern is not None:
             return 0
         length = plan_blocks(system, self.alive(), system.features).length
         width = 3 * system.rows + (2 + length) * system.features + system.scratch

@@ -12,7 +12,7 @@ from ...recurrence.jacobian import Entrances, Taps, forward, reverse
 from ...recurrence.parallel import for_each, large_parts
 from ...recurrence.pruning import Vanished
 from ...recurrence.reductions import Collector
-from ...recurrence.sources import Points
+from ...recurrence.sources import Points, Units
 from ...recurrence.sweep_parts import Cost
 from ...typing import Array
 from ..inside import like
@@ -122,9 +122,12 @@ class _Sweep:
         return result if self.ends.reduce is not None else np.moveaxis(result, -1, axis + 1)
 
     @cached_property
-    def points(self) -> Points:
+    def points(self) -> Points | Units:
         """Where rows of a reverse sweep enter."""
         one, state, readout = self.one, self.direct.state, self.direct.readout
+        if self.direct.pattern is not None:
+            moves = one.output_moves() if self.ends.of.what == "output" else None
+            return Units(self.times, state, one.system.state_sizes[state], one.system.order, moves)
         block = np.eye(one.system.state_sizes[state])[None, None] if readout is None else readout
         if self.ends.of.what == "output":
             return one.output_points(self.times, block)
