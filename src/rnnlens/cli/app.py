@@ -77,7 +77,7 @@ def check_folder() -> None:
 @app.command()
 def layers(model: Model, weights: Weights = None, imports: Imports = None, unsafe: Unsafe = False) -> None:
     """List what is recurrent in a model."""
-    from ..verbs.trace import layers as find
+    from ..verbs.layers import layers as find
     from .models import load_model
 
     found = find(load_model(model, weights=weights, imports=imports or (), unsafe=unsafe))

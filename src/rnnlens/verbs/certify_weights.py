@@ -14,6 +14,7 @@ from ..vocabulary import GATE, GATES, TIME
 from .certify import LOSS, WEIGHTS, Bench, attempt, unsteady
 from .differentiation.certify import named_pairs
 from .names import TensorName
+from .weight_gradients import FoundGradients
 
 
 def certify_weights(
@@ -22,11 +23,10 @@ def certify_weights(
     batch: Batch,
     found: Mapping[str, LayerWeights],
     datasets: Mapping[str, xr.Dataset],
-    capture: Capture | None,
-    loss: float | None,
-    engine: str,
+    gradients: FoundGradients,
 ) -> Certificate:
     """Compare every gradient that has a number of its own; norms of single steps rest on their sum."""
+    engine, capture, loss = adapter.engine, gradients.capture, gradients.loss
     run, why = attempt(lambda: adapter.plain(model, batch))
     if run is None:
         return Certificate("could not", engine, why=why)

@@ -21,7 +21,9 @@ ADAPTER, VERBS = "rnnlens.adapters.keras", "rnnlens.verbs"
 capture, hooks, pullback, run = (
     importlib.import_module(f"{ADAPTER}.{name}") for name in ("capture", "hooks", "pullback", "run")
 )
-jacobian, trace, weights = (importlib.import_module(f"{VERBS}.{name}") for name in ("jacobian", "trace", "weights"))
+jacobian, datasets, weights = (
+    importlib.import_module(f"{VERBS}.{name}") for name in ("jacobian", "tracing.datasets", "weights")
+)
 
 
 def stack():
@@ -144,7 +146,7 @@ def of_jacobian(change):
     return result(lambda array: array.copy(data=np.ascontiguousarray(change(np.asarray(array.values)))))
 
 
-_LABELS = (trace, "layer_dataset")
+_LABELS = (datasets, "layer_dataset")
 FAULTS = [
     Fault("input 1 % larger", run, "call_model", fed(lambda x: x * 1.01)),
     Fault("input backwards", run, "call_model", fed(lambda x: keras.ops.flip(x, 1))),

@@ -25,9 +25,9 @@ ADAPTER, VERBS = "rnnlens.adapters.torch", "rnnlens.verbs"
 assemble, capture, fused, pullback, record = (
     importlib.import_module(f"{ADAPTER}.{name}") for name in ("assemble", "capture", "fused", "pullback", "record")
 )
-answering, inside, jacobian, trace, weights = (
+pull, inside, jacobian, calls, datasets, weights = (
     importlib.import_module(f"{VERBS}.{name}")
-    for name in ("differentiation.pull", "inside", "jacobian", "trace", "weights")
+    for name in ("differentiation.pull", "inside", "jacobian", "tracing.calls", "tracing.datasets", "weights")
 )
 
 
@@ -324,7 +324,7 @@ def of_jacobian(change):
     return result(lambda array: array.copy(data=np.ascontiguousarray(change(array.values))))
 
 
-_TRACE, _WEIGHTS, _JACOBIAN = (trace, "layer_dataset"), (weights, "label_cell"), (jacobian, "execute")
+_TRACE, _WEIGHTS, _JACOBIAN = (datasets, "layer_dataset"), (weights, "label_cell"), (jacobian, "execute")
 FAULTS = [
     # The captured run is another one.
     Fault("input 1 % larger", capture, "call_model", scaled(1)),
@@ -361,18 +361,18 @@ FAULTS = [
     Fault("both sides 1 % larger", assemble.Assembler, "calls", both_sides(1.01), "stack"),
     Fault("both sides halved", assemble.Assembler, "calls", both_sides(0.5), "loop"),
     # The sweep.
-    Fault("sweep: input gradient 1 % larger", trace, "sweep", of_adjoint(input_grad=lambda g: g * 1.01)),
-    Fault("sweep: input gradient lost", trace, "sweep", of_adjoint(input_grad=lambda g: g * 0), "stack"),
+    Fault("sweep: input gradient 1 % larger", calls, "sweep", of_adjoint(input_grad=lambda g: g * 1.01)),
+    Fault("sweep: input gradient lost", calls, "sweep", of_adjoint(input_grad=lambda g: g * 0), "stack"),
     Fault(
-        "sweep: input gradient late", trace, "sweep", of_adjoint(input_grad=lambda g: g[:, [-1, 0, 1, 2, 3]]), "stack"
+        "sweep: input gradient late", calls, "sweep", of_adjoint(input_grad=lambda g: g[:, [-1, 0, 1, 2, 3]]), "stack"
     ),
     Fault(
-        "sweep: initial gradient lost", trace, "sweep", of_adjoint(initial_state_grad=lambda s: tuple(0 * g for g in s))
+        "sweep: initial gradient lost", calls, "sweep", of_adjoint(initial_state_grad=lambda s: tuple(0 * g for g in s))
     ),
-    Fault("sweep: initial gradients exchanged", trace, "sweep", of_adjoint(initial_state_grad=lambda s: s[::-1])),
+    Fault("sweep: initial gradients exchanged", calls, "sweep", of_adjoint(initial_state_grad=lambda s: s[::-1])),
     # Labels.
     Fault("names of layers exchanged", assemble, "node_names", exchanged_layers, "stack"),
-    Fault("directions exchanged", trace, "join_directions", exchanged_directions(lambda h: h[::-1]), "stack"),
+    Fault("directions exchanged", datasets, "join_directions", exchanged_directions(lambda h: h[::-1]), "stack"),
     Fault("label: directions", *_TRACE, label("direction", -1), "stack"),
     Fault("label: gates", *_TRACE, label("gate", -1), "stack"),
     Fault("label: states", *_TRACE, label("state", -1)),
@@ -408,7 +408,7 @@ FAULTS = [
     Fault("pull-back by sample", pullback.TorchPullback, "vjp", arrived(lambda g: g * 1.01), "plain", "by sample"),
     Fault("pull-back: another input", pullback, "call_model", scaled(1), "plain", "of inputs"),
     Fault("pull-back: another loss", pullback, "evaluate", other_loss(lambda v: 2 * v), "stack", "of weights"),
-    Fault("pull-back: halves stacked twice", answering, "side_by_side", result(lambda g: 2 * g), "plain", "of inputs"),
+    Fault("pull-back: halves stacked twice", pull, "side_by_side", result(lambda g: 2 * g), "plain", "of inputs"),
     Fault("states: last step twice", inside.Half, "sweep", last_step_twice, "plain", "of states"),
     Fault("states: sweep 1 % larger", inside, "sweep", of_adjoint(gate_grad=lambda g: g * 1.01), "plain", "of states"),
     # The time Jacobian.

@@ -1,0 +1,62 @@
+"""One direction of one call of a recurrent layer: all its arrays, as far as they are wanted, and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...adapters.protocol import RecurrentCall
+from ...recurrence.run import Run
+from ...results.checks import REPLAY, Check, rounding_bound
+from ...typing import Array
+from ..assemble import Arrays
+from ..sweep import names_of_states, sweep, weights_to_check
+from .wanted import Wanted
+from .weight_sum import WeightSum
+
+
+@dataclass
+class TracedCall:
+    """The arrays of a call, its checks, and its weight gradients where there was a sweep."""
+
+    arrays: Arrays
+    checks: list[Check]
+    weights: Mapping[str, Array] | None = None
+
+    def present(self, wanted: Wanted | None) -> Arrays:
+        """What there is of it, and is wanted."""
+        found = {name: array for name, array in self.arrays.items() if array is not None}
+        return found if wanted is None else {name: array for name, array in found.items() if wanted.has(name)}
+
+
+def trace_call(call: RecurrentCall, wanted: Wanted, sums: dict[str, WeightSum]) -> TracedCall:
+    """Replay a call, and sweep back through it where there is a loss; ``sums`` collects dL/dW by weights shared."""
+    names, steps = names_of_states(call), int(call.input.shape[1])
+    arrays: Arrays = {"input": call.input, "mask": call.mask, "output": call.output, "output_grad": call.output_grad}
+    if call.final_state_grad is not None:
+        arrays |= _border("final", names, call.final_state_grad)
+    if not wanted.replayed:
+        return TracedCall(arrays, [])
+    run = Run.from_call(call)
+    arrays |= dict(zip(names, run.states, strict=True))
+    arrays |= {"gates": run.gates, "gate_preactivation": run.preactivation}
+    bound = rounding_bound(call.compute_dtype or call.output.dtype, steps)
+    traced = TracedCall(arrays, [Check(REPLAY, call.layer, run.residual, bound)])
+    if call.output_grad is None or not wanted.swept:
+        return traced
+    result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
+    arrays |= {f"{name}_grad": grad for name, grad in zip(names, result.state_grads, strict=True)}
+    arrays |= {"gate_grad": result.gate_grad, "input_grad": result.input_grad}
+    arrays |= _border("initial", names, result.initial_state_grad)
+    traced.weights, reference = weights_to_check(call, run, result)
+    if call.weight_grads is not None:
+        key = call.weights_key or f"{call.layer}/{call.direction}"
+        sums.setdefault(key, WeightSum(call, reference)).add(traced.weights, steps)
+    return traced
+
+
+def _border(when: str, names: Sequence[str], grads: Sequence[Array]) -> Arrays:
+    """Gradients of the first or last state: stacked where all states have one size, else one variable each."""
+    if len({grad.shape[-1] for grad in grads}) == 1:
+        return {f"{when}_state_grad": tuple(grads)}
+    return {f"{when}_{name}_grad": grad for name, grad in zip(names, grads, strict=True)}

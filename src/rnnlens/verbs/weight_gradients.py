@@ -1,0 +1,172 @@
+"""Gradients of the weights of every layer: recurrent ones by our sweeps, all others by the framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, RecurrentCall
+from ..errors import TooLargeError, UnsupportedError, message
+from ..recurrence.cells import KnownCell
+from ..recurrence.run import Run
+from ..results.checks import Check
+from ..results.schema import plain
+from ..settings import current, format_memory
+from ..typing import Array
+from .host import on_host
+from .sweep import sweep, weight_norms_by_time, weights_of
+from .tracing.weight_sum import WeightSum
+
+
+@dataclass
+class FoundGradients:
+    """Gradients by layer.
+
+    Attributes
+    ----------
+    recurrent
+        By layer, direction and name, as the cell has them.
+    others
+        By layer and name, of layers that are not recurrent; a weight off the path has none.
+    loss, checks, capture
+        The loss of the batch, the self-checks of the sweeps, and what they started from.
+    """
+
+    recurrent: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    others: dict[str, dict[str, Array]] = field(default_factory=dict)
+    loss: float | None = None
+    checks: list[Check] = field(default_factory=list)
+    capture: Capture | None = None
+
+
+def find_gradients(
+    adapter: Adapter,
+    model: Any,
+    batch: Batch,
+    weights: Mapping[str, LayerWeights],
+    *,
+    by_time: bool | str,
+    certified: bool,
+) -> FoundGradients:
+    """Differentiate the loss by all weights, those of recurrent layers step by step where ``by_time`` says so."""
+    found = FoundGradients()
+    recurrent = {name for name, layer in weights.items() if layer.cells}
+    if recurrent:
+        request = CaptureRequest(layers=tuple(sorted(recurrent)), borders=certified)
+        found.capture = adapter.capture(model, batch, request)
+        found.loss = found.capture.loss
+        for name in recurrent:
+            calls = _of_layer(on_host(found.capture.calls), name, by_time)
+            found.recurrent[name], checks = _recurrent_gradients(calls, by_time)
+            found.checks += checks
+    others = [name for name in weights if name not in recurrent]
+    if others:
+        ports = [Port("weight", layer, key=key) for layer in others for key in weights[layer].values]
+        found.loss = _by_framework(adapter, model, batch, ports, found.others)
+    return found
+
+
+def _by_framework(
+    adapter: Adapter, model: Any, batch: Batch, ports: Sequence[Port], found: dict[str, dict[str, Array]]
+) -> float:
+    """The loss, and its gradients by weights into ``found``."""
+    loss = Port("loss")
+    with adapter.pullback(model, batch, [loss], ports) as pullback:
+        value = pullback.values[loss]
+        grads = pullback.vjp({loss: (value * 0 + 1)[None]})
+        for port in ports:
+            grad = grads.get(port)
+            if grad is not None and port.layer is not None:
+                found.setdefault(port.layer, {})[port.key] = plain(grad)[0]
+        return float(value)
+
+
+def _of_layer(calls: Iterable[RecurrentCall], name: str, by_time: bool | str) -> list[RecurrentCall]:
+    """The calls of a layer, and of those that are tied to it: dL/dW is over all that share W.
+
+    By time a layer has its own steps only, and no sum to be held against.
+    """
+    own: list[RecurrentCall] = []
+    others: list[RecurrentCall] = []
+    for call in calls:
+        (own if call.layer.partition("#")[0] == name else others).append(call)
+    keys = {call.weights_key for call in own if call.weights_key}
+    tied = [call for call in others if call.weights_key in keys]
+    if not tied or not by_time:
+        return own + tied
+    return [replace(call, weight_grads=None) for call in own]
+
+
+def _recurrent_gradients(
+    calls: Sequence[RecurrentCall], by_time: bool | str
+) -> tuple[dict[str, dict[str, Any]], list[Check]]:
+    """Gradients per direction, summed over the calls of a layer; and whether their sums equal the framework's.
+
+    By time: calls of one layer are summed step by step. Those that the user's own loop makes follow each other instead.
+    """
+    _must_align(calls, by_time)
+    total: dict[str, dict[str, Any]] = {}
+    sums: dict[str, WeightSum] = {}
+    for call in calls:
+        _must_fit(call, by_time)
+        whole = _of_call(call, by_time, sums)
+        mine = total.setdefault(call.direction, {})
+        for name, grad in whole.items():
+            if name not in mine:
+                mine[name] = plain(grad)
+            elif by_time and call.stepwise:
+                mine[name] = np.concatenate([mine[name], plain(grad)])
+            else:
+                mine[name] = plain(grad) + mine[name]
+        if not by_time and call.weight_grads is not None:  # dL/dW is over all that share W
+            mine |= {name: plain(call.weight_grads[name]) for name in call.tied if name in whole}
+    return total, [entry.check() for entry in sums.values()]
+
+
+def _of_call(call: RecurrentCall, by_time: bool | str, sums: dict[str, WeightSum]) -> Mapping[str, Any]:
+    """What one call contributes to its weights; ``sums`` collects, by direction, what is held against dL/dW."""
+    run = Run.from_call(call)
+    result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
+    whole = weights_of(call, run, result)
+    if call.weight_grads is not None:
+        alone = {name: grad for name, grad in call.weight_grads.items() if name not in call.tied}
+        sums.setdefault(call.direction, WeightSum(call, alone)).add(whole, int(call.input.shape[1]))
+    if by_time == "norm":
+        return weight_norms_by_time(run, result)
+    return weights_of(call, run, result, by_time=True) if by_time else whole
+
+
+def _must_align(calls: Sequence[RecurrentCall], by_time: bool | str) -> None:
+    """Refuse calls that have no steps in common, and norms of what several calls do at one step."""
+    whole = [call for call in calls if not call.stepwise]
+    several = len(whole) > len({call.direction for call in whole})
+    lengths = sorted({int(call.input.shape[1]) for call in whole})
+    if several and (by_time == "norm" or (by_time and len(lengths) > 1)):
+        raise UnsupportedError(
+            message(
+                f"Layer {whole[0].layer.partition('#')[0]!r} is called more than once: the calls share no time.",
+                got=f"by_time={by_time!r} over {len(whole)} calls of {' and '.join(map(str, lengths))} steps",
+                expected="calls of one length, and by_time=True",
+                hint="rl.weights(...) without by_time, or a model that calls the layer once",
+            )
+        )
+
+
+def _must_fit(call: RecurrentCall, by_time: bool | str) -> None:
+    if by_time is not True or not isinstance(call.cell, KnownCell):
+        return
+    steps = int(call.input.shape[1])
+    values = sum(int(np.prod(tuple(w.shape))) for w in call.cell.weights().values())
+    size, limit = steps * values * plain(call.input[:1, :1]).itemsize, current().memory
+    if size > limit:
+        raise TooLargeError(
+            message(
+                f"The weight gradients of {call.layer!r} at each of {steps} steps would not fit into memory.",
+                got=format_memory(size),
+                expected=f"at most {format_memory(limit)} (rl.options(memory=...))",
+                hint='by_time="norm" keeps one norm per step and gate',
+            )
+        )
