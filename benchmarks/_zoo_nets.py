@@ -43,6 +43,27 @@ class Net(nn.Module):
         return self.head(self.dropout(h))
 
 
+class Utterances(Net):
+    """A network that reads sequences of unequal length, packed: the state after the last step that is not all zero."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(sample, time, feature), padded behind, to (sample, output)."""
+        lengths = (x != 0).any(dim=2).sum(dim=1).cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        final = self.rnn(packed)[1]
+        return self.head(self.dropout((final[0] if isinstance(final, tuple) else final)[-1]))
+
+
+class Stacked(Net):
+    """Two layers, untrained; the second hears the first only ``coupling`` times as much."""
+
+    def __init__(self, cell: str, coupling: float, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__(cell, 1, 1, 24, layers=2)
+        with torch.no_grad():
+            self.rnn.weight_ih_l1.mul_(coupling)
+
+
 def start(net: Net, cell: str, how: str) -> None:
     """Weights to start from: the framework's, orthogonal with a gain, or a bias on the gate that keeps the state."""
     units = net.rnn.hidden_size
@@ -158,9 +179,9 @@ def latch(weight: float, units: int = 8, seed: int = 0) -> Net:
     return net.eval()
 
 
-def gated(cell: str, tau: float, units: int = 16, seed: int = 0) -> Net:
+def gated(cell: str, tau: float, units: int = 16, seed: int = 0, features: int = 1) -> Net:
     """An LSTM or GRU whose keeping gate has one value, so that its memory fades as exp(-t / tau)."""
-    net = Net(cell, 1, 1, units)
+    net = Net(cell, features, 1, units)
     keep = math.exp(-1 / tau)
     bias = math.log(keep / (1 - keep))
     generator = torch.Generator().manual_seed(seed)
@@ -168,7 +189,7 @@ def gated(cell: str, tau: float, units: int = 16, seed: int = 0) -> Net:
         for name, weight in net.rnn.named_parameters():
             weight.zero_()
             if name.startswith("weight_ih"):
-                weight[2 * units : 3 * units] = 0.05 * torch.randn(units, 1, generator=generator)
+                weight[2 * units : 3 * units] = 0.05 * torch.randn(units, features, generator=generator)
         b = net.rnn.bias_ih_l0
         if cell == "lstm":
             b[:units], b[units : 2 * units], b[3 * units :] = 4.0, bias, 4.0
@@ -192,6 +213,17 @@ def random_tanh(gain: float, units: int, seed: int) -> Net:
     return net.eval()
 
 
+def random_gru(gain: float, units: int, seed: int) -> Net:
+    """A GRU whose recurrent weights are ``gain`` / sqrt(units)."""
+    net = Net("gru", 1, 1, units)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        net.rnn.weight_hh_l0.copy_(gain / units**0.5 * torch.randn(3 * units, units, generator=generator))
+        net.rnn.weight_ih_l0.copy_(0.3 * torch.randn(3 * units, 1, generator=generator))
+        net.head.weight.copy_(torch.randn(1, units, generator=generator) / units**0.5)
+    return net.eval()
+
+
 def growing_relu(radius: float, units: int, seed: int) -> Net:
     """A relu network with positive weights and a spectral radius above 1: state and gradient grow."""
     net = Net("rnn", 1, 1, units, nonlinearity="relu")
@@ -205,12 +237,11 @@ def growing_relu(radius: float, units: int, seed: int) -> Net:
 
 
 def kill(net: Net, share: float, seed: int) -> int:
-    """Make a share of the units of a trained relu network dead: nothing reaches them, and they reach nothing."""
+    """Cut a share of the units off: no input and no state reaches them, so that they stand still."""
     units = net.rnn.hidden_size
     dead = np.random.default_rng(seed).permutation(units)[: round(share * units)]
     with torch.no_grad():
-        net.rnn.weight_ih_l0[dead] = 0
-        net.rnn.weight_hh_l0[dead] = 0
-        net.rnn.bias_ih_l0[dead] = -1.0
-        net.rnn.bias_hh_l0[dead] = 0
+        for name, weight in net.rnn.named_parameters():
+            for block in weight.split(units):
+                block[dead] = -1.0 if name == "bias_ih_l0" and len(weight) == units else 0.0
     return len(dead)

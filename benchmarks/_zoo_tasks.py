@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -245,7 +247,41 @@ def characters(steps: int = 60) -> Task:
     return Task(draw, ideal, "classes", 40, 40, steps, steps - 1)
 
 
+def vowels() -> Task:
+    """Japanese Vowels (Kudo, Toyama, Shimbo 1999): nine speakers, 7 to 29 steps each, zeros behind.
+
+    The recordings lie in the package aeon (``pip install --no-deps aeon``), whose code is not run.
+    """
+    train, test = (_utterances(f"JapaneseVowels_{part}.ts") for part in ("TRAIN", "TEST"))
+    names = {x.tobytes(): name for x, name in zip(*map(np.concatenate, zip(train, test, strict=True)), strict=True)}
+
+    def draw(count: int, seed: int) -> Array:
+        x = test[0] if seed >= 10**6 else train[0]
+        return x[np.random.default_rng(seed).choice(len(x), count)]
+
+    def ideal(x: Array) -> Array:
+        return np.array([names[np.ascontiguousarray(one).tobytes()] for one in x])
+
+    return Task(draw, ideal, "classes", 12, 9, 29, 28)
+
+
+def _utterances(file: str, steps: int = 29) -> tuple[Array, Array]:
+    """(sample, step, coefficient) and the speaker of each, from a file of the UEA archive."""
+    package = find_spec("aeon")
+    if package is None or not package.submodule_search_locations:
+        raise SystemExit("The spoken vowels lie in the package aeon: pip install --no-deps aeon")
+    path = Path(package.submodule_search_locations[0], "datasets", "data", "JapaneseVowels", file)
+    lines = path.read_text().partition("@data\n")[2].split()
+    x, speakers = np.zeros((len(lines), steps, 12), np.float32), np.empty(len(lines), np.int64)
+    for i, line in enumerate(lines):
+        *series, speaker = line.split(":")
+        values = np.array([one.split(",") for one in series], np.float32).T
+        x[i, : len(values)], speakers[i] = values, int(speaker) - 1
+    return x, speakers
+
+
 TASKS: dict[str, Callable[..., Task]] = {
+    "vowels": vowels,
     "recall": recall,
     "adding": adding,
     "exponential": exponential_mean,

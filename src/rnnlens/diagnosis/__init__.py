@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ..errors import InputError, message
 from ..measures.residual import Missed
 from ..results.diagnosis import Diagnosis
 from ..results.schema import plain
+from ..verbs.axes import an_axes_table
 from ..verbs.turns import in_turn
 from .carried import measure_carried
 from .experiment import Experiment, read_samples
@@ -22,6 +24,7 @@ from .label import layer_dataset, model_dataset
 from .layers import measure_layers
 from .memory import Memory, measure_memory
 from .missed import is_missed, measure_missed
+from .orientation import Orientation
 from .words import by_layer, headline
 
 __all__ = ["diagnose"]
@@ -38,6 +41,7 @@ __all__ = ["diagnose"]
     loss=a_loss,
     samples=whole(),
     seed=random_seed,
+    axes=an_axes_table,
 )
 @in_turn
 def diagnose(
@@ -52,6 +56,7 @@ def diagnose(
     loss: Any = None,
     samples: int = 512,
     seed: int = 0,
+    axes: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
     """Say how much of its past a trained network uses, what it misses, and why.
 
@@ -81,6 +86,9 @@ def diagnose(
         At most so many are used.
     seed
         Who lends a prefix to whom, random directions, resampling.
+    axes
+        What the axes of inputs, outputs or ``"y"`` count, where that cannot be found out:
+        ``{"y": ("time", "sample", "unit")}``.
 
     Returns
     -------
@@ -101,7 +109,8 @@ def diagnose(
     Vanishing gradients and latched memory: Bengio, Simard, Frasconi 1994, doi:10.1109/72.279181.
     """
     _check(task, samples)
-    data = read_samples(x, y, samples)
+    adapter = adapter_for(model)
+    data = read_samples(x, y, samples, lambda batch: Orientation(adapter, model, batch, axes))
     experiment = Experiment(model, data, step, output, task, loss if loss is not None else _compiled(model), seed)
     memory = measure_memory(experiment)
     before = _before(baseline, experiment)
@@ -111,7 +120,9 @@ def diagnose(
     fed = data.x if not isinstance(data.x, (tuple, list, dict)) else None
     numbers = np.asarray(plain(experiment.runs[0][1].input)) if fed is None or fed.dtype.kind != "f" else fed
     numbers = numbers.reshape(*numbers.shape[:2], -1)
-    found = findings(memory, missed, layers, attributed, numbers, None if mask is None else plain(mask))
+    found = findings(
+        memory, missed, layers, attributed, numbers, None if mask is None else plain(mask), experiment.prediction
+    )
     names = list(dict.fromkeys(layer.name for layer in layers))
     speaker = names[0] if len(names) == 1 else "the model"
     carried, why = measure_carried(experiment) if len(names) > 1 and memory.known else ({}, "")

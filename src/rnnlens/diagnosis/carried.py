@@ -69,7 +69,7 @@ class _Bench:
         if self.why:
             return False
         request = CaptureRequest(gradients=False, weight_grads=False)
-        capture = self.experiment.adapter.capture(self.experiment.model, Batch(self.x), request)
+        capture = self.experiment.adapter.capture(self.experiment.model, Batch(self.experiment.given(self.x)), request)
         for call in capture.calls:
             run = Run.from_call(in_numpy(call))
             self.states[call.layer] = [np.asarray(plain(s)) for s in run.states]

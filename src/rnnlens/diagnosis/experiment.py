@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -13,14 +13,17 @@ from .. import data
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, RecurrentCall
 from ..adapters.registry import adapter_for
 from ..arguments.data import is_source
-from ..errors import InputError, ModelError, message
+from ..errors import InputError, ModelError, RnnlensError, UnsupportedError, message
 from ..measures.intervention import donors, squared_change
 from ..recurrence.cells import KnownCell
 from ..recurrence.run import Run
 from ..results.schema import plain
 from ..typing import Array
+from .orientation import Orientation
 from .prediction import Target, read_target
 
+#: Finds out how a batch of data lies.
+Orient = Callable[[Any], Orientation]
 #: Samples whose states are looked at; the median over them is what is reported.
 LOOKED_INTO = 32
 
@@ -33,12 +36,15 @@ class Samples:
     ----------
     sequences
         Which leaves of x have a time axis (their second), and are exchanged together.
+    lie
+        How the model wants them; with samples first where None.
     """
 
     x: Any
     y: Any
     steps: int
     sequences: tuple[int, ...]
+    lie: Orientation | None = None
 
     @property
     def count(self) -> int:
@@ -72,40 +78,74 @@ def _index(array: Array, ndim: int) -> Array:
     return expanded
 
 
-def read_samples(x: Any, y: Any, most: int, steps: int | None = None) -> Samples:
+def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Samples:
     """At most ``most`` samples of arrays, or of the first batches of a data set.
+
+    Parameters
+    ----------
+    orient
+        Finds out how a batch of the model's data lies; samples come first without it.
 
     Raises
     ------
     InputError
         If no array has a time axis.
     """
-    if is_source(x):
-        xs, ys, count = [], [], 0
-        for batch in data.batches(x, as_numpy=True):
-            xs.append(batch.x)
-            ys.append(batch.y)
-            count += data.len_of(batch.x)
-            if count >= most:
-                break
-        x, y = _joined(xs), (None if ys[0] is None else _joined(ys))
-    x = data.map_leaves(lambda leaf: np.asarray(plain(leaf)), x)
-    if data.len_of(x) > most:
-        chosen = np.sort(np.random.default_rng(0).permutation(data.len_of(x))[:most])
+    pairs = _batches(x, most) if is_source(x) else [(x, y)]
+    _refuse_without_time(pairs[0][0])
+    lie = None if orient is None else orient(pairs[0][0])
+    turned = [(_numpy(x), _numpy(y)) if lie is None else lie.turned(x, y) for x, y in pairs]
+    x, y = turned[0] if len(turned) == 1 else (_joined([x for x, _ in turned]), _joined([y for _, y in turned]))
+    count = data.len_of(x)
+    if y is not None and any(len(leaf) != count for leaf in data.leaves_of(y)):
+        got = f"y of shape {', '.join(str(leaf.shape) for leaf in data.leaves_of(y))} for {count} samples"
+        raise InputError(message("The target does not fit.", got=got, expected="one row for each sample"))
+    if count > most:
+        chosen = np.sort(np.random.default_rng(0).permutation(count)[:most])
         x = data.map_leaves(lambda leaf: leaf[chosen], x)
-        y = None if y is None else data.map_leaves(lambda leaf: np.asarray(plain(leaf))[chosen], y)
+        y = None if y is None else data.map_leaves(lambda leaf: leaf[chosen], y)
     leaves = data.leaves_of(x)
-    steps = steps or next((leaf.shape[1] for leaf in leaves if leaf.ndim >= 2), None)
+    steps = next(leaf.shape[1] for leaf in leaves if leaf.ndim >= 2)
     sequences = tuple(i for i, leaf in enumerate(leaves) if leaf.ndim >= 2 and leaf.shape[1] == steps)
-    if steps is None or not sequences or steps < 2:
-        shapes = ", ".join(str(leaf.shape) for leaf in leaves)
-        raise InputError(
-            message("There is no time to look back over.", got=shapes, expected="x of shape (sample, time, ...)")
+    return Samples(x, y, steps, sequences, lie)
+
+
+def _refuse_without_time(x: Any) -> None:
+    leaves = data.leaves_of(x)
+    if any(data.is_packed(leaf) for leaf in leaves):
+        raise UnsupportedError(
+            message(
+                "Prefixes are exchanged between samples, and a packed sequence does not say which is whose.",
+                got="PackedSequence",
+                hint="pass padded arrays, and pack within the model",
+            )
         )
-    return Samples(x, y, steps, sequences)
+    shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+    if not any(len(shape) >= 2 and min(shape[:2]) >= 2 for shape in shapes):
+        got = ", ".join(map(str, shapes))
+        raise InputError(
+            message("There is no time to look back over.", got=got, expected="x of shape (sample, time, ...)")
+        )
+
+
+def _batches(source: Any, most: int) -> list[tuple[Any, Any]]:
+    """(x, y) of as many batches as hold so many samples, if their first axis counts those."""
+    found, count = [], 0
+    for batch in data.batches(source, as_numpy=True):
+        found.append((batch.x, batch.y))
+        count += data.len_of(batch.x)
+        if count >= most:
+            break
+    return found
+
+
+def _numpy(tree: Any) -> Any:
+    return None if tree is None else data.map_leaves(lambda leaf: np.asarray(plain(leaf)), tree)
 
 
 def _joined(trees: Sequence[Any]) -> Any:
+    if trees[0] is None:
+        return None
     columns = zip(*(data.leaves_of(tree) for tree in trees), strict=True)
     joined = iter([np.concatenate([np.asarray(plain(leaf)) for leaf in column]) for column in columns])
     return data.map_leaves(lambda _: next(joined), trees[0])
@@ -123,15 +163,30 @@ class Experiment:
     loss: Any = None
     seed: int = 0
     adapter: Adapter = field(init=False)
+    _same_without: dict[int, bool] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.adapter = adapter_for(self.model)
 
+    @property
+    def axes_said(self) -> dict[str, Any] | None:
+        """What the user says of the axes of inputs and outputs."""
+        lie = self.samples.lie
+        return None if lie is None or not lie.said else {name: layout.axes for name, layout in lie.said.items()}
+
+    def given(self, x: Any) -> Any:
+        """Data as the model wants them."""
+        return x if self.samples.lie is None else self.samples.lie.as_given(x)
+
+    @cached_property
+    def few(self) -> Any:
+        """The first few samples, as the model wants them."""
+        return self.given(data.map_leaves(lambda leaf: leaf[:LOOKED_INTO], self.samples.x))
+
     @cached_property
     def capture(self) -> Capture:
         """States of all recurrent layers, on the first few samples."""
-        few = data.map_leaves(lambda leaf: leaf[:LOOKED_INTO], self.samples.x)
-        capture = self.adapter.capture(self.model, Batch(few), CaptureRequest(gradients=False, weight_grads=False))
+        capture = self.adapter.capture(self.model, Batch(self.few), CaptureRequest(gradients=False, weight_grads=False))
         if not capture.calls:
             raise ModelError(message("Nothing recurrent ran in this forward pass.", hint="rl.layers(model)"))
         return capture
@@ -148,30 +203,89 @@ class Experiment:
         if all(call.mask is None for call in self.capture.calls):
             return full
         request = CaptureRequest(gradients=False, weight_grads=False)
-        calls = self.adapter.capture(self.model, Batch(self.samples.x), request).calls
+        calls = self.adapter.capture(self.model, Batch(self.given(self.samples.x)), request).calls
         mask = next((plain(call.mask) for call in calls if call.mask is not None), None)
-        if mask is None or mask.shape[1] != self.samples.steps:
+        if mask is None or not self._are_steps_of_the_data(mask.shape[1]):
             return full
-        last = self.samples.steps - mask[:, ::-1].argmax(axis=1)
+        last = mask.shape[1] - mask[:, ::-1].argmax(axis=1)
         return np.where(mask.any(axis=1), last, 1)
+
+    def _are_steps_of_the_data(self, steps: int) -> bool:
+        """Whether so many steps are the first of the data: all of them, or those that a packed layer keeps."""
+        if steps < self.samples.steps and steps not in self._same_without:
+            self._same_without[steps] = self._answers_the_same(steps)
+        return self._same_without.get(steps, steps == self.samples.steps)
+
+    def _answers_the_same(self, steps: int) -> bool:
+        """Whether the model says of the first ``steps`` steps what it says of all: what comes after is padding."""
+        place = -1
+
+        def cut(leaf: Array) -> Array:
+            nonlocal place
+            place += 1
+            return leaf[:LOOKED_INTO, :steps] if place in self.samples.sequences else leaf[:LOOKED_INTO]
+
+        request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
+        whole = plain(self._leaf(self.capture.outputs))
+        try:
+            x = self.given(data.map_leaves(cut, self.samples.x))
+            part = plain(self._leaf(self.adapter.capture(self.model, Batch(x), request).outputs))
+        except RnnlensError:
+            return False
+        return part.shape == whole.shape and bool(np.allclose(part, whole, rtol=1e-3, atol=1e-5))
 
     def outputs(self, x: Any, initial_state: Any = None) -> Array:
         """(sample, output) at the step that is looked at, as the model returns it."""
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
-        capture = self.adapter.capture(self.model, Batch(x, initial_state=initial_state), request)
-        leaves = data.leaves_of(capture.outputs)
-        whole = plain(leaves[self.output])
+        given = self.given(x)
+        capture = self.adapter.capture(self.model, Batch(given, initial_state=initial_state), request)
+        whole = self._turned(plain(self._leaf(capture.outputs)), given, data.len_of(x))
         if whole.ndim == 1:
             whole = whole[:, None]
         at_step = self._at_step(whole) if whole.ndim >= 3 else whole
         return at_step.reshape(len(at_step), -1)
 
+    def _leaf(self, outputs: Any) -> Any:
+        leaves = data.leaves_of(outputs)
+        if not -len(leaves) <= self.output < len(leaves):
+            raise InputError(
+                message("output= is beyond the outputs.", got=self.output, expected=f"0 to {len(leaves) - 1}")
+            )
+        return leaves[self.output]
+
+    def _turned(self, whole: Array, given: Any, samples: int) -> Array:
+        lie = self.samples.lie
+        return whole if lie is None else lie.output(whole, self.output, given, samples)
+
+    @cached_property
+    def looked_at(self) -> Array:
+        """The output on the first few samples, with samples first."""
+        few = min(LOOKED_INTO, self.samples.count)
+        return self._turned(plain(self._leaf(self.capture.outputs)), self.few, few)
+
     def _at_step(self, whole: Array) -> Array:
-        if self.step != -1:
-            return whole[:, self.step]
-        if whole.shape[1] != self.samples.steps:
-            return whole[:, -1]
-        return whole[np.arange(len(whole)), self.lengths[: len(whole)] - 1]
+        found: Array = whole[np.arange(len(whole)), self.place(whole)]
+        return found
+
+    def place(self, whole: Array) -> Array:
+        """(sample,): where, in an output (sample, time, ...), the step is that is looked at."""
+        count, steps = whole.shape[:2]
+        if self.step == -1 and self._are_steps_of_the_data(steps):
+            return self.lengths[:count] - 1
+        if not -steps <= self.step < steps:
+            raise InputError(message("step= is beyond the output.", got=self.step, expected=f"{-steps} to {steps - 1}"))
+        return np.full(count, self.step % steps)
+
+    def ends(self, call: RecurrentCall) -> Array | None:
+        """(sample,): after which step of a captured call its state is the one that the output at the step has seen.
+
+        None where the recurrence has run to its end by then, or its steps are not those of the data.
+        """
+        own = self._are_steps_of_the_data(call.input.shape[1])
+        if not own or (call.direction == "backward" and not self.is_sequence):
+            return None
+        ends: Array = self.last[: call.input.shape[0]] - 1
+        return ends
 
     @cached_property
     def raw(self) -> Array:
@@ -185,15 +299,16 @@ class Experiment:
             return None
         y = data.leaves_of(self.samples.y)[self.output if len(data.leaves_of(self.samples.y)) > 1 else 0]
         y = np.asarray(plain(y))
-        if self.step == -1 and self._is_sequence and y.ndim >= 2 and y.shape[1] == self.samples.steps:
+        if self.step == -1 and self.is_sequence and y.ndim >= 2 and y.shape[1] == self.samples.steps:
             y, step = y[np.arange(len(y)), self.lengths - 1], None
         else:
-            step = self.step if self._is_sequence and y.ndim >= 2 else None
+            step = self.step if self.is_sequence and y.ndim >= 2 else None
         return read_target(y, self.raw, step, self.task, self.loss)
 
     @cached_property
-    def _is_sequence(self) -> bool:
-        return bool(plain(data.leaves_of(self.capture.outputs)[self.output]).ndim >= 3)
+    def is_sequence(self) -> bool:
+        """Whether the output has a time axis."""
+        return self.looked_at.ndim >= 3
 
     @cached_property
     def prediction(self) -> Array:
@@ -206,7 +321,7 @@ class Experiment:
         if self.step == -1:
             return self.lengths
         step = self.step if self.step >= 0 else self.samples.steps + self.step
-        return np.minimum(self.lengths, step + 1) if self._is_sequence else self.lengths
+        return np.minimum(self.lengths, step + 1) if self.is_sequence else self.lengths
 
     @cached_property
     def reach(self) -> int:

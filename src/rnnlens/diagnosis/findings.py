@@ -44,9 +44,11 @@ def findings(
     attributed: Attribution | None,
     x: Array,
     mask: Array | None,
+    prediction: Array,
 ) -> list[Finding]:
     """All findings, faults first."""
     found = [
+        *_about_numbers(layers, prediction),
         *_about_skill(memory),
         *_about_missed(memory, missed, layers),
         *_about_dynamics(memory, layers),
@@ -88,8 +90,8 @@ def _about_missed(memory: Memory, missed: Missed | None, layers: Sequence[LayerF
         f"cross-validated ridge on the residual explains >= {EFFECT:.0%} of Var y, permutation p < {P_VALUE}",
         "",
     )
-    path = max((float(layer.transfer.kappa[min(lag, len(layer.transfer.kappa) - 1)]) for layer in layers), default=0.0)
-    where = max(layers, key=lambda layer: float(layer.transfer.kappa[min(lag, len(layer.transfer.kappa) - 1)]))
+    where = max(layers, key=lambda layer: layer.signal(lag, memory.steps))
+    path = where.signal(lag, memory.steps)
     evidence = {"kappa": path, "lag": lag}
     if path < VANISHED:
         yield Finding(
@@ -129,19 +131,39 @@ def _against_vanishing(cell: str) -> str:
     )
 
 
+_MEND = "look at the first step at which it happens; check the input for NaN, lower the learning rate, clip gradients."
+
+
+def _about_numbers(layers: Sequence[LayerFacts], prediction: Array) -> Iterator[Finding]:
+    """States that are not finite, by layer; or else predictions, of whichever sample."""
+    broken = [layer for layer in layers if layer.states.nan or layer.states.infinite]
+    for layer in broken:
+        nan, infinite, count = layer.states.nan, layer.states.infinite, layer.states.count
+        yield Finding(
+            "NONFINITE",
+            "fault",
+            layer.name,
+            f"{nan} of {count} numbers of the state are NaN, {infinite} infinite.",
+            {"nan": nan, "infinite": infinite, "count": count},
+            "any",
+            _MEND,
+        )
+    bad = ~np.isfinite(prediction).all(axis=1)
+    if bad.any() and not broken:
+        yield Finding(
+            "NONFINITE",
+            "fault",
+            MODEL,
+            f"The prediction of {int(bad.sum())} of {bad.size} samples is not finite, of sample {int(bad.argmax())} first.",
+            {"samples": int(bad.sum()), "first": int(bad.argmax()), "count": int(bad.size)},
+            "any",
+            _MEND,
+        )
+
+
 def _about_dynamics(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator[Finding]:
     for layer in layers:
         if layer.states.nan or layer.states.infinite:
-            yield Finding(
-                "NONFINITE",
-                "fault",
-                layer.name,
-                f"{layer.states.nan} of {layer.states.count} numbers of the state are NaN, {layer.states.infinite} inf",
-                {"nan": layer.states.nan, "infinite": layer.states.infinite, "count": layer.states.count},
-                "any",
-                "look at the first step at which it happens; check the input for NaN, lower the learning rate, clip "
-                "gradients.",
-            )
             continue
         rate, error = layer.transfer.leading_exponent()
         steps = len(layer.transfer.log_ratio) - 1
@@ -185,7 +207,7 @@ def _underflow(name: str, states: Census) -> Iterator[Finding]:
             "UNDERFLOW",
             "caution",
             name,
-            f"{states.underflow / states.count:.0%} of the of the state are subnormal, too small for their dtype.",
+            f"{states.underflow / states.count:.0%} of the numbers of the state are subnormal, too small for their dtype.",
             {"underflow": states.underflow, "count": states.count},
             f"> {UNDERFLOWN:.0%}",
             "compute in a wider dtype, or scale the state.",
@@ -193,8 +215,7 @@ def _underflow(name: str, states: Census) -> Iterator[Finding]:
 
 
 def _unequal(layers: Sequence[LayerFacts]) -> Iterator[Finding]:
-    sizes = {f.name: float(np.median(f.adjoint_norms.max(axis=1))) for f in layers if f.adjoint_norms is not None}
-    alive = {name: size for name, size in sizes.items() if size > 0}
+    alive = {layer.name: layer.adjoint_size for layer in layers if layer.adjoint_size > 0}
     if len(alive) < 2:
         return
     low, high = min(alive, key=alive.__getitem__), max(alive, key=alive.__getitem__)

@@ -66,19 +66,24 @@ def layer_dataset(parts: Sequence[LayerFacts], carried: Carried | None = None) -
 
 def _one(part: LayerFacts) -> xr.Dataset:
     rate, error = part.transfer.leading_exponent()
-    ratios = np.exp(part.transfer.log_ratio)
+    low, high = part.transfer.quartiles()
     variables = {
         "kappa": _v(
             ("lag",), part.transfer.kappa, "state transfer", "1", "share of a cotangent on the final state left"
         ),
-        "kappa_low": _v(("lag",), np.quantile(ratios, 0.25, axis=1), "state transfer, lower quartile", "1"),
-        "kappa_high": _v(("lag",), np.quantile(ratios, 0.75, axis=1), "state transfer, upper quartile", "1"),
+        "kappa_low": _v(("lag",), low, "state transfer, lower quartile", "1"),
+        "kappa_high": _v(("lag",), high, "state transfer, upper quartile", "1"),
         "lambda_1": _v((), rate, "leading exponent", "1 / step"),
         "lambda_1_stderr": _v((), error, "standard error of the leading exponent", "1 / step"),
         "growth": _v((), part.growth, "growth of the output's adjoint", "decades"),
         "decay": _v((), part.decay, "Theil-Sen slope of the adjoint", "1 / step"),
+        "nan": _v((), part.states.nan / part.states.count, "share of the states that is NaN", "1"),
+        "infinite": _v((), part.states.infinite / part.states.count, "share of the states that is infinite", "1"),
+        "subnormal": _v((), part.states.underflow / part.states.count, "share of the states that is subnormal", "1"),
         "dead": _v(("unit",), part.dead, "units that never move", "1"),
     }
+    if part.adjoint_norms is not None:
+        variables["adjoint_size"] = _v((), part.adjoint_size, "largest norm of the adjoint of a sample, median", "1")
     if part.adjoint is not None:
         variables["adjoint"] = _v(("lag_out",), part.adjoint.median, "adjoint of the output by own peak, median", "1")
         variables["adjoint_low"] = _v(("lag_out",), part.adjoint.low, "lower quartile", "1")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xarray as xr
 
 from .. import data
 from ..adapters.protocol import RecurrentCall
@@ -17,7 +19,7 @@ from ..recurrence.run import Run
 from ..results.schema import plain
 from ..typing import Array
 from ..verbs.gradients import gradients
-from .experiment import LOOKED_INTO, Experiment
+from .experiment import Experiment
 
 #: The gate that keeps the state, by kind of cell.
 KEEPING = {"lstm": "forget", "gru": "update"}
@@ -55,6 +57,27 @@ class LayerFacts:
     quarter_norm: float
 
     @property
+    def adjoint_size(self) -> float:
+        """Largest norm of the output's gradient by the state of a sample, median over samples; NaN without."""
+        return float("nan") if self.adjoint_norms is None else _median_peak(self.adjoint_norms)
+
+    def signal(self, lag: int, steps: int) -> float:
+        """Share of a training signal that is left ``lag`` of ``steps`` steps back, on the way that keeps more of it.
+
+        From the final state through the recurrence, or from the output straight to the state: a model that reads every
+        step, such as one with attention or pooling, needs no recurrence to get there. Where the layer has fewer steps
+        than the data, or more, the lag is scaled.
+        """
+        ways = [self.transfer.kappa] + ([] if self.adjoint is None else [self.adjoint.median])
+        own = len(self.transfer.kappa) - 1
+        at = round(lag * own / steps)
+        if self.direction == "backward":
+            if own < steps:  # at a step in the middle it has not seen what is older
+                return 0.0
+            at = own - 1 - at
+        return max(float(way[min(at, len(way) - 1)]) for way in ways)
+
+    @property
     def bounded(self) -> bool:
         """Whether the state does not run away: its norm at the end is below three times that after a quarter."""
         return self.final_norm < 3 * max(self.quarter_norm, 1e-30)
@@ -71,24 +94,24 @@ class Attribution:
 def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], Attribution | None]:
     """Every recurrent call, and the attribution to the input of the first."""
     found = _output_gradients(experiment)
-    layers = [_facts(call, run, found.get((call.layer, call.direction))) for call, run in experiment.runs]
+    layers = [
+        _facts(call, run, found.get((call.layer, call.direction)), experiment.ends(call))
+        for call, run in experiment.runs
+    ]
     return layers, _attribution(experiment, found)
 
 
 def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
     """Total gradient of one random projection of the output by each layer's hidden state, and by the first's input."""
-    few = data.map_leaves(lambda leaf: leaf[:LOOKED_INTO], experiment.samples.x)
-    sequence = plain(data.leaves_of(experiment.capture.outputs)[experiment.output]).ndim >= 3
-    size = experiment.raw.shape[1]
-    weights = np.random.default_rng(experiment.seed).normal(size=size)
     calls = [call for call, _ in experiment.runs]
     nodes = list(dict.fromkeys(call.layer for call in calls))
-    step = experiment.step if experiment.step != -1 else int(experiment.last[0]) - 1
-    options: dict[str, Any] = {"at": {"time": step}} if sequence else {}
     several = len(data.leaves_of(experiment.capture.outputs)) > 1
     of = f"output[{experiment.output}]" if several else "output"
     wrt = [f"{node}.hidden" for node in nodes] + [f"{nodes[0]}.input"]
-    found = gradients(experiment.model, few, of=of, reduce=weights, per_sample=True, wrt=wrt, **options)
+    said = experiment.axes_said
+    found = gradients(
+        experiment.model, experiment.few, of=of, reduce=_projection(experiment), per_sample=True, wrt=wrt, axes=said
+    )
     arrays: dict[tuple[str, str], Array] = {}
     for node in nodes:
         if "hidden" not in found[node]:
@@ -104,11 +127,33 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
     return arrays
 
 
-def _facts(call: RecurrentCall, run: Run, gradient: Array | None) -> LayerFacts:
+def _projection(experiment: Experiment) -> Any:
+    """Random weights of the output: one number of each sample, at the step that is looked at."""
+    whole = experiment.looked_at
+    weights = np.random.default_rng(experiment.seed).normal(size=experiment.raw.shape[1])
+    if not experiment.is_sequence:
+        return weights.reshape(whole.shape[1:])
+    projection: Array = np.zeros(whole.shape)
+    projection[np.arange(len(whole)), experiment.place(whole)] = weights.reshape(whole.shape[2:])
+    return xr.DataArray(projection, dims=("sample", "time", "unit")) if whole.ndim == 3 else projection
+
+
+def by_lag(values: Array, order: Sequence[int], ends: Array | None) -> Array:
+    """(sample, time) to (sample, lag): against the order of the recurrence from each sample's end; NaN beyond it."""
+    turned = values[:, order]
+    if ends is None:
+        return turned
+    begin = np.array([list(order).index(int(end)) for end in ends])
+    place = np.arange(turned.shape[1] - int(begin.min()))[None, :] + begin[:, None]
+    inside = place < turned.shape[1]
+    return np.where(inside, np.take_along_axis(turned, np.where(inside, place, 0), axis=1), np.nan)
+
+
+def _facts(call: RecurrentCall, run: Run, gradient: Array | None, ends: Array | None) -> LayerFacts:
     order = list(run.steps(reverse=True))
     norms = None
     if gradient is not None:
-        norms = np.linalg.norm(np.asarray(gradient, dtype=np.float64), axis=-1)[:, order]
+        norms = by_lag(np.linalg.norm(np.asarray(gradient, dtype=np.float64), axis=-1), order, ends)
     mask = None if run.mask is None else np.asarray(plain(run.mask), dtype=bool)
     hidden = plain(run.states[0])
     states = np.concatenate([plain(s) for s in run.states], axis=-1)
@@ -121,7 +166,7 @@ def _facts(call: RecurrentCall, run: Run, gradient: Array | None) -> LayerFacts:
         call.direction,
         kind,
         run,
-        state_transfer(run),
+        state_transfer(run, ends=ends),
         profile,
         norms,
         _growth(norms),
@@ -138,11 +183,16 @@ def _facts(call: RecurrentCall, run: Run, gradient: Array | None) -> LayerFacts:
 
 def _growth(norms: Array | None) -> float:
     """log10 of the largest over the first norm against the order of the recurrence, median over samples."""
-    if norms is None or not norms.any():
+    if norms is None or not np.nan_to_num(norms).any():
         return 0.0
+    norms = np.nan_to_num(norms)
     start = np.array([row[np.flatnonzero(row)[0]] if row.any() else np.nan for row in norms])
     with np.errstate(divide="ignore", invalid="ignore"):
         return float(np.nanmedian(np.log10(norms.max(axis=1) / start)))
+
+
+def _median_peak(norms: Array) -> float:
+    return float(np.median(np.nan_to_num(norms).max(axis=1)))
 
 
 def _timescale(run: Run, mask: Array | None) -> Array | None:
@@ -157,5 +207,6 @@ def _attribution(experiment: Experiment, found: dict[tuple[str, str], Array]) ->
     if gradient is None or gradient.shape != tuple(run.input.shape):
         return None
     scores = attribution(gradient, plain(run.input))
-    order = list(run.steps(reverse=True))
-    return Attribution(band(np.sqrt(scores[:, order])), attributed_memory(scores))
+    backwards = list(range(scores.shape[1]))[::-1]
+    lags = by_lag(scores, backwards, experiment.ends(experiment.runs[0][0]))
+    return Attribution(band(np.sqrt(lags)), attributed_memory(np.nan_to_num(lags)[:, ::-1]))

@@ -79,8 +79,12 @@ class Memory:
 def measure_memory(experiment: Experiment) -> Memory:
     """Exchange prefixes until it is known where the prediction stops to notice."""
     prediction, steps = experiment.prediction, experiment.reach
+    if not np.isfinite(prediction).all():
+        return _unknown(steps, None, "the prediction is not finite")
     variance = total_variance(prediction)
     found = _skill(experiment)
+    if steps < 2:
+        return _unknown(steps, found, "the output has seen one step only")
     if not variance:
         return _unknown(steps, found, "the prediction does not vary over the samples")
     probes = search(experiment.exchanged, steps, 2 * variance, (USED, RARE))
@@ -132,8 +136,7 @@ def _summary(
 
     def length(curve: Array, repeats: Array, level: float) -> Interval:
         n = memory_length(dict(zip(context.tolist(), curve.tolist(), strict=True)), steps, level)
-        many = [memory_length(dict(zip(context.tolist(), r, strict=True)), steps, level) for r in repeats.T.tolist()]
-        return Interval(n, *(float(round(v)) for v in interval(np.array(many, dtype=float))))
+        return Interval(n, *_length_interval(context, repeats, steps, level))
 
     return Memory(
         steps,
@@ -151,6 +154,20 @@ def _summary(
         not why,
         why,
     )
+
+
+def _length_interval(context: Array, repeats: Array, steps: int, level: float) -> tuple[float, float]:
+    """Of n, from resampled curves (context, resample).
+
+    A curve is known at some k only: n lies after the last of them that is above the level, at the latest at the next.
+    The low end is taken from the earliest it can be, the high end from the latest.
+    """
+    above = np.where(repeats > level, context[:, None], 0).max(axis=0)
+    following = np.append(context, steps)[np.searchsorted(context, above, side="right")]
+    finite = np.isfinite(repeats).all(axis=0)
+    low, _ = interval(np.where(finite, above + 1, np.nan))
+    _, high = interval(np.where(finite, following, np.nan))
+    return (float(np.floor(low)), float(np.ceil(high))) if np.isfinite(low) else (low, high)
 
 
 def _learned(experiment: Experiment, weights: Array) -> tuple[float, Array]:

@@ -20,10 +20,10 @@ EFFECT, P_VALUE = 0.02, 0.01
 def measure_missed(experiment: Experiment) -> Missed | None:
     """Test the residual of the prediction on the inputs of every step; None without a target that varies."""
     target = experiment.target
-    if target is None or not target.variance > 0:
+    if target is None or not target.variance > 0 or not np.isfinite(experiment.prediction).all():
         return None
     x = _numbers(experiment)
-    if x is None:
+    if x is None or not np.isfinite(x).all():
         return None
     kept = slice(0, MOST)
     residual = (target.values - experiment.prediction)[kept]
@@ -42,7 +42,7 @@ def _numbers(experiment: Experiment) -> Array | None:
         flat: Array = leaf.reshape(*leaf.shape[:2], -1)
         return flat
     request = CaptureRequest(gradients=False, weight_grads=False)
-    calls = experiment.adapter.capture(experiment.model, Batch(experiment.samples.x), request).calls
+    calls = experiment.adapter.capture(experiment.model, Batch(experiment.given(experiment.samples.x)), request).calls
     fed = plain(calls[0].input)
     return fed if fed.shape[1] == experiment.samples.steps else None
 

@@ -19,21 +19,22 @@ class Band:
 
 
 def own_peak(norms: Array) -> Array:
-    """Each row (sample, lag) divided by its largest value; rows that are 0 throughout are left out."""
+    """Each row (sample, lag) divided by its largest value; rows that are 0 throughout are left out, NaN stays."""
     norms = np.asarray(norms, dtype=np.float64)
-    norms = np.where(np.isfinite(norms), norms, 0.0)
-    peak = norms.max(axis=1, keepdims=True)
+    norms = np.where(np.isinf(norms), 0.0, norms)
+    peak = np.nan_to_num(norms).max(axis=1, keepdims=True)
     kept: Array = (norms / np.where(peak > 0, peak, 1.0))[peak[:, 0] > 0]
     return kept
 
 
 def band(norms: Array) -> Band:
-    """Median and quartiles over samples of profiles (sample, lag), each by its own peak."""
+    """Median and quartiles over samples of profiles (sample, lag), each by its own peak; NaN where a sample ended."""
     relative = own_peak(norms)
+    relative = relative[:, np.isfinite(relative).any(axis=0)]
     if not len(relative):
         nothing = np.zeros(np.asarray(norms).shape[1])
         return Band(nothing, nothing, nothing)
-    low, median, high = np.quantile(relative, [0.25, 0.5, 0.75], axis=0)
+    low, median, high = np.nanquantile(relative, [0.25, 0.5, 0.75], axis=0)
     return Band(median, low, high)
 
 

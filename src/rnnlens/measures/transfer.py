@@ -34,16 +34,21 @@ class Transfer:
     ----------
     log_ratio : (lag, sample)
         Natural logarithm of |cotangent at lag tau| / |cotangent at lag 0|, mean over directions; lag 0 is 0. Minus
-        infinity where nothing is left.
+        infinity where nothing is left, NaN before the first step of a sample that ends earlier than others.
     """
 
     log_ratio: Array
 
     @property
     def kappa(self) -> Array:
-        """(lag,): median over samples of the ratio."""
-        ratio: Array = np.median(np.exp(self.log_ratio), axis=1)
+        """(lag,): median of the ratio, over the samples that reach so far back."""
+        ratio: Array = np.nanmedian(np.exp(self.log_ratio), axis=1)
         return ratio
+
+    def quartiles(self) -> tuple[Array, Array]:
+        """(lag,) each: lower and upper quartile of the ratio."""
+        low, high = np.nanquantile(np.exp(self.log_ratio), [0.25, 0.75], axis=1)
+        return low, high
 
     @property
     def growth(self) -> float:
@@ -56,8 +61,8 @@ class Transfer:
         Oseledets 1968; as a limit of products of step Jacobians Vogt et al. 2022, arXiv:2006.14123, section 2. A matrix
         and its transpose grow alike.
         """
-        burn = max(1, round(BURN_IN * len(self.log_ratio)))
-        kept = self.log_ratio[burn:]
+        kept = self._of_full_length()
+        kept = kept[max(1, round(BURN_IN * len(kept))) :]
         if len(kept) < 2 * _BLOCKS or not np.isfinite(kept).all():
             return (float("-inf") if np.isneginf(kept).any() else float("nan")), float("nan")
         rates = (kept[-1] - kept[0]) / (len(kept) - 1)
@@ -67,6 +72,13 @@ class Transfer:
             rates.std(ddof=1) / np.sqrt(rates.size) if rates.size > 1 else 0.0, blocks.std(ddof=1) / _BLOCKS**0.5
         )
         return float(rates.mean()), float(error)
+
+    def _of_full_length(self) -> Array:
+        """As many lags as half of the samples reach, and those samples."""
+        reached = (~np.isnan(self.log_ratio)).sum(axis=0)
+        count = int(np.median(reached))
+        kept: Array = self.log_ratio[:count, reached >= count]
+        return kept
 
 
 def state_spread(run: Run) -> list[Array]:
@@ -79,7 +91,9 @@ def state_spread(run: Run) -> list[Array]:
     return spreads
 
 
-def state_transfer(run: Run, *, directions: int | None = None, lags: int | None = None, seed: int = 0) -> Transfer:
+def state_transfer(
+    run: Run, *, directions: int | None = None, lags: int | None = None, ends: Array | None = None, seed: int = 0
+) -> Transfer:
     """Pull random cotangents on the final state back through a recurrent layer.
 
     Parameters
@@ -90,8 +104,14 @@ def state_transfer(run: Run, *, directions: int | None = None, lags: int | None 
         Random cotangents per sample; by default 8, and fewer where the state is large: their norms then vary less.
     lags
         How far back; to the first step by default.
+    ends : (sample,) of int, optional
+        After which step, chronologically, each sample's state is taken; after the last of the recurrence by default.
     """
-    order = list(run.steps(reverse=True))[: None if lags is None else lags]
+    order, begin = list(run.steps(reverse=True)), np.zeros(int(run.input.shape[0]), dtype=int)
+    if ends is not None:
+        begin = np.array([order.index(int(end)) for end in ends])
+        order, begin = order[begin.min() :], begin - begin.min()
+    order = order[: None if lags is None else lags + int(begin.max())]
     spreads = state_spread(run)
     directions = directions or max(1, min(_DIRECTIONS, _ROWS // sum(len(s) for s in spreads)))
     rng = np.random.default_rng(seed)
@@ -102,18 +122,27 @@ def state_transfer(run: Run, *, directions: int | None = None, lags: int | None 
     total = np.zeros((samples, directions))
     logs = [total.mean(axis=1)]
     pull = _Known(run) if isinstance(run.cell, KnownCell) else _Stepped(run)
-    for t in order:
+    for position, t in enumerate(order):
         new = pull(t, rows)
+        moves = begin <= position
         if run.mask is not None:
-            real = np.asarray(run.mask[:, t])[:, None, None]
-            new = [np.where(real, a, b) for a, b in zip(new, rows, strict=True)]
-        rows = new
+            moves = moves & np.asarray(run.mask[:, t])
+        rows = new if moves.all() else [np.where(moves[:, None, None], a, b) for a, b in zip(new, rows, strict=True)]
         size = np.sqrt(sum(np.sum((r * s) ** 2, axis=-1, dtype=np.float64) for r, s in zip(rows, spreads, strict=True)))
         alive = size > _TINY
         total = np.where(alive, total + np.log(np.where(alive, size, 1.0)), -np.inf)
         rows = [(r / np.where(alive, size, 1.0)[..., None]).astype(dtype) for r in rows]
         logs.append(total.mean(axis=1))
-    return Transfer(np.stack(logs))
+    return Transfer(_from_own_end(np.stack(logs), begin))
+
+
+def _from_own_end(logs: Array, begin: Array) -> Array:
+    """(lag, sample): each sample counted from where it began; NaN beyond its first step."""
+    if not begin.any():
+        return logs
+    shifted = np.arange(len(logs))[:, None] + begin[None, :]
+    taken = np.take_along_axis(logs, np.minimum(shifted, len(logs) - 1), axis=0)
+    return np.where(shifted < len(logs), taken, np.nan)
 
 
 def _normalised(parts: Sequence[Array]) -> list[Array]:

@@ -1,0 +1,204 @@
+"""Networks that hold their last inputs, each in a unit of its own, and compute any function of them: exact, untrained.
+
+A shift register in a relu layer: unit (lag, feature) holds the input of that lag, lifted so that it is never negative.
+What the network uses and what it cannot reach follow from the function and the length of the register.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from _zoo_tasks import Task
+from torch import nn
+
+Array = np.ndarray[Any, Any]
+#: Reads a window (sample, lag, feature), newest first; the same for arrays and tensors.
+Read = Callable[[Any], Any]
+
+LIFT = 40.0
+
+
+class Register(nn.Module):
+    """``read`` of the last ``length`` inputs."""
+
+    def __init__(self, features: int, length: int, read: Read, *, sequence: bool = False) -> None:
+        super().__init__()
+        units = length * features
+        self.rnn = nn.RNN(features, units, batch_first=True, nonlinearity="relu")
+        self.length, self.features, self.read, self.sequence = length, features, read, sequence
+        with torch.no_grad():
+            for weight in self.rnn.parameters():
+                weight.zero_()
+            self.rnn.weight_ih_l0[:features] = torch.eye(features)
+            self.rnn.bias_ih_l0[:features] = LIFT
+            self.rnn.weight_hh_l0[features:, : units - features] = torch.eye(units - features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(sample, time, feature) to (sample, output), or with time."""
+        h = self.rnn(x)[0]
+        if not self.sequence:
+            return self.read(h[:, -1].reshape(len(x), self.length, self.features) - LIFT)
+        windows = h.reshape(-1, self.length, self.features) - LIFT
+        return self.read(windows).reshape(len(x), x.shape[1], -1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A task and what a register answers to it.
+
+    Attributes
+    ----------
+    task
+    read
+        The answer that the network gives: logits for classes.
+    length
+        Of the register.
+    missing
+        The lag that the task needs and the network does not read, if any.
+    reached
+        Whether the register holds that lag.
+    """
+
+    task: Task
+    read: Read
+    length: int
+    missing: int | None = None
+    reached: bool = False
+
+
+def signs(count: int, steps: int, seed: int) -> Array:
+    """-1 and 1."""
+    return np.random.default_rng(seed).choice(np.float32([-1, 1]), (count, steps, 1))
+
+
+def normal(count: int, steps: int, seed: int) -> Array:
+    """Gaussian noise."""
+    return np.random.default_rng(seed).normal(size=(count, steps, 1)).astype(np.float32)
+
+
+def heavy(count: int, steps: int, seed: int) -> Array:
+    """Student's t with 3 degrees of freedom, cut at 35: few samples carry most of the variance."""
+    x = np.random.default_rng(seed).standard_t(3, size=(count, steps, 1))
+    return np.clip(x, -35, 35).astype(np.float32)
+
+
+def smooth(count: int, steps: int, seed: int) -> Array:
+    """An autoregressive input, 0.8 a step."""
+    x = normal(count, steps, seed)
+    for t in range(1, steps):
+        x[:, t] = 0.8 * x[:, t - 1] + 0.6 * x[:, t]
+    return x
+
+
+def _stack(first: Any, second: Any) -> Any:
+    kind = torch if isinstance(first, torch.Tensor) else np
+    return kind.stack([first, second], 1)
+
+
+def _classes(score: Callable[[Any], Any]) -> tuple[Read, Callable[[Array], Array]]:
+    """Logits of two classes by a score, and the class that it says."""
+    return lambda w: _stack(-score(w), score(w)), lambda w: (score(w) > 0).astype(np.int64)
+
+
+def _task(
+    draw: Callable[[int, int, int], Array], ideal: Callable[[Array], Array], steps: int, lag: int, **rest: Any
+) -> Task:
+    kind, outputs = rest.get("kind", "values"), rest.get("outputs", 1)
+    return Task(lambda count, seed: draw(count, steps, seed), lambda x: ideal(x[:, ::-1]), kind, 1, outputs, steps, lag)
+
+
+def xor(near: int, far: int, steps: int) -> Problem:
+    """Whether two inputs differ."""
+    read, ideal = _classes(lambda w: -4 * w[:, near, 0] * w[:, far, 0])
+    return Problem(_task(signs, ideal, steps, far, kind="classes", outputs=2), read, far + 1)
+
+
+def parity(count: int, steps: int) -> Problem:
+    """Of the last ``count`` signs."""
+    read, ideal = _classes(lambda w: -4 * w[:, :count, 0].prod(1))
+    return Problem(_task(signs, ideal, steps, count - 1, kind="classes", outputs=2), read, count)
+
+
+def counting(count: int, steps: int) -> Problem:
+    """How many of the last ``count`` inputs are 1."""
+
+    def read(w: Any) -> Any:
+        return 0.5 * (1 + w[:, :count]).sum(1)
+
+    return Problem(_task(signs, read, steps, count - 1), read, count)
+
+
+def value(draw: Callable[[int, int, int], Array], lag: int, steps: int) -> Problem:
+    """The value of one lag, reproduced to rounding."""
+
+    def read(w: Any) -> Any:
+        return w[:, lag]
+
+    return Problem(_task(draw, read, steps, lag), read, lag + 1)
+
+
+def lognormal(lag: int, steps: int) -> Problem:
+    """The exponential of a value: a target with a heavy tail."""
+
+    def ideal(w: Array) -> Array:
+        return np.exp(w[:, lag])
+
+    return Problem(_task(normal, ideal, steps, lag), lambda w: w[:, lag].exp(), lag + 1)
+
+
+def seldom(lag: int, steps: int) -> Problem:
+    """Whether a value is among the largest 4 %."""
+    read, ideal = _classes(lambda w: 12 * (w[:, lag, 0] - 1.75))
+    return Problem(_task(normal, ideal, steps, lag, kind="classes", outputs=2), read, lag + 1)
+
+
+def pair(near: int, far: int, steps: int) -> Problem:
+    """Two values as two outputs."""
+
+    def read(w: Any) -> Any:
+        return _stack(w[:, near, 0], w[:, far, 0])
+
+    return Problem(_task(normal, read, steps, far, outputs=2), read, far + 1)
+
+
+def copied(lag: int, steps: int) -> Problem:
+    """Every input again, ``lag`` steps later: the output is a sequence."""
+    inner = value(normal, lag, steps)
+
+    def ideal(x: Array) -> Array:
+        y = np.zeros_like(x)
+        y[:, lag:] = x[:, :-lag]
+        return y
+
+    task = Task(inner.task.draw, ideal, "values", 1, 1, steps, lag, sequence=True)
+    return Problem(task, inner.read, lag + 1)
+
+
+def half_heard(near: int, far: int, steps: int, *, reached: bool) -> Problem:
+    """The sum of two values, of which the network reads the near one; it holds the far one, or cannot."""
+
+    def ideal(w: Array) -> Array:
+        return w[:, near] + w[:, far]
+
+    task = _task(normal, ideal, steps, far)
+    return Problem(task, lambda w: w[:, near], far + 3 if reached else near + 2, far, reached)
+
+
+PROBLEMS: dict[str, Callable[..., Problem]] = {
+    "xor": xor,
+    "parity": parity,
+    "counting": counting,
+    "value": lambda lag, steps: value(normal, lag, steps),
+    "heavy tails": lambda lag, steps: value(heavy, lag, steps),
+    "smooth input": lambda lag, steps: value(smooth, lag, steps),
+    "lognormal": lognormal,
+    "seldom": seldom,
+    "pair": pair,
+    "copied": copied,
+    "half heard, held": lambda near, far, steps: half_heard(near, far, steps, reached=True),
+    "half heard, gone": lambda near, far, steps: half_heard(near, far, steps, reached=False),
+}

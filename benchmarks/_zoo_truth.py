@@ -1,0 +1,110 @@
+"""What is known of a network of the zoo without rnnlens: its data, its memory, what its states do on many samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from _zoo_entries import FOLLOWS, Entry, trained
+from _zoo_nets import Net
+from _zoo_tasks import Task, needed, white
+
+Array = np.ndarray[Any, Any]
+
+
+def data_for(entry: Entry, net: Any, task: Task | None, samples: int, stream: int = 0) -> tuple[Array, Array]:
+    """Held-out samples, others for each ``stream``. A network built by formula is its own teacher, up to some noise."""
+    seed = 10**6 + 1000 * stream + entry.seed
+    if task is not None:
+        x = task.draw(samples, seed)
+        return x, task.ideal(x)
+    o = entry.options
+    x = dressed(white(o["steps"], o.get("features", 1))(samples, seed), o.get("dress", ""))
+    if entry.name == "latch":
+        x *= 0.02
+        x[:, 0, 0] = np.where(np.random.default_rng(seed).uniform(size=samples) < 0.5, -1, 1)
+    if o.get("how") == "input":
+        x[seed % 7, o["steps"] // 2] = np.nan
+    y = answer(net, x)
+    noise = np.random.default_rng(seed + 1).normal(size=y.shape)
+    y = y + entry.noise * y.std() * noise if np.isfinite(y).all() else noise
+    return x, y.astype(np.float32)
+
+
+def answer(net: Any, x: Array) -> Array:
+    """What the network says."""
+    with torch.no_grad():
+        found: Array = net(torch.as_tensor(x)).numpy()
+    return found
+
+
+def dressed(x: Array, dress: str) -> Array:
+    """Inputs with one known flaw."""
+    what, _, share = dress.rpartition(" ")
+    steps = x.shape[1]
+    if what == "padded before":
+        x[:, : round(float(share) * steps)] = 0
+    elif what == "padded behind":
+        x[:, steps - round(float(share) * steps) :] = 0
+    elif dress == "constant":
+        x[:, :, 1] = 0.7
+    elif dress == "static":
+        x[:] = x[:, :1]
+    elif dress == "nearly static":
+        x[:] = x[:, :1] + 0.01 * x
+    elif dress == "silence":
+        x[:, 5:] = 0
+    return x
+
+
+def known_memory(entry: Entry, net: Any, task: Task | None, steps: int) -> int | None:
+    """n in closed form, or by exchange in the task itself, where it is not given."""
+    if entry.memory != FOLLOWS:
+        return entry.memory
+    if entry.name == "linear":
+        return int(net.memory(steps))
+    if task is not None:
+        return needed(task)
+    energy = np.exp(-2 * np.arange(steps) / entry.options["tau"])
+    return int(np.argmax(1 - np.cumsum(energy) / energy.sum() <= 0.05)) + 1
+
+
+def truth_of(entry: Entry, net: Any, task: Task | None) -> dict[str, bool]:
+    """What is true of the network, looked up where its making does not settle it."""
+    truth = dict(entry.truth)
+    if "DEAD_UNITS" in truth and entry.make is trained and task is not None and not task.sequence:
+        truth["DEAD_UNITS"] = really_dead(net, task, entry.seed)
+    if entry.name in ("random tanh", "random gru"):
+        growth = separation(net, white(entry.options["steps"])(16, 77 + entry.seed))
+        truth["CHAOTIC"] = growth > np.log(100)
+        if 0.3 < growth / np.log(100) < 2:
+            truth = {}  # neither
+    return truth
+
+
+def really_dead(net: Any, task: Task, seed: int) -> bool:
+    """Whether some unit has one value at every step of many other samples."""
+    with torch.no_grad():
+        h = net.rnn(torch.as_tensor(task.draw(2048, 77 + seed)))[0]
+    return bool((h.amax(dim=(0, 1)) == h.amin(dim=(0, 1))).any())
+
+
+def separation(net: Net, x: Array) -> float:
+    """Log of how far two states, hardly apart, go from each other until the last step; brought near after each step.
+
+    Benettin, Galgani, Strelcyn 1976, doi:10.1103/PhysRevA.14.2338. In double precision, by torch alone.
+    """
+    rnn, inputs = net.rnn.double(), torch.as_tensor(x).double()
+    state = torch.zeros(1, len(x), rnn.hidden_size).double()
+    apart = torch.randn(state.shape, generator=torch.Generator().manual_seed(0)).double()
+    total = torch.zeros(len(x)).double()
+    with torch.no_grad():
+        for t in range(x.shape[1]):
+            near = state + 1e-7 * apart / apart.norm(dim=-1, keepdim=True)
+            state, near = (rnn(inputs[:, t : t + 1], s)[1] for s in (state, near))
+            apart = near - state
+            if t >= x.shape[1] // 10:
+                total += torch.log(apart.norm(dim=-1)[0] / 1e-7)
+    net.float()
+    return float(total.mean()) * x.shape[1] / (x.shape[1] - x.shape[1] // 10)

@@ -1,0 +1,117 @@
+"""Data with samples first and time second, whatever way the model wants them; and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import data
+from ..adapters.protocol import Adapter, Batch, Port
+from ..errors import InputError, message
+from ..layout import Layout, canonical_order
+from ..results.schema import plain
+from ..typing import Array
+from ..verbs.axes import DATA, Axes
+from ..verbs.cuts import layouts_of_inputs
+from ..verbs.names import catalogue
+from ..vocabulary import SAMPLE, TIME
+
+
+class Orientation:
+    """How the data and the outputs of one model lie: as the user says, or as a run on few samples tells.
+
+    Parameters
+    ----------
+    given
+        What the user says, by the name of a tensor or ``"y"``.
+    """
+
+    def __init__(self, adapter: Adapter, model: Any, x: Any, given: Mapping[str, Layout] | None) -> None:
+        self.said = {name: layout for name, layout in (given or {}).items() if name not in DATA}
+        self.axes = Axes(adapter, model, given, catalogue(adapter, model, x))
+        self.inputs = self._of_inputs(x)
+
+    def _of_inputs(self, x: Any) -> list[Layout] | None:
+        """How each leaf of x lies; None where samples come first in all, so that nothing has to be turned."""
+        found = layouts_of_inputs(self.axes, Batch(x), x)
+        if found is None or all(layout is None or layout.sample == 0 for layout in found):
+            return None
+        leaves = data.leaves_of(x)
+        self.axes.learn(Batch(x), [Port("input", index=i) for i in range(len(leaves))])
+        return [self._complete(i, leaf, layout) for i, (leaf, layout) in enumerate(zip(leaves, found, strict=True))]
+
+    def _complete(self, index: int, leaf: Any, layout: Layout | None) -> Layout:
+        """With the axis of the steps; the first that is free where it was not found out."""
+        known = self.axes.layout(Port("input", index=index), np.shape(leaf))
+        names = list(known.names if layout is None or SAMPLE in known.names else layout.names)
+        free = [i for i, name in enumerate(names) if name != SAMPLE]
+        if TIME not in names and free:
+            names[free[0]] = TIME
+        return Layout.plain(names)
+
+    def turned(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """X and y in NumPy, samples first, then steps."""
+        x = data.map_leaves(lambda leaf: np.asarray(plain(leaf)), x)
+        y = None if y is None else data.map_leaves(lambda leaf: np.asarray(plain(leaf)), y)
+        if self.inputs is None and "y" not in self.axes.data:
+            return x, y
+        first, lead = data.leaves_of(x)[0], (self.inputs or [Layout.plain((SAMPLE, TIME))])[0]
+        count, steps = (first.shape[lead.names.index(name)] for name in (SAMPLE, TIME))
+        y = None if y is None else data.map_leaves(lambda leaf: _turned(leaf, self._of_target(leaf, count, steps)), y)
+        if self.inputs is not None:
+            each = iter(self.inputs)
+            x = data.map_leaves(lambda leaf: _turned(leaf, next(each)), x)
+        return x, y
+
+    def _of_target(self, leaf: Array, count: int, steps: int) -> Layout:
+        """Steps before samples, as in the inputs, or samples alone; asked for where both fit."""
+        if "y" in self.axes.data:
+            return self.axes.data["y"]
+        rest = tuple(f"axis_{i}" for i in range(2, leaf.ndim))
+        fits = {
+            (SAMPLE, *(f"axis_{i}" for i in range(1, leaf.ndim))): leaf.shape[:1] == (count,),
+            (TIME, SAMPLE, *rest): leaf.shape[:2] == (steps, count),
+        }
+        fitting = [names for names, fit in fits.items() if fit]
+        if len(fitting) != 1:
+            raise InputError(
+                message(
+                    "Which axis of y counts samples could not be found out.",
+                    got=f"shape {leaf.shape} for {count} samples of {steps} steps",
+                    hint='say so: axes={"y": ("time", "sample", "unit")}, one name for each axis',
+                )
+            )
+        return Layout.plain(fitting[0])
+
+    def as_given(self, x: Any) -> Any:
+        """X as the model wants it."""
+        if self.inputs is None:
+            return x
+        each = iter(self.inputs)
+        return data.map_leaves(lambda leaf: _turned_back(leaf, next(each)), x)
+
+    def output(self, array: Array, index: int, given: Any, samples: int) -> Array:
+        """One output of the model, samples first, on so many samples of x as the model was given them."""
+        port = Port("output", index=index)
+        if self.inputs is not None or port in self.axes.given or array.shape[:1] != (samples,):
+            self.axes.learn(Batch(given), [port])
+        layout = self.axes.layout(port, array.shape)
+        if SAMPLE not in layout.names:
+            raise InputError(
+                message(
+                    "Which axis of the output counts samples could not be found out.",
+                    got=f"shape {array.shape}",
+                    hint='say so: axes={"output": ("time", "sample", "unit")}',
+                )
+            )
+        return _turned(layout.opened(array, samples), Layout.plain(layout.names))
+
+
+def _turned(array: Array, layout: Layout) -> Array:
+    return np.ascontiguousarray(np.transpose(array, canonical_order(layout.names)))
+
+
+def _turned_back(array: Array, layout: Layout) -> Array:
+    return np.ascontiguousarray(np.transpose(array, np.argsort(canonical_order(layout.names))))

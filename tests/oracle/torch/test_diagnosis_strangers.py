@@ -1,0 +1,217 @@
+"""``rl.diagnose`` on models and data as others write them; the memory is known, since all are shift registers at heart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+from rnnlens.errors import InputError, RnnlensError, UnsupportedError
+
+STEPS, SAMPLES = 24, 256
+
+
+def white(samples=SAMPLES, steps=STEPS, features=1, seed=0):
+    return np.random.default_rng(seed).normal(size=(samples, steps, features)).astype("float32")
+
+
+def register(units, *, features=1, batch_first=True):
+    """An almost linear layer that holds its last inputs, a hundredth of them, each in a unit of its own."""
+    rnn = nn.RNN(features, units, batch_first=batch_first)
+    with torch.no_grad():
+        for weight in rnn.parameters():
+            weight.zero_()
+        rnn.weight_hh_l0.copy_(torch.diag(torch.ones(units - 1), -1))
+        rnn.weight_ih_l0[0, 0] = 0.01
+    return rnn
+
+
+def reader(taps, units):
+    """A linear readout of some units, a row of weights for each output."""
+    head = nn.Linear(units, len(taps))
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.zero_()
+        for row, (tap, weight) in enumerate(taps):
+            head.weight[row, tap] = 100 * weight
+    return head
+
+
+class TimeFirst(nn.Module):
+    """Everything (time, sample, ...), as ``nn.RNN`` has it unless told otherwise."""
+
+    def __init__(self, lag, *, sequence=False):
+        super().__init__()
+        self.rnn, self.head = register(lag + 2, batch_first=False), reader([(lag, 1.0)], lag + 2)
+        self.sequence = sequence
+
+    def forward(self, x):
+        h = self.rnn(x)[0]
+        return self.head(h if self.sequence else h[-1])
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_time_may_come_first(sequence):
+    x = white()
+    y = np.zeros_like(x)
+    y[:, 5:] = x[:, :-5]
+    target = y.transpose(1, 0, 2) if sequence else y[:, -1]
+    d = rl.diagnose(TimeFirst(5, sequence=sequence), x.transpose(1, 0, 2), target)
+    assert (float(d["model"].memory), int(d["model"].steps)) == (6, STEPS)
+    assert float(d["model"].skill) > 0.99
+    # Of the seven units six hold what will be read: the first of them five steps before it is.
+    assert d["rnn"].adjoint.values.argmin() == 6
+
+
+def test_batches_with_time_first_are_read_as_such():
+    x = white(200)
+    batches = [(x[i : i + 50].transpose(1, 0, 2), x[i : i + 50, -4]) for i in range(0, 200, 50)]
+    d = rl.diagnose(TimeFirst(3), iter(batches))
+    assert (float(d["model"].memory), d["model"].sizes["sample"]) == (4, 200)
+
+
+def test_axes_may_be_said_where_sizes_do_not_tell():
+    x = white(STEPS * 3)[:, :, :]
+    square = white(STEPS * 3, STEPS * 3)
+    net = TimeFirst(5, sequence=True)
+    y = np.zeros_like(square)
+    y[:, 5:] = square[:, :-5]
+    given, target = square.transpose(1, 0, 2), y.transpose(1, 0, 2)
+    with pytest.raises(InputError, match=r'axes=\{"y"'):
+        rl.diagnose(net, given, target)
+    d = rl.diagnose(net, given, target, axes={"y": ("time", "sample", "unit")})
+    assert float(d["model"].memory) == 6
+    assert x.shape[0] == square.shape[0]
+
+
+class Packed(nn.Module):
+    """Packs by a length for each sample, and returns all outputs, or the last."""
+
+    def __init__(self, lag, *, sequence=False):
+        super().__init__()
+        self.rnn, self.head, self.sequence = register(lag + 2), reader([(lag, 1.0)], lag + 2), sequence
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        h, last = self.rnn(packed)
+        if self.sequence:
+            return self.head(nn.utils.rnn.pad_packed_sequence(h, batch_first=True)[0])
+        return self.head(last[-1])
+
+
+@pytest.mark.parametrize("longest", [STEPS, STEPS - 3])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_packed_samples_count_from_their_own_end(longest, sequence):
+    x, lengths = white(), np.random.default_rng(1).integers(9, longest + 1, SAMPLES)
+    y = x[np.arange(SAMPLES), lengths - 5] if not sequence else np.roll(x, 4, axis=1)
+    d = rl.diagnose(Packed(4, sequence=sequence), (x, lengths), y)
+    assert float(d["model"].memory) == 5
+    assert float(d["model"].skill) > 0.99
+    assert "MISSED_DEPENDENCY" not in d.codes
+
+
+def test_kappa_starts_at_the_step_that_is_looked_at():
+    """One tanh unit: its transfer from step s is the product of w (1 - h_t^2), written out here."""
+    torch.manual_seed(0)
+    rnn, head, w = nn.RNN(1, 1, batch_first=True), nn.Linear(1, 1), 0.8
+    with torch.no_grad():
+        rnn.weight_hh_l0.fill_(w)
+
+    class Every(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = rnn, head
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0])
+
+    net, x = Every(), white()
+    # The inputs die away: what is left at a step depends on where it is.
+    x *= np.linspace(3, 0, STEPS)[None, :, None].astype("float32")
+    with torch.no_grad():
+        h, y = rnn(torch.as_tensor(x))[0].numpy()[:32, :, 0], net(torch.as_tensor(x)).numpy()
+    for step in (7, STEPS - 1):
+        d = rl.diagnose(net, x, y, step=step)
+        gains = np.abs(w * (1 - h[:, : step + 1] ** 2))[:, ::-1]
+        expected = np.median(np.cumprod(gains, axis=1), axis=0)
+        np.testing.assert_allclose(d["rnn"].kappa.values, [1, *expected], rtol=1e-4)
+        peaks = np.cumprod(np.concatenate([np.ones((32, 1)), gains[:, :-1]], axis=1), axis=1)
+        np.testing.assert_allclose(d["rnn"].adjoint.values, np.median(peaks, axis=0), rtol=1e-4)
+
+
+class Several(nn.Module):
+    """A dict of outputs, of which the second reads further back."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.near, self.far = register(12), reader([(1, 1.0)], 12), reader([(1, 1.0), (9, 0.5)], 12)
+
+    def forward(self, x):
+        h = self.rnn(x)[0][:, -1]
+        return {"near": self.near(h), "far": self.far(h)}
+
+
+def test_one_of_several_outputs_is_asked_for():
+    x = white()
+    y = {"near": x[:, -2], "far": np.concatenate([x[:, -2], 0.5 * x[:, -10]], axis=1)}
+    net = Several()
+    memories = [float(rl.diagnose(net, x, y, output=i)["model"].memory) for i in (0, 1)]
+    assert memories == [2, 10]
+    with pytest.raises(InputError, match="output= is beyond the outputs"):
+        rl.diagnose(net, x, y, output=2)
+    with pytest.raises(InputError, match="step= is beyond the output"):
+        rl.diagnose(TimeFirst(3, sequence=True), x.transpose(1, 0, 2), None, step=STEPS)
+
+
+class Pooled(nn.Module):
+    """Mean over time of a layer that forgets at once: every step reaches the output without the recurrence."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = register(2), nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0].mean(dim=1))
+
+
+def test_a_pooled_layer_needs_no_recurrence_to_hear_of_an_early_step():
+    torch.manual_seed(0)
+    x = white()
+    d = rl.diagnose(Pooled(), x, x[:, 3])
+    assert {"MISSED_DEPENDENCY", "PATH_OPEN"} <= set(d.codes)
+    assert "VANISHING" not in d.codes
+
+
+def test_packed_data_are_refused_by_name():
+    x = nn.utils.rnn.pack_padded_sequence(torch.as_tensor(white(4)), torch.tensor([5, 4, 3, 2]), batch_first=True)
+    with pytest.raises(UnsupportedError, match="packed sequence"):
+        rl.diagnose(nn.RNN(1, 2, batch_first=True), x, np.zeros(4))
+
+
+def test_what_is_no_number_is_said_and_nothing_else():
+    net = TimeFirst(3)
+    with torch.no_grad():
+        net.rnn.weight_hh_l0[0, 0] = float("nan")
+    x = white()
+    d = rl.diagnose(net, x.transpose(1, 0, 2), x[:, -4])
+    assert d.codes == ("NONFINITE",)
+    assert "memory unknown" in str(d)
+    one = white()
+    one[200, 3] = np.inf
+    d = rl.diagnose(TimeFirst(3), one.transpose(1, 0, 2), white()[:, -4])
+    assert d.codes[0] == "NONFINITE"
+
+
+def test_errors_of_the_model_keep_their_own_words():
+    class Wrong(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = register(3)
+
+        def forward(self, x):
+            raise KeyError("no such thing")
+
+    with pytest.raises(RnnlensError, match="no such thing"):
+        rl.diagnose(Wrong(), white(), white()[:, 0])
