@@ -367,3 +367,63 @@ def verbs(model: Any, x: Any, y: Any, loss: Any, folder: Path) -> list[Target]:
         ("weight_norms", rl.weight_norms, {"model": one(model)}),
     ]
     return [Target(name, verb, good, tuple(inspect.signature(verb).parameters), near) for name, verb, good in cases]
+
+
+def diagnoses(model: Any, x: Any, y: Any) -> list[Target]:
+    """``rl.diagnose`` and what belongs to it, on one model, with all of their arguments."""
+    found = rl.diagnose(model, x, y)
+    numbers = {str(n): one(n) for n in (-9, -5, -1, 0, 1, 4, 5, 64)}
+    near = {
+        **near_verbs(x, y),
+        **dict.fromkeys(("step", "output", "samples", "count", "period", "most", "seed"), numbers),
+        "task": _each_word("classes", "binary", "values"),
+        "baseline": {"init": one("init"), "itself": one(model), "a diagnosis": one(found)},
+        "layer": NAMES,
+        "axes": {
+            "right": lambda: {"input": ("sample", "time", "feature"), "output": ("sample", "time", "unit")},
+            "turned": lambda: {"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")},
+            "of y": lambda: {"y": ("time", "sample", "unit")},
+            "too few": lambda: {"input": ("sample", "time"), "y": ("sample",)},
+            "folded": lambda: {"output": (("time", "sample"), "unit")},
+        },
+        "input": {
+            **_each_word("mean", "zero", "median"),
+            "right": lambda: np.ones(3),
+            "wide": lambda: np.ones(4),
+            "NaN": lambda: np.full(3, np.nan),
+        },
+        "starts": {
+            "right": lambda: np.ones((6, 8)),
+            "narrow": lambda: np.ones((6, 4)),
+            "one": lambda: np.ones(8),
+            "none": lambda: np.ones((0, 8)),
+            "infinite": lambda: np.full((6, 8), np.inf),
+            "a trace": lambda: rl.trace(model, x),
+            "by another name": lambda: {"gru": 1},
+        },
+        "noise": {"some": one(0.1), "negative": one(-1.0)},
+        "tolerance": {"none": one(0.0), "all": one(1e9)},
+        "diagnoses": {
+            "two": lambda: {"a": found, "b": found},
+            "one": lambda: {"a": found},
+            "by number": lambda: {1: found},
+            "a list": lambda: [found],
+            "a model": lambda: {"a": model},
+            "the same name": lambda: {"a": found, "a ": found, "": found},
+        },
+    }
+    data = {"model": one(model), "x": one(x)}
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        ("diagnose", rl.diagnose, {**data, "y": one(y)}),
+        ("compare", rl.compare, {"diagnoses": lambda: {"a": found}}),
+        ("lyapunov", rl.lyapunov, data),
+        ("fixed_points", rl.fixed_points, {**data, "most": one(8)}),
+        ("plot.diagnosis", rl.plot.diagnosis, {"d": one(found)}),
+    ]
+    near["d"] = {"itself": one(found), "another": lambda: rl.trace(model, x)}
+    return [Target(name, verb, good, _named(verb), near) for name, verb, good in cases]
+
+
+def _named(function: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)

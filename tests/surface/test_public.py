@@ -14,7 +14,9 @@ CHANGELOG = Path(__file__).resolve().parents[2] / "CHANGELOG.md"
 #: Functions with their parameters and defaults; rooms (modules) with None.
 PUBLIC = {
     "compare": "(diagnoses)",
-    "diagnose": ("(model, x, y=None, *, baseline=None, step=-1, output=0, task=None, loss=None, samples=512, seed=0)"),
+    "diagnose": (
+        "(model, x, y=None, *, baseline=None, step=-1, output=0, task=None, loss=None, samples=512, seed=0, axes=None)"
+    ),
     "fixed_points": (
         "(model, x=None, *, layer=None, input='mean', starts=None, period=1, most=512, noise=0.0, tolerance=0.001, "
         "seed=0)"

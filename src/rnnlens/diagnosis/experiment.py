@@ -249,7 +249,7 @@ class Experiment:
         leaves = data.leaves_of(outputs)
         if not -len(leaves) <= self.output < len(leaves):
             raise InputError(
-                message("output= is beyond the outputs.", got=self.output, expected=f"0 to {len(leaves) - 1}")
+                message("output= is beyond what there is.", got=self.output, expected=f"0 to {len(leaves) - 1}")
             )
         return leaves[self.output]
 
@@ -297,8 +297,8 @@ class Experiment:
         """The target at the step, or None without y."""
         if self.samples.y is None:
             return None
-        y = data.leaves_of(self.samples.y)[self.output if len(data.leaves_of(self.samples.y)) > 1 else 0]
-        y = np.asarray(plain(y))
+        targets = data.leaves_of(self.samples.y)
+        y = targets[0] if len(targets) == 1 else self._leaf(self.samples.y)
         if self.step == -1 and self.is_sequence and y.ndim >= 2 and y.shape[1] == self.samples.steps:
             y, step = y[np.arange(len(y)), self.lengths - 1], None
         else:
@@ -308,7 +308,7 @@ class Experiment:
     @cached_property
     def is_sequence(self) -> bool:
         """Whether the output has a time axis."""
-        return self.looked_at.ndim >= 3
+        return len(self.looked_at.shape) >= 3
 
     @cached_property
     def prediction(self) -> Array:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, Port
-from ..errors import InputError, message
+from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port
+from ..errors import InputError, RnnlensError, message
 from ..layout import Layout, canonical_order
 from ..results.schema import plain
 from ..typing import Array
@@ -35,12 +35,37 @@ class Orientation:
 
     def _of_inputs(self, x: Any) -> list[Layout] | None:
         """How each leaf of x lies; None where samples come first in all, so that nothing has to be turned."""
-        found = layouts_of_inputs(self.axes, Batch(x), x)
+        if self.axes.adapter.samples_first:
+            return None
+        failure: Exception | None = None
+        if not any(name.startswith("input") for name in self.said):
+            try:
+                if self._come_first(x):
+                    return None
+            except RnnlensError as error:
+                failure = error
+        try:
+            found = layouts_of_inputs(self.axes, Batch(x), x)
+        except InputError as error:
+            raise failure or error from error
         if found is None or all(layout is None or layout.sample == 0 for layout in found):
             return None
         leaves = data.leaves_of(x)
         self.axes.learn(Batch(x), [Port("input", index=i) for i in range(len(leaves))])
         return [self._complete(i, leaf, layout) for i, (leaf, layout) in enumerate(zip(leaves, found, strict=True))]
+
+    def _come_first(self, x: Any) -> bool:
+        """Whether every recurrent call has two samples of the first two entries of x, and three of the first three."""
+        return all(self._samples_of_first(x, count) <= {count} for count in (2, 3))
+
+    def _samples_of_first(self, x: Any, count: int) -> set[int]:
+        """How many samples the recurrent calls have on the first few entries of every leaf."""
+        few, request = (
+            data.map_leaves(lambda leaf: leaf[:count], x),
+            CaptureRequest(gradients=False, weight_grads=False),
+        )
+        calls = self.axes.adapter.capture(self.axes.model, Batch(few), request).calls
+        return {int(call.input.shape[0]) for call in calls}
 
     def _complete(self, index: int, leaf: Any, layout: Layout | None) -> Layout:
         """With the axis of the steps; the first that is free where it was not found out."""

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from hostile import faults, run, verbs
+from hostile import diagnoses, faults, run, verbs
 
 FOREIGN = {
     "requires grad": lambda: torch.ones(2, 5, 3, requires_grad=True),
@@ -48,6 +48,13 @@ def test_every_call_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
     outcomes = run(targets(tmp_path), FOREIGN, 120, 0)
     assert not faults(outcomes)
     assert sum(outcome.kind == "result" for outcome in outcomes) > 8  # many go through the door, and further
+
+
+def test_every_diagnosis_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
+    model, x, y = (targets(tmp_path)[1].good[name]() for name in ("model", "x", "y"))
+    outcomes = run(diagnoses(model, x, y), FOREIGN, 60, 0)
+    assert not faults(outcomes)
+    assert sum(outcome.kind == "result" for outcome in outcomes) > 10
 
 
 @pytest.mark.full

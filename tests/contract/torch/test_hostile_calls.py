@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hostile import faults, run, verbs
+from hostile import diagnoses, faults, run, verbs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -52,6 +52,20 @@ def test_every_call_ends_in_a_result_or_in_one_error_of_ours(seed, tmp_path):
     outcomes = run(targets(tmp_path), FOREIGN, 700, seed)
     assert not faults(outcomes)
     assert sum(outcome.kind == "result" for outcome in outcomes) > 70  # many go through the door, and further
+
+
+def test_every_diagnosis_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
+    model, x, y = (targets(tmp_path)[1].good[name]() for name in ("model", "x", "y"))
+    outcomes = run(diagnoses(model, x, y), FOREIGN, 320, 0)
+    assert not faults(outcomes)
+    assert sum(outcome.kind == "result" for outcome in outcomes) > 60
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_so_do_thousands_of_diagnoses(seed, tmp_path):
+    model, x, y = (targets(tmp_path)[1].good[name]() for name in ("model", "x", "y"))
+    assert not faults(run(diagnoses(model, x, y), FOREIGN, 1500, seed))
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""``rl.diagnose`` on models and data as others write them; the memory is known, since all are shift registers at heart."""
+"""``rl.diagnose`` on models and data as others write them, of known memory: all are shift registers at heart."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_one_of_several_outputs_is_asked_for():
     net = Several()
     memories = [float(rl.diagnose(net, x, y, output=i)["model"].memory) for i in (0, 1)]
     assert memories == [2, 10]
-    with pytest.raises(InputError, match="output= is beyond the outputs"):
+    with pytest.raises(InputError, match="output= is beyond what there is"):
         rl.diagnose(net, x, y, output=2)
     with pytest.raises(InputError, match="step= is beyond the output"):
         rl.diagnose(TimeFirst(3, sequence=True), x.transpose(1, 0, 2), None, step=STEPS)

@@ -163,3 +163,16 @@ def test_fixed_points_of_an_lstm_are_mapped_onto_themselves():
     found = find_points(map_, np.random.default_rng(0).normal(size=(64, 10)))
     assert found.fixed.any()
     np.testing.assert_allclose(map_.step(found.states[found.fixed]), found.states[found.fixed], atol=1e-8)
+
+
+def test_each_sample_may_end_at_a_step_of_its_own():
+    """One tanh unit: the transfer from step s is the product of w (1 - h_t^2), t = s, s - 1, ..."""
+    cell = KnownCell("simple_rnn", np.ones((1, 1)), np.full((1, 1), 0.9))
+    run = run_of(cell, samples=3, steps=20)
+    ends = np.array([19, 7, 12])
+    found = measures.state_transfer(run, ends=ends).log_ratio
+    assert found.shape == (21, 3)
+    for i, end in enumerate(ends):
+        gains = np.log(0.9 * (1 - run.states[0][i, : end + 1, 0] ** 2))[::-1]
+        np.testing.assert_allclose(found[: end + 2, i], np.append(0, np.cumsum(gains)), rtol=1e-9, atol=1e-12)
+        assert np.isnan(found[end + 2 :, i]).all()
