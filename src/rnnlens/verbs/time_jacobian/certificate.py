@@ -33,7 +33,7 @@ def certificate_of(request: Request, plan: Plan, jacobian: xr.DataArray) -> Cert
     if options.out is not None:
         return Certificate("could not", why="it was written piece by piece, and is not read back")
     looked = (options.reduce, options.average, options.sketch, options.project is None)
-    if not wanted(request.model, "jacobian", request.batch, request.names, *looked):
+    if not wanted(request.model, "jacobian", request.batch, (request.of, request.wrt), *looked):
         return Certificate()
     why = _why_not(request, plan)
     if why:
@@ -45,7 +45,7 @@ def _why_not(request: Request, plan: Plan) -> str:
     """Why the Jacobian asked for has nothing that a plain run gives; "" where it has."""
     if any(data.is_packed(leaf) for leaf in data.leaves_of(request.batch.x)):
         return "a packed input has its steps in another order than the result"
-    for name, what in zip(request.names, ("output", "input"), strict=True):
+    for name, what in zip((request.of, request.wrt), ("output", "input"), strict=True):
         if name.layer is not None or name.what != what:
             return f"{name.text} lies inside the model, where a plain run cannot be looked at"
     if plan.ends.kind not in (None, "sum", "mean"):

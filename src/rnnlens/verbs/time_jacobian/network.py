@@ -153,7 +153,7 @@ def _look_inside(request: Request) -> Inside:
         raise _nothing_recurrent(request)
     outputs = leaves_of(capture.outputs)
     if len(outputs) > 1 and not request.known.outputs:
-        refuse_lone_output(request.names, len(outputs))
+        refuse_lone_output((request.of, request.wrt), len(outputs))
     return Inside.of(capture.calls, capture.entangled)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -69,13 +69,8 @@ class Request:
     of: TensorName
     wrt: TensorName
     options: Options
-    layouts: Mapping[Port, Layout] = field(default_factory=dict)
-    provenance: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def names(self) -> tuple[TensorName, TensorName]:
-        """Both ends."""
-        return self.of, self.wrt
+    layouts: Mapping[Port, Layout]
+    provenance: Mapping[str, str]
 
 
 def read_request(
