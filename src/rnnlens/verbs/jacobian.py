@@ -30,7 +30,7 @@ from ..results.checks import warn_about
 from ..results.jacobian import checks_of
 from ..settings import current, parse_memory
 from .axes import an_axes_table
-from .time_jacobian.certificate import certificate_of
+from .time_jacobian.certificate import certify, claim_of
 from .time_jacobian.execute import execute
 from .time_jacobian.label import Labels
 from .time_jacobian.network import open_network
@@ -157,7 +157,8 @@ def jacobian(
     with open_network(request) as network:
         plan = make_plan(options, network)
         found = execute(Labels(plan, request.provenance), out)
-    certificate = certificate_of(request, plan, found)
+        claim = claim_of(request, plan, found)
+    certificate = certify(request, plan, claim)
     found.attrs |= certificate.attributes(checks_of(found))
     warn_about(certificate.checks)
     return found

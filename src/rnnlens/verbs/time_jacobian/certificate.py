@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from ... import data
-from ...errors import CertificateError
+from ...errors import CertificateError, TooLargeError
 from ...results.certificate import Certificate
 from ...results.checks import coarser
 from ...typing import Array
@@ -19,16 +19,18 @@ from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, SAMPLE, TIME, UNIT
 from ..certify import Bench, attempt, outputs_of, unsteady, wanted
 from ..names import TensorName
 from ..outside import Outside
-from .claim import Claim, claim_of
+from .claim import LINEAR, Claim, pushed_through, taken_from
 from .ends import Ends
 from .plan import Plan
 from .request import Request
 
 JACOBIAN = "plain jacobian"
 
+_REDUCED = {"norm": "norms", "spectral": "largest singular values", "abs_mean": "mean magnitudes"}
 
-def certificate_of(request: Request, plan: Plan, jacobian: xr.DataArray) -> Certificate:
-    """What the numbers of a finished Jacobian are worth, where ``rl.options(certify=...)`` asks for it."""
+
+def claim_of(request: Request, plan: Plan, jacobian: xr.DataArray) -> Claim | Certificate:
+    """What there is to be certified of a finished Jacobian, while its network is open; or why nothing is."""
     options = request.options
     if options.out is not None:
         return Certificate("could not", why="it was written piece by piece, and is not read back")
@@ -38,18 +40,21 @@ def certificate_of(request: Request, plan: Plan, jacobian: xr.DataArray) -> Cert
     why = _why_not(request, plan)
     if why:
         return Certificate("could not", request.adapter.engine, why=why)
-    return _compared(request, plan, claim_of(plan, jacobian))
+    if plan.ends.kind in LINEAR:
+        return taken_from(plan, jacobian)
+    try:
+        return pushed_through(plan, jacobian, options.memory, _computed_in(request, plan))
+    except TooLargeError:
+        return Certificate("could not", request.adapter.engine, why="what it was reduced from would not fit into the memory")
 
 
 def _why_not(request: Request, plan: Plan) -> str:
     """Why the Jacobian asked for has nothing that a plain run gives; "" where it has."""
     if any(data.is_packed(leaf) for leaf in data.leaves_of(request.batch.x)):
         return "a packed input has its steps in another order than the result"
-    for name, what in zip((request.of, request.wrt), ("output", "input"), strict=True):
+    for name, what in ((request.of, "output"), (request.wrt, "input")):
         if name.layer is not None or name.what != what:
             return f"{name.text} lies inside the model, where a plain run cannot be looked at"
-    if plan.ends.kind not in (None, "sum", "mean"):
-        return f"reduce={plan.ends.kind!r} is not linear: a single product of the plain run does not give it"
     if request.options.rtol is not None:
         return "rtol= left out rows on purpose"
     if plan.dtype.kind != "f":
@@ -57,8 +62,10 @@ def _why_not(request: Request, plan: Plan) -> str:
     return ""
 
 
-def _compared(request: Request, plan: Plan, claim: Claim) -> Certificate:
+def certify(request: Request, plan: Plan, claim: Claim | Certificate) -> Certificate:
     """Run the model plainly, and compare what arrives at its input."""
+    if isinstance(claim, Certificate):
+        return claim
     engine = request.adapter.engine
     outside = Outside(plan.network.layouts, plan.network.samples)
     pulled = partial(_cotangents, outside, request.of, claim)
@@ -68,19 +75,20 @@ def _compared(request: Request, plan: Plan, claim: Claim) -> Certificate:
     whole, dims = _arrived(outside, request.wrt, run.input_grads, request.batch.x)
     if not set(dims) <= {SAMPLE, TIME, FEATURE}:
         return Certificate("could not", engine, why=f"an input with axes {', '.join(dims)} is not compared")
-    mine, theirs = claim.pulled, _asked(xr.DataArray(whole, dims=dims), plan.ends)
+    mine, theirs = claim.pulled, _asked(xr.DataArray(whole, dims=dims), claim.ends)
     bench = Bench(max(int(size) for size in (64, *plan.shape)), _computed_in(request, plan))
     bench.compare(JACOBIAN, "", [(mine, theirs.transpose(*mine.dims))], scale=claim.spread)
-    certificate = Certificate.of(engine, bench.checks, certified=("random combinations of its rows",))
+    certificate = Certificate.of(engine, [*bench.checks, *claim.checks], **_words(plan, claim))
     reason = unsteady(request.adapter, request.model, request.batch, run) if certificate.state == "failed" else ""
     return Certificate("could not", engine, why=reason) if reason else certificate
 
 
-def _computed_in(request: Request, plan: Plan) -> str:
-    """The coarsest dtype on the way: that of the result, of the model, or of a layer."""
-    layers = (one.half.call.compute_dtype for one in plan.network.recurrences)
-    kinds = [str(plan.dtype), request.provenance.get("dtype", ""), *layers]
-    return functools.reduce(coarser, (kind or "" for kind in kinds))
+def _words(plan: Plan, claim: Claim) -> dict[str, tuple[str, ...]]:
+    """What was compared, and what follows from it."""
+    if not claim.probed:
+        return {"certified": ("random combinations of its rows",)}
+    before = "random combinations of the rows before they were reduced"
+    return {"certified": (before,), "resting": (_REDUCED[str(plan.ends.kind)],)}
 
 
 def _cotangents(outside: Outside, of: TensorName, claim: Claim, outputs: Sequence[Array]) -> Sequence[Array | None]:

@@ -1,15 +1,30 @@
-"""What a time Jacobian says of one vector-Jacobian product, u^T J for random signs u: to be held against another."""
+"""What a time Jacobian says of one vector-Jacobian product, u^T J for random signs u: to be held against another.
+
+A Jacobian that is linear in its rows says it by itself. Of one that was reduced to norms nothing linear is left: there
+the same signs are pushed through the same plan once more, unreduced, as one row for each output step.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import xarray as xr
 
-from ...vocabulary import OUT_TIME, OUT_UNIT, SAMPLE, TIME, UNIT
+from ...results.checks import Check, rounding_bound
+from ...vocabulary import IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME, UNIT
 from .ends import Ends
-from .plan import Plan
+from .execute import numbers
+from .plan import Plan, plan_for
+from .tally import Tally
+
+#: Reductions after which a Jacobian is still linear in its rows.
+LINEAR = (None, "sum", "mean")
+#: Output steps at most at which a probe starts.
+PROBED_STEPS = 64
+
+REDUCTION = "bound of the reduction"
 
 
 @dataclass(frozen=True)
@@ -18,26 +33,100 @@ class Claim:
 
     Attributes
     ----------
+    ends
+        What the numbers in ``pulled`` were made of.
     cotangent
-        (sample, [time,] unit): of the output's own units, at the steps ``out_times`` in their order.
+        (sample, [time,] unit): of the output's own units, at the steps ``ends.out_times`` in their order.
     pulled
         What the Jacobian makes of it, by the names of its axes.
     spread
         The largest root of the sum of squares that went into one number of it: what rounding is relative to.
+    probed
+        Whether it was pushed through the plan, and not taken from the result.
+    checks
+        How a reduced result agrees with it.
     """
 
     ends: Ends
     cotangent: xr.DataArray
     pulled: xr.DataArray
     spread: float
+    probed: bool = False
+    checks: tuple[Check, ...] = ()
 
 
-def claim_of(plan: Plan, jacobian: xr.DataArray) -> Claim:
-    """Of a Jacobian that is linear in its rows."""
+def taken_from(plan: Plan, jacobian: xr.DataArray) -> Claim:
+    """The claim of a Jacobian that is linear in its rows."""
     signs = _signs(plan)
     bare = jacobian.drop_vars(list(jacobian.coords))
-    squares = xr.dot(bare, bare, dim=[d for d in (OUT_TIME, OUT_UNIT) if d in bare.dims])
-    return Claim(plan.ends, _on_units(signs, plan.ends), _contracted(bare, signs), float(np.sqrt(squares.max())))
+    return Claim(plan.ends, _on_units(signs, plan.ends), _contracted(bare, signs), _spread(bare))
+
+
+def pushed_through(plan: Plan, jacobian: xr.DataArray, memory: int, dtype: str) -> Claim:
+    """The claim of a Jacobian that was reduced: random signs go the way that its rows went.
+
+    Raises
+    ------
+    TooLargeError
+        If not even the steps below one output step fit into the memory.
+    """
+    chosen = _probed_steps(plan, memory)
+    weights = _random_rows(plan, chosen)
+    times = None if plan.ends.out_times is None else [plan.ends.out_times[i] for i in chosen]
+    ends = replace(plan.ends, weights=weights, out_times=times, kind=None, sketch=None, average=False)
+    modes = {part.mode for part in plan.parts}
+    probe = plan_for(plan.network, ends, modes.pop() if len(modes) == 1 else "auto", None, memory, streamed=False)
+    rows = xr.DataArray(numbers(probe, Tally()), dims=probe.dims)
+    check = _bound(plan, jacobian, rows, chosen, dtype)
+    pulled = rows.isel({OUT_UNIT: 0})
+    pulled = pulled.sum(OUT_TIME) if OUT_TIME in rows.dims else pulled
+    cotangent = xr.DataArray(weights[:, :, 0].astype(plan.dtype), dims=(SAMPLE, TIME, UNIT))
+    cotangent = cotangent.isel({TIME: 0 if times is None else times})
+    return Claim(ends, cotangent, pulled, _spread(rows), True, check)
+
+
+def _probed_steps(plan: Plan, memory: int) -> list[int]:
+    """Places of output steps, among those asked for, at which a probe starts: as many as fit."""
+    ends = plan.ends
+    each = plan.network.samples * ends.in_count * ends.wrt.size * plan.dtype.itemsize
+    count = max(1, min(ends.groups, PROBED_STEPS, memory // max(1, each)))
+    return sorted({int(i) for i in np.linspace(ends.groups - 1, 0, count).round()})
+
+
+def _random_rows(plan: Plan, chosen: list[int]) -> np.ndarray[Any, Any]:
+    """One combination of the rows asked for, by random signs, at each chosen step: (sample, time, 1, unit)."""
+    ends, samples = plan.ends, plan.network.samples
+    rows = np.eye(ends.of.size) if ends.projection is None else ends.projection[0, 0]
+    signs = 2.0 * np.random.default_rng(0).integers(0, 2, size=(samples, len(chosen), len(rows))) - 1.0
+    weights = np.zeros((samples, ends.of.times or 1, 1, ends.of.size))
+    at = [0] if ends.out_times is None else [ends.out_times[i] for i in chosen]
+    weights[:, at, 0] = signs @ rows
+    return weights
+
+
+def _bound(
+    plan: Plan, jacobian: xr.DataArray, rows: xr.DataArray, chosen: list[int], dtype: str
+) -> tuple[Check, ...]:
+    """No combination of so many rows by signs is longer than the largest singular value times the root of their number.
+
+    With a single row it is as long as the reduced number itself.
+    """
+    ends = plan.ends
+    if ends.sketch is not None or ends.kind is None:
+        return ()
+    count = ends.of.size if ends.projection is None else int(ends.projection.shape[2])
+    found = jacobian.drop_vars(list(jacobian.coords))
+    found = found.isel({OUT_TIME: chosen}) if OUT_TIME in found.dims else found
+    along = [OUT_UNIT, IN_FEATURE]
+    if ends.kind == "abs_mean":
+        short, limit = abs(rows).mean(along), count * found
+    else:
+        short, limit = np.sqrt((rows**2).sum(along)), np.sqrt(count) * found
+    short = short.mean(SAMPLE) if ends.average else short
+    excess = short - limit if count > 1 else abs(short - limit)
+    scale = float(abs(limit).max()) or 1.0
+    residual = max(float(excess.max()), 0.0) / scale
+    return (Check(REDUCTION, "", residual, rounding_bound(dtype, max(64, *plan.shape))),)
 
 
 def _signs(plan: Plan) -> xr.DataArray:
@@ -71,3 +160,8 @@ def _contracted(jacobian: xr.DataArray, signs: xr.DataArray) -> xr.DataArray:
     dims = [d for d in (OUT_TIME, OUT_UNIT) if d in jacobian.dims]
     combined: xr.DataArray = xr.dot(jacobian, signs, dim=dims)
     return combined
+
+
+def _spread(jacobian: xr.DataArray) -> float:
+    squares = xr.dot(jacobian, jacobian, dim=[d for d in (OUT_TIME, OUT_UNIT) if d in jacobian.dims])
+    return float(np.sqrt(squares.max()))

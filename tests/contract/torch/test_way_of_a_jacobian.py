@@ -1,0 +1,42 @@
+"""The way of ``model`` through ``rl.jacobian``: few files up to the adapter's border, each entered from one other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from trails import trail
+
+import rnnlens as rl
+from rnnlens.verbs.time_jacobian.request import Request
+
+MOST_FILES = 9
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+QUESTIONS = {
+    "output by input": {},
+    "state by state": {"of": "rnn.hidden", "wrt": "rnn.cell"},
+    "output by state": {"wrt": "rnn.cell"},
+    "norms": {"reduce": "norm"},
+    "a sketch": {"sketch": 4},
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_few_files_each_entered_from_one_other(question):
+    model, x = Tagger(), torch.randn(2, 5, 3)
+    with rl.options(certify="always"):
+        found = trail(lambda: rl.jacobian(model, x, **QUESTIONS[question]), rl.jacobian, "model", Request)
+    assert found.files[0] == "verbs/jacobian.py"
+    assert {f"verbs/time_jacobian/{stage}.py" for stage in ("request", "network", "certificate")} <= set(found.files)
+    assert len(found.files) <= MOST_FILES, found.files
+    assert not found.entered_twice

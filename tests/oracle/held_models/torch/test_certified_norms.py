@@ -1,0 +1,142 @@
+"""A time Jacobian that was reduced to norms is certified by what it was reduced from."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+from rnnlens.recurrence.reductions import REDUCTIONS
+from rnnlens.verbs.time_jacobian.linearised import Linearised
+from rnnlens.verbs.time_jacobian.segments import Segment
+
+
+class Net(nn.Module):
+    """Recurrent layers with a head at every step, or at the last."""
+
+    def __init__(self, cell=nn.LSTM, outputs=3, last=False, **options):
+        super().__init__()
+        self.rnn, self.last = cell(3, 4, batch_first=True, **options), last
+        self.head = nn.Linear(8 if self.rnn.bidirectional else 4, outputs)
+
+    def forward(self, x):
+        h = self.rnn(x)[0]
+        return self.head(h[:, -1] if self.last else h).tanh()
+
+
+class Loop(nn.Module):
+    """A cell that gets what it said before, through a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(5, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h, y, said = x.new_zeros(len(x), 4), x.new_zeros(len(x), 2), []
+        for t in range(x.shape[1]):
+            h = self.cell(torch.cat([x[:, t], y], 1), h)
+            y = self.head(h)
+            said.append(y)
+        return torch.stack(said, 1)
+
+
+MODELS = {
+    "one layer": Net,
+    "last step": lambda: Net(nn.GRU, last=True),
+    "two layers": lambda: Net(num_layers=2),
+    "both directions": lambda: Net(nn.RNN, bidirectional=True),
+    "feedback": Loop,
+}
+ASKED = {
+    "norm": {"reduce": "norm"},
+    "spectral": {"reduce": "spectral", "in_times": [1, 4]},
+    "mean of magnitudes over samples": {"reduce": "abs_mean", "average": "sample"},
+    "norm of combinations": {"reduce": "norm", "project": [[1.0, -2.0], [0.5, 3.0]]},
+    "sketch": {"sketch": 4},
+}
+
+
+def asked(model, **options):
+    torch.manual_seed(0)
+    made = model().double()
+    x = torch.randn(3, 6, 3, dtype=torch.float64)
+    project = options.pop("project", None)
+    if project is not None:
+        width = made(x).shape[-1]
+        options["project"] = np.array([[*row, 1.0][:width] for row in project])
+    with rl.options(certify="always"):
+        return rl.jacobian(made, x, **options)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("options", ASKED)
+def test_it_passes(model, options):
+    found = asked(MODELS[model], **ASKED[options])
+    assert found.certificate.startswith("certified against torch")
+    assert "before they were reduced" in found.certificate
+    compared = [check for check in found.checks if check.name == "plain jacobian"]
+    assert [check.ok and check.residual < 1e-12 for check in compared] == [True]
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_signs_go_the_way_that_the_rows_went(mode):
+    found = asked(MODELS["one layer"], reduce="norm", mode=mode)
+    assert found.mode == mode
+    assert found.certificate.startswith("certified against torch")
+
+
+def larger(original):
+    return lambda *args: original(*args) * 1.01
+
+
+def a_step_late(original):
+    return lambda self, state, times, block: original(self, state, [max(t - 1, 0) for t in times], block)
+
+
+FAULTS = {
+    "segments 1 % larger": (Segment, "at_every_step", larger, "one layer", "reverse"),
+    "segments 1 % larger, forward": (Segment, "at_every_step", larger, "one layer", "forward"),
+    "segments below 1 % larger": (Segment, "apply", larger, "two layers", "reverse"),
+    "rows enter a step late": (Linearised, "points", a_step_late, "one layer", "reverse"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("options", [{"reduce": "norm"}, {"reduce": "abs_mean", "average": "sample"}])
+def test_a_planted_fault_is_named(fault, options, monkeypatch):
+    owner, name, faulty, model, mode = FAULTS[fault]
+    monkeypatch.setattr(owner, name, faulty(getattr(owner, name)))
+    with pytest.warns(rl.errors.SelfCheckWarning, match="plain jacobian"):
+        found = asked(MODELS[model], mode=mode, **options)
+    assert found.certificate.startswith("NOT certified")
+
+
+@pytest.mark.parametrize("kind", ["norm", "spectral", "abs_mean"])
+@pytest.mark.parametrize(("outputs", "factor"), [(1, 0.99), (1, 1.01), (3, 0.2)])
+def test_a_wrong_reduction_is_named(kind, outputs, factor, monkeypatch):
+    wrong = {**REDUCTIONS, kind: lambda block: REDUCTIONS[kind](block) * factor}
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.ends.REDUCTIONS", wrong)
+    with pytest.warns(rl.errors.SelfCheckWarning, match="bound of the reduction"):
+        found = asked(lambda: Net(outputs=outputs), reduce=kind)
+    assert found.certificate.startswith("NOT certified")
+
+
+def test_what_would_not_fit_is_not_certified():
+    torch.manual_seed(0)
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.GRU(300, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.rnn(x)[0]
+
+    found = rl.jacobian(Wide(), torch.randn(2, 3, 300), reduce="norm", memory="1 KiB")
+    assert found.certificate == "could not certify: what it was reduced from would not fit into the memory"
+
+
+def test_a_probe_starts_at_some_of_many_steps(monkeypatch):
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.claim.PROBED_STEPS", 2)
+    found = asked(MODELS["two layers"], reduce="norm")
+    assert found.certificate.startswith("certified against torch")
