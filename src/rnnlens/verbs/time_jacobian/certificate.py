@@ -45,7 +45,9 @@ def claim_of(request: Request, plan: Plan, jacobian: xr.DataArray) -> Claim | Ce
     try:
         return pushed_through(plan, jacobian, options.memory, _computed_in(request, plan))
     except TooLargeError:
-        return Certificate("could not", request.adapter.engine, why="what it was reduced from would not fit into the memory")
+        return Certificate(
+            "could not", request.adapter.engine, why="what it was reduced from would not fit into the memory"
+        )
 
 
 def _why_not(request: Request, plan: Plan) -> str:
@@ -89,6 +91,13 @@ def _words(plan: Plan, claim: Claim) -> dict[str, tuple[str, ...]]:
         return {"certified": ("random combinations of its rows",)}
     before = "random combinations of the rows before they were reduced"
     return {"certified": (before,), "resting": (_REDUCED[str(plan.ends.kind)],)}
+
+
+def _computed_in(request: Request, plan: Plan) -> str:
+    """The coarsest dtype on the way: that of the result, of the model, or of a layer."""
+    layers = (one.half.call.compute_dtype for one in plan.network.recurrences)
+    kinds = [str(plan.dtype), request.provenance.get("dtype", ""), *layers]
+    return functools.reduce(coarser, (kind or "" for kind in kinds))
 
 
 def _cotangents(outside: Outside, of: TensorName, claim: Claim, outputs: Sequence[Array]) -> Sequence[Array | None]:

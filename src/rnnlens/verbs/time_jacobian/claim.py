@@ -13,7 +13,7 @@ import numpy as np
 import xarray as xr
 
 from ...results.checks import Check, rounding_bound
-from ...vocabulary import IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME, UNIT
+from ...vocabulary import IN_FEATURE, OUT_TIME, OUT_UNIT, SAMPLE, TIME, UNIT
 from .ends import Ends
 from .execute import numbers
 from .plan import Plan, plan_for
@@ -104,9 +104,7 @@ def _random_rows(plan: Plan, chosen: list[int]) -> np.ndarray[Any, Any]:
     return weights
 
 
-def _bound(
-    plan: Plan, jacobian: xr.DataArray, rows: xr.DataArray, chosen: list[int], dtype: str
-) -> tuple[Check, ...]:
+def _bound(plan: Plan, jacobian: xr.DataArray, rows: xr.DataArray, chosen: list[int], dtype: str) -> tuple[Check, ...]:
     """No combination of so many rows by signs is longer than the largest singular value times the root of their number.
 
     With a single row it is as long as the reduced number itself.
@@ -121,7 +119,7 @@ def _bound(
     if ends.kind == "abs_mean":
         short, limit = abs(rows).mean(along), count * found
     else:
-        short, limit = np.sqrt((rows**2).sum(along)), np.sqrt(count) * found
+        short, limit = (rows**2).sum(along) ** 0.5, count**0.5 * found
     short = short.mean(SAMPLE) if ends.average else short
     excess = short - limit if count > 1 else abs(short - limit)
     scale = float(abs(limit).max()) or 1.0
