@@ -53,7 +53,8 @@ def gradient(model: keras.Model, data, start: np.ndarray, **target) -> xr.DataAr
         reduce="mean",
         per_sample=True,
         wrt="embedding.output",
-        across="norm",
+        measure="norm",
+        across="mean",
         initial_state={"rnn": [start]},
         **target,
     )

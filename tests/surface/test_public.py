@@ -25,9 +25,10 @@ PUBLIC = {
     "measures": None,
     "errors": None,
     "gradients": (
-        "(model, x, y=None, *, of='loss', wrt='weights', at=None, reduce=None, per_sample=False, loss=None, "
+        "(model, x, y=None, *, of='loss', wrt='weights', at=None, reduce=None, per_sample=False, measure=None, "
+        "across=None, loss=None, "
         "sample_weight=None, class_weight=None, training=False, initial_state=None, seed=None, batch_size=None, "
-        "combine=None, across=None, clip=None, memory=None, axes=None)"
+        "combine=None, clip=None, memory=None, axes=None)"
     ),
     "jacobian": (
         "(model, x, *, of='output', wrt='input', out_times=None, in_times=None, project=None, reduce=None, "

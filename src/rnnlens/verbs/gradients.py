@@ -59,6 +59,8 @@ _ROWS_APART = (
     at=axes_by_name,
     reduce=a_reduction,
     per_sample=switch,
+    measure=one_of("norm"),
+    across=one_of("mean", "sum"),
     loss=a_loss,
     sample_weight=many_examples,
     class_weight=class_weights,
@@ -67,7 +69,6 @@ _ROWS_APART = (
     seed=seed,
     batch_size=whole(least=1),
     combine=one_of("mean", "sum"),
-    across=one_of("mean", "sum", "norm"),
     clip=a_clipping,
     memory=memory,
     axes=an_axes_table,
@@ -83,6 +84,8 @@ def gradients(
     at: Mapping[str, Any] | None = None,
     reduce: Reduction = None,
     per_sample: bool = False,
+    measure: Literal["norm"] | None = None,
+    across: Literal["mean", "sum"] | None = None,
     loss: str | Callable[..., Any] | None = None,
     sample_weight: Any = None,
     class_weight: Mapping[int, float] | None = None,
@@ -91,7 +94,6 @@ def gradients(
     seed: int | None = None,
     batch_size: int | None = None,
     combine: Literal["mean", "sum"] | None = None,
-    across: Literal["mean", "sum", "norm"] | None = None,
     clip: str | Mapping[str, float] | None = None,
     memory: str | int | None = None,
     axes: Mapping[str, Any] | None = None,
@@ -121,6 +123,11 @@ def gradients(
     per_sample
         Reduce within each sample only. Weights get a ``sample`` axis then. Of the loss, a sample's gradient is its
         share: those of all samples sum to the gradient of the batch (without what a regulariser adds).
+    measure
+        ``"norm"``: of each sample's gradient its norm over units or features, one number per time step. Of a gradient
+        without samples the norm of the whole.
+    across
+        Reduce the sample axis, after ``measure``, in bounded memory: ``"mean"`` or ``"sum"``.
     loss, sample_weight, class_weight, training, initial_state, seed
         As in :func:`rnnlens.trace`. Initial states have one row per sample of ``x``, or one row for all.
     batch_size
@@ -128,9 +135,6 @@ def gradients(
         plain mean or sum over samples is evaluated on the outputs of all batches, for which the data is read twice.
     combine
         How the target of a data set follows from those of its batches, where that is not clear from ``reduce``.
-    across
-        Reduce the sample axis while streaming, in bounded memory: ``"mean"``, ``"sum"``, or ``"norm"``, the mean over
-        samples of the norm of each sample's gradient over units or features: one number per time step.
     clip
         ``"optimizer"``: also give the gradients as the optimizer would clip them, in ``result.clipped``. Or how to:
         ``{"global_clipnorm": 1.0}``, ``{"clipnorm": ...}``, ``{"clipvalue": ...}``.
@@ -162,9 +166,9 @@ def gradients(
     adapter = adapter_for(model)
     draws = repeatable(adapter, seed, training)
     run = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, draws)
-    request = Request(of, wrt, at or {}, reduce, per_sample, clip, memory, axes)
+    request = Request(of, wrt, at or {}, reduce, per_sample, measure, across, combine, clip, memory, axes)
     question = ask(adapter, model, run, request)
-    found = gather(question, Batches(run, batch_size, question.axes, question.with_loss), combine, across)
+    found = gather(question, Batches(run, batch_size, question.axes, question.with_loss))
     provenance = adapter.provenance(model)
     if question.with_loss:
         provenance = with_reduction(provenance, adapter, model, loss)
@@ -243,13 +247,16 @@ def _with_own_axes(array: xr.DataArray, others: Mapping[str, xr.DataArray]) -> x
 
 
 def _label(question: Question, name: TensorName, found: Gathered, provenance: Mapping[str, str]) -> xr.DataArray:
-    of, info = question.target.text, question.known.recurrent.get(str(name.layer).partition("#")[0])
+    of, request = question.target.text, question.request
+    info = question.known.recurrent.get(str(name.layer).partition("#")[0])
     array, dims = found.gradients[name], found.dims[name]
+    size = "" if request.measure is None else f"{request.measure} of the "
+    mean = "" if request.across is None or name.what == "weight" else f", {request.across} over samples"
     unit = "loss" if of == "loss" else "1"
     attrs: dict[str, Any] = {
-        "long_name": f"gradient of {of} with respect to {name.text}",
+        "long_name": f"{size}gradient of {of} with respect to {name.text}{mean}",
         "units": unit,
-        "definition": f"d {_described(question.target)} / d {name.text}",
+        "definition": f"{size}d {_described(question.target)} / d {name.text}{mean}",
         "tensor": name.text,
         "layer": name.layer or "model",
     }

@@ -115,23 +115,21 @@ def test_every_source_gives_the_same(model, source):
 
 
 @pytest.mark.parametrize("batch_size", [2, 7])
-@pytest.mark.parametrize("across", ["mean", "sum", "norm"])
-def test_reduced_across_samples_on_the_way(model, across, batch_size):
+@pytest.mark.parametrize("measure", [None, "norm"])
+@pytest.mark.parametrize("across", [None, "mean", "sum"])
+def test_measured_and_reduced_across_samples_on_the_way(model, measure, across, batch_size):
     options = {"of": "lstm.final_hidden", "reduce": "mean", "per_sample": True, "wrt": "embedding.output"}
     whole = rl.gradients(model, X, **options)
-    g = rl.gradients(model, X, across=across, batch_size=batch_size, **options)
-    expected = {
-        "mean": lambda: whole.mean("sample"),
-        "sum": lambda: whole.sum("sample"),
-        "norm": lambda: np.sqrt((whole**2).sum("unit")).mean("sample"),
-    }[across]()
+    g = rl.gradients(model, X, measure=measure, across=across, batch_size=batch_size, **options)
+    sizes = whole if measure is None else np.sqrt((whole**2).sum("unit"))
+    expected = {None: sizes, "mean": sizes.mean("sample"), "sum": sizes.sum("sample")}[across]
     assert g.dims == expected.dims
     np.testing.assert_allclose(g.values, expected.values, rtol=1e-10)
 
 
 def test_norm_of_weights_is_that_of_the_data_set(model):
     whole = rl.gradients(model, X, Y, loss=mse)
-    g = rl.gradients(model, X, Y, loss=mse, across="norm", batch_size=2)
+    g = rl.gradients(model, X, Y, loss=mse, measure="norm", batch_size=2)
     for name in whole.tensors:
         assert g[name].dims == ()
         np.testing.assert_allclose(g[name].values, np.linalg.norm(whole[name].values), rtol=1e-10)

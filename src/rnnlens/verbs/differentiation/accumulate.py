@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
-from ...errors import InputError, UnsupportedError, did_you_mean, message
+from ...errors import InputError, UnsupportedError, message
 from ...results.certificate import Certificate
 from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE, TIME
 from ..axes import refuse_unknown
 from ..names import TensorName
 from .question import Answer
-from .target import Target
+from .target import Combine, Target
 
-Combine = Literal["mean", "sum"]
-Across = Literal["mean", "sum", "norm"]
 Shapes = tuple[tuple[int, ...], ...]
 
 _KEPT_BY_NORM = (SAMPLE, TIME, DIRECTION)
 
 
-def combination(target: Target, by_function: bool, asked: str | None) -> Combine | None:
+def combination(target: Target, by_function: bool, asked: Combine | None) -> Combine | None:
     """How a target follows from those of batches, None where that is not known: a mean is a mean, a sum is a sum."""
     if asked is not None:
-        if asked not in ("mean", "sum"):
-            raise InputError(
-                message(f"No way to combine batches named {asked!r}.", hint=did_you_mean(asked, ["mean", "sum"]))
-            )
-        return asked  # type: ignore[return-value]
+        return asked
     if target.per_sample:
         return "sum"
     named = target.reduce if isinstance(target.reduce, str) else None
@@ -45,21 +37,16 @@ class Accumulator:
     ----------
     combine
         How the targets of batches make up that of the data set.
+    measure
+        What becomes of the units or features of a gradient: None keeps them, ``"norm"`` takes the L2 norm over them, of
+        every sample and step by itself. Of a gradient without a sample axis it is the norm of the whole.
     across
-        What is done with the sample axis: None keeps it, ``"mean"`` and ``"sum"`` reduce it, ``"norm"`` takes the L2
-        norm of every sample's gradient (over units or features, each step by itself) and means that over samples. A
-        gradient without a sample axis is left alone by the first two; ``"norm"`` is then the norm of the whole.
+        What is then done with the sample axis: None keeps it, ``"mean"`` and ``"sum"`` reduce it. A gradient without
+        one is left alone.
     """
 
-    def __init__(self, combine: Combine | None, across: str | None) -> None:
-        if across not in (None, "mean", "sum", "norm"):
-            raise InputError(
-                message(
-                    f"No reduction across samples named {across!r}.",
-                    hint=did_you_mean(str(across), ["mean", "sum", "norm"]),
-                )
-            )
-        self.combine, self.across = combine, across
+    def __init__(self, combine: Combine | None, measure: str | None = None, across: str | None = None) -> None:
+        self.combine, self.measure, self.across = combine, measure, across
         self.batches, self.samples = 0, 0
         self.certificate = Certificate()
         self.dims: dict[TensorName, tuple[str, ...]] = {}
@@ -69,8 +56,8 @@ class Accumulator:
         self._weights: list[int] = []
         #: Shapes of samples: where there is one, only what the model packs can be shorter in some batches.
         self._shapes: set[Shapes] = set()
-        #: samples that went into what was reduced across them
-        self._reduced: dict[TensorName, int] = {}
+        #: samples that were summed
+        self._summed: dict[TensorName, int] = {}
 
     def add(self, answer: Answer, shapes: Shapes = (), count: int | None = None) -> None:
         """Take in one batch whose samples have these shapes; ``count`` of them, all by default, made up the target."""
@@ -94,11 +81,15 @@ class Accumulator:
 
     def _take(self, name: TensorName, grad: Array, dims: tuple[str, ...], weight: int) -> None:
         by_sample = SAMPLE in dims
-        if name.what != "weight" and not by_sample and (self.across is not None or self.batches > 1):
+        apart = self.measure is not None or self.across is not None or self.batches > 1
+        if name.what != "weight" and not by_sample and apart:
             refuse_unknown("Putting samples together", name.text, dims)
+        if by_sample and self.measure is not None:
+            grad, dims = _norm(grad, dims)
         if by_sample and self.across is not None:
-            self._reduced[name] = self._reduced.get(name, 0) + grad.shape[dims.index(SAMPLE)]
-            grad, dims = _reduced(grad, dims, self.across)
+            at = dims.index(SAMPLE)
+            self._summed[name] = self._summed.get(name, 0) + grad.shape[at]
+            grad, dims = grad.sum(axis=at, dtype=np.float64), (*dims[:at], *dims[at + 1 :])
         self.dims[name] = dims
         factor = weight if self.combine == "mean" else 1
         if by_sample and self.across is None:
@@ -145,9 +136,9 @@ class Accumulator:
         return [np.pad(part, pads) for part, pads in zip(parts, width, strict=True)]
 
     def _finished(self, name: TensorName, total: Array) -> Array:
-        if name in self._reduced:
-            return total / self._reduced[name] if self.across in ("mean", "norm") else total
-        if self.across == "norm":
+        if name in self._summed:
+            return total / self._summed[name] if self.across == "mean" else total
+        if self.measure is not None:
             self.dims[name] = ()
             return np.asarray(np.linalg.norm(total))
         return total
@@ -160,14 +151,11 @@ class Accumulator:
         return np.average(values, weights=self._weights) if self.combine == "mean" else values.sum()
 
 
-def _reduced(grad: Array, dims: tuple[str, ...], across: str) -> tuple[Array, tuple[str, ...]]:
-    """Sum over samples of the gradient, or of its norm over units or features."""
-    if across == "norm":
-        axes = tuple(i for i, dim in enumerate(dims) if dim not in _KEPT_BY_NORM)
-        grad = np.sqrt(np.sum(np.square(grad, dtype=np.float64), axis=axes))
-        dims = tuple(dim for dim in dims if dim in _KEPT_BY_NORM)
-    at = dims.index(SAMPLE)
-    return grad.sum(axis=at, dtype=np.float64), (*dims[:at], *dims[at + 1 :])
+def _norm(grad: Array, dims: tuple[str, ...]) -> tuple[Array, tuple[str, ...]]:
+    """The norm over units or features, in double precision."""
+    axes = tuple(i for i, dim in enumerate(dims) if dim not in _KEPT_BY_NORM)
+    norm = np.sqrt(np.sum(np.square(grad, dtype=np.float64), axis=axes))
+    return norm, tuple(dim for dim in dims if dim in _KEPT_BY_NORM)
 
 
 def _uneven(name: TensorName, first: tuple[int, ...], other: tuple[int, ...]) -> str:

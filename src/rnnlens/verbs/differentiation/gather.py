@@ -35,7 +35,7 @@ class Gathered:
     certificate: Certificate
 
 
-def gather(question: Question, batches: Batches, combine: str | None, across: str | None) -> Gathered:
+def gather(question: Question, batches: Batches) -> Gathered:
     """Answer batch by batch; explain on the first batch what has no gradient there.
 
     Raises
@@ -43,33 +43,31 @@ def gather(question: Question, batches: Batches, combine: str | None, across: st
     UnsupportedError
         If the answers to batches do not make up that of the whole data set.
     """
-    stream = iter(batches)
+    request, stream = question.request, iter(batches)
     first, second = next(stream), next(stream, None)
     if second is None:
-        return _added_up(question, question.target, [first], Accumulator(None, across), batches)
+        return _added_up(question, question.target, [first], None, batches)
     layouts = output_layouts(question.axes, first, second)
     stream = chain([first, second], stream)
-    if combine is None and question.of_loss:
-        return _of_loss(question, stream, across, batches, layouts)
-    by = combination(question.target, question.function is not None, combine)
+    if request.combine is None and question.of_loss:
+        return _of_loss(question, stream, batches, layouts)
+    combine = combination(question.target, question.function is not None, request.combine)
     target = replace(question.target, total=batches.samples, rows=(0, 0))
-    return _added_up(question, target, stream, Accumulator(by, across), batches)
+    return _added_up(question, target, stream, combine, batches)
 
 
-def _of_loss(
-    question: Question, stream: Iterator[Batch], across: str | None, batches: Batches, layouts: Layouts | None
-) -> Gathered:
+def _of_loss(question: Question, stream: Iterator[Batch], batches: Batches, layouts: Layouts | None) -> Gathered:
     """The loss of several batches: their mean or sum where it is known to be that, else from the outputs of all."""
     first = next(stream)
     how = question.adapter.combination(question.model, first)
     if how is not None:
         alike = _while_combining(question, chain([first], stream), how)
         try:
-            return _added_up(question, question.target, alike, Accumulator(how, across), batches)  # type: ignore[arg-type]
+            return _added_up(question, question.target, alike, how, batches)
         except _AnotherLossError:
             pass
     loss = WholeLoss.of(question, batches.again(), layouts, batches.targets)
-    total = Accumulator("sum", across)
+    total = _accumulator(question, "sum")
     for put, part in loss.questions(question, batches.again()):
         _add(put, part, total)
     return _gathered(question, Part(first, question.target), total, batches, loss.value)
@@ -90,10 +88,10 @@ def _while_combining(question: Question, batches: Iterable[Batch], how: str) -> 
 
 
 def _added_up(
-    question: Question, target: Target, stream: Iterable[Batch], total: Accumulator, batches: Batches
+    question: Question, target: Target, stream: Iterable[Batch], combine: str | None, batches: Batches
 ) -> Gathered:
-    """The answers to batches, added up as the accumulator does it."""
-    first = None
+    """The answers to batches, added up; ``combine`` as in :func:`combination`."""
+    first, total = None, _accumulator(question, combine)
     with Progress("gradients", batches.count) as progress:
         for part in _parts(question, target, stream):
             first = first or part
@@ -101,6 +99,10 @@ def _added_up(
             progress.advance()
     assert first is not None
     return _gathered(question, first, total, batches)
+
+
+def _accumulator(question: Question, combine: str | None) -> Accumulator:
+    return Accumulator(combine, question.request.measure, question.request.across)  # type: ignore[arg-type]
 
 
 def _parts(question: Question, target: Target, stream: Iterable[Batch]) -> Iterator[Part]:

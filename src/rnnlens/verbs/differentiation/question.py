@@ -21,7 +21,7 @@ from ..inside import Half
 from ..names import Catalogue, TensorName, catalogue, read, read_all, read_one, with_named_outputs
 from ..outside import Outside
 from ..weight_keys import sources
-from .target import Reduction, Target
+from .target import Combine, Reduction, Target
 
 Of = str | Callable[..., Any] | Sequence[Any]
 
@@ -39,6 +39,9 @@ class Request:
     at: Mapping[str, Any]
     reduce: Reduction
     per_sample: bool
+    measure: str | None = None
+    across: str | None = None
+    combine: Combine | None = None
     clip: Any = None
     memory: str | int | None = None
     axes: Mapping[str, Layout] | None = None
@@ -50,6 +53,8 @@ class Question:
 
     Attributes
     ----------
+    request
+        What the caller said.
     known, axes
         What the model has that can be named, and how its tensors lie; both learn as the model runs.
     named
@@ -70,6 +75,7 @@ class Question:
 
     adapter: Adapter
     model: Any
+    request: Request
     known: Catalogue
     axes: Axes
     named: tuple[TensorName, ...] | None
@@ -162,6 +168,7 @@ def ask(adapter: Adapter, model: Any, run: Batch, request: Request) -> Question:
     return Question(
         adapter,
         model,
+        request,
         known,
         Axes(adapter, model, request.axes, known),
         named,
@@ -244,8 +251,8 @@ def _tensors(wrt: str | Iterable[str], known: Catalogue) -> tuple[list[TensorNam
 
 def _with_all_clipped(asked: Sequence[TensorName], request: Request, known: Catalogue) -> list[TensorName]:
     """Also the weights that nobody asked for: an optimizer clips by the norm of all."""
-    if any(name.what != "weight" for name in asked) or request.per_sample:
-        got = "clip= with other tensors or per_sample"
+    if any(name.what != "weight" for name in asked) or request.per_sample or request.measure is not None:
+        got = "clip= with other tensors, per_sample or measure"
         raise InputError(message("Optimizers clip the gradients of weights, of a batch.", got=got))
     return list(dict.fromkeys([*asked, *trainable(known)]))
 

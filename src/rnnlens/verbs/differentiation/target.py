@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
@@ -19,6 +19,8 @@ from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE
 
 Reduction = Any
+#: How a target follows from those of batches.
+Combine = Literal["mean", "sum"]
 #: Calls a user's function on tensors of the model's framework: arrays to (value, function that pulls a cotangent back).
 Differentiate = Callable[[Callable[..., Any], Sequence[Array]], tuple[Array, Callable[[Array], Sequence[Array]]]]
 

@@ -200,7 +200,7 @@ def test_cut_into_batches_and_reduced_across_samples(case):
     mean = rl.gradients(model, data, batch_size=size, combine="sum", across="mean", **asked)
     assert mean.dims == ("time", "feature")
     close(mean.values, expected.mean(0))
-    norm = rl.gradients(model, data, batch_size=size, combine="sum", across="norm", **asked)
+    norm = rl.gradients(model, data, batch_size=size, combine="sum", measure="norm", across="mean", **asked)
     assert norm.dims == ("time",)
     close(norm.values, expected.norm(dim=2).mean(0))
 
