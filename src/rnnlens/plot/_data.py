@@ -156,6 +156,26 @@ def require_dim(array: xr.DataArray, dim: str, figure: str, *, hint: str | None 
         )
 
 
+def refuse_places_of_others(array: xr.DataArray, dim: str | None, figure: str, *others: str) -> None:
+    """Raise InputError where a dimension that the figure has another place for is asked to be one of ours."""
+    if dim is not None and dim in others:
+        free = [str(d) for d in array.dims if d not in others]
+        raise InputError(
+            message(
+                f"plot.{figure} has a place of its own for {dim!r}.",
+                got=f"{dim!r} asked for elsewhere",
+                expected=f"one of {', '.join(map(repr, free))}" if free else "another dimension",
+            )
+        )
+
+
+def require_time(array: xr.DataArray, figure: str, *, hint: str | None = None) -> None:
+    """Raise InputError where there is no time; a time Jacobian has two, and figures of its own."""
+    if IN_TIME in array.dims or OUT_TIME in array.dims:
+        hint = "plot.time_jacobian or plot.lag_profile draw what runs over two times"
+    require_dim(array, TIME, figure, hint=hint)
+
+
 def unit_dim(array: xr.DataArray) -> str | None:
     """The dimension that counts units: ``unit``, that of a state of another size (``cell_unit``), or ``feature``."""
     dims = [str(d) for d in array.dims]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import Normalize, SymLogNorm
+from matplotlib.colors import SymLogNorm
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from ._colour import scale_note
 from ._data import Numbers
-from ._panels import SEPARATOR, decade_ticks, whole_numbers, wrapped_label
+from ._panels import SEPARATOR, Panels, decade_ticks, whole_numbers, wrapped_label
 
 #: Cells of an image beyond which neighbours are merged: rows, columns.
 MOST_CELLS = (400, 550)
@@ -79,16 +79,15 @@ def draw_image(
     *,
     x: Numbers,
     y: Numbers,
-    cmap: Any,
-    norm: Normalize | None,
+    look: dict[str, Any],
     upward: bool = False,
     limits: tuple[int, int] = MOST_CELLS,
     empty: Numbers | None = None,
-    image: dict[str, Any] | None = None,
 ) -> Any:
     """One matrix (rows, columns) whose columns lie at ``x`` and rows at ``y``; returns the AxesImage.
 
-    Cells beyond ``limits`` (rows, columns) are merged.
+    ``look`` holds properties of the image; limits among them replace its scale. Cells beyond ``limits`` (rows, columns)
+    are merged.
     Non-finite cells take the colour of missing values and a cross, the latter not where ``empty`` says
     that there was no value to begin with. ``upward``: y grows upward.
     """
@@ -102,7 +101,9 @@ def draw_image(
     missing = ~np.isfinite(matrix)
     with np.errstate(invalid="ignore"):
         shown = np.ma.masked_invalid(extreme_of_blocks(np.where(missing, np.nan, matrix), steps), copy=False)
-    keywords = {"cmap": cmap, "norm": norm, "aspect": "auto", "interpolation": "nearest", **(image or {})}
+    keywords = {"aspect": "auto", "interpolation": "nearest", **look}
+    if "vmin" in keywords or "vmax" in keywords:
+        keywords["norm"] = None
     drawn = ax.imshow(shown, origin="lower" if upward else "upper", extent=extent, **keywords)
     ax.set(xlim=(left, right), ylim=(top, bottom) if upward else (bottom, top))
     whole_numbers(ax, *(axis for axis, even in (("x", x_even), ("y", y_even)) if even))
@@ -151,3 +152,14 @@ def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "") -> None:
         ticks = [tick for tick in decade_ticks(max(abs(low), abs(high))) if low <= tick <= high]
         bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
         bar.ax.yaxis.set_minor_locator(NullLocator())
+
+
+def colour_bars(panels: Panels, drawn: list[Any], label: str, *, shared: bool, wanted: bool = True) -> None:
+    """One colour bar for all panels, or one for each."""
+    if not wanted or drawn[-1] is None:
+        return
+    if shared:
+        colour_bar(panels.halves[-1], drawn[-1], label)
+        return
+    for ax, image in zip(panels.axes, drawn, strict=True):
+        colour_bar([ax], image, label if len(drawn) == 1 else "")

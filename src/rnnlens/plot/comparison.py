@@ -30,8 +30,8 @@ from ._door import figure as figure_door
 from ._images import IMSHOW, colour_bar, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
 from ._layers import variable
+from ._matrices import GUESS, axes_of, matrix_of, slots_of
 from ._panels import Panels, open_panels
-from .maps import GUESS, axes_of, matrix_of, slots_of
 
 #: Rows and columns that one panel can show.
 CELLS = (180, 240)
@@ -102,7 +102,7 @@ def before_after(
     ]
     first, second = _same_kind(*pair)
     difference = first.copy(data=second.values - first.values)
-    across, down = axes_of(first, None, None)
+    across, down = axes_of(first, "before_after")
     slots = slots_of(first, [str(d) for d in first.dims if d not in (across, down, GATE, DIRECTION)])
     picked, thinned = choose(len(slots), max_rows, "samples", page=page)
     columns = [halves(one, as_computed=as_computed) for one in (first, second, difference)]
@@ -118,13 +118,10 @@ def before_after(
         figure=figure,
     )
     look = {"cmap": DIVERGING, "norm": around_zero(top, log=log), **keywords}
-    drawn: Any = None
+    drawn = None
     for number, axes in enumerate(panels.halves):
-        for row, slot in enumerate(picked):
-            for column, words in enumerate((*names, f"{names[1]} - {names[0]}")):
-                place = axes[3 * row + column]
-                drawn = _draw(place, columns[column][number], slots[slot][0], across, down, look)
-                place.set_title(" · ".join(p for p in (words, slots[slot][1]) if p), fontsize="small", pad=3)
+        of_half = [column[number] for column in columns]
+        drawn = _draw_rows(axes, of_half, [slots[i] for i in picked], names, (across, down), look)
     _finish(panels, columns[0], across, down, drawn if colorbar else None, value_label(first))
     rows = first.sizes[down] * (first.sizes[GATE] if _stacked(first, across, down) else 1)
     merged = merge_note(steps_for((rows, first.sizes[across]), CELLS), down, across)
@@ -150,23 +147,36 @@ def _stacked(array: xr.DataArray, across: str, down: str) -> bool:
     return GATE in array.dims and GATE not in (across, down)
 
 
+def _draw_rows(
+    axes: list[Any],
+    columns: list[Half],
+    slots: list[tuple[dict[str, int], str]],
+    names: tuple[str, str],
+    dims: tuple[str, str],
+    look: dict[str, Any],
+) -> Any:
+    """Before, after and difference, a row per slot; the last image."""
+    drawn: Any = None
+    for row, (where, sample) in enumerate(slots):
+        for column, words in enumerate((*names, f"{names[1]} - {names[0]}")):
+            place = axes[3 * row + column]
+            drawn = _draw(place, columns[column], where, *dims, look)
+            place.set_title(" · ".join(part for part in (words, sample) if part), fontsize="small", pad=3)
+    return drawn
+
+
 def _draw(ax: Any, half: Half, where: dict[str, int], across: str, down: str, look: dict[str, Any]) -> Any:
     """One panel."""
     chosen = half.data.isel(where)
     stacked = _stacked(chosen, across, down)
     matrix: Numbers = matrix_of(chosen, across, down, stacked)
-    keywords = dict(look)
-    if "vmin" in keywords or "vmax" in keywords:
-        keywords["norm"] = None
     drawn = draw_image(
         ax,
         matrix,
         x=positions(chosen, across),
         y=np.arange(len(matrix)) if stacked else positions(chosen, down),
-        cmap=keywords.pop("cmap"),
-        norm=keywords.pop("norm"),
+        look=look,
         limits=CELLS,
-        image=keywords,
     )
     ax.tick_params(labelsize="small")
     if stacked:

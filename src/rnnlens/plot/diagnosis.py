@@ -10,6 +10,7 @@ from matplotlib.lines import Line2D
 
 from ..errors import InputError, message
 from ..results.diagnosis import Diagnosis
+from ._data import Numbers
 from ._door import figure as figure_door
 from ._keywords import checked
 from ._panels import open_panels, whole_numbers
@@ -92,23 +93,7 @@ def _memory(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
             ax.plot(context, values, **{"label": label, "gid": name, **look, **keywords})
             ax.fill_between(context, band[:, 0], band[:, 1], color=colour, alpha=0.15, linewidth=0)
     ax.axhline(0.05, color="0.6", linewidth=0.7, linestyle=":")
-    if bool(model.attrs["known"]) and np.isfinite(float(model["memory"])):
-        n = float(model["memory"])
-        words = f"n >= {n:.0f}" if model.attrs["censored"] else f"n = {n:.0f}"
-        ax.axvline(n, color="0.3", linewidth=0.9, gid="memory")
-        right = n**2 < float(model["steps"])  # the left half of a logarithmic axis
-        ax.annotate(
-            words,
-            (n, 0.97),
-            xycoords=ax.get_xaxis_transform(),
-            xytext=(3 if right else -3, 0),
-            textcoords="offset points",
-            ha="left" if right else "right",
-            va="top",
-            fontsize="small",
-        )
-    else:
-        ax.annotate("memory unknown", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
+    _mark_memory(ax, model)
     ax.set_xscale("log")
     ax.xaxis.set_major_formatter("{x:g}")
     if context.size:
@@ -117,6 +102,27 @@ def _memory(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     ax.set(xlabel="steps kept, from the last one back (k)", ylabel="lost without what is older", title="memory in use")
     if ax.get_legend_handles_labels()[0]:
         ax.legend(fontsize="x-small", loc="best")
+
+
+def _mark_memory(ax: Any, model: xr.Dataset) -> None:
+    """A line at n, and n in words, inside the axes."""
+    n = float(model["memory"])
+    if not (bool(model.attrs["known"]) and np.isfinite(n)):
+        ax.annotate("memory unknown", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
+        return
+    words = f"n >= {n:.0f}" if model.attrs["censored"] else f"n = {n:.0f}"
+    ax.axvline(n, color="0.3", linewidth=0.9, gid="memory")
+    right = n**2 < float(model["steps"])  # the left half of a logarithmic axis
+    ax.annotate(
+        words,
+        (n, 0.97),
+        xycoords=ax.get_xaxis_transform(),
+        xytext=(3 if right else -3, 0),
+        textcoords="offset points",
+        ha="left" if right else "right",
+        va="top",
+        fontsize="small",
+    )
 
 
 def _benefit_beyond(ax: Any, model: xr.Dataset) -> None:
@@ -145,41 +151,31 @@ def _missed(ax: Any, model: xr.Dataset) -> None:
 def _transfer(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
     floor = 10.0**-_DEEPEST
     curves = (
-        ("kappa", "kappa_low", "kappa_high", _KAPPA, "state transfer"),
-        ("adjoint", "adjoint_low", "adjoint_high", _ADJOINT, "adjoint, own peak"),
+        ("kappa", _KAPPA, "state transfer"),
+        ("adjoint", _ADJOINT, "adjoint, own peak"),
     )
-    for name, low, high, colour, label in curves:
-        if name not in node:
-            continue
-        values = node[name].values
-        lag, shown = np.arange(values.size), np.where(values > floor, values, np.nan)
-        ax.plot(lag, shown, **{"label": label, "gid": name, "color": colour, "linewidth": 1.2, **keywords})
-        ax.fill_between(
-            lag,
-            np.maximum(node[low].values, floor),
-            np.maximum(node[high].values, floor),
-            color=colour,
-            alpha=0.15,
-            linewidth=0,
-        )
-        below = np.flatnonzero(~(values > floor))
-        if below.size:
-            ax.plot(
-                below,
-                np.full(below.size, floor),
-                color=colour,
-                marker="v",
-                markersize=2,
-                linestyle="",
-                clip_on=False,
-                gid="below",
-            )
+    for name, colour, label in curves:
+        if name in node:
+            look = {"label": label, "gid": name, "color": colour, "linewidth": 1.2, **keywords}
+            _draw_share(ax, node[name].values, (node[f"{name}_low"].values, node[f"{name}_high"].values), look, floor)
     ax.axhline(1e-4, color="0.6", linewidth=0.7, linestyle=":")
     ax.set_yscale("log")
     ax.set_ylim(bottom=floor)
     ax.set(xlabel="lag in steps", ylabel="share left", title="what a training signal keeps on its way back")
     ax.legend(fontsize="x-small", loc="best")
     whole_numbers(ax, "x")
+
+
+def _draw_share(ax: Any, values: Numbers, band: tuple[Numbers, Numbers], look: dict[str, Any], floor: float) -> None:
+    """One curve over lag with its band; triangles at the floor where it is below."""
+    lag, colour = np.arange(values.size), look["color"]
+    ax.plot(lag, np.where(values > floor, values, np.nan), **look)
+    low, high = (np.maximum(end, floor) for end in band)
+    ax.fill_between(lag, low, high, color=colour, alpha=0.15, linewidth=0)
+    below = np.flatnonzero(~(values > floor))
+    if below.size:
+        marks = {"marker": "v", "markersize": 2, "linestyle": "", "clip_on": False, "gid": "below"}
+        ax.plot(below, np.full(below.size, floor), color=colour, **marks)
 
 
 def _gates(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from ._data import (
     names_of,
     nonfinite_note,
     positions,
+    refuse_places_of_others,
     require_dim,
     title_of,
     unit_dim,
@@ -29,9 +30,9 @@ from ._data import (
 )
 from ._door import figure as figure_door
 from ._keywords import checked
-from ._panels import log_around_zero, mark_steps, open_panels, whole_numbers, zero_line
-from .lines import MOST_NAMED, limits_of
-from .maps import slots_of
+from ._lines import MOST_NAMED, limits_of
+from ._matrices import slots_of
+from ._panels import Panels, log_around_zero, mark_steps, open_panels, whole_numbers, zero_line
 
 #: Keywords that give the points colours of their own.
 _COLOURED = frozenset({"color", "facecolor", "array", "cmap", "norm", "clim"})
@@ -87,9 +88,10 @@ def points(
         If the data run over time, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     array = labelled(data, "points", dims=dims, guess={1: ("unit",), 2: (SAMPLE, "unit")})
+    _refuse_time(array)
     unit = unit_dim(array)
     require_dim(array, unit or "unit", "points")
-    _refuse_time(array)
+    refuse_places_of_others(array, panel, "points", DIRECTION, str(unit))
     keywords = checked(point, PathCollection, figure="points", extra=("marker", "s"))
     if panel is not None:
         require_dim(array, panel, "points")
@@ -97,15 +99,7 @@ def points(
     shown = halves(array)
     slots = slots_of(array, keep)
     picked, thinned = choose(len(slots), max_panels, " x ".join(f"{d}s" for d in keep) or "panels", page=page)
-    width = min(9.0, max(4.5, 0.06 * array.sizes[unit])) / len(shown) if len(picked) == 1 else 2.6
-    panels = open_panels(
-        len(picked),
-        name="points",
-        halves=[h.name for h in shown],
-        size=(width, 3.2 if len(picked) == 1 else 1.7),
-        ax=ax,
-        figure=figure,
-    )
+    panels = _open(array, [half.name for half in shown], len(picked), ax, figure)
     samples = array.sizes[SAMPLE] if SAMPLE in array.dims and SAMPLE not in keep else 1
     for half, axes in zip(shown, panels.halves, strict=True):
         for place, slot in zip(axes, [slots[i] for i in picked], strict=True):
@@ -124,6 +118,14 @@ def points(
     alike = f"{samples} samples" if samples > MOST_NAMED else None
     panels.title(title or title_of(array) or "points", [thinned, alike, nonfinite_note(array.values)])
     return panels.result()
+
+
+def _open(array: xr.DataArray, halves: list[str | None], count: int, ax: Any, figure: Any) -> Panels:
+    """Alone a panel is as wide as it has units."""
+    alone = count == 1
+    width = min(9.0, max(4.5, 0.06 * array.sizes[unit_dim(array)])) / len(halves) if alone else 2.6
+    size = (width, 3.2 if alone else 1.7)
+    return open_panels(count, name="points", halves=halves, size=size, ax=ax, figure=figure)
 
 
 def _refuse_time(array: xr.DataArray) -> None:

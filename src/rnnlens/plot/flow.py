@@ -16,10 +16,11 @@ from ..measures.transfer import theil_sen
 from ..recurrence.measures import finite_mean, real_first, safe_norm
 from ..results.schema import with_mask
 from ..vocabulary import BACKWARD, SAMPLE, TIME
-from ._data import Half, Numbers, halves, labelled, positions, unit_dim
+from ._data import Half, Numbers, halves, labelled, positions, require_dim, unit_dim
 from ._door import figure as figure_door
 from ._keywords import checked
 from ._layers import layers_of
+from ._lines import log_limits
 from ._padding import hidden, notes_of, shade
 from ._panels import Panels, log_values, mark_steps, open_panels, whole_numbers
 
@@ -29,8 +30,6 @@ LINES = {
     "cell_grad": ("total, cell state", "#009e73", "-", None),
     "output_grad": ("direct, output", "#d55e00", "--", "o"),
 }
-#: Decades below the largest norm at which the axis ends.
-DEEPEST = 16
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,7 @@ def gradient_flow(
     for layer, dataset in layers_of(trace, "gradient_flow").items():
         for quantity in (name for name in LINES if name in dataset):
             array = labelled(with_mask(dataset[quantity], dataset), "gradient_flow")
+            require_dim(array, unit_dim(array) or "unit", "gradient_flow")
             missing, *padding = notes_of(array)
             notes += [note for note in padding if note and note not in notes]
             notes += [f"{layer} {quantity}: {missing}"] if missing else []
@@ -225,7 +225,4 @@ def _scale(panels: Panels, content: list[list[_Profile]], *, shared: bool) -> No
         np.concatenate([p.norms[(p.norms > 0) & np.isfinite(p.norms)] for p in profiles]) for profiles in content
     ]
     for ax, own in zip(panels.axes, positive, strict=True):
-        values = np.concatenate(positive) if shared else own
-        if values.size:
-            top = float(values.max())
-            ax.set_ylim(max(float(values.min()), top * 10.0**-DEEPEST) / 2, top * 3)
+        log_limits(ax, np.concatenate(positive) if shared else own, room=3)

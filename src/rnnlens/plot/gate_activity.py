@@ -25,6 +25,7 @@ from ._data import (
     nonfinite_note,
     positions,
     require_dim,
+    require_time,
     unit_dim,
 )
 from ._door import figure as figure_door
@@ -99,7 +100,8 @@ def gates(
     keywords = checked(point, PathCollection, figure="gates", extra=("marker", "s"))
     array = labelled(variable(layer, "gates", "gates"), "gates", guess={4: (SAMPLE, TIME, GATE, "unit")})
     require_dim(array, GATE, "gates")
-    require_dim(array, TIME, "gates")
+    require_time(array, "gates")
+    require_dim(array, unit_dim(array) or "unit", "gates")
     valid = _mask_of(layer, mask, array)
     shown = halves(array, as_computed=as_computed)
     count = array.sizes[GATE]
@@ -183,11 +185,9 @@ def _draw_row(axes: list[Any], row: _Gate, steps: Numbers, keywords: dict[str, A
         row.mean,
         x=steps,
         y=np.arange(len(row.mean)),
-        cmap=POSITIVE if row.bounds[0] == 0 else DIVERGING,
-        norm=None,
+        look={"cmap": POSITIVE if row.bounds[0] == 0 else DIVERGING, "vmin": row.bounds[0], "vmax": row.bounds[1]},
         limits=CELLS,
         empty=np.broadcast_to(row.empty_steps, row.mean.shape),
-        image={"vmin": row.bounds[0], "vmax": row.bounds[1]},
     )
     colour_bar([picture], image)
     look = {"s": float(np.clip(2500 / len(row.mean), 6, 30)), "color": "#d55e00", "alpha": 0.55, "linewidth": 0}

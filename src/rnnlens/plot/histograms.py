@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import xarray as xr
 from matplotlib.patches import StepPatch
-from matplotlib.ticker import MaxNLocator
 
 from ..errors import InputError, message
+from ._bins import draw_panel, equal_bins, scale_counts
 from ._colour import line_colours
 from ._data import (
     Numbers,
     axis_label,
     choose,
-    chunks,
-    finite_range,
     labelled,
     names_of,
     nonfinite_note,
@@ -28,8 +25,8 @@ from ._data import (
 from ._door import figure as figure_door
 from ._keywords import checked
 from ._layers import dataset_of
+from ._matrices import slots_of
 from ._panels import Panels, open_panels
-from .maps import slots_of
 
 #: Dimensions of a plain array by its rank.
 GUESS = {
@@ -154,99 +151,6 @@ def _layers(data: Any, dims: Sequence[str] | None, overlay: str | None) -> dict[
         return {"": array}
     require_dim(array, overlay, "histogram")
     return {name: array.isel({overlay: i}) for i, name in enumerate(names_of(array, overlay))}
-
-
-def equal_bins(arrays: Sequence[Numbers], bins: int | None) -> Numbers:
-    """Equal bins from the lowest to the highest finite value of all arrays; see :func:`histogram` for their number."""
-    if bins is None:
-        bins = int(np.clip(np.sqrt(max(array.size for array in arrays)), 10, 60))
-    ranges = [found for found in map(finite_range, arrays) if found is not None]
-    low = min((low for low, _ in ranges), default=0.0)
-    high = max((high for _, high in ranges), default=0.0)
-    if low == high:
-        room = abs(low) * 0.1 or 0.5
-        low, high = low - room, high + room
-    return np.linspace(low, high, bins + 1)
-
-
-def count_in_bins(values: Numbers, edges: Numbers) -> Numbers:
-    """Finite values per bin, in pieces, so that memory does not grow with the data."""
-    counts = np.zeros(len(edges) - 1, dtype=np.int64)
-    span = (np.float64(edges[0]), np.float64(edges[-1]))  # Python floats would put the bin edges into float32
-    for piece in chunks(values):
-        finite = np.isfinite(piece)
-        counts += np.histogram(piece if finite.all() else piece[finite], bins=len(counts), range=span)[0]
-    return counts
-
-
-def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords: Mapping[str, Any]) -> None:
-    """One step per layer: filled where it is alone, outlined with a light filling where several are overlaid."""
-    several = len(content) > 1
-    for (name, values), colour in zip(content.items(), line_colours(len(content)), strict=True):
-        counts = count_in_bins(values, edges)
-        look: dict[str, Any] = {
-            "fill": True,
-            "facecolor": colour,
-            "edgecolor": colour,
-            "linewidth": 0.9 if several else 0.2,
-        }
-        look["alpha"] = 0.35 if several else 1.0
-        if "color" in keywords:
-            look = {key: look[key] for key in ("fill", "linewidth", "alpha")}
-        ax.stairs(counts, edges, **{"gid": f"histogram {name}".strip(), **look, **keywords})
-    ax.set_xlim(edges[0], edges[-1])
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=4))
-    ax.tick_params(labelsize="small")
-
-
-def _steps_of(ax: Any) -> list[Any]:
-    return [patch for patch in ax.patches if isinstance(patch, StepPatch)]
-
-
-def scale_counts(panels: Panels, *, shared: bool, log: bool, clip_peaks: int) -> None:
-    """Counts axes; tallest bars cut off and labelled."""
-    tops = [_top([s.get_data().values for s in _steps_of(ax)], clip_peaks) for ax in panels.axes]
-    for ax, own in zip(panels.axes, tops, strict=True):
-        top = max(tops) if shared else own
-        if log:
-            ax.set_yscale("log")
-            ax.set_ylim(0.6, top * 2)
-        else:
-            ax.set_ylim(0, top * 1.12)
-        if clip_peaks:
-            _write_counts(ax, own, clip_peaks)
-
-
-def _top(counts: Sequence[Numbers], clip_peaks: int) -> float:
-    """Height of the tallest bar that is not cut off; at least 1."""
-    ordered = np.sort(np.concatenate(list(counts)))
-    kept = ordered[: len(ordered) - clip_peaks]
-    return float(max(1, kept.max() if kept.size else 1))
-
-
-def _write_counts(ax: Any, top: float, clip_peaks: int) -> None:
-    """The counts of the bars that reach beyond ``top``, at the upper rim."""
-    beyond = [
-        (count, 0.5 * (left + right))
-        for step in _steps_of(ax)
-        for count, left, right in zip(
-            step.get_data().values, step.get_data().edges[:-1], step.get_data().edges[1:], strict=True
-        )
-        if count > top
-    ]
-    for row, (count, middle) in enumerate(sorted(beyond, reverse=True)[:clip_peaks]):
-        centre = 0.5 * sum(ax.get_xlim())
-        ax.annotate(
-            f"{int(count):,} ↑",
-            (middle, 0.97 - 0.1 * row),
-            xycoords=ax.get_xaxis_transform(),
-            xytext=(4 if middle < centre else -4, 0),
-            textcoords="offset points",
-            ha="left" if middle < centre else "right",
-            va="top",
-            fontsize="x-small",
-            gid="clipped peak",
-        )
 
 
 def _with_missing(title: str, arrays: Sequence[Numbers]) -> str:

@@ -9,55 +9,26 @@ import numpy as np
 import xarray as xr
 from matplotlib.image import AxesImage
 
-from ..recurrence.measures import safe_norm
-from ..vocabulary import DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
+from ..vocabulary import DIRECTION, IN_TIME, OUT_TIME, SAMPLE
 from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
 from ._data import (
     Numbers,
     axis_label,
     choose,
-    labelled,
     largest_magnitude,
     names_of,
     positions,
-    require_dim,
     value_label,
 )
 from ._door import figure as figure_door
-from ._images import IMSHOW, colour_bar, draw_image, merge_note, steps_for
+from ._images import IMSHOW, colour_bars, draw_image, merge_note, steps_for
+from ._jacobian import block_norms
 from ._keywords import checked
 from ._padding import hidden, mean_of_real, notes_of, shade, without_padding
 from ._panels import log_values, mark_steps, open_panels, whole_numbers, zero_line
 
-#: Dimensions of a plain array by its rank.
-GUESS = {
-    2: (OUT_TIME, IN_TIME),
-    3: (SAMPLE, OUT_TIME, IN_TIME),
-    5: (SAMPLE, OUT_TIME, OUT_UNIT, IN_TIME, IN_FEATURE),
-}
 #: Rows and columns that one panel can show.
 CELLS = (360, 400)
-
-
-def block_norms(data: Any, figure: str, dims: Sequence[str] | None) -> tuple[xr.DataArray, bool]:
-    """One number per pair of steps, and whether it is a norm taken here, over output units and input features.
-
-    A Jacobian of a layer that returns its last output only gets an ``out_time`` of one step: the last.
-    """
-    array = labelled(data, figure, dims=dims, guess=GUESS)
-    require_dim(array, IN_TIME, figure, hint="pass what rl.jacobian(model, x) returned")
-    kept = (SAMPLE, OUT_TIME, IN_TIME, DIRECTION)
-    blocks = [d for d in array.dims if d not in kept]
-    if blocks:
-        axes = tuple(array.get_axis_num(d) for d in blocks)
-        norms = safe_norm(array.values, axis=axes, xp=np)
-        rest = [d for d in array.dims if d in kept]
-        coords = {name: given for name, given in array.coords.items() if set(given.dims) <= set(rest)}
-        attrs = {**array.attrs, "long_name": f"norm of the {array.attrs.get('long_name', 'time Jacobian')}"}
-        array = xr.DataArray(np.asarray(norms), dims=rest, coords=coords, name=array.name, attrs=attrs)
-    if OUT_TIME not in array.dims:
-        array = array.expand_dims({OUT_TIME: [positions(array, IN_TIME)[-1]]}, axis=array.dims.index(IN_TIME))
-    return array, bool(blocks)
 
 
 @figure_door()
@@ -134,13 +105,7 @@ def time_jacobian(
         own = top if shared or limit is not None else largest_magnitude(matrix)
         drawn.append(_draw(place, matrix, padded, array, own, keywords, log=log))
         place.set_title(words, fontsize="small", pad=3)
-    if colorbar and drawn[-1] is not None:
-        label = value_label(array) + (" (Frobenius)" if taken else "")
-        if shared:
-            colour_bar(panels.axes, drawn[-1], label)
-        else:
-            for place, one in zip(panels.axes, drawn, strict=True):
-                colour_bar([place], one)
+    colour_bars(panels, drawn, value_label(array) + (" (Frobenius)" if taken else ""), shared=shared, wanted=colorbar)
     panels.label(
         axis_label(array, IN_TIME), axis_label(array, OUT_TIME) if len(matrices[0]) > 1 else value_label(array)
     )
@@ -198,8 +163,6 @@ def _draw(
     look: dict[str, Any] = {"cmap": DIVERGING if signed else POSITIVE}
     look["norm"] = around_zero(top, log=log) if signed else from_zero(matrix, top, log=log)
     look |= keywords
-    if "vmin" in look or "vmax" in look:
-        look["norm"] = None
     ax.tick_params(labelsize="small")
     if len(matrix) == 1:
         return _draw_row(ax, matrix[0], padded[0], positions(array, IN_TIME), log=log)
@@ -208,12 +171,10 @@ def _draw(
         matrix,
         x=positions(array, IN_TIME),
         y=positions(array, OUT_TIME),
-        cmap=look.pop("cmap"),
-        norm=look.pop("norm"),
+        look=look,
         upward=True,
         limits=CELLS,
         empty=padded,
-        image=look,
     )
 
 

@@ -16,11 +16,11 @@ from ..vocabulary import BACKWARD, DIRECTION, IN_TIME, OUT_TIME, SAMPLE
 from ._colour import line_colours
 from ._data import Numbers, names_of, positions
 from ._door import figure as figure_door
+from ._jacobian import block_norms
 from ._keywords import checked
+from ._lines import log_limits
 from ._padding import hidden, notes_of
 from ._panels import log_values, open_panels, whole_numbers
-from .flow import DEEPEST
-from .jacobians import block_norms
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,7 @@ def _scale(ax: Any, curves: Sequence[_Curve]) -> None:
     """Logarithmic value axis over what is finite and positive."""
     values = np.concatenate([curve.mean[np.isfinite(curve.mean) & (curve.mean > 0)] for curve in curves])
     log_values(ax)
-    if values.size:
-        top = float(values.max())
-        ax.set_ylim(max(float(values.min()), top * 10.0**-DEEPEST) / 2, top * 2)
+    log_limits(ax, values, room=2)
     longest = max(len(curve.mean) for curve in curves)
     ax.set_xlim(-0.5, longest - 0.5)
     whole_numbers(ax, "x")

@@ -11,31 +11,31 @@ from matplotlib.collections import LineCollection
 
 from ..errors import InputError, message
 from ..recurrence.measures import finite_mean
-from ..vocabulary import GATE, SAMPLE, TIME
+from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ._colour import line_colours
 from ._data import (
     Half,
     Numbers,
     axis_label,
     choose,
-    finite_range,
     halves,
     labelled,
     largest_magnitude,
     names_of,
     nonfinite_note,
     positions,
+    refuse_places_of_others,
     require_dim,
+    require_time,
     title_of,
     unit_dim,
     value_label,
 )
 from ._door import figure as figure_door
 from ._keywords import checked
+from ._lines import MOST_NAMED, limits_of
 from ._panels import Panels, log_around_zero, mark_steps, open_panels, whole_numbers, zero_line
 
-#: Lines that a legend names one by one; more are drawn alike, with their mean.
-MOST_NAMED = 8
 #: Points of one line beyond which steps are thinned to the lowest and highest of each run (about two points per pixel),
 #: by the number of panels up to which it holds.
 MOST_POINTS = {4: 1200, 16: 500, 10_000: 250}
@@ -96,7 +96,8 @@ def curves(
         If there is no time, a dimension or keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     array = labelled(data, "curves", dims=dims)
-    require_dim(array, TIME, "curves", hint="draw values without time with plot.points")
+    require_time(array, "curves", hint="draw values without time with plot.points")
+    refuse_places_of_others(array, panel, "curves", TIME, DIRECTION, GATE)
     keywords = checked(line, LineCollection, figure="curves")
     by, along = _roles(array, panel)
     shown = halves(array, as_computed=as_computed)
@@ -197,14 +198,6 @@ def _draw(ax: Any, half: Half, values: Numbers, keywords: dict[str, Any], most: 
 def _panel_title(array: xr.DataArray, by: str | None, index: int, gate: str | None) -> str:
     parts = [gate, f"{axis_label(array, by)} {names_of(array, by)[index]}" if by else None]
     return " · ".join(part for part in parts if part)
-
-
-def limits_of(values: Numbers, *, log: bool) -> tuple[float, float]:
-    """Value axis for the finite values with a margin of 5 %; around 0 for a constant."""
-    found = finite_range(values) or (0.0, 0.0)
-    low, high = min(found[0], 0.0) if log else found[0], max(found[1], 0.0) if log else found[1]
-    room = abs(low) * 0.1 or 1.0 if low == high else 0.05 * (high - low)
-    return low - room, high + room
 
 
 def _finish(panels: Panels, array: xr.DataArray, shown: list[Half], *, shared: bool, log: bool) -> None:

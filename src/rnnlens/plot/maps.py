@@ -9,11 +9,9 @@ import numpy as np
 import xarray as xr
 from matplotlib.image import AxesImage
 
-from ..errors import InputError, message
-from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
+from ..vocabulary import DIRECTION, GATE, TIME
 from ._colour import DIVERGING, around_zero
 from ._data import (
-    Numbers,
     axis_label,
     choose,
     halves,
@@ -21,19 +19,15 @@ from ._data import (
     largest_magnitude,
     names_of,
     positions,
-    require_dim,
     title_of,
-    unit_dim,
     value_label,
 )
 from ._door import figure as figure_door
-from ._images import IMSHOW, MOST_CELLS, colour_bar, draw_image, merge_note, separate, steps_for
+from ._images import IMSHOW, MOST_CELLS, colour_bars, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
+from ._matrices import GUESS, axes_of, matrix_of, slots_of
 from ._padding import hidden, notes_of, without_padding
-from ._panels import Panels, open_panels
-
-#: Dimensions of a plain array by its rank.
-GUESS = {2: (TIME, "unit"), 3: (SAMPLE, TIME, "unit"), 4: (SAMPLE, TIME, GATE, "unit")}
+from ._panels import open_panels
 
 
 @figure_door()
@@ -99,7 +93,7 @@ def heatmap(
     """
     array = labelled(data, "heatmap", dims=dims, guess=GUESS)
     keywords = checked(image, AxesImage, figure="heatmap", extra=IMSHOW)
-    across, down = axes_of(array, x, y)
+    across, down = axes_of(array, "heatmap", x, y)
     keep = [str(d) for d in array.dims if d not in (across, down, GATE, DIRECTION)]
     stacked = GATE in array.dims and GATE not in (across, down)
     shown = halves(array, as_computed=as_computed)
@@ -124,7 +118,7 @@ def heatmap(
             drawn.append(_draw(place, half.data, slot, (across, down), scale, log, stacked, limits, keywords))
     labels = [half.time_label if across == TIME else axis_label(array, across) for half in shown]
     panels.label(labels, f"gate, {axis_label(array, down)}" if stacked else axis_label(array, down))
-    _bars(panels, drawn, value_label(array), shared=shared, wanted=colorbar)
+    colour_bars(panels, drawn, value_label(array), shared=shared, wanted=colorbar)
     if panels.owners:
         panels.outer_ticks_only()
     merged = merge_note(steps_for((rows, array.sizes[across]), limits), down, across)
@@ -150,72 +144,20 @@ def _draw(
     padded = hidden(one)
     padded = xr.zeros_like(one, dtype=bool) | (False if padded is None else padded)
     own = largest_magnitude(matrix) if top is None else top
-    look = {"cmap": DIVERGING, "norm": around_zero(own, log=log), **keywords}
-    if "vmin" in look or "vmax" in look:
-        look["norm"] = None
     image = draw_image(
         ax,
         matrix,
         x=positions(data, across),
         y=np.arange(len(matrix)) if stacked else positions(data, down),
-        cmap=look.pop("cmap"),
-        norm=look.pop("norm"),
+        look={"cmap": DIVERGING, "norm": around_zero(own, log=log), **keywords},
         limits=limits,
         empty=matrix_of(padded, across, down, stacked),
-        image=look,
     )
     ax.set_title(name, fontsize="small", pad=3)
     ax.tick_params(labelsize="small")
     if stacked:
         separate(ax, "y", data.sizes[down], names_of(data, GATE))
     return image
-
-
-def axes_of(array: xr.DataArray, x: str | None, y: str | None) -> tuple[str, str]:
-    """Dimension across and dimension down."""
-    for given in (x, y):
-        if given is not None:
-            require_dim(array, given, "heatmap")
-    free = [str(d) for d in array.dims if d not in (DIRECTION, x, y)]
-    if len(free) + (x is not None) + (y is not None) < 2:
-        raise InputError(
-            message(
-                "plot.heatmap needs two dimensions.",
-                got=f"dimensions ({', '.join(map(str, array.dims))})",
-                expected="at least two besides direction",
-                hint="draw it with plot.curves or plot.points",
-            )
-        )
-    if x is None:
-        x = TIME if TIME in free else next(d for d in reversed(free) if d != GATE)
-        free.remove(x)
-    if y is None:
-        unit = unit_dim(array)
-        plain = [d for d in free if d not in (GATE, SAMPLE)] or [d for d in free if d != GATE] or free
-        y = unit if unit in plain else plain[-1]
-    return x, y
-
-
-def slots_of(array: xr.DataArray, keep: list[str]) -> list[tuple[dict[str, int], str]]:
-    """Selection and title of each panel."""
-    found: list[tuple[dict[str, int], str]] = [({}, "")]
-    for dim in keep:
-        names = names_of(array, dim)
-        words = axis_label(array, dim)
-        found = [
-            ({**where, dim: i}, f"{title} · {words} {name}".removeprefix(" · "))
-            for where, title in found
-            for i, name in enumerate(names)
-        ]
-    return found
-
-
-def matrix_of(data: xr.DataArray, across: str, down: str, stacked: bool) -> Numbers:
-    """(down, across), gates stacked into the rows."""
-    if not stacked:
-        return np.asarray(data.transpose(down, across).values)
-    values = data.transpose(GATE, down, across).values
-    return np.asarray(values.reshape(-1, values.shape[-1]))
 
 
 def _cells(count: int) -> tuple[int, int]:
@@ -228,14 +170,3 @@ def _size(count: int, rows: int) -> tuple[float, float]:
     tall = min(1.0, 0.55 + rows / 400)
     width, height = (6.0, 4.6) if count == 1 else (3.4, 2.4) if count <= 4 else (2.6, 1.9)
     return width, height * tall
-
-
-def _bars(panels: Panels, drawn: list[Any], label: str, *, shared: bool, wanted: bool) -> None:
-    """One colour bar for all panels, or one for each."""
-    if not wanted:
-        return
-    if shared:
-        colour_bar(panels.halves[-1], drawn[-1], label)
-        return
-    for ax, image in zip(panels.axes, drawn, strict=True):
-        colour_bar([ax], image, label if len(drawn) == 1 else "")

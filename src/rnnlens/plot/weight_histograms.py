@@ -8,12 +8,12 @@ import numpy as np
 from matplotlib.patches import StepPatch
 
 from ..arguments import either, one_of, switch
+from ._bins import draw_panel, equal_bins, scale_counts
 from ._data import Numbers, nonfinite_note
 from ._door import figure as figure_door
 from ._keywords import checked
 from ._panels import Panels, open_panels
 from ._weights import Kernel, kernels_of
-from .histograms import draw_panel, equal_bins, scale_counts
 
 
 @figure_door(shared=either(switch, one_of("row"), expected="True, False or 'row'"))

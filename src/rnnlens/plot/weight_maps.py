@@ -12,7 +12,7 @@ from ..recurrence.measures import quantiles
 from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
 from ._data import largest_magnitude, nonfinite_note
 from ._door import figure as figure_door
-from ._images import IMSHOW, colour_bar, draw_image, merge_note, separate, steps_for
+from ._images import IMSHOW, colour_bars, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
 from ._panels import Panels, open_panels
 from ._weights import Kernel, kernels_of
@@ -89,7 +89,7 @@ def weights_heatmap(
             own = top if shared or limit is not None else largest_magnitude(kernel.values)
             drawn.append(_draw(place, kernel, own, keywords, absolute=absolute, log=log))
     label = kernels[0].words if len(kernels) == 1 else "gradient" if grad else "weight"
-    _bars(panels, drawn, f"|{label}|" if absolute else label, shared=shared, wanted=colorbar)
+    colour_bars(panels, drawn, f"|{label}|" if absolute else label, shared=shared, wanted=colorbar)
     panels.label("gate, unit" if any(kernel.gates for kernel in kernels) else "unit", "")
     what = "gradients of the weights" if grad else "weights"
     merged = dict.fromkeys(f"{k.name}: {note}" for k in kernels if (note := merge_note(_steps(k), "row", "unit")))
@@ -142,8 +142,6 @@ def _draw(ax: Any, kernel: Kernel, top: float, keywords: dict[str, Any], *, abso
     matrix = np.abs(matrix) if absolute else matrix
     norm = from_zero(matrix, top, log=log) if absolute else around_zero(top, log=log)
     look = {"cmap": POSITIVE if absolute else DIVERGING, "norm": norm, **keywords}
-    if "vmin" in look or "vmax" in look:
-        look["norm"] = None
     steps = _steps(kernel)
     limits = (-(-rows // steps[0]), -(-gates * units // steps[1]))
     drawn = draw_image(
@@ -151,10 +149,8 @@ def _draw(ax: Any, kernel: Kernel, top: float, keywords: dict[str, Any], *, abso
         matrix,
         x=np.arange(gates * units),
         y=np.arange(rows),
-        cmap=look.pop("cmap"),
-        norm=look.pop("norm"),
+        look=look,
         limits=limits,
-        image=look,
     )
     missing = nonfinite_note(kernel.values)
     ax.set_title(" · ".join(part for part in (kernel.name, missing) if part), fontsize="small", pad=3)
@@ -165,13 +161,3 @@ def _draw(ax: Any, kernel: Kernel, top: float, keywords: dict[str, Any], *, abso
     if rows == 1:
         ax.set_yticks([])
     return drawn
-
-
-def _bars(panels: Panels, drawn: list[Any], label: str, *, shared: bool, wanted: bool) -> None:
-    if not wanted:
-        return
-    if shared:
-        colour_bar(panels.halves[-1], drawn[-1], label)
-        return
-    for ax, image in zip(panels.axes, drawn, strict=True):
-        colour_bar([ax], image)

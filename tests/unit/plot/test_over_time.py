@@ -3,6 +3,7 @@
 import matplotlib as mpl
 import numpy as np
 import pytest
+import xarray as xr
 from matplotlib.colors import SymLogNorm
 
 import rnnlens as rl
@@ -394,3 +395,32 @@ def test_points_per_sample(gradient, by_gid):
     axes = rl.plot.points(data, panel="sample")
     assert [ax.get_title() for ax in axes] == ["sample 0", "sample 1", "sample 2"]
     np.testing.assert_allclose(by_gid(axes[1], "points")[0].get_offsets()[:, 1], data.values[1])
+
+
+def array(*dims):
+    return xr.DataArray(np.random.default_rng(0).normal(size=tuple(range(2, 2 + len(dims)))), dims=dims)
+
+
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (lambda: rl.plot.curves(array("time"), panel="time"), "plot.curves has a place of its own for 'time'."),
+        (lambda: rl.plot.curves(array("time", "unit"), panel="time"), "plot.curves has a place of its own for 'time'."),
+        (lambda: rl.plot.curves(array("direction", "time"), panel="direction"), "a place of its own for 'direction'"),
+        (lambda: rl.plot.points(array("direction", "unit"), panel="direction"), "a place of its own for 'direction'"),
+        (
+            lambda: rl.plot.heatmap(array("direction", "time", "unit"), x="direction"),
+            "a place of its own for 'direction'",
+        ),
+        (lambda: rl.plot.points(array("time")), "plot.points draws values without time."),
+        (lambda: rl.plot.points(array("sample", "time")), "plot.points draws values without time."),
+        (lambda: rl.plot.curves(array("sample", "out_time", "in_time")), "plot.time_jacobian or plot.lag_profile"),
+        (lambda: rl.plot.gates(array("sample", "time", "gate")), "'unit' among them"),
+        (lambda: rl.plot.gradient_flow(array("sample", "time").to_dataset(name="hidden_grad")), "'unit' among them"),
+        (lambda: rl.plot.before_after(array("time"), array("time")), "plot.before_after needs two dimensions."),
+    ],
+)
+def test_a_dimension_in_the_wrong_place_is_named(draw, words):
+    with pytest.raises(InputError) as caught:
+        draw()
+    assert words in str(caught.value)
