@@ -23,7 +23,7 @@ from rnnlens.diagnosis.layers import measure_layers
 from rnnlens.diagnosis.memory import measure_memory
 from rnnlens.diagnosis.missed import measure_missed
 from rnnlens.measures import lyapunov_spectrum
-from rnnlens.recurrence.cells import KnownCell
+from rnnlens.recurrence.cells import SimpleRNN
 from rnnlens.recurrence.run import replay
 
 BAR, QR_BAR = 12.0, 2.0
@@ -91,7 +91,7 @@ def lyapunov(units: int, steps: int, samples: int, rounds: int) -> None:
     """The spectrum against the QR factorisations that it contains."""
     rng = np.random.default_rng(0)
     kernel = 1.5 / units**0.5 * rng.normal(size=(units, units))
-    cell = KnownCell("simple_rnn", rng.normal(size=(1, units)), kernel)
+    cell = SimpleRNN(rng.normal(size=(1, units)), kernel)
     run = replay(cell, rng.normal(size=(samples, steps, 1)), (np.zeros((samples, units)),), xp=np)
     matrices = rng.normal(size=(samples, units, units))
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rnnlens.recurrence import linear_cells
-from rnnlens.recurrence.cells import KnownCell
+from rnnlens.recurrence.cells import kinds
 from rnnlens.recurrence.inplace import Workspace
 from rnnlens.recurrence.jacobian import Taps, reverse
 from rnnlens.recurrence.linear_cells import linear_system
@@ -95,9 +95,8 @@ def run_of(kind, samples, steps, units, features):
     bias = np.zeros(gates * units, "float32")
     if kind == "lstm":
         bias[units : 2 * units] = 1
-    cell = KnownCell(
-        kind, draw(features, gates * units), draw(units, gates * units), bias, bias if kind == "gru" else None
-    )
+    second = bias if kind == "gru" else None
+    cell = kinds()[kind](draw(features, gates * units), draw(units, gates * units), bias, second)
     x = rng.normal(size=(samples, steps, features)).astype("float32")
     start = tuple(np.zeros((samples, units), "float32") for _ in cell.states)
     return replay(cell, x, start, xp=anp)

@@ -21,24 +21,10 @@ OUT_TIME, OUT_UNIT, IN_TIME, IN_FEATURE = "out_time", "out_unit", "in_time", "in
 
 FORWARD, BACKWARD, BIDIRECTIONAL = "forward", "backward", "bidirectional"
 
-#: Gates per cell kind, in the order in which every kernel of ours is laid out.
-GATES: dict[str, tuple[str, ...]] = {
-    "simple_rnn": ("candidate",),
-    "lstm": ("input", "forget", "candidate", "output"),
-    "gru": ("update", "reset", "candidate"),
-}
 
-#: States per cell kind; the first is what the layer returns.
-STATES: dict[str, tuple[str, ...]] = {
-    "simple_rnn": ("hidden",),
-    "lstm": ("hidden", "cell"),
-    "gru": ("hidden",),
-}
-
-
-def state_names(cell: str, count: int) -> tuple[str, ...]:
-    """Names of the ``count`` state tensors of a cell: ours for known cells, else hidden, state_1, state_2, ..."""
-    return STATES.get(cell) or ("hidden", *(f"state_{i}" for i in range(1, count)))
+def unnamed_states(count: int) -> tuple[str, ...]:
+    """Names of the ``count`` state tensors of a cell that has given them none: hidden, state_1, state_2, ..."""
+    return ("hidden", *(f"state_{i}" for i in range(1, count)))
 
 
 @dataclass(frozen=True)
@@ -129,6 +115,18 @@ QUANTITIES: dict[str, Quantity] = {
         ),
     )
 }
+
+
+#: Weights that several cells have; a cell lists its own, with these among them.
+KERNEL = Quantity("kernel", (FEATURE, GATE, UNIT), "input kernel", "1", "W_x: from the layer input to each gate")
+RECURRENT_KERNEL = Quantity(
+    "recurrent_kernel", (UNIT_IN, GATE, UNIT), "recurrent kernel", "1", "W_h: from h_{t-1} to each gate"
+)
+BIAS = Quantity("bias", (GATE, UNIT), "bias", "1", "added on the input side of each gate")
+RECURRENT_BIAS = Quantity(
+    "recurrent_bias", (GATE, UNIT), "recurrent bias", "1", "added on the recurrent side of each gate"
+)
+PROJECTION = Quantity("projection", (UNIT, UNIT_IN), "projection", "1", "from o_t * tanh(c_t) to the smaller h_t")
 
 
 def state_quantity(name: str, *, gradient: bool = False) -> Quantity:

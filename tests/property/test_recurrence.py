@@ -1,12 +1,12 @@
 """What must hold of every recurrence, whatever its sizes, weights and masks."""
 
 import array_api_compat.numpy as xp
+import cells
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rnnlens.recurrence.adjoint import adjoint, weight_gradients
-from rnnlens.recurrence.cells import KnownCell
 from rnnlens.recurrence.run import replay
 
 GATES = {"simple_rnn": 1, "lstm": 4, "gru": 3}
@@ -19,7 +19,7 @@ def problems(draw):
     batch, time, features, units = (draw(st.integers(1, n)) for n in (3, 6, 3, 4))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     width = GATES[kind] * units
-    cell = KnownCell(
+    cell = cells.make(
         kind,
         rng.normal(size=(features, width)),
         rng.normal(size=(units, width)) * draw(st.sampled_from([0.1, 1.0, 3.0])),

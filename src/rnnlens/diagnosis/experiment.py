@@ -15,7 +15,6 @@ from ..adapters.registry import adapter_for
 from ..arguments.data import is_source
 from ..errors import InputError, ModelError, RnnlensError, UnsupportedError, message
 from ..measures.intervention import donors, squared_change
-from ..recurrence.cells import KnownCell
 from ..recurrence.run import Run
 from ..results.schema import plain
 from ..typing import Array
@@ -344,14 +343,13 @@ class Experiment:
 
 
 def in_numpy(call: RecurrentCall) -> RecurrentCall:
-    """The same call with its arrays, and those of a known cell, in NumPy; a cell that the framework steps stays its."""
-    if not isinstance(call.cell, KnownCell):
+    """The same call with its arrays, and those of its cell, in NumPy; a cell that the framework steps stays its."""
+    if call.cell.by_framework:
         return call
-    weights: dict[str, Any] = {name: plain(array) for name, array in call.cell.weights().items()}
     changed = {
         f.name: _plain_tree(getattr(call, f.name)) for f in fields(call) if f.name not in ("cell", "weight_grads")
     }
-    return replace(call, cell=replace(call.cell, **weights), **changed)
+    return replace(call, cell=call.cell.with_weights(plain), **changed)
 
 
 def _plain_tree(value: Any) -> Any:

@@ -101,7 +101,7 @@ def _about_missed(memory: Memory, missed: Missed | None, layers: Sequence[LayerF
             f"No training signal gets there: of a cotangent on the final state {path:.1e} is left after {lag} steps.",
             evidence,
             f"missed, and kappa at the missed step < {VANISHED:g}",
-            _against_vanishing(where.cell),
+            where.run.cell.against_vanishing,
         )
         return
     yield Finding(
@@ -114,20 +114,6 @@ def _about_missed(memory: Memory, missed: Missed | None, layers: Sequence[LayerF
         f"missed, and kappa at the missed step >= {VANISHED:g}",
         "which reason cannot be told from the network: train longer; if it was trained on windows, a window longer "
         f"than {lag} steps; else more units. Another initialisation will not help.",
-    )
-
-
-def _against_vanishing(cell: str) -> str:
-    if cell == "lstm":
-        return (
-            "a forget bias of 1 to ln(T) at the start (Jozefowicz et al. 2015; chrono initialisation, "
-            "arXiv:1804.11188), or the input shortened or strided."
-        )
-    if cell == "gru":
-        return "an update bias of 1 or more at the start (arXiv:1804.11188), or the input shortened or strided."
-    return (
-        "an LSTM or GRU, or an orthogonal recurrent kernel (Saxe et al. 2014, arXiv:1312.6120); with relu the identity "
-        "(arXiv:1504.00941)."
     )
 
 

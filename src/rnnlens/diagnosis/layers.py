@@ -14,15 +14,11 @@ from ..adapters.protocol import RecurrentCall
 from ..measures.facts import Census, census, dead_units, gate_timescale, stuck_gates
 from ..measures.profiles import Band, attributed_memory, attribution, band
 from ..measures.transfer import Transfer, state_transfer, theil_sen
-from ..recurrence.cells import KnownCell
 from ..recurrence.run import Run
 from ..results.schema import plain
 from ..typing import Array
 from ..verbs.gradients import gradients
 from .experiment import Experiment
-
-#: The gate that keeps the state, by kind of cell.
-KEEPING = {"lstm": "forget", "gru": "update"}
 
 
 @dataclass(frozen=True)
@@ -159,12 +155,11 @@ def _facts(call: RecurrentCall, run: Run, gradient: Array | None, ends: Array | 
     states = np.concatenate([plain(s) for s in run.states], axis=-1)
     sizes = np.linalg.norm(states[:, order[::-1]].astype(np.float64), axis=-1).mean(axis=0)
     profile = None if norms is None else band(norms)
-    kind = run.cell.kind if isinstance(run.cell, KnownCell) else "custom"
     shut, opened = (None, None) if run.gates is None else stuck_gates(plain(run.gates), mask)
     return LayerFacts(
         call.layer,
         call.direction,
-        kind,
+        run.cell.kind,
         run,
         state_transfer(run, ends=ends),
         profile,
@@ -196,9 +191,9 @@ def _median_peak(norms: Array) -> float:
 
 
 def _timescale(run: Run, mask: Array | None) -> Array | None:
-    if not isinstance(run.cell, KnownCell) or run.cell.kind not in KEEPING or run.gates is None:
+    if run.cell.keeping is None or run.gates is None:
         return None
-    gate = run.cell.gates.index(KEEPING[run.cell.kind])
+    gate = run.cell.gates.index(run.cell.keeping)
     return gate_timescale(plain(run.gates)[:, :, gate], mask)
 
 

@@ -7,13 +7,11 @@ doi:10.1137/0111030). Fixed and slow points of recurrent networks: Sussillo, Bar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from ..recurrence.cells import KnownCell, equations, project_input
-from ..recurrence.cells.custom import StepCell
+from ..recurrence.cells import Cell
 from ..typing import Array, Namespace
 
 #: Largest |F(s) - s|^2 / 2 of a fixed point in double and single precision, and of a slow point, in units of the
@@ -32,60 +30,14 @@ class StepMap:
     single: bool = False
 
 
-def step_map(cell: KnownCell | StepCell, x: Array, *, xp: Namespace | None = None) -> StepMap:
-    """F of a cell at input ``x`` (feature,). Known cells compute in float64, others in what the framework does.
+def step_map(cell: Cell, x: Array, *, xp: Namespace | None = None) -> StepMap:
+    """F of a cell at input ``x`` (feature,): in float64, or in what the framework computes where it runs the cell.
 
-    ``xp``: the arrays that a cell of unknown equations wants.
+    ``xp``: the arrays that a cell of the framework wants.
     """
-    return _known_map(cell, x) if isinstance(cell, KnownCell) else _custom_map(cell, x, np if xp is None else xp)
-
-
-def _known_map(cell: KnownCell, x: Array) -> StepMap:
-    wide: dict[str, Any] = {name: np.asarray(w, dtype=np.float64) for name, w in cell.weights().items()}
-    cell = replace(cell, **wide)
-    module, sizes = equations(cell), cell.state_sizes
-    projected = project_input(cell, np.asarray(x, dtype=np.float64)[None], None, np)
-    cuts, total = np.cumsum(sizes)[:-1], sum(sizes)
-    basis = np.split(np.eye(total)[None], cuts, axis=2)
-
-    def step(s: Array) -> Array:
-        _, after = module.step(
-            cell, np.broadcast_to(projected, (len(s), projected.shape[1])), np.split(s, cuts, 1), None, np
-        )
-        joined: Array = np.concatenate(after, axis=1)
-        return joined
-
-    def jacobian(s: Array) -> Array:
-        before = np.split(s, cuts, 1)
-        record, after = module.step(cell, np.broadcast_to(projected, (len(s), projected.shape[1])), before, None, np)
-        spread = type(record)(*(None if part is None else part[:, None] for part in record))
-        rows = [np.broadcast_to(b, (len(s), *b.shape[1:])) for b in basis]
-        _, carry, _ = module.pull_back(
-            cell, spread, [b[:, None] for b in before], [a[:, None] for a in after], rows, None, np
-        )
-        joined: Array = np.concatenate(carry, axis=2)
-        return joined
-
-    return StepMap(step, jacobian, total)
-
-
-def _custom_map(cell: StepCell, x: Array, xp: Namespace) -> StepMap:
-    cuts, total = np.cumsum(cell.state_sizes)[:-1], sum(cell.state_sizes)
-
-    def given(s: Array) -> tuple[Array, list[Array]]:
-        kind = np.asarray(x).dtype
-        parts = [xp.asarray(np.ascontiguousarray(p, dtype=kind)) for p in np.split(s, cuts, 1)]
-        return xp.asarray(np.repeat(np.asarray(x)[None], len(s), axis=0)), parts
-
-    def step(s: Array) -> Array:
-        _, after = cell.step(*given(s))
-        return np.concatenate([np.asarray(a, dtype=np.float64) for a in after], axis=1)
-
-    def jacobian(s: Array) -> Array:
-        by_state, _ = cell.jacobian(*given(s))
-        return np.asarray(by_state, dtype=np.float64)[:, :total]
-
-    return StepMap(step, jacobian, total, single=np.asarray(x).dtype != np.float64)
+    step, jacobian = cell.map_at(x, np if xp is None else xp)
+    single = cell.by_framework and np.asarray(x).dtype != np.float64
+    return StepMap(step, jacobian, sum(cell.state_sizes), single)
 
 
 def iterate(map_: StepMap, period: int) -> StepMap:

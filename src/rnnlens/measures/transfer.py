@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
 
 import numpy as np
 
-from ..recurrence.cells import KnownCell, equations
-from ..recurrence.cells.custom import StepCell
-from ..recurrence.cells.record import Record
 from ..recurrence.run import Run
 from ..typing import Array
 
@@ -121,9 +117,8 @@ def state_transfer(
     rows = [(z / s).astype(dtype) for z, s in zip(unit, spreads, strict=True)]
     total = np.zeros((samples, directions))
     logs = [total.mean(axis=1)]
-    pull = _Known(run) if isinstance(run.cell, KnownCell) else _Stepped(run)
     for position, t in enumerate(order):
-        new = pull(t, rows)
+        new = run.cell.pull_rows(run, t, rows)
         moves = begin <= position
         if run.mask is not None:
             moves = moves & np.asarray(run.mask[:, t])
@@ -150,50 +145,14 @@ def _normalised(parts: Sequence[Array]) -> list[Array]:
     return [p / size[..., None] for p in parts]
 
 
-class _Known:
-    """One step of a known cell, its equations pulled back for all directions at once."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def __call__(self, t: int, rows: list[Array]) -> list[Array]:
-        run, cell = self.run, cast(KnownCell, self.run.cell)
-
-        def wide(array: Array) -> Array:
-            return array[:, None]
-
-        record = Record(*(None if part is None else wide(part[:, t]) for part in cast(Record, run.record)))
-        before, after = [wide(s) for s in run.state_before(t)], [wide(s[:, t]) for s in run.states]
-        _, carry, _ = equations(cell).pull_back(cell, record, before, after, rows, run.state_scale, run.xp)
-        return list(carry)
-
-
-class _Stepped:
-    """One step of any other cell, by the framework, a direction at a time."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def __call__(self, t: int, rows: list[Array]) -> list[Array]:
-        run, cell, xp = self.run, cast(StepCell, self.run.cell), self.run.xp
-        x, state = run.input[:, t, :], run.state_before(t)
-        nothing = xp.zeros((x.shape[0], cell.output_size), dtype=x.dtype)
-        found = []
-        for k in range(rows[0].shape[1]):
-            given = [xp.asarray(np.ascontiguousarray(r[:, k]), dtype=x.dtype) for r in rows]
-            found.append(cell.vjp(x, state, nothing, given)[1])
-        return [np.stack([np.asarray(f[i]) for f in found], axis=1) for i in range(len(rows))]
-
-
 def step_jacobians(run: Run) -> Iterator[Array]:
     """A_t = ds_t/ds_(t-1) of every step, states side by side, in the order of the recurrence: (sample, S, S) each."""
     sizes = [int(s.shape[-1]) for s in run.states]
     samples, dtype = int(run.input.shape[0]), np.asarray(run.states[0][:1, :1]).dtype
     unit = np.broadcast_to(np.eye(sum(sizes), dtype=dtype), (samples, sum(sizes), sum(sizes)))
     rows = [np.ascontiguousarray(part) for part in np.split(unit, np.cumsum(sizes)[:-1], axis=2)]
-    pull = _Known(run) if isinstance(run.cell, KnownCell) else _Stepped(run)
     for t in run.steps():
-        a = np.concatenate(pull(t, rows), axis=2)
+        a = np.concatenate(run.cell.pull_rows(run, t, rows), axis=2)
         yield a if run.mask is None else np.where(np.asarray(run.mask[:, t])[:, None, None], a, unit)
 
 

@@ -7,10 +7,11 @@ by matrix products. *Stepwise*: one vector-Jacobian product per step, where thos
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from ..typing import Array, Namespace
 from .adjoint import Adjoint, final_or_zero
-from .cells.custom import StepCell
+from .cells import StepCell
 from .run import Run
 
 #: Largest size of all per-step Jacobians together, in bytes, up to which they are built.
@@ -22,7 +23,7 @@ def output_is_state(run: Run) -> bool:
 
     Equal values do not tell: in ``h + gain * x`` the gain may be zero just now.
     """
-    return run.step_output is None or run.cell.output_is_state  # type: ignore[union-attr]
+    return run.step_output is None or run.cell.output_is_state
 
 
 def unmasked_output_cotangent(run: Run, output_grad: Array, masked_output: str) -> tuple[Array, Array | None]:
@@ -63,11 +64,11 @@ def adjoint_custom(
     output_cotangent : (sample, time, output_size) or None
         Direct gradients of each step's output where that is not a state.
     """
-    xp, cell = run.xp, run.cell
-    sweep = _Folded(run, cell) if _fits(run, cell) else _Stepwise(run, cell)  # type: ignore[arg-type]
+    xp, cell = run.xp, cast(StepCell, run.cell)
+    sweep = _Folded(run, cell) if _fits(run, cell) else _Stepwise(run, cell)
     if output_cotangent is None:
         batch, time = run.input.shape[:2]
-        output_cotangent = xp.zeros((batch, time, cell.output_size), dtype=run.states[0].dtype, device=_device(run))  # type: ignore[union-attr]
+        output_cotangent = xp.zeros((batch, time, cell.output_size), dtype=run.states[0].dtype, device=_device(run))
     carry = final_or_zero(run, final_state_cotangent)
     state_grads = tuple(xp.empty_like(s) for s in run.states)
     input_grad = xp.zeros_like(run.input)
@@ -87,9 +88,9 @@ def adjoint_custom(
 
 def _as_produced(run: Run, returned: tuple[Array, ...], output: Array) -> tuple[Array, ...]:
     """Gradients of the states as the step produces them: c_t of an LSTM also moves the h_t of its own step."""
-    xp, cell = run.xp, run.cell
+    xp, cell = run.xp, cast(StepCell, run.cell)
     before = [_fold(s, xp) for s in run.states_before()]
-    flat = cell.produced(_fold(run.input, xp), before, _fold(output, xp), [_fold(g, xp) for g in returned])  # type: ignore[union-attr]
+    flat = cell.produced(_fold(run.input, xp), before, _fold(output, xp), [_fold(g, xp) for g in returned])
     found = tuple(xp.reshape(new, old.shape) for new, old in zip(flat, returned, strict=True))
     if run.mask is None:
         return found
@@ -105,7 +106,7 @@ def custom_weight_gradients(run: Run, result: Adjoint, *, by_time: bool = False)
         real = run.mask[:, :, None]
         grads = tuple(xp.where(real, g, xp.zeros_like(g)) for g in grads)
         output = xp.where(real, output, xp.zeros_like(output))
-    cell: StepCell = run.cell  # type: ignore[assignment]
+    cell = cast(StepCell, run.cell)
     if not by_time:
         return cell.weight_vjp(
             _fold(run.input, xp), [_fold(s, xp) for s in before], _fold(output, xp), [_fold(g, xp) for g in grads]

@@ -1,16 +1,16 @@
-"""Linear systems of known and custom cells: what stands in the product matrices of :mod:`rnnlens.recurrence.linear`."""
+"""Linear systems of cells: what stands in the product matrices of :mod:`rnnlens.recurrence.linear`."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from ..typing import Array
+from ..typing import Array, Namespace
 from .activations import ACTIVATIONS
 from .adjoint_custom import output_is_state
-from .cells import KnownCell, affine, equations
+from .cells import StepCell, affine
 from .cells.record import Record
 from .inplace import Workspace
 from .linear import ProductSystem, Steps, System
@@ -19,19 +19,12 @@ from .run import Run
 
 def linear_system(run: Run, *, masked_output: str = "state") -> System:
     """The linear system of a run; the layer's output is among its states (see :func:`output_state`)."""
-    if not isinstance(run.cell, KnownCell):
-        return CustomSystem(run, masked_output)
-    slopes = [ACTIVATIONS[name].slope for name in (run.cell.activation, run.cell.recurrent_activation)]
-    if None in slopes or run.cell.projection is not None:
-        return BasisSystem(run)
-    return {"lstm": LstmSystem, "gru": GruSystem, "simple_rnn": SimpleRnnSystem}[run.cell.kind](run)
+    return run.cell.linear_system(run, masked_output)
 
 
 def output_state(run: Run) -> int:
-    """Index of the state that the layer's output is. A custom cell's own output comes after its states."""
-    if isinstance(run.cell, KnownCell):
-        return 0
-    return int(run.cell.output_state) if output_is_state(run) else len(run.states)
+    """Index of the state that the layer's output is. A cell's own output comes after its states."""
+    return run.cell.output_state if output_is_state(run) else len(run.states)
 
 
 class _RunSystem(ProductSystem):
@@ -70,7 +63,7 @@ class _KnownSystem(_RunSystem):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        cell: KnownCell = run.cell  # type: ignore[assignment]
+        cell: Any = run.cell
         self.cell = cell
         gates = len(cell.gates)
         self.into_state = [_transposed(affine.columns(cell.recurrent_kernel, g, gates)) for g in range(gates)]
@@ -81,7 +74,8 @@ class _KnownSystem(_RunSystem):
         raise NotImplementedError
 
     def _slopes(self) -> tuple[Any, Any]:
-        act, rec = ACTIVATIONS[self.cell.activation], ACTIVATIONS[self.cell.recurrent_activation]
+        names = self.cell.activation, getattr(self.cell, "recurrent_activation", "linear")
+        act, rec = (ACTIVATIONS[name] for name in names)
         return (lambda z, a: act.slope(z, a, self.run.xp)), (lambda z, a: rec.slope(z, a, self.run.xp))  # type: ignore[misc]
 
     def _combine(self, out: Array, coefficients: Array, gates: tuple[int, ...], side: str, samples: slice) -> None:
@@ -246,56 +240,52 @@ class GruSystem(_KnownSystem):
 
 
 class BasisSystem(_RunSystem):
-    """Any known cell, by pulling the unit vectors back: for activations that mix units, and for projections."""
+    """Any cell with equations, by pulling the unit vectors back."""
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> Steps:
         """Dense matrices, one cotangent per state entry."""
-        run, cell = self.run, self.run.cell
-        assert isinstance(cell, KnownCell)
-        assert run.record is not None
-        xp, at = run.xp, (samples, slice(first, stop))
+        run, xp, at = self.run, self.run.xp, (samples, slice(first, stop))
         product = self._empty(first, stop, samples, inputs)
-        lead, size = product.shape[:2], self.rows
+        dz, carry, _ = self._pulled(at)
+        parts = list(carry)
+        if inputs:
+            scale = _of_samples(run.input_scale, samples)
+            x = _spread(run.input[at], self.rows, xp)
+            parts.append(run.cell.input_gradient(x, affine.join_gates(dz, xp), scale, xp))
+        product[...] = xp.reshape(xp.concat(parts, axis=-1), product.shape)
+        _mask_dense(self, product, at)
+        produced = cache(lambda: self._produced(at)) if len(self.state_sizes) > 1 else None
+        return Steps(self.work, product, produced=produced)
 
-        def spread(array: Array) -> Array:
-            flat = array[at][:, :, None]
-            wide = xp.broadcast_to(flat, (*lead, size, *flat.shape[3:]))
-            return xp.reshape(wide, (lead[0], lead[1] * size, *flat.shape[3:]))
-
-        record = Record(*(None if part is None else spread(part) for part in run.record))
+    def _pulled(self, at: tuple[slice, slice]) -> Any:
+        """What one cotangent per state entry becomes: (sample, step * row, size) each."""
+        run, xp, size = self.run, self.run.xp, self.rows
+        assert run.record is not None
+        lead = run.states[0][at].shape[:2]
+        record = Record(*(None if part is None else _spread(part[at], size, xp) for part in run.record))
         basis = xp.broadcast_to(self.work.eye(size), (lead[0], lead[1], size, size))
         basis = xp.reshape(basis, (lead[0], lead[1] * size, size))
         cotangent, start = [], 0
         for width in self.state_sizes:
             cotangent.append(basis[:, :, start : start + width])
             start += width
-        before = [spread(s) for s in run.states_before()]
-        after = [spread(s) for s in run.states]
-        scale = _of_samples(run.state_scale, samples)
-        dz, carry, _ = equations(cell).pull_back(cell, record, before, after, cotangent, scale, xp)
-        parts = list(carry)
-        if inputs:
-            flat = affine.join_gates(dz, xp)
-            parts.append(
-                affine.unproject(flat, cell.kernel, _of_samples(run.input_scale, samples), len(cell.gates), xp)
-            )
-        product[...] = xp.reshape(xp.concat(parts, axis=-1), product.shape)
-        _mask_dense(self, product, at)
-        return Steps(self.work, product, path=self._path(at) if cell.kind == "lstm" else None)
+        before = [_spread(s[at], size, xp) for s in run.states_before()]
+        after = [_spread(s[at], size, xp) for s in run.states]
+        return run.cell.pull_back(record, before, after, cotangent, _of_samples(run.state_scale, at[0]), xp)
 
-    def _path(self, at: tuple[slice, slice]) -> Array:
-        """From c_t to h_t, by pulling the units of h back through the output gate and the activation."""
-        run, cell, xp = self.run, self.run.cell, self.run.xp
-        assert isinstance(cell, KnownCell)
-        assert run.record is not None
-        act, c = ACTIVATIONS[cell.activation], run.states[1][at][:, :, None, :]
-        o = run.record.gates[at][:, :, 3:4, :]
-        inner = self.work.eye(cell.units) if cell.projection is None else cell.projection.T
-        wide = xp.broadcast_to(c, (*c.shape[:2], inner.shape[0], c.shape[3]))
-        path = act.vjp(wide, act.value(wide, xp), inner * o, xp)
-        if run.mask is not None:
-            path = xp.where(run.mask[at][:, :, None, None], path, xp.zeros_like(path))
-        return path
+    def _produced(self, at: tuple[slice, slice]) -> Array:
+        """Rows by each state as the step produces it: the total gradients; at a masked step it is carried over."""
+        xp, lead = self.run.xp, self.run.states[0][at].shape[:2]
+        made = xp.reshape(xp.concat(list(self._pulled(at)[2]), axis=-1), (*lead, self.rows, self.rows))
+        if self.run.mask is None:
+            return made
+        return xp.where(self.run.mask[at][:, :, None, None], made, self.work.eye(self.rows))
+
+
+def _spread(array: Array, rows: int, xp: Namespace) -> Array:
+    """(sample, step, ...) to (sample, step * row, ...), every row the same."""
+    wide = xp.broadcast_to(array[:, :, None], (*array.shape[:2], rows, *array.shape[2:]))
+    return xp.reshape(wide, (array.shape[0], array.shape[1] * rows, *array.shape[2:]))
 
 
 def _of_samples(scale: Array | None, samples: slice) -> Array | None:
@@ -324,10 +314,10 @@ class CustomSystem(_RunSystem):
 
     def __init__(self, run: Run, masked_output: str) -> None:
         super().__init__(run)
-        self.masked_output = masked_output
+        self.cell, self.masked_output = cast(StepCell, run.cell), masked_output
         self.own_output = not output_is_state(run)
         if self.own_output:
-            self.state_sizes = (*self.state_sizes, int(run.cell.output_size))  # type: ignore[union-attr]
+            self.state_sizes = (*self.state_sizes, int(self.cell.output_size))
             self.rows = self.columns = sum(self.state_sizes)
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> Steps:
@@ -336,7 +326,7 @@ class CustomSystem(_RunSystem):
         states = sum(int(s.shape[-1]) for s in run.states)
         x = run.input[at]
         fold = [xp.reshape(s[at], (-1, s.shape[-1])) for s in run.states_before()]
-        by_state, by_input = run.cell.jacobian(xp.reshape(x, (-1, x.shape[-1])), fold)  # type: ignore[union-attr]
+        by_state, by_input = self.cell.jacobian(xp.reshape(x, (-1, x.shape[-1])), fold)
         product = self._empty(first, stop, samples, inputs)
         lead = product.shape[:2]
         product[:, :, :, states : self.columns] = 0
@@ -353,15 +343,15 @@ class CustomSystem(_RunSystem):
         run, xp, at = self.run, self.run.xp, (samples, slice(first, stop))
         x = run.input[at]
         lead, before = x.shape[:2], [xp.reshape(s[at], (-1, s.shape[-1])) for s in run.states_before()]
-        x, cell = xp.reshape(x, (-1, x.shape[-1])), run.cell
-        sizes = (*(int(s.shape[-1]) for s in run.states), int(cell.output_size))  # type: ignore[union-attr]
+        x, cell = xp.reshape(x, (-1, x.shape[-1])), self.cell
+        sizes = (*(int(s.shape[-1]) for s in run.states), int(cell.output_size))
         rows = []
         for row in self.work.eye(sum(sizes))[: self.rows]:
             parts, start = [], 0
             for size in sizes:
                 parts.append(xp.broadcast_to(row[start : start + size], (x.shape[0], size)))
                 start += size
-            found = cell.produced(x, before, parts[-1], parts[:-1])  # type: ignore[union-attr]
+            found = cell.produced(x, before, parts[-1], parts[:-1])
             rows.append(xp.concat([xp.reshape(f, (*lead, f.shape[-1])) for f in found], axis=-1))
         made = xp.stack(rows, axis=2)
         return made if run.mask is None else self._not_at_masked(made, run.mask[at])
@@ -372,8 +362,7 @@ class CustomSystem(_RunSystem):
         carried = xp.zeros_like(made)
         carried[:, :, :states] = self.work.eye(states)
         if self.own_output and self.masked_output == "state":
-            cell: Any = self.run.cell
-            start = sum(self.state_sizes[: cell.output_state])
+            start = sum(self.state_sizes[: self.cell.output_state])
             size = self.state_sizes[-1]
             carried[:, :, states:, start : start + size] = self.work.eye(size)
         return xp.where(mask[:, :, None, None], made, carried)
@@ -383,8 +372,7 @@ class CustomSystem(_RunSystem):
         xp, rows = self.run.xp, product[:, :, states:, :]
         new = xp.zeros_like(rows)
         if self.masked_output == "state":
-            cell: Any = self.run.cell
-            start = sum(self.state_sizes[: cell.output_state])
+            start = sum(self.state_sizes[: self.cell.output_state])
             size = self.state_sizes[-1]
             new[:, :, :, start : start + size] = self.work.eye(size)
         product[:, :, states:, :] = xp.where(masked[:, :, None, None], new, rows)

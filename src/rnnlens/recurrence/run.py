@@ -8,18 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, cast
 
 from array_api_compat import array_namespace, device
 
 from ..typing import Array, Namespace
-from .cells import KnownCell, equations, lstm, project_input
-from .cells.record import Record
+from .cells import Cell, Record, StepCell
 from .parallel import for_each, sample_chunks
 from .repeats import refuse_another_function
-
-if TYPE_CHECKING:
-    from .cells.custom import StepCell
 
 
 @dataclass
@@ -29,15 +25,15 @@ class Run:
     Attributes
     ----------
     states : one (sample, time, size) array per state, after step t
-    record : gates of all steps for a known cell: (sample, time, gate, unit); None for a custom cell
+    record : gates of all steps, (sample, time, gate, unit); None where the framework runs the cell
     step_output : (sample, time, unit) or None
-        What a custom cell put out at each step before masking; None where the output is the first state.
+        What a cell of the framework put out at each step before masking; None where the output is the first state.
     residual
         Largest difference between what was recomputed and what the framework returned, relative to the latter's
         largest magnitude.
     """
 
-    cell: KnownCell | StepCell
+    cell: Cell
     xp: Namespace
     input: Array
     initial_state: tuple[Array, ...]
@@ -52,19 +48,19 @@ class Run:
 
     @property
     def preactivation(self) -> Array | None:
-        """(sample, time, gate, unit), None for a custom cell."""
-        return None if self.record is None else self.record.preactivation
+        """(sample, time, gate, unit), None where no gates are known."""
+        return None if self.record is None or not self.cell.gates else self.record.preactivation
 
     @property
     def gates(self) -> Array | None:
-        """(sample, time, gate, unit), None for a custom cell."""
-        return None if self.record is None else self.record.gates
+        """(sample, time, gate, unit), None where no gates are known."""
+        return None if self.record is None or not self.cell.gates else self.record.gates
 
     @classmethod
     def from_call(cls, call: Any, xp: Namespace | None = None) -> Run:
         """Replay a captured call (``adapters.protocol.RecurrentCall``) with the arrays' own namespace."""
         xp = xp or array_namespace(call.input)
-        if not isinstance(call.cell, KnownCell):
+        if call.cell.by_framework:
             run = replay_custom(call.cell, call.input, call.initial_state, xp=xp, mask=call.mask, order=call.direction)
             if call.returns_sequences:
                 run.residual = residual(run.step_output, call.output, call.mask, xp)
@@ -87,14 +83,14 @@ class Run:
         if not call.returns_sequences:
             last = run.last_output(call.masked_output)
             run.residual = residual(last[:, None, :], call.output[:, None, :], None, xp)
-            if not isinstance(call.cell, KnownCell):
+            if call.cell.by_framework:
                 refuse_another_function(call, run.residual)
         return run
 
     def last_output(self, masked_output: str = "state") -> Array:
         """(sample, unit): what the layer returns when it returns its last output only."""
         *_, last = self.steps()
-        state, xp = self.states[getattr(self.cell, "output_state", 0)][:, last, :], self.xp
+        state, xp = self.states[self.cell.output_state][:, last, :], self.xp
         if self.step_output is None:
             if self.mask is None or masked_output != "zero":
                 return state
@@ -165,7 +161,7 @@ def shift(after: Array, initial: Array, order: str, xp: Namespace) -> Array:
 
 
 def replay(
-    cell: KnownCell,
+    cell: Cell,
     x: Array,
     initial_state: Sequence[Array],
     *,
@@ -176,20 +172,21 @@ def replay(
     input_scale: Array | None = None,
     state_scale: Array | None = None,
 ) -> Run:
-    """Recompute gates and states of a known cell.
+    """Recompute gates and states of a cell with equations.
 
     Parameters
     ----------
     x : (sample, time, feature)
     hidden : (sample, time, unit), optional
-        The hidden states where they are known already. All matrix products are then taken at once and only what is
-        element-wise runs step by step. At masked steps its values are not looked at.
+        The first state where it is known already. All matrix products are then taken at once, where the cell allows it
+        (``Cell.at_once``), and only what is element-wise runs step by step. Not looked at where steps are masked.
     """
     run = Run(cell, xp, x, tuple(initial_state), (), None, None, mask, order, input_scale, state_scale)
-    if hidden is None:
-        _replay_in_sequence(run, cell)
+    if hidden is None or not cell.at_once:
+        _replay_in_sequence(run)
+        run.residual = 0.0 if hidden is None else residual(run.states[0], hidden, mask, xp)
     else:
-        _replay_at_once(run, cell, hidden)
+        _replay_at_once(run, hidden)
     return run
 
 
@@ -198,53 +195,47 @@ def carried(new: Array, old: Array, mask_t: Array | None, xp: Namespace) -> Arra
     return new if mask_t is None else xp.where(mask_t[:, None], new, old)
 
 
-def _replay_in_sequence(run: Run, cell: KnownCell) -> None:
-    xp, module, state = run.xp, equations(cell), run.initial_state
-    projected = project_input(cell, run.input, run.input_scale, xp)
+def _replay_in_sequence(run: Run) -> None:
+    xp, cell, state = run.xp, run.cell, run.initial_state
+    projected = cell.project(run.input, run.input_scale, xp)
     records: list[Record] = []
     states: list[tuple[Array, ...]] = []
     order = list(run.steps())
     for t in order:
-        record, new = module.step(cell, projected[:, t, :], state, run.state_scale, xp)
+        record, new = cell.step(projected[:, t, :], state, run.state_scale, xp)
         mask_t = None if run.mask is None else run.mask[:, t]
         state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
         records.append(record)
         states.append(state)
     if run.order == "backward":
         records, states = records[::-1], states[::-1]
-    inner = None if records[0].inner is None else xp.stack([r.inner for r in records], axis=1)
+    inner = None if records[0].inner is None else xp.stack([cast(Array, r.inner) for r in records], axis=1)
     run.record = Record(
         xp.stack([r.preactivation for r in records], axis=1), xp.stack([r.gates for r in records], axis=1), inner
     )
     run.states = tuple(xp.stack(list(column), axis=1) for column in zip(*states, strict=True))
 
 
-def _replay_at_once(run: Run, cell: KnownCell, hidden: Array) -> None:
+def _replay_at_once(run: Run, hidden: Array) -> None:
     if run.mask is not None:
         hidden = _fill_masked(hidden, run)
-    run.record = _gates_at_once(run, cell, hidden)
-    if cell.kind == "lstm":
-        run.states = (hidden, _cell_states(run, run.record.gates))
-    else:
-        run.states = (hidden,)
-    run.residual = _one_step_residual(run, cell)
+    run.record = _gates_at_once(run, hidden)
+    run.states = (hidden, *_other_states(run, run.record.gates))
+    run.residual = _one_step_residual(run)
 
 
-def _gates_at_once(run: Run, cell: KnownCell, hidden: Array) -> Record:
+def _gates_at_once(run: Run, hidden: Array) -> Record:
     """Gates of all steps, a few samples at a time: what is computed together then stays in the processor's cache."""
-    xp, (batch, time, _) = run.xp, run.input.shape
-    shape = (batch, time, len(cell.gates), cell.units)
+    xp, cell, (batch, time, _) = run.xp, run.cell, run.input.shape
+    shape = (batch, time, cell.parts, cell.units)
     z, a = (xp.empty(shape, dtype=hidden.dtype, device=device(hidden)) for _ in range(2))
-    inner = xp.empty_like(z[:, :, 0, :]) if cell.kind == "gru" and cell.reset_after else None
+    inner = xp.empty_like(z[:, :, 0, :]) if cell.keeps_inner else None
 
     def work(some: slice) -> None:
         scales = [_of_samples(scale, some) for scale in (run.input_scale, run.state_scale)]
-        projected = project_input(cell, run.input[some, ...], scales[0], xp)
+        projected = cell.project(run.input[some, ...], scales[0], xp)
         before = shift(hidden[some, ...], run.initial_state[0][some, ...], run.order, xp)
-        if cell.kind == "lstm":
-            part = lstm.gates(cell, projected, before, scales[1], xp)
-        else:
-            part, _ = equations(cell).step(cell, projected, (before,), scales[1], xp)
+        part = cell.all_gates(projected, before, scales[1], xp)
         z[some, ...], a[some, ...] = part.preactivation, part.gates
         if inner is not None:
             inner[some, ...] = part.inner
@@ -253,16 +244,13 @@ def _gates_at_once(run: Run, cell: KnownCell, hidden: Array) -> Record:
     return Record(z, a, inner)
 
 
-def _one_step_residual(run: Run, cell: KnownCell) -> float:
+def _one_step_residual(run: Run) -> float:
     """How far h_t recomputed from the gates is from the h_t that the framework returned."""
-    xp, gates, worst, largest = run.xp, run.gates, 0.0, 0.0
+    xp, gates, worst, largest = run.xp, cast(Record, run.record).gates, 0.0, 0.0
     batch, time, size = run.states[0].shape
     for some in sample_chunks(batch, time * size):
-        if cell.kind == "lstm":
-            recomputed = lstm.hidden(cell, gates[some, ...], run.states[1][some, ...], xp)  # type: ignore[index]
-        else:
-            before = shift(run.states[0][some, ...], run.initial_state[0][some, ...], run.order, xp)
-            recomputed = equations(cell).hidden(gates[some, ...], before)  # type: ignore[index]
+        before = shift(run.states[0][some, ...], run.initial_state[0][some, ...], run.order, xp)
+        recomputed = run.cell.hidden(gates[some, ...], before, [s[some, ...] for s in run.states[1:]], xp)
         mask = None if run.mask is None else run.mask[some, ...]
         difference, magnitude = distance(recomputed, run.states[0][some, ...], mask, xp)
         worst, largest = max(worst, difference), max(largest, magnitude)
@@ -285,14 +273,18 @@ def _fill_masked(hidden: Array, run: Run) -> Array:
     return xp.stack(filled if run.order == "forward" else filled[::-1], axis=1)
 
 
-def _cell_states(run: Run, gates: Array) -> Array:
-    """c_t of an LSTM whose gates are all known: an element-wise recurrence."""
-    c = run.initial_state[1]
-    out = run.xp.empty_like(gates[:, :, 0, :])
+def _other_states(run: Run, gates: Array) -> tuple[Array, ...]:
+    """All states but the first where all gates are known, as c_t of an LSTM: an element-wise recurrence."""
+    states = run.initial_state[1:]
+    if not states:
+        return ()
+    out = tuple(run.xp.empty_like(gates[:, :, 0, :]) for _ in states)
     for t in run.steps():
         mask_t = None if run.mask is None else run.mask[:, t]
-        c = carried(lstm.next_cell(gates[:, t, :, :], c), c, mask_t, run.xp)
-        out[:, t, :] = c
+        new = run.cell.others(gates[:, t, :, :], states)
+        states = tuple(carried(n, s, mask_t, run.xp) for n, s in zip(new, states, strict=True))
+        for target, value in zip(out, states, strict=True):
+            target[:, t, :] = value
     return out
 
 
@@ -348,7 +340,7 @@ def replay_custom(
     states: list[tuple[Array, ...]] = []
     outputs: list[Array] = []
     for t in run.steps():
-        output, new = cell.step(x[:, t, :], state)
+        output, new = cell.advance(x[:, t, :], state)
         mask_t = None if mask is None else mask[:, t]
         state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
         states.append(state)

@@ -16,13 +16,13 @@ import xarray as xr
 
 from .. import __version__
 from ..errors import InputError, message
+from ..recurrence.cells import cell_of_kind, kinds
 from ..vocabulary import (
     BACKWARD,
     DIRECTION,
     FEATURE,
     FORWARD,
     GATE,
-    GATES,
     IN_FEATURE,
     IN_TIME,
     OUT_TIME,
@@ -34,8 +34,8 @@ from ..vocabulary import (
     UNIT,
     UNIT_IN,
     Quantity,
-    state_names,
     state_quantity,
+    unnamed_states,
 )
 
 #: Rises when files written by an older rnnlens could be misread by this one, or the other way round.
@@ -56,48 +56,48 @@ _DIMENSION_WORDS: dict[str, tuple[str, str]] = {
     IN_FEATURE: ("input feature", "position in the input, from 0"),
 }
 
-_KERNEL, _RECURRENT, _BIAS = (FEATURE, GATE, UNIT), (UNIT_IN, GATE, UNIT), (GATE, UNIT)
-_SCALE = "1"
-
-_WEIGHTS: dict[str, Quantity] = {
-    q.name: q
-    for q in (
-        Quantity("kernel", _KERNEL, "input kernel", _SCALE, "W_x: from the layer input to each gate"),
-        Quantity("recurrent_kernel", _RECURRENT, "recurrent kernel", _SCALE, "W_h: from h_{t-1} to each gate"),
-        Quantity("bias", _BIAS, "bias", _SCALE, "added on the input side of each gate"),
-        Quantity("recurrent_bias", _BIAS, "recurrent bias", _SCALE, "added on the recurrent side of each gate"),
-        Quantity("projection", (UNIT, UNIT_IN), "projection", _SCALE, "from o_t * tanh(c_t) to the smaller h_t"),
-    )
-}
-
 _ORDER = {name: position for position, name in enumerate(QUANTITIES)}
 
 _BORDER_STATE = re.compile(r"(?P<when>initial|final)_(?P<state>.+?)(?P<grad>_grad)?")
 
 
-def quantity(name: str) -> Quantity:
-    """Look up the quantity of that name: of a trace, a weight, their gradients, or a state tensor of a custom cell.
+def quantity(name: str, cell: str = "") -> Quantity:
+    """Look up the quantity of that name: of a trace, a weight of a kind of cell, their gradients, or a custom state.
 
     >>> quantity("hidden_grad").dims
     ('sample', 'time', 'unit')
-    >>> quantity("recurrent_kernel_grad").dims
+    >>> quantity("recurrent_kernel_grad", "gru").dims
     ('unit_in', 'gate', 'unit')
     >>> quantity("initial_state_1_grad").long_name
     'gradient of the initial state 1'
     """
     if name in QUANTITIES:
         return QUANTITIES[name]
-    weight, gradient = name.removesuffix("_grad"), name.endswith("_grad")
-    if weight in _WEIGHTS:
-        known = _WEIGHTS[weight]
-        if not gradient:
-            return known
-        definition = f"dL/d{weight}, summed over samples (and over time where there is no time axis)"
-        return Quantity(name, known.dims, f"gradient of the {known.long_name}", "loss", definition, True)
+    stem, gradient = name.removesuffix("_grad"), name.endswith("_grad")
+    weight = weight_of(stem, cell)
+    if weight is not None:
+        return weight_quantity(weight, gradient=gradient)
     border = _BORDER_STATE.fullmatch(name)
     if border is not None:
         return _border_state(name, border["when"], border["state"], border["grad"] is not None)
-    return state_quantity(weight, gradient=gradient)
+    return state_quantity(stem, gradient=gradient)
+
+
+def weight_of(name: str, cell: str = "") -> Quantity | None:
+    """The weight of that name of a kind of cell; of the first cell that has one, where the kind is not known."""
+    known = kinds()
+    for one in [known[cell]] if cell in known else known.values():
+        if name in one.parameters:
+            return one.parameters[name]
+    return None
+
+
+def weight_quantity(known: Quantity, *, gradient: bool) -> Quantity:
+    """A weight of a cell, or its gradient."""
+    if not gradient:
+        return known
+    definition = f"dL/d{known.name}, summed over samples (and over time where there is no time axis)"
+    return Quantity(f"{known.name}_grad", known.dims, f"gradient of the {known.long_name}", "loss", definition, True)
 
 
 def _border_state(name: str, when: str, state: str, gradient: bool) -> Quantity:
@@ -148,11 +148,12 @@ def layer_dataset(
     described = info_mapping(info)
     both = described.get("direction") == "bidirectional" if bidirectional is None else bidirectional
     present = {name: plain(arrays[name]) for name in sorted(arrays, key=_rank) if arrays[name] is not None}
-    named = {name: tuple((dims or {}).get(name) or _dims(name, array, both)) for name, array in present.items()}
+    cell = str(described.get("cell", ""))
+    named = {name: tuple((dims or {}).get(name) or _dims(name, array, both, cell)) for name, array in present.items()}
     named = _separate_units(named, present)
     common = {"layer": str(described["name"]), "schema": SCHEMA_VERSION, "provenance": provenance_line(provenance)}
     variables = {
-        name: xr.Variable(named[name], array, {**describe(name), **common, **_original(arrays[name], array)})
+        name: xr.Variable(named[name], array, {**describe(name, cell), **common, **_original(arrays[name], array)})
         for name, array in present.items()
     }
     sizes = {dim: size for variable in variables.values() for dim, size in variable.sizes.items()}
@@ -176,9 +177,9 @@ def plain(array: Any) -> np.ndarray[Any, Any]:
     return values.astype(np.float32) if values.dtype.kind == "V" else values
 
 
-def describe(name: str) -> dict[str, str]:
+def describe(name: str, cell: str = "") -> dict[str, str]:
     """Words of one quantity, as attributes: long_name, units, definition and, where there is one, the source."""
-    known = quantity(name)
+    known = quantity(name, cell)
     attrs = {"long_name": known.long_name, "units": known.units, "definition": known.definition}
     return {**attrs, "source": known.source} if known.source else attrs
 
@@ -232,10 +233,10 @@ def labelled(
 
 def _coordinate(dim: str, size: int, info: Mapping[str, Any]) -> xr.Variable:
     long_name, definition = _DIMENSION_WORDS.get(dim, (dim.replace("_", " "), "position, from 0"))
-    cell = str(info.get("cell", ""))
+    cell = cell_of_kind(str(info.get("cell", "")))
     names: dict[str, Callable[[], Sequence[str]]] = {
-        GATE: lambda: info.get("gates") or GATES.get(cell, ()),
-        STATE: lambda: info.get("states") or state_names(cell, size),
+        GATE: lambda: info.get("gates") or cell.gates,
+        STATE: lambda: info.get("states") or (cell.states if len(cell.states) == size else unnamed_states(size)),
         DIRECTION: lambda: (FORWARD, BACKWARD),
     }
     labels = list(names[dim]()) if dim in names else []
@@ -248,13 +249,13 @@ def _rank(name: str) -> int:
     return _ORDER.get(name, len(_ORDER))
 
 
-def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool) -> tuple[str, ...]:
+def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str) -> tuple[str, ...]:
     """Dimensions by quantity and rank: with or without direction, time, or, for weights, a leading time."""
-    full = quantity(name).dims
+    full = quantity(name, cell).dims
     candidates = [full]
     if name in ("output", "output_grad"):
         candidates = [full, (SAMPLE, UNIT), (SAMPLE,), (SAMPLE, *(f"axis_{i}" for i in range(1, array.ndim - 1)), UNIT)]
-    elif name.removesuffix("_grad") in _WEIGHTS:
+    elif weight_of(name.removesuffix("_grad"), cell) is not None:
         candidates = [full, (TIME, *full)]
     if bidirectional:
         candidates = [*(_with_direction(c) for c in candidates), *candidates]

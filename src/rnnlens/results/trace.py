@@ -12,6 +12,7 @@ from typing import Any
 import xarray as xr
 
 from ..errors import QuantityNotFoundError, did_you_mean, message
+from ..recurrence.cells import cell_of_kind
 from ..vocabulary import QUANTITIES, SAMPLE, TIME
 from .base import Result, refuse_no_name
 from .certificate import Certificate
@@ -70,7 +71,7 @@ class LayerTrace:
         if name not in QUANTITIES and not name.startswith(("state_", "initial_", "final_")):
             hint = did_you_mean(name, self.quantities)
             return message(f"No quantity named {name!r} for layer {self.name!r}.", hint=hint)
-        if name in ("cell", "cell_grad") and cell != "lstm":
+        if name in ("cell", "cell_grad") and "cell" not in cell_of_kind(cell).states:
             return message(f"{where}: {cell} has no cell state.", hint="hidden or hidden_grad")
         if quantity(name).needs_loss and self._loss is None:
             return message(f"{where}: no loss was given.", hint="rl.trace(model, x, y, loss=...) or a compiled model")

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..recurrence.cells import KnownCell
+from ..errors import UnsupportedError, message
+from ..recurrence.cells import Cell
 
 Matrix = np.ndarray[Any, Any]
 _STEP = 1e-30
@@ -48,22 +49,55 @@ ACTIVATIONS: dict[str, Callable[[Matrix], Matrix]] = {
 }
 
 
-def step(cell: KnownCell, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
-    """One step of one sample: x (feature,), states (size,) each; complex arguments allowed."""
-    act, rec = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation]
-    n, h = cell.units, state[0]
+def step(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
+    """One step of one sample: x (feature,), states (size,) each; complex arguments allowed.
+
+    Raises
+    ------
+    UnsupportedError
+        For a cell whose equations are not written out here once more.
+    """
+    equations = EQUATIONS.get(cell.kind)
+    if equations is None:
+        raise UnsupportedError(
+            message(
+                f"The reference has no equations of a {cell.kind} cell.",
+                expected=f"one of {', '.join(EQUATIONS)}",
+                hint="add a function to rnnlens.testing.reference.EQUATIONS",
+            )
+        )
+    return equations(cell, x, state)
+
+
+def _sides(cell: Any, x: Matrix) -> tuple[list[slice], Matrix, Matrix, Any]:
+    """Where each gate lies, the input side with its bias, the recurrent kernel and the recurrent bias."""
+    n, weights = cell.units, {name: np.asarray(w) for name, w in cell.weights().items()}
     gate = [slice(k * n, (k + 1) * n) for k in range(len(cell.gates))]
-    b = 0 if cell.bias is None else np.asarray(cell.bias)
-    rb = 0 if cell.recurrent_bias is None else np.asarray(cell.recurrent_bias)
-    wx = x @ np.asarray(cell.kernel) + b
-    u = np.asarray(cell.recurrent_kernel)
-    if cell.kind == "simple_rnn":
-        return [act(wx + h @ u + rb)]
-    if cell.kind == "lstm":
-        z = wx + h @ u + rb
-        c = rec(z[gate[1]]) * state[1] + rec(z[gate[0]]) * act(z[gate[2]])
-        out = rec(z[gate[3]]) * act(c)
-        return [out if cell.projection is None else out @ np.asarray(cell.projection), c]
+    return (
+        gate,
+        x @ weights["kernel"] + weights.get("bias", 0),
+        weights["recurrent_kernel"],
+        weights.get("recurrent_bias", 0),
+    )
+
+
+def _simple_rnn(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
+    _, wx, u, rb = _sides(cell, x)
+    return [ACTIVATIONS[cell.activation](wx + state[0] @ u + rb)]
+
+
+def _lstm(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
+    act, rec = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation]
+    gate, wx, u, rb = _sides(cell, x)
+    z = wx + state[0] @ u + rb
+    c = rec(z[gate[1]]) * state[1] + rec(z[gate[0]]) * act(z[gate[2]])
+    out = rec(z[gate[3]]) * act(c)
+    return [out if cell.projection is None else out @ np.asarray(cell.projection), c]
+
+
+def _gru(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
+    act, rec, h = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation], state[0]
+    gate, wx, u, rb = _sides(cell, x)
     if cell.reset_after:
         uh = h @ u + rb
         r = rec(wx[gate[1]] + uh[gate[1]])
@@ -75,7 +109,15 @@ def step(cell: KnownCell, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
     return [update * h + (1 - update) * candidate]
 
 
-def step_jacobians(cell: KnownCell, x: Matrix, state: Sequence[Matrix]) -> tuple[Matrix, Matrix]:
+#: The equations of each kind of cell, written out once more.
+EQUATIONS: dict[str, Callable[[Any, Matrix, Sequence[Matrix]], list[Matrix]]] = {
+    "simple_rnn": _simple_rnn,
+    "lstm": _lstm,
+    "gru": _gru,
+}
+
+
+def step_jacobians(cell: Cell, x: Matrix, state: Sequence[Matrix]) -> tuple[Matrix, Matrix]:
     """A_t (S, S) and B_t (S, feature) of one step of one sample; states side by side."""
     sizes = [s.shape[0] for s in state]
     flat = np.concatenate([*state, x]).astype(complex)
@@ -100,7 +142,7 @@ class Reference:
 
 
 def bptt(
-    cell: KnownCell,
+    cell: Cell,
     x: Matrix,
     initial_state: Sequence[Matrix],
     output_grad: Matrix,
@@ -152,7 +194,7 @@ def bptt(
 
 
 def _store(
-    cell: KnownCell,
+    cell: Cell,
     grads: list[Matrix],
     lam: Matrix,
     b: int,
@@ -166,11 +208,11 @@ def _store(
     parts = np.split(lam, np.cumsum([g.shape[2] for g in grads])[:-1])
     for target, value in zip(grads, parts, strict=True):
         target[b, t] = value
-    if cell.kind == "lstm" and real:
+    if "cell" in cell.states and real:
         grads[1][b, t] += _through_hidden(cell, x[b, t], before).T @ parts[0]
 
 
-def _through_hidden(cell: KnownCell, x: Matrix, before: Sequence[Matrix]) -> Matrix:
+def _through_hidden(cell: Any, x: Matrix, before: Sequence[Matrix]) -> Matrix:
     """dh_t/dc_t (unit_in, unit) within one step, gates held fixed."""
     act, rec = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation]
     n = cell.units
@@ -185,7 +227,7 @@ def _through_hidden(cell: KnownCell, x: Matrix, before: Sequence[Matrix]) -> Mat
 
 
 def weight_gradients(
-    cell: KnownCell,
+    cell: Cell,
     x: Matrix,
     states_before: Sequence[Matrix],
     state_cotangent: Sequence[Matrix],
@@ -202,13 +244,7 @@ def weight_gradients(
         for index in np.ndindex(*w.shape):
             moved = w.copy()
             moved[index] += 1j * _STEP
-            changed = KnownCell(
-                cell.kind,
-                **{**values, name: moved},
-                activation=cell.activation,
-                recurrent_activation=cell.recurrent_activation,
-                reset_after=cell.reset_after,
-            )
+            changed = with_values(cell, {**values, name: moved})
             for b, t in np.ndindex(*x.shape[:2]):
                 if mask is None or mask[b, t]:
                     after = step(changed, x[b, t], [s[b, t] for s in states_before])
@@ -216,3 +252,9 @@ def weight_gradients(
                         float(c[b, t] @ (s.imag / _STEP)) for c, s in zip(state_cotangent, after, strict=True)
                     )
     return grads
+
+
+def with_values(cell: Cell, values: Mapping[str, Matrix]) -> Cell:
+    """The same cell with these weights."""
+    left = iter(values[name] for name in cell.weights())
+    return cell.with_weights(lambda _: next(left))

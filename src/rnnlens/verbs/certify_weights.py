@@ -10,7 +10,7 @@ import xarray as xr
 from ..adapters.protocol import Adapter, Batch, Capture, LayerWeights
 from ..results.certificate import Certificate
 from ..typing import Array
-from ..vocabulary import GATE, GATES, TIME
+from ..vocabulary import GATE, TIME
 from .certify import LOSS, WEIGHTS, Bench, attempt, unsteady
 from .differentiation.certify import named_pairs
 from .names import TensorName
@@ -64,10 +64,9 @@ def _key(name: str, weights: LayerWeights) -> str | None:
 
 
 def _in_our_order(variable: xr.DataArray, weights: LayerWeights) -> tuple[Array, tuple[str, ...]]:
-    """Values with gates in the order of the vocabulary, by their labels."""
+    """Values with gates in the order of the cell, by their labels."""
     if GATE in variable.dims and variable[GATE].dtype.kind in "UO":
-        kind = next(iter(weights.cells.values())).kind
-        variable = variable.sel({GATE: list(GATES[kind])})
+        variable = variable.sel({GATE: list(next(iter(weights.cells.values())).gates)})
     return np.asarray(variable.values), tuple(map(str, variable.dims))
 
 

@@ -12,23 +12,19 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ..adapters.protocol import RecurrentCall
-from ..recurrence.cells import KnownCell
+from ..recurrence.cells import Cell
 
 
 def on_host(calls: Iterable[RecurrentCall]) -> list[RecurrentCall]:
-    """Calls of known cells in NumPy where they lie on the CPU; a custom cell is asked in tensors, step by step."""
-    cells: dict[int, KnownCell] = {}
+    """Calls in NumPy where they lie on the CPU; a cell that the framework runs is asked in tensors, step by step."""
+    cells: dict[int, Cell] = {}
     found = []
     for call in calls:
-        if isinstance(call.cell, KnownCell) and _is_on_host(call.input):
-            cell = cells.setdefault(id(call.cell), _converted(call.cell))
-            call = replace(_converted(call), cell=cell)
+        if not call.cell.by_framework and _is_on_host(call.input):
+            cell = cells.setdefault(id(call.cell), call.cell.with_weights(_numpy))
+            call = replace(call, **{f.name: _numpy(getattr(call, f.name)) for f in fields(call)} | {"cell": cell})
         found.append(call)
     return found
-
-
-def _converted(record: Any) -> Any:
-    return replace(record, **{field.name: _numpy(getattr(record, field.name)) for field in fields(record)})
 
 
 def _numpy(value: Any) -> Any:

@@ -15,10 +15,10 @@ import numpy as np
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port, RecurrentCall
 from ..errors import LayerNotFoundError, ModelError, message
 from ..recurrence.adjoint import Adjoint
+from ..recurrence.cells.cell import at_real_steps
 from ..recurrence.run import Run
 from ..results.schema import plain
 from ..typing import Array
-from .gate_gradients import gate_value_gradient
 from .host import on_host
 from .names import TensorName
 from .sweep import sweep, weights_of
@@ -205,7 +205,7 @@ def _gradient(half: Half, result: Adjoint, name: TensorName) -> Array:
     if name.what == "gate_preactivation":
         return plain(result.gate_grad)
     if name.what == "gates":
-        return plain(gate_value_gradient(half.run, result))
+        return plain(at_real_steps(half.run, half.run.cell.gate_gradient(half.run, result)))
     return _pick(half, result.state_grads[name.index], name)
 
 

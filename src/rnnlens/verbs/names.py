@@ -13,8 +13,9 @@ from typing import Any, Literal
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, Facts, LayerInfo, LayerWeights, Port
 from ..errors import InputError, LayerNotFoundError, did_you_mean, message
 from ..layout import dims_of
+from ..recurrence.cells import cell_of_kind, kinds
 from ..typing import Array
-from ..vocabulary import FEATURE, SAMPLE, state_names
+from ..vocabulary import FEATURE, SAMPLE, unnamed_states
 from .weight_keys import dims_of_weight, sources
 
 What = Literal[
@@ -22,7 +23,6 @@ What = Literal[
 ]
 
 _INDEXED = re.compile(r"(?P<what>input|output)\[(?P<which>[^\]]+)\]")
-_STATE = re.compile(r"(?P<when>initial_|final_)?(?P<state>hidden|cell|state_\d+)")
 _SIMPLE = ("output", "input", "gates", "gate_preactivation", "weights")
 
 
@@ -215,7 +215,7 @@ def _weight_path(text: str, known: Catalogue) -> list[TensorName]:
 def _layer_quantity(text: str, known: Catalogue) -> list[TensorName]:
     """``layer.hidden``, ``layer.output``, ``layer.weights``; the layer may be a pattern."""
     pattern, dot, what = text.rpartition(".")
-    state = _STATE.fullmatch(what)
+    state = _state(what)
     if not dot or (state is None and what not in _SIMPLE):
         return []
     if what == "weights":
@@ -232,7 +232,7 @@ def _layer_quantity(text: str, known: Catalogue) -> list[TensorName]:
 def _inner(layer: str, what: str, state: re.Match[str] | None, info: LayerInfo) -> TensorName:
     """A state or the gates of a recurrent layer."""
     if state is None:
-        if info.cell not in ("simple_rnn", "lstm", "gru"):
+        if not cell_of_kind(info.cell).gates:
             raise LayerNotFoundError(
                 message(
                     f"{layer!r} has a cell of its own making: its gates are not known.",
@@ -242,7 +242,7 @@ def _inner(layer: str, what: str, state: re.Match[str] | None, info: LayerInfo) 
             )
         return TensorName(f"{layer}.{what}", what, layer)  # type: ignore[arg-type]
     when = {"initial_": "initial_state", "final_": "final_state", None: "state"}[state["when"]]
-    names = state_names(info.cell, 8)
+    names = cell_of_kind(info.cell).states if info.cell in kinds() else unnamed_states(8)
     if state["state"] not in names:
         raise LayerNotFoundError(
             message(
@@ -252,6 +252,12 @@ def _inner(layer: str, what: str, state: re.Match[str] | None, info: LayerInfo) 
             )
         )
     return TensorName(f"{layer}.{what}", when, layer, names.index(state["state"]))  # type: ignore[arg-type]
+
+
+def _state(what: str) -> re.Match[str] | None:
+    """``hidden``, ``initial_cell``, ``final_state_1``: a state of any cell, at every step or at an end."""
+    states = dict.fromkeys(re.escape(state) for cell in kinds().values() for state in cell.states)
+    return re.fullmatch(rf"(?P<when>initial_|final_)?(?P<state>hidden|{'|'.join(states)}|state_\d+)", what)
 
 
 def _layers(pattern: str, names: Iterable[str], text: str, known: Catalogue) -> list[str]:

@@ -1,8 +1,9 @@
 """Weight gradients once more, from nothing but the labelled numbers of a finished result.
 
 dL/dW is the sum over samples and steps of what a gate was fed times the gradient at its pre-activation. Written against
-the names of axes and gates, so that a number under a wrong label gives another sum. For known cells without dropout;
-kernels as random combinations of their rows (Freivalds 1977, by :func:`affine.probe_rows`).
+the names of axes and gates, so that a number under a wrong label gives another sum. For cells whose recurrent kernel is
+fed gates and h_{t-1} alone, without dropout; kernels as random combinations of their rows (Freivalds 1977, by
+:func:`affine.probe_rows`).
 """
 
 from __future__ import annotations
@@ -13,47 +14,43 @@ import numpy as np
 import xarray as xr
 
 from ..adapters.protocol import RecurrentCall
-from ..recurrence.cells import KnownCell, affine
+from ..recurrence.cells import affine
 from ..results.schema import plain
 from ..typing import Array
-from ..vocabulary import DIRECTION, FEATURE, GATE, GATES, SAMPLE, TIME
+from ..vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME
 
 _NEEDED = {"input", "hidden", "gate_grad", "gates"}
 
 
 def weight_sums(dataset: xr.Dataset, call: RecurrentCall, probes: int) -> dict[str, Array] | None:
-    """dL/dW of one direction of a layer by the names of ``KnownCell.weights``; None where it cannot be had this way."""
+    """dL/dW of one direction of a layer by the names of ``Cell.weights``; None where it cannot be had this way."""
     cell = call.cell
     scaled = call.input_scale is not None or call.state_scale is not None
-    if not isinstance(cell, KnownCell) or scaled or not set(dataset.data_vars) >= _NEEDED:
+    if cell.by_framework or scaled or not set(dataset.data_vars) >= _NEEDED or dataset[GATE].dtype.kind not in "UO":
         return None
-    if cell.projection is not None or dataset[GATE].dtype.kind not in "UO":
+    dz, x = _of(dataset, "gate_grad", call), _of(dataset, "input", call)
+    before = _before(_of(dataset, "hidden", call), call)
+    terms = cell.recurrent_terms(dz, _of(dataset, "gates", call), before)
+    if terms is None:
         return None
-    dz = _of(dataset, "gate_grad", call)
-    x, before = _of(dataset, "input", call), _before(_of(dataset, "hidden", call), call)
-    recurrent_dz, fed = dz, {"candidate": before}
-    if cell.kind == "gru":
-        reset = _of(dataset, "gates", call)[:, :, GATES["gru"].index("reset")]
-        if cell.reset_after:
-            recurrent_dz = np.concatenate([dz[:, :, :2], (reset * dz[:, :, 2])[:, :, None]], axis=2)
-        else:
-            fed["candidate"] = reset * before
-    sums = {"kernel": _outer(_probed(x, probes), dz), "bias": dz.sum(axis=(0, 1)).ravel()}
-    sums["recurrent_kernel"] = _outer(_probed(before, probes), recurrent_dz)
-    if fed["candidate"] is not before:
-        last = _outer(_probed(fed["candidate"], probes), dz[:, :, 2:])
-        sums["recurrent_kernel"][:, -last.shape[1] :] = last
-    sums["recurrent_bias"] = sums["bias"] if recurrent_dz is dz else recurrent_dz.sum(axis=(0, 1)).ravel()
-    return {name: array for name, array in sums.items() if getattr(cell, name) is not None}
+    recurrent_dz, fed = terms
+    products = [_outer(_probed(fed_to, probes), recurrent_dz[:, :, gates]) for gates, fed_to in fed]
+    sums = {
+        "kernel": _outer(_probed(x, probes), dz),
+        "bias": dz.sum(axis=(0, 1)).ravel(),
+        "recurrent_kernel": np.concatenate(products, axis=1),
+        "recurrent_bias": recurrent_dz.sum(axis=(0, 1)).ravel(),
+    }
+    return {name: sums[name] for name in cell.weights()}
 
 
 def _of(dataset: xr.Dataset, name: str, call: RecurrentCall) -> Array:
-    """One direction of a variable: (sample, time, ..., unit), gates in the order of the vocabulary, by their labels."""
+    """One direction of a variable: (sample, time, ..., unit), gates in the order of the cell, by their labels."""
     array = dataset[name]
     if DIRECTION in array.dims:
         array = array.sel({DIRECTION: call.direction})
     if GATE in array.dims:
-        gates = list(GATES[call.cell.kind])  # type: ignore[union-attr]
+        gates = list(call.cell.gates)
         if list(array[GATE].values) != gates:
             array = array.sel({GATE: gates})
         return np.asarray(array.transpose(SAMPLE, TIME, GATE, ...).values)

@@ -1,6 +1,6 @@
 """One captured call through the recurrence: replay, direct gradients to the right places, sweep, weight gradients.
 
-What is the same for known and custom cells is decided here, once, for all verbs.
+What is the same for all cells is decided here, once, for all verbs.
 """
 
 from __future__ import annotations
@@ -15,17 +15,10 @@ from ..recurrence.adjoint_custom import (
     output_is_state,
     unmasked_output_cotangent,
 )
-from ..recurrence.cells import KnownCell, affine
+from ..recurrence.cells import affine
+from ..recurrence.cells.cell import has_gates
 from ..recurrence.run import Run
 from ..typing import Array
-from ..vocabulary import state_names
-
-
-def names_of_states(call: RecurrentCall) -> tuple[str, ...]:
-    """``("hidden", "cell")`` for an LSTM, ``("hidden", "state_1", ...)`` for custom cells."""
-    if isinstance(call.cell, KnownCell):
-        return call.cell.states
-    return state_names("custom", len(call.initial_state))
 
 
 def sweep(
@@ -50,16 +43,16 @@ def sweep(
     for index, extra in (state_grad or {}).items():
         present = states[index]
         states[index] = extra if present is None else present + extra
-    if isinstance(call.cell, KnownCell):
-        return adjoint(run, states, final_state_grad)
-    return adjoint_custom(run, states, own_output, final_state_grad)
+    if call.cell.by_framework:
+        return adjoint_custom(run, states, own_output, final_state_grad)
+    return adjoint(run, states, final_state_grad)
 
 
 def weights_of(call: RecurrentCall, run: Run, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:
     """dL/dW of the call, summed over time or with a leading time axis."""
-    if isinstance(call.cell, KnownCell):
-        return weight_gradients(run, result, by_time=by_time)
-    return custom_weight_gradients(run, result, by_time=by_time)
+    if call.cell.by_framework:
+        return custom_weight_gradients(run, result, by_time=by_time)
+    return weight_gradients(run, result, by_time=by_time)
 
 
 #: Random combinations of rows that the check of weight gradients looks at.
@@ -69,28 +62,27 @@ PROBES = 8
 def weights_to_check(call: RecurrentCall, run: Run, result: Adjoint) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
     """What per-step weight gradients sum to, and the framework's own, as far as a check needs them.
 
-    Of known cells random combinations of the rows: a fault in any weight shows in them (Freivalds 1977).
+    Of cells with equations random combinations of the rows: a fault in any weight shows in them (Freivalds 1977).
     """
     reference = {name: grad for name, grad in (call.weight_grads or {}).items() if name not in call.tied}
-    if isinstance(call.cell, KnownCell):
-        return weight_gradients(run, result, probes=PROBES), probed(reference, PROBES, run.xp)
-    return weights_of(call, run, result), reference
+    if call.cell.by_framework:
+        return weights_of(call, run, result), reference
+    return weight_gradients(run, result, probes=PROBES), probed(reference, PROBES, run.xp)
 
 
 def weight_norms_by_time(run: Run, result: Adjoint) -> dict[str, Array]:
-    """Frobenius norm of each timestep's contribution to dL/dW: (time, gate), a projection's (time,).
+    """Frobenius norm of each timestep's contribution to dL/dW: (time, gate), of a weight without gates (time,).
 
     A few steps at a time, so that memory stays at a few copies of the weights.
     """
     cell, xp, time = run.cell, run.xp, run.input.shape[1]
-    if not isinstance(cell, KnownCell):
-        raise TypeError("norms by gate exist for known cells only")
     parts: dict[str, list[Array]] = {}
     for start in range(0, time, 8):
         grads = weight_gradients(run, result, by_time=True, times=slice(start, start + 8))
         for name, grad in grads.items():
-            split = grad if name == "projection" else affine.split_gates(grad, len(cell.gates), xp)
-            axes = tuple(i for i in range(1, len(split.shape)) if name == "projection" or i != len(split.shape) - 2)
+            gated = has_gates(cell.parameters[name])
+            split = affine.split_gates(grad, len(cell.gates), xp) if gated else grad
+            axes = tuple(i for i in range(1, len(split.shape)) if not gated or i != len(split.shape) - 2)
             parts.setdefault(name, []).append(xp.sqrt(xp.sum(split * split, axis=axes)))
     return {name: xp.concat(pieces, axis=0) for name, pieces in parts.items()}
 
@@ -101,7 +93,7 @@ def _place_output(call: RecurrentCall, run: Run, output_grad: Array | None) -> t
     if output_grad is None:
         return states, None
     spread = output_grad if call.returns_sequences else _at_last_step(run, output_grad)
-    index = 0 if isinstance(call.cell, KnownCell) else call.cell.output_state
+    index = call.cell.output_state
     if output_is_state(run):
         if call.output_from_state is not None:
             spread = run.xp.where(call.output_from_state[:, :, None], spread, run.xp.zeros_like(spread))

@@ -1,8 +1,9 @@
 """Between the weights as an adapter lists them and as results show them: by our names, gate and direction.
 
-A framework may keep two biases in one array, or the two directions of a layer in separate ones. A known cell's weights
-are shown as ``kernel (feature, gate, unit)``, ``recurrent_kernel (unit_in, gate, unit)``, ``bias (gate, unit)``, with
-``direction`` first for a bidirectional layer. Weights of any other layer keep their name and shape.
+A framework may keep two biases in one array, or the two directions of a layer in separate ones. The weights of a cell
+that is known by name are shown with the dimensions that the cell gives them, as ``kernel (feature, gate, unit)`` and
+``bias (gate, unit)``, with ``direction`` first for a bidirectional layer. Weights of any other layer keep their name
+and shape.
 """
 
 from __future__ import annotations
@@ -14,17 +15,10 @@ from typing import Any
 import numpy as np
 
 from ..adapters.protocol import LayerWeights
-from ..recurrence.cells import KnownCell
+from ..recurrence.cells import Cell
+from ..recurrence.cells.cell import has_gates
 from ..typing import Array
-from ..vocabulary import DIRECTION, FEATURE, GATE, UNIT, UNIT_IN
-
-_DIMS = {
-    "kernel": (FEATURE, GATE, UNIT),
-    "recurrent_kernel": (UNIT_IN, GATE, UNIT),
-    "bias": (GATE, UNIT),
-    "recurrent_bias": (GATE, UNIT),
-    "projection": (UNIT, UNIT_IN),
-}
+from ..vocabulary import DIRECTION
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ def sources(weights: LayerWeights) -> dict[str, list[Source]]:
         name = key.rpartition("/")[2]
         direction = _direction(key, directions)
         cell = weights.cells.get(direction)
-        if cell is None or name not in _DIMS:
+        if cell is None or name not in cell.parameters:
             found[key] = [Source(key)]
         elif name == "bias" and _holds_both(weights, cell):
             found.setdefault("bias", []).append(Source(key, direction, 0))
@@ -61,10 +55,10 @@ def sources(weights: LayerWeights) -> dict[str, list[Source]]:
 
 
 def dims_of_weight(key: str, weights: LayerWeights, rank: int) -> tuple[str, ...]:
-    """Names of the axes of a weight as shown: words for known cells, positions for every other layer."""
+    """Names of the axes of a weight as shown: words for weights of a cell, positions for every other layer."""
     found = sources(weights)[key]
-    if key in _DIMS and found[0].direction is not None:
-        return ((DIRECTION,) if len(found) > 1 else ()) + _DIMS[key]
+    if found[0].direction is not None:
+        return ((DIRECTION,) if len(found) > 1 else ()) + weights.cells[found[0].direction].parameters[key].dims
     stem = key.replace("/", ".")
     return tuple(f"{stem}_axis_{i}" for i in range(rank))
 
@@ -79,9 +73,9 @@ def assemble(parts: Sequence[Array], found: Sequence[Source], key: str, weights:
         array = np.asarray(part)
         if source.row is not None:
             array = array[(slice(None),) * lead + (source.row,)]
-        if source.direction is not None and key != "projection":
-            gates = len(weights.cells[source.direction].gates)
-            array = array.reshape(*array.shape[:-1], gates, array.shape[-1] // gates)
+        cell = None if source.direction is None else weights.cells[source.direction]
+        if cell is not None and has_gates(cell.parameters[key]):
+            array = array.reshape(*array.shape[:-1], len(cell.gates), -1)
         arrays.append(array)
     return np.stack(arrays, axis=lead) if len(weights.cells) > 1 and len(arrays) > 1 else arrays[0]
 
@@ -93,7 +87,7 @@ def _direction(key: str, directions: Sequence[str]) -> str:
     return "backward" if "backward" in key.partition("/")[0] else "forward"
 
 
-def _holds_both(weights: LayerWeights, cell: KnownCell) -> bool:
+def _holds_both(weights: LayerWeights, cell: Cell) -> bool:
     """Whether input and recurrent bias share one array, (2, gate * unit)."""
     separate: Any = any(key.rpartition("/")[2] == "recurrent_bias" for key in weights.values)
-    return cell.recurrent_bias is not None and not separate
+    return "recurrent_bias" in cell.weights() and not separate

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import xarray as xr
 
-from ..recurrence.cells import KnownCell
-from ..results.schema import coordinates, plain, provenance_line, quantity
-from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME, UNIT, UNIT_IN
+from ..recurrence.cells import Cell
+from ..recurrence.cells.cell import has_gates
+from ..results.schema import coordinates, plain, provenance_line, weight_quantity
+from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME
 
 Values = np.ndarray[Any, Any]
 
@@ -26,22 +27,22 @@ class Labelled(NamedTuple):
 
 def label_cell(
     by_direction: Mapping[str, Mapping[str, Any]],
-    cells: Mapping[str, KnownCell],
+    cells: Mapping[str, Cell],
     *,
     suffix: str = "",
     by_time: bool | str = False,
 ) -> dict[str, Labelled]:
-    """Weights or gradients of a known cell, (..., gate * unit) per direction: gates split, directions stacked."""
+    """Weights or gradients of a cell with named weights, per direction: gates split, directions stacked."""
     cell = next(iter(cells.values()))
     order = [direction for direction in (FORWARD, BACKWARD) if direction in by_direction]
     labelled = {}
     for name in by_direction[order[0]]:
         halves = [_split(name, plain(by_direction[direction][name]), cell, by_time) for direction in order]
-        dims, words = _dims(name, by_time), _words(name + suffix, by_time)
+        dims, words = _dims(name, cell, by_time), _words(name, cell, suffix, by_time)
         values = np.stack(halves) if len(order) > 1 else halves[0]
         key = f"{name}{suffix}_norm" if by_time == "norm" else name + suffix
         labelled[key] = Labelled(values, (DIRECTION, *dims) if len(order) > 1 else dims, words, cell.kind)
-    if _biases_add_up(cell) and not by_time and "recurrent_bias" in labelled:
+    if cell.biases_add_up and not by_time and "recurrent_bias" in labelled:
         both = labelled["bias"].values + labelled["recurrent_bias"].values
         words = {"long_name": "sum of both biases", "units": "1", "definition": "bias + recurrent_bias"}
         labelled["bias_total"] = labelled["bias"]._replace(values=both, words=words)
@@ -87,21 +88,21 @@ def _counts(key: str, entry: Labelled, common: Mapping[str, str]) -> dict[str, x
     return counted
 
 
-def _split(name: str, values: Values, cell: KnownCell, by_time: bool | str) -> Values:
-    if name == "projection" or by_time == "norm":
+def _split(name: str, values: Values, cell: Cell, by_time: bool | str) -> Values:
+    if not has_gates(cell.parameters[name]) or by_time == "norm":
         return values
-    return values.reshape(*values.shape[:-1], len(cell.gates), cell.units)
+    return values.reshape(*values.shape[:-1], len(cell.gates), -1)
 
 
-def _dims(name: str, by_time: bool | str) -> tuple[str, ...]:
+def _dims(name: str, cell: Cell, by_time: bool | str) -> tuple[str, ...]:
+    dims = cell.parameters[name].dims
     if by_time == "norm":
-        return (TIME,) if name == "projection" else (TIME, GATE)
-    dims = (UNIT, UNIT_IN) if name == "projection" else quantity(name).dims
+        return (TIME, GATE) if GATE in dims else (TIME,)
     return (TIME, *dims) if by_time else dims
 
 
-def _words(name: str, by_time: bool | str) -> dict[str, str]:
-    known = quantity(name)
+def _words(name: str, cell: Cell, suffix: str, by_time: bool | str) -> dict[str, str]:
+    known = weight_quantity(cell.parameters[name], gradient=bool(suffix))
     words = {"long_name": known.long_name, "units": known.units, "definition": known.definition}
     if by_time == "norm":
         words["long_name"] = f"norm of the {known.long_name} by step"
@@ -110,8 +111,3 @@ def _words(name: str, by_time: bool | str) -> dict[str, str]:
         words["long_name"] = f"{known.long_name} by step"
         words["definition"] = f"contribution of step t to {known.definition}; its sum over time is dL/dW"
     return words
-
-
-def _biases_add_up(cell: KnownCell) -> bool:
-    """A GRU's reset gate comes between its biases where it acts after the recurrent product."""
-    return cell.bias is not None and cell.recurrent_bias is not None and not (cell.kind == "gru" and cell.reset_after)

@@ -7,12 +7,12 @@ of each is known beforehand, and each layer is traced as if it were alone.
 import itertools
 from contextlib import contextmanager, nullcontext
 
+import cells
 import keras
 import numpy as np
 import pytest
 
 import rnnlens as rl
-from rnnlens.recurrence.cells import KnownCell
 from rnnlens.testing import reference
 
 BATCH, TIME, FEATURES, UNITS = 3, 4, 2, 2
@@ -79,7 +79,7 @@ class Variant:
         }
         if self.kind == "gru" and cell.reset_after and self.flags["bias"]:
             arrays["bias"], arrays["recurrent_bias"] = arrays["bias"]
-        return KnownCell(self.kind, reset_after=getattr(cell, "reset_after", True), **arrays)
+        return cells.make(self.kind, reset_after=getattr(cell, "reset_after", True), **arrays)
 
 
 def variants(cell, unroll, rng):

@@ -103,7 +103,7 @@ def test_jacobian_and_pull_backs(name, batched, monkeypatch):
     true_input, true_state = rowwise(step, x, state)
     torch.testing.assert_close(by_input, true_input)
     torch.testing.assert_close(by_state, true_state)
-    output, new = step.step(x, state)
+    output, new = step.advance(x, state)
     cotangents = [torch.randn_like(output), *(torch.randn_like(s) for s in new)]
     dx, ds = step.vjp(x, state, cotangents[0], cotangents[1:])
     row = torch.cat([*cotangents[1:], cotangents[0]], 1)[:, None]
@@ -115,7 +115,7 @@ def test_weight_pull_back_sums_over_rows():
     call = captured("two")
     step, x = call.cell, torch.randn(5, F, dtype=torch.float64)
     state = [torch.randn(5, size, dtype=torch.float64) for size in step.state_sizes]
-    output, new = step.step(x, state)
+    output, new = step.advance(x, state)
     cotangents = [torch.randn_like(output), *(torch.randn_like(s) for s in new)]
     whole = step.weight_vjp(x, state, cotangents[0], cotangents[1:])
     single = [
@@ -138,7 +138,7 @@ def test_a_step_repeats_what_ran(name):
     call = captured(name)
     state = call.initial_state
     for t in range(T):
-        output, state = call.cell.step(call.input[:, t], state)
+        output, state = call.cell.advance(call.input[:, t], state)
         torch.testing.assert_close(output, call.output[:, t])
     assert call.cell.state_sizes == ((H, 4) if name == "two" else (H, 2))
 

@@ -7,7 +7,7 @@ from tiny import Elman, squared_error
 
 from rnnlens.adapters.protocol import Adapter, Facts, LayerInfo, LayerWeights, Place, PlainRun, Port, Submodule
 from rnnlens.errors import CertificateError, LayerNotFoundError
-from rnnlens.recurrence.cells import KnownCell
+from rnnlens.recurrence.cells import SimpleRNN
 
 STEP = 1e-30
 KEYS = {"W": ("rnn", "kernel"), "U": ("rnn", "recurrent_kernel"), "b": ("rnn", "bias"), "V": ("head", "kernel")}
@@ -78,7 +78,7 @@ class TinyAdapter(Adapter):
         return [LayerInfo("rnn", "Elman", "simple_rnn", len(model.weights["b"]), "forward", True)]
 
     def weights(self, model):
-        cell = KnownCell("simple_rnn", *(model.weights[name].copy() for name in "WUb"))
+        cell = SimpleRNN(*(model.weights[name].copy() for name in "WUb"))
         rnn = LayerWeights(cell.weights(), dict.fromkeys(cell.weights(), True), {"forward": cell})
         return {"rnn": rnn, "head": LayerWeights({"kernel": model.weights["V"].copy()}, {"kernel": True})}
 

@@ -1,11 +1,12 @@
 """State transfer, exponents and fixed points, against linear recurrences, finite differences and hand calculation."""
 
+import cells
 import numpy as np
 import pytest
 
 from rnnlens import measures
 from rnnlens.measures.fixed_points import find_points, iterate, step_map
-from rnnlens.recurrence.cells import KnownCell, gru, lstm, project_input, simple_rnn
+from rnnlens.recurrence.cells import SimpleRNN
 from rnnlens.recurrence.run import replay
 
 RNG = np.random.default_rng(0)
@@ -24,13 +25,13 @@ def run_of(cell, *, samples=6, steps=120, mask=None, order="forward", seed=1):
 
 def linear_cell(kernel):
     into = np.random.default_rng(2).normal(size=(3, len(kernel)))
-    return KnownCell("simple_rnn", into, kernel, activation="linear", recurrent_activation="linear")
+    return SimpleRNN(into, kernel, activation="linear")
 
 
 def random_cell(kind, units=7, features=3, **options):
     gates = {"simple_rnn": 1, "gru": 3, "lstm": 4}[kind]
     make = np.random.default_rng(3).normal
-    return KnownCell(
+    return cells.make(
         kind,
         make(size=(features, gates * units)),
         0.4 * make(size=(units, gates * units)),
@@ -70,14 +71,13 @@ def test_masked_steps_carry_everything():
 @pytest.mark.parametrize("order", ["forward", "backward"])
 def test_step_jacobians_against_finite_differences(cell, order):
     run = run_of(cell, samples=2, steps=6, order=order)
-    module = {"simple_rnn": simple_rnn, "gru": gru, "lstm": lstm}[cell.kind]
     cuts, size, step = np.cumsum(cell.state_sizes)[:-1], sum(cell.state_sizes), 1e-6
     for t, a in zip(run.steps(), measures.step_jacobians(run), strict=True):
         before = np.concatenate(run.state_before(t), axis=1)
 
         def after(s, t=t):
-            projected = project_input(cell, run.input[:, t], None, np)
-            return np.concatenate(module.step(cell, projected, np.split(s, cuts, 1), None, np)[1], axis=1)
+            projected = cell.project(run.input[:, t], None, np)
+            return np.concatenate(cell.step(projected, np.split(s, cuts, 1), None, np)[1], axis=1)
 
         numeric = [(after(before + step * e) - after(before - step * e)) / (2 * step) for e in np.eye(size)]
         np.testing.assert_allclose(a, np.stack(numeric, axis=2), atol=1e-8)
@@ -93,7 +93,7 @@ def test_exponents_of_a_normal_matrix_are_those_of_its_eigenvalues(radii):
 def test_leading_exponent_of_a_chaotic_network_against_two_trajectories():
     units = 48
     kernel = 2.5 / units**0.5 * np.random.default_rng(5).normal(size=(units, units))
-    cell = KnownCell("simple_rnn", 0.1 * np.random.default_rng(6).normal(size=(1, units)), kernel)
+    cell = SimpleRNN(0.1 * np.random.default_rng(6).normal(size=(1, units)), kernel)
     run = run_of(cell, samples=8, steps=600)
     found = measures.lyapunov_spectrum(run, count=3)
     # Direct: a small difference beside each trajectory, brought back to its size after every step.
@@ -101,8 +101,8 @@ def test_leading_exponent_of_a_chaotic_network_against_two_trajectories():
     size = np.linalg.norm(difference, axis=1, keepdims=True)
     rates = []
     for t in run.steps():
-        projected = project_input(cell, run.input[:, t], None, np)
-        near = simple_rnn.step(cell, projected, (run.state_before(t)[0] + difference,), None, np)[1][0]
+        projected = cell.project(run.input[:, t], None, np)
+        near = cell.step(projected, (run.state_before(t)[0] + difference,), None, np)[1][0]
         moved = near - run.states[0][:, t]
         grown = np.linalg.norm(moved, axis=1, keepdims=True)
         rates.append(np.log(grown / size))
@@ -131,7 +131,7 @@ def test_theil_sen_ignores_an_outlier():
 
 
 def scalar_tanh(weight):
-    return KnownCell("simple_rnn", np.ones((1, 1)), np.array([[weight]]))
+    return SimpleRNN(np.ones((1, 1)), np.array([[weight]]))
 
 
 def test_fixed_points_of_one_tanh_unit():

@@ -5,13 +5,13 @@ import itertools
 import array_api_compat.numpy as np_xp
 import array_api_compat.torch as torch_xp
 import array_api_strict
+import cells
 import numpy as np
 import pytest
 import torch
 from threadpoolctl import threadpool_limits
 
 from rnnlens.recurrence.adjoint import adjoint, probed, weight_gradients
-from rnnlens.recurrence.cells import KnownCell
 from rnnlens.recurrence.parallel import large_parts, walk_parts
 from rnnlens.recurrence.run import distance, replay
 from rnnlens.testing import reference
@@ -22,7 +22,7 @@ BATCH, TIME, FEATURES, UNITS = 2, 4, 2, 3
 def make_cell(kind, *, reset_after=True, bias=True, recurrent_bias=False, projection=False, rng, **activations):
     gates = {"simple_rnn": 1, "lstm": 4, "gru": 3}[kind] * UNITS
     hidden = 2 if projection else UNITS
-    return KnownCell(
+    return cells.make(
         kind,
         kernel=rng.normal(size=(FEATURES, gates)),
         recurrent_kernel=rng.normal(size=(hidden, gates)) * 0.7,
@@ -129,9 +129,7 @@ def test_all_array_libraries_agree(variant):
     x, mask, s0, dy, final = data(cell, rng, True)
 
     def run_with(xp, convert):
-        weights = {k: convert(v) for k, v in cell.weights().items()}
-        other = KnownCell(cell.kind, **weights, reset_after=cell.reset_after)
-        run = replay(other, convert(x), [convert(s) for s in s0], xp=xp, mask=convert(mask))
+        run = replay(cell.with_weights(convert), convert(x), [convert(s) for s in s0], xp=xp, mask=convert(mask))
         result = adjoint(run, convert(dy), [convert(f) for f in final])
         grads = weight_gradients(run, result)
         return [*run.states, run.gates, *result.state_grads, result.gate_grad, result.input_grad, *grads.values()]

@@ -4,11 +4,11 @@ import itertools
 
 import array_api_compat.numpy as anp
 import array_api_compat.torch as atorch
+import cells
 import numpy as np
 import pytest
 import torch
 
-from rnnlens.recurrence.cells import KnownCell
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
 from rnnlens.recurrence.linear import state_columns
 from rnnlens.recurrence.linear_cells import BasisSystem, linear_system
@@ -25,7 +25,7 @@ def make_cell(kind, rng, to):
     gates = {"lstm": 4, "gru": 3, "simple": 1}[kind.split("_")[0]]
     hidden = 2 if kind == "lstm_projected" else H
     random = lambda *shape: to(0.6 * rng.normal(size=shape))  # noqa: E731
-    return KnownCell(
+    return cells.make(
         {"simple": "simple_rnn"}.get(kind.split("_")[0], kind.split("_")[0]),
         random(F, gates * H),
         random(hidden, gates * H),

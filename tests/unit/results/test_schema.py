@@ -6,19 +6,20 @@ import pytest
 from rnnlens import __version__
 from rnnlens.adapters.protocol import LayerInfo
 from rnnlens.errors import InputError
+from rnnlens.recurrence.cells import kinds
 from rnnlens.results.schema import SCHEMA_VERSION, labelled, layer_dataset, quantity
-from rnnlens.vocabulary import GATES, QUANTITIES, STATES
+from rnnlens.vocabulary import QUANTITIES
 
 SIZES = {"sample": 2, "time": 3, "feature": 4, "unit": 5, "unit_in": 5, "state": 2}
 INFO = {"name": "lstm", "kind": "LSTM", "cell": "lstm", "direction": "forward"}
 
 
 def shape(dims, cell="lstm"):
-    sizes = {**SIZES, "gate": len(GATES[cell]), "state": len(STATES[cell]), "direction": 2}
+    sizes = {**SIZES, "gate": len(kinds()[cell].gates), "state": len(kinds()[cell].states), "direction": 2}
     return tuple(sizes[dim] for dim in dims)
 
 
-@pytest.mark.parametrize("cell", GATES)
+@pytest.mark.parametrize("cell", ["simple_rnn", "lstm", "gru"])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_every_quantity_gets_its_dimensions_its_words_and_its_names(cell, bidirectional):
     arrays, expected = {}, {}
@@ -39,8 +40,8 @@ def test_every_quantity_gets_its_dimensions_its_words_and_its_names(cell, bidire
         assert variable.attrs["layer"] == "lstm"
         assert variable.attrs["schema"] == SCHEMA_VERSION
         assert variable.attrs["provenance"] == f"a: b; rnnlens: {__version__}"
-    assert tuple(dataset["gate"].values) == GATES[cell]
-    assert tuple(dataset["state"].values) == STATES[cell]
+    assert tuple(dataset["gate"].values) == kinds()[cell].gates
+    assert tuple(dataset["state"].values) == kinds()[cell].states
     assert list(dataset["time"].values) == [0, 1, 2]
     assert ("direction" in dataset.dims) == bidirectional
     if bidirectional:

@@ -23,7 +23,7 @@ from .masks import masked_output, output_from_state
 from .plain import names_of, tied_variables
 from .run import Job, Result, run
 from .trees import by_key
-from .weights import cell_variables, known_arrays, known_cell, known_kind
+from .weights import cell_variables, known_arrays, known_cell, known_class
 
 _UPPER = frozenset({"output", "final_state"})
 _BORDERS = _UPPER | {"input", "initial_state"}
@@ -136,7 +136,7 @@ class _Assembly:
     def _recurrent(self, call: Call, request: CaptureRequest, with_loss: bool) -> RecurrentCall:
         site = self._sites[call.place, call.half]
         layer, get = site.layer, self._getter(call)
-        known = known_kind(layer.cell) is not None
+        known = known_class(layer.cell) is not None
         mask = get("mask")
         mask = None if mask is None else self._turned_to_bool(mask)
         follows = output_from_state(layer, None if mask is None else np.asarray(keras.ops.convert_to_numpy(mask)))
@@ -174,7 +174,7 @@ class _Assembly:
 
     def _cell(self, cell: Any) -> Any:
         if id(cell) not in self._cells:
-            known = known_kind(cell) is not None
+            known = known_class(cell) is not None
             made = known_cell(cell, self._copy) if known else KerasStepCell(cell, self._engine)
             self._cells[id(cell)] = made
         return self._cells[id(cell)]

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from ...errors import runs_again
+from ...recurrence.cells import StepCell
 from ...typing import Array
 from .engines import Engine
 from .found import as_found
@@ -19,17 +20,16 @@ from .weights import cell_variables
 _CHUNK = 256 * 2**20
 
 
-class KerasStepCell:
+class KerasStepCell(StepCell):
     """A Keras cell as a pure function of (x, states, weights).
 
-    Implements :class:`rnnlens.recurrence.cells.custom.StepCell`.
     Works on the values that the weights had when it was made. Cells run with ``training=False``.
     """
 
     def __init__(self, cell: Any, engine: Engine) -> None:
         self._cell, self._engine = cell, engine
         self._template = _state_template(cell)
-        self.state_sizes: tuple[int, ...] = tuple(int(size) for size in keras.tree.flatten(self._template))
+        self.state_sizes = tuple(int(size) for size in keras.tree.flatten(self._template))
         self.output_size = _output_size(cell, self.state_sizes)
         self.output_state, self.output_is_state = 0, False
         self._variables = cell_variables(cell)
@@ -37,7 +37,7 @@ class KerasStepCell:
         self._dtype = getattr(cell, "compute_dtype", keras.backend.floatx())
         self._per_step = engine.per_step(self._pure)
 
-    def step(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
+    def advance(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
         """(n, feature) and states (n, size) to output (n, output_size) and new states."""
         with self._left_alone():
             output, new = self._per_step.step(*self._inputs(x, state))

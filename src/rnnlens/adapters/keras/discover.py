@@ -10,7 +10,7 @@ import keras
 
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message
 from ..protocol import LayerInfo
-from .weights import known_kind, likeness
+from .weights import kind_of, likeness
 
 _OWN_LOOPS = (keras.layers.RNN, keras.layers.SimpleRNN, keras.layers.LSTM, keras.layers.GRU)
 
@@ -260,7 +260,7 @@ def _info(site: Site) -> LayerInfo:
     return LayerInfo(
         name=site.name,
         kind=type(site.owner).__name__,
-        cell=known_kind(cell) or type(cell).__name__,
+        cell=kind_of(cell),
         units=_units(layer),
         direction="bidirectional" if site.bidirectional else site.direction,
         return_sequences=layer.return_sequences,

@@ -18,7 +18,7 @@ from ...errors import InputError, RnnlensError, UnsupportedError, message
 from ..threads import heard_here
 from .discover import Site
 from .engines import Tap
-from .weights import known_kind
+from .weights import known_class
 
 
 @dataclass
@@ -190,7 +190,7 @@ def refuse_options(site: Site, mask: Any, training: bool) -> None:
                 hint="unroll=False",
             )
         )
-    if training and known_kind(layer.cell) is None and _takes_statistics(layer.cell):
+    if training and known_class(layer.cell) is None and _takes_statistics(layer.cell):
         raise UnsupportedError(
             message(
                 f"Layer {site.name!r}: batch normalisation in the cell {type(layer.cell).__name__} acts on the batch.",
@@ -199,7 +199,7 @@ def refuse_options(site: Site, mask: Any, training: bool) -> None:
                 hint="training=False",
             )
         )
-    if training and known_kind(layer.cell) is None and _is_random(layer.cell):
+    if training and known_class(layer.cell) is None and _is_random(layer.cell):
         raise UnsupportedError(
             message(
                 f"Layer {site.name!r}: dropout inside the cell {type(layer.cell).__name__} cannot be replayed.",
@@ -220,7 +220,7 @@ def _is_random(cell: Any) -> bool:
         rates = [getattr(layer, name, 0) for name in ("dropout", "recurrent_dropout", "rate")]
         if any(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
             return True
-        if getattr(layer, "_seed_generators", None) and known_kind(layer) is None:
+        if getattr(layer, "_seed_generators", None) and known_class(layer) is None:
             return True
     return False
 

@@ -24,7 +24,7 @@ from .found import as_found
 from .memos import memo_of
 from .run import Job
 from .stamps import stamp_of_run, stamp_of_tensors
-from .weights import known_kind
+from .weights import has_two_biases
 
 
 def plain(
@@ -195,8 +195,7 @@ def place(model: Any, layer: str, direction: str | None, key: str) -> Place | No
 def _within(model: Any, owner: Any, key: str) -> Place | None:
     """The variable of a cell or layer that a weight of ours is. Keras has the gates in the order that we have them."""
     # Only cells of known equations have the rows of one variable as two weights.
-    both = known_kind(owner) == "gru" and owner.bias is not None and len(owner.bias.shape) == 2
-    both = both and key in ("bias", "recurrent_bias")
+    both = has_two_biases(owner) and len(owner.bias.shape) == 2 and key in ("bias", "recurrent_bias")
     wanted = "bias" if both else key.rpartition("/")[2]
     weights = list(getattr(owner, "weights", ()))
     found = [v for v in weights if v.name == wanted] or [v for v in weights if v.path.endswith(f"/{key}")]

@@ -7,13 +7,13 @@ from typing import Any
 
 import keras
 
-from ...recurrence.cells import KnownCell
+from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
 from ..protocol import LayerWeights
 
-_KINDS = {
-    keras.layers.SimpleRNNCell: "simple_rnn",
-    keras.layers.LSTMCell: "lstm",
-    keras.layers.GRUCell: "gru",
+_CLASSES: dict[type, type[Cell]] = {
+    keras.layers.SimpleRNNCell: SimpleRNN,
+    keras.layers.LSTMCell: LSTM,
+    keras.layers.GRUCell: GRU,
 }
 
 _NAMES = (
@@ -30,46 +30,58 @@ _STATISTICS = ("moving_mean", "moving_variance")
 _ACTIVATIONS: dict[Any, str] = {getattr(keras.activations, name): name for name in _NAMES}
 
 
-def known_kind(cell: Any) -> str | None:
-    """``"simple_rnn"``, ``"lstm"``, ``"gru"``, or None for a cell whose equations are not known for certain.
+def known_class(cell: Any) -> type[Cell] | None:
+    """The class of ours with the equations of a Keras cell; None where they are not known for certain.
 
     Only the exact Keras types with Keras' own activation functions are known: a subclass may compute anything.
     """
-    kind = _KINDS.get(type(cell))
-    if kind is None or "call" in vars(cell):
+    ours = _CLASSES.get(type(cell))
+    if ours is None or "call" in vars(cell):
         return None
-    return kind if all(_activation(cell, role) is not None for role in _roles(kind)) else None
+    return ours if all(_activation(cell, role) is not None for role in _roles(cell)) else None
+
+
+def kind_of(cell: Any) -> str:
+    """One word for a cell: of our class, or else the name of its own."""
+    ours = known_class(cell)
+    return type(cell).__name__ if ours is None else ours.kind
 
 
 def likeness(cell: Any) -> tuple[Any, ...]:
     """What two cells have to have in common to be shown side by side: kind, sizes, biases."""
-    kind = known_kind(cell)
     sizes = tuple(keras.tree.flatten(cell.state_size))
-    details = (cell.bias is not None, getattr(cell, "reset_after", None)) if kind else ()
-    return (kind or type(cell).__name__, ", ".join(map(str, sizes)), details)
+    details = (cell.bias is not None, getattr(cell, "reset_after", None)) if known_class(cell) else ()
+    return (kind_of(cell), ", ".join(map(str, sizes)), details)
 
 
-def known_cell(cell: Any, convert: Callable[[Any], Any]) -> KnownCell:
+def known_cell(cell: Any, convert: Callable[[Any], Any]) -> Cell:
     """The record of a known cell; ``convert`` turns a Keras variable into an array that belongs to us."""
-    kind = known_kind(cell)
-    assert kind is not None
+    ours: Any = known_class(cell)
     arrays = known_arrays(cell, {name: convert(getattr(cell, name)) for name in _variables(cell)})
-    names = {role: _activation(cell, role) or "" for role in _roles(kind)}
-    return KnownCell(kind=kind, reset_after=bool(getattr(cell, "reset_after", True)), **names, **arrays)
+    options: dict[str, Any] = {role: _activation(cell, role) or "" for role in _roles(cell)}
+    if hasattr(cell, "reset_after"):
+        options["reset_after"] = bool(cell.reset_after)
+    made: Cell = ours(**options, **arrays)
+    return made
 
 
 def known_arrays(cell: Any, by_variable: Mapping[str, Any]) -> dict[str, Any]:
-    """From kernel, recurrent_kernel, bias as Keras has them to the names of KnownCell: also for their gradients."""
+    """From kernel, recurrent_kernel, bias as Keras has them to the names of our class: also for their gradients."""
     arrays = dict(by_variable)
-    if known_kind(cell) == "gru" and cell.reset_after and "bias" in arrays:
+    if has_two_biases(cell):
         both = arrays["bias"]
         arrays["bias"], arrays["recurrent_bias"] = both[0], both[1]
     return arrays
 
 
+def has_two_biases(cell: Any) -> bool:
+    """Whether a known cell holds the biases of both sides in one variable: a GRU that resets after the product."""
+    return known_class(cell) is not None and cell.bias is not None and bool(getattr(cell, "reset_after", False))
+
+
 def cell_variables(cell: Any) -> dict[str, Any]:
     """The weights of a cell by the name that ``weight_grads`` and ``weight_vjp`` give them."""
-    if known_kind(cell) is not None:
+    if known_class(cell) is not None:
         return {name: getattr(cell, name) for name in _variables(cell)}
     return named_variables(cell)
 
@@ -91,7 +103,7 @@ def layer_weights(layer: Any, halves: Mapping[str, Any], convert: Callable[[Any]
     variables = named_variables(layer)
     alike = len({likeness(half.cell) for half in halves.values()}) == 1
     known = halves.items() if alike else ()
-    cells = {direction: known_cell(half.cell, convert) for direction, half in known if known_kind(half.cell)}
+    cells = {direction: known_cell(half.cell, convert) for direction, half in known if known_class(half.cell)}
     return LayerWeights(
         values={name: convert(v) for name, v in variables.items()},
         trainable={name: bool(v.trainable) for name, v in variables.items()},
@@ -102,8 +114,8 @@ def layer_weights(layer: Any, halves: Mapping[str, Any], convert: Callable[[Any]
     )
 
 
-def _roles(kind: str) -> tuple[str, ...]:
-    return ("activation",) if kind == "simple_rnn" else ("activation", "recurrent_activation")
+def _roles(cell: Any) -> tuple[str, ...]:
+    return tuple(role for role in ("activation", "recurrent_activation") if hasattr(cell, role))
 
 
 def _activation(cell: Any, role: str) -> str | None:

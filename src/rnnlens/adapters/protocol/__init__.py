@@ -8,7 +8,7 @@ Conventions for every array named here:
 
 * order: sample first, then time: ``(sample, time, feature)``. Time is chronological: index 0 is the first input step,
   also for layers that run backwards (their outputs are turned round by the adapter).
-* gates in the order of :data:`rnnlens.vocabulary.GATES`, also in kernels, whatever the framework's own order.
+* gates in the order of the cell's own class, also in kernels, whatever the framework's own order.
 * kind: NumPy arrays, or the framework's own where they follow the array-API standard and should stay on their device
   (torch). Never attached to a graph, never a view that the user could see change.
 

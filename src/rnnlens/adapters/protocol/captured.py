@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...recurrence.cells import KnownCell
-from ...recurrence.cells.custom import StepCell
+from ...recurrence.cells import Cell
 from ...typing import Array
 
 
@@ -61,7 +60,7 @@ class RecurrentCall:
     bidirectional
         True where this call is one half of a bidirectional layer; its sibling has the same ``layer``.
     cell
-        The equations and weights of a known cell, or a :class:`StepCell` to be asked step by step.
+        Its equations and weights, or a :class:`StepCell` that the framework runs step by step.
     input : (sample, time, feature)
     mask : (sample, time) of bool, or None
     initial_state : one (sample, unit) array per state
@@ -92,7 +91,7 @@ class RecurrentCall:
     weights_key
         Calls with the same key share their weights; ``weight_grads`` is then the sum over them.
     weight_grads
-        The framework's own dL/dW by the names of :meth:`KnownCell.weights`, without what a weight regulariser adds.
+        The framework's own dL/dW by the names of :meth:`Cell.weights`, without what a weight regulariser adds.
         For custom cells by the framework's names. None without a loss or where not asked for.
     framework_input_grad, framework_initial_state_grad
         What the framework's own differentiation of this call brought to its input, (sample, time, feature), and to its
@@ -102,7 +101,7 @@ class RecurrentCall:
 
     layer: str
     direction: Literal["forward", "backward"]
-    cell: KnownCell | StepCell
+    cell: Cell
     input: Array
     initial_state: tuple[Array, ...]
     output: Array

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...recurrence.cells import KnownCell
+from ...recurrence.cells import Cell
 from ...typing import Array
 
 
@@ -87,7 +87,7 @@ class LayerWeights:
 
     values: dict[str, Array]
     trainable: dict[str, bool]
-    cells: dict[str, KnownCell] = field(default_factory=dict)
+    cells: dict[str, Cell] = field(default_factory=dict)
     penalties: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
     statistics: frozenset[str] = frozenset()
     tables: frozenset[str] = frozenset()

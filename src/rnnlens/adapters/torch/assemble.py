@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...recurrence.cells import KnownCell
-from ...recurrence.cells.custom import StepCell
+from ...recurrence.cells import Cell
 from ..protocol import PlainCall, RecurrentCall
 from .lineage import probe_like
 from .record import PlainVisit, Recorder, Run, Visit
@@ -102,7 +101,7 @@ class Assembler:
 
     def __init__(self, recorder: Recorder, gradient: Gradients | None) -> None:
         self.recorder, self.gradient = recorder, gradient
-        self._cells: dict[tuple[int, ...], tuple[str, KnownCell]] = {}
+        self._cells: dict[tuple[int, ...], tuple[str, Cell]] = {}
         self._holders: dict[int, set[tuple[int, ...]]] = {}
         for run in recorder.runs:
             for weights in (half for piece in run.visits[0].pieces for half in piece.weights):
@@ -188,14 +187,14 @@ class Assembler:
             found.append(_state(first, grad[index] if owner.stacked else grad.flatten(1)))
         return tuple(found)
 
-    def _cell(self, run: Run, layer: int, name: str, direction: int) -> tuple[str, KnownCell | StepCell]:
+    def _cell(self, run: Run, layer: int, name: str, direction: int) -> tuple[str, Cell]:
         owner, piece = run.owner, run.visits[0].pieces[layer]
         if owner.step_cell is not None:
             return owner.name, owner.step_cell
         weights = piece.weights[direction]
         known = self._cells.get(_together(weights))
         if known is None:
-            known = (name, known_cell(owner.kind, weights, owner.activation))
+            known = (name, known_cell(owner.cell, weights, owner.activation))
             self._cells[_together(weights)] = known
         return known
 
@@ -273,7 +272,7 @@ class Assembler:
         grads = {slot: _or_zeros(self.gradient(weight), weight) for slot, weight in own.items()}
         if owner.step_cell is not None:
             return {name: replayable(grad) for name, grad in grads.items()}
-        return {NAMES[slot]: replayable(ours(owner.kind, slot, grad)) for slot, grad in grads.items()}
+        return {NAMES[slot]: replayable(ours(owner.cell, slot, grad)) for slot, grad in grads.items()}
 
 
 def _together(weights: Mapping[str, Tensor]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
+from ...recurrence.cells import Cell
 from ..protocol import Port
 from .assemble import half, node_names, sequence
 from .border import Border, single
@@ -110,11 +111,11 @@ class Borders:
     def _weight(self, port: Port) -> Border:
         direction, _, name = port.key.rpartition("/")
         for node, (run, layer) in self.nodes.items():
-            if node.partition("#")[0] == str(port.layer).partition("#")[0] and run.owner.kind in _KINDS:
+            if node.partition("#")[0] == str(port.layer).partition("#")[0] and run.owner.step_cell is None:
                 which = 1 if "backward" in (direction, port.direction) else 0
                 slot = {theirs: mine for mine, theirs in NAMES.items()}[name]
                 tensor = run.visits[0].pieces[layer].weights[which][slot]
-                return Border([tensor], partial(_in_our_order, run.owner.kind, slot))
+                return Border([tensor], partial(_in_our_order, run.owner.cell, slot))
         found = self.weights.get((str(port.layer), port.key))
         if found is None:
             wanted = f"{port.layer}.{port.key}"
@@ -124,11 +125,8 @@ class Borders:
         return single(found)
 
 
-def _in_our_order(kind: str, slot: str, parts: Sequence[Tensor]) -> Tensor:
-    return ours(kind, slot, parts[0])
-
-
-_KINDS = ("lstm", "gru", "simple_rnn")
+def _in_our_order(cell: type[Cell], slot: str, parts: Sequence[Tensor]) -> Tensor:
+    return ours(cell, slot, parts[0])
 
 
 def _of_run(run: Run, layer: int, port: Port) -> Border:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import LayerNotFoundError, ModelError, did_you_mean, message, raised_by
+from ...recurrence.cells import Cell
 from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall
 from ..threads import hook_here
 from .assemble import Assembler, JoinedTooFarError, check_joints
@@ -227,14 +228,14 @@ class _Owners:
 
         return hook
 
-    def find(self, kind: str, activation: str, args: tuple[Any, ...]) -> tuple[Owner, Tensor | None] | None:
+    def find(self, cell: type[Cell], activation: str, args: tuple[Any, ...]) -> tuple[Owner, Tensor | None] | None:
         """Whose call this is; None if it was not asked for."""
         module, order = self.entered, self.order
         self.entered = self.order = None
         stacked = isinstance(args[2], (list, tuple)) or isinstance(args[3], (list, tuple))
         module = self._holder(args, module)
         if module is None:
-            return (self._bare(kind, activation, args, stacked), None) if self.everything else None
+            return (self._bare(cell, activation, args, stacked), None) if self.everything else None
         found = self.asked.get(id(module))
         if found is None:
             return None
@@ -243,7 +244,7 @@ class _Owners:
             path, module = found
             layers = int(getattr(module, "num_layers", 1))
             directions = 2 if getattr(module, "bidirectional", False) else 1
-            owner = Owner(id(module), path, kind, activation, layers, directions, stacked)
+            owner = Owner(id(module), path, cell, activation, layers, directions, stacked)
             self.known[id(module)] = owner
         return owner, order
 
@@ -254,7 +255,7 @@ class _Owners:
             return entered
         return holders[0] if len(holders) == 1 else None
 
-    def _bare(self, kind: str, activation: str, args: tuple[Any, ...], stacked: bool) -> Owner:
+    def _bare(self, cell: type[Cell], activation: str, args: tuple[Any, ...], stacked: bool) -> Owner:
         """A kernel called without a registered module: a module in a plain list, or the bare function."""
         first = _first_weight(args)
         owner = self.known.get(id(first))
@@ -262,7 +263,7 @@ class _Owners:
             unnamed = sum(o.name.startswith("unnamed_") for o in self.known.values())
             rest = args[4:] if stacked and isinstance(args[3], (list, tuple)) else args[3:]
             layers, both = (int(rest[1]), bool(rest[4])) if stacked else (1, False)
-            owner = Owner(id(first), f"unnamed_{kind}_{unnamed}", kind, activation, layers, 1 + both, stacked)
+            owner = Owner(id(first), f"unnamed_{cell.kind}_{unnamed}", cell, activation, layers, 1 + both, stacked)
             self.known[id(first)] = owner
         return owner
 

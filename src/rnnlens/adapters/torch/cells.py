@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...errors import runs_again
+from ...recurrence.cells import StepCell
 from .left_as_found import eagerly
 
 
@@ -39,8 +40,8 @@ def leaves(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-class TorchStepCell:
-    """Implements :class:`rnnlens.recurrence.cells.custom.StepCell` for a module.
+class TorchStepCell(StepCell):
+    """A module as a cell that torch runs.
 
     Rows must be independent of each other: a cell that mixes samples (batch statistics in training mode) is refused by
     the adapter before it comes here.
@@ -72,7 +73,7 @@ class TorchStepCell:
         self.output_size = _size(output_shape)
         self.output_state, self.output_is_state = 0, form.output_is_state
 
-    def step(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def advance(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """One step of (n, feature) from states (n, size)."""
         with self._as_captured(), torch.no_grad():
             output, new = self._run(x, state)

@@ -13,7 +13,7 @@ from torch import nn
 from ...errors import UnsupportedError, message
 from ..protocol import LayerInfo
 from .public import named_cell
-from .weights import kind_of
+from .weights import class_of
 
 _STATE_PARAMETER = re.compile(r"^(h|c|hx|hc|hidden|state|states|carry|prev|memory)$|hidden|state")
 _RECURRENT_SCRIPT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
@@ -57,7 +57,7 @@ def recurrent_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if any(path.startswith(f"{outer}.") for outer in cells):
             continue
         refuse(path, module)
-        if kind_of(module) is not None and named_cell(module) is None:
+        if class_of(module) is not None and named_cell(module) is None:
             found.append((path, module))
     return found
 
@@ -104,7 +104,7 @@ def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Whether one is a cell shows only when it runs: its returned state must come back as the next call's state.
     """
     named = named_modules(model)
-    inner = [path for path, module in named if kind_of(module) is not None or named_cell(module) is not None]
+    inner = [path for path, module in named if class_of(module) is not None or named_cell(module) is not None]
     whole = [path for path, module in named if named_cell(module) is not None]
     found = []
     for path, module in named:
@@ -159,10 +159,12 @@ def describe(model: nn.Module) -> list[LayerInfo]:
 
 
 def _known_rows(path: str, module: Any) -> Iterator[LayerInfo]:
-    kind, activation = kind_of(module) or ("", "")
+    found = class_of(module)
+    assert found is not None
+    cell, activation = found
     stacked = isinstance(module, nn.RNNBase)
     options: dict[str, Any] = {"bias": bool(module.bias)}
-    if kind == "simple_rnn":
+    if isinstance(module, (nn.RNN, nn.RNNCell)):
         options["activation"] = activation
     if stacked:
         options |= {"batch_first": module.batch_first, "dropout": module.dropout, "proj_size": module.proj_size}
@@ -170,7 +172,7 @@ def _known_rows(path: str, module: Any) -> Iterator[LayerInfo]:
         yield LayerInfo(
             name=node_name(path, module, layer),
             kind=type(module).__name__,
-            cell=kind,
+            cell=cell.kind,
             units=int(module.hidden_size),
             direction="bidirectional" if stacked and module.bidirectional else "forward",
             return_sequences=True,

@@ -17,24 +17,25 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
 from .lineage import Continuation, Link
 from .record import Owner, Packing, Piece, Recorder, Visit, refuse_transformed
 from .weights import slots
 
 _VF: Any = torch._VF
 
-#: torch function -> (cell kind, activation)
-FUSED = {
-    _VF.lstm: ("lstm", "tanh"),
-    _VF.gru: ("gru", "tanh"),
-    _VF.rnn_tanh: ("simple_rnn", "tanh"),
-    _VF.rnn_relu: ("simple_rnn", "relu"),
+#: torch function -> (class of ours, activation)
+FUSED: dict[Any, tuple[type[Cell], str]] = {
+    _VF.lstm: (LSTM, "tanh"),
+    _VF.gru: (GRU, "tanh"),
+    _VF.rnn_tanh: (SimpleRNN, "tanh"),
+    _VF.rnn_relu: (SimpleRNN, "relu"),
 }
-CELLS = {
-    _VF.lstm_cell: ("lstm", "tanh"),
-    _VF.gru_cell: ("gru", "tanh"),
-    _VF.rnn_tanh_cell: ("simple_rnn", "tanh"),
-    _VF.rnn_relu_cell: ("simple_rnn", "relu"),
+CELLS: dict[Any, tuple[type[Cell], str]] = {
+    _VF.lstm_cell: (LSTM, "tanh"),
+    _VF.gru_cell: (GRU, "tanh"),
+    _VF.rnn_tanh_cell: (SimpleRNN, "tanh"),
+    _VF.rnn_relu_cell: (SimpleRNN, "relu"),
 }
 
 
@@ -84,7 +85,7 @@ class Interceptor(TorchFunctionMode):  # type: ignore[misc]
     def __init__(
         self,
         recorder: Recorder,
-        owner: Callable[[str, str, Any], tuple[Owner, Tensor | None] | None],
+        owner: Callable[[type[Cell], str, Any], tuple[Owner, Tensor | None] | None],
         *,
         keep_gradients: bool = False,
     ) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import CertificateError
+from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
 from ...typing import Array
-from ...vocabulary import GATES
 from ..protocol import Batch, Cotangents, Place, PlainRun
 from .discover import named_modules, unwrapped
 from .inputs import as_tensors, call_model, on_leaves
@@ -24,10 +24,10 @@ from .left_as_found import borrowed, differentiable_weights
 from .losses import evaluate
 
 #: torch's order of gates, as the documentation of its modules gives it.
-_GATES = {
-    nn.LSTM: ("lstm", ("input", "forget", "candidate", "output")),
-    nn.GRU: ("gru", ("reset", "update", "candidate")),
-    nn.RNN: ("simple_rnn", ("candidate",)),
+_GATES: dict[Any, tuple[type[Cell], tuple[str, ...]]] = {
+    nn.LSTM: (LSTM, ("input", "forget", "candidate", "output")),
+    nn.GRU: (GRU, ("reset", "update", "candidate")),
+    nn.RNN: (SimpleRNN, ("candidate",)),
 }
 _CELLS = {nn.LSTMCell: nn.LSTM, nn.GRUCell: nn.GRU, nn.RNNCell: nn.RNN}
 _WEIGHTS = {
@@ -99,7 +99,7 @@ def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[A
     ours, theirs = _GATES[kind or _CELLS[cell]]
     if slot == "weight_hr":
         return parameter, lambda array: array.T
-    rows = [theirs.index(gate) for gate in GATES[ours]]
+    rows = [theirs.index(gate) for gate in ours.gates]
 
     def take(array: Array) -> Array:
         """(gate * unit, ...) in torch's order to (..., gate * unit) in ours."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...arguments import as_numpy
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
-from ...recurrence.cells.custom import StepCell
+from ...recurrence.cells import Cell, StepCell
 from .lineage import Link
 
 #: In place of a layer's name: all of them.
@@ -27,7 +27,7 @@ class Owner:
 
     key: int
     name: str
-    kind: str
+    cell: type[Cell]
     activation: str = "tanh"
     layers: int = 1
     directions: int = 1

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...errors import UnsupportedError, message
+from ...recurrence.cells import StepCell
 from .cells import Form, TorchStepCell, leaves
 from .discover import input_argument
 from .lineage import Continuation, Link
@@ -66,7 +67,7 @@ class CellHook:
 
     def __init__(self, recorder: Recorder, path: str, module: nn.Module) -> None:
         self.recorder, self.module = recorder, module
-        self.owner = Owner(id(module), path, "custom", named=named_cell(module) is not None)
+        self.owner = Owner(id(module), path, StepCell, named=named_cell(module) is not None)
         self.position, self.name = input_argument(module)
         self.active = True
         self.entered: Entered | None = None

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...recurrence.cells import KnownCell
+from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
 from ..protocol import LayerWeights
 
 #: where each of our gates sits in torch's order: LSTM i, f, g, o; GRU r, z, n, of which the update gate is z.
-_ORDER: dict[str, tuple[int, ...]] = {"simple_rnn": (0,), "lstm": (0, 1, 2, 3), "gru": (1, 0, 2)}
+_ORDER: dict[type[Cell], tuple[int, ...]] = {SimpleRNN: (0,), LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}
 
 #: torch's name -> ours, in the order in which torch hands a layer's weights to its kernels.
 NAMES = {
@@ -37,7 +37,7 @@ def slots(count: int) -> tuple[str, ...]:
     return (*names, "weight_hr") if count % 2 else names
 
 
-def ours(kind: str, slot: str, value: Any) -> Any:
+def ours(cell: type[Cell], slot: str, value: Any) -> Any:
     """A weight, or its gradient, of torch's layout in ours. Leading axes beyond the weight's own are kept.
 
     The result of reordering is a copy; a transposed LSTM kernel is a view.
@@ -45,7 +45,7 @@ def ours(kind: str, slot: str, value: Any) -> Any:
     if slot == "weight_hr":
         return value.mT
     axis = -1 if slot.startswith("bias") else -2
-    order = _ORDER[kind]
+    order = _ORDER[cell]
     if order != tuple(range(len(order))):
         parts = value.chunk(len(order), dim=axis)
         value = torch.cat([parts[i] for i in order], dim=axis)
@@ -60,20 +60,21 @@ def replayable(value: Any) -> Any:
     return value.clone(memory_format=torch.contiguous_format)
 
 
-def known_cell(kind: str, weights: Mapping[str, Any], activation: str = "tanh") -> KnownCell:
+def known_cell(cell: type[Cell], weights: Mapping[str, Any], activation: str = "tanh") -> Cell:
     """The cell of one layer and direction from torch's weights by slot name."""
-    arrays = {NAMES[slot]: replayable(ours(kind, slot, value)) for slot, value in weights.items()}
-    return KnownCell(kind=kind, activation=activation, recurrent_activation="sigmoid", **arrays)
+    arrays: dict[str, Any] = {NAMES[slot]: replayable(ours(cell, slot, value)) for slot, value in weights.items()}
+    made: Any = cell
+    return made(activation=activation, **arrays)  # type: ignore[no-any-return]
 
 
-def kind_of(module: nn.Module) -> tuple[str, str] | None:
-    """Cell kind and activation of a torch recurrent module or cell; None for any other module."""
+def class_of(module: nn.Module) -> tuple[type[Cell], str] | None:
+    """Our class and the activation of a torch recurrent module or cell; None for any other module."""
     if isinstance(module, (nn.LSTM, nn.LSTMCell)):
-        return "lstm", "tanh"
+        return LSTM, "tanh"
     if isinstance(module, (nn.GRU, nn.GRUCell)):
-        return "gru", "tanh"
+        return GRU, "tanh"
     if isinstance(module, (nn.RNN, nn.RNNCell)):
-        return "simple_rnn", str(module.nonlinearity)
+        return SimpleRNN, str(module.nonlinearity)
     return None
 
 
@@ -92,8 +93,8 @@ def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dic
     """All modules that own weights; a recurrent module gives one entry per stacked layer."""
     result: dict[str, LayerWeights] = {}
     for path, module in named:
-        kind = kind_of(module)
-        if kind is None:
+        found = class_of(module)
+        if found is None:
             own = dict(module.named_parameters(recurse=False))
             if own:
                 values = {name: p.detach().clone() for name, p in own.items()}
@@ -102,10 +103,10 @@ def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dic
             continue
         for layer, direction, weights in cell_weights(module):
             entry = result.setdefault(node_name(path, module, layer), LayerWeights({}, {}))
-            cell = known_cell(kind[0], weights, kind[1])
+            cell = known_cell(found[0], weights, found[1])
             entry.cells[direction] = cell
             prefix = f"{direction}/" if getattr(module, "bidirectional", False) else ""
             for slot, value in weights.items():
-                entry.values[prefix + NAMES[slot]] = ours(kind[0], slot, value.detach()).clone()
+                entry.values[prefix + NAMES[slot]] = ours(found[0], slot, value.detach()).clone()
                 entry.trainable[prefix + NAMES[slot]] = value.requires_grad
     return result

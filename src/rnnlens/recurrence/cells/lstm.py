@@ -7,90 +7,152 @@ c_t = f c_{t-1} + i g,      h_t = o act(c_t), projected where the cell has a pro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ...typing import Array, Namespace
+from ...vocabulary import BIAS, KERNEL, PROJECTION, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
-from . import KnownCell, affine
+from . import affine
+from .cell import Cell, Pulled, are_elementwise, at_real_steps, by_name
 from .record import Record
+
+if TYPE_CHECKING:
+    from ..adjoint import Adjoint
+    from ..linear import System
+    from ..run import Run
 
 _GATES = 4
 
 
-def step(
-    cell: KnownCell, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
-) -> tuple[Record, tuple[Array, ...]]:
-    """One step from the projected input (sample, gate * unit) and the states before."""
-    record = gates(cell, projected, before[0], scale, xp)
-    c = next_cell(record.gates, before[1])
-    return record, (hidden(cell, record.gates, c, xp), c)
+@dataclass(frozen=True, eq=False)
+class LSTM(Cell):
+    """A long short-term memory cell.
 
-
-def gates(cell: KnownCell, projected: Array, h: Array, scale: Array | None, xp: Namespace) -> Record:
-    """All gates from the hidden state before; of one step, or of all steps at once."""
-    act, rec = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation]
-    z = affine.project(h, cell.recurrent_kernel, scale, _GATES, xp)
-    z += projected
-    z = affine.split_gates(z, _GATES, xp)
-    parts = [rec.value(z[..., :2, :], xp), act.value(z[..., 2:3, :], xp), rec.value(z[..., 3:, :], xp)]
-    return Record(z, xp.concat(parts, axis=-2))
-
-
-def next_cell(gates: Array, c: Array) -> Array:
-    """c_t from the gates (..., gate, unit) and c_{t-1}."""
-    return gates[..., 1, :] * c + gates[..., 0, :] * gates[..., 2, :]
-
-
-def hidden(cell: KnownCell, gates: Array, c: Array, xp: Namespace) -> Array:
-    """h_t from the gates and c_t."""
-    h = gates[..., 3, :] * ACTIVATIONS[cell.activation].value(c, xp)
-    return h if cell.projection is None else h @ cell.projection
-
-
-def pull_back(
-    cell: KnownCell,
-    record: Record,
-    before: Sequence[Array],
-    after: Sequence[Array],
-    cotangent: Sequence[Array],
-    scale: Array | None,
-    xp: Namespace,
-) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
-    """From dL/ds_t to dL/dz_t (gate, unit), dL/ds_{t-1} through this step, and the total gradients of the states.
-
-    The total gradient of c_t includes the path through h_t.
+    Attributes
+    ----------
+    kernel : (feature, gate * unit)
+    recurrent_kernel : (unit_in, gate * unit)
+        ``unit_in`` is the size of h; it differs from ``unit`` only with a projection.
+    bias, recurrent_bias : (gate * unit,) or None
+        Only their sum matters; torch has both.
+    projection : (unit, unit_in) or None
+        h_t = (o_t * act(c_t)) @ projection.
+    activation, recurrent_activation
+        Names known to :mod:`rnnlens.recurrence.activations`.
     """
-    act, rec = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation]
-    lam_h, lam_c = cotangent
-    inner = lam_h if cell.projection is None else lam_h @ cell.projection.T
-    z, a = record.preactivation, record.gates
-    i, f, g, o = (a[..., k, :] for k in range(_GATES))
-    squashed = act.value(after[1], xp)
-    total_c = lam_c + act.vjp(after[1], squashed, inner * o, xp)
-    dz = xp.stack(
-        [
-            rec.vjp(z[..., 0, :], i, total_c * g, xp),
-            rec.vjp(z[..., 1, :], f, total_c * before[1], xp),
-            act.vjp(z[..., 2, :], g, total_c * i, xp),
-            rec.vjp(z[..., 3, :], o, inner * squashed, xp),
-        ],
-        axis=-2,
+
+    kind = "lstm"
+    gates = ("input", "forget", "candidate", "output")
+    states = ("hidden", "cell")
+    parameters = by_name(KERNEL, RECURRENT_KERNEL, BIAS, RECURRENT_BIAS, PROJECTION)
+    keeping = "forget"
+    against_vanishing = (
+        "a forget bias of 1 to ln(T) at the start (Jozefowicz et al. 2015; chrono initialisation, "
+        "arXiv:1804.11188), or the input shortened or strided."
     )
-    carry_h = affine.unproject(affine.join_gates(dz, xp), cell.recurrent_kernel, scale, _GATES, xp)
-    return dz, (carry_h, total_c * f), (lam_h, total_c)
+    at_once = True
 
+    kernel: Array
+    recurrent_kernel: Array
+    bias: Array | None = None
+    recurrent_bias: Array | None = None
+    projection: Array | None = None
+    activation: str = "tanh"
+    recurrent_activation: str = "sigmoid"
 
-def recurrent_gradients(
-    cell: KnownCell,
-    record: Record,
-    before: Array,
-    dz: Array,
-    scale: Array | None,
-    how: affine.Contraction,
-    xp: Namespace,
-) -> dict[str, Array]:
-    """Gradients of the recurrent weights. before : (sample, time, unit_in); dz : (sample, time, gate, unit)."""
-    flat = affine.join_gates(dz, xp)
-    grads = {"recurrent_kernel": affine.outer(before, flat, scale, _GATES, how, xp)}
-    if cell.recurrent_bias is not None:
-        grads["recurrent_bias"] = affine.total(flat, how, xp)
-    return grads
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Size of h, and of c."""
+        return int(self.recurrent_kernel.shape[0]), self.units
+
+    def step(
+        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
+    ) -> tuple[Record, tuple[Array, ...]]:
+        """One step from the projected input (sample, gate * unit) and the states before."""
+        record = self.all_gates(projected, before[0], scale, xp)
+        (c,) = self.others(record.gates, before[1:])
+        return record, (self.hidden(record.gates, before[0], (c,), xp), c)
+
+    def all_gates(self, projected: Array, hidden: Array, scale: Array | None, xp: Namespace) -> Record:
+        """All gates from the hidden state before; of one step, or of all steps at once."""
+        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
+        z = affine.project(hidden, self.recurrent_kernel, scale, _GATES, xp)
+        z += projected
+        z = affine.split_gates(z, _GATES, xp)
+        parts = [rec.value(z[..., :2, :], xp), act.value(z[..., 2:3, :], xp), rec.value(z[..., 3:, :], xp)]
+        return Record(z, xp.concat(parts, axis=-2))
+
+    def others(self, gates: Array, before: Sequence[Array]) -> tuple[Array, ...]:
+        """c_t from the gates and c_{t-1}."""
+        return (gates[..., 1, :] * before[0] + gates[..., 0, :] * gates[..., 2, :],)
+
+    def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
+        """h_t from the gates and c_t."""
+        h = gates[..., 3, :] * ACTIVATIONS[self.activation].value(others[0], xp)
+        return h if self.projection is None else h @ self.projection
+
+    def pull_back(
+        self,
+        record: Record,
+        before: Sequence[Array],
+        after: Sequence[Array],
+        cotangent: Sequence[Array],
+        scale: Array | None,
+        xp: Namespace,
+    ) -> Pulled:
+        """The total gradient of c_t includes the path through h_t."""
+        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
+        lam_h, lam_c = cotangent
+        inner = lam_h if self.projection is None else lam_h @ self.projection.T
+        z, a = record.preactivation, record.gates
+        i, f, g, o = (a[..., k, :] for k in range(_GATES))
+        squashed = act.value(after[1], xp)
+        total_c = lam_c + act.vjp(after[1], squashed, inner * o, xp)
+        dz = xp.stack(
+            [
+                rec.vjp(z[..., 0, :], i, total_c * g, xp),
+                rec.vjp(z[..., 1, :], f, total_c * before[1], xp),
+                act.vjp(z[..., 2, :], g, total_c * i, xp),
+                rec.vjp(z[..., 3, :], o, inner * squashed, xp),
+            ],
+            axis=-2,
+        )
+        carry_h = affine.unproject(affine.join_gates(dz, xp), self.recurrent_kernel, scale, _GATES, xp)
+        return dz, (carry_h, total_c * f), (lam_h, total_c)
+
+    def recurrent_gradients(
+        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """Those of the recurrent kernel and bias, and of the projection."""
+        grads = super().recurrent_gradients(run, result, how, times)
+        if self.projection is not None:
+            gates: Any = run.gates
+            hidden_grad = at_real_steps(run, result.state_grads[0])[:, times, :]
+            squashed = ACTIVATIONS[self.activation].value(run.states[1][:, times, :], run.xp)
+            unprojected = gates[:, times, 3, :] * squashed
+            grads["projection"] = affine.outer(unprojected, hidden_grad, None, 1, how, run.xp)
+        return grads
+
+    def recurrent_terms(
+        self, gate_grad: Array, gates: Array, before: Array
+    ) -> tuple[Array, list[tuple[slice, Array]]] | None:
+        """h_{t-1} reaches every gate as it is."""
+        return None if self.projection is not None else (gate_grad, [(slice(None), before)])
+
+    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+        """dL/di = dL/dc g, dL/df = dL/dc c_{t-1}, dL/dg = dL/dc i, dL/do = dL/dh act(c), with total gradients."""
+        gates: Any = run.gates
+        by_hidden, by_cell = result.state_grads
+        if self.projection is not None:
+            by_hidden = by_hidden @ self.projection.T
+        squashed = ACTIVATIONS[self.activation].value(run.states[1], run.xp)
+        parts = [by_cell * gates[:, :, 2], by_cell * run.before(1), by_cell * gates[:, :, 0], by_hidden * squashed]
+        return run.xp.stack(parts, axis=2)
+
+    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+        """Only two H x H blocks are full, the rest is diagonal."""
+        from ..linear_cells import LstmSystem
+
+        plain = self.projection is None and are_elementwise(self.activation, self.recurrent_activation)
+        return LstmSystem(run) if plain else super().linear_system(run)

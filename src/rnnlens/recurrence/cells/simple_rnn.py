@@ -3,57 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ...typing import Array, Namespace
+from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
-from . import KnownCell, affine
+from . import affine
+from .cell import Cell, Pulled, are_elementwise, by_name
 from .record import Record
 
-
-def step(
-    cell: KnownCell, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
-) -> tuple[Record, tuple[Array, ...]]:
-    """One step, or all steps at once where every state before is known."""
-    z = projected + affine.project(before[0], cell.recurrent_kernel, scale, 1, xp)
-    h = ACTIVATIONS[cell.activation].value(z, xp)
-    z, a = affine.split_gates(z, 1, xp), affine.split_gates(h, 1, xp)
-    return Record(z, a), (h,)
+if TYPE_CHECKING:
+    from ..adjoint import Adjoint
+    from ..linear import System
+    from ..run import Run
 
 
-def hidden(gates: Array, before: Array) -> Array:
-    """h_t from the gates (..., gate, unit): the only one."""
-    return gates[..., 0, :]
+@dataclass(frozen=True, eq=False)
+class SimpleRNN(Cell):
+    """A simple recurrent cell; its one gate is the state itself.
 
+    Attributes
+    ----------
+    kernel : (feature, unit)
+    recurrent_kernel : (unit, unit)
+    bias, recurrent_bias : (unit,) or None
+        Only their sum matters; torch has both.
+    activation
+        A name known to :mod:`rnnlens.recurrence.activations`.
+    """
 
-def pull_back(
-    cell: KnownCell,
-    record: Record,
-    before: Sequence[Array],
-    after: Sequence[Array],
-    cotangent: Sequence[Array],
-    scale: Array | None,
-    xp: Namespace,
-) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
-    """From dL/ds_t to dL/dz_t (gate, unit), dL/ds_{t-1} through this step, and the total gradients of the states."""
-    (lam,) = cotangent
-    z, a = record.preactivation[..., 0, :], record.gates[..., 0, :]
-    dz = ACTIVATIONS[cell.activation].vjp(z, a, lam, xp)
-    carry = affine.unproject(dz, cell.recurrent_kernel, scale, 1, xp)
-    return dz[..., None, :], (carry,), (lam,)
+    kind = "simple_rnn"
+    gates = ("candidate",)
+    parameters = by_name(KERNEL, RECURRENT_KERNEL, BIAS, RECURRENT_BIAS)
+    at_once = True
 
+    kernel: Array
+    recurrent_kernel: Array
+    bias: Array | None = None
+    recurrent_bias: Array | None = None
+    activation: str = "tanh"
 
-def recurrent_gradients(
-    cell: KnownCell,
-    record: Record,
-    before: Array,
-    dz: Array,
-    scale: Array | None,
-    how: affine.Contraction,
-    xp: Namespace,
-) -> dict[str, Array]:
-    """Gradients of the recurrent weights. before : (sample, time, unit_in); dz : (sample, time, gate, unit)."""
-    flat = affine.join_gates(dz, xp)
-    grads = {"recurrent_kernel": affine.outer(before, flat, scale, 1, how, xp)}
-    if cell.recurrent_bias is not None:
-        grads["recurrent_bias"] = affine.total(flat, how, xp)
-    return grads
+    def step(
+        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
+    ) -> tuple[Record, tuple[Array, ...]]:
+        """One step, or all steps at once where every state before is known."""
+        z = projected + affine.project(before[0], self.recurrent_kernel, scale, 1, xp)
+        h = ACTIVATIONS[self.activation].value(z, xp)
+        z, a = affine.split_gates(z, 1, xp), affine.split_gates(h, 1, xp)
+        return Record(z, a), (h,)
+
+    def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
+        """The only gate."""
+        return gates[..., 0, :]
+
+    def pull_back(
+        self,
+        record: Record,
+        before: Sequence[Array],
+        after: Sequence[Array],
+        cotangent: Sequence[Array],
+        scale: Array | None,
+        xp: Namespace,
+    ) -> Pulled:
+        """Dz = act'(z) dL/dh_t, and U^T dz to the state before."""
+        (lam,) = cotangent
+        z, a = record.preactivation[..., 0, :], record.gates[..., 0, :]
+        dz = ACTIVATIONS[self.activation].vjp(z, a, lam, xp)
+        carry = affine.unproject(dz, self.recurrent_kernel, scale, 1, xp)
+        return dz[..., None, :], (carry,), (lam,)
+
+    def recurrent_terms(
+        self, gate_grad: Array, gates: Array, before: Array
+    ) -> tuple[Array, list[tuple[slice, Array]]] | None:
+        """h_{t-1} reaches the only gate as it is."""
+        return gate_grad, [(slice(None), before)]
+
+    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+        """Its one gate is h itself."""
+        return result.state_grads[0][:, :, None, :]
+
+    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+        """One H x H block, diag(act') U."""
+        from ..linear_cells import SimpleRnnSystem
+
+        return SimpleRnnSystem(run) if are_elementwise(self.activation) else super().linear_system(run)

@@ -26,15 +26,14 @@ class Steps:
     """The dense or gated steps ``first ... first + n - 1`` (chronological), a :class:`Dense` or :class:`Gated` each.
 
     product : (sample, step, row, column); keep, lift : (sample, step, unit) of a gated system, else None.
-    path : (sample, step, unit of h, unit of c): dh_t/dc_t within the step, of an LSTM in the dense form.
-    produced : gives (sample, step, row, column): what leaves a custom cell's step by each state as it is produced.
+    produced : gives (sample, step, row, column): what leaves a step by each state as it is produced, of a dense system
+        in which a step computes one of its states from another.
     """
 
     work: Workspace
     product: Array
     keep: Array | None = None
     lift: Array | None = None
-    path: Array | None = None
     produced: Callable[[], Array] | None = None
 
     def __getitem__(self, at: int) -> Dense | Gated:
@@ -42,12 +41,7 @@ class Steps:
         if self.keep is not None and self.lift is not None:
             return Gated(self.work, product, self.keep[:, at][:, None, :], self.lift[:, at][:, None, :])
         whole = self.produced
-        return Dense(
-            self.work,
-            product,
-            None if self.path is None else self.path[:, at],
-            None if whole is None else lambda: whole()[:, at],
-        )
+        return Dense(self.work, product, None if whole is None else lambda: whole()[:, at])
 
 
 @dataclass
@@ -56,7 +50,6 @@ class Dense:
 
     work: Workspace
     product: Array
-    path: Array | None = None
     whole: Callable[[], Array] | None = None
 
     @property
@@ -81,20 +74,15 @@ class Dense:
         out[...] = into if block is None else self.work.xp.matmul(block, into)
 
     def spread(self, rows: Array, state: int, columns: slice) -> None:
-        """Along the path from c_t to h_t, or to all that leaves a custom cell's step."""
+        """To all that leaves the step, as from c_t to h_t."""
         if self.whole is not None:
             rows[...] = transposed(self.whole()[:, :, columns])
-        elif self.path is not None and state == 1:
-            rows[:, :, : int(self.path.shape[1])] = transposed(self.path)
 
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
         """The total gradient of c_t includes that through h_t."""
         if self.whole is not None:
             return self.work.xp.matmul(rows, self.whole()[:, :, columns])
-        values = rows[:, :, columns]
-        if self.path is None or state != 1:
-            return values
-        return values + self.work.xp.matmul(rows[:, :, : int(self.path.shape[1])], self.path)
+        return rows[:, :, columns]
 
     def after(self, earlier: Dense) -> Dense:
         """The product of the two matrices."""

@@ -11,7 +11,6 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Adapter, PlainRun
 from ...recurrence.adjoint import weight_gradients
-from ...recurrence.cells import KnownCell
 from ...results.certificate import Certificate
 from ...results.schema import plain
 from ...typing import Array
@@ -176,7 +175,7 @@ def _compare_swept(bench: Bench, question: Question, answer: Answer, run: PlainR
         pairs = []
         for half, swept in halves:
             call = half.call
-            is_known = isinstance(call.cell, KnownCell)
+            is_known = not call.cell.by_framework
             sums = weight_gradients(half.run, swept, probes=PROBES) if is_known else weights_of(call, half.run, swept)
             for key, mine in sums.items():
                 place = question.adapter.place(

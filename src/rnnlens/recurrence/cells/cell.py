@@ -1,0 +1,288 @@
+"""What every recurrent cell is: its words, its equations, and what follows from these.
+
+A cell is one class in one file. It says what its gates, states and weights are called, and how one step goes; what else
+the recurrence asks of it has a default here, or is written next to the step where a better way is known.
+
+Shapes: ``(sample, ..., n)``. All methods broadcast over axes between sample and the last: of one step there is none, of
+all steps at once there is time. ``scale`` are dropout multipliers, see :mod:`rnnlens.recurrence.cells.affine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from ...errors import UnsupportedError, message
+from ...typing import Array, Namespace
+from ...vocabulary import GATE, Quantity
+from ..activations import ACTIVATIONS
+from . import affine
+from .record import Record
+
+if TYPE_CHECKING:
+    from ..adjoint import Adjoint
+    from ..linear import System
+    from ..run import Run
+
+#: What :meth:`Cell.pull_back` returns: gradients at the pre-activations, at the states before, at the states as made.
+Pulled = tuple[Array, tuple[Array, ...], tuple[Array, ...]]
+
+
+class Cell:
+    """One recurrent cell with the values of its weights.
+
+    Attributes
+    ----------
+    kind
+        One word for the cell, as results show it.
+    gates
+        Names of the gates, in the order in which every kernel has them side by side; empty for a cell without.
+    states
+        Names of the states; the first is what the layer returns.
+    parameters
+        The weights: names, dimensions and words. Weights with a dimension ``gate`` are held as (..., gate * unit).
+    keeping
+        The gate whose value is the share of the state that the step keeps; None where there is no such gate.
+    against_vanishing
+        What to try where its gradient vanishes.
+    by_framework
+        Whether the framework runs and differentiates it, since its equations are not known here.
+    at_once
+        Whether all gates follow from the input and the first state alone: then those of all steps are computed at once
+        where that state is known. Asks for :meth:`hidden`, and :meth:`others` where there are several states.
+    """
+
+    kind: ClassVar[str] = "custom"
+    gates: ClassVar[tuple[str, ...]] = ()
+    states: ClassVar[tuple[str, ...]] = ("hidden",)
+    parameters: ClassVar[Mapping[str, Quantity]] = {}
+    keeping: ClassVar[str | None] = None
+    against_vanishing: ClassVar[str] = (
+        "an LSTM or GRU, or an orthogonal recurrent kernel (Saxe et al. 2014, arXiv:1312.6120); with relu the identity "
+        "(arXiv:1504.00941)."
+    )
+    by_framework: ClassVar[bool] = False
+    at_once: ClassVar[bool] = False
+    #: Which of the states a masked step returns, where the framework returns a state there.
+    output_state: int = 0
+    #: Whether what the cell puts out is that very state.
+    output_is_state: bool = True
+
+    def weights(self) -> dict[str, Array]:
+        """The weights that exist, by name."""
+        return {name: value for name in self.parameters if (value := getattr(self, name, None)) is not None}
+
+    def with_weights(self, convert: Callable[[Array], Array]) -> Self:
+        """The same cell with every weight converted: to another library, another precision."""
+        changed = copy(self)
+        for name, value in self.weights().items():
+            object.__setattr__(changed, name, convert(value))
+        return changed
+
+    @property
+    def parts(self) -> int:
+        """How many blocks of units :meth:`project` returns side by side: one per gate, at least one."""
+        return max(1, len(self.gates))
+
+    @property
+    def units(self) -> int:
+        """Number of units per gate."""
+        return int(self.weights()["kernel"].shape[1]) // self.parts
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Size of each state."""
+        return (self.units,) * len(self.states)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the states of this very cell."""
+        return self.states
+
+    @property
+    def keeps_inner(self) -> bool:
+        """Whether :meth:`step` fills ``Record.inner``."""
+        return False
+
+    @property
+    def biases_add_up(self) -> bool:
+        """Whether only the sum of the two biases matters; False where there are no two."""
+        found = self.weights()
+        return "bias" in found and "recurrent_bias" in found
+
+    # One step.
+
+    def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
+        """The input side of all pre-activations: (sample, ..., feature) to (sample, ..., gate * unit), with biases.
+
+        A pre-activation is this plus what the states add to it. It is linear in ``x``, unless a cell of its own kind
+        says otherwise here, in :meth:`input_gradient` and :meth:`input_gradients`.
+        """
+        found = self.weights()
+        z = affine.project(x, found["kernel"], scale, self.parts, xp)
+        for name in ("bias", "recurrent_bias"):
+            if name in found:
+                z += found[name]
+        return z
+
+    def step(
+        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
+    ) -> tuple[Record, tuple[Array, ...]]:
+        """From the projected input and the states before to the gates and the states after."""
+        raise NotImplementedError(f"{type(self).__name__}.step")
+
+    def pull_back(
+        self,
+        record: Record,
+        before: Sequence[Array],
+        after: Sequence[Array],
+        cotangent: Sequence[Array],
+        scale: Array | None,
+        xp: Namespace,
+    ) -> Pulled:
+        """The adjoint of :meth:`step`: from dL/ds_t to dL/dz_t (..., gate, unit) and dL/ds_{t-1} through this step.
+
+        Third, the total gradients of the states as they are produced: with what the same step computes from them.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.pull_back")
+
+    def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
+        """The first state from the gates (..., gate, unit), itself before the step, and the other states after it."""
+        raise NotImplementedError(f"{type(self).__name__}.hidden")
+
+    def others(self, gates: Array, before: Sequence[Array]) -> tuple[Array, ...]:
+        """All states but the first after a step, from the gates and from themselves before it: element-wise."""
+        return ()
+
+    def all_gates(self, projected: Array, hidden: Array, scale: Array | None, xp: Namespace) -> Record:
+        """Gates of all steps from the first state before each."""
+        return self.step(projected, (hidden,), scale, xp)[0]
+
+    # What a sweep leaves on the input and the weights.
+
+    def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
+        """The adjoint of :meth:`project`: from dL/dz (sample, ..., gate * unit) to dL/dx (sample, ..., feature)."""
+        return affine.unproject(gate_grad, self.weights()["kernel"], scale, self.parts, xp)
+
+    def input_gradients(
+        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """dL/dW of the weights in :meth:`project`, but for the recurrent bias, summed as ``how`` says."""
+        found, flat = self.weights(), flat_gate_grad(run, result, times)
+        grads = {"kernel": affine.outer(run.input[:, times, :], flat, run.input_scale, self.parts, how, run.xp)}
+        if "bias" in found:
+            grads["bias"] = affine.total(flat, how, run.xp)
+        return grads
+
+    def recurrent_gradients(
+        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """dL/dW of all other weights; here of a kernel that takes h_{t-1} to every gate, and its bias."""
+        found, flat = self.weights(), flat_gate_grad(run, result, times)
+        if "recurrent_kernel" not in found:
+            return {}
+        before = run.before(0)[:, times, :]
+        kernel = affine.outer(before, flat, run.state_scale, self.parts, how, run.xp)
+        grads = {"recurrent_kernel": kernel}
+        if "recurrent_bias" in found:
+            grads["recurrent_bias"] = affine.total(flat, how, run.xp)
+        return grads
+
+    def recurrent_terms(
+        self, gate_grad: Array, gates: Array, before: Array
+    ) -> tuple[Array, list[tuple[slice, Array]]] | None:
+        """Of what the recurrent kernel's gradient is the product, from labelled numbers alone: for the certificate.
+
+        (sample, time, gate, unit) each: the gradient at the recurrent side of each gate, and what that side was fed, by
+        gates. None where it takes more than gates and the first state.
+        """
+        return None
+
+    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+        """dL/dgate (sample, time, gate, unit), after the activation, at real steps: from the equations of the states.
+
+        Dividing dL/dz by the slope of the activation would lose everything in saturated gates.
+        """
+        raise UnsupportedError(
+            message(
+                f"The gradient by gate values of a {self.kind} cell is not known.",
+                got=f"{type(self).__name__} without gate_gradient",
+                expected="gate_preactivation, hidden, output or weights",
+                hint="write gate_gradient(run, result) in its class",
+            )
+        )
+
+    # The whole recurrence, seen otherwise.
+
+    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+        """The recurrence around its trajectory; by default from unit vectors, pulled back."""
+        from ..linear_cells import BasisSystem
+
+        return BasisSystem(run)
+
+    def pull_rows(self, run: Run, t: int, rows: Sequence[Array]) -> list[Array]:
+        """Pull many cotangents, one (sample, row, size) array per state, back through step t of a run."""
+
+        def wide(array: Array) -> Array:
+            return array[:, None]
+
+        assert run.record is not None
+        record = Record(*(None if part is None else wide(part[:, t]) for part in run.record))
+        before, after = [wide(s) for s in run.state_before(t)], [wide(s[:, t]) for s in run.states]
+        return list(self.pull_back(record, before, after, rows, run.state_scale, run.xp)[1])
+
+    def map_at(self, x: Array, xp: Namespace) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+        """One step under a constant input x (feature,), in float64: s (n, S) to F(s), and to dF/ds (n, S, S)."""
+        cell, sizes = self.with_weights(lambda w: np.asarray(w, dtype=np.float64)), self.state_sizes
+        projected = cell.project(np.asarray(x, dtype=np.float64)[None], None, np)
+        cuts, total = np.cumsum(sizes)[:-1], sum(sizes)
+        basis = np.split(np.eye(total)[None], cuts, axis=2)
+
+        def taken(s: Array) -> tuple[list[Array], Record, tuple[Array, ...]]:
+            before = np.split(s, cuts, 1)
+            return before, *cell.step(np.broadcast_to(projected, (len(s), projected.shape[1])), before, None, np)
+
+        def step(s: Array) -> Array:
+            joined: Array = np.concatenate(taken(s)[2], axis=1)
+            return joined
+
+        def jacobian(s: Array) -> Array:
+            before, record, after = taken(s)
+            spread = Record(*(None if part is None else part[:, None] for part in record))
+            rows = [np.broadcast_to(b, (len(s), *b.shape[1:])) for b in basis]
+            wide = [b[:, None] for b in before], [a[:, None] for a in after]
+            joined: Array = np.concatenate(cell.pull_back(spread, *wide, rows, None, np)[1], axis=2)
+            return joined
+
+        return step, jacobian
+
+
+def flat_gate_grad(run: Run, result: Adjoint, times: slice) -> Array:
+    """dL/dz of some steps, gates side by side: (sample, time, gate * unit)."""
+    gate_grad: Any = result.gate_grad
+    return affine.join_gates(gate_grad[:, times, :, :], run.xp)
+
+
+def at_real_steps(run: Run, values: Array) -> Array:
+    """(sample, time, ...), zero at masked steps."""
+    if run.mask is None:
+        return values
+    return run.xp.where(run.mask[(..., *[None] * (values.ndim - 2))], values, run.xp.zeros_like(values))
+
+
+def are_elementwise(*activations: str) -> bool:
+    """Whether none of these activations mixes the units of a layer."""
+    return all(ACTIVATIONS[name].slope is not None for name in activations)
+
+
+def by_name(*parameters: Quantity) -> Mapping[str, Quantity]:
+    """What a cell lists as its ``parameters``."""
+    return {parameter.name: parameter for parameter in parameters}
+
+
+def has_gates(quantity: Quantity) -> bool:
+    """Whether a weight has one block per gate."""
+    return GATE in quantity.dims
