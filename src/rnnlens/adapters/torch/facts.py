@@ -8,7 +8,7 @@ from torch import nn
 
 from ..protocol import Facts, Role, Submodule
 from .discover import named_modules, node_name, unwrapped
-from .weights import TABLES, kind_of
+from .weights import TABLES, class_of
 
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
 #: Modules that hold others and are never called themselves.
@@ -24,7 +24,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Everything that is called, one by one for layers stacked within one module; the model itself if it is all."""
     named = named_modules(model)
     for path, module in named[1:] or named:
-        stacked = module.num_layers if kind_of(module) is not None and isinstance(module, nn.RNNBase) else 1
+        stacked = module.num_layers if class_of(module) is not None and isinstance(module, nn.RNNBase) else 1
         if not isinstance(module, _HOLDERS):
             yield from ((node_name(path, module, layer), module) for layer in range(stacked))
 
