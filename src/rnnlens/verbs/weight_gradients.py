@@ -10,7 +10,6 @@ import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, RecurrentCall
 from ..errors import TooLargeError, UnsupportedError, message
-from ..recurrence.cells import KnownCell
 from ..recurrence.run import Run
 from ..results.checks import Check
 from ..results.schema import plain
@@ -156,7 +155,7 @@ def _must_align(calls: Sequence[RecurrentCall], by_time: bool | str) -> None:
 
 
 def _must_fit(call: RecurrentCall, by_time: bool | str) -> None:
-    if by_time is not True or not isinstance(call.cell, KnownCell):
+    if by_time is not True:
         return
     steps = int(call.input.shape[1])
     values = sum(int(np.prod(tuple(w.shape))) for w in call.cell.weights().values())

@@ -167,7 +167,7 @@ def test_fixed_points_of_an_lstm_are_mapped_onto_themselves():
 
 def test_each_sample_may_end_at_a_step_of_its_own():
     """One tanh unit: the transfer from step s is the product of w (1 - h_t^2), t = s, s - 1, ..."""
-    cell = KnownCell("simple_rnn", np.ones((1, 1)), np.full((1, 1), 0.9))
+    cell = SimpleRNN(np.ones((1, 1)), np.full((1, 1), 0.9))
     run = run_of(cell, samples=3, steps=20)
     ends = np.array([19, 7, 12])
     found = measures.state_transfer(run, ends=ends).log_ratio

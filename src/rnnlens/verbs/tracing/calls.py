@@ -10,7 +10,7 @@ from ...recurrence.run import Run
 from ...results.checks import REPLAY, Check, rounding_bound
 from ...typing import Array
 from ..assemble import Arrays
-from ..sweep import names_of_states, sweep, weights_to_check
+from ..sweep import sweep, weights_to_check
 from .wanted import Wanted
 from .weight_sum import WeightSum
 
@@ -31,7 +31,7 @@ class TracedCall:
 
 def trace_call(call: RecurrentCall, wanted: Wanted, sums: dict[str, WeightSum]) -> TracedCall:
     """Replay a call, and sweep back through it where there is a loss; ``sums`` collects dL/dW by weights shared."""
-    names, steps = names_of_states(call), int(call.input.shape[1])
+    names, steps = call.cell.state_names, int(call.input.shape[1])
     arrays: Arrays = {"input": call.input, "mask": call.mask, "output": call.output, "output_grad": call.output_grad}
     if call.final_state_grad is not None:
         arrays |= _border("final", names, call.final_state_grad)

@@ -17,7 +17,6 @@ from ..certify import INITIAL, LAYER_INPUT, PROBES, Ours
 from ..host import on_host
 from ..outside import Outside
 from ..relabelled import initial_state_gradients, input_gradient, weight_sums
-from ..sweep import names_of_states
 from .calls import TracedCall, trace_call
 from .wanted import Wanted
 from .weight_sum import WeightSum
@@ -66,7 +65,7 @@ def _collect(ours: Ours, dataset: xr.Dataset, halves: Sequence[RecurrentCall], t
         if one.weights is None:
             continue
         ours.add_weights(call, weight_sums(dataset, call, PROBES) or one.weights)
-        grads = initial_state_gradients(dataset, call, names_of_states(call))
+        grads = initial_state_gradients(dataset, call, call.cell.state_names)
         if call.framework_initial_state_grad is not None and grads is not None:
             pairs = zip(grads, call.framework_initial_state_grad, strict=True)
             ours.borders.append((INITIAL, call.layer, [(mine, theirs) for mine, theirs in pairs]))

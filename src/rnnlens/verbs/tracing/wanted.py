@@ -10,10 +10,11 @@ import xarray as xr
 
 from ...adapters.protocol import CaptureRequest
 from ...errors import InputError, LayerNotFoundError, did_you_mean, message
+from ...recurrence.cells import kinds
 from ...vocabulary import QUANTITIES
 
-_FURTHER_STATE = re.compile(r"state_\d+(_grad)?")
-_BORDER = re.compile(r"(initial|final)_(hidden|cell|state_\d+)_grad")
+_STATE = re.compile(r"(?P<state>.+?)(_grad)?")
+_BORDER = re.compile(r"(initial|final)_(?P<state>.+)_grad")
 
 #: What can be had without replaying the recurrence.
 CAPTURED = frozenset({"input", "mask", "output", "output_grad", "final_state_grad"})
@@ -104,4 +105,8 @@ def _check(name: str, has_loss: bool) -> None:
 
 def _is_quantity(name: str) -> bool:
     """A name in the vocabulary, that of a further state of a cell, or the gradient of a first or last state."""
-    return name in QUANTITIES or _FURTHER_STATE.fullmatch(name) is not None or _BORDER.fullmatch(name) is not None
+    if name in QUANTITIES:
+        return True
+    states = {state for cell in kinds().values() for state in cell.states}
+    found = _BORDER.fullmatch(name) or _STATE.fullmatch(name)
+    return found is not None and (found["state"] in states or re.fullmatch(r"state_\d+", found["state"]) is not None)
