@@ -77,7 +77,7 @@ def calls(samples, steps, units, features, outputs):
     twin, tx, ty = Torch(), torch.from_numpy(x), torch.from_numpy(y)
     return {
         "jacobian": lambda: rl.jacobian(model, x),
-        "jacobian, norm": lambda: rl.jacobian(model, x, reduce="norm"),
+        "jacobian, norm": lambda: rl.jacobian(model, x, measure="norm"),
         "trace": lambda: rl.trace(model, x, y, loss="mse"),
         "jacobian, torch": lambda: rl.jacobian(twin, tx),
         "trace, torch": lambda: rl.trace(twin, tx, ty, loss=torch.nn.functional.mse_loss),

@@ -259,8 +259,8 @@ def agree(ours, theirs):
 
 
 def against_products(case, repeat, rows):
-    rl.jacobian(case.keras, case.x, reduce="norm", mode="reverse")
-    seconds = timed(lambda: rl.jacobian(case.keras, case.x, reduce="norm", mode="reverse"), repeat)
+    rl.jacobian(case.keras, case.x, measure="norm", mode="reverse")
+    seconds = timed(lambda: rl.jacobian(case.keras, case.x, measure="norm", mode="reverse"), repeat)
     alone = products_only(case, repeat)
     rows.append((case.name, "its matrix products alone", alone, seconds, bounds(seconds / alone, 2, larger=False)))
 
@@ -269,8 +269,8 @@ def doubled(repeat, rows):
     found = []
     for steps in (200, 400):
         case = Case("lstm", 4, steps, 64, 8, 8)
-        result = rl.jacobian(case.keras, case.x, reduce="norm")
-        found.append((timed(lambda case=case: rl.jacobian(case.keras, case.x, reduce="norm"), repeat), result.nbytes))
+        result = rl.jacobian(case.keras, case.x, measure="norm")
+        found.append((timed(lambda case=case: rl.jacobian(case.keras, case.x, measure="norm"), repeat), result.nbytes))
     (short, small), (long, large) = found
     rows.append(("lstm B=4 T=200 to 400 H=64", "itself: time", short, long, bounds(long / short, 4.4, larger=False)))
     rows.append(

@@ -45,7 +45,7 @@ def main() -> None:
     x, y = running_mean(512, steps)
     model.fit(x, y, batch_size=64, epochs=epochs, verbose=0)
 
-    J = rl.jacobian(model, x[:samples], out_times=[10])
+    J = rl.jacobian(model, x[:samples], at={"out_time": [10]})
     print(f"the Jacobian has named axes: {dict(J.sizes)}")
     row = J.isel(out_time=0, out_unit=0)  # d output[10] / d input: (sample, in_time, in_feature)
     by_step = abs(row).sum("in_feature").mean("sample")
@@ -58,7 +58,7 @@ def main() -> None:
 
     figure = plt.figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subfigures(1, 2)
-    rl.plot.time_jacobian(rl.jacobian(model, x[:samples], reduce="norm"), figure=left)
+    rl.plot.time_jacobian(rl.jacobian(model, x[:samples], measure="norm"), figure=left)
     rows = row.mean("sample").rename(in_time="time", in_feature="feature")
     rows.attrs["long_name"] = "d output[10] / d input, mean over samples"
     rl.plot.curves(rows, figure=right, title="what moves output step 10")

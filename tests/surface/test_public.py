@@ -31,8 +31,8 @@ PUBLIC = {
         "combine=None, clip=None, memory=None, axes=None)"
     ),
     "jacobian": (
-        "(model, x, *, of='output', wrt='input', out_times=None, in_times=None, project=None, reduce=None, "
-        "average=None, sketch=None, rtol=None, mode='auto', memory=None, out=None, training=False, "
+        "(model, x, *, of='output', wrt='input', at=None, reduce=None, measure=None, across=None, "
+        "sketch=None, rtol=None, mode='auto', memory=None, out=None, training=False, "
         "initial_state=None, seed=None, axes=None)"
     ),
     "layers": "(model)",

@@ -12,6 +12,7 @@ from ..adapters.protocol import Batch
 from ..arguments import (
     anything,
     as_numbers,
+    axes_by_name,
     checked,
     kept_steps,
     memory,
@@ -25,10 +26,12 @@ from ..arguments import (
     text,
     whole,
 )
+from ..errors import InputError, message, shown
 from ..recurrence.reductions import REDUCTIONS
 from ..results.checks import warn_about
 from ..results.jacobian import checks_of
 from ..settings import current, parse_memory
+from ..vocabulary import IN_TIME, OUT_TIME
 from .axes import an_axes_table
 from .time_jacobian.certificate import certify, claim_of
 from .time_jacobian.execute import execute
@@ -41,9 +44,21 @@ from .turns import in_turn
 __all__ = ["jacobian"]
 
 
-def a_projection(name: str, value: Any) -> Any:
+def a_contraction(name: str, value: Any) -> Any:
     """A word, or weights of the output units."""
     return one_of("mean", "sum")(name, value) if isinstance(value, str) else as_numbers(name, value)
+
+
+def chosen_steps(name: str, value: Any) -> dict[str, Any]:
+    """Steps of the two ends, by the names of the dimensions that they have in the result."""
+    found = axes_by_name(name, value)
+    for dim in found:
+        if dim not in (OUT_TIME, IN_TIME):
+            expected = f'steps, {{"{OUT_TIME}": ..., "{IN_TIME}": ...}}; weights of output units are reduce='
+            raise InputError(
+                message(f"{name}= of a time Jacobian has no {dim!r}.", got=shown(value), expected=expected)
+            )
+    return {dim: kept_steps(f"{name}[{dim!r}]", steps) for dim, steps in found.items()}
 
 
 @checked(
@@ -51,11 +66,10 @@ def a_projection(name: str, value: Any) -> Any:
     x=one_batch,
     of=text,
     wrt=text,
-    out_times=kept_steps,
-    in_times=kept_steps,
-    project=a_projection,
-    reduce=one_of(*REDUCTIONS),
-    average=one_of("sample"),
+    at=chosen_steps,
+    reduce=a_contraction,
+    measure=one_of(*REDUCTIONS),
+    across=one_of("mean"),
     sketch=whole(least=2),
     rtol=number(least=0, below=1, what="is a share"),
     mode=one_of("auto", "forward", "reverse"),
@@ -73,11 +87,10 @@ def jacobian(
     *,
     of: str = "output",
     wrt: str = "input",
-    out_times: int | Sequence[int] | slice | None = None,
-    in_times: int | Sequence[int] | slice | None = None,
-    project: Literal["mean", "sum"] | Any = None,
-    reduce: Literal["norm", "spectral", "sum", "mean", "abs_mean"] | None = None,
-    average: Literal["sample"] | None = None,
+    at: Mapping[str, int | Sequence[int] | slice] | None = None,
+    reduce: Literal["mean", "sum"] | Any = None,
+    measure: Literal["norm", "spectral", "sum", "mean", "abs_mean"] | None = None,
+    across: Literal["mean"] | None = None,
     sketch: int | None = None,
     rtol: float | None = None,
     mode: Literal["auto", "forward", "reverse"] = "auto",
@@ -102,19 +115,20 @@ def jacobian(
     wrt
         By what: ``"input"``, ``"embedding.output"``, the output of any layer, ``"lstm.hidden"`` or ``"lstm.cell"``
         (state to state), ``"lstm.initial_hidden"``. A state counts as it is produced: a change of c_t also reaches h_t.
-    out_times, in_times
-        Steps to look at, chronological from 0; negative ones count from the end. All by default.
-    project
+    at
+        Steps to look at: ``{"out_time": [10], "in_time": slice(0, 5)}``, chronological from 0; negative ones count from
+        the end. All by default. A single step keeps its axis.
+    reduce
         Contract the output units before differentiation: ``"mean"``, ``"sum"``, a vector (unit,) or a matrix (k, unit).
         The cost falls by the same factor.
-    reduce
+    measure
         One number per pair of steps instead of a matrix (output unit, input feature): ``"norm"`` (Frobenius),
         ``"spectral"`` (largest singular value), ``"sum"``, ``"mean"``, ``"abs_mean"``. Taken inside the sweep, so the
         whole is never stored.
-    average
-        ``"sample"``: the mean over samples, streamed.
+    across
+        ``"mean"``: the mean over samples, after ``measure``; no sample is kept.
     sketch
-        Number of random probes that replace the output units in ``reduce="norm"``: the square of the norm is estimated
+        Number of random probes that replace the output units in ``measure="norm"``: the square of the norm is estimated
         without bias, and comes with its standard error, as coordinates ``norm_squared`` and ``norm_squared_stderr``.
     rtol
         Drop cotangents that fell below this share of what they started with; off by default. An estimate of the
@@ -132,7 +146,7 @@ def jacobian(
     Returns
     -------
     DataArray
-        ``(sample, out_time, out_unit, in_time, in_feature)``; reduced ``(sample, out_time, in_time)``. No ``out_time``
+        ``(sample, out_time, out_unit, in_time, in_feature)``; measured ``(sample, out_time, in_time)``. No ``out_time``
         of a tensor without time. A state of a bidirectional layer adds ``direction`` (``in_direction``). Its attributes
         hold the mode, the operations and the bytes it took.
 
@@ -151,7 +165,7 @@ def jacobian(
     Random probes: Hutchinson 1990, doi:10.1080/03610919008812866.
     """
     granted = current().memory if memory is None else parse_memory(memory)
-    options = Options(granted, out_times, in_times, project, reduce, average, sketch, rtol, mode, out)
+    options = Options(granted, at or {}, reduce, measure, across, sketch, rtol, mode, out)
     batch = Batch(x, training=training, initial_state=initial_state, seed=seed)
     request = read_request(model, batch, (of, wrt), options, axes)
     with open_network(request) as network:

@@ -74,10 +74,19 @@ WRONG = {
     "at nothing": (lambda m: rl.gradients(m, X, of="output", at={"time": slice(9, 9)}), InputError, "selects nothing"),
     "clip": (lambda m: rl.gradients(m, X, Y, loss=mse, clip={"clipnorm": -1}), InputError, "0 < clip['clipnorm']"),
     "batch size": (lambda m: rl.gradients(m, X, Y, loss=mse, batch_size=0), InputError, "batch_size >= 1"),
-    "complex weights": (lambda m: rl.jacobian(m, X, project=np.ones(2) * 1j), UnsupportedError, "project is complex"),
+    "complex weights": (lambda m: rl.jacobian(m, X, reduce=np.ones(2) * 1j), UnsupportedError, "reduce is complex"),
     "probes": (lambda m: rl.jacobian(m, X, sketch=10**9), TooLargeError, "random probes of sketch="),
-    "no steps": (lambda m: rl.jacobian(m, X, out_times=slice(5, 5)), InputError, "out_times names no steps."),
-    "many steps": (lambda m: rl.jacobian(m, X, in_times=range(10**12)), InputError, "in_times= names no steps."),
+    "no steps": (
+        lambda m: rl.jacobian(m, X, at={"out_time": slice(5, 5)}),
+        InputError,
+        "at['out_time'] names no steps.",
+    ),
+    "many steps": (
+        lambda m: rl.jacobian(m, X, at={"in_time": range(10**12)}),
+        InputError,
+        "at['in_time']= names no steps.",
+    ),
+    "no step": (lambda m: rl.jacobian(m, X, at={"unit": 0}), InputError, "at= of a time Jacobian has no 'unit'."),
     "a share": (lambda m: rl.jacobian(m, X, rtol="little"), InputError, "rtol= is a share."),
     "not recurrent": (lambda m: rl.jacobian(nn.Linear(3, 3), X), ModelError, 'wrt="input")'),
     "a misspelling": (lambda m: rl.trace(m, X, Y, los=mse), CallError, "did you mean 'loss'?"),
@@ -218,7 +227,7 @@ def test_the_call_that_the_error_of_jacobian_names_works():
 
 
 def test_a_time_jacobian_is_saved_with_its_checks(model, tmp_path):
-    found = rl.jacobian(model, X, reduce="norm")
+    found = rl.jacobian(model, X, measure="norm")
     assert isinstance(found, xr.DataArray)
     assert "replay" in [check.name for check in found.checks]
     assert all(check.ok for check in found.checks)

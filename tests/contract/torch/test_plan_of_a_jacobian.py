@@ -61,7 +61,7 @@ def nothing_computed(monkeypatch):
 @pytest.mark.usefixtures("nothing_computed")
 class TestRoutes:
     def test_one_recurrence_with_local_layers_around_it(self):
-        with planned(Tagger(), out_times=[4]) as found:
+        with planned(Tagger(), at={"out_time": [4]}) as found:
             assert (found.route, found.mode) == ("direct", "reverse")
             assert found.dims == ("sample", "out_time", "out_unit", "in_time", "in_feature")
             assert found.shape == (B, 1, 2, T, F)
@@ -91,7 +91,7 @@ class TestRoutes:
             assert {part.route for part in found.parts} == {"direct"}
 
     def test_it_prints(self):
-        with planned(Tagger(), out_times=[4, 1], mode="reverse") as found:
+        with planned(Tagger(), at={"out_time": [4, 1]}, mode="reverse") as found:
             head, part = str(found).splitlines()
         assert head.startswith("d output / d input: sample 3, out_time 2, out_unit 2, in_time 5, in_feature 3; ")
         assert part == "  direct, reverse: samples 0:3, outs 0:2, ins 0:5"

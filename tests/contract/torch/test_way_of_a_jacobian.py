@@ -26,7 +26,7 @@ QUESTIONS = {
     "output by input": {},
     "state by state": {"of": "rnn.hidden", "wrt": "rnn.cell"},
     "output by state": {"wrt": "rnn.cell"},
-    "norms": {"reduce": "norm"},
+    "norms": {"measure": "norm"},
     "a sketch": {"sketch": 4},
 }
 

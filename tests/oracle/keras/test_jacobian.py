@@ -87,7 +87,7 @@ def test_every_combination_of_options_at_once(cell, masked, sequences):
     mixture = np.random.default_rng(3).normal(size=(3, model.output_shape[-1]))
     columns = keras.ops.convert_to_tensor(mixture.T)
     expected = framework_jacobian(lambda a: keras.ops.matmul(model(a), columns), x)
-    agree(rl.jacobian(model, x, project=mixture), expected)
+    agree(rl.jacobian(model, x, reduce=mixture), expected)
 
 
 def run_layer(cell, **options):
@@ -123,7 +123,7 @@ def test_chronological_states_of_a_layer_that_runs_backwards():
     expected = framework_jacobian(lambda a: model.layers[0](a), x)[:, ::-1]
     agree(rl.jacobian(model, x, of="rnn.hidden"), expected)
     agree(
-        rl.jacobian(model, x, of="rnn.hidden", out_times=[3, 0, 1], in_times=[2, -1]),
+        rl.jacobian(model, x, of="rnn.hidden", at={"out_time": [3, 0, 1], "in_time": [2, -1]}),
         expected[:, [3, 0, 1]][..., [2, 3], :],
     )
     agree(rl.jacobian(model, x), expected[:, ::-1])

@@ -120,12 +120,12 @@ def test_the_two_modes_agree_and_the_cheaper_one_is_chosen():
     auto = rl.jacobian(model, x)
     assert auto.mode == ("forward" if forward.flops < reverse.flops else "reverse")
     assert rl.jacobian(model, x, of="rnn.hidden").mode == "forward"
-    assert rl.jacobian(model, x, project="mean", out_times=[4]).mode == "reverse"
+    assert rl.jacobian(model, x, reduce="mean", at={"out_time": [4]}).mode == "reverse"
 
 
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
-@pytest.mark.parametrize("reduce", ["norm", "spectral", "sum", "mean", "abs_mean"])
-def test_reductions_averages_and_chosen_steps(reduce, mode):
+@pytest.mark.parametrize("measure", ["norm", "spectral", "sum", "mean", "abs_mean"])
+def test_measures_means_and_chosen_steps(measure, mode):
     model, x = made(outputs=3), data(3)
     full = np.moveaxis(autograd(model, x), 2, 3)
     expected = {
@@ -134,38 +134,38 @@ def test_reductions_averages_and_chosen_steps(reduce, mode):
         "sum": lambda g: g.sum((-2, -1)),
         "mean": lambda g: g.mean((-2, -1)),
         "abs_mean": lambda g: np.abs(g).mean((-2, -1)),
-    }[reduce](full)
-    agree(rl.jacobian(model, x, reduce=reduce, mode=mode), expected)
-    agree(rl.jacobian(model, x, reduce=reduce, mode=mode, average="sample"), expected.mean(0))
-    some = rl.jacobian(model, x, reduce=reduce, mode=mode, out_times=[4, 1], in_times=[-2, 0, 1])
+    }[measure](full)
+    agree(rl.jacobian(model, x, measure=measure, mode=mode), expected)
+    agree(rl.jacobian(model, x, measure=measure, mode=mode, across="mean"), expected.mean(0))
+    some = rl.jacobian(model, x, measure=measure, mode=mode, at={"out_time": [4, 1], "in_time": [-2, 0, 1]})
     agree(some, expected[:, [4, 1]][:, :, [3, 0, 1]])
     assert list(some.out_time) == [4, 1]
     assert list(some.in_time) == [3, 0, 1]
 
 
-@pytest.mark.parametrize("project", ["mean", "sum", "vector", "matrix"])
-def test_projection_comes_before_differentiation(project):
+@pytest.mark.parametrize("contraction", ["mean", "sum", "vector", "matrix"])
+def test_contraction_comes_before_differentiation(contraction):
     model, x = made(outputs=3), data()
     weights = {"mean": np.full((1, 3), 1 / 3), "sum": np.ones((1, 3)), "vector": np.array([[1.0, -2.0, 0.5]])}
-    matrix = weights.get(project, np.random.default_rng(1).normal(size=(2, 3)))
-    argument = {"vector": matrix[0], "matrix": matrix}.get(project, project)
-    got = rl.jacobian(model, x, project=argument, mode="reverse")
+    matrix = weights.get(contraction, np.random.default_rng(1).normal(size=(2, 3)))
+    argument = {"vector": matrix[0], "matrix": matrix}.get(contraction, contraction)
+    got = rl.jacobian(model, x, reduce=argument, mode="reverse")
     agree(got, np.einsum("ku,btusf->btksf", matrix, autograd(model, x)))
     assert got.flops == pytest.approx(rl.jacobian(model, x, mode="reverse").flops * len(matrix) / 3)
 
 
-@pytest.mark.parametrize(("mode", "reduce"), list(itertools.product(["reverse", "forward"], [None, "norm"])))
-def test_chunks_do_not_change_the_result(mode, reduce, monkeypatch):
+@pytest.mark.parametrize(("mode", "measure"), list(itertools.product(["reverse", "forward"], [None, "norm"])))
+def test_chunks_do_not_change_the_result(mode, measure, monkeypatch):
     model, x = made(), data(3)
-    whole = rl.jacobian(model, x, mode=mode, reduce=reduce)
+    whole = rl.jacobian(model, x, mode=mode, measure=measure)
     monkeypatch.setattr("rnnlens.verbs.time_jacobian.plan.LEAST_ROOM", 3000)
     monkeypatch.setattr("rnnlens.verbs.time_jacobian.pieces.BLOCK_BUDGET", 1000)
     ticks = []
     monkeypatch.setattr(Progress, "advance", lambda self, amount=1.0: ticks.append(amount))
-    pieces = rl.jacobian(model, x, mode=mode, reduce=reduce, memory=whole.nbytes)
+    pieces = rl.jacobian(model, x, mode=mode, measure=measure, memory=whole.nbytes)
     assert len(ticks) > 2 * T
     agree(pieces, whole.values)
-    agree(rl.jacobian(model, x, mode=mode, reduce=reduce, average="sample", memory=whole.nbytes), whole.values.mean(0))
+    agree(rl.jacobian(model, x, mode=mode, measure=measure, across="mean", memory=whole.nbytes), whole.values.mean(0))
 
 
 def test_composed_chunks_do_not_change_the_result(monkeypatch):
@@ -186,8 +186,8 @@ def test_what_cannot_fit_is_refused_before_computing_with_cheaper_calls(monkeypa
         "The time Jacobian would not fit into the memory granted.\n"
         "  got:      a result of 2.34 KiB\n"
         "  expected: at most 1 KiB (memory=)\n"
-        '  try:      reduce="norm" (400 B); or project="mean" (1.17 KiB); or out_times=[4] (480 B); '
-        'or average="sample"; or out="jacobian.zarr", which is written piece by piece'
+        '  try:      measure="norm" (400 B); or reduce="mean" (1.17 KiB); or at={"out_time": [4]} (480 B); '
+        'or across="mean"; or out="jacobian.zarr", which is written piece by piece'
     )
 
 
@@ -224,7 +224,7 @@ def test_an_interrupt_leaves_the_finished_part_readable(tmp_path, monkeypatch):
 
 def test_a_sketch_is_unbiased_and_knows_its_error():
     model, x = made(outputs=6), data(40)
-    exact = rl.jacobian(model, x, reduce="norm") ** 2
+    exact = rl.jacobian(model, x, measure="norm") ** 2
     got = rl.jacobian(model, x, sketch=8)
     assert got.dims == ("sample", "out_time", "in_time")
     causal = np.tril(np.ones((T, T), bool))
@@ -240,7 +240,7 @@ def test_a_sketch_is_unbiased_and_knows_its_error():
 
 def test_a_sketch_costs_as_many_rows_as_it_has_probes():
     model, x = made(outputs=6), data()
-    exact = rl.jacobian(model, x, reduce="norm", mode="reverse")
+    exact = rl.jacobian(model, x, measure="norm", mode="reverse")
     assert rl.jacobian(model, x, sketch=2).flops == pytest.approx(exact.flops / 3)
 
 
@@ -252,36 +252,39 @@ def long_sequence(cell):
 
 
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("options", [{}, {"out_times": slice(20, 40)}, {"in_times": [0, 17, 39]}, {"mode": "forward"}])
-@pytest.mark.parametrize("reduce", [None, "norm"])
-def test_more_rows_than_the_state_has_numbers(cell, options, reduce):
+@pytest.mark.parametrize(
+    "options", [{}, {"at": {"out_time": slice(20, 40)}}, {"at": {"in_time": [0, 17, 39]}}, {"mode": "forward"}]
+)
+@pytest.mark.parametrize("measure", [None, "norm"])
+def test_more_rows_than_the_state_has_numbers(cell, options, measure):
     """Long enough for a sweep in blocks."""
     model, x, expected = long_sequence(cell)
-    expected = expected[:, options.get("out_times", slice(None))][:, :, :, options.get("in_times", slice(None))]
-    got = rl.jacobian(model, x, reduce=reduce, **{"mode": "reverse", **options})
-    agree(got, expected if reduce is None else np.sqrt((expected**2).sum((2, 4))))
+    at = options.get("at", {})
+    expected = expected[:, at.get("out_time", slice(None))][:, :, :, at.get("in_time", slice(None))]
+    got = rl.jacobian(model, x, measure=measure, **{"mode": "reverse", **options})
+    agree(got, expected if measure is None else np.sqrt((expected**2).sum((2, 4))))
     if not options:
         assert got.flops < 0.8 * {"rnn": H, "gru": H, "lstm": 2 * H}[cell] * (H + F) * 5 * B * 40 * 41
 
 
 @pytest.mark.parametrize("room", [10_000, 30_000, 60_000])
-@pytest.mark.parametrize("reduce", [None, "norm"])
-def test_chunks_of_a_sweep_in_blocks(reduce, room, monkeypatch):
+@pytest.mark.parametrize("measure", [None, "norm"])
+def test_chunks_of_a_sweep_in_blocks(measure, room, monkeypatch):
     """In chunks too small for blocks, in chunks with blocks, and the mean over samples streamed through both."""
     model, x, _ = long_sequence("lstm")
-    whole = rl.jacobian(model, x, reduce=reduce, mode="reverse")
+    whole = rl.jacobian(model, x, measure=measure, mode="reverse")
     monkeypatch.setattr("rnnlens.verbs.time_jacobian.plan.LEAST_ROOM", room)
     monkeypatch.setattr("rnnlens.verbs.time_jacobian.pieces.BLOCK_BUDGET", 1000)
     blocked, chunks = [], []
     run, plan = BlockedSweep.run, planning.direct_pieces
     monkeypatch.setattr(BlockedSweep, "run", lambda self, progress: blocked.append(1) or run(self, progress))
     monkeypatch.setattr(planning, "direct_pieces", lambda *args: chunks.append(plan(*args)[0]) or plan(*args))
-    pieces = rl.jacobian(model, x, reduce=reduce, mode="reverse", memory=whole.nbytes)
+    pieces = rl.jacobian(model, x, measure=measure, mode="reverse", memory=whole.nbytes)
     assert len(chunks[0]) > 1
     assert bool(blocked) == (room > 10_000)
     agree(pieces, whole.values)
     agree(
-        rl.jacobian(model, x, reduce=reduce, mode="reverse", average="sample", memory=whole.nbytes),
+        rl.jacobian(model, x, measure=measure, mode="reverse", across="mean", memory=whole.nbytes),
         whole.values.mean(0),
     )
 
@@ -337,11 +340,15 @@ WRONG = {
     ),
     "by weights": ({"wrt": "head.0.weights"}, rl.errors.RnnlensError, "head.0"),
     "of the loss": ({"of": "loss"}, rl.errors.UnsupportedError, "of='loss' has no time Jacobian."),
-    "a step too far": ({"out_times": [T]}, rl.errors.InputError, "out_times names a step that is not there."),
-    "a step twice": ({"in_times": [0, -T]}, rl.errors.InputError, "in_times names a step twice."),
-    "a reduction": ({"reduce": "nrom"}, rl.errors.InputError, "did you mean 'norm'?"),
-    "a projection": ({"project": np.ones(3)}, rl.errors.InputError, "project= does not fit the output units."),
-    "a sketch of a sum": ({"sketch": 4, "reduce": "sum"}, rl.errors.InputError, "A sketch estimates the norm"),
+    "a step too far": (
+        {"at": {"out_time": [T]}},
+        rl.errors.InputError,
+        "at['out_time'] names a step that is not there.",
+    ),
+    "a step twice": ({"at": {"in_time": [0, -T]}}, rl.errors.InputError, "at['in_time'] names a step twice."),
+    "a measure": ({"measure": "nrom"}, rl.errors.InputError, "did you mean 'norm'?"),
+    "a contraction": ({"reduce": np.ones(3)}, rl.errors.InputError, "reduce= does not fit the output units."),
+    "a sketch of a sum": ({"sketch": 4, "measure": "sum"}, rl.errors.InputError, "A sketch estimates the norm"),
     "a negative tolerance": ({"rtol": -1.0}, rl.errors.InputError, "rtol= is a share."),
     "a file": ({"out": "j.nc"}, rl.errors.FileError, "out= is written piece by piece."),
     "memory": ({"memory": "much"}, rl.errors.InputError, "This is no amount of memory."),

@@ -12,7 +12,7 @@ import rnnlens as rl
 model = keras.Sequential([keras.Input((6, 3)), keras.layers.LSTM(5, return_sequences=True, name="rnn")])
 x = np.random.default_rng(0).normal(size=(4, 6, 3)).astype("float32")
 trace = rl.trace(model, x, np.zeros((4, 6, 5), "float32"), loss="mse")
-jacobian = rl.jacobian(model, x, reduce="norm")
+jacobian = rl.jacobian(model, x, measure="norm")
 child = os.fork()
 if child == 0:
     signal.alarm(60)

@@ -57,7 +57,7 @@ def test_one_model_and_one_that_shares_a_layer(model):
         lambda: traced(model),
         lambda: traced(model, training=True, seed=7),
         lambda: traced(other),
-        lambda: rl.jacobian(model, X, of="rnn.hidden", reduce="norm").values,
+        lambda: rl.jacobian(model, X, of="rnn.hidden", measure="norm").values,
     ]
     alone = [call() for call in calls]
     for i, found in enumerate(on_threads(calls * 2)):

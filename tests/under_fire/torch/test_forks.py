@@ -17,7 +17,7 @@ model = nn.LSTM(8, 64, batch_first=True)
 x = torch.randn(32, 50, 8)
 loss = lambda output, target: output[0].square().mean()
 trace = rl.trace(model, x, torch.zeros(1), loss=loss)
-jacobian = rl.jacobian(model, x[:2, :10], of=trace.layers[0] + ".hidden", reduce="norm")
+jacobian = rl.jacobian(model, x[:2, :10], of=trace.layers[0] + ".hidden", measure="norm")
 child = os.fork()
 if child == 0:
     signal.alarm(60)

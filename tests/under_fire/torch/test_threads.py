@@ -46,7 +46,7 @@ def test_one_model(model):
         "trace": lambda: traced(model),
         "dropout": lambda: traced(model, training=True, seed=7),
         "gradients": lambda: rl.gradients(model, X, Y, loss=LOSS, wrt="rnn.hidden").values,
-        "jacobian": lambda: rl.jacobian(model, X, reduce="norm").values,
+        "jacobian": lambda: rl.jacobian(model, X, measure="norm").values,
     }
     alone = {name: call() for name, call in verbs.items()}
     names = [*verbs] * 6

@@ -34,13 +34,13 @@ def claim_of(request: Request, plan: Plan, jacobian: xr.DataArray) -> Claim | Ce
     options = request.options
     if options.out is not None:
         return Certificate("could not", why="it was written piece by piece, and is not read back")
-    looked = (options.reduce, options.average, options.sketch, options.project is None)
+    looked = (options.measure, options.across, options.sketch, options.reduce is None)
     if not wanted(request.model, "jacobian", request.batch, (request.of, request.wrt), *looked):
         return Certificate()
     why = _why_not(request, plan)
     if why:
         return Certificate("could not", request.adapter.engine, why=why)
-    if plan.ends.kind in LINEAR:
+    if plan.ends.measure in LINEAR:
         return taken_from(plan, jacobian)
     try:
         return pushed_through(plan, jacobian, options.memory, _computed_in(request, plan))
@@ -90,7 +90,7 @@ def _words(plan: Plan, claim: Claim) -> dict[str, tuple[str, ...]]:
     if not claim.probed:
         return {"certified": ("random combinations of its rows",)}
     before = "random combinations of the rows before they were reduced"
-    return {"certified": (before,), "resting": (_REDUCED[str(plan.ends.kind)],)}
+    return {"certified": (before,), "resting": (_REDUCED[str(plan.ends.measure)],)}
 
 
 def _computed_in(request: Request, plan: Plan) -> str:
@@ -139,8 +139,8 @@ def _asked(arrived: xr.DataArray, ends: Ends) -> xr.DataArray:
     arrived = arrived if SAMPLE in arrived.dims else arrived.expand_dims(SAMPLE)
     if ends.in_times is not None:
         arrived = arrived.isel({TIME: np.asarray(ends.in_times)}).rename({TIME: IN_TIME})
-    if ends.kind is not None:
-        arrived = arrived.sum(FEATURE) if ends.kind == "sum" else arrived.mean(FEATURE)
+    if ends.measure is not None:
+        arrived = arrived.sum(FEATURE) if ends.measure == "sum" else arrived.mean(FEATURE)
     else:
         arrived = arrived.rename({FEATURE: IN_FEATURE})
     return arrived.mean(SAMPLE) if ends.average else arrived

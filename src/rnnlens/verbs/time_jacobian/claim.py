@@ -73,7 +73,7 @@ def pushed_through(plan: Plan, jacobian: xr.DataArray, memory: int, dtype: str) 
     chosen = _probed_steps(plan, memory)
     weights = _random_rows(plan, chosen)
     times = None if plan.ends.out_times is None else [plan.ends.out_times[i] for i in chosen]
-    ends = replace(plan.ends, weights=weights, out_times=times, kind=None, sketch=None, average=False)
+    ends = replace(plan.ends, weights=weights, out_times=times, measure=None, sketch=None, average=False)
     modes = {part.mode for part in plan.parts}
     probe = plan_for(plan.network, ends, modes.pop() if len(modes) == 1 else "auto", None, memory, streamed=False)
     rows = xr.DataArray(numbers(probe, Tally()), dims=probe.dims)
@@ -110,13 +110,13 @@ def _bound(plan: Plan, jacobian: xr.DataArray, rows: xr.DataArray, chosen: list[
     With a single row it is as long as the reduced number itself.
     """
     ends = plan.ends
-    if ends.sketch is not None or ends.kind is None:
+    if ends.sketch is not None or ends.measure is None:
         return ()
     count = ends.of.size if ends.projection is None else int(ends.projection.shape[2])
     found = jacobian.drop_vars(list(jacobian.coords))
     found = found.isel({OUT_TIME: chosen}) if OUT_TIME in found.dims else found
     along = [OUT_UNIT, IN_FEATURE]
-    if ends.kind == "abs_mean":
+    if ends.measure == "abs_mean":
         short, limit = abs(rows).mean(along), count * found
     else:
         short, limit = (rows**2).sum(along) ** 0.5, count**0.5 * found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from ...recurrence.reductions import REDUCTIONS, probe_signs, sketched
 from ...results.schema import plain
 from ...settings import format_memory
 from ...typing import Array
+from ...vocabulary import IN_TIME, OUT_TIME
 from ..names import TensorName
 from .linearised import Linearised
 from .request import Options
@@ -64,7 +65,7 @@ class Ends:
         Combinations of the output units that the user asked for.
     weights : (sample or 1, time or 1, row, unit) or None
         Rows that are pulled instead of single output units: these, or what a reduction makes of them beforehand.
-    kind
+    measure
         The reduction by its name; None for the whole matrix of every pair of steps.
     sketch
         How many random probes estimate it; None for none.
@@ -78,7 +79,7 @@ class Ends:
     in_times: list[int] | None
     projection: Rows | None
     weights: Rows | None
-    kind: str | None
+    measure: str | None
     sketch: int | None
     average: bool
 
@@ -87,7 +88,7 @@ class Ends:
         """What becomes of a block (sample, group, out, in)."""
         if self.sketch is not None:
             return sketched
-        return None if self.kind is None else REDUCTIONS[self.kind]
+        return None if self.measure is None else REDUCTIONS[self.measure]
 
     @property
     def tail(self) -> tuple[int, ...]:
@@ -120,46 +121,43 @@ def ends_of(of: End, wrt: End, options: Options, samples: int) -> Ends:
     Raises
     ------
     InputError
-        If a step is not there, or ``project=`` does not fit the units.
+        If a step is not there, or ``reduce=`` does not fit the units.
     TooLargeError
         If the probes of a sketch would not fit into the memory granted.
     """
-    projection = _projection(options.project, of.size)
-    kind = "norm" if options.sketch is not None else options.reduce
+    projection = _projection(options.reduce, of.size)
+    measure = "norm" if options.sketch is not None else options.measure
     weights = projection
     if options.sketch is not None:
         _refuse_many_probes(options.sketch, of, samples, options.memory)
         weights = probe_signs(options.sketch, of.size, of.times or 1, samples, seed=0)
-    elif kind in ("sum", "mean"):
-        weights = _contracted(kind, projection, of.size)
-    outs = _chosen_times(options.out_times, of.times, "out_times")
-    ins = _chosen_times(options.in_times, wrt.times, "in_times")
-    return Ends(of, wrt, outs, ins, projection, weights, kind, options.sketch, options.average is not None)
+    elif measure in ("sum", "mean"):
+        weights = _contracted(measure, projection, of.size)
+    outs = _chosen_times(options.at, OUT_TIME, of.times)
+    ins = _chosen_times(options.at, IN_TIME, wrt.times)
+    return Ends(of, wrt, outs, ins, projection, weights, measure, options.sketch, options.across is not None)
 
 
-def _contracted(kind: str, projection: Rows | None, size: int) -> Rows:
+def _contracted(measure: str, projection: Rows | None, size: int) -> Rows:
     """Linear in the output units: contracted before differentiation."""
     count = size if projection is None else int(projection.shape[2])
     ones = np.ones((1, size)) if projection is None else np.ones((1, count)) @ projection[0, 0]
-    found: Rows = ((1.0 if kind == "sum" else 1.0 / count) * ones)[None, None]
+    found: Rows = ((1.0 if measure == "sum" else 1.0 / count) * ones)[None, None]
     return found
 
 
-def _projection(project: Any, size: int) -> Rows | None:
+def _projection(reduce: Any, size: int) -> Rows | None:
     """Rows (1, 1, k, unit) that contract the output units before differentiation; None for all units as they are."""
-    if project is None:
+    if reduce is None:
         return None
-    if isinstance(project, str):
-        if project not in ("mean", "sum"):
-            expected = '"mean", "sum", a vector of one weight per unit, a matrix (k, unit)'
-            raise InputError(message("project= is not understood.", got=repr(project), expected=expected))
-        return np.full((1, 1, 1, size), 1.0 / size if project == "mean" else 1.0)
-    matrix = np.atleast_2d(np.asarray(plain(project), dtype=float))
+    if isinstance(reduce, str):
+        return np.full((1, 1, 1, size), 1.0 / size if reduce == "mean" else 1.0)
+    matrix = np.atleast_2d(np.asarray(plain(reduce), dtype=float))
     if matrix.ndim != 2 or matrix.shape[1] != size or not np.isfinite(matrix).all():
         raise InputError(
             message(
-                "project= does not fit the output units.",
-                got=f"shape {np.shape(plain(project))}",
+                "reduce= does not fit the output units.",
+                got=f"shape {np.shape(plain(reduce))}",
                 expected=f"({size},) or (k, {size}), finite",
             )
         )
@@ -167,13 +165,13 @@ def _projection(project: Any, size: int) -> Rows | None:
     return found
 
 
-def _chosen_times(times: Any, count: int | None, argument: str) -> list[int] | None:
+def _chosen_times(at: Mapping[str, Any], dim: str, count: int | None) -> list[int] | None:
     """Indices of steps as asked: negative ones count from the end."""
+    times, argument = at.get(dim), f"at[{dim!r}]"
     if count is None:
         if times is not None:
-            what = argument.removesuffix("s")
             raise InputError(
-                message(f"There is no {what} to choose from: the tensor has no time axis.", got=f"{argument}=")
+                message(f"There is no {dim} to choose from: the tensor has no time axis.", got=f"at={dict(at)!r}")
             )
         return None
     if times is None:

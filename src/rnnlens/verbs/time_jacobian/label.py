@@ -67,9 +67,9 @@ class Labels:
         mean = ", averaged over samples" if ends.average else ""
         units = "output units" if ends.projection is None else "the projected output units"
         found: dict[str, Any] = {
-            "long_name": f"{_WORDS[ends.kind]}{mean}",
+            "long_name": f"{_WORDS[ends.measure]}{mean}",
             "units": "1",
-            "definition": _DEFINITIONS[ends.kind].format(of=of, wrt=wrt, units=units) + mean,
+            "definition": _DEFINITIONS[ends.measure].format(of=of, wrt=wrt, units=units) + mean,
             "of": of,
             "wrt": wrt,
             "source": "Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eq. 5",

@@ -147,10 +147,10 @@ def _dims(ends: Ends) -> tuple[str, ...]:
     found = [] if ends.average else [SAMPLE]
     found += [OUT_TIME] if ends.out_times is not None else []
     found += [DIRECTION] if ends.of.bidirectional else []
-    found += [OUT_UNIT] if ends.kind is None else []
+    found += [OUT_UNIT] if ends.measure is None else []
     found += [IN_TIME] if ends.in_times is not None else []
     found += [IN_DIRECTION] if ends.wrt.bidirectional else []
-    return tuple(found + ([IN_FEATURE] if ends.kind is None else []))
+    return tuple(found + ([IN_FEATURE] if ends.measure is None else []))
 
 
 def _sizes(ends: Ends, samples: int) -> dict[str, int]:
@@ -223,13 +223,14 @@ def _refuse_too_large(size: int, memory: int, ends: Ends) -> None:
     hints = []
     if ends.reduce is None:
         pairs = size // max(1, ends.rows * ends.wrt.size)
-        hints.append(f'reduce="norm" ({format_memory(pairs)})')
+        hints.append(f'measure="norm" ({format_memory(pairs)})')
         if ends.weights is None:
-            hints.append(f'project="mean" ({format_memory(size // ends.rows)})')
+            hints.append(f'reduce="mean" ({format_memory(size // ends.rows)})')
     if ends.out_times is not None and len(ends.out_times) > 1:
-        hints.append(f"out_times=[{ends.out_times[-1]}] ({format_memory(size // len(ends.out_times))})")
+        one = f'at={{"out_time": [{ends.out_times[-1]}]}}'
+        hints.append(f"{one} ({format_memory(size // len(ends.out_times))})")
     if not ends.average:
-        hints.append('average="sample"')
+        hints.append('across="mean"')
     hints.append('out="jacobian.zarr", which is written piece by piece')
     raise TooLargeError(
         message(

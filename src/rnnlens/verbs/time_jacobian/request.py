@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -22,11 +22,10 @@ class Options:
     """How the two ends are looked at, as the arguments of ``rl.jacobian`` have it; ``memory`` in bytes."""
 
     memory: int
-    out_times: Any = None
-    in_times: Any = None
-    project: Any = None
-    reduce: str | None = None
-    average: str | None = None
+    at: Mapping[str, Any] = field(default_factory=dict)
+    reduce: Any = None
+    measure: str | None = None
+    across: str | None = None
     sketch: int | None = None
     rtol: float | None = None
     mode: str = "auto"
@@ -36,9 +35,9 @@ class Options:
         """What a sketch goes together with."""
         if self.sketch is None:
             return
-        if self.reduce not in (None, "norm") or self.project is not None:
-            got = f"reduce={self.reduce!r}" if self.project is None else "project="
-            raise InputError(message("A sketch estimates the norm over all units.", got=got, expected='reduce="norm"'))
+        if self.measure not in (None, "norm") or self.reduce is not None:
+            got = f"measure={self.measure!r}" if self.reduce is None else "reduce="
+            raise InputError(message("A sketch estimates the norm over all units.", got=got, expected='measure="norm"'))
         if self.mode == "forward":
             raise InputError(message("A sketch is pulled back.", got='mode="forward"', expected='"auto" or "reverse"'))
         if self.out is not None:

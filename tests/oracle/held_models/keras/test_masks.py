@@ -80,7 +80,7 @@ def test_outputs_at_padding(kind, sequences, zero):
     layer.zero_output_for_mask = zero
     model = keras.Sequential([keras.Input((TIME, 2)), keras.layers.Masking(-9.0), layer])
     x = padded()
-    trace, jacobian = rl.trace(model, x, loss=total)["rnn"], rl.jacobian(model, x, project="sum", wrt="input")
+    trace, jacobian = rl.trace(model, x, loss=total)["rnn"], rl.jacobian(model, x, reduce="sum", wrt="input")
     for index in [(0, 1, 0), (1, 2, 1), (1, 0, 0), (2, 0, 1)]:
         expected = by_difference(lambda moved: number(total(None, model(moved))), x, index)
         assert float(trace.input_grad[index]) == pytest.approx(expected, rel=1e-6, abs=1e-8)

@@ -78,7 +78,7 @@ def test_maps(model, where):
             np.testing.assert_array_equal(grey, np.broadcast_to(~real & (sample != 1), grey.shape))
             assert not [line for line in ax.get_lines() if line.get_gid() == "non-finite"]
         assert "padding is grey" in axes[0].figure.get_suptitle()
-    jacobian = rl.jacobian(model, x, of="lstm.hidden", wrt="both.output", reduce="norm")
+    jacobian = rl.jacobian(model, x, of="lstm.hidden", wrt="both.output", measure="norm")
     axes = rl.plot.time_jacobian(jacobian, samples="panels")
     for sample, ax in enumerate(axes):
         grey = np.ma.getmaskarray(ax.images[0].get_array())
@@ -90,5 +90,5 @@ def test_maps(model, where):
 
 
 def test_masks_are_saved_with_the_result(model, tmp_path):
-    jacobian = rl.jacobian(model, padded(4, "post"), of="lstm.hidden", reduce="norm", out=tmp_path / "j.zarr")
+    jacobian = rl.jacobian(model, padded(4, "post"), of="lstm.hidden", measure="norm", out=tmp_path / "j.zarr")
     assert "padding left out" in rl.plot.lag_profile(jacobian)[0].figure.get_suptitle()

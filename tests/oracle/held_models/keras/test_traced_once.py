@@ -47,7 +47,7 @@ VERBS = {
     "trace": lambda model: rl.trace(model, X, Y),
     "weights": lambda model: rl.weights(model, X, Y),
     "gradients": lambda model: rl.gradients(model, X, Y, wrt=["input", "weights"]),
-    "jacobian": lambda model: rl.jacobian(model, X, reduce="norm"),
+    "jacobian": lambda model: rl.jacobian(model, X, measure="norm"),
 }
 
 

@@ -48,10 +48,10 @@ MODELS = {
     "feedback": Loop,
 }
 ASKED = {
-    "norm": {"reduce": "norm"},
-    "spectral": {"reduce": "spectral", "in_times": [1, 4]},
-    "mean of magnitudes over samples": {"reduce": "abs_mean", "average": "sample"},
-    "norm of combinations": {"reduce": "norm", "project": [[1.0, -2.0], [0.5, 3.0]]},
+    "norm": {"measure": "norm"},
+    "spectral": {"measure": "spectral", "at": {"in_time": [1, 4]}},
+    "mean of magnitudes over samples": {"measure": "abs_mean", "across": "mean"},
+    "norm of combinations": {"measure": "norm", "reduce": [[1.0, -2.0], [0.5, 3.0]]},
     "sketch": {"sketch": 4},
 }
 
@@ -60,10 +60,10 @@ def asked(model, **options):
     torch.manual_seed(0)
     made = model().double()
     x = torch.randn(3, 6, 3, dtype=torch.float64)
-    project = options.pop("project", None)
-    if project is not None:
+    rows = options.pop("reduce", None)
+    if rows is not None:
         width = made(x).shape[-1]
-        options["project"] = np.array([[*row, 1.0][:width] for row in project])
+        options["reduce"] = np.array([[*row, 1.0][:width] for row in rows])
     with rl.options(certify="always"):
         return rl.jacobian(made, x, **options)
 
@@ -80,7 +80,7 @@ def test_it_passes(model, options):
 
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_signs_go_the_way_that_the_rows_went(mode):
-    found = asked(MODELS["one layer"], reduce="norm", mode=mode)
+    found = asked(MODELS["one layer"], measure="norm", mode=mode)
     assert found.mode == mode
     assert found.attrs["certificate"].startswith("certified against torch")
 
@@ -102,7 +102,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("options", [{"reduce": "norm"}, {"reduce": "abs_mean", "average": "sample"}])
+@pytest.mark.parametrize("options", [{"measure": "norm"}, {"measure": "abs_mean", "across": "mean"}])
 def test_a_planted_fault_is_named(fault, options, monkeypatch):
     owner, name, faulty, model, mode = FAULTS[fault]
     monkeypatch.setattr(owner, name, faulty(getattr(owner, name)))
@@ -117,7 +117,7 @@ def test_a_wrong_reduction_is_named(kind, outputs, factor, monkeypatch):
     wrong = {**REDUCTIONS, kind: lambda block: REDUCTIONS[kind](block) * factor}
     monkeypatch.setattr("rnnlens.verbs.time_jacobian.ends.REDUCTIONS", wrong)
     with pytest.warns(rl.errors.SelfCheckWarning, match="than their reduced number allows"):
-        found = asked(lambda: Net(outputs=outputs), reduce=kind)
+        found = asked(lambda: Net(outputs=outputs), measure=kind)
     assert found.attrs["certificate"].startswith("NOT certified")
 
 
@@ -132,11 +132,11 @@ def test_what_would_not_fit_is_not_certified():
         def forward(self, x):
             return self.rnn(x)[0]
 
-    found = rl.jacobian(Wide(), torch.randn(2, 3, 300), reduce="norm", memory="1 KiB")
+    found = rl.jacobian(Wide(), torch.randn(2, 3, 300), measure="norm", memory="1 KiB")
     assert found.attrs["certificate"] == "could not certify: what it was reduced from would not fit into the memory"
 
 
 def test_a_probe_starts_at_some_of_many_steps(monkeypatch):
     monkeypatch.setattr("rnnlens.verbs.time_jacobian.claim.PROBED_STEPS", 2)
-    found = asked(MODELS["two layers"], reduce="norm")
+    found = asked(MODELS["two layers"], measure="norm")
     assert found.attrs["certificate"].startswith("certified against torch")

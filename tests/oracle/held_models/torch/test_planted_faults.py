@@ -111,8 +111,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     ),
     "by sample": lambda m, x, y: rl.gradients(m, x, y, loss=loss, wrt=["input", "weights"], per_sample=True),
     "jacobian": lambda m, x, y: rl.jacobian(m, x),
-    "sum of jacobian": lambda m, x, y: rl.jacobian(m, x, reduce="sum"),
-    "mean jacobian": lambda m, x, y: rl.jacobian(m, x, average="sample"),
+    "sum of jacobian": lambda m, x, y: rl.jacobian(m, x, measure="sum"),
+    "mean jacobian": lambda m, x, y: rl.jacobian(m, x, across="mean"),
 }
 
 
