@@ -74,10 +74,10 @@ def certify(request: Request, plan: Plan, claim: Claim | Certificate) -> Certifi
     run, why = attempt(partial(request.adapter.plain, request.model, request.batch, pulled))
     if run is None:
         return Certificate("could not", engine, why=why)
-    whole, dims = _arrived(outside, request.wrt, run.input_grads, request.batch.x)
-    if not set(dims) <= {SAMPLE, TIME, FEATURE}:
-        return Certificate("could not", engine, why=f"an input with axes {', '.join(dims)} is not compared")
-    mine, theirs = claim.pulled, _asked(xr.DataArray(whole, dims=dims), claim.ends)
+    arrived = _arrived(outside, request.wrt, run.input_grads, request.batch.x)
+    if (TIME in arrived.dims) != (claim.ends.in_times is not None):
+        return Certificate("could not", engine, why="the steps of the input are not compared")
+    mine, theirs = claim.pulled, _asked(arrived, claim.ends)
     bench = Bench(max(int(size) for size in (64, *plan.shape)), _computed_in(request, plan))
     bench.compare(JACOBIAN, "", [(mine, theirs.transpose(*mine.dims))], scale=claim.spread)
     certificate = Certificate.of(engine, [*bench.checks, *claim.checks], **_words(plan, claim))
@@ -102,36 +102,40 @@ def _computed_in(request: Request, plan: Plan) -> str:
 
 def _cotangents(outside: Outside, of: TensorName, claim: Claim, outputs: Sequence[Array]) -> Sequence[Array | None]:
     """The cotangent as the model's outputs lie: zero but at the steps asked for."""
+    times = claim.ends.out_times
     whole, dims = outside.opened(of.port(), outputs[of.index])
-    if not set(dims) <= {SAMPLE, TIME, UNIT}:
+    if (TIME in dims) != (times is not None):
         raise CertificateError(f"an output with axes {', '.join(dims)} is not compared")
     opened = xr.DataArray(np.zeros_like(whole), dims=dims)
-    _add_at(opened, claim.cotangent.astype(opened.dtype), claim.ends.out_times)
+    steps_first = _as_rows(opened, UNIT).transpose(*[d for d in (TIME, SAMPLE, UNIT) if d in (*dims, UNIT)])
+    lacking = [d for d in claim.cotangent.dims if d not in steps_first.dims]
+    placed = claim.cotangent.isel(dict.fromkeys(lacking, 0)).transpose(*steps_first.dims)
+    steps_first.values[slice(None) if times is None else times] = placed.values
     found: list[Array | None] = [None] * len(outputs)
-    found[of.index] = opened.values.reshape(outputs[of.index].shape)
+    found[of.index] = _as_was(steps_first, opened).values.reshape(outputs[of.index].shape)
     return found
 
 
-def _add_at(opened: xr.DataArray, cotangent: xr.DataArray, times: Sequence[int] | None) -> None:
-    """Put cotangents at the steps asked for."""
-    moved = opened.transpose(*[d for d in (TIME, SAMPLE, UNIT) if d in opened.dims])
-    lacking = [d for d in cotangent.dims if d not in moved.dims]
-    placed = cotangent.isel(dict.fromkeys(lacking, 0)).transpose(*moved.dims).values
-    values = np.zeros(moved.shape, dtype=moved.dtype)
-    if times is None:
-        values += placed
-    else:
-        np.add.at(values, np.asarray(times), placed)
-    opened.values = xr.DataArray(values, dims=moved.dims).transpose(*opened.dims).values
+def _as_rows(opened: xr.DataArray, last: str) -> xr.DataArray:
+    """(sample, [time,] last): all axes but those of samples and steps as one."""
+    lead = [d for d in (SAMPLE, TIME) if d in opened.dims]
+    moved = opened.transpose(*lead, ...)
+    return xr.DataArray(moved.values.reshape(*(moved.sizes[d] for d in lead), -1), dims=(*lead, last))
 
 
-def _arrived(
-    outside: Outside, wrt: TensorName, gradients: Sequence[Array | None], x: Any
-) -> tuple[Array, tuple[str, ...]]:
-    """What came to the input that we differentiate by, and the names of its axes."""
+def _as_was(rows: xr.DataArray, opened: xr.DataArray) -> xr.DataArray:
+    """The inverse of :func:`_as_rows`."""
+    lead = [d for d in (SAMPLE, TIME) if d in opened.dims]
+    moved = opened.transpose(*lead, ...)
+    return moved.copy(data=rows.transpose(*lead, UNIT).values.reshape(moved.shape)).transpose(*opened.dims)
+
+
+def _arrived(outside: Outside, wrt: TensorName, gradients: Sequence[Array | None], x: Any) -> xr.DataArray:
+    """What came to the input that we differentiate by, (sample, [time,] feature)."""
     arrived = gradients[wrt.index]
     arrived = np.zeros_like(np.asarray(outputs_of(x)[wrt.index])) if arrived is None else arrived
-    return outside.opened(wrt.port(), arrived)
+    whole, dims = outside.opened(wrt.port(), arrived)
+    return _as_rows(xr.DataArray(whole, dims=dims), FEATURE)
 
 
 def _asked(arrived: xr.DataArray, ends: Ends) -> xr.DataArray:

@@ -11,6 +11,7 @@ from ...adapters.protocol import CaptureRequest, Port, Pullback
 from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError, message
 from ...typing import Array
+from ...vocabulary import TIME
 from ..axes import Layouts, learned, refuse_unknown, text_of
 from ..coupling import refusal
 from ..inside import Inside
@@ -159,7 +160,7 @@ def _look_inside(request: Request) -> Inside:
 
 def _inner(name: TensorName, inside: Inside, recurrences: Sequence[Linearised], role: str) -> End | None:
     """The end, if it lies inside a recurrence that the framework has no tensor for."""
-    if inside.entangled and inside.is_stepwise(name):
+    if inside.entangled and _is_tensor(name, inside):
         return None
     if name.what in ("state", "final_state", "initial_state"):
         return _state_end(name, _linearised(inside, name.layer, recurrences))
@@ -169,6 +170,12 @@ def _inner(name: TensorName, inside: Inside, recurrences: Sequence[Linearised], 
         return None
     within = _linearised(inside, name.layer, recurrences)
     return _output_end(name, within[0]) if len(within) == 1 else None
+
+
+def _is_tensor(name: TensorName, inside: Inside) -> bool:
+    """Whether the framework has a tensor for it: the states and outputs of a cell that the user's own loop calls."""
+    calls = inside.halves.get(str(name.layer), []) if name.what == "output" else []
+    return inside.is_stepwise(name) or (bool(calls) and all(half.call.stepwise for half in calls))
 
 
 def _linearised(inside: Inside, layer: str | None, recurrences: Sequence[Linearised]) -> list[Linearised]:
@@ -236,6 +243,8 @@ def _tensors(
             raise refusal("The time Jacobian", port)
         if samples > 1:
             refuse_unknown("The time Jacobian", text_of(port), layout.names)
+        if TIME not in layout.names and len(layout.names) == 3 and any(n.startswith("axis_") for n in layout.names):
+            refuse_unknown("The time Jacobian", text_of(port), layout.names, TIME)
         tensors[port] = OuterTensor(port, tensors[port].shape, layout, samples)
     return tensors
 
@@ -280,6 +289,10 @@ def _outer_end(name: TensorName, around: Surroundings) -> End:
 
 def disconnected(of: End, wrt: End) -> DisconnectedError:
     """The error where nothing leads from one end to the other."""
+    if of.name == wrt.name:
+        what = f"{of.name.text} is what leaves the layer: no step of it is made from another."
+        hint = f'of="{of.name.layer}.hidden", wrt="{of.name.layer}.hidden": from state to state'
+        return DisconnectedError(message(what, got=f"of={of.name.text!r} and wrt={wrt.name.text!r}", hint=hint))
     return DisconnectedError(
         message(
             f"Nothing leads from {wrt.name.text} to {of.name.text}.",

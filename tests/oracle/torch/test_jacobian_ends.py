@@ -1,0 +1,197 @@
+"""Ends of a time Jacobian as strangers choose them: cells of their own in loops of their own, models of a single step.
+
+Held against autograd on the same model, with zeros added where the end lies.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+
+B, T, F, H = 3, 5, 3, 4
+
+
+class OwnCell(nn.Module):
+    """A cell of the user's own, whose state is what it puts out."""
+
+    def __init__(self, features, units):
+        super().__init__()
+        self.w, self.u = nn.Linear(features, units), nn.Linear(units, units, bias=False)
+
+    def forward(self, x, h):
+        h = torch.tanh(self.w(x) + self.u(h))
+        return h, h
+
+
+class OwnPair(OwnCell):
+    """A cell of the user's own with two states, which puts out something else."""
+
+    def forward(self, x, state):
+        h, c = state
+        c = torch.sigmoid(self.u(h)) * c + torch.tanh(self.w(x))
+        return torch.tanh(c) + x.sum(-1, keepdim=True), (torch.sin(c), c)
+
+
+CELLS = {
+    "own": (OwnCell, 1),
+    "own pair": (OwnPair, 2),
+    "gru": (nn.GRUCell, 1),
+    "lstm": (nn.LSTMCell, 2),
+}
+
+
+class Loop(nn.Module):
+    """Any of these in a loop, with a head at every step that the next step may get.
+
+    ``zeros``: added to what each step puts out, and ``carried`` to the first state that it hands on.
+    """
+
+    def __init__(self, cell, feedback):
+        super().__init__()
+        make, self.count = CELLS[cell]
+        self.feedback, self.head = feedback, nn.Linear(H, 2)
+        self.rnn = make(F + 2 if feedback else F, H)
+        self.zeros = self.carried = None
+
+    def step(self, x, state):
+        if isinstance(self.rnn, OwnCell):
+            return self.rnn(x, state)
+        state = self.rnn(x, state)
+        return (state[0] if self.count == 2 else state), state
+
+    def run(self, x):
+        h, said = x.new_zeros(len(x), H), x.new_zeros(len(x), 2)
+        state, outputs, heads = (h, h) if self.count == 2 else h, [], []
+        for t in range(x.shape[1]):
+            y, state = self.step(torch.cat([x[:, t], said], 1) if self.feedback else x[:, t], state)
+            if self.carried is not None:
+                y, state = self._moved(y, state, self.carried[:, t])
+            outputs.append(y)
+            said = self.head(y if self.zeros is None else y + self.zeros[:, t])
+            heads.append(said)
+        return torch.stack(outputs, 1), torch.stack(heads, 1)
+
+    def _moved(self, y, state, by):
+        """The first state changed, and the output with it where it is that state."""
+        first = state[0] if self.count == 2 else state
+        y = y + by if y is first else y
+        return y, ((first + by, state[1]) if self.count == 2 else first + by)
+
+    def forward(self, x):
+        return self.run(x)[1]
+
+
+def made(cell, feedback):
+    torch.manual_seed(0)
+    return Loop(cell, feedback).double(), torch.randn(B, T, F, dtype=torch.float64)
+
+
+def autograd(model, x, of, by):
+    """(sample, out time, unit, in time, feature) of what a run gives, by zeros added or by the input."""
+
+    def values(v):
+        if by is not None:
+            setattr(model, by, v)
+        found = model.run(x if by is not None else v)[of]
+        model.zeros = model.carried = None
+        return found
+
+    start = x if by is None else torch.zeros(B, T, H, dtype=torch.float64)
+    full = torch.autograd.functional.jacobian(values, start).numpy()
+    return np.stack([full[b][:, :, b] for b in range(B)])
+
+
+def agree(got, expected):
+    assert got.shape == expected.shape
+    assert np.abs(expected).max() > 1e-3
+    assert np.abs(got.values - expected).max() <= 1e-12
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("cell", CELLS)
+class TestLoops:
+    def test_output_by_what_the_cell_put_out(self, cell, feedback):
+        model, x = made(cell, feedback)
+        agree(rl.jacobian(model, x, wrt="rnn.output"), autograd(model, x, 1, "zeros"))
+
+    def test_what_the_cell_put_out_by_its_state(self, cell, feedback):
+        model, x = made(cell, feedback)
+        agree(rl.jacobian(model, x, of="rnn.output", wrt="rnn.hidden"), autograd(model, x, 0, "carried"))
+
+    def test_what_the_cell_put_out_by_the_input(self, cell, feedback):
+        model, x = made(cell, feedback)
+        agree(rl.jacobian(model, x, of="rnn.output"), autograd(model, x, 0, None))
+
+
+class Single(nn.Module):
+    """One step, of an input with or without an axis of steps."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.head = kind, nn.Linear(H, 2)
+        self.rnn = {"lstm cell": nn.LSTMCell, "gru cell": nn.GRUCell}.get(kind, nn.LSTM)(F, H)
+
+    def forward(self, x):
+        x = x[:, 0] if x.ndim == 3 else x
+        if self.kind == "lstm":
+            return self.head(self.rnn(x[None])[0][0])
+        found = self.rnn(x)
+        return self.head(found[0] if self.kind == "lstm cell" else found)
+
+
+@pytest.mark.parametrize("kind", ["lstm cell", "gru cell", "lstm"])
+class TestSingleStep:
+    def test_an_input_without_steps_has_no_in_time(self, kind):
+        model, x = Single(kind).double(), torch.randn(B, F, dtype=torch.float64)
+        full = torch.autograd.functional.jacobian(model, x).numpy()
+        got = rl.jacobian(model, x)
+        assert got.dims == ("sample", "out_unit", "in_feature")
+        agree(got, np.stack([full[b][:, b] for b in range(B)]))
+        assert got.attrs["certificate"].startswith("certified")
+
+    def test_steps_that_are_not_run_are_not_taken_for_features(self, kind):
+        model, x = Single(kind).double(), torch.randn(B, T, F, dtype=torch.float64)
+        with pytest.raises(rl.errors.InputError) as error:
+            rl.jacobian(model, x)
+        assert str(error.value) == (
+            "The time Jacobian needs to know which axis of 'input' counts steps, and that could not be found out.\n"
+            "  got:      axes (sample, axis_1, feature)\n"
+            "  try:      say so: axes={'input': (..., 'time', ...)}, one name for each axis"
+        )
+        full = torch.autograd.functional.jacobian(model, x).numpy()
+        expected = np.stack([full[b][:, b] for b in range(B)])
+        got = rl.jacobian(model, x, axes={"input": ("sample", "time", "feature")})
+        assert got.dims == ("sample", "out_unit", "in_time", "in_feature")
+        agree(got, expected)
+        other = rl.jacobian(model, x, axes={"input": ("sample", "region", "feature")})
+        assert other.dims == ("sample", "out_unit", "in_feature")
+        agree(other, expected.reshape(B, 2, T * F))
+        assert got.attrs["certificate"].startswith("certified")
+
+
+def test_one_direction_does_not_reach_the_other():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.GRU(F, H, bidirectional=True, batch_first=True)
+
+        def forward(self, x):
+            return self.rnn(x)[0]
+
+    found = rl.jacobian(Both(), torch.randn(B, T, F), of="rnn.hidden", wrt="rnn.hidden")
+    for one, other in ((0, 1), (1, 0)):
+        assert not found.isel(direction=one, in_direction=other).any()
+        assert np.allclose(found.isel(direction=one, in_direction=one, out_time=2, in_time=2), np.eye(H))
+
+
+def test_an_output_by_itself_is_answered_with_the_states():
+    model, x = made("gru", feedback=False)
+    with pytest.raises(rl.errors.DisconnectedError) as error:
+        rl.jacobian(model, x, of="rnn.output", wrt="rnn.output")
+    assert str(error.value) == (
+        "rnn.output is what leaves the layer: no step of it is made from another.\n"
+        "  got:      of='rnn.output' and wrt='rnn.output'\n"
+        '  try:      of="rnn.hidden", wrt="rnn.hidden": from state to state'
+    )
