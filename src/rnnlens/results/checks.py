@@ -46,7 +46,7 @@ _MEANING = {
     "plain input gradient": "the gradient at the model's input differs from that of the model run plainly",
     "plain weight gradients": "weight gradients differ from those of the model run plainly",
     "plain jacobian": "random combinations of the rows differ from those of the model run plainly",
-    "bound of the reduction": "random combinations of the rows are longer than their reduced number allows, or shorter",
+    "bound of the measure": "random combinations of the rows are longer than their measured size allows, or shorter",
     "plain target": "the value of the target differs from that of the model run plainly",
     "plain gradient": "the gradient differs from that of the model run plainly",
     "plain layer input gradient": "input_grad differs from the framework's own differentiation of the layer",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from trails import trail
 
 import rnnlens as rl
+from rnnlens.verbs import time_jacobian
 from rnnlens.verbs.time_jacobian.request import Request
 
 MOST_FILES = 9
@@ -40,3 +44,9 @@ def test_few_files_each_entered_from_one_other(question):
     assert {f"verbs/time_jacobian/{stage}.py" for stage in ("request", "network", "certificate")} <= set(found.files)
     assert len(found.files) <= MOST_FILES, found.files
     assert not found.entered_twice
+
+
+def test_the_readme_lists_every_file():
+    folder = Path(time_jacobian.__file__).parent
+    listed = re.findall(r"^\| `(\w+\.py)` \|", (folder / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(file.name for file in folder.glob("*.py"))

@@ -26,7 +26,7 @@ from .request import Request
 
 JACOBIAN = "plain jacobian"
 
-_REDUCED = {"norm": "norms", "spectral": "largest singular values", "abs_mean": "mean magnitudes"}
+_MEASURED = {"norm": "norms", "spectral": "largest singular values", "abs_mean": "mean magnitudes"}
 
 
 def claim_of(request: Request, plan: Plan, jacobian: xr.DataArray) -> Claim | Certificate:
@@ -45,9 +45,7 @@ def claim_of(request: Request, plan: Plan, jacobian: xr.DataArray) -> Claim | Ce
     try:
         return pushed_through(plan, jacobian, options.memory, _computed_in(request, plan))
     except TooLargeError:
-        return Certificate(
-            "could not", request.adapter.engine, why="what it was reduced from would not fit into the memory"
-        )
+        return Certificate("could not", request.adapter.engine, why="what was measured would not fit into the memory")
 
 
 def _why_not(request: Request, plan: Plan) -> str:
@@ -89,8 +87,8 @@ def _words(plan: Plan, claim: Claim) -> dict[str, tuple[str, ...]]:
     """What was compared, and what follows from it."""
     if not claim.probed:
         return {"certified": ("random combinations of its rows",)}
-    before = "random combinations of the rows before they were reduced"
-    return {"certified": (before,), "resting": (_REDUCED[str(plan.ends.measure)],)}
+    before = "random combinations of the rows before they were measured"
+    return {"certified": (before,), "resting": (_MEASURED[str(plan.ends.measure)],)}
 
 
 def _computed_in(request: Request, plan: Plan) -> str:

@@ -1,7 +1,7 @@
 """What a time Jacobian says of one vector-Jacobian product, u^T J for random signs u: to be held against another.
 
-A Jacobian that is linear in its rows says it by itself. Of one that was reduced to norms nothing linear is left: there
-the same signs are pushed through the same plan once more, unreduced, as one row for each output step.
+A Jacobian that is linear in its rows says it by itself. Of one that was measured by norms nothing linear is left: there
+the same signs are pushed through the same plan once more, unmeasured, as one row for each output step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .execute import numbers
 from .plan import Plan, plan_for
 from .tally import Tally
 
-#: Reductions after which a Jacobian is still linear in its rows.
+#: Measures after which a Jacobian is still linear in its rows.
 LINEAR = (None, "sum", "mean")
 #: Output steps at most at which a probe starts.
 PROBED_STEPS = 64
 
-REDUCTION = "bound of the reduction"
+MEASURE = "bound of the measure"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Claim:
     probed
         Whether it was pushed through the plan, and not taken from the result.
     checks
-        How a reduced result agrees with it.
+        How a measured result agrees with it.
     """
 
     ends: Ends
@@ -63,7 +63,7 @@ def taken_from(plan: Plan, jacobian: xr.DataArray) -> Claim:
 
 
 def pushed_through(plan: Plan, jacobian: xr.DataArray, memory: int, dtype: str) -> Claim:
-    """The claim of a Jacobian that was reduced: random signs go the way that its rows went.
+    """The claim of a Jacobian that was measured: random signs go the way that its rows went.
 
     Raises
     ------
@@ -107,7 +107,7 @@ def _random_rows(plan: Plan, chosen: list[int]) -> np.ndarray[Any, Any]:
 def _bound(plan: Plan, jacobian: xr.DataArray, rows: xr.DataArray, chosen: list[int], dtype: str) -> tuple[Check, ...]:
     """No combination of so many rows by signs is longer than the largest singular value times the root of their number.
 
-    With a single row it is as long as the reduced number itself.
+    With a single row it is as long as the measured number itself.
     """
     ends = plan.ends
     if ends.sketch is not None or ends.measure is None:
@@ -124,7 +124,7 @@ def _bound(plan: Plan, jacobian: xr.DataArray, rows: xr.DataArray, chosen: list[
     excess = short - limit if count > 1 else abs(short - limit)
     scale = float(abs(limit).max()) or 1.0
     residual = max(float(excess.max()), 0.0) / scale
-    return (Check(REDUCTION, "", residual, rounding_bound(dtype, max(64, *plan.shape))),)
+    return (Check(MEASURE, "", residual, rounding_bound(dtype, max(64, *plan.shape))),)
 
 
 def _signs(plan: Plan) -> xr.DataArray:

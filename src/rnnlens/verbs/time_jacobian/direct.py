@@ -1,6 +1,6 @@
 """The direct route: one recurrence between the ends, with nothing but local segments around it.
 
-Values are reduced inside the sweep, and the sweep may run either way (``sweep.py``).
+Values are measured inside the sweep, and the sweep may run either way (``sweep.py``).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Direct:
         """Operations that a sweep in this mode takes."""
         run, system, ends = self.one.half.run, self.one.system, self.ends
         if mode == "reverse" and self.pattern is not None:
-            features = 1 if self.below is None or ends.reduce is not None else ends.wrt.size
+            features = 1 if self.below is None or ends.measured_by is not None else ends.wrt.size
             return unit_flops(system, self.state, self.alive() // ends.rows, features)
         if mode == "reverse":
             return reverse_flops(system, self.alive(), self.below is not None)

@@ -1,4 +1,4 @@
-"""The two ends of a time Jacobian, and what is wanted of them: which steps, which rows, reduced how."""
+"""The two ends of a time Jacobian, and what is wanted of them: which steps, which rows, measured how."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Ends:
     average: bool
 
     @property
-    def reduce(self) -> Reduce | None:
+    def measured_by(self) -> Reduce | None:
         """What becomes of a block (sample, group, out, in)."""
         if self.sketch is not None:
             return sketched

@@ -78,22 +78,22 @@ def _results(part: Part, tally: Tally, advance: Advance) -> Iterator[tuple[Piece
 
 
 def _values(part: Part, piece: Piece, tally: Tally, advance: Advance) -> Values:
-    """([sample], out step, [row], in step, [feature]) of a piece, or reduced."""
+    """([sample], out step, [row], in step, [feature]) of a piece, or measured."""
     if part.route == "direct":
         return sweep_piece(part, piece, tally, advance)
     advance()
     every = {"composed": compose_piece, "uncut": pull_piece}[part.route](part, piece, tally)
-    return _reduced(part, piece, every)
+    return _measured(part, piece, every)
 
 
-def _reduced(part: Part, piece: Piece, every: Values) -> Values:
+def _measured(part: Part, piece: Piece, every: Values) -> Values:
     """What is wanted of rows by every step of the lower end."""
     ends = part.ends
     rows = every.reshape(part.network.samples, piece.outs.stop - piece.outs.start, ends.rows, -1, ends.wrt.size)
     if ends.in_times is not None:
         rows = rows[:, :, :, ends.in_times]
-    if ends.reduce is not None:
-        rows = np.stack([np.asarray(ends.reduce(rows[:, :, :, k])) for k in range(rows.shape[3])], axis=2)
+    if ends.measured_by is not None:
+        rows = np.stack([np.asarray(ends.measured_by(rows[:, :, :, k])) for k in range(rows.shape[3])], axis=2)
     return rows.sum(axis=0) if ends.average else rows
 
 
@@ -115,7 +115,7 @@ def _squeezed(part: Part, values: Values) -> Values:
     """Without the axes of tensors that have no time."""
     ends = part.ends
     lead = 0 if ends.average else 1
-    in_axis = lead + (1 if ends.reduce is not None else 2)
+    in_axis = lead + (1 if ends.measured_by is not None else 2)
     axes = ([lead] if ends.out_times is None else []) + ([in_axis] if ends.in_times is None else [])
     return np.squeeze(values, axis=tuple(axes)) if axes else values
 

@@ -51,7 +51,7 @@ def direct_pieces(direct: Direct, mode: str, memory: int) -> tuple[list[Piece], 
 
 def _collected(ends: Ends, steps: int, system: System) -> int:
     """Bytes that a sweep collects per sample and group before they go to the result."""
-    numbers = math.prod(ends.tail) if ends.reduce is not None else ends.rows * ends.wrt.size
+    numbers = math.prod(ends.tail) if ends.measured_by is not None else ends.rows * ends.wrt.size
     return steps * numbers * system.work.itemsize
 
 

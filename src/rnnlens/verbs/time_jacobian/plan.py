@@ -62,7 +62,7 @@ class Part:
     @property
     def result_bytes(self) -> int:
         """Largest result of one piece."""
-        numbers = self.pieces[0].count() * (self.ends.rows * self.ends.wrt.size if self.ends.reduce is None else 1)
+        numbers = self.pieces[0].count() * (self.ends.rows * self.ends.wrt.size if self.ends.measured_by is None else 1)
         return int(numbers * _dtype(self.network.recurrences[0]).itemsize)
 
     def __str__(self) -> str:
@@ -221,7 +221,7 @@ def _refuse_too_large(size: int, memory: int, ends: Ends) -> None:
     if size <= memory:
         return
     hints = []
-    if ends.reduce is None:
+    if ends.measured_by is None:
         pairs = size // max(1, ends.rows * ends.wrt.size)
         hints.append(f'measure="norm" ({format_memory(pairs)})')
         if ends.weights is None:

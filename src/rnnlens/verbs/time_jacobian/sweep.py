@@ -1,4 +1,4 @@
-"""Executes pieces of the direct route: samples dealt to threads, values reduced on the way."""
+"""Executes pieces of the direct route: samples dealt to threads, values measured on the way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Advance = Callable[[], None]
 
 
 def sweep_piece(part: Part, piece: Piece, tally: Tally, advance: Advance) -> np.ndarray[Any, Any]:
-    """([sample], out step, [row], in step, [feature]) of one piece, reduced if that is wanted."""
+    """([sample], out step, [row], in step, [feature]) of one piece, measured if that is wanted."""
     return _Sweep(part, piece).values(tally, advance)
 
 
@@ -44,7 +44,7 @@ class _Sweep:
         self.groups = len(self.times) if reverse else len(self.entrances.times) or 1
 
     def values(self, tally: Tally, advance: Advance) -> np.ndarray[Any, Any]:
-        """(sample, group, [row,] in step, [feature]); reduced (sample, group, in step, *tail); averaged no sample."""
+        """(sample, group, [row,] in step, [feature]); measured (sample, group, in step, *tail); averaged no sample."""
         whole = None if self.ends.average else self._collector(self.samples, None)
         parts, done = self._parts(), {}
 
@@ -85,7 +85,7 @@ class _Sweep:
             self.rows,
             self.width,
             self.places,
-            reduce=self.ends.reduce,
+            reduce=self.ends.measured_by,
             tail=self.ends.tail,
             readout=self._above(samples) if forward else self._below(samples),
             swapped=forward,
@@ -114,12 +114,12 @@ class _Sweep:
         if self.mode == "reverse":
             order = {t: i for i, t in enumerate(self.points.sequence)}
             result = _reorder(result, [order[t] for t in self.times], axis + 1)
-            return np.moveaxis(result, axis, axis + (1 if self.ends.reduce is not None else 2))
+            return np.moveaxis(result, axis, axis + (1 if self.ends.measured_by is not None else 2))
         if self.groups > 1:
             entered = [t for t in self.one.half.run.steps() if t in set(self.direct.in_times)][::-1]
             order = {t: i for i, t in enumerate(entered)}
             result = _reorder(result, [order[t] for t in self.direct.in_times], axis + 1)
-        return result if self.ends.reduce is not None else np.moveaxis(result, -1, axis + 1)
+        return result if self.ends.measured_by is not None else np.moveaxis(result, -1, axis + 1)
 
     @cached_property
     def points(self) -> Points | Units:

@@ -1,4 +1,4 @@
-"""A time Jacobian that was reduced to norms is certified by what it was reduced from."""
+"""A time Jacobian that was measured, by norms, is certified by what was measured."""
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ def asked(model, **options):
 def test_it_passes(model, options):
     found = asked(MODELS[model], **ASKED[options])
     assert found.attrs["certificate"].startswith("certified against torch")
-    assert "before they were reduced" in found.attrs["certificate"]
+    assert "before they were measured" in found.attrs["certificate"]
     compared = [check for check in found.checks if check.name == "plain jacobian"]
     assert [check.ok and check.residual < 1e-12 for check in compared] == [True]
 
@@ -113,10 +113,10 @@ def test_a_planted_fault_is_named(fault, options, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["norm", "spectral", "abs_mean"])
 @pytest.mark.parametrize(("outputs", "factor"), [(1, 0.99), (1, 1.01), (3, 0.2)])
-def test_a_wrong_reduction_is_named(kind, outputs, factor, monkeypatch):
+def test_a_wrong_measure_is_named(kind, outputs, factor, monkeypatch):
     wrong = {**REDUCTIONS, kind: lambda block: REDUCTIONS[kind](block) * factor}
     monkeypatch.setattr("rnnlens.verbs.time_jacobian.ends.REDUCTIONS", wrong)
-    with pytest.warns(rl.errors.SelfCheckWarning, match="than their reduced number allows"):
+    with pytest.warns(rl.errors.SelfCheckWarning, match="than their measured size allows"):
         found = asked(lambda: Net(outputs=outputs), measure=kind)
     assert found.attrs["certificate"].startswith("NOT certified")
 
@@ -133,7 +133,7 @@ def test_what_would_not_fit_is_not_certified():
             return self.rnn(x)[0]
 
     found = rl.jacobian(Wide(), torch.randn(2, 3, 300), measure="norm", memory="1 KiB")
-    assert found.attrs["certificate"] == "could not certify: what it was reduced from would not fit into the memory"
+    assert found.attrs["certificate"] == "could not certify: what was measured would not fit into the memory"
 
 
 def test_a_probe_starts_at_some_of_many_steps(monkeypatch):
