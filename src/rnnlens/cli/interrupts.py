@@ -8,12 +8,14 @@ shown, and a process that has not come to an end by itself after a moment is end
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 TYPE_CHECKING = False  # nothing is imported that is not needed to listen
 if TYPE_CHECKING:
+    import signal
     from types import FrameType
+else:
+    import _signal as signal  # the interpreter's own: signal itself loads enum, functools and collections
 
 #: Code of a process that Ctrl-C ended, as shells count.
 CODE = 130
@@ -33,6 +35,7 @@ class Interrupts:
     def __init__(self, *, whole_process: bool) -> None:
         self.struck = False
         self._whole_process = whole_process
+        self._over = False
 
     def __enter__(self) -> Interrupts:
         # Where the shell said to ignore Ctrl-C (a job in the background) it stays ignored.
@@ -47,7 +50,8 @@ class Interrupts:
     def __exit__(self, *exc: object) -> None:
         if self.struck and self._whole_process:
             os._exit(CODE)
-        if self._listens:
+        self._over = True
+        if self._listens and not self._whole_process:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _strike(self, number: int, frame: FrameType | None) -> None:
@@ -56,6 +60,8 @@ class Interrupts:
         self.struck = True
         if self._whole_process:
             _say_and_fall_silent()
+            if self._over:  # frameworks take their time to end
+                os._exit(CODE)
             import threading
 
             end = threading.Timer(GRACE_S, os._exit, (CODE,))

@@ -129,8 +129,17 @@ def test_a_background_job_goes_on(folder):
     assert "interrupted" not in err
 
 
+def test_while_frameworks_take_their_time_to_end(start, folder):
+    last = "import atexit, time\natexit.register(lambda: (print('end', flush=True), time.sleep(60)))\n"
+    (folder / "own.py").write_text(last + TORCH)
+    process = start("layers", "own:make")
+    while process.stdout.readline() != "end\n":
+        assert process.poll() is None
+    interrupted(process)
+
+
 def test_little_is_loaded_before_ctrl_c_is_heard():
     """What Python loads for itself lies before our reach; what we load lies within it."""
-    code = "import signal, sys; before = set(sys.modules)\nimport rnnlens.cli; print(set(sys.modules) - before)"
+    code = "import sys; before = set(sys.modules)\nimport rnnlens.cli; print(set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert eval(done.stdout) == {"rnnlens", "rnnlens.cli", "rnnlens.cli.interrupts", "__future__"}
