@@ -80,8 +80,9 @@ class Entry:
 
     @property
     def graded(self) -> bool:
-        """Whether it is there for its memory, too, and not for its dynamics or numbers only."""
-        return self.name not in ("random tanh", "random gru", "growing relu", "no numbers", "silence", "coupled")
+        """Whether it is there for its memory, and not for its inputs, units, dynamics or numbers."""
+        others = ("random tanh", "random gru", "growing relu", "no numbers", "silence", "coupled", "dressed", "cut off")
+        return self.name not in others
 
 
 def trained(entry: Entry) -> tuple[Any, Task]:

@@ -67,7 +67,7 @@ def examine(task: tuple[Entry, int, bool]) -> dict[str, Any]:
         "n": float(model.memory),
         "interval": [float(v) for v in model.memory_interval],
         "spoken": spoken,
-        "covered": coverage(entry, net, origin, samples) if spoken and covering and entry.graded else None,
+        "covered": coverage(entry, net, origin, samples) if spoken and covering else None,
         "skill": float(model.skill) if "skill" in model else float("nan"),
         "codes": list(d.codes),
         "lag": found.get("MISSED_DEPENDENCY", {}).get("lag"),
@@ -122,17 +122,18 @@ def table(rows: list[dict[str, Any]], title: str) -> None:
         print(f"{code:22}{sum(rates) / max(len(rates), 1):8.3f}{tp:5}{fn:5}{fp:5}{tn:5}")
     healthy = [r for r in rows if r["known"] is not None and r["skill"] >= SOLVED]
     right = [abs(r["n"] - r["known"]) <= max(1, 0.1 * r["known"]) for r in healthy]
+    print(f"n within max(1, 10 %) of the known memory: {_share(right)}")
     covered = [held for r in rows if r["covered"] for held in r["covered"]["held"]]
-    print(f"n within max(1, 10 %) of the known memory: {sum(right)} of {len(right)} ({np.mean(right):.1%})")
-    print(
-        f"95 % interval holds the n of {POPULATION} samples: {sum(covered)} of {len(covered)} ({np.mean(covered):.1%})"
-    )
-    named = [r for r in rows if r["missing"] is not None and r["lag"] is not None]
-    print(f"missed step named exactly: {sum(r['lag'] == r['missing'] for r in named)} of {len(named)}")
+    if covered:
+        print(f"95 % interval holds the n of {POPULATION} other samples: {_share(covered)}")
+    named = [r["lag"] == r["missing"] for r in rows if r["missing"] is not None and r["lag"] is not None]
+    print(f"missed step named exactly: {_share(named)}")
     sound = [r for r in healthy if r["truth"].get("MISSED_DEPENDENCY") is False]
-    alarms = [r for r in sound if ALARMS & set(r["codes"])]
-    share = len(alarms) / max(len(sound), 1)
-    print(f"false alarms on healthy solved networks: {len(alarms)} of {len(sound)} ({share:.1%})")
+    print(f"false alarms on healthy solved networks: {_share([bool(ALARMS & set(r['codes'])) for r in sound])}")
+
+
+def _share(found: list[bool]) -> str:
+    return f"{sum(found)} of {len(found)} ({sum(found) / max(len(found), 1):.1%})"
 
 
 def wrong(rows: list[dict[str, Any]]) -> None:
@@ -162,12 +163,14 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--only", default="", help="networks of which the name begins so")
-    parser.add_argument("--coverage", action="store_true", help="how often the intervals hold: other samples, again")
+    parser.add_argument(
+        "--coverage", action="store_true", help="of those known for their memory: how often intervals hold"
+    )
     parser.add_argument("--resume", action="store_true", help="go on where a run was broken off")
     parser.add_argument("--train-only", action="store_true")
     asked = parser.parse_args()
     chosen = [e for e in entries() if not asked.small or (e.make is not trained and e.seed < 2)]
-    chosen = [e for e in chosen if e.name.startswith(asked.only)]
+    chosen = [e for e in chosen if e.name.startswith(asked.only) and (e.graded or not asked.coverage)]
     if asked.train_only:
         torch.set_num_threads(1)
         for i, entry in enumerate(e for e in chosen if e.make is trained):
@@ -178,7 +181,9 @@ def main() -> int:
     path = KEPT / f"rows-{asked.samples}{'-coverage' * asked.coverage}{asked.only}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if asked.resume and path.exists() else []
     there = {row["key"] for row in rows}
-    work = [(e, asked.samples, asked.coverage) for e in chosen if e.key not in there]
+    # Those held out first: a run that is broken off has them.
+    left = sorted((e for e in chosen if e.key not in there), key=lambda e: e.seed % 2)
+    work = [(e, asked.samples, asked.coverage) for e in left]
     with path.open("a" if asked.resume else "w") as file:
         for row in _examined(work, asked.jobs):
             rows.append(row)

@@ -19,9 +19,9 @@ PUBLIC = {
     ),
     "fixed_points": (
         "(model, x=None, *, layer=None, input='mean', starts=None, period=1, most=512, noise=0.0, tolerance=0.001, "
-        "seed=0)"
+        "seed=0, axes=None)"
     ),
-    "lyapunov": "(model, x, *, layer=None, count=None, samples=16, seed=0)",
+    "lyapunov": "(model, x, *, layer=None, count=None, samples=16, seed=0, axes=None)",
     "measures": None,
     "errors": None,
     "gradients": (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..errors import InputError, message
+from ..errors import InputError, message, shown
 from ..measures.intervention import USED, memory_length
 from ..measures.resampling import interval, resampling_weights
 from ..results.comparison import Comparison
@@ -43,7 +43,7 @@ def compare(diagnoses: Mapping[str, Diagnosis]) -> Comparison:
     """
     if not isinstance(diagnoses, Mapping) or not diagnoses:
         raise InputError(
-            message("Nothing to compare.", got=repr(diagnoses), hint='rl.compare({"lstm": d1, "gru": d2})')
+            message("Nothing to compare.", got=shown(diagnoses), hint='rl.compare({"lstm": d1, "gru": d2})')
         )
     wrong = [name for name, d in diagnoses.items() if not isinstance(d, Diagnosis)]
     if wrong:

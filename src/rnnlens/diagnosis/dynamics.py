@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,15 +14,20 @@ from ..adapters.protocol import Batch, CaptureRequest
 from ..adapters.registry import adapter_for
 from ..arguments import anything, as_numbers, checked, number, one_batch, text, whole
 from ..arguments import seed as random_seed
-from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, message
+from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, message, shown
 from ..measures.fixed_points import find_points, iterate, step_map
 from ..measures.spectrum import lyapunov_spectrum
 from ..recurrence.run import Run
 from ..results.dynamics import FixedPoints
 from ..results.schema import plain
 from ..typing import Array
+from ..verbs.axes import an_axes_table
 from ..verbs.turns import in_turn
-from .experiment import in_numpy
+from .experiment import in_numpy, refuse_without_time
+from .orientation import Orientation
+
+#: From so many states on, starts are drawn with replacement.
+_MANY = 10**6
 
 
 def _numbers_or_words(name: str, value: Any) -> Any:
@@ -29,10 +35,25 @@ def _numbers_or_words(name: str, value: Any) -> Any:
     return value if isinstance(value, str | Mapping) or hasattr(value, "dataset") else as_numbers(name, value)
 
 
-@checked(model=anything, x=one_batch, layer=text, count=whole(), samples=whole(), seed=random_seed)
+@checked(
+    model=anything,
+    x=one_batch,
+    layer=text,
+    count=whole(least=1),
+    samples=whole(least=1),
+    seed=random_seed,
+    axes=an_axes_table,
+)
 @in_turn
 def lyapunov(
-    model: Any, x: Any, *, layer: str | None = None, count: int | None = None, samples: int = 16, seed: int = 0
+    model: Any,
+    x: Any,
+    *,
+    layer: str | None = None,
+    count: int | None = None,
+    samples: int = 16,
+    seed: int = 0,
+    axes: Mapping[str, Any] | None = None,
 ) -> xr.Dataset:
     """Finite-time Lyapunov spectrum of a recurrent layer along its trajectories.
 
@@ -48,6 +69,8 @@ def lyapunov(
         At most so many trajectories.
     seed
         Of the directions to start from.
+    axes
+        As for :func:`rnnlens.trace`.
 
     Returns
     -------
@@ -64,7 +87,7 @@ def lyapunov(
     ----------
     Vogt et al. 2022, arXiv:2006.14123, algorithm 1. Kaplan, Yorke 1979, doi:10.1007/BFb0064319.
     """
-    name, run = _run(model, x, layer, samples)
+    name, run = _run(model, x, layer, samples, axes)
     found = lyapunov_spectrum(run, count=count, seed=seed)
     words = {"units": "1 / step"}
     return xr.Dataset(
@@ -83,11 +106,12 @@ def lyapunov(
     layer=text,
     input=_numbers_or_words,
     starts=_numbers_or_words,
-    period=whole(),
-    most=whole(),
+    period=whole(least=1),
+    most=whole(least=1),
     noise=number(),
     tolerance=number(),
     seed=random_seed,
+    axes=an_axes_table,
 )
 @in_turn
 def fixed_points(
@@ -102,6 +126,7 @@ def fixed_points(
     noise: float = 0.0,
     tolerance: float = 1e-3,
     seed: int = 0,
+    axes: Mapping[str, Any] | None = None,
 ) -> FixedPoints:
     """Find the points of F(s, x) = s of a recurrent layer, and how the dynamics behave around them.
 
@@ -128,6 +153,8 @@ def fixed_points(
         Points nearer than this, relative to the spread of the starts, are one.
     seed
         Which starts, and their noise.
+    axes
+        As for :func:`rnnlens.trace`.
 
     Returns
     -------
@@ -150,9 +177,7 @@ def fixed_points(
         raise InputError(
             message("A batch is needed to run the layer once.", got="x=None", hint="rl.fixed_points(model, x)")
         )
-    if period < 1 or most < 1:
-        raise InputError(message("period= and most= are positive.", got=f"period={period}, most={most}"))
-    name, run = _run(model, x, layer, 64)
+    name, run = _run(model, x, layer, 64, axes)
     given = _input(input, run)
     begin = _starts(starts, name, run, most, noise, seed)
     found = find_points(iterate(step_map(run.cell, given, xp=run.xp), period), begin, tolerance=tolerance)
@@ -175,9 +200,12 @@ def fixed_points(
     return FixedPoints({name: dataset}, provenance=adapter_for(model).provenance(model))
 
 
-def _run(model: Any, x: Any, layer: str | None, most: int) -> tuple[str, Run]:
+def _run(model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, Any] | None) -> tuple[str, Run]:
     adapter = adapter_for(model)
-    few = data.map_leaves(lambda leaf: leaf[:most], x)
+    refuse_without_time(x)
+    lie = Orientation(adapter, model, x, axes)
+    turned, _ = lie.turned(x, None)
+    few = lie.as_given(data.map_leaves(lambda leaf: leaf[:most], turned))
     calls = adapter.capture(model, Batch(few), CaptureRequest(gradients=False, weight_grads=False)).calls
     names = list(dict.fromkeys(call.layer for call in calls))
     if not names:
@@ -199,6 +227,8 @@ def _input(given: Any, run: Run) -> Array:
                 message("input= is not understood.", got=repr(given), expected='"mean", "zero" or an array')
             )
         return values.mean(axis=(0, 1)) if given == "mean" else np.zeros(features, dtype=values.dtype)
+    if not hasattr(given, "__array__") and not hasattr(given, "__dlpack__"):
+        raise InputError(message("The input does not fit.", got=shown(given), expected=f"({features},) numbers"))
     array = np.asarray(plain(given), dtype=values.dtype)
     if array.shape != (features,):
         raise InputError(message("The input does not fit.", got=f"shape {array.shape}", expected=f"({features},)"))
@@ -207,21 +237,36 @@ def _input(given: Any, run: Run) -> Array:
 
 def _starts(starts: Any, name: str, run: Run, most: int, noise: float, seed: int) -> Array:
     width = sum(int(s.shape[-1]) for s in run.states)
-    if starts is None:
-        parts = [np.asarray(plain(s)) for s in run.states]
-    elif isinstance(starts, Mapping):
-        node = starts[name]
-        parts = [np.asarray(node[quantity]) for quantity in ("hidden", "cell") if quantity in node][: len(run.states)]
-    else:
-        parts = [np.asarray(plain(starts))]
-    flat = np.concatenate([p.reshape(-1, p.shape[-1]) for p in parts], axis=1).astype(np.float64)
-    if flat.shape[1] != width:
-        raise InputError(
-            message("The starts do not fit the states.", got=f"{flat.shape[1]} numbers each", expected=f"{width}")
-        )
+    given = run.states if starts is None else _states_of(starts, name, len(run.states))
+    parts = [np.atleast_2d(np.asarray(plain(s))) for s in given]
+    shapes = ", ".join(str(part.shape) for part in parts) or "nothing"
+    if sum(part.shape[-1] for part in parts) != width or len({part.shape[:-1] for part in parts}) > 1:
+        raise InputError(message("The starts do not fit the states.", got=shapes, expected=f"(start, {width})"))
+    lead = parts[0].shape[:-1]
+    count = math.prod(lead)
+    if not count:
+        raise InputError(message("There are no starts.", got=shapes))
+
+    def states(chosen: Array) -> Array:
+        at = np.unravel_index(chosen, lead)
+        return np.concatenate([part[at] for part in parts], axis=1).astype(np.float64)
+
     rng = np.random.default_rng(seed)
-    chosen = flat[rng.permutation(len(flat))[:most]]
+    chosen = states(rng.permutation(count)[:most] if count < _MANY else rng.integers(count, size=min(most, _MANY)))
     # Saddles lie between attractors: every second start is somewhere between two states.
     half, share = chosen[::2], rng.uniform(size=(len(chosen[::2]), 1))
-    chosen[::2] = share * half + (1 - share) * flat[rng.integers(len(flat), size=len(half))]
-    return chosen + noise * flat.std() * rng.normal(size=chosen.shape)
+    chosen[::2] = share * half + (1 - share) * states(rng.integers(count, size=len(half)))
+    if not np.isfinite(chosen).all():
+        raise InputError(message("The starts are not finite.", got="NaN or infinity among them"))
+    return chosen + noise * chosen.std() * rng.normal(size=chosen.shape)
+
+
+def _states_of(starts: Any, name: str, count: int) -> list[Any]:
+    """The states of a layer in a trace, or in a mapping like one; or one array of them side by side."""
+    if not isinstance(starts, Mapping):
+        return [starts]
+    node = starts.get(name)
+    if not hasattr(node, "data_vars"):
+        got = ", ".join(map(str, starts)) or "nothing"
+        raise InputError(message(f"There are no states of {name!r} among the starts.", got=got, expected="a trace"))
+    return [node[quantity] for quantity in ("hidden", "cell") if quantity in node][:count]

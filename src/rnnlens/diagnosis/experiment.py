@@ -13,7 +13,7 @@ from .. import data
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, RecurrentCall
 from ..adapters.registry import adapter_for
 from ..arguments.data import is_source
-from ..errors import InputError, ModelError, RnnlensError, UnsupportedError, message
+from ..errors import InputError, ModelError, RnnlensError, UnsupportedError, message, shown
 from ..measures.intervention import donors, squared_change
 from ..recurrence.run import Run
 from ..results.schema import plain
@@ -91,12 +91,12 @@ def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Sam
         If no array has a time axis.
     """
     pairs = _batches(x, most) if is_source(x) else [(x, y)]
-    _refuse_without_time(pairs[0][0])
+    refuse_without_time(pairs[0][0])
     lie = None if orient is None else orient(pairs[0][0])
     turned = [(_numpy(x), _numpy(y)) if lie is None else lie.turned(x, y) for x, y in pairs]
     x, y = turned[0] if len(turned) == 1 else (_joined([x for x, _ in turned]), _joined([y for _, y in turned]))
     count = data.len_of(x)
-    if y is not None and any(len(leaf) != count for leaf in data.leaves_of(y)):
+    if y is not None and any(leaf.shape[:1] != (count,) for leaf in data.leaves_of(y)):
         got = f"y of shape {', '.join(str(leaf.shape) for leaf in data.leaves_of(y))} for {count} samples"
         raise InputError(message("The target does not fit.", got=got, expected="one row for each sample"))
     if count > most:
@@ -109,7 +109,8 @@ def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Sam
     return Samples(x, y, steps, sequences, lie)
 
 
-def _refuse_without_time(x: Any) -> None:
+def refuse_without_time(x: Any) -> None:
+    """Raise where no array has samples and steps, or they cannot be told apart."""
     leaves = data.leaves_of(x)
     if any(data.is_packed(leaf) for leaf in leaves):
         raise UnsupportedError(
@@ -120,6 +121,8 @@ def _refuse_without_time(x: Any) -> None:
             )
         )
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+    if not all(shapes):
+        raise InputError(message("x holds what has no axes.", got=shown(x), expected="arrays with samples first"))
     if not any(len(shape) >= 2 and min(shape[:2]) >= 2 for shape in shapes):
         got = ", ".join(map(str, shapes))
         raise InputError(

@@ -135,6 +135,9 @@ class Orientation:
 
 
 def _turned(array: Array, layout: Layout) -> Array:
+    if len(layout.names) != array.ndim:
+        got = f"axes ({', '.join(layout.names)}) for shape {array.shape}"
+        raise InputError(message("axes= does not fit.", got=got, expected="one name for each axis"))
     return np.ascontiguousarray(np.transpose(array, canonical_order(layout.names)))
 
 

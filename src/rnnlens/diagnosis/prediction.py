@@ -86,6 +86,9 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
         got = f"y of shape {values.shape}, dtype {values.dtype}, for {samples} samples"
         raise InputError(message("The target does not fit.", got=got, expected="numbers, one row for each sample"))
     if step is not None and values.ndim >= 2:
+        if not -values.shape[1] <= step < values.shape[1]:
+            got, expected = f"step {step} of y of shape {values.shape}", "a target for every step of the output"
+            raise InputError(message("The target does not reach to that step.", got=got, expected=expected))
         values = values[:, step]
     words = _words(loss)
     kind = task or _guess(values, outputs, words)

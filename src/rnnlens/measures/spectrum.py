@@ -69,6 +69,8 @@ def kaplan_yorke_dimension(exponents: Array) -> float:
     Kaplan, Yorke 1979, doi:10.1007/BFb0064319.
     """
     sums = np.cumsum(np.asarray(exponents, dtype=np.float64))
+    if not np.isfinite(sums).all():
+        return float("nan")
     if not len(sums) or sums[0] < 0:
         return 0.0
     j = int(np.flatnonzero(sums >= 0).max()) + 1
