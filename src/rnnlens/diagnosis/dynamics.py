@@ -265,7 +265,7 @@ def _states_of(starts: Any, name: str, count: int) -> list[Any]:
     """The states of a layer in a trace, or in a mapping like one; or one array of them side by side."""
     if not isinstance(starts, Mapping):
         return [starts]
-    node = starts.get(name)
+    node: Any = starts.get(name)
     if not hasattr(node, "data_vars"):
         got = ", ".join(map(str, starts)) or "nothing"
         raise InputError(message(f"There are no states of {name!r} among the starts.", got=got, expected="a trace"))

@@ -54,7 +54,7 @@ def test_every_diagnosis_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
     model, x, y = (targets(tmp_path)[1].good[name]() for name in ("model", "x", "y"))
     outcomes = run(diagnoses(model, x, y), FOREIGN, 60, 0)
     assert not faults(outcomes)
-    assert sum(outcome.kind == "result" for outcome in outcomes) > 10
+    assert sum(outcome.kind == "result" for outcome in outcomes) > 5
 
 
 @pytest.mark.full

@@ -58,7 +58,7 @@ def test_every_diagnosis_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
     model, x, y = (targets(tmp_path)[1].good[name]() for name in ("model", "x", "y"))
     outcomes = run(diagnoses(model, x, y), FOREIGN, 320, 0)
     assert not faults(outcomes)
-    assert sum(outcome.kind == "result" for outcome in outcomes) > 60
+    assert sum(outcome.kind == "result" for outcome in outcomes) > 40
 
 
 @pytest.mark.full
