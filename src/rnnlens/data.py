@@ -9,9 +9,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .arguments.data import is_dataset, is_loader, is_sequence, is_source, refuse_large
+from .autodiff import tensors
 from .errors import InputError, message
 from .layout import Layout
 from .trees import is_packed, leaves_of, map_leaves
@@ -171,9 +170,7 @@ def take(tree: Any, start: int, stop: int) -> Any:
 
     def cut(leaf: Any) -> Any:
         if _length(leaf) == 1:
-            return (
-                leaf.expand(stop - start, *leaf.shape[1:]) if hasattr(leaf, "expand") else _repeated(leaf, stop - start)
-            )
+            return tensors.repeated(leaf, stop - start)
         return leaf[start:stop]
 
     return None if tree is None else map_leaves(cut, tree)
@@ -187,15 +184,9 @@ def join(trees: Sequence[Any], layouts: Sequence[Layout | None] | None = None) -
     def one(leaf: Any) -> Any:
         layout, parts = next(each), [leaf, *map(next, rest)]
         axis = 0 if layout is None or layout.sample is None else layout.sample
-        if hasattr(leaf, "detach"):
-            return sys.modules["torch"].cat([part.detach() for part in parts], dim=axis)
-        return np.concatenate([np.asarray(part) for part in parts], axis=axis)
+        return tensors.join(parts, axis)
 
     return map_leaves(one, trees[0])
-
-
-def _repeated(leaf: Any, count: int) -> Any:
-    return np.broadcast_to(np.asarray(leaf), (count, *leaf.shape[1:]))
 
 
 def size_of(leaf: Any, layout: Layout | None) -> int:
@@ -309,13 +300,11 @@ def _as_batch(element: Any, as_numpy: bool) -> DataBatch:
 
 def _is_tf(parts: tuple[Any, ...]) -> bool:
     """TensorFlow tensors leave as NumPy arrays always: any engine of Keras reads those."""
-    return any(type(leaf).__module__.startswith("tensorflow") for part in parts for leaf in leaves_of(part))
+    return any(tensors.engine_of(leaf) == "tensorflow" for part in parts for leaf in leaves_of(part))
 
 
 def _numpy(leaf: Any) -> Any:
-    if hasattr(leaf, "detach"):
-        leaf = leaf.detach().cpu()
-    return leaf.numpy() if hasattr(leaf, "numpy") else np.asarray(leaf) if hasattr(leaf, "shape") else leaf
+    return tensors.to_numpy(leaf) if hasattr(leaf, "shape") else leaf
 
 
 def _is_lazy(x: Any) -> bool:

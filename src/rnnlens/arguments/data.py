@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..autodiff.tensors import to_numpy
 from ..errors import InputError, TooLargeError, UnsupportedError, message, shape_of, shown
 from ..settings import current, format_memory
 
@@ -127,10 +128,7 @@ def as_numpy(value: Any) -> np.ndarray[Any, Any]:
         If it has no values that NumPy can hold.
     """
     try:
-        if hasattr(value, "detach"):
-            value = value.detach().cpu()
-            value = value.float() if str(value.dtype) == "torch.bfloat16" else value
-        array = np.asarray(value)
+        array = to_numpy(value)
     except Exception as error:
         expected = "an array with values"
         raise InputError(message("This cannot be read as an array.", got=shown(value), expected=expected)) from error
@@ -245,7 +243,7 @@ def _leaf(name: str, value: Any) -> Any:
 
 
 def _refuse_kind(name: str, dtype: Any) -> None:
-    words = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    words = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
     if words.startswith("complex") or words in ("cfloat", "cdouble"):
         raise UnsupportedError(
             message(

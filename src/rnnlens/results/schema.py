@@ -15,6 +15,7 @@ import numpy as np
 import xarray as xr
 
 from .. import __version__
+from ..autodiff.tensors import dtype_name, to_numpy
 from ..errors import InputError, message
 from ..recurrence.cells import cell_of_kind, kinds
 from ..vocabulary import (
@@ -169,11 +170,7 @@ def info_mapping(info: Any) -> dict[str, Any]:
 
 def plain(array: Any) -> np.ndarray[Any, Any]:
     """Return a NumPy view; floats that files cannot hold (bfloat16) become float32, which represents them exactly."""
-    if hasattr(array, "detach"):
-        array = array.detach().cpu()
-        if str(array.dtype) == "torch.bfloat16":
-            array = array.float()
-    values = np.asarray(array)
+    values = to_numpy(array)
     return values.astype(np.float32) if values.dtype.kind == "V" else values
 
 
@@ -300,8 +297,8 @@ def _unit_owner(name: str) -> str:
 
 def _original(array: Any, stored: np.ndarray[Any, Any]) -> dict[str, str]:
     """Name the dtype that an array was computed in, where it is stored in another."""
-    dtype = str(array.dtype).removeprefix("torch.") if hasattr(array, "dtype") else str(stored.dtype)
-    return {} if dtype == str(stored.dtype) else {"computed_dtype": dtype}
+    dtype = dtype_name(array) if hasattr(array, "dtype") else dtype_name(stored)
+    return {} if dtype == dtype_name(stored) else {"computed_dtype": dtype}
 
 
 def _layer_attrs(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ..adapters.protocol import RecurrentCall
+from ..autodiff.tensors import shared
 from ..recurrence.cells import Cell
 
 
@@ -20,7 +21,7 @@ def on_host(calls: Iterable[RecurrentCall]) -> list[RecurrentCall]:
     cells: dict[int, Cell] = {}
     found = []
     for call in calls:
-        if not call.cell.by_framework and _is_on_host(call.input):
+        if not call.cell.by_framework and shared(call.input) is not None:
             cell = cells.setdefault(id(call.cell), call.cell.with_weights(_numpy))
             call = replace(call, **{f.name: _numpy(getattr(call, f.name)) for f in fields(call)} | {"cell": cell})
         found.append(call)
@@ -28,15 +29,11 @@ def on_host(calls: Iterable[RecurrentCall]) -> list[RecurrentCall]:
 
 
 def _numpy(value: Any) -> Any:
-    if _is_on_host(value):
-        return value.numpy()
+    array = shared(value)
+    if array is not None:
+        return array
     if isinstance(value, tuple):
         return tuple(_numpy(v) for v in value)
     if isinstance(value, dict):
         return {key: _numpy(v) for key, v in value.items()}
     return value
-
-
-def _is_on_host(value: Any) -> bool:
-    """Whether this is a torch tensor on the CPU."""
-    return hasattr(value, "detach") and str(value.device) == "cpu"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port, RecurrentCall
+from ..autodiff.tensors import like
 from ..errors import LayerNotFoundError, ModelError, message
 from ..recurrence.adjoint import Adjoint
 from ..recurrence.cells.cell import at_real_steps
@@ -190,13 +191,6 @@ def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ..
 def runs(adapter: Adapter, model: Any, batch: Batch, layer: str) -> bool:
     """Whether a layer is called in a forward pass."""
     return any(node.partition("#")[0] == layer for node in outputs_of(adapter, model, batch, (layer,)))
-
-
-def like(array: Any, reference: Any) -> Array:
-    """``array`` as one of the same kind, dtype and device as ``reference``."""
-    if hasattr(reference, "detach"):
-        return array.to(reference) if hasattr(array, "detach") else reference.new_tensor(np.asarray(array))
-    return np.asarray(plain(array), dtype=reference.dtype)
 
 
 def _gradient(half: Half, result: Adjoint, name: TensorName) -> Array:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from ..adapters.registry import adapter_of
+from ..autodiff.processes import awake, needs_no_threads
 from ..errors import UnsupportedError, message
 from ..recurrence.parallel import one_thread_each
 
@@ -35,7 +35,7 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
         model = args[0] if args else kwargs.get("model")
         engine = engine_of(model)
-        if engine in _lost and not _needs_no_threads(engine):
+        if engine in _lost and not needs_no_threads(engine):
             raise _forked(engine)
         with _turn, one_thread_each():
             if engine is not None:
@@ -51,11 +51,6 @@ def engine_of(model: Any) -> str | None:
     return None if adapter is None else adapter.engine
 
 
-def _needs_no_threads(engine: str) -> bool:
-    """Torch computes in the calling thread where it may use no other, as in the workers of its own data loaders."""
-    return engine == "torch" and sys.modules["torch"].get_num_threads() == 1
-
-
 def _forked(engine: str) -> UnsupportedError:
     return UnsupportedError(
         message(
@@ -67,22 +62,10 @@ def _forked(engine: str) -> UnsupportedError:
     )
 
 
-def _engines_awake() -> set[str]:
-    """Engines that hold threads now: those that we ran, and those that the user did."""
-    awake = set(_ran)
-    bridge = sys.modules.get("jax._src.xla_bridge")
-    if bridge is not None and getattr(bridge, "_backends", None):
-        awake.add("jax")
-    eager = sys.modules.get("tensorflow.python.eager.context")
-    if eager is not None and getattr(getattr(eager, "_context", None), "_context_handle", None) is not None:
-        awake.add("tensorflow")
-    return awake
-
-
 def _start_anew() -> None:
     global _turn
     _turn = threading.RLock()
-    _lost.update(_engines_awake())
+    _lost.update(_ran | awake())
     _ran.clear()
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import rnnlens as rl
-from rnnlens.adapters.keras.engines import Memo
+from rnnlens.autodiff import Memo
 
 #: Only JAX compiles apart from tracing, where it can be counted.
 COMPILES = keras.backend.backend() == "jax"

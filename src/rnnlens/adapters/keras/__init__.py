@@ -1,8 +1,8 @@
 """The Keras 3 adapter, on TensorFlow, JAX and torch.
 
 ``discover`` finds the recurrent layers, ``hooks`` listens to them, ``run`` runs the model once without leaving a trace,
-``capture`` and ``pullback`` turn what was heard into the arrays of the contract, ``engines/`` holds what differs
-between the three engines.
+``capture`` and ``pullback`` turn what was heard into the arrays of the contract; what differs between the engines is in
+:mod:`rnnlens.autodiff`.
 """
 
 from __future__ import annotations

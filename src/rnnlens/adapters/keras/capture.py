@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from ...autodiff import Engine
 from ...errors import LayerNotFoundError, ModelError, did_you_mean, message
 from ...typing import Array
 from ..protocol import Batch, Capture, CaptureRequest, PlainCall, RecurrentCall
@@ -17,7 +18,7 @@ from . import loss as losses
 from .cells import KerasStepCell
 from .data import prepare
 from .discover import Site, choose, given_states, places
-from .engines import Engine, current
+from .engines import current
 from .hooks import Call
 from .masks import masked_output, output_from_state
 from .plain import names_of, tied_variables

@@ -8,10 +8,10 @@ from typing import Any
 
 import keras
 
+from ...autodiff import Engine
 from ...errors import runs_again
 from ...recurrence.cells import StepCell
 from ...typing import Array
-from .engines import Engine
 from .found import as_found
 from .values import value_of
 from .weights import cell_variables

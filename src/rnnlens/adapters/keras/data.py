@@ -10,10 +10,10 @@ import keras
 import numpy as np
 
 from ...arguments import as_numpy
+from ...autodiff import Engine
 from ...errors import InputError, message
 from ...typing import Array
 from ..protocol import Batch
-from .engines import Engine
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras.src.backend.common import global_state
 
-from .engines import Engine
+from ...autodiff import Engine
 from .remember import unchanged
 
 __all__ = ["SEEDS", "as_found", "global_state"]

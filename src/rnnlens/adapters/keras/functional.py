@@ -8,9 +8,9 @@ from typing import Any
 import keras
 import numpy as np
 
+from ...autodiff import Engine, Memo
 from ...errors import InputError, message, raised_by
 from ...typing import Array
-from .engines import Engine, Memo
 
 #: Takes a cotangent of the function's value back to one cotangent per argument.
 Pull = Callable[[Array], list[Array]]

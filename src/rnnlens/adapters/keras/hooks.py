@@ -14,10 +14,10 @@ from typing import Any
 
 import keras
 
+from ...autodiff import Tap
 from ...errors import InputError, RnnlensError, UnsupportedError, message
 from ..threads import heard_here
 from .discover import Site
-from .engines import Tap
 from .weights import known_class
 
 

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
+from ...autodiff import Memo
 from ...settings import current
-from .engines import Memo
 
 _memos: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Memo]] = weakref.WeakKeyDictionary()
 

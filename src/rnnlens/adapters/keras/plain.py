@@ -14,12 +14,13 @@ from typing import Any
 import keras
 import numpy as np
 
+from ...autodiff import Engine
 from ...errors import CertificateError
 from ...typing import Array
 from ..protocol import Batch, Cotangents, Place, PlainRun
 from . import loss as losses
 from .data import prepare
-from .engines import Engine, current
+from .engines import current
 from .found import as_found
 from .memos import memo_of
 from .run import Job

@@ -9,13 +9,14 @@ from typing import Any
 import keras
 import numpy as np
 
+from ...autodiff import Engine, Memo, Tap
 from ...errors import InputError, LayerNotFoundError, message, raised_by
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback
 from . import loss as losses
 from .data import prepare
 from .discover import given_states, places
-from .engines import Engine, Memo, Tap, current
+from .engines import current
 from .found import as_found
 from .memos import forget
 from .ports import Spots

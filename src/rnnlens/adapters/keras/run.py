@@ -12,11 +12,11 @@ from typing import Any
 import keras
 import numpy as np
 
+from ...autodiff import Engine, Memo, Tap
 from ...errors import raised_by
 from . import loss as losses
 from .data import Data
 from .discover import Site
-from .engines import Engine, Memo, Tap
 from .found import SEEDS, as_found, global_state
 from .hooks import Call, Listener
 from .memos import forget, memo_of
@@ -70,7 +70,7 @@ class Job:
             keras.ops.convert_to_tensor(v) if self.seed is None else _seeded(v, self.seed, i)
             for i, v in enumerate(random)
         ]
-        return {**self.data.arrays(), "values": engine.values(variables), "seeds": seeds}
+        return {**self.data.arrays(), "values": engine.values([v._value for v in variables]), "seeds": seeds}
 
 
 def program(job: Job, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]:

@@ -10,13 +10,14 @@ import numpy as np
 from keras import tree
 from keras.src import backend
 
+from ...autodiff import Engine, Memo, Tap
 from ...errors import UnsupportedError, message, raised_by
 from ...typing import Array
 from ..protocol import Batch, Outputs
 from . import loss as losses
 from .data import prepare, targets
 from .discover import given_states, places
-from .engines import Engine, Memo, Tap, current
+from .engines import current
 from .found import as_found
 from .run import Job, run
 from .values import value_of

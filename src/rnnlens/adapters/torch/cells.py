@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ...autodiff.torch import pulled, rows_of
 from ...errors import runs_again
 from ...recurrence.cells import StepCell
 from .left_as_found import eagerly
@@ -86,8 +87,8 @@ class TorchStepCell(StepCell):
         with self._as_captured():
             sources = [t.detach().requires_grad_() for t in (x, *state)]
             output, new = self._run(sources[0], sources[1:])
-            pulled = _pull([output, *new], sources, [output_cotangent, *state_cotangent])
-        return pulled[0], tuple(pulled[1:])
+            by_input, *by_state = _pull([output, *new], sources, [output_cotangent, *state_cotangent])
+        return by_input, tuple(by_state)
 
     def weight_vjp(
         self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
@@ -98,8 +99,8 @@ class TorchStepCell(StepCell):
             return {}
         with self._as_captured():
             output, new = self._run(x.detach(), [s.detach() for s in state])
-            pulled = _pull([output, *new], list(named.values()), [output_cotangent, *state_cotangent])
-        return dict(zip(named, pulled, strict=True))
+            found = _pull([output, *new], list(named.values()), [output_cotangent, *state_cotangent])
+        return dict(zip(named, found, strict=True))
 
     def produced(
         self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
@@ -126,8 +127,7 @@ class TorchStepCell(StepCell):
         with self._as_captured():
             sources = [t.detach().requires_grad_() for t in (x, *state)]
             output, new = self._run(sources[0], sources[1:])
-            joined = torch.cat([*new, output], dim=1)
-            rows = _all_rows(joined, sources)
+            rows = rows_of(torch.cat([*new, output], dim=1), sources)
         by_input, *by_state = (_widened(part) for part in rows)
         return torch.cat(by_state, dim=2), by_input
 
@@ -176,26 +176,7 @@ def _widened(value: Tensor) -> Tensor:
 
 
 def _pull(outputs: Sequence[Tensor], sources: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
-    pairs = [(out, c.to(out.dtype)) for out, c in zip(outputs, cotangents, strict=True) if out.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(source) for source in sources]
-    pulled = torch.autograd.grad([o for o, _ in pairs], sources, [c for _, c in pairs], allow_unused=True)
-    return [_widened(torch.zeros_like(s) if g is None else g) for g, s in zip(pulled, sources, strict=True)]
-
-
-def _all_rows(joined: Tensor, sources: Sequence[Tensor]) -> list[Tensor]:
-    """(n, rows, size) per source: one pull-back per column of ``joined``, all of them at once where torch can."""
-    n, count = joined.shape
-    eye = torch.eye(count, dtype=joined.dtype, device=joined.device)[:, None, :].expand(count, n, count)
-    try:
-        pulled = torch.autograd.grad(joined, sources, eye, is_grads_batched=True, allow_unused=True, retain_graph=True)
-    except RuntimeError:  # an operation without a batching rule
-        each = [torch.autograd.grad(joined, sources, row, allow_unused=True, retain_graph=True) for row in eye]
-        pulled = tuple(
-            None if column[0] is None else torch.stack([g for g in column if g is not None])
-            for column in zip(*each, strict=True)
-        )
-    return [
-        s.new_zeros((n, count, s.shape[1])) if g is None else g.transpose(0, 1)
-        for g, s in zip(pulled, sources, strict=True)
-    ]
+    """One gradient per source, zeros where no path leads."""
+    given = [c.to(out.dtype) for out, c in zip(outputs, cotangents, strict=True)]
+    found = pulled(outputs, sources, given)
+    return [_widened(torch.zeros_like(s) if g is None else g) for g, s in zip(found, sources, strict=True)]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...autodiff.torch import PullMany
 from ...errors import ModelError, message, raised_by
 from ..protocol import Batch, Port
 from ..threads import hook_here
@@ -47,7 +48,7 @@ class TorchPullback:
         model = unwrapped(model)
         self.of, self.wrt = tuple(of), tuple(wrt)
         self._watched = (*self.of, *self.wrt, *watch)
-        self._batched = True
+        self._pull_many = PullMany()
         self.returned: Any = None
         borders = self._passed(model, batch, cut)
         self.outputs = len(borders.outputs)
@@ -141,26 +142,8 @@ class TorchPullback:
         parts: list[Sequence[Tensor | None]] = []
         for first in range(0, count, step):
             starts, some = [s for s, _ in pairs], [c[first : first + step] for _, c in pairs]
-            parts.append(self._pull_some(starts, sources, some))
+            parts.append(self._pull_many(starts, sources, some))
         return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
-
-    def _pull_some(
-        self, starts: Sequence[Tensor], sources: Sequence[Tensor], cotangents: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
-        """All of them at once if every operation on the way can be batched, else one by one."""
-        count = len(cotangents[0])
-        if self._batched and count > 1:
-            try:
-                return torch.autograd.grad(  # type: ignore[no-any-return]
-                    starts, sources, cotangents, is_grads_batched=True, retain_graph=True, allow_unused=True
-                )
-            except RuntimeError:
-                self._batched = False
-        each = [
-            torch.autograd.grad(starts, sources, [c[k] for c in cotangents], retain_graph=True, allow_unused=True)
-            for k in range(count)
-        ]
-        return [None if column[0] is None else torch.stack(column) for column in zip(*each, strict=True)]
 
     def _gathered(self, border: Border, found: Mapping[int, Tensor | None], count: int) -> Tensor | None:
         grads = [found.get(id(tensor)) for tensor in border.tensors]

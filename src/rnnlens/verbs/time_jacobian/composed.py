@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from ...adapters.protocol import Port
+from ...autodiff.tensors import like
 from ...recurrence.jacobian import Taps, reverse
 from ...recurrence.reductions import FieldCollector
 from ...recurrence.sources import Field, Points
 from ...typing import Array
-from ..inside import like
 from .ends import End
 from .linearised import Linearised
 from .outer import OuterTensor

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from ...adapters.protocol import Port
+from ...autodiff.tensors import like
 from ...recurrence.jacobian import forward_flops, reverse_flops, unit_flops
 from ...recurrence.linear import Pattern
 from ...recurrence.sweep_blocked import plan_blocks
 from ...typing import Array
-from ..inside import like
 from .ends import Ends
 from .linearised import Linearised
 from .network import Network

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...autodiff.tensors import like
 from ...recurrence.inplace import Workspace
 from ...recurrence.linear import System
 from ...recurrence.linear_cells import linear_system, output_state
 from ...recurrence.sources import Points
 from ...typing import Array
-from ..inside import Half, like
+from ..inside import Half
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 from ... import data
 from ...adapters.protocol import Adapter, Batch, Port
 from ...adapters.registry import adapter_for
+from ...autodiff.tensors import dtype_name
 from ...errors import InputError, UnsupportedError, message
 from ...layout import Layout
 from ..axes import named_layouts
@@ -122,7 +123,7 @@ def _refuse_integers(wrt: TensorName, batch: Batch, known: Catalogue) -> None:
     if wrt.index >= len(leaves):
         raise InputError(message(f"The model has no {wrt.text}.", got=f"{len(leaves)} inputs"))
     leaf = leaves[wrt.index]
-    kind = str((leaf.data if data.is_packed(leaf) else leaf).dtype).removeprefix("torch.")
+    kind = dtype_name(leaf.data if data.is_packed(leaf) else leaf)
     if "float" in kind or "complex" in kind:
         return
     hint = " or ".join(f'wrt="{layer}.output"' for layer in known.facts.having("embedding")) or 'x.astype("float32")'

@@ -14,10 +14,10 @@ from typing import Literal
 import numpy as np
 
 from ...adapters.protocol import Port
+from ...autodiff.tensors import like
 from ...results.schema import plain
 from ...typing import Array
 from ..coupling import refusal
-from ..inside import like
 from ..outside import patterns
 from .outer import OuterTensor, moved
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ...adapters.protocol import Port, Pullback
+from ...autodiff.tensors import like
 from ...typing import Array
-from ..inside import like
 from .outer import OuterTensor, moved
 from .segments import Segment, probe, refuse_coupled
 

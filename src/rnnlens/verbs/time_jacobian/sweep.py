@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...autodiff.tensors import like
 from ...recurrence.jacobian import Entrances, Taps, forward, reverse
 from ...recurrence.parallel import for_each, large_parts
 from ...recurrence.pruning import Vanished
@@ -15,7 +16,6 @@ from ...recurrence.reductions import Collector
 from ...recurrence.sources import Points, Units
 from ...recurrence.sweep_parts import Cost
 from ...typing import Array
-from ..inside import like
 from .pieces import Piece
 from .plan import Part
 from .tally import Tally

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ...adapters.protocol import Port
+from ...autodiff.tensors import like
 from ...recurrence.sources import Field
 from ...typing import Array
-from ..inside import like
 from .composed import enter, starting_rows, swept_through, times_of
 from .linearised import Linearised
 from .network import disconnected

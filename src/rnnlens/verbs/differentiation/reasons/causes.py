@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from .... import data
+from ....autodiff.tensors import dtype_name
 from ....errors import RnnlensError
 from ....results.gradients import Reason
 from ....vocabulary import TIME
@@ -15,7 +16,7 @@ from ...names import TensorName
 from ..pull import answer
 from ..question import Part, Question
 from ..target import Target
-from .trials import Trials, dtype_of, is_integer
+from .trials import Trials, is_integer
 
 #: By how much a target is scaled up to see whether its gradient was only too small for the dtype.
 LIFT = 2.0**12
@@ -41,7 +42,7 @@ def _integer_input(trials: Trials, name: TensorName) -> Reason | None:
         return None
     if not is_integer(leaves[name.index]):
         return None
-    words = dtype_of(leaves[name.index])
+    words = dtype_name(leaves[name.index])
     sentence = f"{name.text} holds integers ({words}): nothing can be differentiated by them."
     tables = trials.question.known.facts.having("embedding")
     remedy = " or ".join(_instead(trials.part, wrt=f'"{layer}.output"') for layer in tables)

@@ -14,6 +14,7 @@ import numpy as np
 
 from .... import data
 from ....adapters.protocol import Batch, CaptureRequest, Port
+from ....autodiff.tensors import dtype_name, like
 from ....errors import RnnlensError
 from ....results.schema import plain
 from ....typing import Array
@@ -125,16 +126,11 @@ def _moved_input(x: Any, index: int, size: float) -> Any:
         array = plain(leaf)
         spread = float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) or 1.0
         moved = array + (size * spread * np.random.default_rng(0).normal(size=array.shape)).astype(array.dtype)
-        return leaf.new_tensor(moved) if hasattr(leaf, "new_tensor") else moved
+        return like(moved, leaf)
 
     return data.map_leaves(move, x)
 
 
 def is_integer(leaf: Any) -> bool:
     """Whether an array holds ids or flags, by which nothing can be differentiated."""
-    return not any(word in dtype_of(leaf) for word in ("float", "complex"))
-
-
-def dtype_of(leaf: Any) -> str:
-    """Name of the dtype of an array of any library."""
-    return str(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype).removeprefix("torch.")
+    return not any(word in dtype_name(leaf) for word in ("float", "complex"))

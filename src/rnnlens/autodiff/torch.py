@@ -1,4 +1,4 @@
-"""Keras on torch: taps are nodes of their own in the autograd graph; the user's parameters are never touched."""
+"""torch: taps are nodes of their own in the autograd graph; the user's parameters are never touched."""
 
 from __future__ import annotations
 
@@ -9,15 +9,74 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....typing import Array
-from . import Memo, Program, Tap
+from ..typing import Array
+from .protocol import Keep, Memo, Program, Tap, as_it_is
 
 
-class Torch:
-    """See :class:`rnnlens.adapters.keras.engines.Engine`."""
+def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A NumPy array, of bfloat16 one in float32; it shares the memory of a tensor on the CPU."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    array: np.ndarray[Any, Any] = tensor.resolve_conj().numpy()
+    return array
+
+
+def like(array: Any, reference: torch.Tensor) -> torch.Tensor:
+    """An array or tensor of the kind, dtype and device of another."""
+    return array.to(reference) if isinstance(array, torch.Tensor) else reference.new_tensor(np.asarray(array))
+
+
+def join(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    """Tensors end to end, off the graph."""
+    return torch.cat([part.detach() for part in parts], dim=axis)
+
+
+def pulled(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor] | None = None,
+    **options: Any,
+) -> list[torch.Tensor | None]:
+    """Cotangents of targets (of scalars: 1) to one gradient per source; None where no path leads."""
+    live = [i for i, target in enumerate(targets) if target.requires_grad]
+    if not live or not sources:
+        return [None] * len(sources)
+    given = None if cotangents is None else [cotangents[i] for i in live]
+    return list(torch.autograd.grad([targets[i] for i in live], sources, given, allow_unused=True, **options))
+
+
+class PullMany:
+    """K cotangents per target to K gradients per source: all at once, until an operation cannot be batched.
+
+    The graph is kept.
+    """
+
+    def __init__(self) -> None:
+        self._batched = True
+
+    def __call__(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Every cotangent, and every gradient, has one leading axis K."""
+        count = len(cotangents[0])
+        if self._batched and count > 1:
+            try:
+                return pulled(targets, sources, cotangents, is_grads_batched=True, retain_graph=True)
+            except RuntimeError:  # an operation without a batching rule: one cotangent at a time
+                self._batched = False
+        rows = [pulled(targets, sources, [c[k] for c in cotangents], retain_graph=True) for k in range(count)]
+        return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+class Engine:
+    """See :class:`rnnlens.autodiff.protocol.Engine`."""
 
     name = "torch"
     compiles = False
+
+    def __init__(self, keep: Keep = as_it_is) -> None:
+        self._keep = keep
 
     def to_array(self, tensor: Any) -> Array:
         """A NumPy array (torch off the CPU: a torch tensor); halves become float32."""
@@ -40,17 +99,17 @@ class Torch:
             return array.detach().clone()
         return np.array(array)
 
-    def values(self, variables: Sequence[Any]) -> list[Any] | None:
-        """What to run with in place of the variables; None where the program may read them itself."""
+    def values(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """What to run with in place of the values of variables; None where the program may read them itself."""
         # Detached twins share memory with the parameters and leave requires_grad and grad alone.
-        return [v._value.detach() for v in variables]
+        return [tensor.detach() for tensor in tensors]
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
         """Loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
         points: dict[str, Any] = {}
         with torch.enable_grad():
-            loss, aux = program(_tapping(points))
-            found = _grad([loss], list(points.values()), None)
+            loss, aux = program(_tapping(points, self._keep))
+            found = pulled([loss], list(points.values()))
         zeros = (torch.zeros_like(p) if g is None else g for p, g in zip(points.values(), found, strict=True))
         return loss.detach(), aux, dict(zip(points, zeros, strict=True))
 
@@ -85,59 +144,40 @@ class Torch:
     ) -> Any:
         """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
         del memo  # nothing is compiled
-        return _Linearised(program, arguments)
+        return _Linearised(program, arguments, self._keep)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:
-        """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""
+        """The steps of a cell, differentiated."""
         return _PerStep(function)
 
 
-def _tapping(points: dict[str, Any]) -> Tap:
+def _tapping(points: dict[str, Any], keep: Keep) -> Tap:
     def tap(key: str, tensor: Any) -> Any:
-        mask = getattr(tensor, "_keras_mask", None)
         # view_as gives a tensor that the graph knows apart, also where the same tensor is tapped twice.
-        points[key] = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
-        if mask is not None:
-            points[key]._keras_mask = mask
+        point = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
+        points[key] = keep(tensor, point)
         return points[key]
 
     return tap
 
 
-def _grad(targets: list[Any], points: list[Any], cotangents: list[Any] | None, **options: Any) -> Any:
-    live = [i for i, t in enumerate(targets) if t.requires_grad]
-    if not live or not points:
-        return [None] * len(points)
-    given = None if cotangents is None else [cotangents[i] for i in live]
-    return torch.autograd.grad([targets[i] for i in live], points, given, allow_unused=True, **options)
-
-
 class _Linearised:
     """The autograd graph of one run, kept until this object goes."""
 
-    def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> None:
+    def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, keep: Keep) -> None:
         self._points: dict[str, Any] = {}
+        self._pull = PullMany()
         with torch.enable_grad():
-            self.targets, self.aux = program(arguments, _tapping(self._points))
+            self.targets, self.aux = program(arguments, _tapping(self._points, keep))
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
-        """Pull cotangents back; see the contract in ``engines/__init__.py``."""
+        """See :class:`rnnlens.autodiff.protocol.Linearised`."""
         targets = [self.targets[name] for name in cotangents]
         given = [
             torch.as_tensor(c, dtype=t.dtype, device=t.device)
             for c, t in zip(cotangents.values(), targets, strict=True)
         ]
-        points = list(self._points.values())
-        try:
-            found = _grad(targets, points, given, is_grads_batched=True, retain_graph=True)
-        except RuntimeError:  # an operation without a batching rule: one cotangent at a time
-            found = self._one_by_one(targets, points, given)
-        return dict(zip(self._points, found, strict=True))
-
-    @staticmethod
-    def _one_by_one(targets: list[Any], points: list[Any], given: list[Any]) -> list[Any]:
-        rows = [_grad(targets, points, [c[k] for c in given], retain_graph=True) for k in range(len(given[0]))]
-        return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
+        return dict(zip(self._points, self._pull(targets, list(self._points.values()), given), strict=True))
 
 
 class _PerStep:
@@ -152,14 +192,14 @@ class _PerStep:
             return self._function(x, states, weights)
 
     def vjp(self, inputs: Any, cotangents: Any) -> Any:
-        """Pull cotangents back; see the contract in ``engines/__init__.py``."""
+        """See :class:`rnnlens.autodiff.protocol.PerStep`."""
         x, states, weights = inputs
         leaves = [t.detach().requires_grad_() for t in (x, *states, *weights.values())]
         count = len(states)
         with torch.enable_grad():
             named = dict(zip(weights, leaves[1 + count :], strict=True))
             output, new = self._function(leaves[0], leaves[1 : 1 + count], named)
-            found = _grad([output, *new], leaves, [cotangents[0], *cotangents[1]])
+            found = pulled([output, *new], leaves, [cotangents[0], *cotangents[1]])
         filled = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, found, strict=True)]
         return filled[0], filled[1 : 1 + count], dict(zip(weights, filled[1 + count :], strict=True))
 
@@ -176,7 +216,7 @@ class _PerStep:
     def _at(state: Any, targets: list[Any], given: list[Any], leaves: list[Any]) -> Any:
         if not state.requires_grad or any(state is leaf for leaf in leaves):  # passed on, not produced
             return sum(c for target, c in zip(targets, given, strict=True) if target is state)
-        return _grad(targets, [state], given, retain_graph=True)[0]
+        return pulled(targets, [state], given, retain_graph=True)[0]
 
     def jacobian(self, inputs: Any) -> Any:
         """Rows of [new states, output] by states and by input."""
@@ -187,12 +227,16 @@ class _PerStep:
         with torch.enable_grad():
             output, new = self._function(x, list(torch.split(joined, sizes, dim=-1)), weights)
             stacked = torch.cat([*new, output], dim=-1)
-        rows = []
-        for j in range(stacked.shape[-1]):
-            # Samples do not mix within a step, so the sum over them has the rows of all.
-            found = _grad([stacked[:, j].sum()], [joined, x], None, retain_graph=True)
-            rows.append([torch.zeros_like(p) if g is None else g for p, g in zip((joined, x), found, strict=True)])
-        return torch.stack([r[0] for r in rows], dim=1), torch.stack([r[1] for r in rows], dim=1)
+        return tuple(rows_of(stacked, [joined, x]))
 
 
-engine = Torch()
+def rows_of(stacked: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The Jacobian of (n, rows) by each source (n, size): (n, rows, size). Rows along n do not depend on each other."""
+    n, count = stacked.shape
+    # Samples do not mix within a step, so one cotangent for each row of the Jacobian serves all of them.
+    eye = torch.eye(count, dtype=stacked.dtype, device=stacked.device)[:, None, :].expand(count, n, count)
+    found = PullMany()([stacked], sources, [eye])
+    return [
+        source.new_zeros((n, count, source.shape[1])) if grad is None else grad.transpose(0, 1)
+        for source, grad in zip(sources, found, strict=True)
+    ]

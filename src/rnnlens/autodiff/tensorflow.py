@@ -1,4 +1,4 @@
-"""Keras on TensorFlow: taps are identities that a tape watches."""
+"""TensorFlow: taps are identities that a tape watches."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ....typing import Array
-from . import Memo, Program, Tap
+from ..typing import Array
+from .protocol import Keep, Memo, Program, Tap, as_it_is
 
 
-class TensorFlow:
-    """See :class:`rnnlens.adapters.keras.engines.Engine`."""
+class Engine:
+    """See :class:`rnnlens.autodiff.protocol.Engine`."""
 
     name = "tensorflow"
     compiles = True
+
+    def __init__(self, keep: Keep = as_it_is) -> None:
+        self._keep = keep
 
     def to_array(self, tensor: Any) -> Array:
         """A NumPy array (torch off the CPU: a torch tensor); halves become float32."""
@@ -40,9 +43,9 @@ class TensorFlow:
         """A copy where the engine would otherwise share memory with the user's array."""
         return array
 
-    def values(self, variables: Sequence[Any]) -> list[Any] | None:
-        """What to run with in place of the variables; None where the program may read them itself."""
-        del variables
+    def values(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """What to run with in place of the values of variables; None where the program may read them itself."""
+        del tensors
         return None
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
@@ -51,7 +54,7 @@ class TensorFlow:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
 
             def tap(key: str, tensor: Any) -> Any:
-                tensor = _kept_mask(tensor, tf.identity(tensor))
+                tensor = self._keep(tensor, tf.identity(tensor))
                 tape.watch(tensor)
                 points[key] = tensor
                 return tensor
@@ -86,18 +89,11 @@ class TensorFlow:
         memo: Memo,
     ) -> Any:
         """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
-        return _Linearised(program, arguments, memo)
+        return _Linearised(program, arguments, memo, self._keep)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:
-        """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""
+        """The steps of a cell, differentiated."""
         return _PerStep(function)
-
-
-def _kept_mask(old: Any, new: Any) -> Any:
-    mask = getattr(old, "_keras_mask", None)
-    if mask is not None:
-        new._keras_mask = mask
-    return new
 
 
 def _graph(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
@@ -129,11 +125,13 @@ class _Linearised:
     One run forward; every pull back runs the compiled backward half.
     """
 
-    def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, memo: Memo) -> None:
+    def __init__(
+        self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, memo: Memo, keep: Keep
+    ) -> None:
         def run(arguments: Any, zeros: dict[str, Any]) -> Any:
-            return program(arguments, lambda key, t: _kept_mask(t, t + zeros[key]))
+            return program(arguments, lambda key, t: keep(t, t + zeros[key]))
 
-        shapes, self._paths = memo.once("probe", lambda: self._probe(program, arguments))
+        shapes, self._paths = memo.once("probe", lambda: self._probe(program, arguments, keep))
         zeros = {key: tf.zeros(shape, dtype) for key, (shape, dtype) in shapes.items()}
         compiled = memo.once("run", lambda: _graph(run, (arguments, zeros)))
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
@@ -142,7 +140,9 @@ class _Linearised:
         self._tape, self._zeros = tape, zeros
 
     @staticmethod
-    def _probe(program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any) -> tuple[Any, Any]:
+    def _probe(
+        program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, keep: Keep
+    ) -> tuple[Any, Any]:
         """Shapes of the taps, and for each target the taps that lead to it. Traces a graph and never runs it."""
         shapes: dict[str, Any] = {}
         paths: dict[str, set[str]] = {}
@@ -151,7 +151,7 @@ class _Linearised:
             points: dict[str, Any] = {}
 
             def tap(key: str, tensor: Any) -> Any:
-                points[key] = _kept_mask(tensor, tf.identity(tensor))
+                points[key] = keep(tensor, tf.identity(tensor))
                 tape.watch(points[key])
                 shapes[key] = (tuple(tensor.shape), tensor.dtype)
                 return points[key]
@@ -166,7 +166,7 @@ class _Linearised:
         return shapes, paths
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
-        """Pull cotangents back; see the contract in ``engines/__init__.py``."""
+        """See :class:`rnnlens.autodiff.protocol.Linearised`."""
         names = list(cotangents)
         targets = [self.targets[name] for name in names]
         linked = set().union(*(self._paths[name] for name in names))
@@ -200,7 +200,7 @@ class _PerStep:
         self._function = function
 
     def vjp(self, inputs: Any, cotangents: Any) -> Any:
-        """Pull cotangents back; see the contract in ``engines/__init__.py``."""
+        """See :class:`rnnlens.autodiff.protocol.PerStep`."""
         return self._pull(inputs, cotangents)
 
     def produced(self, inputs: Any, cotangents: Any) -> Any:
@@ -245,6 +245,3 @@ class _PerStep:
             tape.batch_jacobian(stacked, joined, unconnected_gradients=zero),
             tape.batch_jacobian(stacked, x, unconnected_gradients=zero),
         )
-
-
-engine = TensorFlow()

@@ -1,23 +1,28 @@
-"""What differs between the engines of Keras: differentiation, compilation, arrays. One file per engine."""
+"""What is asked of an engine: differentiation, compilation, arrays."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-import keras
-
-from .... import settings
-from ....typing import Array
+from .. import settings
+from ..typing import Array
 
 #: ``tap(key, tensor)`` returns the tensor to go on with; the loss is differentiated with respect to it.
 Tap = Callable[[str, Any], Any]
 #: A program runs the model once, tapping as it goes, and returns (loss or None, everything else of interest).
 Program = Callable[[Tap], tuple[Any, Any]]
+#: ``keep(old, new)`` returns the new tensor, with what a framework attached to the old one.
+Keep = Callable[[Any, Any], Any]
 T = TypeVar("T")
+
+
+def as_it_is(old: Any, new: Any) -> Any:
+    """Where nothing is attached to tensors."""
+    del old
+    return new
 
 
 class Memo:
@@ -59,7 +64,7 @@ class Linearised(Protocol):
 
 
 class Engine(Protocol):
-    """The little that the rest of this adapter asks of an engine."""
+    """The little that adapters ask of an engine."""
 
     name: str
     #: Whether :meth:`compile` does anything.
@@ -77,8 +82,8 @@ class Engine(Protocol):
     def own(self, array: Any) -> Any:
         """A copy where the engine would otherwise share memory with the user's array."""
 
-    def values(self, variables: Sequence[Any]) -> list[Any] | None:
-        """What to run with in place of the variables; None where the program may read them itself."""
+    def values(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """What to run with in place of the values of variables; None where the program may read them itself."""
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
         """Loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
@@ -107,11 +112,21 @@ class Engine(Protocol):
     ) -> Linearised:
         """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
 
-    def per_step(self, function: Callable[..., Any]) -> Any:
-        """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""
+    def per_step(self, function: Callable[..., Any]) -> PerStep:
+        """The steps of a cell, a pure function ``(x, states, weights) -> (output, new states)``, differentiated."""
 
 
-def current() -> Engine:
-    """The engine that Keras runs on in this process."""
-    engine: Engine = importlib.import_module(f"{__name__}.{keras.backend.backend()}").engine
-    return engine
+class PerStep(Protocol):
+    """A step of many rows at once, and its derivatives; rows do not depend on each other."""
+
+    def step(self, x: Any, states: Any, weights: Any) -> Any:
+        """Output and new states."""
+
+    def vjp(self, inputs: Any, cotangents: Any) -> Any:
+        """Cotangents of (output, new states) to those of (x, states, weights), zeros where no path leads."""
+
+    def produced(self, inputs: Any, cotangents: Any) -> Any:
+        """Cotangents of (output, new states) to each new state where the step computes it."""
+
+    def jacobian(self, inputs: Any) -> Any:
+        """Rows of [new states, output], (n, rows, size), by the states side by side and by the input."""

@@ -1,4 +1,4 @@
-"""Keras on JAX: taps add a zero to a tensor, and the loss is differentiated with respect to the zeros."""
+"""JAX: taps add a zero to a tensor, and the loss is differentiated with respect to the zeros."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
-from ....typing import Array
-from . import Memo, Program, Tap
-from .jax_paths import linked_outputs, with_outputs_moved
+from ..typing import Array
+from .jaxpr import linked_outputs, with_outputs_moved
+from .protocol import Keep, Memo, Program, Tap, as_it_is
 
 
-class Jax:
-    """See :class:`rnnlens.adapters.keras.engines.Engine`."""
+class Engine:
+    """See :class:`rnnlens.autodiff.protocol.Engine`."""
 
     name = "jax"
     compiles = True
+
+    def __init__(self, keep: Keep = as_it_is) -> None:
+        self._keep = keep
 
     def to_array(self, tensor: Any) -> Array:
         """A NumPy array (torch off the CPU: a torch tensor); halves become float32."""
@@ -43,16 +45,16 @@ class Jax:
         # JAX on a CPU may use a NumPy array's own memory.
         return np.array(array) if isinstance(array, np.ndarray) else array
 
-    def values(self, variables: Sequence[Any]) -> list[Any] | None:
-        """What to run with in place of the variables; None where the program may read them itself."""
-        return [v._value for v in variables]
+    def values(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """What to run with in place of the values of variables; None where the program may read them itself."""
+        return list(tensors)
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
         """Loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
         zeros = _zeros(program)
 
         def loss_of(zeros: dict[str, Any]) -> Any:
-            return program(_adding(zeros))
+            return program(_adding(zeros, self._keep))
 
         (loss, aux), found = jax.value_and_grad(loss_of, has_aux=True)(zeros)
         return loss, aux, found
@@ -88,10 +90,10 @@ class Jax:
         memo: Memo,
     ) -> Any:
         """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
-        return _Linearised(program, arguments, memo)
+        return _Linearised(program, arguments, memo, self._keep)
 
     def per_step(self, function: Callable[..., Any]) -> _PerStep:
-        """``step``, ``vjp`` and ``jacobian`` of a pure function of (x, states, weights); see ``cells.py``."""
+        """The steps of a cell, differentiated."""
         return _PerStep(function)
 
 
@@ -107,14 +109,8 @@ def _zeros(program: Callable[[Tap], Any]) -> dict[str, Any]:
     return {key: jnp.zeros(s.shape, s.dtype) for key, s in shapes.items()}
 
 
-def _adding(zeros: dict[str, Any]) -> Tap:
-    def tap(key: str, tensor: Any) -> Any:
-        moved, mask = tensor + zeros[key], get_keras_mask(tensor)
-        if mask is not None:
-            set_keras_mask(moved, mask)
-        return moved
-
-    return tap
+def _adding(zeros: dict[str, Any], keep: Keep) -> Tap:
+    return lambda key, tensor: keep(tensor, tensor + zeros[key])
 
 
 def _compiled(function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
@@ -141,19 +137,21 @@ def _compiled(function: Callable[..., Any], arguments: Sequence[Any], memo: Memo
 class _Linearised:
     """``jax.vjp`` of the compiled program; cotangents are pulled back under ``vmap``."""
 
-    def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, memo: Memo) -> None:
+    def __init__(
+        self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, memo: Memo, keep: Keep
+    ) -> None:
         self._memo = memo
         zeros = memo.once("zeros", lambda: _zeros(lambda tap: (None, program(arguments, tap))))
 
         def run(zeros: dict[str, Any], arguments: Any) -> Any:
-            return jax.vjp(lambda z: program(arguments, _adding(z)), zeros, has_aux=True)
+            return jax.vjp(lambda z: program(arguments, _adding(z, keep)), zeros, has_aux=True)
 
         compiled = memo.once("run", lambda: _compiled(run, (zeros, arguments), memo))
         self.targets, self._pull, self.aux = compiled(zeros, arguments)
         self._keys = list(zeros)
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
-        """Pull cotangents back; see the contract in ``engines/__init__.py``."""
+        """See :class:`rnnlens.autodiff.protocol.Linearised`."""
         count = len(next(iter(cotangents.values())))
         linked = self._memo.once(frozenset(cotangents), lambda: self._linked(set(cotangents)))
         full = {}
@@ -216,6 +214,3 @@ class _PerStep:
         # Samples do not mix within a step, so one cotangent per output serves all of them.
         by_state, by_input = jax.vmap(pull)(rows)
         return jnp.moveaxis(by_state, 0, 1), jnp.moveaxis(by_input, 0, 1)
-
-
-engine = Jax()

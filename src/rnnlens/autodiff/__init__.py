@@ -1,0 +1,24 @@
+"""The engines that differentiate: one file for each, shared by every framework that runs on it.
+
+``tensors`` tells whose tensor something is, and ``processes`` which engine has run here; neither loads any. Everything
+else is reached through :func:`engine`, when a model that needs it exists.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+
+from .protocol import Engine, Keep, Linearised, Memo, Program, Tap, as_it_is
+
+__all__ = ["Engine", "Keep", "Linearised", "Memo", "Program", "Tap", "as_it_is", "engine"]
+
+
+@cache
+def engine(name: str, keep: Keep = as_it_is) -> Engine:
+    """The engine of that name: ``"torch"``, ``"jax"`` or ``"tensorflow"``.
+
+    ``keep(old, new)`` carries over to a tensor what a framework attached to the one that it replaces.
+    """
+    found: Engine = importlib.import_module(f"{__name__}.{name}").Engine(keep)
+    return found

@@ -1,0 +1,89 @@
+"""Arrays of any library in NumPy, and in each other's kind: the one place that tells whose tensor something is.
+
+An engine is asked only where the user has loaded it; whatever is no tensor of an engine is NumPy's to read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..typing import Array
+
+#: By engine, the classes of its tensors.
+_TENSORS = {
+    "torch": ("Tensor",),
+    "tensorflow": ("Tensor", "Variable", "RaggedTensor", "SparseTensor"),
+    "jax": ("Array",),
+}
+
+#: Dtypes that NumPy has not, and what they become.
+_WIDENED = {"bfloat16": "float32"}
+
+
+def engine_of(value: Any) -> str | None:
+    """The engine whose tensor this is; None for NumPy's arrays and everything else."""
+    if isinstance(value, np.ndarray):
+        return None
+    for engine, names in _TENSORS.items():
+        module = sys.modules.get(engine)
+        kinds = tuple(getattr(module, name) for name in names if hasattr(module, name))
+        if kinds and isinstance(value, kinds):
+            return engine
+    return None
+
+
+def to_numpy(value: Any) -> np.ndarray[Any, Any]:
+    """A NumPy array of any array: also of one that requires grad, lies on a device, or is in bfloat16 (then float32).
+
+    Shares memory where that can be.
+    """
+    if engine_of(value) == "torch":
+        return _torch().to_numpy(value)  # type: ignore[no-any-return]
+    values = np.asarray(value)
+    return values.astype(np.float32) if values.dtype.name == "bfloat16" else values
+
+
+def shared(value: Any) -> np.ndarray[Any, Any] | None:
+    """The NumPy array that has the memory of a tensor on the CPU; None for anything else."""
+    if engine_of(value) != "torch" or value.device.type != "cpu":
+        return None
+    array: np.ndarray[Any, Any] = value.numpy()
+    return array
+
+
+def like(array: Any, reference: Any) -> Array:
+    """An array as one of the same kind, dtype and device as another."""
+    engine = engine_of(reference)
+    if engine == "torch":
+        return _torch().like(array, reference)
+    name = dtype_name(reference)
+    return np.asarray(to_numpy(array), dtype=reference.dtype if engine is None else _WIDENED.get(name, name))
+
+
+def join(parts: Sequence[Any], axis: int) -> Array:
+    """Arrays of one kind, end to end."""
+    if engine_of(parts[0]) == "torch":
+        return _torch().join(parts, axis)
+    return np.concatenate([np.asarray(part) for part in parts], axis=axis)
+
+
+def repeated(row: Any, count: int) -> Array:
+    """An array whose first axis has length 1, as often as that, without a copy."""
+    if engine_of(row) == "torch":
+        return row.expand(count, *row.shape[1:])
+    return np.broadcast_to(np.asarray(row), (count, *row.shape[1:]))
+
+
+def dtype_name(value: Any) -> str:
+    """Name of the dtype of an array of any library, without that of the library."""
+    dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
+    return str(getattr(dtype, "name", dtype)).rpartition(".")[2]
+
+
+def _torch() -> Any:
+    return importlib.import_module("rnnlens.autodiff.torch")
