@@ -27,13 +27,13 @@ PUBLIC = {
     "gradients": (
         "(model, x, y=None, *, of='loss', wrt='weights', at=None, reduce=None, per_sample=False, measure=None, "
         "across=None, loss=None, "
-        "sample_weight=None, class_weight=None, training=False, initial_state=None, seed=None, batch_size=None, "
+        "sample_weight=None, class_weight=None, training=False, initial_state=None, seed=0, batch_size=None, "
         "combine=None, clip=None, memory=None, axes=None)"
     ),
     "jacobian": (
         "(model, x, *, of='output', wrt='input', at=None, reduce=None, measure=None, across=None, "
         "sketch=None, rtol=None, mode='auto', memory=None, out=None, training=False, "
-        "initial_state=None, seed=None, axes=None)"
+        "initial_state=None, seed=0, axes=None)"
     ),
     "layers": "(model)",
     "open": "(path, *, lazy=False, memory=None)",
@@ -43,12 +43,12 @@ PUBLIC = {
     "torch": None,
     "trace": (
         "(model, x, y=None, *, loss=None, layers=None, quantities=None, sample_weight=None, class_weight=None, "
-        "training=False, initial_state=None, seed=None, axes=None)"
+        "training=False, initial_state=None, seed=0, axes=None)"
     ),
     "weight_norms": "(model, *, layers=None, over=None, ord=2, history=None, step=None)",
     "weights": (
         "(model, x=None, y=None, *, layers=None, by_time=False, loss=None, sample_weight=None, class_weight=None, "
-        "training=False, seed=None)"
+        "training=False, seed=0)"
     ),
 }
 FUNCTIONS = sorted(name for name, signature in PUBLIC.items() if signature is not None)

@@ -108,7 +108,7 @@ def trace(
     ] = None,
     samples: Annotated[int | None, typer.Option("--samples", "-n", help="Only the first so many samples.")] = None,
     training: Annotated[bool, typer.Option("--training", help="Run in training mode: dropout acts.")] = False,
-    seed: Annotated[int | None, typer.Option(min=0, max=_LARGEST_SEED, help="Seed of the dropout.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Seed of the dropout.")] = 0,
     memory: Memory = None,
     weights: Weights = None,
     imports: Imports = None,

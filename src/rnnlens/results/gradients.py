@@ -14,6 +14,7 @@ from .base import Result, refuse_no_name
 from .certificate import Certificate
 from .checks import Check
 from .names import to_paths
+from .view import LayerView
 
 
 @dataclass(frozen=True)
@@ -41,39 +42,18 @@ class Reason:
         return f"[{self.code}] {self.sentence} Try: {self.remedy}"
 
 
-class LayerGradients:
+class LayerGradients(LayerView):
     """Gradients with respect to the tensors of one layer: ``g["conv1d"]["kernel"]`` or ``g["conv1d"].kernel``."""
 
     def __init__(self, name: str, dataset: xr.Dataset, disconnected: Mapping[str, Reason]) -> None:
-        self.name = name
-        self.dataset = dataset
+        super().__init__(name, dataset)
         self._disconnected = disconnected
 
-    def __getitem__(self, name: str) -> xr.DataArray:
-        refuse_no_name(name, self, f"layer {self.name!r}")
-        if name in self.dataset.data_vars:
-            return self.dataset[name]
+    def _absence(self, name: str) -> str:
         for reason in self._disconnected.values():
             if reason.name in (f"{self.name}/{name}", f"{self.name}.{name}"):
-                raise QuantityNotFoundError(_no_gradient(reason))
-        known = list(map(str, self.dataset.data_vars))
-        raise QuantityNotFoundError(
-            message(f"No gradient of {name!r} was computed for layer {self.name!r}.", hint=did_you_mean(name, known))
-        )
-
-    def __getattr__(self, name: str) -> xr.DataArray:
-        if name.startswith("_") or name == "dataset":
-            raise AttributeError(name)
-        return self[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.dataset.data_vars
-
-    def __iter__(self) -> Any:
-        return iter(map(str, self.dataset.data_vars))
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self]
+                return _no_gradient(reason)
+        return message(f"No gradient of {name!r} was computed for layer {self.name!r}.", hint=did_you_mean(name, self))
 
     def __repr__(self) -> str:
         lines = [f"<rnnlens LayerGradients {self.name!r}>"]

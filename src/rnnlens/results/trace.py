@@ -11,26 +11,23 @@ from typing import Any
 
 import xarray as xr
 
-from ..errors import QuantityNotFoundError, did_you_mean, message
+from ..errors import did_you_mean, message
 from ..recurrence.cells import cell_of_kind
 from ..vocabulary import QUANTITIES, SAMPLE, TIME
-from .base import Result, refuse_no_name
+from .base import Result
 from .certificate import Certificate
 from .checks import Check
 from .schema import quantity, with_mask
+from .view import LayerView
 
 
-class LayerTrace:
-    """Variables of one layer, by attribute: ``trace["lstm"].hidden_grad``.
-
-    Each is a DataArray that carries its own name, units, definition and origin. ``.dataset`` has them all at once.
-    """
+class LayerTrace(LayerView):
+    """Variables of one layer: ``trace["lstm"].hidden_grad``; coordinates of their dimensions by name as well."""
 
     def __init__(
         self, name: str, dataset: xr.Dataset, *, loss: float | None = None, asked: tuple[str, ...] | None = None
     ) -> None:
-        self.name = name
-        self.dataset = dataset
+        super().__init__(name, dataset)
         self._loss = loss
         self._asked = asked
 
@@ -41,35 +38,18 @@ class LayerTrace:
         words = {key: attrs[key] for key in ("kind", "cell", "direction") if key in attrs}
         return {"name": self.name, **words, **json.loads(attrs.get("details", "{}"))}
 
-    @property
-    def quantities(self) -> tuple[str, ...]:
-        """Names of the variables."""
-        return tuple(str(name) for name in self.dataset.data_vars)
+    def _has(self, name: str) -> bool:
+        return name in self.dataset.variables
 
-    def __getattr__(self, name: str) -> xr.DataArray:
-        if name.startswith("_") or name == "dataset":
-            raise AttributeError(name)
-        return self[name]
-
-    def __getitem__(self, name: str) -> xr.DataArray:
-        refuse_no_name(name, self.quantities, f"layer {self.name!r}")
-        if name in self.dataset.variables:
-            return with_mask(self.dataset[name], self.dataset)
-        raise QuantityNotFoundError(self._absence(name))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.dataset.data_vars
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self.quantities]
+    def _found(self, name: str) -> xr.DataArray:
+        return with_mask(self.dataset[name], self.dataset)
 
     def _absence(self, name: str) -> str:
-        """Why there is no such variable, and what to do about it."""
         where = f"{name!r} was not computed for layer {self.name!r}"
         attrs = self.dataset.attrs
         cell = str(attrs.get("cell") or attrs.get("kind") or "layer")
         if name not in QUANTITIES and not name.startswith(("state_", "initial_", "final_")):
-            hint = did_you_mean(name, self.quantities)
+            hint = did_you_mean(name, self)
             return message(f"No quantity named {name!r} for layer {self.name!r}.", hint=hint)
         if name in ("cell", "cell_grad") and "cell" not in cell_of_kind(cell).states:
             return message(f"{where}: {cell} has no cell state.", hint="hidden or hidden_grad")
@@ -77,12 +57,12 @@ class LayerTrace:
             return message(f"{where}: no loss was given.", hint="rl.trace(model, x, y, loss=...) or a compiled model")
         if self._asked is not None and name not in self._asked:
             return message(f"{where}: it is not among quantities=.", got=", ".join(self._asked), hint=f"add {name!r}")
-        return message(f"{where}: it does not exist for {cell}.", expected=f"one of: {', '.join(self.quantities)}")
+        return message(f"{where}: it does not exist for {cell}.", expected=f"one of: {', '.join(self)}")
 
     def __repr__(self) -> str:
         lines = [f"<rnnlens LayerTrace {self.name!r}> {describe_layer(self.dataset)}"]
-        width = max((len(name) for name in self.quantities), default=0)
-        for name in self.quantities:
+        width = max((len(name) for name in self), default=0)
+        for name in self:
             array = self.dataset[name]
             shape = ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items())
             lines.append(f"  {name:<{width}}  ({shape})  {array.attrs.get('long_name', '')}")

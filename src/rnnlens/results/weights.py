@@ -7,29 +7,21 @@ from typing import Any
 
 import xarray as xr
 
-from ..errors import QuantityNotFoundError, did_you_mean, message
-from .base import Result, refuse_no_name
+from ..errors import did_you_mean, message
+from .base import Result
 from .certificate import Certificate
 from .checks import Check
+from .view import LayerView
 
 
-class LayerWeights:
-    """Weights of one layer by attribute or name: ``w.kernel``, ``w["recurrent_kernel_grad"]``; ``.dataset`` has all."""
-
-    def __init__(self, name: str, dataset: xr.Dataset) -> None:
-        self.name = name
-        self.dataset = dataset
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the variables: weights, gradients, and counts of what is not finite."""
-        return tuple(str(name) for name in self.dataset.data_vars)
+class LayerWeights(LayerView):
+    """Weights of one layer, their gradients, and counts of what is not finite: ``w["lstm"].recurrent_kernel_grad``."""
 
     @property
     def nonfinite(self) -> dict[str, int]:
         """Number of NaN and infinite values per variable that has any."""
         counted: dict[str, int] = {}
-        for name in self.names:
+        for name in self:
             stem, _, what = name.rpartition("_")
             if what == "count":
                 total = int(self.dataset[name].sum())
@@ -38,30 +30,15 @@ class LayerWeights:
                     counted[stem] = counted.get(stem, 0) + total
         return counted
 
-    def __getitem__(self, name: str) -> xr.DataArray:
-        refuse_no_name(name, self.names, f"layer {self.name!r}")
-        if name in self.dataset.data_vars:
-            return self.dataset[name]
-        missing = f"Layer {self.name!r} has no {name!r} here."
-        hint = did_you_mean(name, self.names)
-        if name.endswith("_grad") and name.removesuffix("_grad") in self.names:
+    def _absence(self, name: str) -> str:
+        hint = did_you_mean(name, self)
+        if name.endswith("_grad") and name.removesuffix("_grad") in self:
             hint = "pass data for gradients: rl.weights(model, x, y)"
-        raise QuantityNotFoundError(message(missing, hint=hint))
-
-    def __getattr__(self, name: str) -> xr.DataArray:
-        if name.startswith("_") or name == "dataset":
-            raise AttributeError(name)
-        return self[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.dataset.data_vars
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self.names]
+        return message(f"Layer {self.name!r} has no {name!r} here.", hint=hint)
 
     def __repr__(self) -> str:
         lines = [f"<rnnlens LayerWeights {self.name!r}>"]
-        shown = [name for name in self.names if not name.endswith("_count")]
+        shown = [name for name in self if not name.endswith("_count")]
         width = max((len(name) for name in shown), default=0)
         bad = self.nonfinite
         for name in shown:
@@ -69,9 +46,6 @@ class LayerWeights:
             flag = f"  {bad[name]} NaN or infinite" if name in bad else ""
             lines.append(f"  {name:<{width}}  ({shape}){flag}")
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return self.dataset._repr_html_()
 
 
 class Weights(Result, kind="weights"):
@@ -120,7 +94,7 @@ class Weights(Result, kind="weights"):
         return {**super()._meta(), "penalties": self.penalties, "loss": self.loss}
 
     def _rows(self) -> list[tuple[str, str]]:
-        return [(name, ", ".join(n for n in self[name].names if not n.endswith("_count"))) for name in self]
+        return [(name, ", ".join(n for n in self[name] if not n.endswith("_count"))) for name in self]
 
     def _remarks(self) -> list[tuple[str, str]]:
         bad = [("WARNING", f"{name}: {count} NaN or infinite") for name, count in self.nonfinite.items()]

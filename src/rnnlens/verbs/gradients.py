@@ -36,7 +36,7 @@ from .axes import an_axes_table
 from .differentiation.batches import Batches
 from .differentiation.clipping import a_clipping, clipped, rule
 from .differentiation.gather import Gathered, gather
-from .differentiation.question import Of, Question, Request, a_target, ask, repeatable, trainable
+from .differentiation.question import Of, Question, Request, a_target, ask, trainable
 from .differentiation.target import Reduction, Target, a_reduction
 from .loss_words import with_reduction
 from .names import TensorName
@@ -91,7 +91,7 @@ def gradients(
     class_weight: Mapping[int, float] | None = None,
     training: bool = False,
     initial_state: Mapping[str, Sequence[Any]] | None = None,
-    seed: int | None = None,
+    seed: int = 0,
     batch_size: int | None = None,
     combine: Literal["mean", "sum"] | None = None,
     clip: str | Mapping[str, float] | None = None,
@@ -164,8 +164,7 @@ def gradients(
     Gradients of and through recurrent states: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5.
     """
     adapter = adapter_for(model)
-    draws = repeatable(adapter, seed, training)
-    run = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, draws)
+    run = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     request = Request(of, wrt, at or {}, reduce, per_sample, measure, across, combine, clip, memory, axes)
     question = ask(adapter, model, run, request)
     found = gather(question, Batches(run, batch_size, question.axes, question.with_loss))

@@ -98,7 +98,7 @@ def jacobian(
     out: str | PathLike[str] | None = None,
     training: bool = False,
     initial_state: Mapping[str, Sequence[Any]] | None = None,
-    seed: int | None = None,
+    seed: int = 0,
     axes: Mapping[str, Any] | None = None,
 ) -> xr.DataArray:
     """Differentiate every output step by every input step.

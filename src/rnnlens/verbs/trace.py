@@ -51,7 +51,7 @@ def trace(
     class_weight: Mapping[int, float] | None = None,
     training: bool = False,
     initial_state: Mapping[str, Sequence[Any]] | None = None,
-    seed: int | None = None,
+    seed: int = 0,
     axes: Mapping[str, Any] | None = None,
 ) -> Trace:
     """Trace a model on one batch: activations, gates, states, and the direct and total gradient of every timestep.
@@ -78,7 +78,7 @@ def trace(
     initial_state
         By layer name: the states to start from, one (sample, unit) array each.
     seed
-        Makes dropout reproducible.
+        Of the random numbers drawn on the way, such as dropout: equal calls draw the same.
     axes
         What the axes of a tensor count, where that cannot be found out: ``{"conv.output": ("sample", "unit",
         "time")}``; ``(("time", "sample"), "unit")`` where two are folded into one.

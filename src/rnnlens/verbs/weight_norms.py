@@ -65,7 +65,7 @@ def weight_norms(
     found = weights(model, layers=layers)
     _refuse_unknown_dims(found, over)
     for layer, node in found.items():
-        for name in node.names:
+        for name in node:
             if not name.endswith("_count") and name != "bias_total":
                 norm = _norm(node[name], over, ord)
                 row[f"{layer}/{name}"] = norm.assign_attrs(_norm_words(node[name], ord))

@@ -45,7 +45,7 @@ def weights(
     sample_weight: Any = None,
     class_weight: Mapping[int, float] | None = None,
     training: bool = False,
-    seed: int | None = None,
+    seed: int = 0,
 ) -> Weights:
     """Weights of every layer; recurrent ones split by gate and direction. With data, also their gradients.
 

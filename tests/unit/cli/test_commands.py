@@ -68,8 +68,8 @@ def test_trace_only_what_is_asked(rnnlens, folder, keras_files):
     said = rnnlens("trace", keras_files / "good.keras", "data.npz", *arguments)
     assert said.code == 0, said.err
     saved = rl.open(folder / "run.zarr")
-    assert set(saved["lstm"].quantities) <= {"output", "hidden_grad", "mask"}
-    assert {"output", "hidden_grad"} <= set(saved["lstm"].quantities)
+    assert set(saved["lstm"]) <= {"output", "hidden_grad", "mask"}
+    assert {"output", "hidden_grad"} <= set(saved["lstm"])
     assert saved["lstm"].output.sizes["sample"] == 2
 
 

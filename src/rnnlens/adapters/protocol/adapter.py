@@ -32,8 +32,6 @@ class Adapter(ABC):
     name: str
     #: Whether every tensor of every model of this framework has its samples on the first axis, and then its steps.
     samples_first: bool = True
-    #: Whether a second run without a seed draws what the first one drew, since the first gave all random states back.
-    draws_again: bool = False
 
     @property
     def engine(self) -> str:

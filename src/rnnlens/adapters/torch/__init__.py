@@ -47,7 +47,6 @@ class TorchAdapter(Adapter):
 
     name = "torch"
     samples_first = False
-    draws_again = True
 
     def owns(self, model: Any) -> bool:
         """Whether it is a module; the registry asks Keras first, whose models on torch are modules as well."""

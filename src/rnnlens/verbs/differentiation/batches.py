@@ -96,9 +96,7 @@ class Batches:
 
     def _seed(self, number: int) -> int | None:
         """The seed of a batch: in training mode no two batches draw the same."""
-        if self.whole.seed is not None:
-            return self.whole.seed + number
-        return number if self.whole.training and number else None
+        return self.whole.seed if self.whole.seed is None or not self.whole.training else self.whole.seed + number
 
     def _cut(self) -> Iterable[data.DataBatch]:
         """Batches, each cut along the axis of samples; a whole batch goes through as it is."""

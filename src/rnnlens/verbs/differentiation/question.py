@@ -191,11 +191,6 @@ def on_list(function: Callable[..., Any]) -> Callable[..., Any]:
     return of_items
 
 
-def repeatable(adapter: Adapter, seed: int | None, training: bool) -> int | None:
-    """The seed to run with: a model that runs twice in training mode must draw the same both times."""
-    return 0 if seed is None and training and not adapter.draws_again else seed
-
-
 def a_target(name: str, value: Any) -> Any:
     """A name, a function of the output, or a function and the names of what it takes."""
     if isinstance(value, str):

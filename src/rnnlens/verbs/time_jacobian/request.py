@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
@@ -14,7 +14,6 @@ from ...autodiff.tensors import dtype_name
 from ...errors import InputError, UnsupportedError, message
 from ...layout import Layout
 from ..axes import named_layouts
-from ..differentiation.question import repeatable
 from ..names import Catalogue, TensorName, catalogue, read_one, with_named_outputs
 
 
@@ -88,7 +87,6 @@ def read_request(
         If the input is integer, or ``axes=`` does not name axes of tensors of the model.
     """
     adapter = adapter_for(model)
-    batch = replace(batch, seed=repeatable(adapter, batch.seed, batch.training))
     known = with_named_outputs(adapter, model, batch, catalogue(adapter, model, batch.x), ends)
     of, wrt = (read_one(text, known) for text in ends)
     layouts = named_layouts(axes, known)

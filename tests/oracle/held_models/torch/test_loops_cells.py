@@ -199,7 +199,7 @@ def test_a_state_that_mixes_samples_has_no_jacobian_of_each():
 
 @pytest.mark.parametrize("generator", ["random", "own", "numpy"])
 def test_what_is_drawn_in_training_is_drawn_in_every_verb(generator):
-    """Teacher forcing and dropout between the steps: the path is the one that the model itself would take now."""
+    """Teacher forcing and dropout between the steps: the path is the one that the model itself takes by that seed."""
 
     class Drawing(zoo.Forced):
         def forward(self, x):
@@ -213,8 +213,8 @@ def test_what_is_drawn_in_training_is_drawn_in_every_verb(generator):
             return torch.stack(outputs, 1)
 
     def begin():
-        random.seed(1)
-        torch.manual_seed(2)
+        random.seed(7)
+        torch.manual_seed(7)
 
     model, x = zoo.build(Drawing, True), zoo.batch()
     model.numpy = np.random.default_rng(4)
@@ -224,11 +224,11 @@ def test_what_is_drawn_in_training_is_drawn_in_every_verb(generator):
     output, taps = twin_run(model, source)
     begin()
     expected = over_time(pull(loss(output), taps["cell"].zeros["hidden"]))
-    options = {"loss": loss, "training": True}
+    options = {"loss": loss, "training": True, "seed": 7}
     close(rl.trace(model, x, **options)["cell"].hidden_grad, expected, "trace")
     close(rl.gradients(model, x, wrt="cell.hidden", **options), expected, "gradients")
     close(rl.gradients(model, x, wrt="input", **options), pull(loss(output), [source])[0], "gradients by input")
-    close(rl.jacobian(model, x, training=True), rows(output, [source])[..., 0, :, :], "Jacobian")
+    close(rl.jacobian(model, x, training=True, seed=7), rows(output, [source])[..., 0, :, :], "Jacobian")
 
 
 @pytest.mark.parametrize("how", ["detach", "residual", "scale"])
