@@ -2,7 +2,7 @@
 
 ``value(x, xp)`` and ``vjp(x, a, g, xp)``, where ``a = value(x)`` and ``g`` is dL/da. At a kink the derivative is the
 one that the frameworks take: 0 at the border of a flat piece. Element-wise activations also have ``slope(x, a, xp)``;
-those that mix the units of a layer (softmax, log_softmax, sparsemax) have none.
+those that mix the units of a layer (softmax, log_softmax) have none.
 """
 
 from __future__ import annotations
@@ -93,17 +93,6 @@ def _log_softmax(x: Array, xp: Namespace) -> Array:
     return shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))
 
 
-def _sparsemax(x: Array, xp: Namespace) -> Array:
-    """Martins and Astudillo 2016, arXiv:1602.02068, algorithm 1."""
-    ordered = xp.sort(x, axis=-1, descending=True)
-    rank = xp.astype(xp.arange(1, x.shape[-1] + 1), x.dtype)
-    total = xp.cumulative_sum(ordered, axis=-1)
-    support = _step(1 + rank * ordered > total, x, xp)
-    count = xp.sum(support, axis=-1, keepdims=True)
-    threshold = (xp.sum(ordered * support, axis=-1, keepdims=True) - 1) / count
-    return _relu(x - threshold, xp)
-
-
 def _softmax_vjp(x: Array, a: Array, g: Array, xp: Namespace) -> Array:
     return a * (g - xp.sum(g * a, axis=-1, keepdims=True))
 
@@ -114,12 +103,6 @@ def _log_softmax_vjp(x: Array, a: Array, g: Array, xp: Namespace) -> Array:
 
 def _log_softmax_jvp(x: Array, a: Array, d: Array, xp: Namespace) -> Array:
     return d - xp.sum(xp.exp(a) * d, axis=-1, keepdims=True)
-
-
-def _sparsemax_vjp(x: Array, a: Array, g: Array, xp: Namespace) -> Array:
-    support = _step(a > 0, a, xp)
-    mean = xp.sum(g * support, axis=-1, keepdims=True) / xp.sum(support, axis=-1, keepdims=True)
-    return support * (g - mean)
 
 
 _TABLE = (
@@ -202,7 +185,6 @@ _TABLE = (
     Activation("log_sigmoid", lambda x, xp: -_softplus(-x, xp), lambda x, a, xp: 1 - xp.exp(a)),
     Activation("softmax", _softmax, None, _softmax_vjp, _softmax_vjp),
     Activation("log_softmax", _log_softmax, None, _log_softmax_vjp, _log_softmax_jvp),
-    Activation("sparsemax", _sparsemax, None, _sparsemax_vjp, _sparsemax_vjp),
 )
 
 #: Activations by the name Keras gives them. ``glu`` halves its input and ``threshold`` needs arguments: neither can be

@@ -58,21 +58,8 @@ def test_value_and_derivatives(name):
     np.testing.assert_allclose(activation.jvp(POINTS, value, moved, np_xp), tangent.numpy(), rtol=1e-10, atol=1e-13)
 
 
-def test_sparsemax_projects_onto_the_simplex_and_its_vjp_is_its_slope():
-    activation = ACTIVATIONS["sparsemax"]
-    x = np.array([[0.3, 0.1, -2.0, 0.25]])
-    value = activation.value(x, np_xp)
-    np.testing.assert_allclose(value, [[0.3 + 7 / 60, 0.1 + 7 / 60, 0, 0.25 + 7 / 60]], rtol=1e-12)
-    g = np.array([[1.0, -2.0, 5.0, 0.5]])
-    numeric = [
-        ((activation.value(x + 1e-6 * e, np_xp) - activation.value(x - 1e-6 * e, np_xp)) * g).sum() / 2e-6
-        for e in np.eye(4)
-    ]
-    np.testing.assert_allclose(activation.vjp(x, value, g, np_xp)[0], numeric, atol=1e-8)
-
-
 def test_no_activation_goes_untested():
-    assert set(ACTIVATIONS) == set(ORACLE) | {"sparsemax"}
+    assert set(ACTIVATIONS) == set(ORACLE)
 
 
 def test_float32_stays_float32_and_extremes_do_not_warn():

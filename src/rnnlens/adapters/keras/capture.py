@@ -24,7 +24,7 @@ from .masks import masked_output, output_from_state
 from .plain import names_of, tied_variables
 from .run import Job, Result, run
 from .trees import by_key
-from .weights import cell_variables, known_arrays, known_cell, known_class
+from .weights import cell_variables, computed_in, known_arrays, known_cell, known_class
 
 _UPPER = frozenset({"output", "final_state"})
 _BORDERS = _UPPER | {"input", "initial_state"}
@@ -158,7 +158,7 @@ class _Assembly:
             final_state_grad=get.all_gradients("final_state") or None if layer.return_state else None,
             input_scale=get("input_scale"),
             state_scale=get("state_scale"),
-            compute_dtype=_computed_in(layer.compute_dtype),
+            compute_dtype=computed_in(layer.cell, layer.compute_dtype, self._engine.name),
             weights_key=self._weights_key(layer.cell),
             weight_grads=self._weight_grads(layer.cell) if with_loss and request.weight_grads else None,
             tied=self._tied_weights(layer.cell),
@@ -246,11 +246,6 @@ def _no_path(calls: list[RecurrentCall], plain: list[PlainCall]) -> list[str]:
     if not present or any(map(np.any, present)):
         return []
     return ["No path leads from the loss to any layer asked for: every gradient is zero."]
-
-
-def _computed_in(dtype: str) -> str:
-    """What Keras computes ``dtype`` in: on JAX and torch its operations round float64 to float32."""
-    return str(keras.backend.result_type(dtype, dtype))
 
 
 class _Getter:

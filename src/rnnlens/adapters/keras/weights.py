@@ -20,14 +20,17 @@ _NAMES = (
     *("linear", "tanh", "sigmoid", "relu", "leaky_relu", "relu6", "elu", "celu", "selu", "softplus", "softsign"),
     *("squareplus", "soft_shrink", "hard_shrink", "tanh_shrink", "sparse_plus", "silu", "gelu", "sparse_sigmoid"),
     *("exponential", "hard_sigmoid", "hard_silu", "hard_tanh", "mish", "log_sigmoid", "softmax", "log_softmax"),
-    "sparsemax",
 )
 
 #: Variables that a layer keeps for itself, and no optimizer moves.
 _STATISTICS = ("moving_mean", "moving_variance")
 
-#: Keras' own activation functions that keep the shape of their input, by identity.
+#: Keras' own activation functions that keep the shape of their input, by identity. Not ``sparsemax``: what Keras
+#: computes under that name is another function wherever the support is full.
 _ACTIVATIONS: dict[Any, str] = {getattr(keras.activations, name): name for name in _NAMES}
+
+#: Activations with constants of single precision, by engine.
+_SINGLE = {"torch": frozenset({"hard_sigmoid"}), "tensorflow": frozenset({"leaky_relu", "gelu"})}
 
 
 def known_class(cell: Any) -> type[Cell] | None:
@@ -45,6 +48,19 @@ def kind_of(cell: Any) -> str:
     """One word for a cell: of our class, or else the name of its own."""
     ours = known_class(cell)
     return type(cell).__name__ if ours is None else ours.kind
+
+
+def computed_in(cell: Any, dtype: str, engine: str) -> str:
+    """What a cell is computed in, which may be coarser than its ``dtype``.
+
+    On JAX and torch Keras' operations round float64 to float32 unless told not to; and some kernels of an engine have
+    constants of single precision inside, such as torch's slope of ``hard_sigmoid``.
+    """
+    computed = str(keras.backend.result_type(dtype, dtype))
+    single = _SINGLE.get(engine, frozenset())
+    if computed == "float64" and known_class(cell) and any(_activation(cell, role) in single for role in _roles(cell)):
+        return "float32"
+    return computed
 
 
 def likeness(cell: Any) -> tuple[Any, ...]:

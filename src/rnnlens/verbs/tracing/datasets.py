@@ -59,7 +59,9 @@ def _by_node(calls: Iterable[RecurrentCall]) -> dict[str, list[RecurrentCall]]:
 
 def _collect(ours: Ours, dataset: xr.Dataset, halves: Sequence[RecurrentCall], traced: Sequence[TracedCall]) -> None:
     """What of one layer is to be held against the plain run, from its labelled numbers where those suffice."""
-    ours.steps = max(ours.steps, int(halves[0].input.shape[1]))
+    # A layer that returns its last output only, and whose input nobody asked for, is held to the bound of its units.
+    timed = halves[0].output[0] if halves[0].input is None else halves[0].input[0]
+    ours.steps = max(ours.steps, int(timed.shape[0]))
     ours.dtype = coarser(ours.dtype, halves[0].compute_dtype or str(halves[0].output.dtype))
     for call, one in zip(halves, traced, strict=True):
         if one.weights is None:

@@ -1,0 +1,61 @@
+"""A trace of some layers, of some quantities: certified like the whole of it, and never accused."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import rnnlens as rl
+
+LAYERS = [None, ["above"], ["both"], ["head"], ["both", "head"]]
+QUANTITIES = [None, ["output_grad"], ["output"], ["hidden_grad"], ["gates"], ["input_grad", "gates"]]
+X = np.random.default_rng(0).normal(size=(2, 4, 3))
+
+
+def mean_square(y, predicted):
+    return keras.ops.mean(keras.ops.square(keras.ops.cast(y, predicted.dtype) - predicted))
+
+
+@pytest.fixture(scope="module")
+def model():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4, 3), dtype="float64")
+    both = layers.Bidirectional(layers.GRU(3, return_sequences=True, dtype="float64"), name="both", dtype="float64")(
+        inputs
+    )
+    above = layers.LSTM(4, name="above", dtype="float64")(both)
+    return keras.Model(inputs, layers.Dense(2, name="head", dtype="float64")(above))
+
+
+@pytest.mark.parametrize("chosen", LAYERS, ids=str)
+def test_a_part_is_not_accused(model, chosen):
+    for quantities in QUANTITIES:
+        if chosen == ["head"] and quantities not in (None, ["output"], ["output_grad"]):
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = rl.trace(model, X, np.ones((2, 2)), loss=mean_square, layers=chosen, quantities=quantities)
+        assert found.certificate.state == "passed", (quantities, found.certificate.sentence)
+
+
+ACTIVATIONS = ["hard_sigmoid", "leaky_relu", "gelu", "sparsemax"]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_as_the_engine_computes_them(name):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4, 3), dtype="float64")
+    lstm = layers.LSTM(3, activation=name, recurrent_activation=name, return_sequences=True, dtype="float64")
+    model = keras.Model(inputs, lstm(inputs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = rl.trace(model, X, np.ones((2, 4, 3)), loss=mean_square)
+        jacobian = rl.jacobian(model, X)
+    assert found.certificate.state == "passed"
+    moved = np.zeros_like(X)
+    moved[:, 1, 2] = 1e-6
+    above, below = (np.asarray(keras.ops.convert_to_numpy(model(x)), float) for x in (X + moved, X - moved))
+    slope = (above - below) / 2e-6
+    np.testing.assert_allclose(jacobian.values[..., 1, 2], slope, atol=3e-6)
