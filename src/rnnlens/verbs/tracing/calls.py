@@ -31,13 +31,13 @@ class TracedCall:
 
 def trace_call(call: RecurrentCall, wanted: Wanted, sums: dict[str, WeightSum]) -> TracedCall:
     """Replay a call, and sweep back through it where there is a loss; ``sums`` collects dL/dW by weights shared."""
-    names, steps = call.cell.state_names, int(call.input.shape[1])
+    names = call.cell.state_names
     arrays: Arrays = {"input": call.input, "mask": call.mask, "output": call.output, "output_grad": call.output_grad}
     if call.final_state_grad is not None:
         arrays |= _border("final", names, call.final_state_grad)
     if not wanted.replayed:
         return TracedCall(arrays, [])
-    run = Run.from_call(call)
+    run, steps = Run.from_call(call), int(call.input.shape[1])
     arrays |= dict(zip(names, run.states, strict=True))
     arrays |= {"gates": run.gates, "gate_preactivation": run.preactivation}
     bound = rounding_bound(call.compute_dtype or call.output.dtype, steps)
