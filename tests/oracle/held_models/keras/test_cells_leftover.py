@@ -72,7 +72,7 @@ def held(model, x, layers, jacobian=True):
     weights = rl.weights(model, x, loss=total)
     for layer in layers:
         found = weights[layer.name]
-        entries = [np.asarray(found[name]) for name in found.names if name.endswith("_grad")]
+        entries = [np.asarray(found[name]) for name in found if name.endswith("_grad")]
         for variable in layer.trainable_variables:
             assert matches(entries, expected[id(variable)]), variable.path
     if jacobian:
