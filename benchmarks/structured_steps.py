@@ -1,0 +1,172 @@
+"""Sweeps of recurrences whose steps are not dense, against the dense way of the same numbers: time and memory.
+
+    OMP_NUM_THREADS=1 python benchmarks/structured_steps.py [--small] [--rounds 5]
+
+The dense way is that of a cell of unknown structure: the unit vectors are pulled back through each step, which makes
+its product matrix, and rows are multiplied with it. 4 samples, 256 states, 100 steps, float32, 8 input features:
+
+adjoint
+    a loss at every step, by input, states and initial state
+norms
+    Frobenius norm of the time Jacobian of all states, by every pair of steps
+projected
+    the time Jacobian of the mean over the states
+
+Times are medians of interleaved rounds after one that warms up. Memory is the high-water mark of a process of its own
+above what it held before, of one sample of a diagonal recurrence of 4096 states at 1000 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from rnnlens.recurrence import linear
+from rnnlens.recurrence.jacobian import Taps, reverse
+from rnnlens.recurrence.parallel import one_thread_each
+from rnnlens.recurrence.reductions import REDUCTIONS, Collector, FieldCollector
+from rnnlens.recurrence.sources import Field, Points, Units
+
+BAR, SAMPLES, FEATURES, HEADS = 20.0, 4, 8, 4
+STRUCTURES = ("diagonal", "complex", "per head", "minus rank one")
+
+
+def structured(name: str, samples: int, states: int, steps: int) -> linear.StructuredSystem:
+    """A recurrence that neither explodes nor vanishes at once."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.uniform(0.95, 1.0, size=(samples, steps, *shape)).astype("float32")
+
+    into = linear.Kernels(draw(2, states), rng.normal(size=(2, FEATURES, states)).astype("float32"))
+    if name == "complex":
+        turn = draw(states // 2)
+        return linear.complex_diagonal(0.8 * turn, 0.6 * turn, into)
+    if name == "per head":
+        return linear.per_head(draw(HEADS), into, size=states // HEADS)
+    if name == "minus rank one":
+        keys = round((states // HEADS) ** 0.5)
+        key = rng.normal(size=(samples, steps, HEADS, keys)).astype("float32")
+        key /= np.linalg.norm(key, axis=-1, keepdims=True)
+        return linear.minus_rank_one(draw(HEADS, keys), 0.5 * key, key, into, size=states // HEADS // keys)
+    return linear.diagonal(draw(states), into)
+
+
+class WrittenOut(linear.ProductSystem):
+    """The same numbers as product matrices, made in blocks of steps as a sweep gets to them."""
+
+    def __init__(self, system: linear.StructuredSystem) -> None:
+        self.system, self.work, self.batch, self.time = system, system.work, system.batch, system.time
+        self.rows = self.columns = system.rows
+        self.features, self.order, self.state_sizes = system.features, system.order, system.state_sizes
+
+    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> linear.Steps:
+        """Unit vectors, pulled back."""
+        count, width = len(range(self.batch)[samples]), self.rows + (self.features if inputs else 0)
+        product = self.work.empty(count, stop - first, self.rows, width)
+        unit = np.broadcast_to(self.work.eye(self.rows), (count, self.rows, self.rows))
+        for i, step in enumerate(self.system.build(first, stop, samples, inputs=inputs)):
+            step.pull(unit, product[:, i], inputs=inputs)
+        return linear.Steps(self.work, product)
+
+
+def adjoint(system: linear.System) -> None:
+    """Of a loss at every step."""
+    size = system.state_sizes[0]
+    wanted = np.ones((system.batch, 1, system.time, size), dtype="float32")
+    by_input = np.zeros((system.batch, 1, system.time, FEATURES), dtype="float32")
+    taps = Taps(FieldCollector(by_input), {0: FieldCollector(np.zeros_like(wanted))})
+    reverse(system, Field({0: wanted}), taps)
+
+
+def norms(system: linear.System) -> None:
+    """Of all units, by every pair of steps."""
+    size, times = system.state_sizes[0], range(system.time)
+    places = {t: t for t in times}
+    sink = Collector(system.work, system.batch, len(times), size, FEATURES, places, reduce=REDUCTIONS["norm"])
+    if system.pattern(0) is not None:
+        reverse(system, Units(times, 0, size), Taps(input=sink))
+    else:
+        reverse(system, Points(times, {0: system.work.eye(size)[None, None]}), Taps(input=sink))
+
+
+def projected(system: linear.System) -> None:
+    """Of the mean over the units."""
+    size, times = system.state_sizes[0], range(system.time)
+    sink = Collector(system.work, system.batch, len(times), 1, FEATURES, {t: t for t in times})
+    reverse(system, Points(times, {0: np.full((1, 1, 1, size), 1 / size, dtype="float32")}), Taps(input=sink))
+
+
+JOBS: dict[str, Callable[[linear.System], None]] = {"adjoint": adjoint, "norms": norms, "projected": projected}
+
+
+def seconds(job: Callable[[linear.System], None], system: linear.System) -> float:
+    """One run."""
+    with one_thread_each():
+        start = time.perf_counter()
+        job(system)
+        return time.perf_counter() - start
+
+
+def compare(name: str, states: int, steps: int, rounds: int) -> bool:
+    """Print the ratios of one structure; whether the bar is kept."""
+    ours, kept = structured(name, SAMPLES, states, steps), True
+    peer = WrittenOut(ours)
+    for title, job in JOBS.items():
+        job(ours)
+        job(peer)
+        spent = [(seconds(job, ours), seconds(job, peer)) for _ in range(rounds)]
+        own, dense = (statistics.median(column) for column in zip(*spent, strict=True))
+        bar = f"(bar {BAR:.0f} x)" if name == "diagonal" else ""
+        print(f"{name:15} {title:10} {own * 1e3:9.1f} ms   dense {dense * 1e3:9.1f} ms   {dense / own:7.1f} x {bar}")
+        kept &= name != "diagonal" or dense / own >= BAR
+    return kept
+
+
+def status(field: str) -> int:
+    """Bytes that this process holds, or held at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def peak(title: str, states: int, steps: int) -> int:
+    """High-water mark of one job in this process, above what it held before."""
+    JOBS[title](structured("diagonal", 1, 16, 10))
+    system = structured("diagonal", 1, states, steps)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark of the imports
+    before = status("VmRSS")
+    JOBS[title](system)
+    return status("VmHWM") - before
+
+
+def main() -> int:
+    """Measure and print; 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="a toy size: to see that it runs, not how fast")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peak", choices=JOBS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    states, steps = (256, 50) if options.small else (4096, 1000)
+    if options.peak:
+        print(json.dumps(peak(options.peak, states, steps)))
+        return 0
+    small, short = (64, 20) if options.small else (256, 100)
+    kept = [compare(name, small, short, options.rounds) for name in STRUCTURES]
+    unit = steps * states * 4
+    for title in JOBS:
+        command = [sys.executable, __file__, "--peak", title, *(["--small"] if options.small else [])]
+        mark = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        print(f"memory  {title:10} of {states} states at {steps} steps: {mark / unit:5.1f} x the states of all steps")
+    return 0 if all(kept) or options.small else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""A diagonal recurrence of thousands of states: its adjoint and its time Jacobians grow in memory as the states do."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from rnnlens.recurrence import linear
+from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
+from rnnlens.recurrence.reductions import REDUCTIONS, Collector, FieldCollector
+from rnnlens.recurrence.sources import Field, Points, Units
+
+T, F = 1000, 3
+
+
+def system_of(states, structure="diagonal"):
+    rng = np.random.default_rng(0)
+    into = linear.Kernels(rng.random((1, T, 2, states), dtype="float32"), rng.random((2, F, states), dtype="float32"))
+    a = rng.uniform(0.9, 1.0, size=(1, T, states)).astype("float32")
+    if structure == "complex":
+        return linear.complex_diagonal(0.8 * a[..., : states // 2], 0.6 * a[..., states // 2 :], into)
+    return linear.diagonal(a, into)
+
+
+def adjoint(system):
+    """Of a loss at every step: by the input, by every state, by the initial state."""
+    wanted = np.ones((1, 1, T, system.state_sizes[0]), dtype="float32")
+    taps = Taps(
+        FieldCollector(np.zeros((1, 1, T, F), dtype="float32")),
+        {0: FieldCollector(np.zeros_like(wanted))},
+        {0: FieldCollector(np.zeros_like(wanted[:, :, :1]))},
+    )
+    reverse(system, Field({0: wanted}), taps)
+
+
+def norms(system, outs=range(0, T, 25)):
+    """Frobenius norm of the Jacobian of all units, by every step."""
+    size = system.state_sizes[0]
+    sink = Collector(system.work, 1, len(outs), size, F, {t: t for t in range(T)}, reduce=REDUCTIONS["norm"])
+    reverse(system, Units(outs, 0, size), Taps(input=sink))
+    return sink.result
+
+
+def projected(system, outs=range(0, T, 25)):
+    """Jacobian of the mean over the units, by every step."""
+    size = system.state_sizes[0]
+    sink = Collector(system.work, 1, len(outs), 1, F, {t: t for t in range(T)})
+    reverse(system, Points(outs, {0: np.full((1, 1, 1, size), 1 / size, dtype="float32")}), Taps(input=sink))
+    return sink.result
+
+
+def pushed(system, ins=range(0, T, 25)):
+    """The same Jacobian the other way round: by some steps, of the norms of all."""
+    size = system.state_sizes[0]
+    places = {t: t for t in range(T)}
+    sink = Collector(system.work, 1, len(ins), F, size, places, reduce=REDUCTIONS["norm"], swapped=True)
+    forward(system, Entrances("input", ins), {0: sink}, frozenset(range(T)))
+
+
+def peak(job, states, structure):
+    """Largest number of bytes that were allocated at a time, beyond the system itself."""
+    system = system_of(states, structure)
+    tracemalloc.start()
+    try:
+        job(system)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "complex"])
+@pytest.mark.parametrize("job", [adjoint, norms, projected, pushed])
+def test_memory_is_linear_in_the_states(job, structure):
+    large, small = peak(job, 4096, structure), peak(job, 1024, structure)
+    assert large < 4.4 * small
+    # A single dense step of this size, and the states of all steps twice over.
+    assert large < 4096 * 4096 * 4
+    assert large < 5 * T * 4096 * 4
+
+
+@pytest.mark.full
+def test_norms_of_all_pairs_of_steps_in_memory_linear_in_the_states():
+    assert peak(lambda system: norms(system, range(T)), 4096, "diagonal") < 5 * T * 4096 * 4
+
+
+def test_norms_of_a_long_diagonal_recurrence_in_closed_form():
+    """h_t = a h_{t-1} + x_t: the block of lag tau is a^tau times the kernel."""
+    rng = np.random.default_rng(1)
+    a, kernel = rng.uniform(0.99, 1.0, 50), rng.normal(size=(F, 50))
+    system = linear.diagonal(np.broadcast_to(a, (1, T, 50)), linear.Kernels(np.ones((1, 1, 1, 50)), [kernel]))
+    found = norms(system, [T - 1])[0, :, 0]
+    lag = np.arange(T)[::-1, None]
+    expected = np.sqrt((a ** (2 * lag) * (kernel**2).sum(0)).sum(1))
+    assert np.abs(found / expected - 1).max() < 1e-11
