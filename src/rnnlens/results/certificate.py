@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -79,10 +78,6 @@ class Certificate:
         if self.resting:
             text += f"; {', '.join(self.resting)} rest on them"
         return text + "".join(f"; not certified: {what}" for what in self.uncertified)
-
-    def attributes(self, others: Iterable[Check] = ()) -> dict[str, str]:
-        """What a lone array says of it: the sentence, and the comparisons as JSON, after ``others``."""
-        return {"certificate": self.sentence, "checks": json.dumps([c.to_dict() for c in (*others, *self.checks)])}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain words and numbers, as stored in files."""

@@ -32,11 +32,11 @@ from ..arguments import memory as memory_of
 from ..arguments import path as path_of
 from ..errors import FileError, InputError, MissingDependencyError, RnnlensError, message
 from ..settings import current
+from .array import as_result
 from .attributes import decode, encode
 from .base import Result, result_class
 from .disk import atomic
 from .disk.limits import damaged
-from .jacobian import as_result
 from .schema import SCHEMA_VERSION
 
 KIND, SCHEMA, VERSION = "rnnlens_kind", "rnnlens_schema", "rnnlens_version"

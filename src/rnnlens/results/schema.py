@@ -190,6 +190,16 @@ def provenance_line(provenance: Mapping[str, str] | None) -> str:
     return "; ".join(f"{key}: {value}" for key, value in with_version(provenance).items())
 
 
+def provenance_of(line: str) -> dict[str, str]:
+    """The provenance that such a line was made of.
+
+    >>> provenance_of("framework: keras 3.15.1; dtype: float32")
+    {'framework': 'keras 3.15.1', 'dtype': 'float32'}
+    """
+    parts = (part.partition(": ") for part in line.split("; ") if part)
+    return {key: value for key, _, value in parts}
+
+
 def with_version(provenance: Mapping[str, str] | None) -> dict[str, str]:
     """Provenance that says which rnnlens made the numbers: this one, unless it says so already."""
     return {**(provenance or {}), "rnnlens": (provenance or {}).get("rnnlens", __version__)}

@@ -28,6 +28,7 @@ from ..arguments import (
 )
 from ..arguments import loss as a_loss
 from ..errors import DisconnectedError, message
+from ..results.array import ResultArray, record
 from ..results.gradients import Gradients, Reason
 from ..results.schema import labelled
 from ..typing import Array
@@ -97,7 +98,7 @@ def gradients(
     clip: str | Mapping[str, float] | None = None,
     memory: str | int | None = None,
     axes: Mapping[str, Any] | None = None,
-) -> xr.DataArray | Gradients:
+) -> ResultArray | Gradients:
     """Differentiate one number of a model with respect to any of its tensors.
 
     Parameters
@@ -147,8 +148,9 @@ def gradients(
     Returns
     -------
     DataArray or Gradients
-        For one tensor a DataArray with its dimensions. For a list, a pattern or ``"weights"`` a mapping by layer,
-        ``g["conv1d"]["kernel"]``, with ``g.disconnected``: the tensors without gradient, and why.
+        For one tensor a DataArray with its dimensions, and ``.checks``, ``.certificate`` and ``.save`` as every result
+        has them. For a list, a pattern or ``"weights"`` a mapping by layer, ``g["conv1d"]["kernel"]``, with
+        ``g.disconnected``: the tensors without gradient, and why.
 
     Raises
     ------
@@ -179,13 +181,13 @@ def gradients(
     return result
 
 
-def _array(question: Question, found: Gathered, provenance: Mapping[str, str]) -> xr.DataArray:
+def _array(question: Question, found: Gathered, provenance: Mapping[str, str]) -> ResultArray:
     """The one gradient asked for, with what a result of several says of it among its attributes."""
     name, explanation = question.asked[0], found.explanation
     if name not in found.gradients:
         raise _disconnected(question, explanation.disconnected[name.text])
-    array = _label(question, name, found, provenance)
-    array.attrs |= found.certificate.attributes()
+    array = ResultArray(_label(question, name, found, provenance))
+    array.attrs |= record((), found.certificate)
     for word, reasons in (("disconnected", explanation.disconnected), ("flagged", explanation.flags)):
         for reason in reasons.values():
             array.attrs[word] = str(reason)

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
 
-import xarray as xr
-
 from ..adapters.protocol import Batch
 from ..arguments import (
     anything,
@@ -28,8 +26,8 @@ from ..arguments import (
 )
 from ..errors import InputError, message, shown
 from ..recurrence.reductions import REDUCTIONS
+from ..results.array import ResultArray, record
 from ..results.checks import warn_about
-from ..results.jacobian import checks_of
 from ..settings import current, parse_memory
 from ..vocabulary import IN_TIME, OUT_TIME
 from .axes import an_axes_table
@@ -100,7 +98,7 @@ def jacobian(
     initial_state: Mapping[str, Sequence[Any]] | None = None,
     seed: int = 0,
     axes: Mapping[str, Any] | None = None,
-) -> xr.DataArray:
+) -> ResultArray:
     """Differentiate every output step by every input step.
 
     Parameters
@@ -148,7 +146,8 @@ def jacobian(
     DataArray
         ``(sample, out_time, out_unit, in_time, in_feature)``; measured ``(sample, out_time, in_time)``. No ``out_time``
         of a tensor without time. A state of a bidirectional layer adds ``direction`` (``in_direction``). Its attributes
-        hold the mode, the operations and the bytes it took.
+        hold the mode, the operations and the bytes it took; ``.checks``, ``.certificate`` and ``.save`` are those of
+        every result.
 
     Raises
     ------
@@ -173,6 +172,6 @@ def jacobian(
         found = execute(Labels(plan, request.provenance), out)
         claim = claim_of(request, plan, found)
     certificate = certify(request, plan, claim)
-    found.attrs |= certificate.attributes(checks_of(found))
+    found.attrs |= record(found.checks, certificate)
     warn_about(certificate.checks)
     return found

@@ -104,3 +104,21 @@ def test_time_jacobian_equals_autograd():
     J = rl.jacobian(net, x)
     true = torch.autograd.functional.jacobian(lambda v: net(v).sum(0), x)
     np.testing.assert_allclose(J.values, true.permute(2, 0, 1, 3, 4).numpy(), atol=1e-12)
+
+
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+@pytest.mark.parametrize("verb", ["jacobian", "gradients"])
+def test_a_lone_array_says_how_it_was_checked_also_from_a_file(verb, suffix, model, tmp_path):
+    x = torch.randn(B, T, F, generator=torch.Generator().manual_seed(0))
+    options = {"of": "output", "reduce": "sum"} if verb == "gradients" else {}
+    found = getattr(rl, verb)(model, x, wrt="input", **options)
+    assert found.certificate.state == "passed"
+    assert set(found.certificate.checks) <= set(found.checks)
+    assert any(check.name.startswith("plain") for check in found.checks)
+    assert found.provenance["framework"] == found.provenance["engine"] == f"torch {torch.__version__}"
+    made = 2 * found
+    assert (made.checks, made.certificate) == (found.checks, found.certificate)
+    found.save(tmp_path / f"array{suffix}")
+    again = rl.open(tmp_path / f"array{suffix}")
+    assert (again.checks, again.certificate, again.provenance) == (found.checks, found.certificate, found.provenance)
+    np.testing.assert_array_equal(again.values, found.values)

@@ -128,9 +128,8 @@ class TorchAdapter(Adapter):
         """Versions, dtype and device as plain strings."""
         device, dtype = home_of(model)
         return {
-            "framework": "torch",
-            "framework_version": str(torch.__version__),
-            "engine": "torch",
+            "framework": f"torch {torch.__version__}",
+            "engine": f"torch {torch.__version__}",
             "adapter": self.name,
             "dtype": str(dtype).removeprefix("torch."),
             "device": str(device),

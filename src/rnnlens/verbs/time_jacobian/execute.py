@@ -7,8 +7,8 @@ from os import PathLike
 from typing import Any
 
 import numpy as np
-import xarray as xr
 
+from ...results.array import ResultArray
 from ...results.checks import REPLAY, Check, rounding_bound, warn_about
 from ...settings import Progress
 from ...vocabulary import DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
@@ -25,7 +25,7 @@ Values = np.ndarray[Any, Any]
 Advance = Callable[[], None]
 
 
-def execute(labels: Labels, out: str | PathLike[str] | None = None) -> xr.DataArray:
+def execute(labels: Labels, out: str | PathLike[str] | None = None) -> ResultArray:
     """Everything that was planned, labelled; written to a file piece by piece where one is named."""
     plan, tally = labels.plan, Tally()
     checks = [_check(one) for one in plan.network.recurrences]

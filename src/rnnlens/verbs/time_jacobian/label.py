@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from ...results.array import ResultArray, record
 from ...results.checks import Check
-from ...results.jacobian import CHECKS, TimeJacobian
 from ...results.schema import labelled, plain
 from ...vocabulary import BACKWARD, FORWARD, IN_TIME, OUT_TIME, SAMPLE
 from .ends import Ends
@@ -78,7 +77,7 @@ class Labels:
             "flops": float(tally.flops),
             "peak_bytes": int(plan.peak_bytes),
             "replay_residual": max((c.residual for c in checks), default=0.0),
-            CHECKS: json.dumps([check.to_dict() for check in checks]),
+            **record(checks),
         }
         if ends.sketch is not None:
             found["sketch"] = int(ends.sketch)
@@ -88,7 +87,7 @@ class Labels:
             found["pruned_rows"] = int(tally.pruned_rows)
         return found
 
-    def array(self, values: Any, tally: Tally, checks: Sequence[Check]) -> xr.DataArray:
+    def array(self, values: Any, tally: Tally, checks: Sequence[Check]) -> ResultArray:
         """Label finished numbers; ``(..., 2)`` of a sketch become an estimate with its error."""
         attrs = self.attrs(tally, checks)
         if self.ends.sketch is None:
@@ -103,16 +102,16 @@ class Labels:
             name: xr.Variable(self.plan.dims, array, {"long_name": words, "units": "1"})
             for name, (array, words) in extra.items()
         }
-        return result.assign_coords(coords)
+        return ResultArray(result.assign_coords(coords))
 
-    def _labelled(self, values: Any, attrs: Mapping[str, Any]) -> xr.DataArray:
+    def _labelled(self, values: Any, attrs: Mapping[str, Any]) -> ResultArray:
         array = labelled(
             values, self.plan.dims, name="jacobian", attrs=attrs, coords=self.coords(), provenance=self.provenance
         )
         words = {"units": "1", "long_name": "step is not padding"}
         masks = {time: mask for time, mask in self.masks().items() if {SAMPLE, time} <= set(self.plan.dims)}
         coords = {f"{time}_mask": xr.Variable((SAMPLE, time), mask, words) for time, mask in masks.items()}
-        return TimeJacobian(array.assign_coords(coords))
+        return ResultArray(array.assign_coords(coords))
 
     def masks(self) -> dict[str, np.ndarray[Any, Any]]:
         """Masks (sample, step) of the steps asked for at either end, where some of them are padding."""

@@ -14,6 +14,7 @@ import xarray as xr
 import zarr
 
 from ...errors import FileError, RnnlensError, message
+from ...results.array import ResultArray
 from ...results.checks import Check
 from ...results.disk.atomic import replacing_folder
 from ...results.disk.store import recording
@@ -96,10 +97,10 @@ class ZarrTarget:
         except OSError as error:
             raise FileError(message("The file cannot be written.", got=f"{self.asked}: {error}")) from error
 
-    def result(self) -> xr.DataArray:
+    def result(self) -> ResultArray:
         """What was written, read when looked at."""
         found = open_result(self.asked, lazy=True)
-        assert isinstance(found, xr.DataArray)
+        assert isinstance(found, ResultArray)
         return found
 
 

@@ -1,0 +1,76 @@
+"""A lone array as a result: it says how it was checked and where it came from, and can be saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from typing import Any
+
+import xarray as xr
+
+from ..arguments import checked
+from ..arguments import path as path_of
+from .certificate import Certificate
+from .checks import Check
+from .schema import provenance_of
+
+#: The attributes in which an array carries, also through a file, what other results have as their own.
+RECORD, CERTIFICATE = "record", "certificate"
+
+
+class ResultArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's own __init_subclass__
+    """A DataArray with checks, certificate, provenance and :meth:`save` as other results have them.
+
+    What is made from it keeps them.
+    """
+
+    __slots__ = ()
+
+    @property
+    def checks(self) -> list[Check]:
+        """Self-checks of the replayed layers, and the comparisons with the user's own model."""
+        own = [Check(**found) for found in _record(self).get("checks", [])]
+        return [*own, *self.certificate.checks]
+
+    @property
+    def certificate(self) -> Certificate:
+        """How the numbers compare with a plain run of the model."""
+        stored = _record(self).get("certificate")
+        return Certificate() if stored is None else Certificate.from_dict(stored)
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """Framework, versions, engine, dtype, device: plain strings."""
+        return provenance_of(str(self.attrs.get("provenance", "")))
+
+    @checked(path=path_of)
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it to one file: netCDF for ``.nc``, Zarr for ``.zarr``; ``rl.open`` reads it back.
+
+        Raises
+        ------
+        FileError
+            If the path cannot be written, or ends in neither.
+        """
+        from .files import save
+
+        save(self, path)
+
+
+def record(checks: Iterable[Check], certificate: Certificate | None = None) -> dict[str, str]:
+    """The attributes that carry them: all in one, and the sentence of the certificate for whoever reads attributes."""
+    found: dict[str, Any] = {"checks": [check.to_dict() for check in checks]}
+    if certificate is None:
+        return {RECORD: json.dumps(found)}
+    return {RECORD: json.dumps({**found, "certificate": certificate.to_dict()}), CERTIFICATE: certificate.sentence}
+
+
+def as_result(array: Any) -> Any:
+    """An array that carries a record as a result; anything else as it is."""
+    return ResultArray(array) if isinstance(array, xr.DataArray) and RECORD in array.attrs else array
+
+
+def _record(array: xr.DataArray) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = json.loads(array.attrs.get(RECORD, "{}"))
+    return found
