@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import json
 import os
-import pickle
 import re
 import sys
 import warnings
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..adapters.registry import adapter_for, adapter_of
 from ..errors import FileError, InputError, MissingDependencyError, ModelError, RnnlensError, message
 from .claims import check_archive
 from .console import say
@@ -213,7 +213,7 @@ def resolve(spec: str) -> Any:
 def _make(spec: str) -> Any:
     """The model itself, or what the factory of that name returns."""
     found = resolve(spec)
-    if not isinstance(found, type) and _is_model(found):
+    if not isinstance(found, type) and adapter_of(found) is not None:
         return found
     if not callable(found):
         raise InputError(message(f"{spec} is neither a model nor a function.", got=type(found).__name__))
@@ -224,59 +224,8 @@ def _make(spec: str) -> Any:
         raise InputError(message(f"{spec} cannot be called without arguments.", got=str(error), hint=hint)) from error
 
 
-def is_torch(model: Any) -> bool:
-    """Whether this is a plain torch module; a Keras model that runs on torch is not."""
-    keras = sys.modules.get("keras")
-    torch = sys.modules.get("torch")
-    return (
-        torch is not None
-        and isinstance(model, torch.nn.Module)
-        and not (keras and isinstance(model, keras.layers.Layer))
-    )
-
-
-def _is_model(found: Any) -> bool:
-    keras = sys.modules.get("keras")
-    return is_torch(found) or (keras is not None and isinstance(found, keras.layers.Layer))
-
-
 def _load_weights(model: Any, path: Path, unsafe: bool) -> None:
     if not path.is_file():
         raise FileError(message("There is no such weights file.", got=str(path)))
     check_archive(path)
-    if not is_torch(model):
-        try:
-            model.load_weights(path)
-        except Exception as error:  # whatever Keras says, the user meets one error
-            raise FileError(message("These weights do not fit the model.", got=f"{path}: {error}")) from error
-        return
-    state = _read_state(path, unsafe)
-    try:
-        model.load_state_dict(state)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        raise FileError(message("These weights do not fit the model.", got=f"{path}: {error}")) from error
-
-
-def _read_state(path: Path, unsafe: bool) -> Any:
-    """A state dict; also out of a checkpoint that keeps it under its customary name."""
-    import torch
-
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=not unsafe)
-    except pickle.UnpicklingError as error:
-        raise FileError(
-            message(
-                "This weights file is not loaded, because doing so could run code that it contains.",
-                got=f"{path}: more than tensors (torch.load with weights_only=True refuses it)",
-                expected="torch.save(model.state_dict(), path)",
-                hint="--unsafe, if you trust whoever made the file",
-            )
-        ) from error
-    except Exception as error:  # a damaged file raises RuntimeError, EOFError, KeyError, ...
-        raise FileError(message("This weights file cannot be read.", got=f"{path}: {type(error).__name__}")) from error
-    if isinstance(state, torch.nn.Module):
-        return state.state_dict()
-    for key in ("state_dict", "model_state_dict"):
-        if isinstance(state, dict) and key in state:
-            return state[key]
-    return state
+    adapter_for(model).load_weights(model, path, unsafe=unsafe)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from keras_eager import eagerly
 
 from rnnlens import errors
 from rnnlens.adapters.keras import adapter
-from rnnlens.adapters.keras.run import eagerly
 from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
 from rnnlens.adapters.registry import adapter_for
 from rnnlens.recurrence.run import Run

@@ -5,10 +5,10 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from keras_eager import eagerly
 
 from rnnlens import errors
 from rnnlens.adapters.keras import adapter
-from rnnlens.adapters.keras.run import eagerly
 from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
 
 X, Y = np.ones((2, 4, 3)), np.ones((2, 2))

@@ -8,9 +8,9 @@ import weakref
 import keras
 import numpy as np
 import pytest
+from keras_eager import eagerly
 
 from rnnlens.adapters.keras import adapter
-from rnnlens.adapters.keras.run import eagerly
 from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
 
 X = np.random.default_rng(0).normal(size=(2, 4, 3))

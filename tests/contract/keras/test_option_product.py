@@ -13,9 +13,9 @@ from itertools import product
 import keras
 import numpy as np
 import pytest
+from keras_eager import eagerly
 
 from rnnlens.adapters.keras import adapter
-from rnnlens.adapters.keras.run import eagerly
 from rnnlens.adapters.protocol import Batch, CaptureRequest
 from rnnlens.testing.keras_autodiff import gradients
 from rnnlens.testing.reference import bptt

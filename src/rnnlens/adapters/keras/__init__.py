@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import keras
 
+from ...errors import FileError, message
 from ...typing import Array
 from ..protocol import (
     Adapter,
@@ -74,6 +76,14 @@ class KerasAdapter(Adapter):
     def capture(self, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         """One forward pass and, with a loss, one backward pass."""
         return capture(model, batch, request)
+
+    def load_weights(self, model: Any, path: Path, *, unsafe: bool = False) -> None:
+        """Read a weights file, which holds numbers only."""
+        del unsafe
+        try:
+            model.load_weights(path)
+        except Exception as error:  # whatever Keras says, the user meets one error
+            raise FileError(message("These weights do not fit the model.", got=f"{path}: {error}")) from error
 
     def untrained(self, model: Any, seed: int) -> Any:
         """A copy with fresh weights."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextvars
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,18 +20,6 @@ from .hooks import Call, Listener
 from .memos import forget, memo_of
 from .remember import unchanged
 from .stamps import stamp_of_run, stamp_of_tensors
-
-_eagerly: contextvars.ContextVar[bool] = contextvars.ContextVar("eagerly", default=False)
-
-
-@contextmanager
-def eagerly() -> Iterator[None]:
-    """Within this block nothing is compiled: quicker for a single run on little data."""
-    token = _eagerly.set(True)
-    try:
-        yield
-    finally:
-        _eagerly.reset(token)
 
 
 @dataclass
@@ -82,10 +68,6 @@ def program(job: Job, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]
     values.update({id(v): a for v, a in zip(_seed_states(variables), arguments["seeds"], strict=True)})
     for key, variable in job.weights.items():
         values[id(variable)] = tap(f"weight|{key}", values.get(id(variable), keras.ops.convert_to_tensor(variable)))
-    for variable in variables:
-        # Keras asks the scope itself for the value of a regularised weight.
-        if variable.regularizer is not None and id(variable) not in values:
-            values[id(variable)] = keras.ops.convert_to_tensor(variable)
     for variable in variables:
         # Within a stateless scope Keras hands a regulariser None for a variable that the scope does not hold.
         if variable.regularizer is not None:
@@ -140,7 +122,7 @@ def run(job: Job, engine: Engine) -> Result:
     """Run ``job`` and differentiate its loss with respect to every tap; the model is left as it was found."""
     with as_found(job.model, engine, job.seed):
         arguments = job.arguments(engine)
-        memo = None if _eagerly.get() or getattr(job.model, "run_eagerly", False) else memo_for(job, arguments, engine)
+        memo = None if getattr(job.model, "run_eagerly", False) else memo_for(job, arguments, engine)
         with losses.undisturbed(job.model), raised_by("Your model, run or differentiated,"):
             raw, calls = _compiled_or_eager(job, arguments, engine, memo)
     value, (arrays, outputs), gradients = raw

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,22 @@ class Adapter(ABC):
         )
 
     # What can be made of a model.
+
+    def load_weights(self, model: Any, path: Path, *, unsafe: bool = False) -> None:
+        """Read the model's weights from a file, for the command line; with ``unsafe`` also what could run code.
+
+        Raises
+        ------
+        FileError
+            If the file is damaged, refused as unsafe, or of another model.
+        """
+        raise UnsupportedError(
+            message(
+                f"The adapter of {self.name} reads no files of weights.",
+                got=str(path),
+                hint="a factory that returns the model with its weights",
+            )
+        )
 
     def nudged(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
         """Within the block, add ``size`` times its own spread to a weight or to the output of a layer.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from .plain import place, plain
 from .pullback import TorchPullback
 from .untrained import untrained
 from .weights import layer_weights
+from .weights_file import load_weights
 from .whole_loss import combination, loss_of, mixes_samples, outputs_of
 
 __all__ = ["adapter"]
@@ -119,6 +121,10 @@ class TorchAdapter(Adapter):
     def nudged(self, model: nn.Module, port: Port, size: float) -> AbstractContextManager[bool]:
         """Move a weight or the output of a layer for the length of a block; False where that cannot be done."""
         return nudged(model, port, size)
+
+    def load_weights(self, model: nn.Module, path: Path, *, unsafe: bool = False) -> None:
+        """Read a state dict."""
+        load_weights(model, path, unsafe=unsafe)
 
     def untrained(self, model: nn.Module, seed: int) -> nn.Module:
         """A copy with fresh weights."""

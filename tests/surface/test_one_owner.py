@@ -1,0 +1,49 @@
+"""What a framework is, and what its models and tensors are, is known by its adapter and its engine: nobody else looks."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import rnnlens
+
+SOURCE = Path(rnnlens.__file__).parent
+ROOMS = ("verbs", "diagnosis", "measures", "plot", "results", "cli")
+#: The command line makes models: it chooses the engine of a file, and names what a module defines.
+MAKERS = {"cli/models.py", "cli/demo.py"}
+
+SNIFFS = {
+    "which adapter it is": r"adapter\.name\b",
+    "which module a type is from": r"\.__module__",
+    "what is loaded": r"sys\.modules",
+    "whether it is a tensor": r"hasattr\([^)]*\"(detach|new_tensor|expand|cpu|numpy)\"",
+    "what a model carries": r"(get|has)attr\((\w+\.)*(model|optimizer|adapter),",
+    "the framework itself": r"^\s*(import|from) (keras|torch|tensorflow|jax)\b",
+}
+
+
+def found(pattern, text):
+    return re.findall(pattern, text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_nobody_sniffs(room):
+    files = [path for path in (SOURCE / room).rglob("*.py") if path.relative_to(SOURCE).as_posix() not in MAKERS]
+    assert files
+    texts = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in files}
+    assert [(name, what) for name, text in texts.items() for what, sniff in SNIFFS.items() if found(sniff, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        ("which adapter it is", 'as_numpy=axes.adapter.name == "keras",'),
+        ("which module a type is from", 'type(leaf).__module__.startswith("tensorflow")'),
+        ("what is loaded", 'keras = sys.modules.get("keras")'),
+        ("whether it is a tensor", 'if hasattr(reference, "detach"):'),
+        ("what a model carries", 'optimizer = getattr(question.model, "optimizer", None)'),
+        ("the framework itself", "    import torch"),
+    ],
+)
+def test_the_search_finds_what_it_looks_for(what, line):
+    assert found(SNIFFS[what], f"x = 1\n{line}\n")
