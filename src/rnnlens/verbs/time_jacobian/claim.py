@@ -124,7 +124,7 @@ def _bound(plan: Plan, jacobian: xr.DataArray, rows: xr.DataArray, chosen: list[
     excess = short - limit if count > 1 else abs(short - limit)
     scale = float(abs(limit).max()) or 1.0
     residual = max(float(excess.max()), 0.0) / scale
-    return (Check(MEASURE, "", residual, rounding_bound(dtype, max(64, *plan.shape))),)
+    return (Check(MEASURE, "", residual, rounding_bound(dtype, max((64, *plan.shape)))),)
 
 
 def _signs(plan: Plan) -> xr.DataArray:

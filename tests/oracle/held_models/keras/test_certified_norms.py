@@ -1,0 +1,57 @@
+"""A time Jacobian that was measured, by norms, is certified by what was measured, on every engine."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import rnnlens as rl
+from rnnlens.verbs.time_jacobian.segments import Segment
+
+X = np.random.default_rng(0).normal(size=(3, 5, 2)).astype("float32")
+
+
+def chain():
+    return keras.Sequential([keras.Input((5, 2)), layers.LSTM(4, return_sequences=True), layers.Dense(3, "tanh")])
+
+
+def graph():
+    inputs = keras.Input((5, 2))
+    both = layers.Bidirectional(layers.GRU(3, return_sequences=True))(layers.Masking()(inputs))
+    return keras.Model(inputs, layers.Dense(2)(layers.LayerNormalization()(both)) + inputs)
+
+
+def single():
+    """One step, of an input without an axis of steps."""
+    return keras.Sequential([keras.Input((10,)), layers.Reshape((1, 10)), layers.GRU(4), layers.Dense(2)])
+
+
+MODELS = {"chain": (chain, X), "graph": (graph, X), "single step": (single, X.reshape(3, 10))}
+ASKED = {"norm": {"measure": "norm"}, "magnitudes": {"measure": "abs_mean", "across": "mean"}, "sketch": {"sketch": 3}}
+
+
+def asked(model, **options):
+    keras.utils.set_random_seed(0)
+    make, x = MODELS[model]
+    with rl.options(certify="always"):
+        return rl.jacobian(make(), x, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("chain", "norm"), ("graph", "magnitudes"), ("single step", "magnitudes"), ("single step", "sketch")],
+)
+def test_it_passes(model, options):
+    found = asked(model, **ASKED[options])
+    assert found.attrs["certificate"].startswith("certified against")
+    assert "before they were measured" in found.attrs["certificate"]
+
+
+@pytest.mark.parametrize("model", ["chain", "graph"])
+def test_a_planted_fault_is_named(model, monkeypatch):
+    for name in ("apply", "at_every_step"):
+        original = getattr(Segment, name)
+        monkeypatch.setattr(Segment, name, lambda *args, original=original: original(*args) * 1.01)
+    with pytest.warns(rl.errors.SelfCheckWarning, match="differ from those of the model run plainly"):
+        found = asked(model, measure="norm")
+    assert found.attrs["certificate"].startswith("NOT certified")
