@@ -31,7 +31,7 @@ class Lyapunov:
 
 
 def lyapunov_spectrum(run: Run, *, count: int | None = None, burn_in: float = 0.1, seed: int = 0) -> Lyapunov:
-    """Exponents by QR: Q_t R_t = A_t Q_(t-1), lambda_i = mean log |R_ii|.
+    """Exponents by QR: Q_t R_t = A_t Q_(t-1), lambda_i = mean log |R_ii|; of diagonal steps the mean of log |a|.
 
     Parameters
     ----------
@@ -44,23 +44,39 @@ def lyapunov_spectrum(run: Run, *, count: int | None = None, burn_in: float = 0.
     ----------
     Benettin et al. 1980, doi:10.1007/BF02128236; for recurrent networks Vogt et al. 2022, arXiv:2006.14123, alg. 1.
     """
-    size = sum(int(s.shape[-1]) for s in run.states)
     samples, time = run.input.shape[:2]
-    count = size if count is None else min(count, size)
-    basis = np.random.default_rng(seed).normal(size=(samples, size, count))
-    q = np.linalg.qr(basis)[0]
-    logs = np.empty((time, samples, count))
-    for position, a in enumerate(step_jacobians(run)):
-        q, r = np.linalg.qr(a @ q)
-        diagonal = np.abs(np.diagonal(r, axis1=1, axis2=2))
-        logs[position] = np.log(np.maximum(diagonal, 1e-300))
-    kept = logs[round(burn_in * time) :]
+    size = sum(int(s.shape[-1]) for s in run.states)
+    count, burnt = size if count is None else min(count, size), round(burn_in * time)
+    moduli = run.cell.linear_system(run).moduli()
+    kept = _growth_by_qr(run, count, seed)[burnt:] if moduli is None else _growth(run, moduli, count, burnt)
     exponents = kept.mean(axis=(0, 1))
     blocks = np.stack([b.mean(axis=(0, 1)) for b in np.array_split(kept, 5)])
     over_samples = kept.mean(axis=0).std(axis=0, ddof=1) / np.sqrt(samples) if samples > 1 else np.zeros(count)
     stderr = np.maximum(over_samples, blocks.std(axis=0, ddof=1) / np.sqrt(len(blocks)))
     order = np.argsort(-exponents)
     return Lyapunov(exponents[order], stderr[order], kaplan_yorke_dimension(exponents[order]))
+
+
+def _growth_by_qr(run: Run, count: int, seed: int) -> Array:
+    """(step, sample, exponent): log |R_ii|, in the order of the recurrence."""
+    samples, time = run.input.shape[:2]
+    basis = np.random.default_rng(seed).normal(size=(samples, sum(int(s.shape[-1]) for s in run.states), count))
+    q = np.linalg.qr(basis)[0]
+    logs = np.empty((time, samples, count))
+    for position, a in enumerate(step_jacobians(run)):
+        q, r = np.linalg.qr(a @ q)
+        diagonal = np.abs(np.diagonal(r, axis1=1, axis2=2))
+        logs[position] = np.log(np.maximum(diagonal, 1e-300))
+    return logs
+
+
+def _growth(run: Run, moduli: Array, count: int, burnt: int) -> Array:
+    """The same without the first ``burnt`` steps, of steps with common eigenvectors, which Q never leaves."""
+    order = list(run.steps())[burnt:]
+    logs = np.log(np.maximum(np.asarray(moduli, dtype=np.float64)[:, order], 1e-300))
+    largest = np.argsort(-logs.mean(axis=1), axis=1)[:, None, :count]
+    found: Array = np.take_along_axis(logs, largest, axis=2).swapaxes(0, 1)
+    return found
 
 
 def kaplan_yorke_dimension(exponents: Array) -> float:

@@ -1,6 +1,7 @@
 """Every structure of step against the dense matrices that it stands for, and whole sweeps against unrolled products."""
 
 import itertools
+from dataclasses import dataclass
 
 import array_api_compat.numpy as anp
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rnnlens.measures import lyapunov_spectrum
 from rnnlens.recurrence import linear
 from rnnlens.recurrence.inplace import Workspace
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
@@ -420,3 +422,54 @@ def test_what_pruning_took_away_is_estimated_without_bias(structure):
         errors.append(float(((sink.result - exact) ** 2).sum()))
         estimates.append(sink.error_squares)
     assert 0.5 < np.mean(estimates) / np.mean(errors) < 2
+
+
+@pytest.mark.parametrize("order", ["forward", "backward"])
+@pytest.mark.parametrize("structure", ["diagonal", "complex", "per_head", "output"])
+def test_moduli_are_those_of_the_eigenvalues(structure, order):
+    system, a, _ = make(structure, order, masked=True)
+    states = 4 if structure == "output" else a.shape[2]
+    expected = np.sort(np.abs(np.linalg.eigvals(a[:, :, :states, :states])))
+    close(np.sort(np.asarray(system.moduli())), expected)
+
+
+def test_steps_without_common_eigenvectors_have_no_moduli():
+    assert all(make(structure)[0].moduli() is None for structure in ("minus_rank_one", "dense"))
+
+
+@dataclass
+class DiagonalRun:
+    """As much of a run as an exponent is made of."""
+
+    system: object
+    input: np.ndarray
+    states: tuple
+    order: str
+    mask: None = None
+
+    @property
+    def cell(self):
+        return self
+
+    def linear_system(self, run):
+        return self.system
+
+    def steps(self, reverse=False):
+        return iter(range(self.input.shape[1])[:: 1 if (self.order == "forward") != reverse else -1])
+
+
+@pytest.mark.parametrize("order", ["forward", "backward"])
+@pytest.mark.parametrize("structure", ["diagonal", "complex"])
+def test_lyapunov_exponents_of_diagonal_steps_are_means_of_logarithms(structure, order):
+    time = 12
+    parts, a = numbers(structure, np.random.default_rng(0), time)
+    system = MAKE[structure](*parts, np.ones((1, 1, a.shape[2], F)), order=order)
+    run = DiagonalRun(system, np.zeros((B, time, F)), (np.zeros((B, time, a.shape[2])),), order)
+    found = lyapunov_spectrum(run, count=2, burn_in=0.25)
+    kept = a[:, 3:] if order == "forward" else a[:, :-3]
+    if structure == "complex":
+        real, imaginary = (np.diagonal(kept[:, :, rows, :3], axis1=2, axis2=3) for rows in (slice(3), slice(3, 6)))
+        logs = np.tile(np.log(np.hypot(real, imaginary)), 2)
+    else:
+        logs = np.log(np.abs(np.diagonal(kept, axis1=2, axis2=3)))
+    close(found.exponents, np.sort(logs.mean(1))[:, ::-1][:, :2].mean(0))

@@ -71,6 +71,10 @@ class _WithOutput:
         """That of the recurrence; all outputs meet in the states."""
         return self.system.pattern(state) if state < len(self.system.state_sizes) else None
 
+    def moduli(self) -> Array | None:
+        """Those of the recurrence: nothing depends on the output."""
+        return self.system.moduli()
+
 
 @dataclass
 class _StepWithOutput:

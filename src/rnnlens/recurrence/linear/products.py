@@ -203,6 +203,10 @@ class ProductSystem:
         """Every unit reaches every other."""
         return None
 
+    def moduli(self) -> Array | None:
+        """Each step has eigenvectors of its own."""
+        return None
+
 
 def transposed(matrices: Array) -> Array:
     """(..., n, m) to (..., m, n), as a view."""

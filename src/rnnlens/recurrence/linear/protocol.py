@@ -145,6 +145,12 @@ class System(Protocol):
     def pattern(self, state: int) -> Pattern | None:
         """Which units of a state never meet on their way back; None where they do."""
 
+    def moduli(self) -> Array | None:
+        """|eigenvalue| of A_t by state (sample, time, state), where all A_t have the same eigenvectors; else None.
+
+        How fast products of such steps grow then follows without any product.
+        """
+
 
 def state_columns(system: System, state: int) -> slice:
     """Where a state lies in a row of a sweep: gated rows are [c | h], all others [states in their order]."""

@@ -46,6 +46,9 @@ class Transition(Protocol):
     def numbers(self) -> int:
         """How many a step of one sample takes to hold."""
 
+    def moduli(self) -> Array | None:
+        """|eigenvalue| by state (sample or 1, time or 1, state), of all steps with the same eigenvectors; else None."""
+
     def pattern(self, columns: slice) -> Pattern:
         """Which units of a state never meet; ``columns`` is where the state lies in a row."""
 
@@ -98,6 +101,10 @@ class Diagonal:
     def numbers(self) -> int:
         """One per state."""
         return self.states
+
+    def moduli(self) -> Array | None:
+        """Of the numbers themselves."""
+        return self.work.xp.abs(self.values)
 
     def pattern(self, columns: slice) -> Pattern:
         """No unit reaches another: one row stands for all."""
@@ -159,6 +166,11 @@ class ComplexDiagonal:
         """Two per complex state."""
         return self.states
 
+    def moduli(self) -> Array | None:
+        """Of both parts."""
+        modulus = self.work.xp.sqrt(self.real**2 + self.imaginary**2)
+        return self.work.xp.concat([modulus, modulus], axis=-1)
+
     def pattern(self, columns: slice) -> Pattern:
         """A part of a unit reaches its own two parts only."""
         units, column = self.states // 2, np.arange(columns.start, columns.stop)
@@ -207,6 +219,12 @@ class PerHead:
     def numbers(self) -> int:
         """One per head."""
         return int(self.values.shape[-1])
+
+    def moduli(self) -> Array | None:
+        """Of its head."""
+        xp, wide = self.work.xp, (*self.values.shape, self.size)
+        spread = xp.broadcast_to(xp.abs(self.values)[..., None], wide)
+        return xp.reshape(spread, (*self.values.shape[:-1], self.states))
 
     def pattern(self, columns: slice) -> Pattern:
         """No unit reaches another: one row stands for all."""
@@ -281,6 +299,10 @@ class MinusLowRank:
     def numbers(self) -> int:
         """One per key for what decays, two per rank for what is taken away."""
         return self.states // self.size * (1 + 2 * int(self.left.shape[-1]))
+
+    def moduli(self) -> Array | None:
+        """Each step has eigenvectors of its own."""
+        return None
 
     def pattern(self, columns: slice) -> Pattern:
         """A unit reaches the keys of its own head and value: one row per key stands for all."""

@@ -122,6 +122,11 @@ class StructuredSystem:
         start = sum(self.state_sizes[:state])
         return self.transition.pattern(slice(start, start + self.state_sizes[state]))
 
+    def moduli(self) -> Array | None:
+        """Those of the structure, for all samples and steps."""
+        found = self.transition.moduli()
+        return None if found is None else self.work.xp.broadcast_to(found, (self.batch, self.time, self.rows))
+
 
 def diagonal(a: Array, b: Array | Inputs, **options: Any) -> StructuredSystem:
     """A_t = diag(a_t): minGRU, minLSTM (arXiv:2410.01201), IndRNN (arXiv:1803.04831), Mamba (arXiv:2312.00752).
