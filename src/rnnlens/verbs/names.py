@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, Facts, LayerInfo, LayerWeights, Port
 from ..errors import InputError, LayerNotFoundError, did_you_mean, message
 from ..layout import dims_of
@@ -116,9 +117,11 @@ class Catalogue:
 def catalogue(adapter: Adapter, model: Any, x: Any = None) -> Catalogue:
     """Ask the adapter once for everything that a name may refer to."""
     infos = {info.name: info for info in adapter.describe(model)}
-    keys = tuple(map(str, x)) if isinstance(x, Mapping) else ()
     facts = adapter.facts(model)
-    return Catalogue(infos, adapter.weights(model), keys or facts.inputs, facts.outputs, facts)
+    keys = tuple(map(str, x)) if isinstance(x, Mapping) else ()
+    several = isinstance(x, tuple | list) and not data.is_packed(x) and len(x) > 1
+    positions = tuple(map(str, range(len(x)))) if several else ()
+    return Catalogue(infos, adapter.weights(model), keys or facts.inputs or positions, facts.outputs, facts)
 
 
 def with_named_outputs(adapter: Adapter, model: Any, batch: Batch, known: Catalogue, texts: Iterable[Any]) -> Catalogue:

@@ -340,3 +340,25 @@ def test_one_of_several_outputs_is_never_taken_silently(two_heads, call):
 def test_misspelt_names_are_met_with_the_closest_one(model):
     with pytest.raises(rl.errors.LayerNotFoundError, match=r"did you mean 'lstm.hidden'\?"):
         rl.gradients(model, X, Y, loss=mse, wrt="lstn.hidden")
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(3, 4, batch_first=True)
+
+    def forward(self, left, right):
+        return self.rnn(left * torch.sigmoid(right))[0]
+
+
+def test_a_name_of_several_tensors_is_no_name_of_one():
+    x = (torch.randn(2, 5, 3), torch.randn(2, 5, 3))
+    with pytest.raises(InputError) as caught:
+        rl.gradients(TwoInputs(), x, of="output", reduce="sum", wrt="input")
+    assert str(caught.value) == (
+        "'input' names several tensors.\n"
+        "  got:      wrt='input'\n"
+        '  expected: one of "input[0]", "input[1]"; or wrt=["input"] for all of them'
+    )
+    both = rl.gradients(TwoInputs(), x, of="output", reduce="sum", wrt=["input"])
+    assert both.tensors == ("input[0]", "input[1]")

@@ -236,12 +236,17 @@ def _called(function: Callable[..., Any]) -> str:
 
 
 def _tensors(wrt: str | Iterable[str], known: Catalogue) -> tuple[list[TensorName], bool]:
-    """The tensors asked for, and whether it is one by its own name."""
+    """The tensors asked for, and whether it is one by its own name; what is to be one and names several is refused."""
     names = read(wrt, known) if isinstance(wrt, str) else read_all(wrt, known)
     if not names:
         raise InputError(message("wrt= names nothing.", got=repr(wrt), hint='wrt="weights"'))
-    is_group = not isinstance(wrt, str) or "*" in wrt or "?" in wrt or wrt.endswith("weights")
-    return names, len(names) == 1 and not is_group
+    if not isinstance(wrt, str) or "*" in wrt or "?" in wrt or wrt.endswith("weights"):
+        return names, False
+    if len(names) > 1:
+        several = ", ".join(f'"{name.text}"' for name in names)
+        expected = f'one of {several}; or wrt=["{wrt}"] for all of them'
+        raise InputError(message(f"{wrt!r} names several tensors.", got=f"wrt={wrt!r}", expected=expected))
+    return names, True
 
 
 def _with_all_clipped(asked: Sequence[TensorName], request: Request, known: Catalogue) -> list[TensorName]:
