@@ -33,6 +33,7 @@ _HOME = {
 
 #: public name -> module that it is.
 _ROOMS = {
+    "cells": "rnnlens.recurrence.cells",
     "measures": "rnnlens.measures",
     "plot": "rnnlens.plot",
     "torch": "rnnlens.adapters.torch.public",

@@ -32,7 +32,7 @@ class Adjoint:
     initial_state_grad : one (sample, size) array per state
     output_cotangent : (sample, time, unit), custom cells only
         The direct gradient of each step's output after masking was undone.
-    returned_grads : as ``state_grads``, custom cells only
+    returned_grads : as ``state_grads``, of cells that a framework differentiates only
         What arrives at the states as a step returns them, without their paths to each other within the step.
     """
 
@@ -79,6 +79,7 @@ def adjoint(
         xp.empty_like(run.record.preactivation),
         xp.empty_like(run.input),
         tuple(xp.empty_like(s) for s in final),
+        returned_grads=None if run.cell.autodiff is None else tuple(xp.empty_like(s) for s in run.states),
     )
 
     def work(some: slice) -> None:
@@ -105,6 +106,8 @@ def _sweep(run: Run, direct: Sequence[Array | None], carry: tuple[Array, ...], o
             total = tuple(xp.where(real, new, old) for new, old in zip(total, cotangent, strict=True))
             dz = xp.where(real[:, :, None], dz, xp.zeros_like(dz))
         gate_grad[:, t, :, :] = dz
+        for grads, value in zip(out.returned_grads or (), cotangent, strict=False):
+            grads[:, t, :] = value
         for grads, value in zip(out.state_grads, total, strict=True):
             grads[:, t, :] = value
     flat = affine.join_gates(gate_grad, xp)
@@ -129,8 +132,7 @@ def weight_gradients(
 
     def work(some: slice) -> None:
         mine, part = run.of_samples(some), result.of_samples(some)
-        grads = mine.cell.input_gradients(mine, part, how, times)
-        found[some.start] = grads | mine.cell.recurrent_gradients(mine, part, how, times)
+        found[some.start] = mine.cell.weight_gradients(mine, part, how, times)
 
     for_each(work, large_parts(batch, len(range(time)[times]) * gates * units, xp=xp), xp=xp)
     first, *others = (found[start] for start in sorted(found))

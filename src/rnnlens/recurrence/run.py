@@ -15,7 +15,7 @@ from array_api_compat import array_namespace, device
 from ..typing import Array, Namespace
 from .cells import Cell, Record, StepCell
 from .parallel import for_each, sample_chunks
-from .repeats import refuse_another_function
+from .repeats import refuse_another_function, refuse_other_equations, refuse_other_states
 
 
 @dataclass
@@ -64,9 +64,10 @@ class Run:
             run = replay_custom(call.cell, call.input, call.initial_state, xp=xp, mask=call.mask, order=call.direction)
             if call.returns_sequences:
                 run.residual = residual(run.step_output, call.output, call.mask, xp)
-                refuse_another_function(call, _at_first_step(run, call))
+                refuse_another_function(call, _at_first_step(run, run.step_output, call))
                 return run
         else:
+            refuse_other_states(call)
             run = replay(
                 call.cell,
                 call.input,
@@ -78,6 +79,8 @@ class Run:
                 input_scale=call.input_scale,
                 state_scale=call.state_scale,
             )
+            if call.cell.registered_for and call.returns_sequences:
+                refuse_other_equations(call, _at_first_step(run, run.states[0], call))
             if call.returns_sequences and not _output_is_hidden(call, xp):
                 run.residual = residual(run.states[0], call.output, call.mask & call.output_from_state, xp)
         if not call.returns_sequences:
@@ -85,6 +88,8 @@ class Run:
             run.residual = residual(last[:, None, :], call.output[:, None, :], None, xp)
             if call.cell.by_framework:
                 refuse_another_function(call, run.residual)
+            if call.cell.registered_for and call.input.shape[1] == 1:
+                refuse_other_equations(call, run.residual)
         return run
 
     def last_output(self, masked_output: str = "state") -> Array:
@@ -203,6 +208,8 @@ def _replay_in_sequence(run: Run) -> None:
     order = list(run.steps())
     for t in order:
         record, new = cell.step(projected[:, t, :], state, run.state_scale, xp)
+        if cell.autodiff is not None:
+            record = record._replace(inner=projected[:, t, :])
         mask_t = None if run.mask is None else run.mask[:, t]
         state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
         records.append(record)
@@ -311,12 +318,12 @@ def _largest(values: Array, xp: Namespace) -> float:
     return math.inf if math.isnan(high) or math.isnan(low) else max(abs(high), abs(low))
 
 
-def _at_first_step(run: Run, call: Any) -> float:
+def _at_first_step(run: Run, output: Any, call: Any) -> float:
     """How far the replayed output of the step that the recurrence took first is from the captured one."""
     first = next(run.steps())
     one = slice(first, first + 1)
     mask = None if call.mask is None else call.mask[:, one]
-    return residual(run.step_output[:, one, :], call.output[:, one, :], mask, run.xp)  # type: ignore[index]
+    return residual(output[:, one, :], call.output[:, one, :], mask, run.xp)
 
 
 def residual(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> float:

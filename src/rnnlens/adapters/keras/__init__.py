@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import keras
 
 from ...errors import FileError, message
 from ...typing import Array
+from ..composed import with_composed
 from ..protocol import (
     Adapter,
     Batch,
@@ -40,6 +42,7 @@ from .facts import facts, reduction
 from .functional import differentiate
 from .nudge import nudged
 from .plain import place, plain
+from .ports import put_together
 from .provenance import provenance
 from .pullback import KerasPullback
 from .untrained import untrained
@@ -97,7 +100,9 @@ class KerasAdapter(Adapter):
         self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
     ) -> Pullback:
         """Run the model once, and keep what is needed to differentiate any ``of`` with respect to any ``wrt``."""
-        return KerasPullback(model, batch, of, wrt, cut)
+        return with_composed(
+            lambda ends, starts: KerasPullback(model, batch, ends, starts, cut), of, wrt, partial(put_together, model)
+        )
 
     def outputs_of(self, model: Any, batch: Batch) -> Outputs:
         """What the model returns for one batch."""

@@ -22,9 +22,10 @@ from .engines import current
 from .hooks import Call
 from .masks import masked_output, output_from_state
 from .plain import names_of, tied_variables
+from .registered import registration_of
 from .run import Job, Result, run
 from .trees import by_key
-from .weights import cell_variables, computed_in, known_arrays, known_cell, known_class
+from .weights import cell_variables, cell_with_equations, class_of, computed_in, known_arrays
 
 _UPPER = frozenset({"output", "final_state"})
 _BORDERS = _UPPER | {"input", "initial_state"}
@@ -137,7 +138,7 @@ class _Assembly:
     def _recurrent(self, call: Call, request: CaptureRequest, with_loss: bool) -> RecurrentCall:
         site = self._sites[call.place, call.half]
         layer, get = site.layer, self._getter(call)
-        known = known_class(layer.cell) is not None
+        known = class_of(layer.cell) is not None
         mask = get("mask")
         mask = None if mask is None else self._turned_to_bool(mask)
         follows = output_from_state(layer, None if mask is None else np.asarray(keras.ops.convert_to_numpy(mask)))
@@ -175,9 +176,8 @@ class _Assembly:
 
     def _cell(self, cell: Any) -> Any:
         if id(cell) not in self._cells:
-            known = known_class(cell) is not None
-            made = known_cell(cell, self._copy) if known else KerasStepCell(cell, self._engine)
-            self._cells[id(cell)] = made
+            made = cell_with_equations(cell, self._copy, self._engine)
+            self._cells[id(cell)] = KerasStepCell(cell, self._engine) if made is None else made
         return self._cells[id(cell)]
 
     def _copy(self, variable: Any) -> Array:
@@ -198,6 +198,9 @@ class _Assembly:
     def _tied_weights(self, cell: Any) -> frozenset[str]:
         """Names of the weights whose gradient is that of other layers too."""
         names = {name for name, variable in cell_variables(cell).items() if id(variable) in self._tied}
+        known = registration_of(cell)
+        if known is not None:  # put together from several, of which one is tied
+            return frozenset(known.cell.parameters if names else ())
         return frozenset(names | ({"recurrent_bias"} if "bias" in names else set()))
 
     def _plain(self, call: Call) -> list[PlainCall]:

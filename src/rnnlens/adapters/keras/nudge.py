@@ -23,7 +23,8 @@ def nudged(model: Any, port: Port, size: float) -> Iterator[bool]:
     found = places(model)
     layers = {**found.plain, **{site.name: site.owner for site in found.sites}}
     layer = layers.get(base_name(str(port.layer), found)) if port.layer is not None else None
-    if layer is None or port.kind not in ("weight", "output"):
+    own = port.kind != "weight" or (layer is not None and port.key in named_variables(layer))
+    if layer is None or not own or port.kind not in ("weight", "output"):
         yield False
         return
     moved = _moved_weight if port.kind == "weight" else _moved_output

@@ -16,6 +16,7 @@ import numpy as np
 
 from ...autodiff import Engine
 from ...errors import CertificateError
+from ...recurrence.cells.registry import Registration
 from ...typing import Array
 from ..protocol import Batch, Cotangents, Place, PlainRun
 from . import loss as losses
@@ -23,6 +24,7 @@ from .data import prepare
 from .engines import current
 from .found import as_found
 from .memos import memo_of
+from .registered import attributes, registration_of
 from .run import Job
 from .stamps import stamp_of_run, stamp_of_tensors
 from .weights import has_two_biases
@@ -195,6 +197,9 @@ def place(model: Any, layer: str, direction: str | None, key: str) -> Place | No
 
 def _within(model: Any, owner: Any, key: str) -> Place | None:
     """The variable of a cell or layer that a weight of ours is. Keras has the gates in the order that we have them."""
+    known = registration_of(owner)
+    if known is not None:
+        return _registered_place(model, owner, known, key.rpartition("/")[2])
     # Only cells of known equations have the rows of one variable as two weights.
     both = has_two_biases(owner) and len(owner.bias.shape) == 2 and key in ("bias", "recurrent_bias")
     wanted = "bias" if both else key.rpartition("/")[2]
@@ -212,6 +217,17 @@ def _within(model: Any, owner: Any, key: str) -> Place | None:
         str(row),
         id(found[0]) in tied_variables(model),
     )
+
+
+def _registered_place(model: Any, cell: Any, known: Registration, name: str) -> Place | None:
+    """Where a weight of a registered cell is one variable; None where it is put together from several."""
+    single = known.single(name)
+    variable = None if single is None else attributes(cell).get(single[0])
+    found = names_of(model).get(id(variable))
+    if single is None or found is None:
+        return None
+    tied = id(variable) in tied_variables(model)
+    return Place(found, (lambda array: array.T) if single[1] else (lambda array: array), tied=tied)
 
 
 def tied_variables(model: Any) -> set[int]:

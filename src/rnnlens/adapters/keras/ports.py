@@ -9,8 +9,10 @@ from typing import Any
 import keras
 
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
+from ..composed import Composed
 from ..protocol import Port
-from .discover import Places, Site, base_name
+from .discover import Places, Site, base_name, places
+from .registered import composed
 from .weights import named_variables
 
 #: Mark of the place where a bidirectional layer as a whole is listened to, besides its two halves.
@@ -134,6 +136,16 @@ class Spots:
         tap = next((key for key, v in self.weights.items() if v is variable), f"{port.layer}|{port.key}")
         self.weights[tap] = variable
         return f"weight|{tap}"
+
+
+def put_together(model: Any, port: Port) -> Composed | None:
+    """What a weight of a layer with a registered cell is made of; None for any other weight."""
+    found = places(model)
+    halves = {s.direction: s for s in found.sites if s.name == str(port.layer).partition("#")[0]}
+    if not halves:
+        return None
+    owner = next(iter(halves.values())).owner
+    return composed(named_variables(owner), {side: s.layer for side, s in halves.items()}).get(port.key)
 
 
 def _check_index(port: Port, count: int) -> None:

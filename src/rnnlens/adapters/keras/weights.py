@@ -8,7 +8,10 @@ from typing import Any
 import keras
 
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
+from ..composed import Composed
 from ..protocol import LayerWeights
+from .engines import Engine
+from .registered import attributes, composed, described, refuse_penalties, registration_of
 
 _CLASSES: dict[type, type[Cell]] = {
     keras.layers.SimpleRNNCell: SimpleRNN,
@@ -44,9 +47,15 @@ def known_class(cell: Any) -> type[Cell] | None:
     return ours if all(_activation(cell, role) is not None for role in _roles(cell)) else None
 
 
+def class_of(cell: Any) -> type[Cell] | None:
+    """The class with the equations of a Keras cell: one of ours, or what the user registered."""
+    known = registration_of(cell)
+    return known_class(cell) if known is None else known.cell
+
+
 def kind_of(cell: Any) -> str:
-    """One word for a cell: of our class, or else the name of its own."""
-    ours = known_class(cell)
+    """One word for a cell: of the class with its equations, or else the name of its own."""
+    ours = class_of(cell)
     return type(cell).__name__ if ours is None else ours.kind
 
 
@@ -61,6 +70,14 @@ def computed_in(cell: Any, dtype: str, engine: str) -> str:
     if computed == "float64" and known_class(cell) and any(_activation(cell, role) in single for role in _roles(cell)):
         return "float32"
     return computed
+
+
+def cell_with_equations(cell: Any, convert: Callable[[Any], Any], engine: Engine | None = None) -> Cell | None:
+    """The equations of a cell and its weights, converted; None where its equations are not known."""
+    known = registration_of(cell)
+    if known is not None:
+        return described(cell, known, convert, engine)
+    return None if known_class(cell) is None else known_cell(cell, convert)
 
 
 def likeness(cell: Any) -> tuple[Any, ...]:
@@ -83,6 +100,9 @@ def known_cell(cell: Any, convert: Callable[[Any], Any]) -> Cell:
 
 def known_arrays(cell: Any, by_variable: Mapping[str, Any]) -> dict[str, Any]:
     """From kernel, recurrent_kernel, bias as Keras has them to the names of our class: also for their gradients."""
+    known = registration_of(cell)
+    if known is not None:
+        return known.arrays(by_variable)
     arrays = dict(by_variable)
     if has_two_biases(cell):
         both = arrays["bias"]
@@ -99,7 +119,7 @@ def cell_variables(cell: Any) -> dict[str, Any]:
     """The weights of a cell by the name that ``weight_grads`` and ``weight_vjp`` give them."""
     if known_class(cell) is not None:
         return {name: getattr(cell, name) for name in _variables(cell)}
-    return named_variables(cell)
+    return named_variables(cell) if registration_of(cell) is None else attributes(cell)
 
 
 def named_variables(layer: Any) -> dict[str, Any]:
@@ -119,7 +139,11 @@ def layer_weights(layer: Any, halves: Mapping[str, Any], convert: Callable[[Any]
     variables = named_variables(layer)
     alike = len({likeness(half.cell) for half in halves.values()}) == 1
     known = halves.items() if alike else ()
-    cells = {direction: known_cell(half.cell, convert) for direction, half in known if known_class(half.cell)}
+    made = {direction: cell_with_equations(half.cell, convert) for direction, half in known}
+    cells = {direction: cell for direction, cell in made.items() if cell is not None}
+    put_together = composed(variables, halves) if cells else {}
+    if put_together:
+        return _put_together(layer, variables, put_together, cells, convert)
     return LayerWeights(
         values={name: convert(v) for name, v in variables.items()},
         trainable={name: bool(v.trainable) for name, v in variables.items()},
@@ -128,6 +152,19 @@ def layer_weights(layer: Any, halves: Mapping[str, Any], convert: Callable[[Any]
         statistics=frozenset(name for name, v in variables.items() if v.name in _STATISTICS),
         tables=frozenset(name for name, v in variables.items() if v.name == "embeddings"),
     )
+
+
+def _put_together(
+    layer: Any, variables: Mapping[str, Any], weights: Mapping[str, Composed], cells: dict[str, Cell], convert: Any
+) -> LayerWeights:
+    """The weights of a layer with a registered cell, by our names."""
+    refuse_penalties(variables, layer.name)
+    arrays = {key: convert(v) for key, v in variables.items()}
+    values, trainable = {}, {}
+    for key, what in weights.items():
+        values[key] = what.registration.arrays({name: arrays[held] for name, (_, held) in what.keys.items()})[what.name]
+        trainable[key] = all(variables[held].trainable for _, held in what.keys.values())
+    return LayerWeights(values, trainable, cells)
 
 
 def _roles(cell: Any) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from ...layout import Layout
 from ...typing import Array
+from ..composed import with_composed
 from ..protocol import (
     Adapter,
     Batch,
@@ -36,6 +38,7 @@ from .inputs import home_of
 from .nudge import nudged
 from .plain import place, plain
 from .pullback import TorchPullback
+from .registered import put_together
 from .untrained import untrained
 from .weights import layer_weights
 from .weights_file import load_weights
@@ -70,7 +73,10 @@ class TorchAdapter(Adapter):
         self, model: nn.Module, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
     ) -> Pullback:
         """One forward pass, kept for differentiation."""
-        return TorchPullback(model, batch, of, wrt, cut)
+        modules = dict(named_modules(unwrapped(model)))
+        return with_composed(
+            lambda ends, starts: TorchPullback(model, batch, ends, starts, cut), of, wrt, partial(put_together, modules)
+        )
 
     def plain(
         self,

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...recurrence.cells import Cell
+from ...recurrence.cells import Cell, registered
 from ..protocol import PlainCall, RecurrentCall
 from .lineage import probe_like
-from .record import PlainVisit, Recorder, Run, Visit
-from .weights import NAMES, known_cell, ours, replayable
+from .record import Owner, PlainVisit, Recorder, Run, Visit
+from .registered import described
+from .values import replayable
+from .weights import NAMES, known_cell, ours
 
 #: from a tap to its gradient; None where no path led to it.
 Gradients = Callable[[Tensor], Tensor | None]
@@ -153,7 +155,7 @@ class Assembler:
             call.output_from_state, call.masked_output = mask, "zero"
         elif mask is not None:
             call.output = _carried(call.output, mask, call.initial_state[0])
-            call.masked_output = "state" if owner.step_cell is None else "output"
+            call.masked_output = "output" if cell.by_framework else "state"
         if self.gradient is not None:
             call.output_grad = self._output_grad(run, layer, direction)
             call.final_state_grad = self._final_state_grad(run, layer, direction)
@@ -189,6 +191,8 @@ class Assembler:
 
     def _cell(self, run: Run, layer: int, name: str, direction: int) -> tuple[str, Cell]:
         owner, piece = run.owner, run.visits[0].pieces[layer]
+        if owner.module is not None:
+            return owner.name, self._registered(owner)
         if owner.step_cell is not None:
             return owner.name, owner.step_cell
         weights = piece.weights[direction]
@@ -197,6 +201,14 @@ class Assembler:
             known = (name, known_cell(owner.cell, weights, owner.activation))
             self._cells[_together(weights)] = known
         return known
+
+    def _registered(self, owner: Owner) -> Cell:
+        known = registered(owner.module)
+        assert known is not None
+        assert owner.module is not None
+        if (owner.key,) not in self._cells:
+            self._cells[(owner.key,)] = owner.name, described(owner.module, known)
+        return self._cells[(owner.key,)][1]
 
     def _output_grad(self, run: Run, layer: int, direction: int) -> Tensor:
         owner = run.owner
@@ -270,6 +282,10 @@ class Assembler:
         # One that is tied to a weight of a cell with others of its own has a gradient of both: of neither alone.
         own = {slot: weight for slot, weight in weights.items() if len(self._holders[id(weight)]) == 1}
         grads = {slot: _or_zeros(self.gradient(weight), weight) for slot, weight in own.items()}
+        known = registered(owner.module)
+        if known is not None:  # put together from several: of all or of none
+            whole = owner.module is not None and len(grads) == len(list(owner.module.parameters()))
+            return {n: replayable(g) for n, g in known.arrays(grads).items()} if whole else {}
         if owner.step_cell is not None:
             return {name: replayable(grad) for name, grad in grads.items()}
         return {NAMES[slot]: replayable(ours(owner.cell, slot, grad)) for slot, grad in grads.items()}

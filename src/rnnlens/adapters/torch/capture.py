@@ -27,7 +27,7 @@ from .losses import evaluate
 from .record import Owner, PlainVisit, Recorder, Run, differentiable, refuse_hooked, refuse_transformed
 from .shell import hookable
 from .steps import CellHook, own_cells_only
-from .weights import replayable
+from .values import replayable
 
 
 def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from ...errors import UnsupportedError, message
+from ...recurrence.cells import registered
 from ..protocol import LayerInfo
 from .public import named_cell
+from .registered import described
 from .weights import class_of
 
 _STATE_PARAMETER = re.compile(r"^(h|c|hx|hc|hidden|state|states|carry|prev|memory)$|hidden|state")
@@ -181,6 +183,11 @@ def _known_rows(path: str, module: Any) -> Iterator[LayerInfo]:
 
 
 def _custom_row(path: str, module: nn.Module) -> LayerInfo:
+    known = registered(module)
+    if known is not None:
+        cell = described(module, known)
+        units, kind = cell.state_sizes[0], type(module).__name__
+        return LayerInfo(path, kind, cell.kind, units, "forward", True)
     sizes = (getattr(module, name, None) for name in ("hidden_size", "units", "hidden_dim", "state_size", "hidden"))
     units = next((size for size in sizes if isinstance(size, int)), 0)
     kind = str(getattr(module, "original_name", type(module).__name__))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import CertificateError
-from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
+from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ...typing import Array
 from ..protocol import Batch, Cotangents, Place, PlainRun
 from .discover import named_modules, unwrapped
@@ -87,6 +87,12 @@ def place(model: nn.Module, layer: str, direction: str | None, key: str) -> Plac
 
 def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[Any, Callable[[Array], Array]] | None:
     """The parameter of a module that a weight of ours is, and how its gradient is laid out as ours."""
+    known = registered(module)
+    if known is not None:
+        single = known.single(key)
+        parameter = None if single is None else dict(module.named_parameters()).get(single[0])
+        turned = single is not None and single[1]
+        return None if parameter is None else (parameter, lambda array: array.T if turned else array)
     kind = next((k for k in _GATES if isinstance(module, k)), None)
     cell = next((k for k in _CELLS if isinstance(module, k)), None)
     slot = _WEIGHTS.get(key.rpartition("/")[2], "")

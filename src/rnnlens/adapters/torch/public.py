@@ -12,6 +12,7 @@ import weakref
 from torch import nn
 
 from ...errors import InputError, message
+from ...recurrence.cells import registered
 
 __all__ = ["cell"]
 
@@ -64,5 +65,5 @@ def cell(*modules: nn.Module) -> _Named:
 
 
 def named_cell(module: nn.Module) -> nn.Module | None:
-    """``module`` if the user called it a cell, else None."""
-    return module if module in _NAMED else None
+    """``module`` if the user called it a cell, or registered its class as one, else None."""
+    return module if module in _NAMED or registered(module) is not None else None

@@ -23,7 +23,7 @@ from .left_as_found import borrowed
 from .losses import evaluate
 from .record import Recorder, refuse_hooked, refuse_transformed
 from .steps import own_cells_only
-from .weights import replayable
+from .values import replayable
 
 #: Bytes that the gradients of one vectorised pull may take.
 BUDGET = 256 * 2**20

@@ -22,7 +22,8 @@ ALL = "*"
 class Owner:
     """The recurrent module (or bare function) whose calls are noted; ``name`` is its path in the model.
 
-    ``autocast`` is the dtype that torch was asked to compute in around its calls, if it was.
+    ``module`` is a cell of the user's whose equations were registered. ``autocast`` is the dtype that torch was asked to
+    compute in around its calls, if it was.
     """
 
     key: int
@@ -34,6 +35,7 @@ class Owner:
     stacked: bool = False
     step_cell: StepCell | None = None
     named: bool = False
+    module: torch.nn.Module | None = None
     autocast: torch.dtype | None = None
 
 

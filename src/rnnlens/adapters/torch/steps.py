@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...errors import UnsupportedError, message
-from ...recurrence.cells import StepCell
+from ...recurrence.cells import StepCell, registered
 from .cells import Form, TorchStepCell, leaves
 from .discover import input_argument
 from .lineage import Continuation, Link
@@ -68,6 +68,7 @@ class CellHook:
     def __init__(self, recorder: Recorder, path: str, module: nn.Module) -> None:
         self.recorder, self.module = recorder, module
         self.owner = Owner(id(module), path, StepCell, named=named_cell(module) is not None)
+        self.owner.module = module if registered(module) is not None else None
         self.position, self.name = input_argument(module)
         self.active = True
         self.entered: Entered | None = None

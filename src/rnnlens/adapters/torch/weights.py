@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
+from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ..protocol import LayerWeights
+from .registered import registered_weights
+from .values import replayable
 
 #: where each of our gates sits in torch's order: LSTM i, f, g, o; GRU r, z, n, of which the update gate is z.
 _ORDER: dict[type[Cell], tuple[int, ...]] = {SimpleRNN: (0,), LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}
@@ -52,14 +54,6 @@ def ours(cell: type[Cell], slot: str, value: Any) -> Any:
     return value if axis == -1 else value.mT
 
 
-def replayable(value: Any) -> Any:
-    """A detached copy for the replay; half precision is widened to float32, in which a recurrence can be trusted."""
-    value = value.detach()
-    if value.dtype in (torch.bfloat16, torch.float16):
-        return value.float().contiguous()
-    return value.clone(memory_format=torch.contiguous_format)
-
-
 def known_cell(cell: type[Cell], weights: Mapping[str, Any], activation: str = "tanh") -> Cell:
     """The cell of one layer and direction from torch's weights by slot name."""
     arrays: dict[str, Any] = {NAMES[slot]: replayable(ours(cell, slot, value)) for slot, value in weights.items()}
@@ -92,7 +86,14 @@ def cell_weights(module: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
 def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dict[str, LayerWeights]:
     """All modules that own weights; a recurrent module gives one entry per stacked layer."""
     result: dict[str, LayerWeights] = {}
+    within: tuple[str, ...] = ()
     for path, module in named:
+        known = registered(module)
+        if known is not None:
+            result[path], within = registered_weights(module, known), (*within, f"{path}.")
+            continue
+        if path.startswith(within):
+            continue
         found = class_of(module)
         if found is None:
             own = dict(module.named_parameters(recurse=False))

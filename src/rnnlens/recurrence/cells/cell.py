@@ -1,7 +1,8 @@
 """What every recurrent cell is: its words, its equations, and what follows from these.
 
 A cell is one class in one file. It says what its gates, states and weights are called, and how one step goes; what else
-the recurrence asks of it has a default here, or is written next to the step where a better way is known.
+the recurrence asks of it has a default here, or is written next to the step where a better way is known. Without a
+``pull_back`` of its own, the framework whose layer it describes differentiates its step (:attr:`Cell.autodiff`).
 
 Shapes: ``(sample, ..., n)``. All methods broadcast over axes between sample and the last: of one step there is none, of
 all steps at once there is time. ``scale`` are dropout multipliers, see :mod:`rnnlens.recurrence.cells.affine`.
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ..adjoint import Adjoint
     from ..linear import System
     from ..run import Run
+    from .autodiff import Autodiff
 
 #: What :meth:`Cell.pull_back` returns: gradients at the pre-activations, at the states before, at the states as made.
 Pulled = tuple[Array, tuple[Array, ...], tuple[Array, ...]]
@@ -66,10 +68,23 @@ class Cell:
     )
     by_framework: ClassVar[bool] = False
     at_once: ClassVar[bool] = False
+    #: The framework's differentiation of :meth:`step`; its adapter gives it to a cell without a ``pull_back``.
+    autodiff: Autodiff | None = None
+    #: The framework's class that it was registered for; empty where an adapter knows the framework's equations itself.
+    registered_for: str = ""
     #: Which of the states a masked step returns, where the framework returns a state there.
     output_state: int = 0
     #: Whether what the cell puts out is that very state.
     output_is_state: bool = True
+
+    def __init__(self, **given: Any) -> None:
+        for name in given:
+            if name not in self.parameters and not hasattr(type(self), name):
+                raise TypeError(f"{type(self).__name__} has no weight or option {name!r}")
+        for name in self.parameters:
+            setattr(self, name, given.get(name))
+        for name in given.keys() - self.parameters.keys():
+            setattr(self, name, given[name])
 
     def weights(self) -> dict[str, Array]:
         """The weights that exist, by name."""
@@ -77,10 +92,23 @@ class Cell:
 
     def with_weights(self, convert: Callable[[Array], Array]) -> Self:
         """The same cell with every weight converted: to another library, another precision."""
+        return self.holding({name: convert(value) for name, value in self.weights().items()})
+
+    def holding(self, weights: Mapping[str, Array]) -> Self:
+        """The same cell with these weights in place of its own."""
         changed = copy(self)
-        for name, value in self.weights().items():
-            object.__setattr__(changed, name, convert(value))
+        for name, value in weights.items():
+            object.__setattr__(changed, name, value)
         return changed
+
+    def gate(self, array: Array, name: str) -> Array:
+        """The block of one gate out of (..., gate * unit): of what is projected, of a kernel, of a bias."""
+        index, units = self.gates.index(name), array.shape[-1] // self.parts
+        return array[..., index * units : (index + 1) * units]
+
+    def record(self, preactivations: Sequence[Array], gates: Sequence[Array], xp: Namespace) -> Record:
+        """What a step computed: one (..., unit) array per gate, before its activation and after it."""
+        return Record(xp.stack(list(preactivations), axis=-2), xp.stack(list(gates), axis=-2))
 
     @property
     def parts(self) -> int:
@@ -147,7 +175,27 @@ class Cell:
 
         Third, the total gradients of the states as they are produced: with what the same step computes from them.
         """
-        raise NotImplementedError(f"{type(self).__name__}.pull_back")
+        dz, carry, _ = self._differentiator.vjp(*flattened(record, before, cotangent, xp))
+        lead = tuple(cotangent[0].shape[:-1])
+        total = tuple(cotangent)
+        if len(self.states) > 1:
+            made = self._differentiator.produced(*flattened(record, before, cotangent, xp))
+            total = tuple(xp.reshape(part, (*lead, -1)) for part in made)
+        back = tuple(xp.reshape(part, (*lead, -1)) for part in carry)
+        return xp.reshape(dz, (*lead, self.parts, -1)), back, total
+
+    @property
+    def _differentiator(self) -> Autodiff:
+        if self.autodiff is None:
+            raise UnsupportedError(
+                message(
+                    f"A {self.kind} cell has no derivative here.",
+                    got=f"{type(self).__name__} without pull_back, outside of a framework's layer",
+                    expected="a cell whose class says pull_back, or one that was traced",
+                    hint="write pull_back in its class, or rl.cells.register it for the framework's cell",
+                )
+            )
+        return self.autodiff
 
     def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
         """The first state from the gates (..., gate, unit), itself before the step, and the other states after it."""
@@ -173,22 +221,38 @@ class Cell:
         """dL/dW of the weights in :meth:`project`, but for the recurrent bias, summed as ``how`` says."""
         found, flat = self.weights(), flat_gate_grad(run, result, times)
         grads = {"kernel": affine.outer(run.input[:, times, :], flat, run.input_scale, self.parts, how, run.xp)}
-        if "bias" in found:
-            grads["bias"] = affine.total(flat, how, run.xp)
-        return grads
+        biases = ["bias"] if "bias" in found else []
+        biases += ["recurrent_bias"] if "recurrent_bias" in found and type(self).project is Cell.project else []
+        return grads | dict.fromkeys(biases, affine.total(flat, how, run.xp) if biases else None)
 
     def recurrent_gradients(
         self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """dL/dW of all other weights; here of a kernel that takes h_{t-1} to every gate, and its bias."""
-        found, flat = self.weights(), flat_gate_grad(run, result, times)
-        if "recurrent_kernel" not in found:
-            return {}
-        before = run.before(0)[:, times, :]
-        kernel = affine.outer(before, flat, run.state_scale, self.parts, how, run.xp)
-        grads = {"recurrent_kernel": kernel}
-        if "recurrent_bias" in found:
-            grads["recurrent_bias"] = affine.total(flat, how, run.xp)
+        """dL/dW of the weights that the step itself takes, by the framework's differentiation."""
+        xp, steps = run.xp, range(run.input.shape[1])[times]
+        assert run.record is not None
+        assert result.returned_grads is not None
+        cotangent = [at_real_steps(run, grad) for grad in result.returned_grads]
+        before = run.states_before()
+
+        def pulled(at: tuple[slice, slice | int]) -> Mapping[str, Array]:
+            given = run.record.at(at), [b[at] for b in before], [c[at] for c in cotangent]  # type: ignore[union-attr]
+            return self._differentiator.vjp(*flattened(*given, xp))[2]
+
+        if not how.by_time:
+            found = pulled((slice(None), times))
+        else:
+            each = [pulled((slice(None), t)) for t in steps]
+            found = {name: xp.stack([grads[name] for grads in each]) for name in each[0]}
+        return {name: _combined(grad, how, xp) for name, grad in found.items()}
+
+    def weight_gradients(
+        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """dL/dW of all weights."""
+        grads = self.input_gradients(run, result, how, times)
+        for name, grad in self.recurrent_gradients(run, result, how, times).items():
+            grads[name] = grads[name] + grad if name in grads else grad
         return grads
 
     def recurrent_terms(
@@ -258,6 +322,34 @@ class Cell:
             return joined
 
         return step, jacobian
+
+
+def of_every_gate(
+    cell: Cell, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+) -> dict[str, Array]:
+    """Gradient of a recurrent kernel that takes h_{t-1} to every gate as it is."""
+    before, flat = run.before(0)[:, times, :], flat_gate_grad(run, result, times)
+    return {"recurrent_kernel": affine.outer(before, flat, run.state_scale, cell.parts, how, run.xp)}
+
+
+def flattened(
+    record: Record, before: Sequence[Array], cotangent: Sequence[Array], xp: Namespace
+) -> tuple[Array, list[Array], list[Array]]:
+    """What was projected, the states before and the cotangents as (n, size), all with the axes of the cotangents."""
+    lead = tuple(cotangent[0].shape[:-1])
+
+    def flat(array: Array) -> Array:
+        return xp.reshape(xp.broadcast_to(array, (*lead, array.shape[-1])), (-1, array.shape[-1]))
+
+    return flat(record.inner), [flat(b) for b in before], [flat(c) for c in cotangent]
+
+
+def _combined(grad: Array, how: affine.Contraction, xp: Namespace) -> Array:
+    """A gradient, or the random combinations of its rows that were asked for."""
+    matrix = len(grad.shape) - int(how.by_time) == 2
+    if not how.probes or not matrix:
+        return grad
+    return affine.probe_rows(grad.shape[-2], grad, how, xp) @ grad
 
 
 def flat_gate_grad(run: Run, result: Adjoint, times: slice) -> Array:

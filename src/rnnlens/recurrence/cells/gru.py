@@ -15,7 +15,7 @@ from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
 from . import affine
-from .cell import Cell, Pulled, are_elementwise, by_name
+from .cell import Cell, Pulled, are_elementwise, by_name, flat_gate_grad
 from .record import Record
 
 if TYPE_CHECKING:
@@ -91,6 +91,15 @@ class GRU(Cell):
         if self.bias is not None:
             z += self.bias
         return z
+
+    def input_gradients(
+        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """The recurrent bias is on the other side where the reset gate multiplies it."""
+        grads = super().input_gradients(run, result, how, times)
+        if self.recurrent_bias is not None and not self.reset_after:
+            grads["recurrent_bias"] = affine.total(flat_gate_grad(run, result, times), how, run.xp)
+        return grads
 
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace

@@ -14,7 +14,7 @@ from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, PROJECTION, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
 from . import affine
-from .cell import Cell, Pulled, are_elementwise, at_real_steps, by_name
+from .cell import Cell, Pulled, are_elementwise, at_real_steps, by_name, of_every_gate
 from .record import Record
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ class LSTM(Cell):
     def recurrent_gradients(
         self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Those of the recurrent kernel and bias, and of the projection."""
-        grads = super().recurrent_gradients(run, result, how, times)
+        """Those of the recurrent kernel and of the projection."""
+        grads = of_every_gate(self, run, result, how, times)
         if self.projection is not None:
             gates: Any = run.gates
             hidden_grad = at_real_steps(run, result.state_grads[0])[:, times, :]

@@ -1,4 +1,4 @@
-"""What a known cell computed on its way from one state to the next."""
+"""What a cell computed on its way from one state to the next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ...typing import Array
 class Record(NamedTuple):
     """Gates before and after their activation: (..., gate, unit).
 
-    ``inner`` is the recurrent part of a GRU's candidate before the reset gate multiplies it (``reset_after`` only).
+    ``inner`` is what else a cell remembers of the step: the recurrent part of a GRU's candidate before the reset gate
+    multiplies it (``reset_after`` only); of a cell that a framework differentiates what its input was projected to.
     """
 
     preactivation: Array

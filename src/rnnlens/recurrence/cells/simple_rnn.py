@@ -10,7 +10,7 @@ from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
 from . import affine
-from .cell import Cell, Pulled, are_elementwise, by_name
+from .cell import Cell, Pulled, are_elementwise, by_name, of_every_gate
 from .record import Record
 
 if TYPE_CHECKING:
@@ -72,6 +72,12 @@ class SimpleRNN(Cell):
         dz = ACTIVATIONS[self.activation].vjp(z, a, lam, xp)
         carry = affine.unproject(dz, self.recurrent_kernel, scale, 1, xp)
         return dz[..., None, :], (carry,), (lam,)
+
+    def recurrent_gradients(
+        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """That of the recurrent kernel."""
+        return of_every_gate(self, run, result, how, times)
 
     def recurrent_terms(
         self, gate_grad: Array, gates: Array, before: Array

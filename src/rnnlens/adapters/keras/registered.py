@@ -1,0 +1,144 @@
+"""Keras cells of the user's own whose equations were registered: their weights by our names, their derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from ...errors import UnsupportedError, message
+from ...recurrence.cells import Cell, registered
+from ...recurrence.cells.registry import Registration
+from ...typing import Array, Namespace
+from ..composed import Composed
+from .engines import Engine
+
+#: Deepest nesting of layers within a cell that is looked into for weights.
+_DEPTH = 4
+
+
+def registration_of(cell: Any) -> Registration | None:
+    """What was registered for the class of a cell whose ``call`` is that of its class."""
+    return None if "call" in vars(cell) else registered(cell)
+
+
+def attributes(cell: Any) -> dict[str, Any]:
+    """The weights of a cell by the attributes that hold them: ``"u"``, ``"dense.kernel"``; else by their own names."""
+    found = dict(_attributes(cell, "", _DEPTH))
+    named = {id(v) for v in found.values()}
+    rest = {v.name: v for v in cell.weights if id(v) not in named}
+    return {name: v for name, v in (found | rest).items() if "seed" not in v.path.rpartition("/")[2]}
+
+
+def _attributes(layer: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for name, value in vars(layer).items():
+        name = name.lstrip("_") if prefix or isinstance(value, keras.Variable) else name
+        if isinstance(value, keras.Variable) and id(value) not in seen:
+            seen.add(id(value))
+            yield prefix + name, value
+        elif isinstance(value, keras.Layer) and depth:
+            yield from _attributes(value, f"{prefix}{name}.", depth - 1)
+
+
+def described(cell: Any, known: Registration, convert: Callable[[Any], Array], engine: Engine | None = None) -> Cell:
+    """The equations of a cell with the values of its weights; differentiated by ``engine`` where they are not here."""
+    made = known.make(cell, {name: convert(v) for name, v in attributes(cell).items()})
+    if engine is not None and not known.differentiates:
+        object.__setattr__(made, "autodiff", EngineAutodiff(made, engine))
+    return made
+
+
+def composed(named: Mapping[str, Any], halves: Mapping[str, Any]) -> dict[str, Composed]:
+    """Each weight of ours of a layer whose cells are registered; ``named``: the layer's variables by their keys."""
+    keys = {id(v): key for key, v in named.items()}
+    found: dict[str, Composed] = {}
+    for direction, half in halves.items():
+        known = registration_of(half.cell)
+        if known is None:
+            return {}
+        held = {name: keys[id(v)] for name, v in attributes(half.cell).items()}
+        prefix = f"{direction}/" if len(halves) > 1 else ""
+        arrays = known.arrays({name: keras.ops.convert_to_numpy(named[key]) for name, key in held.items()})
+        found |= {
+            prefix + name: Composed(known, name, {own: ("", key) for own, key in held.items()}) for name in arrays
+        }
+    return found
+
+
+def refuse_penalties(named: Mapping[str, Any], layer: str) -> None:
+    """A regulariser of a weight that is put together from several would not know which part is its own."""
+    for name, variable in named.items():
+        if variable.regularizer is not None:
+            raise UnsupportedError(
+                message(
+                    f"Layer {layer!r}: weight {name!r} of its registered cell has a regularizer.",
+                    expected="penalties in the loss, or a cell that is not registered",
+                )
+            )
+
+
+class EngineAutodiff:
+    """The step of a registered cell on the engine's own tensors; see :class:`rnnlens.recurrence.cells.autodiff`."""
+
+    def __init__(self, cell: Cell, engine: Engine) -> None:
+        self._cell, self._engine, self._xp = cell, engine, namespace()
+        self._per_step = engine.per_step(self._pure)
+        self._weights = {name: _tensor(w) for name, w in cell.weights().items()}
+
+    def vjp(
+        self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]
+    ) -> tuple[Array, list[Array], Mapping[str, Array]]:
+        """Pull dL/ds_t back to what was projected, to the states before and to the weights."""
+        dz, carry, weights = self._per_step.vjp(*self._given(projected, before, cotangent))
+        to = self._engine.to_array
+        return to(dz), [to(part) for part in carry], {name: to(grad) for name, grad in weights.items()}
+
+    def produced(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> list[Array]:
+        """Pull dL/ds_t back to each state where the step computes it."""
+        found = self._per_step.produced(*self._given(projected, before, cotangent))
+        return [self._engine.to_array(part) for part in found]
+
+    def _given(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> Any:
+        given = [_tensor(c) for c in cotangent]
+        return (_tensor(projected), [_tensor(b) for b in before], self._weights), (given[0] * 0, given)
+
+    def _pure(self, projected: Any, states: Sequence[Any], weights: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        _, after = self._cell.holding(weights).step(projected, tuple(states), None, self._xp)
+        return after[0] * 1, list(after)
+
+
+def _tensor(array: Array) -> Any:
+    return keras.ops.convert_to_tensor(array, dtype=str(array.dtype).rpartition(".")[2])
+
+
+def namespace() -> Namespace:
+    """The array functions that the step of a cell is given, on tensors of this engine."""
+    engine = keras.backend.backend()
+    if engine == "torch":
+        import array_api_compat.torch as xp
+
+        return xp
+    if engine == "jax":
+        import jax.numpy
+
+        return jax.numpy
+    return _KerasOps()
+
+
+class _KerasOps:
+    """Keras' operations under the names of the array-API standard."""
+
+    __name__ = "keras.ops"
+
+    def __getattr__(self, name: str) -> Any:
+        ops = keras.ops
+        renamed = {
+            "concat": ops.concatenate,
+            "permute_dims": ops.transpose,
+            "astype": ops.cast,
+            "pow": ops.power,
+            "asarray": ops.convert_to_tensor,
+        }
+        return renamed[name] if name in renamed else getattr(ops, name)

@@ -1,0 +1,237 @@
+"""Which class of ours holds the equations of a framework's own cell: the user says so, once per class."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from array_api_compat import array_namespace
+
+from ...errors import InputError, UnsupportedError, did_you_mean, message
+from ...typing import Array
+from ...vocabulary import GATE, QUANTITIES
+from .cell import Cell
+from .gru import GRU
+from .lstm import LSTM
+from .simple_rnn import SimpleRNN
+
+#: From the weights of a framework's cell, or their gradients, to ours.
+Layout = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+#: A name, ``"w.T"`` for a transposed one, or one of these per gate; or a function of all arrays by name.
+Weights = Mapping[str, str | Sequence[str]] | Layout
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+_KINDS: dict[str, type[Cell]] = {cell.kind: cell for cell in (SimpleRNN, LSTM, GRU)}
+
+
+def kinds() -> dict[str, type[Cell]]:
+    """Every kind of cell that is known by name."""
+    return dict(_KINDS)
+
+
+def cell_of_kind(kind: str) -> type[Cell]:
+    """The class of a kind of cell; :class:`Cell` itself, without gates, for one that is not known."""
+    return _KINDS.get(kind, Cell)
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a user said of a framework's class of cells."""
+
+    cell: type[Cell]
+    weights: Weights | None
+    options: Callable[[Any], Mapping[str, Any]]
+
+    def arrays(self, by_name: Mapping[str, Array]) -> dict[str, Array]:
+        """Our weights from the framework's, by the names that these have within their layer; gradients likewise.
+
+        Raises
+        ------
+        InputError
+            If a name does not exist, or the framework's cell has a weight that is left out.
+        """
+        if callable(self.weights):
+            return {name: array for name, array in self.weights(by_name).items() if array is not None}
+        named = self.weights if self.weights is not None else {n: n for n in self.cell.parameters if n in by_name}
+        used: set[str] = set()
+        found = {name: self._taken(name, source, by_name, used) for name, source in named.items()}
+        if left := sorted(set(by_name) - used):
+            raise InputError(
+                message(
+                    f"Registered for {self.cell.kind!r}: a weight of the framework's cell is left out.",
+                    got=f"weights= without {', '.join(map(repr, left))}",
+                    expected="every weight of the cell",
+                )
+            )
+        return found
+
+    def _taken(self, name: str, source: str | Sequence[str], by_name: Mapping[str, Array], used: set[str]) -> Array:
+        if isinstance(source, str):
+            return self._one(name, source, by_name, used)
+        parts = [self._one(name, one, by_name, used) for one in source]
+        joined: Array = array_namespace(*parts).concat(parts, axis=-1)
+        return joined
+
+    def single(self, name: str) -> tuple[str, bool] | None:
+        """The one weight of the framework that ours is, and whether it is transposed; None where it is put together."""
+        if callable(self.weights):
+            return None
+        source = name if self.weights is None else self.weights.get(name)
+        if not isinstance(source, str):
+            return None
+        return source.removesuffix(".T"), source.endswith(".T")
+
+    @staticmethod
+    def _one(name: str, source: str, by_name: Mapping[str, Array], used: set[str]) -> Array:
+        key, turned = (source[:-2], True) if source.endswith(".T") and source not in by_name else (source, False)
+        if key not in by_name:
+            raise InputError(
+                message(
+                    f"Registered for weight {name!r}: the framework's cell has no weight {key!r}.",
+                    hint=did_you_mean(key, by_name),
+                )
+            )
+        used.add(key)
+        return by_name[key].T if turned else by_name[key]
+
+    def make(self, layer: Any, by_name: Mapping[str, Array]) -> Cell:
+        """The cell with the values of a framework's own.
+
+        Raises
+        ------
+        InputError
+            If its class does not take what was found.
+        """
+        given = {**self.arrays(by_name), **self.options(layer)}
+        made: Any = self.cell
+        try:
+            cell: Cell = made(**given)
+        except TypeError as error:
+            raise InputError(
+                message(
+                    f"{self.cell.__name__} does not take what is registered for {type(layer).__name__}.",
+                    got=str(error),
+                    expected=", ".join(given),
+                )
+            ) from error
+        _check_shapes(cell, type(layer).__name__)
+        object.__setattr__(cell, "registered_for", type(layer).__name__)
+        return cell
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether the cell knows its own derivatives."""
+        return self.cell.pull_back is not Cell.pull_back
+
+
+_REGISTERED: weakref.WeakKeyDictionary[type, Registration] = weakref.WeakKeyDictionary()
+
+
+def registered(layer: Any) -> Registration | None:
+    """What was registered for the very class of a framework's cell; a subclass may compute anything."""
+    return _REGISTERED.get(type(layer))
+
+
+def register(
+    layer: type,
+    cell: type[Cell],
+    *,
+    weights: Weights | None = None,
+    options: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] | None = None,
+) -> None:
+    """Say that a framework's class of cells computes the equations of ``cell``.
+
+    From then on its layers have gates, named weights, their gradients per gate and step, plots and names as the cells
+    that rnnlens brings along. What is registered is held against what the layer returned at every call, and against the
+    framework's own weight gradients.
+
+    Parameters
+    ----------
+    layer
+        A class of Keras cells, as they go into ``keras.layers.RNN``, or of torch modules that the user's loop calls
+        with input and state. That very class: a subclass may compute anything.
+    cell
+        A subclass of :class:`Cell`: one of ours, or the user's own.
+    weights
+        For each of our names the weight's name within the framework's cell: ``"u"``, transposed ``"linear.weight.T"``,
+        or a sequence of these, one per gate. Or a function from all weights by name to ours, linear in each, such as a
+        slice or a transposition: it is applied to gradients too. By default the names are the same.
+    options
+        Keyword arguments of ``cell`` besides the weights, or a function from the framework's cell to these.
+
+    Raises
+    ------
+    InputError
+        If ``layer`` is no class, or ``cell`` does not say what it has to.
+
+    Examples
+    --------
+    >>> class MyCell: ...
+    >>> register(MyCell, LSTM, weights={"kernel": "w", "recurrent_kernel": "u", "bias": "b"})
+    """
+    if not isinstance(layer, type):
+        raise InputError(message("Only a class can be registered.", got=repr(layer), expected="the class of the cells"))
+    _check_class(cell)
+    known = dict(options) if isinstance(options, Mapping) else {}
+    told: Callable[[Any], Mapping[str, Any]] = options if callable(options) else lambda _: known
+    _KINDS[cell.kind] = cell
+    _REGISTERED[layer] = Registration(cell, weights, told)
+
+
+def _check_class(cell: Any) -> None:
+    """Refuse a class that leaves out what has no default, or that takes the name of another."""
+    if not (isinstance(cell, type) and issubclass(cell, Cell)):
+        raise InputError(message("Equations are a subclass of rl.cells.Cell.", got=repr(cell)))
+    problems = [
+        (cell.step is Cell.step, "no step", "def step(self, projected, before, scale, xp)"),
+        (not _NAME.fullmatch(cell.kind) or cell.kind == Cell.kind, f"kind = {cell.kind!r}", "one word of its own"),
+        (not cell.parameters, "no parameters", "parameters = rl.cells.by_name(rl.cells.KERNEL, ...)"),
+        (len(set(cell.gates)) < len(cell.gates), f"gates = {cell.gates}", "names that differ"),
+        (
+            not cell.states
+            or cell.states[0] != "hidden"
+            or bool(set(cell.states) & (set(QUANTITIES) - {"hidden", "cell"})),
+            f"states = {cell.states}",
+            'names, "hidden" first: what the layer returns',
+        ),
+        (
+            cell.project is not Cell.project and cell.input_gradient is Cell.input_gradient,
+            "project without its adjoint",
+            "input_gradient and input_gradients beside it",
+        ),
+        (
+            cell.pull_back is not Cell.pull_back and cell.recurrent_gradients is Cell.recurrent_gradients,
+            "pull_back without recurrent_gradients",
+            "both, or neither: then the framework differentiates the step",
+        ),
+    ]
+    for wrong, got, expected in problems:
+        if wrong:
+            raise InputError(message(f"{cell.__name__} is no complete cell.", got=got, expected=expected))
+    other = _KINDS.get(cell.kind)
+    if other is not None and (other.__module__, other.__qualname__) != (cell.__module__, cell.__qualname__):
+        what = f"A cell of kind {cell.kind!r} is known already."
+        raise InputError(
+            message(what, got=cell.__qualname__, expected=f"another kind than that of {other.__qualname__}")
+        )
+
+
+def _check_shapes(cell: Cell, layer: str) -> None:
+    """Gates lie side by side: a weight with gates has as many blocks of one size."""
+    for name, value in cell.weights().items():
+        known = cell.parameters[name]
+        rank = len(known.dims) - int(GATE in known.dims)
+        gated = GATE in known.dims and int(value.shape[-1]) % len(cell.gates)
+        if len(value.shape) != rank or gated:
+            raise UnsupportedError(
+                message(
+                    f"Weight {name!r} of {layer} does not have the shape that {type(cell).__name__} gives it.",
+                    got=f"shape {tuple(value.shape)}",
+                    expected=f"({', '.join(known.dims)})".replace("gate, ", "gate * "),
+                    hint='in weights= of register: "name.T" for a transposed one, a tuple of names for one per gate',
+                )
+            )
