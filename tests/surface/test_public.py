@@ -13,6 +13,7 @@ CHANGELOG = Path(__file__).resolve().parents[2] / "CHANGELOG.md"
 
 #: Functions with their parameters and defaults; rooms (modules) with None.
 PUBLIC = {
+    "cells": None,
     "compare": "(diagnoses)",
     "diagnose": (
         "(model, x, y=None, *, baseline=None, step=-1, output=0, task=None, loss=None, samples=512, seed=0, axes=None)"
@@ -59,6 +60,13 @@ def bare_signature(function) -> str:
     signature = inspect.signature(function)
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+def test_what_a_cell_of_ones_own_is_made_of():
+    assert bare_signature(rl.cells.register) == "(layer, cell, *, weights=None, options=None)"
+    assert bare_signature(rl.cells.Cell.step) == "(self, projected, before, scale, xp)"
+    assert bare_signature(rl.cells.Cell.pull_back) == "(self, record, before, after, cotangent, scale, xp)"
+    assert {"Cell", "Quantity", "Record", "by_name", "register", "sigmoid"} <= set(rl.cells.__all__)
 
 
 def test_these_names_and_no_others():

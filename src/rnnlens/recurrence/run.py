@@ -207,9 +207,7 @@ def _replay_in_sequence(run: Run) -> None:
     states: list[tuple[Array, ...]] = []
     order = list(run.steps())
     for t in order:
-        record, new = cell.step(projected[:, t, :], state, run.state_scale, xp)
-        if cell.autodiff is not None:
-            record = record._replace(inner=projected[:, t, :])
+        record, new = cell.taken(projected[:, t, :], state, run.state_scale, xp)
         mask_t = None if run.mask is None else run.mask[:, t]
         state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
         records.append(record)

@@ -85,7 +85,6 @@ class EngineAutodiff:
     def __init__(self, cell: Cell, engine: Engine) -> None:
         self._cell, self._engine, self._xp = cell, engine, namespace()
         self._per_step = engine.per_step(self._pure)
-        self._weights = {name: _tensor(w) for name, w in cell.weights().items()}
 
     def vjp(
         self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]
@@ -102,7 +101,8 @@ class EngineAutodiff:
 
     def _given(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> Any:
         given = [_tensor(c) for c in cotangent]
-        return (_tensor(projected), [_tensor(b) for b in before], self._weights), (given[0] * 0, given)
+        weights = {name: _tensor(w.astype(projected.dtype)) for name, w in self._cell.weights().items()}
+        return (_tensor(projected), [_tensor(b) for b in before], weights), (given[0] * 0, given)
 
     def _pure(self, projected: Any, states: Sequence[Any], weights: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         _, after = self._cell.holding(weights).step(projected, tuple(states), None, self._xp)

@@ -11,7 +11,7 @@ from ...recurrence.cells import Cell, registered
 from ..protocol import PlainCall, RecurrentCall
 from .lineage import probe_like
 from .record import Owner, PlainVisit, Recorder, Run, Visit
-from .registered import described
+from .registered import arranged, described
 from .values import replayable
 from .weights import NAMES, known_cell, ours
 
@@ -285,7 +285,7 @@ class Assembler:
         known = registered(owner.module)
         if known is not None:  # put together from several: of all or of none
             whole = owner.module is not None and len(grads) == len(list(owner.module.parameters()))
-            return {n: replayable(g) for n, g in known.arrays(grads).items()} if whole else {}
+            return arranged(known, grads) if whole else {}
         if owner.step_cell is not None:
             return {name: replayable(grad) for name, grad in grads.items()}
         return {NAMES[slot]: replayable(ours(owner.cell, slot, grad)) for slot, grad in grads.items()}

@@ -22,8 +22,8 @@ ALL = "*"
 class Owner:
     """The recurrent module (or bare function) whose calls are noted; ``name`` is its path in the model.
 
-    ``module`` is a cell of the user's whose equations were registered. ``autocast`` is the dtype that torch was asked to
-    compute in around its calls, if it was.
+    ``module`` is a cell of the user's whose equations were registered. ``autocast`` is the dtype that torch was asked
+    to compute in around its calls, if it was.
     """
 
     key: int

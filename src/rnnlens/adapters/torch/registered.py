@@ -20,10 +20,20 @@ from .values import replayable
 
 def described(module: nn.Module, known: Registration) -> Cell:
     """The equations of a cell with the values of its weights; differentiated by torch where they are not here."""
-    made = known.make(module, {name: replayable(p) for name, p in module.named_parameters()})
+    parameters = dict(module.named_parameters())
+    device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    made = known.make(module, {name: replayable(p).cpu().numpy() for name, p in parameters.items()})
+    made = made.with_weights(lambda array: torch.tensor(array, device=device))
     if not known.differentiates:
         object.__setattr__(made, "autodiff", TorchAutodiff(made))
     return made
+
+
+def arranged(known: Registration, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of a cell's weights in our layout."""
+    arrays = known.arrays({name: replayable(grad).cpu().numpy() for name, grad in grads.items()})
+    device = next((grad.device for grad in grads.values()), None)
+    return {name: torch.tensor(array, device=device) for name, array in arrays.items()}
 
 
 def registered_weights(module: nn.Module, known: Registration) -> LayerWeights:

@@ -162,6 +162,13 @@ class Cell:
         """From the projected input and the states before to the gates and the states after."""
         raise NotImplementedError(f"{type(self).__name__}.step")
 
+    def taken(
+        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
+    ) -> tuple[Record, tuple[Array, ...]]:
+        """:meth:`step`, with what the framework needs to differentiate it where the cell does not do so itself."""
+        record, after = self.step(projected, before, scale, xp)
+        return (record if self.autodiff is None else record._replace(inner=projected)), tuple(after)
+
     def pull_back(
         self,
         record: Record,
@@ -307,7 +314,7 @@ class Cell:
 
         def taken(s: Array) -> tuple[list[Array], Record, tuple[Array, ...]]:
             before = np.split(s, cuts, 1)
-            return before, *cell.step(np.broadcast_to(projected, (len(s), projected.shape[1])), before, None, np)
+            return before, *cell.taken(np.broadcast_to(projected, (len(s), projected.shape[1])), before, None, np)
 
         def step(s: Array) -> Array:
             joined: Array = np.concatenate(taken(s)[2], axis=1)

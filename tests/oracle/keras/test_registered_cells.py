@@ -1,0 +1,120 @@
+"""A Keras cell of a user's own whose equations were registered, against Keras' differentiation of the loop by hand."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import rnnlens as rl
+from rnnlens.testing import keras_autodiff
+
+UNITS, STEPS = 3, 5
+X = np.random.default_rng(0).normal(size=(2, STEPS, 2))
+MASK = np.array([[1, 1, 1, 0, 1], [0, 1, 1, 1, 0]])[:, :, None]
+GATES = ("forget", "candidate", "output")
+
+
+@keras.saving.register_keras_serializable()
+class Coupled(keras.layers.Layer):
+    """Input and forget gate are one; c_t moves the h_t of its own step."""
+
+    def __init__(self, units, **options):
+        super().__init__(**options)
+        self.units, self.state_size, self.output_size = units, [units, units], units
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], 3 * self.units), initializer="glorot_uniform", name="w")
+        self.u = self.add_weight(shape=(self.units, 3 * self.units), initializer="orthogonal", name="u")
+        self.b = self.add_weight(shape=(3 * self.units,), initializer="random_normal", name="b")
+
+    def call(self, x, states, taps=0.0):
+        h, c = states
+        f, n, o = ops.split(ops.matmul(x, self.w) + ops.matmul(h, self.u) + self.b + taps, 3, axis=-1)
+        c = ops.sigmoid(f) * c + (1 - ops.sigmoid(f)) * ops.tanh(n)
+        h = ops.sigmoid(o) * ops.tanh(c)
+        return h, [h, c]
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+class CoupledEquations(rl.cells.Cell):
+    kind = "coupled_input_forget"
+    gates = GATES
+    states = ("hidden", "cell")
+    parameters = rl.cells.by_name(rl.cells.KERNEL, rl.cells.RECURRENT_KERNEL, rl.cells.BIAS)
+
+    def step(self, projected, before, scale, xp):
+        h, c = before
+        z = [self.gate(projected + h @ self.recurrent_kernel, name) for name in self.gates]
+        f, n, o = rl.cells.sigmoid(z[0], xp), xp.tanh(z[1]), rl.cells.sigmoid(z[2], xp)
+        c = f * c + (1 - f) * n
+        return self.record(z, [f, n, o], xp), (o * xp.tanh(c), c)
+
+
+rl.cells.register(Coupled, CoupledEquations, weights={"kernel": "w", "recurrent_kernel": "u", "bias": "b"})
+
+
+def build(layer, masked=False):
+    keras.utils.set_random_seed(0)
+    masking = [keras.layers.Masking(dtype="float64")] if masked else []
+    model = keras.Sequential([keras.Input((STEPS, 2), dtype="float64"), *masking, layer])
+    return model, X * MASK if masked else X
+
+
+def loss(y_true, y_pred):
+    return ops.sum(ops.square(y_pred)) + ops.sum(y_pred)
+
+
+def by_hand(cell, x, taps, moves, mask):
+    """The last state, where every pre-activation and every state as it is handed on may be moved."""
+    h = c = ops.zeros((len(X), UNITS), dtype="float64")
+    for t in range(STEPS):
+        new, (_, further) = cell.call(x[:, t], [h, c], taps[:, t])
+        real = np.ones((len(X), 1), bool) if mask is None else mask[:, t]
+        h, c = ops.where(real, new, h) + moves[:, t], ops.where(real, further, c)
+    return loss(None, h)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_a_registered_cell_is_traced_as_one_of_ours(masked):
+    model, x = build(keras.layers.RNN(Coupled(UNITS, dtype="float64"), name="rnn", dtype="float64"), masked)
+    cell = model.layers[-1].cell
+    mask = MASK.astype(bool) if masked else None
+    taps, moves = np.zeros((2, STEPS, 3 * UNITS)), np.zeros((2, STEPS, UNITS))
+
+    def of(tensors):
+        return by_hand(cell, *tensors, mask)
+
+    value, (dx, dz, dh), weights = keras_autodiff.gradients(of, [x, taps, moves], [cell.w, cell.u, cell.b])
+    trace = rl.trace(model, x, loss=loss)
+    found = trace["rnn"]
+    np.testing.assert_allclose(trace.loss, value, rtol=1e-10)
+    assert list(found.gates.gate.values) == list(GATES)
+    np.testing.assert_allclose(found.gate_grad.values.reshape(dz.shape), dz, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found.hidden_grad, dh, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found.input_grad, dx, rtol=1e-9, atol=1e-12)
+    assert trace.certificate.state == "passed"
+    shown = rl.weights(model, x, loss=loss, by_time=True)["rnn"]
+    for name, expected in zip(("kernel", "recurrent_kernel", "bias"), weights, strict=True):
+        ours = shown[f"{name}_grad"]
+        assert ours.sizes["gate"] == 3
+        np.testing.assert_allclose(ours.sum("time").values.reshape(expected.shape), expected, rtol=1e-9, atol=1e-12)
+        asked = np.asarray(rl.gradients(model, x, loss=loss, wrt=f"rnn/{name}"))
+        np.testing.assert_allclose(asked.reshape(expected.shape), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_both_directions_and_the_time_jacobian():
+    layer = keras.layers.RNN(Coupled(UNITS, dtype="float64"), dtype="float64")
+    model, x = build(keras.layers.Bidirectional(layer, name="both", dtype="float64"))
+    (row,) = rl.layers(model)
+    assert (row.cell, row.units, row.direction) == ("coupled_input_forget", UNITS, "bidirectional")
+    assert rl.trace(model, x, loss=loss).certificate.state == "passed"
+    found = rl.gradients(model, x, loss=loss, wrt=["both/kernel", "both.cell"])
+    assert found["both"]["kernel"].dims == ("direction", "feature", "gate", "unit")
+    moved = rl.jacobian(model, x)
+    rng, size = np.random.default_rng(1), 1e-6
+    push = rng.normal(size=x.shape)
+    ends = [ops.convert_to_numpy(model(x + sign * size * push)) for sign in (1, -1)]
+    ours = np.einsum("souf,suf->so", moved.transpose("sample", "out_unit", "in_time", "in_feature").values, push)
+    np.testing.assert_allclose(ours, (ends[0] - ends[1]) / (2 * size), rtol=1e-6, atol=1e-8)

@@ -1,0 +1,279 @@
+"""Cells of a user's own whose equations were registered, against torch's differentiation of the untouched module."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+from rnnlens import errors
+
+FEATURES, UNITS = 3, 4
+X = np.random.default_rng(0).normal(size=(2, 5, FEATURES))
+
+
+class Minimal(nn.Module):
+    """The minimal gated unit (arXiv:1603.09420), a linear layer per gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.into_f, self.into_n = nn.Linear(FEATURES, UNITS), nn.Linear(FEATURES, UNITS)
+        self.from_f, self.from_n = nn.Linear(UNITS, UNITS, bias=False), nn.Linear(UNITS, UNITS, bias=False)
+
+    def forward(self, x, h, seen=None):
+        z_f = self.into_f(x) + self.from_f(h)
+        f = torch.sigmoid(z_f)
+        z_n = self.into_n(x) + self.from_n(f * h)
+        if seen is not None:
+            seen.append((z_f, z_n))
+        return (1 - f) * h + f * torch.tanh(z_n)
+
+
+class MinimalGated(rl.cells.Cell):
+    kind = "minimal_gated"
+    gates = ("forget", "candidate")
+    parameters = rl.cells.by_name(rl.cells.KERNEL, rl.cells.RECURRENT_KERNEL, rl.cells.BIAS)
+
+    def step(self, projected, before, scale, xp):
+        (h,), u = before, self.recurrent_kernel
+        z_f = self.gate(projected, "forget") + h @ self.gate(u, "forget")
+        f = rl.cells.sigmoid(z_f, xp)
+        z_n = self.gate(projected, "candidate") + (f * h) @ self.gate(u, "candidate")
+        n = xp.tanh(z_n)
+        return self.record([z_f, z_n], [f, n], xp), ((1 - f) * h + f * n,)
+
+
+class Coupled(nn.Module):
+    """Two states, one matrix for input and state together; c_t moves the h_t of its own step."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Linear(FEATURES + UNITS, 3 * UNITS)
+
+    def forward(self, x, state):
+        h, c = state
+        f, n, o = self.both(torch.cat([x, h], dim=-1)).chunk(3, dim=-1)
+        c = torch.sigmoid(f) * c + (1 - torch.sigmoid(f)) * torch.tanh(n)
+        return torch.sigmoid(o) * torch.tanh(c), c
+
+
+class CoupledCell(rl.cells.Cell):
+    kind = "coupled_gates"
+    gates = ("forget", "candidate", "output")
+    states = ("hidden", "cell")
+    parameters = rl.cells.by_name(rl.cells.KERNEL, rl.cells.RECURRENT_KERNEL, rl.cells.BIAS)
+
+    def step(self, projected, before, scale, xp):
+        h, c = before
+        z = [self.gate(projected + h @ self.recurrent_kernel, name) for name in self.gates]
+        f, n, o = rl.cells.sigmoid(z[0], xp), xp.tanh(z[1]), rl.cells.sigmoid(z[2], xp)
+        c = f * c + (1 - f) * n
+        return self.record(z, [f, n, o], xp), (o * xp.tanh(c), c)
+
+
+def of_coupled(named):
+    """One matrix, cut in two: linear in what it is given, so that it holds for gradients as well."""
+    whole = named["both.weight"].T
+    return {"kernel": whole[:FEATURES], "recurrent_kernel": whole[FEATURES:], "bias": named["both.bias"]}
+
+
+def register():
+    rl.cells.register(
+        Minimal,
+        MinimalGated,
+        weights={
+            "kernel": ("into_f.weight.T", "into_n.weight.T"),
+            "recurrent_kernel": ("from_f.weight.T", "from_n.weight.T"),
+            "bias": ("into_f.bias", "into_n.bias"),
+        },
+    )
+    rl.cells.register(Coupled, CoupledCell, weights=of_coupled)
+
+
+register()
+
+
+class Model(nn.Module):
+    def __init__(self, cell, states):
+        super().__init__()
+        self.cell, self.head, self.states = cell, nn.Linear(UNITS, 2), states
+
+    def forward(self, x, seen=None):
+        state = x.new_zeros(x.shape[0], UNITS)
+        state = state if self.states == 1 else (state, state)
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+            if seen is not None:
+                seen.append(state)
+        return self.head(state if self.states == 1 else state[0])
+
+
+@pytest.fixture(params=["minimal", "coupled"])
+def model(request):
+    torch.manual_seed(0)
+    made = Model(Minimal(), 1) if request.param == "minimal" else Model(Coupled(), 2)
+    return made.double()
+
+
+def loss(output):
+    return (output**2).sum() + output.sum()
+
+
+def close(ours, theirs):
+    theirs = np.asarray(theirs.detach() if hasattr(theirs, "detach") else theirs)
+    np.testing.assert_allclose(np.asarray(ours), theirs, rtol=1e-10, atol=1e-12)
+
+
+def layout(model, take):
+    """What ``take`` gives of each parameter, in our layout, written out by hand."""
+    named = {name: take(p) for name, p in model.cell.named_parameters()}
+    if model.states == 2:
+        whole = named["both.weight"].T
+        return {"kernel": whole[:FEATURES], "recurrent_kernel": whole[FEATURES:], "bias": named["both.bias"]}
+    cat = torch.cat
+    return {
+        "kernel": cat([named["into_f.weight"].T, named["into_n.weight"].T], 1),
+        "recurrent_kernel": cat([named["from_f.weight"].T, named["from_n.weight"].T], 1),
+        "bias": cat([named["into_f.bias"], named["into_n.bias"]]),
+    }
+
+
+def test_states_and_their_total_gradients(model):
+    seen = []
+    value = loss(model(torch.tensor(X), seen))
+    trace = rl.trace(model, X, loss=loss)["cell"]
+    names = ["hidden", "cell"][: model.states]
+    for i, name in enumerate(names):
+        values = [s if model.states == 1 else s[i] for s in seen]
+        close(trace[name], torch.stack(values, 1))
+        grads = torch.autograd.grad(value, values, retain_graph=True)
+        close(trace[f"{name}_grad"], torch.stack(grads, 1))
+
+
+def test_gates_and_their_gradients():
+    model = Model(Minimal(), 1).double()
+    rows, inner = [], model.cell.forward
+    model.cell.forward = lambda x, h: inner(x, h, rows)
+    value = loss(model(torch.tensor(X)))
+    grads = [torch.stack(torch.autograd.grad(value, [r[g] for r in rows], retain_graph=True), 1) for g in range(2)]
+    del model.cell.forward
+    trace = rl.trace(model, X, loss=loss)["cell"]
+    assert list(trace.gates.gate.values) == ["forget", "candidate"]
+    close(trace.gate_grad, torch.stack(grads, 2))
+    close(trace.gate_preactivation, torch.stack([torch.stack([r[g] for r in rows], 1) for g in range(2)], 2))
+    close(trace.gates.sel(gate="forget"), torch.sigmoid(torch.stack([r[0] for r in rows], 1)))
+    asked = rl.gradients(model, X, loss=loss, wrt="cell.gate_preactivation")
+    close(asked, torch.stack(grads, 2))
+
+
+def test_weights_by_gate_and_step(model):
+    loss(model(torch.tensor(X))).backward()
+    values, grads = layout(model, lambda p: p.detach()), layout(model, lambda p: p.grad)
+    found = rl.weights(model, X, loss=loss, by_time=True)["cell"]
+    for name, expected in grads.items():
+        ours = found[f"{name}_grad"]
+        assert ours.sizes["time"] == X.shape[1]
+        close(ours.sum("time").values.reshape(expected.shape), expected)
+        close(found[name].values.reshape(expected.shape), values[name])
+        asked = rl.gradients(model, X, loss=loss, wrt=f"cell/{name}")
+        close(np.asarray(asked).reshape(expected.shape), expected)
+        for n, sample in enumerate(
+            rl.gradients(model, X, of="output", reduce="sum", per_sample=True, wrt=f"cell/{name}")
+        ):
+            model.zero_grad()
+            model(torch.tensor(X[n : n + 1])).sum().backward()
+            close(np.asarray(sample).reshape(expected.shape), layout(model, lambda p: p.grad)[name])
+
+
+def test_the_time_jacobian(model):
+    found = rl.jacobian(model, X)
+    expected = torch.autograd.functional.jacobian(model, torch.tensor(X))
+    for n in range(len(X)):
+        close(found[n].transpose("out_unit", "in_time", "in_feature"), expected[n, :, n])
+
+
+def test_fixed_points_are_those_of_the_module(model):
+    found = rl.fixed_points(model, X, layer="cell", input="zero")
+    point = torch.tensor(found.states.values[found.fixed.values])
+    assert len(point)
+
+    def step(s):
+        state = s if model.states == 1 else tuple(s.chunk(2, dim=-1))
+        after = model.cell(torch.zeros(len(s), FEATURES).double(), state)
+        return after if model.states == 1 else torch.cat(after, dim=-1)
+
+    np.testing.assert_allclose(step(point).detach(), point, atol=1e-7)
+    slope = torch.autograd.functional.jacobian(step, point[:1])[0, :, 0]
+    close(abs(found.eigenvalues[found.fixed.values][0]), np.sort(abs(np.linalg.eigvals(slope)))[::-1])
+
+
+def test_results_are_certified_and_leave_the_model_alone(model):
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    trace = rl.trace(model, X, loss=loss)
+    assert trace.certificate.state == "passed"
+    assert all(check.residual <= check.bound for check in trace.checks)
+    assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+class WithDropped(MinimalGated):
+    """The old state is scaled twice: not the equations of the module."""
+
+    kind = "minimal_wrong"
+
+    def step(self, projected, before, scale, xp):
+        record, (h,) = super().step(projected, before, scale, xp)
+        return record, (0.9 * h,)
+
+
+@pytest.fixture
+def put_back():
+    yield
+    register()
+
+
+def test_equations_of_something_else_are_refused(put_back):
+    rl.cells.register(Minimal, WithDropped, weights=layout_of)
+    with pytest.raises(errors.UnsupportedError, match="equations of WithDropped are not those of Minimal in 'cell'"):
+        rl.trace(Model(Minimal(), 1).double(), X, loss=loss)
+
+
+def layout_of(named):
+    pairs = {"kernel": "into_{}.weight", "recurrent_kernel": "from_{}.weight"}
+    found = {ours: np.concatenate([np.asarray(named[t.format(g)]).T for g in "fn"], 1) for ours, t in pairs.items()}
+    return found | {"bias": np.concatenate([np.asarray(named[f"into_{g}.bias"]) for g in "fn"])}
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        ({"kernel": ("into_f.weight.T", "into_n.weight.T")}, "left out"),
+        ({"kernel": "into.weight"}, "has no weight 'into.weight'"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(put_back, weights, text):
+    rl.cells.register(Minimal, MinimalGated, weights=weights)
+    with pytest.raises(errors.InputError, match=text):
+        rl.layers(Model(Minimal(), 1).double())
+
+
+def test_what_a_class_leaves_out_is_named():
+    with pytest.raises(errors.InputError, match="no step"):
+        rl.cells.register(Minimal, type("Empty", (rl.cells.Cell,), {"kind": "empty"}))
+    with pytest.raises(errors.InputError, match="kind 'lstm' is known"):
+        rl.cells.register(Minimal, type("Mine", (MinimalGated,), {"kind": "lstm"}))
+    with pytest.raises(errors.InputError, match="Only a class"):
+        rl.cells.register(Minimal(), MinimalGated)
+
+
+def test_gradients_by_gate_values_ask_for_the_method():
+    with pytest.raises(errors.UnsupportedError, match="write gate_gradient"):
+        rl.gradients(Model(Minimal(), 1).double(), X, loss=loss, wrt="cell.gates")
+
+
+def test_figures_have_the_names_of_its_gates(model):
+    found = rl.weights(model, X, loss=loss)
+    places = rl.plot.weights_heatmap(found["cell"])
+    texts = {text.get_text() for ax in places for text in [*ax.texts, *ax.get_xticklabels(), ax.title]}
+    texts |= {label.get_text() for ax in places for label in ax.figure.findobj() if hasattr(label, "get_text")}
+    assert {"forget", "candidate"} <= texts
