@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 
+from ...autodiff import Engine
 from ...errors import UnsupportedError, message
 from ...recurrence.cells import Cell, registered
 from ...recurrence.cells.registry import Registration
 from ...typing import Array, Namespace
 from ..composed import Composed
-from .engines import Engine
+from ..described import differentiated
 
 #: Deepest nesting of layers within a cell that is looked into for weights.
 _DEPTH = 4
@@ -45,9 +46,7 @@ def _attributes(layer: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]
 def described(cell: Any, known: Registration, convert: Callable[[Any], Array], engine: Engine | None = None) -> Cell:
     """The equations of a cell with the values of its weights; differentiated by ``engine`` where they are not here."""
     made = known.make(cell, {name: convert(v) for name, v in attributes(cell).items()})
-    if engine is not None and not known.differentiates:
-        object.__setattr__(made, "autodiff", EngineAutodiff(made, engine))
-    return made
+    return made if engine is None else differentiated(made, known, engine, namespace(), _tensor)
 
 
 def composed(named: Mapping[str, Any], halves: Mapping[str, Any]) -> dict[str, Composed]:
@@ -77,36 +76,6 @@ def refuse_penalties(named: Mapping[str, Any], layer: str) -> None:
                     expected="penalties in the loss, or a cell that is not registered",
                 )
             )
-
-
-class EngineAutodiff:
-    """The step of a registered cell on the engine's own tensors; see :class:`rnnlens.recurrence.cells.autodiff`."""
-
-    def __init__(self, cell: Cell, engine: Engine) -> None:
-        self._cell, self._engine, self._xp = cell, engine, namespace()
-        self._per_step = engine.per_step(self._pure)
-
-    def vjp(
-        self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]
-    ) -> tuple[Array, list[Array], Mapping[str, Array]]:
-        """Pull dL/ds_t back to what was projected, to the states before and to the weights."""
-        dz, carry, weights = self._per_step.vjp(*self._given(projected, before, cotangent))
-        to = self._engine.to_array
-        return to(dz), [to(part) for part in carry], {name: to(grad) for name, grad in weights.items()}
-
-    def produced(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> list[Array]:
-        """Pull dL/ds_t back to each state where the step computes it."""
-        found = self._per_step.produced(*self._given(projected, before, cotangent))
-        return [self._engine.to_array(part) for part in found]
-
-    def _given(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> Any:
-        given = [_tensor(c) for c in cotangent]
-        weights = {name: _tensor(w.astype(projected.dtype)) for name, w in self._cell.weights().items()}
-        return (_tensor(projected), [_tensor(b) for b in before], weights), (given[0] * 0, given)
-
-    def _pure(self, projected: Any, states: Sequence[Any], weights: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        _, after = self._cell.holding(weights).step(projected, tuple(states), None, self._xp)
-        return after[0] * 1, list(after)
 
 
 def _tensor(array: Array) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
+from ...autodiff import Engine
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
 from ..composed import Composed
 from ..protocol import LayerWeights
-from .engines import Engine
 from .registered import attributes, composed, described, refuse_penalties, registration_of
 
 _CLASSES: dict[type, type[Cell]] = {
