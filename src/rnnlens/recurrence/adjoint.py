@@ -8,8 +8,10 @@ Werbos 1990, doi:10.1109/5.58337; in this notation Pascanu, Mikolov, Bengio 2013
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
+
+import numpy as np
 
 from ..typing import Array, Namespace
 from .cells import Record, affine
@@ -71,7 +73,7 @@ def adjoint(
     """
     if run.record is None:
         raise TypeError("adjoint() sweeps cells with equations; a cell of the framework goes through adjoint_custom()")
-    xp = run.xp
+    xp, run = run.xp, replace(run, cell=run.cell.with_weights(_columns_first))
     direct = per_state(state_cotangent, len(run.states))
     final = final_or_zero(run, final_state_cotangent)
     result = Adjoint(
@@ -89,6 +91,11 @@ def adjoint(
     batch, _, units = run.states[0].shape
     for_each(work, walk_parts(batch, units, xp=xp), xp=xp)
     return result
+
+
+def _columns_first(weight: Array) -> Array:
+    """The same weight, whose transpose lies in memory row by row: few rows times that are twice as fast."""
+    return np.asfortranarray(weight) if isinstance(weight, np.ndarray) else weight
 
 
 def _sweep(run: Run, direct: Sequence[Array | None], carry: tuple[Array, ...], out: Adjoint) -> None:
