@@ -27,14 +27,12 @@ PUBLIC = {
     "errors": None,
     "gradients": (
         "(model, x, y=None, *, of='loss', wrt='weights', at=None, reduce=None, per_sample=False, measure=None, "
-        "across=None, loss=None, "
-        "sample_weight=None, class_weight=None, training=False, initial_state=None, seed=0, batch_size=None, "
-        "combine=None, clip=None, memory=None, axes=None)"
+        "across=None, clip=None, loss=None, sample_weight=None, class_weight=None, training=False, "
+        "initial_state=None, seed=0, batch_size=None, combine=None, memory=None, axes=None)"
     ),
     "jacobian": (
-        "(model, x, *, of='output', wrt='input', at=None, reduce=None, measure=None, across=None, "
-        "sketch=None, rtol=None, mode='auto', memory=None, out=None, training=False, "
-        "initial_state=None, seed=0, axes=None)"
+        "(model, x, *, of='output', wrt='input', at=None, reduce=None, measure=None, across=None, sketch=None, "
+        "rtol=None, mode='auto', training=False, initial_state=None, seed=0, memory=None, out=None, axes=None)"
     ),
     "layers": "(model)",
     "open": "(path, *, lazy=False, memory=None)",
@@ -43,7 +41,7 @@ PUBLIC = {
     "testing": None,
     "torch": None,
     "trace": (
-        "(model, x, y=None, *, loss=None, layers=None, quantities=None, sample_weight=None, class_weight=None, "
+        "(model, x, y=None, *, layers=None, quantities=None, loss=None, sample_weight=None, class_weight=None, "
         "training=False, initial_state=None, seed=0, axes=None)"
     ),
     "weight_norms": "(model, *, layers=None, over=None, ord=2, history=None, step=None)",

@@ -62,6 +62,7 @@ _ROWS_APART = (
     per_sample=switch,
     measure=one_of("norm"),
     across=one_of("mean", "sum"),
+    clip=a_clipping,
     loss=a_loss,
     sample_weight=many_examples,
     class_weight=class_weights,
@@ -70,7 +71,6 @@ _ROWS_APART = (
     seed=seed,
     batch_size=whole(least=1),
     combine=one_of("mean", "sum"),
-    clip=a_clipping,
     memory=memory,
     axes=an_axes_table,
 )
@@ -87,6 +87,7 @@ def gradients(
     per_sample: bool = False,
     measure: Literal["norm"] | None = None,
     across: Literal["mean", "sum"] | None = None,
+    clip: str | Mapping[str, float] | None = None,
     loss: str | Callable[..., Any] | None = None,
     sample_weight: Any = None,
     class_weight: Mapping[int, float] | None = None,
@@ -95,7 +96,6 @@ def gradients(
     seed: int = 0,
     batch_size: int | None = None,
     combine: Literal["mean", "sum"] | None = None,
-    clip: str | Mapping[str, float] | None = None,
     memory: str | int | None = None,
     axes: Mapping[str, Any] | None = None,
 ) -> ResultArray | Gradients:
@@ -129,6 +129,9 @@ def gradients(
         without samples the norm of the whole.
     across
         Reduce the sample axis, after ``measure``, in bounded memory: ``"mean"`` or ``"sum"``.
+    clip
+        ``"optimizer"``: also give the gradients as the optimizer would clip them, in ``result.clipped``. Or how to:
+        ``{"global_clipnorm": 1.0}``, ``{"clipnorm": ...}``, ``{"clipvalue": ...}``.
     loss, sample_weight, class_weight, training, initial_state, seed
         As in :func:`rnnlens.trace`. Initial states have one row per sample of ``x``, or one row for all.
     batch_size
@@ -136,9 +139,6 @@ def gradients(
         plain mean or sum over samples is evaluated on the outputs of all batches, for which the data is read twice.
     combine
         How the target of a data set follows from those of its batches, where that is not clear from ``reduce``.
-    clip
-        ``"optimizer"``: also give the gradients as the optimizer would clip them, in ``result.clipped``. Or how to:
-        ``{"global_clipnorm": 1.0}``, ``{"clipnorm": ...}``, ``{"clipvalue": ...}``.
     memory
         What per-sample gradients of weights may use at a time, such as ``"1 GiB"``.
     axes

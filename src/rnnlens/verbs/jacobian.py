@@ -71,11 +71,11 @@ def chosen_steps(name: str, value: Any) -> dict[str, Any]:
     sketch=whole(least=2),
     rtol=number(least=0, below=1, what="is a share"),
     mode=one_of("auto", "forward", "reverse"),
-    memory=memory,
-    out=path,
     training=switch,
     initial_state=states,
     seed=seed,
+    memory=memory,
+    out=path,
     axes=an_axes_table,
 )
 @in_turn
@@ -92,11 +92,11 @@ def jacobian(
     sketch: int | None = None,
     rtol: float | None = None,
     mode: Literal["auto", "forward", "reverse"] = "auto",
-    memory: str | int | None = None,
-    out: str | PathLike[str] | None = None,
     training: bool = False,
     initial_state: Mapping[str, Sequence[Any]] | None = None,
     seed: int = 0,
+    memory: str | int | None = None,
+    out: str | PathLike[str] | None = None,
     axes: Mapping[str, Any] | None = None,
 ) -> ResultArray:
     """Differentiate every output step by every input step.
@@ -133,12 +133,14 @@ def jacobian(
         resulting error (Frobenius norm over everything) is in the attributes as ``pruning_error``.
     mode
         Direction of the sweep; ``"auto"`` takes the one with fewer operations.
+    training, initial_state, seed
+        As in :func:`rnnlens.trace`.
     memory
         Bytes for the result and the working arrays, such as ``"2 GiB"`` (the default of ``rl.options``).
     out
         A path ending in ``.zarr``: the result is written there piece by piece and may exceed the memory.
         After an interrupt, what was finished can be read; the rest is NaN.
-    training, initial_state, seed, axes
+    axes
         As in :func:`rnnlens.trace`.
 
     Returns

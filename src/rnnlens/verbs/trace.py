@@ -28,9 +28,9 @@ from .turns import in_turn
     model=anything,
     x=one_batch,
     y=examples,
-    loss=a_loss,
     layers=names,
     quantities=names,
+    loss=a_loss,
     sample_weight=examples,
     class_weight=class_weights,
     training=switch,
@@ -44,9 +44,9 @@ def trace(
     x: Any,
     y: Any = None,
     *,
-    loss: str | Callable[..., Any] | None = None,
     layers: str | Iterable[str] | None = None,
     quantities: str | Iterable[str] | None = None,
+    loss: str | Callable[..., Any] | None = None,
     sample_weight: Any = None,
     class_weight: Mapping[int, float] | None = None,
     training: bool = False,
@@ -64,13 +64,13 @@ def trace(
         One batch, as the model takes it: an array, or a tuple, list or dict of arrays.
     y
         Target. Without it, and without a ``loss`` that needs none, there are no gradients.
-    loss
-        Keras: ``loss(y_true, y_pred)``, a Keras loss or its name; the compiled loss by default.
-        torch: ``loss(output, target)``, required for gradients. It must return a scalar.
     layers
         Names of the layers to trace, recurrent or not; all recurrent layers by default.
     quantities
         Names of the variables to compute and keep; all by default. See ``rnnlens.vocabulary.QUANTITIES``.
+    loss
+        Keras: ``loss(y_true, y_pred)``, a Keras loss or its name; the compiled loss by default.
+        torch: ``loss(output, target)``, required for gradients. It must return a scalar.
     sample_weight, class_weight
         As in training.
     training
