@@ -73,12 +73,13 @@ def adjoint(
     """
     if run.record is None:
         raise TypeError("adjoint() sweeps cells with equations; a cell of the framework goes through adjoint_custom()")
-    xp, run = run.xp, replace(run, cell=run.cell.with_weights(_columns_first))
+    xp, record = run.xp, run.record
+    run = replace(run, cell=run.cell.with_weights(_columns_first))
     direct = per_state(state_cotangent, len(run.states))
     final = final_or_zero(run, final_state_cotangent)
     result = Adjoint(
         tuple(xp.empty_like(s) for s in run.states),
-        xp.empty_like(run.record.preactivation),
+        xp.empty_like(record.preactivation),
         xp.empty_like(run.input),
         tuple(xp.empty_like(s) for s in final),
         returned_grads=None if run.cell.autodiff is None else tuple(xp.empty_like(s) for s in run.states),
