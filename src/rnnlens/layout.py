@@ -120,6 +120,15 @@ def dims_of(
     return (SAMPLE, *(f"axis_{i}" for i in range(1, len(shape) - 1)), last)
 
 
+def direction_axis(dims: Sequence[str]) -> int:
+    """Where the two directions of a layer lie side by side: behind its steps, or where it has none behind the samples.
+
+    >>> [direction_axis(dims) for dims in (("sample", "time", "unit"), ("sample", "unit"), ("unit_in", "unit"))]
+    [2, 1, 0]
+    """
+    return max((dims.index(dim) + 1 for dim in (SAMPLE, TIME) if dim in dims), default=0)
+
+
 def input_dims(shape: Sequence[int], integer: bool = False) -> tuple[str, ...]:
     """Names of the axes of a model input: ids have no feature axis."""
     if integer and len(shape) == 2:

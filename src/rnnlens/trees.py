@@ -20,7 +20,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {key: map_leaves(function, part) for key, part in tree.items()}
     if isinstance(tree, tuple | list) and not is_packed(tree):
-        return type(tree)(map_leaves(function, part) for part in tree)
+        parts = [map_leaves(function, part) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     return None if tree is None else function(tree)
 
 

@@ -1,4 +1,4 @@
-"""What a framework is, and what its models and tensors are, is known by its adapter and its engine: nobody else looks."""
+"""What a framework, its models and its tensors are is known by its adapter and its engine: nobody else looks."""
 
 import re
 from pathlib import Path

@@ -17,6 +17,7 @@ import xarray as xr
 from .. import __version__
 from ..autodiff.tensors import dtype_name, to_numpy
 from ..errors import InputError, message
+from ..layout import direction_axis
 from ..recurrence.cells import cell_of_kind, kinds
 from ..vocabulary import (
     BACKWARD,
@@ -280,11 +281,8 @@ def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str
 
 def _with_direction(dims: tuple[str, ...]) -> tuple[str, ...]:
     """Direction comes after time, else after sample, else first (weights)."""
-    for anchor in (TIME, SAMPLE):
-        if anchor in dims:
-            at = dims.index(anchor) + 1
-            return (*dims[:at], DIRECTION, *dims[at:])
-    return (DIRECTION, *dims)
+    at = direction_axis(dims)
+    return (*dims[:at], DIRECTION, *dims[at:])
 
 
 def _separate_units(

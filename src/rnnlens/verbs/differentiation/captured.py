@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...adapters.protocol import CaptureRequest
+from ...layout import dims_of, direction_axis
 from ...recurrence.adjoint import Adjoint
 from ...results.schema import plain
 from ...typing import Array
@@ -61,4 +62,4 @@ def side_by_side(parts: Sequence[Array | None]) -> Array | None:
     if len(parts) == 1:
         return present[0]
     filled = [np.zeros_like(present[0]) if array is None else array for array in arrays]
-    return np.stack(filled, axis=min(2, filled[0].ndim - 1))
+    return np.stack(filled, axis=direction_axis(dims_of(filled[0].shape)))

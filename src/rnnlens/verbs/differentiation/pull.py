@@ -15,10 +15,11 @@ import xarray as xr
 
 from ...adapters.protocol import Port, Pullback
 from ...errors import LayerNotFoundError, ModelError
+from ...layout import dims_of, direction_axis
 from ...recurrence.adjoint import Adjoint
 from ...results.schema import plain
 from ...typing import Array
-from ...vocabulary import SAMPLE
+from ...vocabulary import DIRECTION, SAMPLE
 from ..axes import in_order, refuse_unknown, text_of
 from ..coupling import refuse_coupled
 from ..inside import Half, Inside, runs
@@ -144,7 +145,7 @@ class _Pull:
             if place.free:
                 opened, names = self.outside.opened(place.name.port(), parts[0])
                 return xr.DataArray(opened, dims=names)
-            value = parts[0] if len(parts) == 1 else np.stack(parts, axis=min(2, parts[0].ndim - 1))
+            value = parts[0] if len(parts) == 1 else np.stack(parts, axis=direction_axis(dims_of(parts[0].shape)))
         return xr.DataArray(value, dims=self.question.known.dims(place.name, value))
 
     def _seed(self, place: Place, cotangent: Array) -> None:
@@ -157,7 +158,10 @@ class _Pull:
             self._put(self.on_steps, place.name, cotangent)
         if place.free:
             cotangent = cotangent.reshape(tuple(self.pullback.values[place.at[0]].shape))
-        parts = [cotangent] if len(place.at) == 1 else np.moveaxis(cotangent, min(2, cotangent.ndim - 2), 0)
+        parts: Sequence[Array] = [cotangent]
+        if len(place.at) > 1:
+            dims = self.question.known.dims(place.name, cotangent)
+            parts = list(np.moveaxis(cotangent, dims.index(DIRECTION), 0))
         for port, part in zip(place.at, parts, strict=True):
             self.seeds[port] = self.seeds[port] + part if port in self.seeds else part
 

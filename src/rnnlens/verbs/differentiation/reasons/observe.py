@@ -10,6 +10,7 @@ import xarray as xr
 from .... import data
 from ....adapters.protocol import Capture, CaptureRequest
 from ....errors import LayerNotFoundError, message
+from ....layout import dims_of, direction_axis
 from ....results.schema import plain
 from ....typing import Array
 from ...inside import Inside
@@ -57,4 +58,4 @@ def _value(question: Question, leaf: TensorName, capture: Capture) -> Array:
     halves = [plain(call.output) for call in capture.calls if call.layer == leaf.layer]
     if not halves:
         raise LayerNotFoundError(message(f"Layer {leaf.layer!r} was not called in this forward pass."))
-    return halves[0] if len(halves) == 1 else np.stack(halves, axis=min(2, halves[0].ndim - 1))
+    return halves[0] if len(halves) == 1 else np.stack(halves, axis=direction_axis(dims_of(halves[0].shape)))

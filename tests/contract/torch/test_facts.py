@@ -1,0 +1,74 @@
+"""What the adapter says of a module without running it, and what verbs make of that."""
+
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+from rnnlens import data
+from rnnlens.adapters.torch import adapter
+
+
+class Tagger(nn.Module):
+    """Two 2-D weights called ``weight``; one of them is a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 3)
+        self.rnn = nn.RNN(3, 4, num_layers=2, nonlinearity="relu", batch_first=True)
+        self.drop = nn.Dropout(0.5)
+        self.heads = nn.ModuleList([nn.Linear(4, 2, dtype=torch.float64), nn.ReLU6()])
+        self.leaky = nn.LeakyReLU()
+        self.loss, self.optimizer, self.input_names = "mse", "mine", ["mine"]
+
+    def forward(self, x):
+        hidden = self.drop(self.rnn(self.table(x))[0])
+        return self.leaky(self.heads[1](self.heads[0](hidden.double())))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Tagger().eval()
+
+
+def test_roles_go_by_what_a_module_is(model):
+    facts = adapter.facts(model)
+    assert facts.having("embedding") == ("table",)
+    assert facts.having("dropout") == ("drop",)
+    assert facts.having("relu") == ("rnn[0]", "rnn[1]", "heads.1")
+    assert set(facts.submodules) == {"table", "rnn[0]", "rnn[1]", "drop", "heads.0", "heads.1", "leaky"}
+    assert facts.submodules["heads.0"].dtype == "float64"
+
+
+def test_what_a_module_happens_to_carry_is_the_users_own(model):
+    facts = adapter.facts(model)
+    assert (facts.loss, facts.optimizer, facts.inputs, facts.clipping) == (None, "", (), None)
+    assert adapter.reduction(model, None) is None
+
+
+def test_only_the_table_is_offered_where_ids_cannot_be_differentiated(model):
+    ids = torch.arange(10).reshape(2, 5) % 7
+    with pytest.raises(rl.errors.InputError) as error:
+        rl.jacobian(model, ids)
+    assert 'wrt="table.output"' in str(error.value)
+    assert "heads" not in str(error.value)
+    g = rl.gradients(model, ids, of="output", reduce="sum", wrt=["table/weight", "heads.0/weight"])
+    assert g["table"]["weight"].attrs["touched_rows"] == 7
+    assert "touched_rows" not in g["heads.0"]["weight"].attrs
+
+
+def test_a_module_without_weights_has_a_name(model):
+    ids = torch.arange(10).reshape(2, 5) % 7
+    g = rl.gradients(model, ids, of="output", reduce="sum", wrt="drop.output")
+    slope = torch.where(model(ids) > 0, 1.0, 0.01).double()
+    open_ = (model.heads[0](model.rnn(model.table(ids))[0].double()) > 0) & (slope == 1)
+    expected = open_.double() @ model.heads[0].weight
+    torch.testing.assert_close(torch.tensor(g.values).double(), expected.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_named_tuples_of_arrays_stay_named_tuples():
+    pair = data.DataBatch(torch.zeros(3), {"b": torch.ones(3), "a": None})
+    moved = data.map_leaves(lambda leaf: leaf + 1, pair)
+    assert type(moved) is data.DataBatch
+    assert (moved.x[0], moved.y["b"][0], moved.y["a"]) == (1, 2, None)
