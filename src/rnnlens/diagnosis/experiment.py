@@ -170,11 +170,14 @@ class Experiment:
     def __post_init__(self) -> None:
         self.adapter = adapter_for(self.model)
 
-    @property
-    def axes_said(self) -> dict[str, Any] | None:
-        """What the user says of the axes of inputs and outputs."""
+    def axes_of(self, output: str) -> dict[str, Any] | None:
+        """What is known of the axes of inputs and of the output looked at; None where it has to be found out."""
         lie = self.samples.lie
-        return None if lie is None or not lie.said else {name: layout.axes for name, layout in lie.said.items()}
+        said = {} if lie is None else {name: layout.axes for name, layout in lie.said.items()}
+        if output in said or (lie is not None and lie.inputs is not None):
+            return said
+        # Samples come first in what went in; the output was found to have them there, too.
+        return {**said, output: output_names(self.looked_at.ndim)}
 
     def given(self, x: Any) -> Any:
         """Data as the model wants them."""
@@ -343,6 +346,13 @@ class Experiment:
             return squared_change(self.prediction, raw), np.zeros(len(raw))
         prediction = self.target.prediction(raw)
         return squared_change(self.prediction, prediction), self.target.loss(prediction)
+
+
+def output_names(count: int) -> tuple[str, ...]:
+    """Names of the axes of an output with so many."""
+    if count < 3:
+        return ("sample", "unit")[:count]
+    return ("sample", "time", *(f"axis_{i}" for i in range(2, count - 1)), "unit")
 
 
 def in_numpy(call: RecurrentCall) -> RecurrentCall:

@@ -16,9 +16,10 @@ from ..measures.profiles import Band, attributed_memory, attribution, band
 from ..measures.transfer import Transfer, state_transfer, theil_sen
 from ..recurrence.run import Run
 from ..results.schema import plain
+from ..settings import options
 from ..typing import Array
 from ..verbs.gradients import gradients
-from .experiment import Experiment
+from .experiment import Experiment, output_names
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,16 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
     several = len(data.leaves_of(experiment.capture.outputs)) > 1
     of = f"output[{experiment.output}]" if several else "output"
     wrt = [f"{node}.hidden" for node in nodes] + [f"{nodes[0]}.input"]
-    said = experiment.axes_said
-    found = gradients(
-        experiment.model, experiment.few, of=of, reduce=_projection(experiment), per_sample=True, wrt=wrt, axes=said
-    )
+    # Of the sum over samples: each has its own gradient where they do not depend on each other, as in inference.
+    with options(certify="never"):
+        found = gradients(
+            experiment.model,
+            experiment.few,
+            of=of,
+            reduce=_projection(experiment),
+            wrt=wrt,
+            axes=experiment.axes_of(of),
+        )
     arrays: dict[tuple[str, str], Array] = {}
     for node in nodes:
         if "hidden" not in found[node]:
@@ -127,11 +134,12 @@ def _projection(experiment: Experiment) -> Any:
     """Random weights of the output: one number of each sample, at the step that is looked at."""
     whole = experiment.looked_at
     weights = np.random.default_rng(experiment.seed).normal(size=experiment.raw.shape[1])
-    if not experiment.is_sequence:
-        return weights.reshape(whole.shape[1:])
     projection: Array = np.zeros(whole.shape)
-    projection[np.arange(len(whole)), experiment.place(whole)] = weights.reshape(whole.shape[2:])
-    return xr.DataArray(projection, dims=("sample", "time", "unit")) if whole.ndim == 3 else projection
+    if experiment.is_sequence:
+        projection[np.arange(len(whole)), experiment.place(whole)] = weights.reshape(whole.shape[2:])
+    else:
+        projection[...] = weights.reshape(whole.shape[1:])
+    return xr.DataArray(projection, dims=output_names(whole.ndim))
 
 
 def by_lag(values: Array, order: Sequence[int], ends: Array | None) -> Array:
