@@ -360,7 +360,7 @@ def _dynamics() -> Iterator[Entry]:
         o = {"gain": gain, "units": 64, "steps": 200}
         yield Entry("random tanh", seed, tanh, o, None, {"CHAOTIC": gain > 1, "EXPLODING": gain > 1}, noise=0.05)
     for seed in range(10):
-        for radius in (1.02, 1.1, 1.15, 1.3):
+        for radius in (1.02, 1.15, 1.2, 1.3):
             truth = {"EXPLODING": radius > 1.02, "CHAOTIC": False}
             yield Entry("growing relu", seed, relu, {"radius": radius, "steps": 60}, None, truth, noise=0.05)
     for seed, gain in product(range(4), (1.0, 8.0)):

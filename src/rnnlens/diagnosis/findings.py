@@ -84,21 +84,32 @@ def _about_missed(memory: Memory, missed: Missed | None, layers: Sequence[LayerF
         "MISSED_DEPENDENCY",
         "fault",
         MODEL,
-        f"The input at step {missed.step}, {lag} before the last, would explain what the model gets wrong "
-        f"({missed.effect:.0%} of the variance of the target, p = {missed.p_value:.2g}).",
+        f"The input at {_step(lag)} would explain what the model gets wrong: {_percent(missed.effect)} of the variance "
+        f"of the target, p < {P_VALUE}.",
         {"effect": missed.effect, "p_value": missed.p_value, "step": missed.step, "lag": lag},
-        f"cross-validated ridge on the residual explains >= {EFFECT:.0%} of Var y, permutation p < {P_VALUE}",
+        f"cross-validated ridge on the residual explains >= {_percent(EFFECT)} of Var y, permutation p < {P_VALUE}",
         "",
     )
     where = max(layers, key=lambda layer: layer.signal(lag, memory.steps))
     path = where.signal(lag, memory.steps)
     evidence = {"kappa": path, "lag": lag}
+    if not lag:
+        yield Finding(
+            "PATH_OPEN",
+            "fault",
+            MODEL,
+            "No recurrence stands between that input and the output: it was not learned for another reason.",
+            evidence,
+            "missed at the last step",
+            "train longer, or more units; see that the output is read where that input is in.",
+        )
+        return
     if path < VANISHED:
         yield Finding(
             "VANISHING",
             "fault",
             where.name,
-            f"No training signal gets there: of a cotangent on the final state {path:.1e} is left after {lag} steps.",
+            f"No training signal gets there: of a cotangent on the final state {path:.1e} is left {_ago(lag)}.",
             evidence,
             f"missed, and kappa at the missed step < {VANISHED:g}",
             where.run.cell.against_vanishing,
@@ -113,8 +124,20 @@ def _about_missed(memory: Memory, missed: Missed | None, layers: Sequence[LayerF
         evidence,
         f"missed, and kappa at the missed step >= {VANISHED:g}",
         "which reason cannot be told from the network: train longer; if it was trained on windows, a window longer "
-        f"than {lag} steps; else more units. Another initialisation will not help.",
+        f"than {lag} {'step' if lag == 1 else 'steps'}; else more units. Another initialisation will not help.",
     )
+
+
+def _step(lag: int) -> str:
+    return f"the step {lag} before the last" if lag else "the last step"
+
+
+def _ago(lag: int) -> str:
+    return f"{lag} {'step' if lag == 1 else 'steps'} back"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
 
 
 _MEND = "look at the first step at which it happens; check the input for NaN, lower the learning rate, clip gradients."
@@ -153,16 +176,18 @@ def _about_dynamics(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator[Fi
             continue
         rate, error = layer.transfer.leading_exponent()
         steps = len(layer.transfer.log_ratio) - 1
-        growth = max(layer.growth, layer.transfer.growth)
-        if growth >= EXPLODED:
+        growth = layer.transfer.growth
+        # Where every step is read, the gradient of the output is larger at some than at the last without any growth.
+        heard = layer.adjoint is None or layer.growth >= EXPLODED / 2
+        if growth >= EXPLODED and heard:
             chaotic = np.isfinite(error) and (rate - 2 * error) * steps > CHAOS and layer.bounded
             yield Finding(
                 "EXPLODING",
                 "fault",
                 layer.name,
                 f"Gradients grow on their way back: by {growth:.1f} decades within {steps} steps.",
-                {"growth": growth, "lambda_1": rate, "stderr": error},
-                f">= {EXPLODED:g} decades",
+                {"growth": growth, "of the output": layer.growth, "lambda_1": rate, "stderr": error},
+                f">= {EXPLODED:g} decades on the way through the state, half of them in the gradient of the output",
                 "clip the norm of the gradient (arXiv:1211.5063), a smaller recurrent kernel or gain, or a gated cell.",
             )
             if chaotic:
@@ -193,9 +218,9 @@ def _underflow(name: str, states: Census) -> Iterator[Finding]:
             "UNDERFLOW",
             "caution",
             name,
-            f"{states.underflow / states.count:.0%} of the state is subnormal: too small for its dtype to hold whole.",
+            f"{_percent(states.underflow / states.count)} of the state is subnormal, too small for its dtype.",
             {"underflow": states.underflow, "count": states.count},
-            f"> {UNDERFLOWN:.0%}",
+            f"> {_percent(UNDERFLOWN)}",
             "compute in a wider dtype, or scale the state.",
         )
 
@@ -240,9 +265,9 @@ def _about_data(x: Array, mask: Array | None) -> Iterator[Finding]:
             "PADDING_DOMINATES",
             "caution",
             MODEL,
-            f"{padded:.0%} of the steps are padding.",
+            f"{_percent(padded)} of the steps are padding.",
             {"padding": padded},
-            f"> {PADDED:.0%} masked, or identical steps at one end",
+            f"> {_percent(PADDED)} masked, or identical steps at one end",
             "mask the padding, or put samples of like length into one batch.",
         )
     constant = constant_features(x)
@@ -262,9 +287,9 @@ def _about_data(x: Array, mask: Array | None) -> Iterator[Finding]:
             "STATIC_INPUT",
             "caution",
             MODEL,
-            f"The input of {static:.0%} of the samples does not change over time.",
+            f"The input of {_percent(static)} of the samples does not change over time.",
             {"share": static},
-            f"> {STATIC:.0%} of the samples",
+            f"> {_percent(STATIC)} of the samples",
             "a network without recurrence would do.",
         )
 

@@ -37,7 +37,7 @@ def by_layer(name: str, carried: Carried) -> str:
 
 def _used(name: str, memory: Memory, before: Memory | None) -> str:
     length, steps = memory.length, memory.steps
-    remarks = [f"95 % CI {_count(length.low, steps)}-{_count(length.high, steps)}"]
+    remarks = [f"95 % CI {length.low:.0f}-{length.high:.0f}{' or more' if length.high >= steps else ''}"]
     if before is not None and before.context.size:
         remarks.append(f"{_count(before.length.value, before.steps)} at initialisation")
     if length.value == 1:
@@ -64,7 +64,9 @@ def _worth(memory: Memory) -> str:
         if more > 2 * memory.length.value
         else ""
     )
-    return f": with the oldest of these and all before from another sequence {share} of what it learned is lost{needs}."
+    return (
+        f": with the oldest of these, and all before, from another sequence {share} of what it learned is lost{needs}."
+    )
 
 
 def _older(missed: bool, memory: Memory) -> str:

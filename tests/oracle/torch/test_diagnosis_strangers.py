@@ -184,6 +184,33 @@ def test_a_pooled_layer_needs_no_recurrence_to_hear_of_an_early_step():
     assert "VANISHING" not in d.codes
 
 
+def test_a_gradient_that_is_larger_where_the_output_reads_more_is_no_explosion():
+    """The output reads the state of 8 steps before a thousand times as strongly as the last; nothing grows."""
+
+    class Uneven(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = register(12), reader([(1, 1.0)], 12)
+
+        def forward(self, x):
+            h = self.rnn(x)[0]
+            return self.head(h[:, -9] + 1e-3 * h[:, -1])
+
+    x = white()
+    d = rl.diagnose(Uneven(), x, x[:, -10])
+    assert float(d["rnn"].growth) > 2.5
+    assert "EXPLODING" not in d.codes
+    assert float(d["model"].memory) == 10
+
+
+def test_the_last_step_missed_is_no_matter_of_time():
+    x = white()
+    d = rl.diagnose(TimeFirst(5), x.transpose(1, 0, 2), x[:, -6] + x[:, -1])
+    assert [f.evidence.get("lag") for f in d.findings if f.code == "MISSED_DEPENDENCY"] == [0]
+    assert "The input at the last step would explain" in str(d)
+    assert "window" not in str(d)
+
+
 def test_packed_data_are_refused_by_name():
     x = nn.utils.rnn.pack_padded_sequence(torch.as_tensor(white(4)), torch.tensor([5, 4, 3, 2]), batch_first=True)
     with pytest.raises(UnsupportedError, match="packed sequence"):
