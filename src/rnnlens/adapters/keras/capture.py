@@ -38,10 +38,10 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
     found = places(model)
     sites, plain = choose(found, request.layers)
     started = given_states(found, batch.initial_state)
-    loss = losses.plan(model, batch) if request.gradients else None
+    loss = losses.plan(model, batch) if request.gradients or request.loss else None
     data = prepare(model, batch, engine)
-    weights = _weights(sites) if loss is not None and request.weight_grads else {}
-    borders = request.borders and loss is not None
+    weights = _weights(sites) if request.gradients and request.weight_grads else {}
+    borders = request.borders and request.gradients
     beside = _beside(model, weights) if borders else {}
     job = Job(
         model=model,
@@ -52,13 +52,14 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         seed=batch.seed,
         loss=loss,
         loss_given=batch.loss,
-        wanted=(_BORDERS if borders else _UPPER) if loss is not None else frozenset(),
+        gradients=request.gradients,
+        wanted=(_BORDERS if borders else _UPPER) if request.gradients else frozenset(),
         keep=_REPLAY if request.inputs else frozenset({"output", "final_state", "outputs"}),
         weights={name: variable for name, (variable, _) in weights.items()} | beside,
         tap_inputs=borders,
     )
     result = run(job, engine)
-    told = _Assembly(engine, result, sites, _tied(model, found.sites)).capture(request, loss is not None)
+    told = _Assembly(engine, result, sites, _tied(model, found.sites)).capture(request)
     if borders:
         _tell_around(told, engine, job, result.gradients)
     return told
@@ -110,7 +111,7 @@ class _Assembly:
         self._times = {call.place: call.index + 1 for call in result.calls}
         self._cells: dict[int, Any] = {}
 
-    def capture(self, request: CaptureRequest, with_loss: bool) -> Capture:
+    def capture(self, request: CaptureRequest) -> Capture:
         """All calls that were asked for, in the order in which they happened."""
         calls: list[RecurrentCall] = []
         plain: list[PlainCall] = []
@@ -118,7 +119,7 @@ class _Assembly:
             if request.layers is not None and not {call.place, self._node(call)} & set(request.layers):
                 continue
             if (call.place, call.half) in self._sites:
-                calls.append(self._recurrent(call, request, with_loss))
+                calls.append(self._recurrent(call, request))
             else:
                 plain.extend(self._plain(call))
         self._refuse_silence(request, calls, plain)
@@ -129,13 +130,13 @@ class _Assembly:
             plain=plain,
             loss=value,
             outputs=None if outputs is None else by_key(keras.tree.map_structure(self._engine.to_array, outputs)),
-            notes=[*self._notes(value), *(_no_path(calls, plain) if with_loss else [])],
+            notes=[*self._notes(value), *(_no_path(calls, plain) if request.gradients else [])],
         )
 
     def _node(self, call: Call) -> str:
         return call.place if self._times[call.place] == 1 else f"{call.place}#{call.index}"
 
-    def _recurrent(self, call: Call, request: CaptureRequest, with_loss: bool) -> RecurrentCall:
+    def _recurrent(self, call: Call, request: CaptureRequest) -> RecurrentCall:
         site = self._sites[call.place, call.half]
         layer, get = site.layer, self._getter(call)
         known = class_of(layer.cell) is not None
@@ -161,7 +162,7 @@ class _Assembly:
             state_scale=get("state_scale"),
             compute_dtype=computed_in(layer.cell, layer.compute_dtype, self._engine.name),
             weights_key=self._weights_key(layer.cell),
-            weight_grads=self._weight_grads(layer.cell) if with_loss and request.weight_grads else None,
+            weight_grads=self._weight_grads(layer.cell) if request.gradients and request.weight_grads else None,
             tied=self._tied_weights(layer.cell),
             framework_input_grad=get.gradient("input"),
             framework_initial_state_grad=get.all_gradients("initial_state") or None,

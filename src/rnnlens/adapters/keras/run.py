@@ -34,6 +34,7 @@ class Job:
     seed: int | None = None
     loss: losses.Loss | None = None
     loss_given: Any = None
+    gradients: bool = True
     wanted: frozenset[str] = frozenset()
     keep: frozenset[str] = frozenset()
     weights: Mapping[str, Any] = field(default_factory=dict)
@@ -131,7 +132,7 @@ def run(job: Job, engine: Engine) -> Result:
 
 
 def _body(job: Job, arguments: Any, engine: Engine) -> Any:
-    if job.loss is None:
+    if job.loss is None or not job.gradients:
         value, aux = engine.forward(lambda tap: program(job, arguments, tap))
         return value, aux, {}
     return engine.gradients(lambda tap: program(job, arguments, tap))
@@ -154,7 +155,7 @@ def memo_for(job: Job, arguments: Any, engine: Engine, *more: Hashable) -> Memo 
     if not engine.compiles:
         return None
     names = tuple((site.name, site.direction) for site in job.sites), tuple(job.plain), tuple(job.weights)
-    options = (job.training, job.loss is None, job.tap_inputs, job.wanted, job.keep)
+    options = (job.training, job.loss is None, job.gradients, job.tap_inputs, job.wanted, job.keep)
     question = (names, options, stamp_of_tensors(arguments), *more)
     return memo_of(job.model, question, stamp_of_run(job.model, job.loss_given))
 

@@ -35,6 +35,7 @@ class CaptureRequest:
     ``layers``: node names or layer names, recurrent or not; None for all recurrent layers.
     ``inputs``: capture inputs, states and masks, so that the recurrence can be replayed.
     ``gradients``: capture direct gradients (needs a loss). ``weight_grads``: also dL/dW of the layers asked for.
+    ``loss``: its value, also without gradients.
     ``borders``: also what the framework's own differentiation brings to the inputs of the model, of every call, and to
     all weights: what the certificate compares.
     """
@@ -44,6 +45,7 @@ class CaptureRequest:
     gradients: bool = True
     weight_grads: bool = True
     borders: bool = False
+    loss: bool = False
 
 
 @dataclass

@@ -69,6 +69,7 @@ class Wanted:
             gradients=gradients,
             weight_grads=gradients and self.swept,
             borders=certified,
+            loss=self.has_loss,
         )
 
     def refuse_absent(self, datasets: Mapping[str, xr.Dataset], known: Sequence[str]) -> None:
