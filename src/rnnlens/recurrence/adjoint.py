@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from ..typing import Array, Namespace
+from .arrays import Array, Namespace
 from .cells import Record, affine
 from .parallel import for_each, large_parts, still_wanted, walk_parts
 from .run import Run
@@ -159,7 +159,7 @@ def per_state(cotangent: Array | Sequence[Array | None], count: int) -> tuple[Ar
     """One direct gradient, or None, per state; a lone array belongs to the first state."""
     if isinstance(cotangent, (tuple, list)):
         return tuple(cotangent)
-    return (cotangent, *([None] * (count - 1)))
+    return (cast(Array, cotangent), *([None] * (count - 1)))
 
 
 def final_or_zero(run: Run, final: Sequence[Array] | None) -> tuple[Array, ...]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from ..typing import Array, Namespace
 from .adjoint import Adjoint, final_or_zero
+from .arrays import Array, Namespace
 from .cells import StepCell
 from .run import Run
 
@@ -101,7 +101,7 @@ def _as_produced(run: Run, returned: tuple[Array, ...], output: Array) -> tuple[
 def custom_weight_gradients(run: Run, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:
     """dL/dW of a custom cell by the framework's names; with a leading time axis if ``by_time``."""
     xp, before = run.xp, run.states_before()
-    grads, output = result.returned_grads or result.state_grads, result.output_cotangent
+    grads, output = result.returned_grads or result.state_grads, cast(Array, result.output_cotangent)
     if run.mask is not None:
         real = run.mask[:, :, None]
         grads = tuple(xp.where(real, g, xp.zeros_like(g)) for g in grads)
@@ -112,7 +112,7 @@ def custom_weight_gradients(run: Run, result: Adjoint, *, by_time: bool = False)
             _fold(run.input, xp), [_fold(s, xp) for s in before], _fold(output, xp), [_fold(g, xp) for g in grads]
         )
     per_step = [
-        cell.weight_vjp(run.input[:, t], [s[:, t] for s in before], output[:, t], [g[:, t] for g in grads])  # type: ignore[index]
+        cell.weight_vjp(run.input[:, t], [s[:, t] for s in before], output[:, t], [g[:, t] for g in grads])
         for t in range(run.input.shape[1])
     ]
     return {name: xp.stack([step[name] for step in per_step]) for name in per_step[0]}

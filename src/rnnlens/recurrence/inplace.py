@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import is_numpy_namespace, is_torch_namespace
 
-from ..typing import Array, Namespace
+from .arrays import Array, Namespace
 from .parallel import for_each, row_parts
 
 
@@ -63,7 +63,7 @@ class Workspace:
     def _device(self) -> Any:
         return getattr(self.like, "device", None)
 
-    def matmul(self, a: Array, b: Array, out: Array) -> None:
+    def matmul(self, a: Any, b: Any, out: Any) -> None:
         """``out = a @ b``, batched over the first axis. ``out`` must not overlap ``a`` or ``b``."""
         if self.is_numpy:
             for_each(
@@ -74,7 +74,7 @@ class Workspace:
         else:
             out[...] = self.xp.matmul(a, b)
 
-    def multiply(self, a: Array, b: Array, out: Array) -> None:
+    def multiply(self, a: Any, b: Any, out: Any) -> None:
         """``out = a * b``, broadcast."""
         if self.is_numpy:
             np.multiply(a, b, out=out)
@@ -83,7 +83,7 @@ class Workspace:
         else:
             out[...] = a * b
 
-    def add_product(self, target: Array, a: Array, b: Array) -> None:
+    def add_product(self, target: Any, a: Any, b: Any) -> None:
         """``target += a * b``, broadcast."""
         if self.is_torch:
             target.addcmul_(a, b)
@@ -93,13 +93,14 @@ class Workspace:
         else:
             target[...] = target + a * b
 
-    def diagonal_add(self, matrices: Array, values: Array) -> None:
+    def diagonal_add(self, matrices: Any, values: Any) -> None:
         """Add (..., n) to the diagonals of (..., n, n), in place."""
         if self.is_numpy:
             diagonal = np.einsum("...ii->...i", matrices)
             diagonal += values
         elif self.is_torch:
-            self.xp.diagonal(matrices, dim1=-2, dim2=-1).add_(values)
+            diagonal = self.xp.diagonal(matrices, dim1=-2, dim2=-1)
+            diagonal += values
         else:
             matrices[...] = matrices + values[..., None] * self.eye(int(values.shape[-1]))
 
@@ -111,14 +112,14 @@ class Workspace:
         """
         return float(self.xp.finfo(self.like.dtype).smallest_normal) * 1e8
 
-    def flush(self, values: Array) -> None:
+    def flush(self, values: Any) -> None:
         """Set negligible numbers to zero, in place."""
         if self.is_torch:
             values.copy_(self.xp.nn.functional.hardshrink(values, self.negligible))
         else:
             values[self.xp.abs(values) < self.negligible] = 0
 
-    def numpy(self, array: Array) -> np.ndarray[Any, Any]:
+    def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """As NumPy, on the host."""
         if self.is_torch:
             host = array.detach().cpu()

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..typing import Array, Namespace
 from .activations import ACTIVATIONS
 from .adjoint_custom import output_is_state
+from .arrays import Array, Namespace
 from .cells import StepCell, affine
 from .cells.record import Record
 from .inplace import Workspace
@@ -98,7 +98,7 @@ def _transposed(kernel: Array) -> Array:
     return kernel.T if not isinstance(kernel, np.ndarray) else np.ascontiguousarray(kernel.T)
 
 
-def _weighted_sum(work: Workspace, out: Array, coefficients: Array, kernels: list[Array]) -> None:
+def _weighted_sum(work: Workspace, out: Any, coefficients: Any, kernels: list[Any]) -> None:
     if work.is_numpy and len(kernels) > 1:
         # One thin matrix product per unit, (sample * step, gate) @ (gate, n), beats passes over the whole block.
         lead, gates, units = coefficients.shape[:2], coefficients.shape[2], coefficients.shape[3]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..typing import Array
+from .arrays import Array
 from .inplace import Workspace
 
 

@@ -11,15 +11,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace
 
-from ..typing import Array
+from .arrays import Array, namespace
 from .inplace import Workspace
 
 
 def frobenius(block: Array) -> Array:
     """Frobenius norm of each block."""
-    xp = array_namespace(block)
+    xp = namespace(block)
     if isinstance(block, np.ndarray):
         return np.sqrt(np.einsum("bgof,bgof->bg", block, block))
     return xp.sqrt(xp.sum(block * block, axis=(-2, -1)))
@@ -27,7 +26,7 @@ def frobenius(block: Array) -> Array:
 
 def spectral(block: Array) -> Array:
     """Largest singular value of each block, from the smaller of its two Gram matrices."""
-    xp = array_namespace(block)
+    xp = namespace(block)
     if 1 in block.shape[-2:]:
         return frobenius(block)
     # Scaled first: the squares in a Gram matrix of a vanishing block would underflow.
@@ -42,15 +41,15 @@ def spectral(block: Array) -> Array:
 
 def total(block: Array) -> Array:
     """Sum over each block."""
-    return array_namespace(block).sum(block, axis=(-2, -1))
+    return namespace(block).sum(block, axis=(-2, -1))
 
 
 def _mean(block: Array) -> Array:
-    return array_namespace(block).mean(block, axis=(-2, -1))
+    return namespace(block).mean(block, axis=(-2, -1))
 
 
 def _abs_mean(block: Array) -> Array:
-    xp = array_namespace(block)
+    xp = namespace(block)
     return xp.mean(xp.abs(block), axis=(-2, -1))
 
 
@@ -154,7 +153,7 @@ class Collector:
 
 
 def _swap(block: Array) -> Array:
-    return array_namespace(block).permute_dims(block, (0, 1, 3, 2))
+    return namespace(block).permute_dims(block, (0, 1, 3, 2))
 
 
 class FieldCollector:
@@ -180,7 +179,7 @@ def probe_signs(probes: int, outputs: int, times: int, samples: int, seed: int) 
 
 def sketched(block: Array) -> Array:
     """Estimate of |G|_F^2 and its variance (sample, group, 2), from z^T G (sample, group, probe, in)."""
-    xp = array_namespace(block)
+    xp = namespace(block)
     squares = xp.sum(block * block, axis=-1)
     probes = int(squares.shape[-1])
     mean = xp.mean(squares, axis=-1)

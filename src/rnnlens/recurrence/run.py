@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from array_api_compat import array_namespace, device
 
-from ..typing import Array, Namespace
+from .arrays import Array, Namespace
 from .cells import Cell, Record, StepCell
 from .parallel import for_each, sample_chunks
 from .repeats import refuse_another_function, refuse_other_equations, refuse_other_states
@@ -63,8 +63,9 @@ class Run:
         if call.cell.by_framework:
             run = replay_custom(call.cell, call.input, call.initial_state, xp=xp, mask=call.mask, order=call.direction)
             if call.returns_sequences:
-                run.residual = residual(run.step_output, call.output, call.mask, xp)
-                refuse_another_function(call, _at_first_step(run, run.step_output, call))
+                output = cast(Array, run.step_output)
+                run.residual = residual(output, call.output, call.mask, xp)
+                refuse_another_function(call, _at_first_step(run, output, call))
                 return run
         else:
             refuse_other_states(call)

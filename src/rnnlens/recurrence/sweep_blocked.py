@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..typing import Array
+from .arrays import Array
 from .inplace import Workspace
 from .linear import System, state_columns
 from .pruning import NoPruning

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..typing import Array
+from .arrays import Array
 from .linear import Step, System, state_columns, walk
 from .pruning import Pruning
 from .sweep_parts import BLOCK_BUDGET, FLUSH_EVERY, Cost, Sink, elements

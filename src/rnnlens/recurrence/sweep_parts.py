@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..typing import Array
+from .arrays import Array
 
 #: Bytes of product matrices held at a time.
 BLOCK_BUDGET = 32 * 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..typing import Array
+from .arrays import Array
 from .inplace import Workspace
 from .linear import Step, System, state_columns, walk
 from .pruning import Pruning

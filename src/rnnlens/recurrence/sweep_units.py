@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace
 
-from ..typing import Array
+from .arrays import Array, namespace
 from .linear import Pattern, Step, System, state_columns
 from .pruning import Pruning
 from .reductions import Collector, frobenius, total
@@ -90,7 +89,7 @@ class UnitRows:
         units, width = int(self.pattern.colour.size), 1
         for start, block in self.blocks():
             width = int(block.shape[3])
-            flat = array_namespace(block).reshape(block, (block.shape[0], block.shape[1] * units, width))
+            flat = namespace(block).reshape(block, (block.shape[0], block.shape[1] * units, width))
             sink.take(t, (first + start) * units, flat)
         return width
 
@@ -111,7 +110,7 @@ class UnitRows:
 
     def norms(self) -> Array:
         """(sample, group): Frobenius norm of the block of all units."""
-        xp = array_namespace(self.rows)
+        xp = namespace(self.rows)
         if self.matrix is None:
             return frobenius(self._inside())
         if not self._cheap:
@@ -129,7 +128,7 @@ class UnitRows:
 
         |v b + w c|^2 = (v r + w s)^2 + (w q)^2, two squares, does not cancel where the two vectors do.
         """
-        xp, (b, *others) = array_namespace(matrix), [matrix[:, _index(w)] for w in self.pattern.reach.T]
+        xp, (b, *others) = namespace(matrix), [matrix[:, _index(w)] for w in self.pattern.reach.T]
         r = xp.sqrt(xp.sum(b * b, axis=2))
         if not others:
             return r[:, None], None, None
@@ -140,7 +139,7 @@ class UnitRows:
 
     def _totals(self) -> Array:
         """(sample, group): sum over the block of all units."""
-        xp = array_namespace(self.rows)
+        xp = namespace(self.rows)
         if self.matrix is None:
             return total(self._inside())
         sums, parts = xp.sum(self.matrix, axis=2), []
@@ -168,7 +167,7 @@ class UnitRows:
             yield start, some._written_out(width)
 
     def _written_out(self, width: int) -> Array:
-        xp, reach = array_namespace(self.rows), self.pattern.reach
+        xp, reach = namespace(self.rows), self.pattern.reach
         shape = (*self.rows.shape[:2], reach.shape[0], width)
         block = xp.zeros(shape, dtype=self.rows.dtype, device=getattr(self.rows, "device", None))
         for w in range(int(reach.shape[1])):
@@ -194,7 +193,7 @@ def _squares(values: Array) -> Array:
     if isinstance(values, np.ndarray):
         found: Array = np.einsum("bgu,bgu->bg", values, values)
         return found
-    return array_namespace(values).sum(values * values, axis=2)
+    return namespace(values).sum(values * values, axis=2)
 
 
 def _index(columns: np.ndarray[Any, Any]) -> slice | np.ndarray[Any, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ...typing import Array
+from ..arrays import Array
 from ..inplace import Workspace
 from .products import transposed
 
@@ -149,13 +149,19 @@ class _Factors:
             out[...] = into if k == 0 else out + into
 
     def matrix(self) -> Array:
-        whole: Array = None
-        for k, kernel in enumerate(self.kernels):
-            part = self.coefficients[:, k, :, None] * kernel.T
-            if self.scale is not None:
-                part = part * (self.scale[k] if self.per_gate else self.scale)[:, None, :]
-            whole = part if whole is None else whole + part
-        return whole
+        first, *others = range(len(self.kernels))
+        return sum((self._gate(k) for k in others), start=self._gate(first))
+
+    def _gate(self, k: int) -> Array:
+        part = self.coefficients[:, k, :, None] * self.kernels[k].T
+        if self.scale is None:
+            return part
+        return part * (self.scale[k] if self.per_gate else self.scale)[:, None, :]
+
+
+def as_inputs(b: Array | Inputs) -> Inputs:
+    """Matrices given as such, or a B that is one already."""
+    return Matrices(b) if hasattr(b, "dtype") else b  # type: ignore[arg-type]
 
 
 def _for_each(matrices: Array, rows: Array) -> Array:

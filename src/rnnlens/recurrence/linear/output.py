@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...typing import Array
+from ..arrays import Array
 from ..inplace import Workspace
-from .inputs import InputAt, Inputs, Matrices
+from .inputs import InputAt, Inputs, Matrices, as_inputs
 from .protocol import Pattern, Step, Stretch, System
 
 
@@ -25,8 +25,7 @@ def with_output(
     mask : (sample, time) of bool, optional
         False where the layer does not put out y_t, but zeros, or with ``repeats`` the output before.
     """
-    inputs = Matrices(d) if d is not None and hasattr(d, "dtype") else d
-    return _WithOutput(system, c, inputs, mask, repeats)
+    return _WithOutput(system, c, None if d is None else as_inputs(d), mask, repeats)
 
 
 class _WithOutput:

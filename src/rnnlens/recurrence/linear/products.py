@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from ...typing import Array
+from ..arrays import Array
 from ..inplace import Workspace
 from .protocol import Pattern
 
@@ -208,6 +209,7 @@ class ProductSystem:
         return None
 
 
-def transposed(matrices: Array) -> Array:
+def transposed(matrices: Any) -> Array:
     """(..., n, m) to (..., m, n), as a view."""
-    return matrices.mT if hasattr(matrices, "mT") else matrices.swapaxes(-1, -2)
+    turned: Array = matrices.mT if hasattr(matrices, "mT") else matrices.swapaxes(-1, -2)
+    return turned

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ...typing import Array
+from ..arrays import Array
 from ..inplace import Workspace
 from ..parallel import still_wanted
 

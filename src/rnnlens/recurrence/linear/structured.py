@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...typing import Array
+from ..arrays import Array
 from ..inplace import Workspace
 from .products import transposed
 from .protocol import Pattern

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from array_api_compat import array_namespace
-
-from ...typing import Array
+from ..arrays import Array, namespace
 from ..inplace import Workspace
-from .inputs import InputAt, Inputs, Matrices
+from .inputs import InputAt, Inputs, as_inputs
 from .products import ProductSystem, Steps
 from .protocol import Pattern
 from .structured import ComplexDiagonal, Diagonal, MinusLowRank, PerHead, Transition
@@ -226,7 +224,7 @@ def dense(a: Array, b: Array, *, order: Order = "forward", state_sizes: Sequence
 
 
 def _work(like: Array) -> Workspace:
-    return Workspace(array_namespace(like), like)
+    return Workspace(namespace(like), like)
 
 
 def _system(transition: Transition, like: Array, b: Array | Inputs, options: dict[str, Any]) -> StructuredSystem:
@@ -235,5 +233,4 @@ def _system(transition: Transition, like: Array, b: Array | Inputs, options: dic
     batch, time = (int(n) for n in (like if mask is None else mask).shape[:2])
     options.setdefault("batch", batch)
     options.setdefault("time", time)
-    inputs = Matrices(b) if hasattr(b, "dtype") else b
-    return StructuredSystem(transition, inputs, **options)
+    return StructuredSystem(transition, as_inputs(b), **options)
