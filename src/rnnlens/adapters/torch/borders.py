@@ -115,7 +115,10 @@ class Borders:
                 which = 1 if "backward" in (direction, port.direction) else 0
                 slot = {theirs: mine for mine, theirs in NAMES.items()}[name]
                 tensor = run.visits[0].pieces[layer].weights[which][slot]
-                return Border([tensor], partial(_in_our_order, run.owner.cell, slot))
+                owned = self.recorder.behind(tensor)
+                parts = [tensor] if owned is None else [tensor, owned]
+                in_order = partial(_in_our_order, run.owner.cell, slot)
+                return Border(parts, in_order, partial(in_order, [tensor]))
         found = self.weights.get((str(port.layer), port.key))
         if found is None:
             wanted = f"{port.layer}.{port.key}"
@@ -126,7 +129,8 @@ class Borders:
 
 
 def _in_our_order(cell: type[Cell], slot: str, parts: Sequence[Tensor]) -> Tensor:
-    return ours(cell, slot, parts[0])
+    """What arrived through the layer, and at the user's own parameter on other ways, such as a penalty in the loss."""
+    return ours(cell, slot, parts[0] if len(parts) == 1 else parts[0] + parts[1])
 
 
 def _of_run(run: Run, layer: int, port: Port) -> Border:

@@ -281,6 +281,11 @@ class Recorder:
         self._by_identity[id(weight)] = self._leaves[owner.key, slot] = (weight, stand_in)
         return stand_in
 
+    def behind(self, stand_in: Tensor) -> Tensor | None:
+        """The user's own parameter that a leaf stands for, if gradients can arrive at it as well."""
+        found = (weight for weight, leaf in self._by_identity.values() if leaf is stand_in and weight is not leaf)
+        return next((weight for weight in found if weight.is_leaf and weight.requires_grad), None)
+
     def stands_in(self, weight: Tensor) -> bool:
         """Whether layers took another tensor in place of this weight."""
         return id(weight) in self._by_identity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import xarray as xr
 
 from ... import data
 from ...adapters.protocol import Adapter, PlainRun
+from ...errors import UnsupportedError
 from ...recurrence.adjoint import weight_gradients
 from ...results.certificate import Certificate
 from ...results.schema import plain
@@ -53,7 +55,9 @@ def certify_answer(question: Question, part: Part, answer: Answer) -> Certificat
     certified = _compare_named(bench, question, outside, answer, run, data.leaves_of(batch.x))
     resting = _compare_swept(bench, question, answer, run, regularised)
     certificate = Certificate.of(engine, bench.checks, certified=(("value", *certified)), resting=tuple(resting))
-    reason = unsteady(question.adapter, question.model, batch, run) if certificate.state == "failed" else ""
+    reason = ""
+    if certificate.state == "failed":
+        reason = unsteady(question.adapter, question.model, batch, run) or _without_a_share(question, part)
     return Certificate("could not", engine, why=reason) if reason else certificate
 
 
@@ -65,6 +69,18 @@ def _out_of_reach(question: Question, part: Part) -> str:
         return f"{part.target.text} lies inside the model, where a plain run cannot be looked at"
     if question.scale != 1.0:
         return "the loss is scaled while gradients flow; a plain run scales nothing"
+    return ""
+
+
+def _without_a_share(question: Question, part: Part) -> str:
+    """Why shares of samples do not sum to the gradient of the batch: the loss is more than a function of outputs."""
+    if not (question.of_loss and part.target.per_sample):
+        return ""
+    bare = replace(part.batch, y=None, sample_weight=None, class_weight=None, loss=None)
+    try:
+        question.adapter.loss_of(question.model, part.batch, question.adapter.outputs_of(question.model, bare))
+    except UnsupportedError:
+        return "the loss takes weights of the model themselves, of which no sample has a share"
     return ""
 
 

@@ -1,0 +1,77 @@
+"""Weights of recurrent layers that also act elsewhere: in a penalty within the loss, or in the model itself."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+
+X, Y = torch.randn(4, 5, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+
+
+class Stack(nn.Module):
+    """An LSTM, a bidirectional GRU and a loop of a cell."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(3, 4, batch_first=True), nn.GRU(4, 2, bidirectional=True, batch_first=True)
+        self.cell, self.head = nn.GRUCell(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = self.gru(self.lstm(x)[0])[0]
+        h = y.new_zeros(len(y), 4)
+        for t in range(y.shape[1]):
+            h = self.cell(y[:, t], h)
+        return self.head(h)
+
+
+class Tied(Stack):
+    """Its head multiplies with rows of a recurrent kernel."""
+
+    def forward(self, x):
+        return nn.functional.linear(super().forward(x), self.lstm.weight_hh_l0[:2, :2]) + self.cell.weight_ih.sum()
+
+
+def penalised(model):
+    return lambda out, y: ((out - y) ** 2).mean() + 0.3 * sum((weight**2).sum() for weight in model.parameters())
+
+
+def bare(model):
+    return lambda out, y: ((out - y) ** 2).mean()
+
+
+#: A weight of torch's by ours, with its gates in the order of rnnlens.
+PAIRS = {
+    "lstm/recurrent_kernel": ("lstm.weight_hh_l0", (0, 1, 2, 3), 4),
+    "cell/kernel": ("cell.weight_ih", (1, 0, 2), 4),
+    "head/weight": ("head.weight", None, 2),
+}
+
+
+@pytest.fixture(params=[Stack, Tied])
+def model(request):
+    torch.manual_seed(0)
+    return request.param().double()
+
+
+@pytest.mark.parametrize("loss", [bare, penalised])
+def test_gradients_are_those_of_autograd(model, loss):
+    parameters = dict(model.named_parameters())
+    grads = torch.autograd.grad(loss(model)(model(X), Y), list(parameters.values()))
+    expected = dict(zip(parameters, grads, strict=True))
+    found = rl.gradients(model, X, Y, loss=loss(model))
+    assert found.certificate.state == "passed"
+    for ours, (theirs, gates, units) in PAIRS.items():
+        wanted = expected[theirs].numpy()
+        if gates is not None:
+            wanted = wanted.reshape(len(gates), units, -1)[list(gates)].transpose(2, 0, 1)
+        np.testing.assert_allclose(found[ours].values, wanted, rtol=1e-9, atol=1e-12, err_msg=ours)
+
+
+@pytest.mark.filterwarnings("ignore::rnnlens.errors.SelfCheckWarning")
+def test_no_sample_has_a_share_of_a_penalty(model):
+    found = rl.gradients(model, X, Y, loss=penalised(model), per_sample=True)
+    assert found.certificate.state == "could not"
+    assert "no sample has a share" in found.certificate.why
+    assert rl.gradients(model, X, Y, loss=bare(model), per_sample=True).certificate.state == "passed"
