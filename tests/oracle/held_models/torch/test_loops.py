@@ -49,7 +49,7 @@ def oracle(name):
     model, x = zoo.build(*MODELS[name]), zoo.batch()
     twin, taps = written(model)
     source = x.clone().requires_grad_()
-    random.seed(1)
+    random.seed(0)  # the seed that every verb starts from
     output = twin(source)
     random.seed(1)
     return model, x, source, output, taps
