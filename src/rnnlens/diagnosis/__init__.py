@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..adapters.registry import adapter_for
-from ..arguments import anything, checked, data_set, many_examples, text, whole
+from ..arguments import anything, checked, data_set, either, many_examples, text, whole
 from ..arguments import loss as a_loss
 from ..arguments import seed as random_seed
 from ..errors import InputError, message
@@ -36,7 +36,7 @@ __all__ = ["diagnose"]
     y=many_examples,
     baseline=anything,
     step=whole(),
-    output=whole(),
+    output=either(whole(), text, expected="a whole number, or a name"),
     task=text,
     loss=a_loss,
     samples=whole(),
@@ -51,7 +51,7 @@ def diagnose(
     *,
     baseline: Any = None,
     step: int = -1,
-    output: int = 0,
+    output: int | str = 0,
     task: str | None = None,
     loss: Any = None,
     samples: int = 512,
@@ -77,7 +77,7 @@ def diagnose(
     step
         Of sequence outputs, the one step that is looked at; the last real one by default.
     output
-        Of several outputs, which.
+        Of several outputs, which: its place, or its name where they are a dict; y then is a dict, too, or that one.
     task
         ``"classes"``, ``"binary"`` or ``"values"``, where it cannot be told from y, the output and the loss.
     loss

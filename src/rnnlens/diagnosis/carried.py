@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import data
 from ..adapters.protocol import Batch, CaptureRequest
-from ..errors import RnnlensError
+from ..errors import InputError, RnnlensError
 from ..measures.intervention import USED, donors, memory_length, search, squared_change, total_variance
 from ..recurrence.run import Run
 from ..results.schema import plain
@@ -44,7 +44,7 @@ def measure_carried(experiment: Experiment) -> tuple[dict[str, Carried], str]:
     try:
         return {name: bench.measure(name) for name in bench.states}, ""
     except RnnlensError as error:
-        return {}, str(error).partition("\n")[0]
+        return {}, str(error).partition("\n")[0].rstrip(".")
 
 
 class _Bench:
@@ -84,8 +84,11 @@ class _Bench:
             return False
         try:
             apart = float(squared_change(self.prediction, self._run(self.steps // 2, None)).mean())
+        except InputError:
+            self.why = "the model takes sequences of this length only, so that no run of it can start in the middle"
+            return False
         except RnnlensError as error:
-            self.why = str(error).partition("\n")[0]
+            self.why = str(error).partition("\n")[0].rstrip(".")
             return False
         if apart > _SAME * self.variance:
             self.why = "run from the middle the model answers otherwise: something but the states looks back"

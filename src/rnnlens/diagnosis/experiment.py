@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -160,7 +160,7 @@ class Experiment:
     model: Any
     samples: Samples
     step: int = -1
-    output: int = 0
+    output: int | str = 0
     task: str | None = None
     loss: Any = None
     seed: int = 0
@@ -250,17 +250,44 @@ class Experiment:
         at_step = self._at_step(whole) if whole.ndim >= 3 else whole
         return at_step.reshape(len(at_step), -1)
 
+    @cached_property
+    def which(self) -> int:
+        """The place of the output that is looked at among those of the model."""
+        outputs = self.capture.outputs
+        names = list(outputs) if isinstance(outputs, Mapping) else []
+        count = len(data.leaves_of(outputs))
+        if isinstance(self.output, str) and self.output in names and len(names) == count:
+            return names.index(self.output)
+        if isinstance(self.output, str) or not -count <= self.output < count:
+            expected = f"0 to {count - 1}" + (f"; {', '.join(map(repr, names))}" if names else "")
+            raise InputError(message("output= is beyond what there is.", got=repr(self.output), expected=expected))
+        return self.output % count
+
     def _leaf(self, outputs: Any) -> Any:
-        leaves = data.leaves_of(outputs)
-        if not -len(leaves) <= self.output < len(leaves):
-            raise InputError(
-                message("output= is beyond what there is.", got=self.output, expected=f"0 to {len(leaves) - 1}")
-            )
-        return leaves[self.output]
+        return data.leaves_of(outputs)[self.which]
+
+    def _of_output(self, y: Any) -> Array:
+        """The target of the output that is looked at: the only one, that of its name, or that in its place."""
+        outputs, targets = self.capture.outputs, data.leaves_of(y)
+        if len(targets) == 1:
+            return targets[0]
+        if isinstance(outputs, Mapping) and len(outputs) > 1:
+            name = list(outputs)[self.which]
+            if not isinstance(y, Mapping) or name not in y:
+                got = (
+                    f"targets {', '.join(map(repr, y))}" if isinstance(y, Mapping) else f"{len(targets)} without names"
+                )
+                hint = f"y={{{', '.join(f'{key!r}: ...' for key in outputs)}}}, or the one of output={name!r} alone"
+                raise InputError(message("The outputs have names, so the targets need theirs.", got=got, hint=hint))
+            return data.leaves_of(y[name])[0]
+        if len(targets) != len(data.leaves_of(outputs)):
+            got = f"{len(targets)} targets for {len(data.leaves_of(outputs))} outputs"
+            raise InputError(message("Which target belongs to the output is not known.", got=got, hint="pass that one"))
+        return targets[self.which]
 
     def _turned(self, whole: Array, given: Any, samples: int) -> Array:
         lie = self.samples.lie
-        return whole if lie is None else lie.output(whole, self.output, given, samples)
+        return whole if lie is None else lie.output(whole, self.which, given, samples)
 
     @cached_property
     def looked_at(self) -> Array:
@@ -302,8 +329,7 @@ class Experiment:
         """The target at the step, or None without y."""
         if self.samples.y is None:
             return None
-        targets = data.leaves_of(self.samples.y)
-        y = targets[0] if len(targets) == 1 else self._leaf(self.samples.y)
+        y = self._of_output(self.samples.y)
         if self.step == -1 and self.is_sequence and y.ndim >= 2 and y.shape[1] == self.samples.steps:
             y, step = y[np.arange(len(y)), self.lengths - 1], None
         else:

@@ -119,8 +119,8 @@ def _about_missed(memory: Memory, missed: Missed | None, layers: Sequence[LayerF
         "PATH_OPEN",
         "fault",
         where.name,
-        f"The way there is open (of a cotangent on the final state {path:.1e} is left after {lag} steps): it was not "
-        "learned for another reason.",
+        f"The way there is open ({path:.1g} of a training signal is left {_ago(lag)}): it was not learned for another "
+        "reason.",
         evidence,
         f"missed, and kappa at the missed step >= {VANISHED:g}",
         "which reason cannot be told from the network: train longer; if it was trained on windows, a window longer "

@@ -54,7 +54,7 @@ def model_dataset(
 
 def layer_dataset(parts: Sequence[LayerFacts], carried: Carried | None = None) -> xr.Dataset:
     """State transfer and adjoint by ``lag``, exponent, growth, decay, gates, dead units; directions side by side."""
-    datasets = [_one(part) for part in parts]
+    datasets = _as_long([_one(part) for part in parts])
     whole = datasets[0] if len(parts) == 1 else xr.concat(datasets, dim="direction", combine_attrs="override")
     if carried is not None:
         words = "use of the layer's own state"
@@ -62,6 +62,15 @@ def layer_dataset(parts: Sequence[LayerFacts], carried: Carried | None = None) -
         whole["carried_memory"] = _v((), carried.length, "memory carried by the layer, n at 5 %", "step")
         whole = whole.assign_coords(context=carried.context)
     return whole.assign_attrs(cell=parts[0].cell)
+
+
+def _as_long(datasets: Sequence[xr.Dataset]) -> list[xr.Dataset]:
+    """Directions have seen more or fewer steps than each other: the shorter profiles end in NaN."""
+    found = list(datasets)
+    for dim in ("lag", "lag_out"):
+        longest = max(d.sizes.get(dim, 0) for d in found)
+        found = [d.pad({dim: (0, longest - d.sizes[dim])}) if d.sizes.get(dim, longest) < longest else d for d in found]
+    return found
 
 
 def _one(part: LayerFacts) -> xr.Dataset:

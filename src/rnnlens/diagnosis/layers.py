@@ -103,7 +103,7 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
     calls = [call for call, _ in experiment.runs]
     nodes = list(dict.fromkeys(call.layer for call in calls))
     several = len(data.leaves_of(experiment.capture.outputs)) > 1
-    of = f"output[{experiment.output}]" if several else "output"
+    of = f"output[{experiment.which}]" if several else "output"
     wrt = [f"{node}.hidden" for node in nodes] + [f"{nodes[0]}.input"]
     # Of the sum over samples: each has its own gradient where they do not depend on each other, as in inference.
     with options(certify="never"):

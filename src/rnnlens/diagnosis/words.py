@@ -43,7 +43,7 @@ def _used(name: str, memory: Memory, before: Memory | None) -> str:
     if length.value == 1:
         used = f"{name} uses the last step only, of {steps}"
     elif memory.censored:
-        used = f"{name} uses all {steps} steps, and could use more than the data has"
+        used = f"{name} uses all {steps} steps, and might use more than the data has"
     else:
         used = f"{name} uses the last {length.value:.0f} of {steps} steps"
     rare = memory.rare.value

@@ -157,12 +157,41 @@ def test_one_of_several_outputs_is_asked_for():
     x = white()
     y = {"near": x[:, -2], "far": np.concatenate([x[:, -2], 0.5 * x[:, -10]], axis=1)}
     net = Several()
-    memories = [float(rl.diagnose(net, x, y, output=i)["model"].memory) for i in (0, 1)]
-    assert memories == [2, 10]
+    memories = [float(rl.diagnose(net, x, y, output=i)["model"].memory) for i in (0, 1, "near", "far")]
+    assert memories == [2, 10, 2, 10]
+    turned = dict(reversed(y.items()))
+    assert float(rl.diagnose(net, x, turned, output="far")["model"].skill) > 0.99
+    with pytest.raises(InputError, match="the targets need theirs"):
+        rl.diagnose(net, x, tuple(y.values()))
+    with pytest.raises(InputError, match="'near', 'far'"):
+        rl.diagnose(net, x, y, output="middle")
     with pytest.raises(InputError, match="output= is beyond what there is"):
         rl.diagnose(net, x, y, output=2)
     with pytest.raises(InputError, match="step= is beyond the output"):
         rl.diagnose(TimeFirst(3, sequence=True), x.transpose(1, 0, 2), None, step=STEPS)
+
+
+def test_directions_have_seen_parts_of_different_length():
+    """At a step of a sequence the one half has seen what is before it, the other what is behind."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(1, 4, batch_first=True, bidirectional=True), nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0])
+
+    torch.manual_seed(0)
+    net, x = Both().eval(), white()
+    with torch.no_grad():
+        y = net(torch.as_tensor(x)).numpy()
+    d = rl.diagnose(net, x, y, step=5)
+    kappa = d["rnn"].kappa.values
+    assert kappa.shape == (2, STEPS - 5 + 1)
+    assert np.isfinite(kappa[0, :7]).all()
+    assert np.isnan(kappa[0, 7:]).all()
+    assert np.isfinite(kappa[1]).all()
 
 
 class Pooled(nn.Module):
