@@ -1,0 +1,101 @@
+"""An engine by itself, without Keras' layers: borders tapped, cotangents pulled, against derivatives in closed form."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from rnnlens.autodiff import Memo, engine
+
+RNG = np.random.default_rng(0)
+A, B, X = RNG.normal(size=(3, 4)), RNG.normal(size=(4, 2)), RNG.normal(size=(5, 3))
+
+
+@pytest.fixture
+def here():
+    """The engine of this process; nothing is attached to its tensors."""
+    return engine(keras.backend.backend())
+
+
+def tensors(*arrays):
+    return [ops.convert_to_tensor(a, dtype="float64") for a in arrays]
+
+
+def program(arguments, tap):
+    """Two targets: sin(x A) B, and the part of it before the product; ``idle`` leads to neither."""
+    x, a, b = arguments
+    tap("idle", x)
+    middle = tap("middle", ops.sin(ops.matmul(tap("x", x), a)))
+    return {"y": ops.matmul(middle, b), "middle": ops.square(middle)}, {"x": x}
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_cotangents_are_pulled_to_every_border(here, count):
+    linear = here.linearise(program, tensors(X, A, B), Memo())
+    seeds = RNG.normal(size=(count, 5, 2))
+    found = linear.vjp({"y": seeds})
+    middle = seeds @ B.T
+    np.testing.assert_allclose(here.to_array(found["middle"]), middle, rtol=1e-12)
+    np.testing.assert_allclose(here.to_array(found["x"]), (middle * np.cos(X @ A)) @ A.T, rtol=1e-12)
+    assert found["idle"] is None
+
+
+def test_several_targets_add_up(here):
+    linear = here.linearise(program, tensors(X, A, B), Memo())
+    one, other = RNG.normal(size=(2, 5, 2)), RNG.normal(size=(2, 5, 4))
+    found = linear.vjp({"y": one, "middle": other})
+    expected = one @ B.T + 2 * other * np.sin(X @ A)
+    np.testing.assert_allclose(here.to_array(found["middle"]), expected, rtol=1e-12)
+
+
+def test_gradients_of_a_loss(here):
+    x, a = tensors(X, A)
+
+    def run(tap):
+        return ops.sum(ops.square(ops.matmul(tap("x", x), a))), {"beside": a}
+
+    loss, aux, found = here.gradients(run)
+    np.testing.assert_array_equal(here.to_array(aux["beside"]), A)
+    np.testing.assert_allclose(here.to_array(loss), np.sum((X @ A) ** 2), rtol=1e-12)
+    np.testing.assert_allclose(here.to_array(found["x"]), 2 * X @ A @ A.T, rtol=1e-12)
+
+
+def test_what_is_attached_to_a_tensor_goes_along():
+    kept = []
+
+    def keep(old, new):
+        kept.append(tuple(old.shape) == tuple(new.shape))
+        return new
+
+    linear = engine(keras.backend.backend(), keep).linearise(program, tensors(X, A, B), Memo())
+    linear.vjp({"y": np.ones((1, 5, 2))})
+    assert len(kept) >= 3
+    assert all(kept)
+
+
+def step(x, states, weights):
+    """h' = tanh(x W + h U); puts out h' squared."""
+    new = ops.tanh(ops.matmul(x, weights["W"]) + ops.matmul(states[0], weights["U"]))
+    return ops.square(new), [new]
+
+
+def test_a_step_of_a_cell(here):
+    w, u, h = RNG.normal(size=(3, 4)), RNG.normal(size=(4, 4)), RNG.normal(size=(5, 4))
+    x, h_, w_, u_ = tensors(X, h, w, u)
+    inputs = (x, [h_], {"W": w_, "U": u_})
+    single = here.per_step(step)
+    new = np.tanh(X @ w + h @ u)
+    np.testing.assert_allclose(here.to_array(single.step(*inputs)[0]), new**2, rtol=1e-12)
+    of_output, of_state = RNG.normal(size=(5, 4)), RNG.normal(size=(5, 4))
+    given = tensors(of_output, of_state)
+    by_x, by_state, by_weight = single.vjp(inputs, (given[0], [given[1]]))
+    produced = 2 * new * of_output + of_state
+    np.testing.assert_allclose(here.to_array(single.produced(inputs, (given[0], [given[1]]))[0]), produced, rtol=1e-12)
+    before = produced * (1 - new**2)
+    np.testing.assert_allclose(here.to_array(by_x), before @ w.T, rtol=1e-12)
+    np.testing.assert_allclose(here.to_array(by_state[0]), before @ u.T, rtol=1e-12)
+    np.testing.assert_allclose(here.to_array(by_weight["U"]), h.T @ before, rtol=1e-12)
+    rows, _ = single.jacobian(inputs)
+    slope = (1 - new**2)[:, :, None] * u.T  # (sample, new unit, old unit)
+    expected = np.concatenate([slope, 2 * new[:, :, None] * slope], axis=1)
+    np.testing.assert_allclose(here.to_array(rows), expected, rtol=1e-12, atol=1e-14)
