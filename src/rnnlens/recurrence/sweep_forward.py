@@ -63,6 +63,9 @@ class ForwardSweep:
         shape = (self.count, self.stop + pruning.probes, system.rows)
         self.old, self.new = self.work.empty(*shape), self.work.empty(*shape)
         self.cost = Cost(0.0, 2 * elements(self.old) * self.work.itemsize)
+        # Looked up here once, not at every step.
+        self.columns = {state: state_columns(system, state) for state in sinks}
+        self.per_row = 2.0 * self.count * system.multiplications(False)
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
         """All steps, or up to the last one of interest."""
@@ -96,7 +99,7 @@ class ForwardSweep:
         """One step on: [states before] to [states after]."""
         rows = slice(self.start, self.stop + self.pruning.probes_alive)
         step.push(self.old[:, rows], self.new[:, rows])
-        self.cost.flops += 2.0 * self.count * (rows.stop - rows.start) * self.system.multiplications(False)
+        self.cost.flops += (rows.stop - rows.start) * self.per_row
         self.old, self.new = self.new, self.old
 
     def _enter_input(self, t: int, step: Step) -> None:
@@ -125,7 +128,7 @@ class ForwardSweep:
 
     def _hand_out(self, t: int) -> None:
         for state, sink in self.sinks.items():
-            columns = state_columns(self.system, state)
+            columns = self.columns[state]
             sink.take(t, self.start, self.old[:, self.start : self.stop, columns])
             if self.pruning.probes_alive:
                 sink.residue(t, self.old[:, self.stop : self.stop + self.pruning.probes_alive, columns])

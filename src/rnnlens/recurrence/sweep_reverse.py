@@ -37,6 +37,10 @@ class ReverseSweep:
         self.old, self.new = self.work.empty(*shape), self.work.empty(*shape)
         self.start = self.stop = source.count
         self.cost = Cost(0.0, 2 * elements(self.old) * self.work.itemsize)
+        # Looked up here once, not at every step.
+        self.columns = [state_columns(system, state) for state in range(len(system.state_sizes))]
+        self.whole = slice(0, system.rows)
+        self.per_row = {inputs: 2.0 * self.count * system.multiplications(inputs) for inputs in (False, self.has_input)}
 
     @property
     def left(self) -> Array:
@@ -79,10 +83,10 @@ class ReverseSweep:
             self.old[:, entering, : self.system.rows] = 0
         stop = self.stop if self.source.lasting else self.start
         for state, part in self.source.parts(t, first, stop, self.samples).items():
-            target = self.old[:, first:stop, state_columns(self.system, state)]
+            target = self.old[:, first:stop, self.columns[state]]
             target[...] = target + part
         self.start = first
-        rows = self._alive(slice(0, self.system.rows))
+        rows = self._alive(self.whole)
         if rows.shape[1]:
             step.arrive(rows, stop - first)
         if first < entering.stop:
@@ -94,10 +98,11 @@ class ReverseSweep:
 
     def _step(self, step: Step, with_input: bool) -> None:
         """One step back: [rows] to [states before | dx]."""
-        system, rows = self.system, self._alive(slice(0, self.system.rows))
-        target = self.new[:, self.start : self.start + int(rows.shape[1]), : self.width if with_input else system.rows]
+        stop = self.stop + self.pruning.probes_alive
+        width = self.width if with_input else self.system.rows
+        rows, target = self.old[:, self.start : stop, self.whole], self.new[:, self.start : stop, :width]
         step.pull(rows, target, inputs=with_input)
-        self.cost.flops += 2.0 * self.count * int(rows.shape[1]) * system.multiplications(with_input)
+        self.cost.flops += (stop - self.start) * self.per_row[with_input]
         self.old, self.new = self.new, self.old
 
     def _hand_out(self, t: int, step: Step) -> None:
@@ -107,7 +112,7 @@ class ReverseSweep:
 
     def _hand_state(self, sink: Sink, t: int, state: int, step: Step | None) -> None:
         """The rows at one state as a step produces it, or as it was initially."""
-        rows, columns = self._alive(slice(0, self.system.rows)), state_columns(self.system, state)
+        rows, columns = self._alive(self.whole), self.columns[state]
         self._give(sink, t, rows[:, :, columns] if step is None else step.produced(rows, state, columns))
 
     def _give(self, sink: Sink, t: int, values: Array) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import Array, namespace
-from .linear import Pattern, Step, System, state_columns
+from .linear import Pattern, Step, System
 from .pruning import Pruning
 from .reductions import Collector, frobenius, total
 from .sources import Units
@@ -48,10 +48,10 @@ class UnitSweep(ReverseSweep):
             self._give_units(self.into, t, step.input_matrix(), None)
 
     def _hand_state(self, sink: Sink, t: int, state: int, step: Step | None) -> None:
-        self._give_units(sink, t, None, state_columns(self.system, state))
+        self._give_units(sink, t, None, self.columns[state])
 
     def _give_units(self, sink: Sink, t: int, matrix: Array | None, columns: slice | None) -> None:
-        rows, alive = self._alive(slice(0, self.system.rows)), self.stop - self.start
+        rows, alive = self._alive(self.whole), self.stop - self.start
         by_colour = (self.count, alive // self.pattern.count, self.pattern.count, self.system.rows)
         grouped = self.work.xp.reshape(rows[:, :alive], by_colour)
         found = UnitRows(grouped, self.pattern, matrix, columns)

@@ -53,21 +53,19 @@ class Dense:
     product: Array
     whole: Callable[[], Array] | None = None
 
-    @property
-    def _size(self) -> int:
-        return int(self.product.shape[1])
-
     def arrive(self, rows: Array, fresh: int) -> None:
         """Nothing: every diagonal is in the matrix."""
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
         """[rows] @ product = [states before | dx]."""
-        width = int(self.product.shape[2]) if inputs else self._size
-        self.work.matmul(rows, self.product[:, :, :width], out[:, :, :width])
+        if inputs:
+            self.work.matmul(rows, self.product, out)
+        else:
+            self.work.matmul(rows, self.product[:, :, : self.product.shape[1]], out)
 
     def push(self, rows: Array, out: Array) -> None:
         """[states before] @ A^T = [states after]."""
-        self.work.matmul(rows, transposed(self.product[:, :, : self._size]), out)
+        self.work.matmul(rows, transposed(self.product[:, :, : self.product.shape[1]]), out)
 
     def inject(self, block: Array | None, out: Array) -> None:
         """The columns of the input, or what a block makes of them."""
@@ -87,12 +85,12 @@ class Dense:
 
     def after(self, earlier: Dense) -> Dense:
         """The product of the two matrices."""
-        xp, size = self.work.xp, self._size
+        xp, size = self.work.xp, self.product.shape[1]
         return Dense(self.work, xp.matmul(self.product[:, :, :size], earlier.product[:, :, :size]))
 
     def input_matrix(self) -> Array:
         """The columns of the input."""
-        return self.product[:, :, self._size :]
+        return self.product[:, :, self.product.shape[1] :]
 
 
 @dataclass
@@ -106,7 +104,7 @@ class Gated:
 
     @property
     def _units(self) -> int:
-        return int(self.product.shape[1]) // 2
+        return self.keep.shape[2]
 
     def arrive(self, rows: Array, fresh: int) -> None:
         """The total of dc: lift * dh is added."""
@@ -116,8 +114,10 @@ class Gated:
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
         """One product, [dc | dh] @ product = [dh before | dx]; dc follows element-wise."""
         units = self._units
-        width = int(self.product.shape[2]) if inputs else units
-        self.work.matmul(rows, self.product[:, :, :width], out[:, :, units : units + width])
+        if inputs:
+            self.work.matmul(rows, self.product, out[:, :, units:])
+        else:
+            self.work.matmul(rows, self.product[:, :, :units], out[:, :, units:])
         self.work.multiply(rows[:, :, :units], self.keep, out[:, :, :units])
 
     def push(self, rows: Array, out: Array) -> None:
