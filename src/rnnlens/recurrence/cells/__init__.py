@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from ...vocabulary import BIAS, KERNEL, PROJECTION, RECURRENT_BIAS, RECURRENT_KERNEL, Quantity
 from .cell import Cell, by_name
+from .cifg import CIFG
 from .elementwise import sigmoid
 from .gru import GRU
+from .gru_forms import gru_tensorflow1, gru_torch
+from .ind_rnn import IndRNN
+from .lru import LRU
 from .lstm import LSTM
+from .lstm_layer_norm import LayerNormLSTM
+from .lstm_peephole import PeepholeLSTM
+from .min_gru import MinGRU
+from .min_lstm import MinLSTM
 from .record import Record
 from .registry import cell_of_kind, kinds, register, registered
 from .simple_rnn import SimpleRNN
@@ -18,19 +26,28 @@ from .stepped import StepCell
 
 __all__ = [
     "BIAS",
+    "CIFG",
     "GRU",
     "KERNEL",
+    "LRU",
     "LSTM",
     "PROJECTION",
     "RECURRENT_BIAS",
     "RECURRENT_KERNEL",
     "Cell",
+    "IndRNN",
+    "LayerNormLSTM",
+    "MinGRU",
+    "MinLSTM",
+    "PeepholeLSTM",
     "Quantity",
     "Record",
     "SimpleRNN",
     "StepCell",
     "by_name",
     "cell_of_kind",
+    "gru_tensorflow1",
+    "gru_torch",
     "kinds",
     "register",
     "registered",

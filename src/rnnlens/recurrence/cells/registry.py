@@ -14,8 +14,15 @@ from ...errors import InputError, UnsupportedError, did_you_mean, message
 from ...typing import Array
 from ...vocabulary import GATE, QUANTITIES
 from .cell import Cell
+from .cifg import CIFG
 from .gru import GRU
+from .ind_rnn import IndRNN
+from .lru import LRU
 from .lstm import LSTM
+from .lstm_layer_norm import LayerNormLSTM
+from .lstm_peephole import PeepholeLSTM
+from .min_gru import MinGRU
+from .min_lstm import MinLSTM
 from .simple_rnn import SimpleRNN
 
 #: From the weights of a framework's cell, or their gradients, to ours.
@@ -25,7 +32,8 @@ Weights = Mapping[str, str | Sequence[str]] | Layout
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-_KINDS: dict[str, type[Cell]] = {cell.kind: cell for cell in (SimpleRNN, LSTM, GRU)}
+_OURS = (SimpleRNN, LSTM, GRU, PeepholeLSTM, CIFG, LayerNormLSTM, MinGRU, MinLSTM, LRU, IndRNN)
+_KINDS: dict[str, type[Cell]] = {cell.kind: cell for cell in _OURS}
 
 
 def kinds() -> dict[str, type[Cell]]:
@@ -199,7 +207,7 @@ def _check_class(cell: Any) -> None:
             'names, "hidden" first: what the layer returns',
         ),
         (
-            cell.project is not Cell.project and cell.input_gradient is Cell.input_gradient,
+            cell.project is not Cell.project and cell.input_gradients is Cell.input_gradients,
             "project without its adjoint",
             "input_gradient and input_gradients beside it",
         ),

@@ -46,7 +46,7 @@ def trace_call(call: RecurrentCall, wanted: Wanted, sums: dict[str, WeightSum]) 
         return traced
     result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
     arrays |= {f"{name}_grad": grad for name, grad in zip(names, result.state_grads, strict=True)}
-    arrays |= {"gate_grad": result.gate_grad, "input_grad": result.input_grad}
+    arrays |= {"gate_grad": result.gate_grad if call.cell.gates else None, "input_grad": result.input_grad}
     arrays |= _border("initial", names, result.initial_state_grad)
     traced.weights, reference = weights_to_check(call, run, result)
     if call.weight_grads is not None:

@@ -1,0 +1,95 @@
+"""The independently recurrent network: h_t = act(W x_t + u h_{t-1} + b), u element-wise.
+
+Li, Li, Cook, Zhu, Gao 2018, arXiv:1803.04831, eq. 2. Each unit remembers for itself, so that A_t is diagonal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...typing import Array, Namespace
+from ...vocabulary import BIAS, GATE, KERNEL, UNIT, Quantity
+from ..activations import ACTIVATIONS
+from . import affine
+from .cell import Cell, Pulled, are_elementwise, by_name
+from .record import Record
+
+if TYPE_CHECKING:
+    from ..adjoint import Adjoint
+    from ..linear import System
+    from ..run import Run
+
+RECURRENT_WEIGHT = Quantity(
+    "recurrent_weight", (GATE, UNIT), "recurrent weight", "1", "u: from h_{t-1} of a unit to the same unit"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class IndRNN(Cell):
+    """An independently recurrent cell; its one gate is the state itself.
+
+    Attributes
+    ----------
+    kernel : (feature, unit)
+    recurrent_weight : (unit,)
+    bias : (unit,) or None
+    activation
+        A name known to :mod:`rnnlens.recurrence.activations`.
+    """
+
+    kind = "ind_rnn"
+    gates = ("candidate",)
+    parameters = by_name(KERNEL, RECURRENT_WEIGHT, BIAS)
+
+    kernel: Array
+    recurrent_weight: Array
+    bias: Array | None = None
+    activation: str = "relu"
+
+    def step(
+        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
+    ) -> tuple[Record, tuple[Array, ...]]:
+        """Element-wise."""
+        z = projected + self.recurrent_weight * before[0]
+        h = ACTIVATIONS[self.activation].value(z, xp)
+        return self.record([z], [h], xp), (h,)
+
+    def pull_back(
+        self,
+        record: Record,
+        before: Sequence[Array],
+        after: Sequence[Array],
+        cotangent: Sequence[Array],
+        scale: Array | None,
+        xp: Namespace,
+    ) -> Pulled:
+        """Dz = act'(z) dL/dh_t, and u dz to the state before."""
+        z, a = record.preactivation[..., 0, :], record.gates[..., 0, :]
+        dz = ACTIVATIONS[self.activation].vjp(z, a, cotangent[0], xp)
+        return dz[..., None, :], (dz * self.recurrent_weight,), (cotangent[0],)
+
+    def recurrent_gradients(
+        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """That of u."""
+        assert result.gate_grad is not None
+        terms = result.gate_grad[:, times, 0, :] * run.before(0)[:, times, :]
+        return {"recurrent_weight": affine.total(terms, how, run.xp)}
+
+    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+        """Its one gate is h itself."""
+        return result.state_grads[0][:, :, None, :]
+
+    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+        """A_t = diag(u act'(z_t))."""
+        from ..linear import Kernels, diagonal
+
+        if not are_elementwise(self.activation):
+            return super().linear_system(run)
+        assert run.record is not None
+        z, a = run.record.preactivation, run.record.gates
+        slope = ACTIVATIONS[self.activation].slope(z, a, run.xp)  # type: ignore[misc]
+        inputs = Kernels(slope, [self.kernel], run.input_scale)
+        return diagonal(slope[:, :, 0, :] * self.recurrent_weight, inputs, order=run.order, mask=run.mask)

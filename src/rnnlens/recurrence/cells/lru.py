@@ -1,0 +1,142 @@
+"""The linear recurrent unit: x_t = lambda x_{t-1} + gamma (B u_t), diagonal and complex.
+
+lambda = exp(-exp(nu) + i exp(theta)),  gamma = exp(gamma_log). Orvieto et al. 2023, arXiv:2303.06349, eqs. 4 and 7.
+The state is held as [real parts | imaginary parts], and that is what the cell puts out; the readout y = Re(C x) + D u
+is a linear layer above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from array_api_compat import array_namespace
+
+from ...typing import Array, Namespace
+from ...vocabulary import FEATURE, Quantity
+from . import affine
+from .cell import Cell, Pulled, by_name, flat_gate_grad
+from .record import Record
+
+if TYPE_CHECKING:
+    from ..adjoint import Adjoint
+    from ..linear import System
+    from ..run import Run
+
+_MODE, _INTO = ("mode",), (FEATURE, "mode")
+
+
+@dataclass(frozen=True, eq=False)
+class LRU(Cell):
+    """A linear recurrent unit without its readout.
+
+    Attributes
+    ----------
+    nu, theta, gamma : (mode,)
+        Logarithms of the decay -log|lambda|, of the phase of lambda, and of what the input is scaled with.
+    input_real, input_imaginary : (feature, mode)
+        The two parts of B, transposed.
+    """
+
+    kind = "lru"
+    parameters = by_name(
+        Quantity("nu", _MODE, "log decay", "1", "nu: |lambda| = exp(-exp(nu))"),
+        Quantity("theta", _MODE, "log phase", "1", "theta: arg lambda = exp(theta), in radians"),
+        Quantity("gamma", _MODE, "log input scale", "1", "gamma_log: the input is multiplied by exp(gamma_log)"),
+        Quantity("input_real", _INTO, "input matrix, real part", "1", "Re B, from the input to each mode"),
+        Quantity("input_imaginary", _INTO, "input matrix, imaginary part", "1", "Im B, from the input to each mode"),
+    )
+
+    nu: Array
+    theta: Array
+    gamma: Array
+    input_real: Array
+    input_imaginary: Array
+
+    @property
+    def units(self) -> int:
+        """Real numbers of the state: two for each mode."""
+        return 2 * int(self.nu.shape[0])
+
+    def _eigenvalues(self, xp: Namespace) -> tuple[Array, Array]:
+        size, phase = xp.exp(-xp.exp(self.nu)), xp.exp(self.theta)
+        return size * xp.cos(phase), size * xp.sin(phase)
+
+    def _into(self, xp: Namespace) -> Array:
+        """(feature, 2 * mode): B, its parts side by side."""
+        return xp.concat([self.input_real, self.input_imaginary], axis=-1)
+
+    def _scales(self, xp: Namespace) -> Array:
+        return xp.exp(xp.concat([self.gamma, self.gamma], axis=-1))
+
+    def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
+        """Gamma (B u_t)."""
+        return affine.project(x, self._into(xp), scale, 1, xp) * self._scales(xp)
+
+    def step(
+        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
+    ) -> tuple[Record, tuple[Array, ...]]:
+        """A rotation and a decay of each mode."""
+        real, imaginary = self._eigenvalues(xp)
+        re, im = self._halves(before[0])
+        turned = xp.concat([real * re - imaginary * im, imaginary * re + real * im], axis=-1)
+        blank = projected[..., None, :]
+        return Record(blank, blank), (turned + projected,)
+
+    def _halves(self, state: Array) -> tuple[Array, Array]:
+        modes = self.units // 2
+        return state[..., :modes], state[..., modes:]
+
+    def pull_back(
+        self,
+        record: Record,
+        before: Sequence[Array],
+        after: Sequence[Array],
+        cotangent: Sequence[Array],
+        scale: Array | None,
+        xp: Namespace,
+    ) -> Pulled:
+        """The rotation back: by the conjugate of lambda."""
+        real, imaginary = self._eigenvalues(xp)
+        re, im = self._halves(cotangent[0])
+        carry = xp.concat([real * re + imaginary * im, real * im - imaginary * re], axis=-1)
+        return cotangent[0][..., None, :], (carry,), (cotangent[0],)
+
+    def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
+        """B^T gamma dL/dx_t."""
+        return affine.unproject(gate_grad * self._scales(xp), self._into(xp), scale, 1, xp)
+
+    def input_gradients(
+        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """Those of B, and of gamma: d(gamma B u)/d gamma_log is what was projected."""
+        xp, flat = run.xp, flat_gate_grad(run, result, times)
+        into = affine.outer(run.input[:, times, :], flat * self._scales(xp), run.input_scale, 1, how, xp)
+        real, imaginary = self._halves(into)
+        record: Any = run.record
+        by_scale = self._halves(affine.total(flat * record.preactivation[:, times, 0, :], how, xp))
+        return {"gamma": by_scale[0] + by_scale[1], "input_real": real, "input_imaginary": imaginary}
+
+    def recurrent_gradients(
+        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """D lambda / d nu = -exp(nu) lambda, d lambda / d theta = i exp(theta) lambda."""
+        xp, (real, imaginary) = run.xp, self._eigenvalues(run.xp)
+        re, im = self._halves(run.before(0)[:, times, :])
+        up, across = self._halves(flat_gate_grad(run, result, times))
+        by_real = affine.total(up * re + across * im, how, xp)
+        by_imaginary = affine.total(across * re - up * im, how, xp)
+        along, around = by_real * real + by_imaginary * imaginary, by_imaginary * real - by_real * imaginary
+        return {"nu": -xp.exp(self.nu) * along, "theta": xp.exp(self.theta) * around}
+
+    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+        """A_t = diag(lambda), the same at every step."""
+        from ..linear import Kernels, complex_diagonal
+
+        xp = array_namespace(run.input)
+        real, imaginary = (part[None, None, :] for part in self._eigenvalues(xp))
+        inputs = Kernels(self._scales(xp)[None, None, None, :], [self._into(xp)], run.input_scale)
+        batch, time = (int(n) for n in run.input.shape[:2])
+        options: dict[str, Any] = {"batch": batch, "time": time, "state_sizes": (self.units,)}
+        return complex_diagonal(real, imaginary, inputs, order=run.order, mask=run.mask, **options)

@@ -1,0 +1,180 @@
+"""The LSTM with layer normalisation of its two products and of its cell state.
+
+z = LN(W x_t) gain_x + LN(U h_{t-1}) gain_h + b,  (i, f, o) = rec_act(z),  g = act(z_g)
+c_t = f c_{t-1} + i g,   h_t = o act(LN(c_t) gain_c + shift_c),   LN(v) = (v - mean) / sqrt(var + epsilon)
+Ba, Kiros, Hinton 2016, arXiv:1607.06450, eqs. 20-22. LN is over all gates of a product together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...typing import Array, Namespace
+from ...vocabulary import BIAS, GATE, KERNEL, RECURRENT_KERNEL, UNIT, Quantity
+from ..activations import ACTIVATIONS
+from . import affine
+from .cell import Cell, Pulled, by_name, flat_gate_grad
+from .lstm import LSTM
+from .record import Record
+
+if TYPE_CHECKING:
+    from ..adjoint import Adjoint
+    from ..run import Run
+
+
+@dataclass(frozen=True, eq=False)
+class LayerNormLSTM(Cell):
+    """A layer-normalised long short-term memory cell.
+
+    Attributes
+    ----------
+    kernel : (feature, gate * unit)
+    recurrent_kernel : (unit, gate * unit)
+    gain_input, gain_recurrent, bias : (gate * unit,)
+    gain_cell, shift_cell : (unit,)
+    epsilon
+        Added to the variance.
+    activation, recurrent_activation
+        Names known to :mod:`rnnlens.recurrence.activations`.
+    """
+
+    kind = "lstm_layer_norm"
+    gates = ("input", "forget", "candidate", "output")
+    states = ("hidden", "cell")
+    parameters = by_name(
+        KERNEL,
+        RECURRENT_KERNEL,
+        Quantity("gain_input", (GATE, UNIT), "gain of the input side", "1", "after W x_t was normalised"),
+        Quantity("gain_recurrent", (GATE, UNIT), "gain of the recurrent side", "1", "after U h_{t-1} was normalised"),
+        BIAS,
+        Quantity("gain_cell", (UNIT,), "gain of the cell state", "1", "after c_t was normalised, on its way to h_t"),
+        Quantity("shift_cell", (UNIT,), "shift of the cell state", "1", "added to the normalised c_t"),
+    )
+    keeping = "forget"
+    against_vanishing = LSTM.against_vanishing
+
+    kernel: Array
+    recurrent_kernel: Array
+    gain_input: Array
+    gain_recurrent: Array
+    bias: Array
+    gain_cell: Array
+    shift_cell: Array
+    epsilon: float = 1e-5
+    activation: str = "tanh"
+    recurrent_activation: str = "sigmoid"
+
+    def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
+        """LN(W x_t) gain_x + b."""
+        return self._normal(affine.project(x, self.kernel, scale, 4, xp), xp)[0] * self.gain_input + self.bias
+
+    def _normal(self, value: Array, xp: Namespace) -> tuple[Array, Array]:
+        """LN of a vector, and what it was divided by."""
+        centred = value - xp.mean(value, axis=-1, keepdims=True)
+        spread = xp.sqrt(xp.mean(centred * centred, axis=-1, keepdims=True) + self.epsilon)
+        return centred / spread, spread
+
+    def step(
+        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
+    ) -> tuple[Record, tuple[Array, ...]]:
+        """An LSTM but for what is normalised."""
+        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
+        product = affine.project(before[0], self.recurrent_kernel, scale, 4, xp)
+        z = projected + self._normal(product, xp)[0] * self.gain_recurrent
+        z_i, z_f, z_g, z_o = (self.gate(z, name) for name in self.gates)
+        i, f, g, o = rec.value(z_i, xp), rec.value(z_f, xp), act.value(z_g, xp), rec.value(z_o, xp)
+        c = f * before[1] + i * g
+        h = o * act.value(self._normal(c, xp)[0] * self.gain_cell + self.shift_cell, xp)
+        return self.record([z_i, z_f, z_g, z_o], [i, f, g, o], xp), (h, c)
+
+    def _at_output(self, gates: Array, c: Array, lam_h: Array, xp: Namespace) -> tuple[Array, Array, Array, Array]:
+        """LN(c), what it was divided by, act of it scaled and shifted, and dL/d(LN(c) gain_c + shift_c)."""
+        act = ACTIVATIONS[self.activation]
+        normal, spread = self._normal(c, xp)
+        inner = normal * self.gain_cell + self.shift_cell
+        squashed = act.value(inner, xp)
+        return normal, spread, squashed, act.vjp(inner, squashed, lam_h * gates[..., 3, :], xp)
+
+    def pull_back(
+        self,
+        record: Record,
+        before: Sequence[Array],
+        after: Sequence[Array],
+        cotangent: Sequence[Array],
+        scale: Array | None,
+        xp: Namespace,
+    ) -> Pulled:
+        """As of an LSTM, through two normalisations."""
+        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
+        (lam_h, lam_c), z, a = cotangent, record.preactivation, record.gates
+        i, f, g, _ = (a[..., k, :] for k in range(4))
+        normal, spread, squashed, inner = self._at_output(a, after[1], lam_h, xp)
+        total_c = lam_c + _through(normal, spread, inner * self.gain_cell, xp)
+        dz = [
+            rec.vjp(z[..., 0, :], i, total_c * g, xp),
+            rec.vjp(z[..., 1, :], f, total_c * before[1], xp),
+            act.vjp(z[..., 2, :], g, total_c * i, xp),
+            rec.vjp(z[..., 3, :], a[..., 3, :], lam_h * squashed, xp),
+        ]
+        stacked = xp.stack(dz, axis=-2)
+        by_product = self._by_product(affine.join_gates(stacked, xp), before[0], scale, xp)[1]
+        carry_h = affine.unproject(by_product, self.recurrent_kernel, scale, 4, xp)
+        return stacked, (carry_h, total_c * f), (lam_h, total_c)
+
+    def _by_product(self, dz: Array, hidden: Array, scale: Array | None, xp: Namespace) -> tuple[Array, Array]:
+        """LN(U h), and the gradient at U h."""
+        normal, spread = self._normal(affine.project(hidden, self.recurrent_kernel, scale, 4, xp), xp)
+        return normal, _through(normal, spread, dz * self.gain_recurrent, xp)
+
+    def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
+        """Through LN(W x_t)."""
+        normal, spread = self._normal(affine.project(x, self.kernel, scale, 4, xp), xp)
+        return affine.unproject(_through(normal, spread, gate_grad * self.gain_input, xp), self.kernel, scale, 4, xp)
+
+    def input_gradients(
+        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """Those of the input kernel, its gain and the bias."""
+        xp, flat, x = run.xp, flat_gate_grad(run, result, times), run.input[:, times, :]
+        normal, spread = self._normal(affine.project(x, self.kernel, run.input_scale, 4, xp), xp)
+        by_product = _through(normal, spread, flat * self.gain_input, xp)
+        return {
+            "kernel": affine.outer(x, by_product, run.input_scale, 4, how, xp),
+            "gain_input": affine.total(flat * normal, how, xp),
+            "bias": affine.total(flat, how, xp),
+        }
+
+    def recurrent_gradients(
+        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """Those of the recurrent kernel, its gain, and of what is done to the cell state."""
+        xp, flat, before = run.xp, flat_gate_grad(run, result, times), run.before(0)[:, times, :]
+        normal, by_product = self._by_product(flat, before, run.state_scale, xp)
+        assert run.record is not None
+        lam_h = result.state_grads[0]
+        if run.mask is not None:
+            lam_h = xp.where(run.mask[:, :, None], lam_h, xp.zeros_like(lam_h))
+        gates, c = run.record.gates[:, times, ...], run.states[1][:, times, :]
+        of_cell, _, _, inner = self._at_output(gates, c, lam_h[:, times, :], xp)
+        return {
+            "recurrent_kernel": affine.outer(before, by_product, run.state_scale, 4, how, xp),
+            "gain_recurrent": affine.total(flat * normal, how, xp),
+            "gain_cell": affine.total(inner * of_cell, how, xp),
+            "shift_cell": affine.total(inner, how, xp),
+        }
+
+    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+        """As of an LSTM; dL/do = dL/dh act(LN(c) gain_c + shift_c)."""
+        assert run.record is not None
+        a, (by_hidden, by_cell) = run.record.gates, result.state_grads
+        _, _, squashed, _ = self._at_output(a, run.states[1], by_hidden, run.xp)
+        parts = [by_cell * a[:, :, 2], by_cell * run.before(1), by_cell * a[:, :, 0], by_hidden * squashed]
+        return run.xp.stack(parts, axis=2)
+
+
+def _through(normal: Array, spread: Array, cotangent: Array, xp: Namespace) -> Array:
+    """The adjoint of LN: less its mean, and less what lies along the normalised vector."""
+    centred = cotangent - xp.mean(cotangent, axis=-1, keepdims=True)
+    return (centred - normal * xp.mean(cotangent * normal, axis=-1, keepdims=True)) / spread

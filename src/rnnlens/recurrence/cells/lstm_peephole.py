@@ -1,0 +1,173 @@
+"""The LSTM whose gates see the cell state, with clipping and a projection, as in TensorFlow 1's ``LSTMCell``.
+
+(i, f) = rec_act(W x_t + U h_{t-1} + p c_{t-1} + b),  g = act(...),  c_t = clip(f c_{t-1} + i g)
+o = rec_act(W_o x_t + U_o h_{t-1} + p_o c_t + b_o),   h_t = clip(P (o act(c_t)))
+Gers, Schmidhuber 2000, doi:10.1109/IJCNN.2000.861302 (peepholes); Sak, Senior, Beaufays 2014, arXiv:1402.1128,
+eqs. 1-6 (projection).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...typing import Array, Namespace
+from ...vocabulary import BIAS, KERNEL, PROJECTION, RECURRENT_KERNEL, UNIT, Quantity
+from ..activations import ACTIVATIONS
+from . import affine
+from .cell import Cell, Pulled, at_real_steps, by_name, of_every_gate
+from .lstm import LSTM
+from .record import Record
+
+if TYPE_CHECKING:
+    from ..adjoint import Adjoint
+    from ..run import Run
+
+_PEEPHOLES = by_name(
+    *(
+        Quantity(f"peephole_{gate}", (UNIT,), f"peephole of the {gate} gate", "1", f"from {state} to the {gate} gate")
+        for gate, state in (("input", "c_{t-1}"), ("forget", "c_{t-1}"), ("output", "c_t"))
+    )
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PeepholeLSTM(Cell):
+    """A long short-term memory cell with peepholes.
+
+    Attributes
+    ----------
+    kernel : (feature, gate * unit)
+    recurrent_kernel : (unit_in, gate * unit)
+    bias : (gate * unit,) or None
+    peephole_input, peephole_forget, peephole_output : (unit,) or None
+    projection : (unit, unit_in) or None
+    cell_clip, projection_clip
+        Largest magnitude of c_t, and of a projected h_t; None for no clipping.
+    forget_bias
+        Added to the forget gate besides its bias: 1 by default in TensorFlow 1.
+    activation, recurrent_activation
+        Names known to :mod:`rnnlens.recurrence.activations`.
+    """
+
+    kind = "lstm_peephole"
+    gates = ("input", "forget", "candidate", "output")
+    states = ("hidden", "cell")
+    parameters = by_name(KERNEL, RECURRENT_KERNEL, BIAS, *_PEEPHOLES.values(), PROJECTION)
+    keeping = "forget"
+    against_vanishing = LSTM.against_vanishing
+
+    kernel: Array
+    recurrent_kernel: Array
+    bias: Array | None = None
+    peephole_input: Array | None = None
+    peephole_forget: Array | None = None
+    peephole_output: Array | None = None
+    projection: Array | None = None
+    cell_clip: float | None = None
+    projection_clip: float | None = None
+    forget_bias: float = 0.0
+    activation: str = "tanh"
+    recurrent_activation: str = "sigmoid"
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Size of h, and of c."""
+        return int(self.recurrent_kernel.shape[0]), self.units
+
+    def step(
+        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
+    ) -> tuple[Record, tuple[Array, ...]]:
+        """The output gate waits for the new cell state."""
+        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
+        z = projected + affine.project(before[0], self.recurrent_kernel, scale, 4, xp)
+        z_i, z_f, z_g, z_o = (self.gate(z, name) for name in self.gates)
+        z_i = _peeped(z_i, self.peephole_input, before[1])
+        z_f = _peeped(z_f, self.peephole_forget, before[1]) + self.forget_bias
+        i, f, g = rec.value(z_i, xp), rec.value(z_f, xp), act.value(z_g, xp)
+        c = _clipped(f * before[1] + i * g, self.cell_clip, xp)
+        z_o = _peeped(z_o, self.peephole_output, c)
+        o = rec.value(z_o, xp)
+        h = o * act.value(c, xp)
+        if self.projection is not None:
+            h = _clipped(h @ self.projection, self.projection_clip, xp)
+        return self.record([z_i, z_f, z_g, z_o], [i, f, g, o], xp), (h, c)
+
+    def _unprojected(self, gates: Array, c: Array, lam_h: Array, xp: Namespace) -> tuple[Array, Array, Array]:
+        """dL/d(P m) behind the clip, dL/dm and m = o act(c), from dL/dh."""
+        m = gates[..., 3, :] * ACTIVATIONS[self.activation].value(c, xp)
+        if self.projection is None:
+            return lam_h, lam_h, m
+        lam_p = lam_h * _inside(m @ self.projection, self.projection_clip, xp)
+        return lam_p, lam_p @ self.projection.T, m
+
+    def pull_back(
+        self,
+        record: Record,
+        before: Sequence[Array],
+        after: Sequence[Array],
+        cotangent: Sequence[Array],
+        scale: Array | None,
+        xp: Namespace,
+    ) -> Pulled:
+        """c_t reaches h_t by itself and by the output gate; c_{t-1} reaches c_t by itself and by two gates."""
+        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
+        (lam_h, lam_c), z, a = cotangent, record.preactivation, record.gates
+        i, f, g, o = (a[..., k, :] for k in range(4))
+        _, inner, _ = self._unprojected(a, after[1], lam_h, xp)
+        squashed = act.value(after[1], xp)
+        dz_o = rec.vjp(z[..., 3, :], o, inner * squashed, xp)
+        total_c = _peeped(lam_c + act.vjp(after[1], squashed, inner * o, xp), self.peephole_output, dz_o)
+        into_c = total_c * _inside(f * before[1] + i * g, self.cell_clip, xp)
+        dz_i = rec.vjp(z[..., 0, :], i, into_c * g, xp)
+        dz_f = rec.vjp(z[..., 1, :], f, into_c * before[1], xp)
+        dz = xp.stack([dz_i, dz_f, act.vjp(z[..., 2, :], g, into_c * i, xp), dz_o], axis=-2)
+        carry_h = affine.unproject(affine.join_gates(dz, xp), self.recurrent_kernel, scale, 4, xp)
+        carry_c = _peeped(_peeped(into_c * f, self.peephole_input, dz_i), self.peephole_forget, dz_f)
+        return dz, (carry_h, carry_c), (lam_h, total_c)
+
+    def recurrent_gradients(
+        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """Those of the recurrent kernel, the peepholes and the projection."""
+        grads, xp = of_every_gate(self, run, result, how, times), run.xp
+        assert result.gate_grad is not None
+        assert run.record is not None
+        dz, old, new = result.gate_grad[:, times, ...], run.before(1)[:, times, :], run.states[1][:, times, :]
+        for name, gate, seen in (("input", 0, old), ("forget", 1, old), ("output", 3, new)):
+            if getattr(self, f"peephole_{name}") is not None:
+                grads[f"peephole_{name}"] = affine.total(dz[:, :, gate, :] * seen, how, xp)
+        if self.projection is not None:
+            lam_h = at_real_steps(run, result.state_grads[0])[:, times, :]
+            lam_p, _, m = self._unprojected(run.record.gates[:, times, ...], new, lam_h, xp)
+            grads["projection"] = affine.outer(m, lam_p, None, 1, how, xp)
+        return grads
+
+    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+        """As of an LSTM, through the clip."""
+        assert run.record is not None
+        a, old, new, xp = run.record.gates, run.before(1), run.states[1], run.xp
+        i, f, g = (a[:, :, k] for k in range(3))
+        _, inner, _ = self._unprojected(a, new, result.state_grads[0], xp)
+        into_c = result.state_grads[1] * _inside(f * old + i * g, self.cell_clip, xp)
+        squashed = ACTIVATIONS[self.activation].value(new, xp)
+        return xp.stack([into_c * g, into_c * old, into_c * i, inner * squashed], axis=2)
+
+
+def _peeped(z: Array, peephole: Array | None, seen: Array) -> Array:
+    return z if peephole is None else z + peephole * seen
+
+
+def _clipped(value: Array, limit: float | None, xp: Namespace) -> Array:
+    if limit is None:
+        return value
+    edge = xp.ones_like(value) * limit
+    return xp.where(value > edge, edge, xp.where(value < -edge, -edge, value))
+
+
+def _inside(value: Array, limit: float | None, xp: Namespace) -> Array | float:
+    """One where nothing was clipped."""
+    if limit is None:
+        return 1.0
+    return xp.where((value > limit) | (value < -limit), xp.zeros_like(value), xp.ones_like(value))

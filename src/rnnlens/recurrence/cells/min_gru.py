@@ -1,0 +1,102 @@
+"""The minimal GRU: h_t = (1 - z_t) h_{t-1} + z_t n_t, with z_t and n_t from the input alone.
+
+z = rec_act(W_z x_t + b_z),  n = act(W_n x_t + b_n). Feng et al. 2024, arXiv:2410.01201, section 3.1. The share z that
+is let in is called ``input`` here: ``update`` is, on every cell of rnnlens, the share that is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...typing import Array, Namespace
+from ...vocabulary import BIAS, KERNEL
+from ..activations import ACTIVATIONS
+from . import affine
+from .cell import Cell, Pulled, are_elementwise, by_name
+from .record import Record
+
+if TYPE_CHECKING:
+    from ..adjoint import Adjoint
+    from ..linear import System
+    from ..run import Run
+
+
+@dataclass(frozen=True, eq=False)
+class MinGRU(Cell):
+    """A minimal GRU.
+
+    Attributes
+    ----------
+    kernel : (feature, gate * unit)
+    bias : (gate * unit,) or None
+    activation, recurrent_activation
+        Names known to :mod:`rnnlens.recurrence.activations`; of the candidate, and of the gate.
+    """
+
+    kind = "min_gru"
+    gates = ("input", "candidate")
+    parameters = by_name(KERNEL, BIAS)
+    at_once = True
+
+    kernel: Array
+    bias: Array | None = None
+    activation: str = "linear"
+    recurrent_activation: str = "sigmoid"
+
+    def step(
+        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
+    ) -> tuple[Record, tuple[Array, ...]]:
+        """Gates from the input, a mean of the old state and the candidate."""
+        z = affine.split_gates(projected, 2, xp)
+        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
+        a = xp.stack([rec.value(z[..., 0, :], xp), act.value(z[..., 1, :], xp)], axis=-2)
+        return Record(z, a), (self.hidden(a, before[0], (), xp),)
+
+    def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
+        """The mean."""
+        return (1 - gates[..., 0, :]) * before + gates[..., 0, :] * gates[..., 1, :]
+
+    def pull_back(
+        self,
+        record: Record,
+        before: Sequence[Array],
+        after: Sequence[Array],
+        cotangent: Sequence[Array],
+        scale: Array | None,
+        xp: Namespace,
+    ) -> Pulled:
+        """No product with a recurrent kernel: dL/dh_{t-1} = (1 - z) dL/dh_t."""
+        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
+        (lam,), z, a = cotangent, record.preactivation, record.gates
+        dz = rec.vjp(z[..., 0, :], a[..., 0, :], lam * (a[..., 1, :] - before[0]), xp)
+        dn = act.vjp(z[..., 1, :], a[..., 1, :], lam * a[..., 0, :], xp)
+        return xp.stack([dz, dn], axis=-2), (lam * (1 - a[..., 0, :]),), (lam,)
+
+    def recurrent_gradients(
+        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """There are no recurrent weights."""
+        return {}
+
+    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+        """dL/dz = dL/dh (n - h_{t-1}), dL/dn = dL/dh z."""
+        assert run.record is not None
+        a, lam = run.record.gates, result.state_grads[0]
+        return run.xp.stack([lam * (a[:, :, 1] - run.before(0)), lam * a[:, :, 0]], axis=2)
+
+    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+        """A_t = diag(1 - z_t)."""
+        from ..linear import Kernels, diagonal
+
+        if not are_elementwise(self.activation, self.recurrent_activation):
+            return super().linear_system(run)
+        assert run.record is not None
+        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
+        z, a, xp = run.record.preactivation, run.record.gates, run.xp
+        by_gate = (a[:, :, 1] - run.before(0)) * rec.slope(z[:, :, 0], a[:, :, 0], xp)  # type: ignore[misc]
+        by_candidate = a[:, :, 0] * act.slope(z[:, :, 1], a[:, :, 1], xp)  # type: ignore[misc]
+        kernels = [affine.columns(self.kernel, g, 2) for g in range(2)]
+        inputs = Kernels(xp.stack([by_gate, by_candidate], axis=2), kernels, run.input_scale)
+        return diagonal(1 - a[:, :, 0], inputs, order=run.order, mask=run.mask)

@@ -1,0 +1,114 @@
+"""The minimal LSTM: h_t = f' h_{t-1} + i' n, all gates from the input alone.
+
+f, i = rec_act(W x_t + b),  n = act(W_n x_t + b_n),  f' = f / (f + i),  i' = i / (f + i)
+Feng et al. 2024, arXiv:2410.01201, section 3.2. Without ``normalised``, f' = f and i' = i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...typing import Array, Namespace
+from ...vocabulary import BIAS, KERNEL
+from ..activations import ACTIVATIONS
+from . import affine
+from .cell import Cell, Pulled, are_elementwise, by_name
+from .record import Record
+
+if TYPE_CHECKING:
+    from ..adjoint import Adjoint
+    from ..linear import System
+    from ..run import Run
+
+
+@dataclass(frozen=True, eq=False)
+class MinLSTM(Cell):
+    """A minimal LSTM, whose one state is what it puts out; gates are shown before they are normalised.
+
+    Attributes
+    ----------
+    kernel : (feature, gate * unit)
+    bias : (gate * unit,) or None
+    activation, recurrent_activation
+        Names known to :mod:`rnnlens.recurrence.activations`; of the candidate, and of the gates.
+    normalised
+        Whether the two gates are divided by their sum.
+    """
+
+    kind = "min_lstm"
+    gates = ("input", "forget", "candidate")
+    parameters = by_name(KERNEL, BIAS)
+    at_once = True
+
+    kernel: Array
+    bias: Array | None = None
+    activation: str = "linear"
+    recurrent_activation: str = "sigmoid"
+    normalised: bool = True
+
+    def step(
+        self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
+    ) -> tuple[Record, tuple[Array, ...]]:
+        """Gates from the input, a weighted sum of the old state and the candidate."""
+        z = affine.split_gates(projected, 3, xp)
+        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
+        a = xp.concat([rec.value(z[..., :2, :], xp), act.value(z[..., 2:, :], xp)], axis=-2)
+        return Record(z, a), (self.hidden(a, before[0], (), xp),)
+
+    def _sum(self, gates: Array) -> Array | float:
+        return gates[..., 0, :] + gates[..., 1, :] if self.normalised else 1.0
+
+    def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
+        """The weighted sum."""
+        return (gates[..., 1, :] * before + gates[..., 0, :] * gates[..., 2, :]) / self._sum(gates)
+
+    def _by_gates(self, gates: Array, before: Array, after: Array, lam: Array) -> list[Array]:
+        """dL/di, dL/df, dL/dn from dL/dh: of h = (f h' + i n) / (f + i), dh/df = (h' - h) / (f + i)."""
+        total, less = self._sum(gates), after if self.normalised else 0.0
+        i, n = gates[..., 0, :], gates[..., 2, :]
+        return [lam * (n - less) / total, lam * (before - less) / total, lam * i / total]
+
+    def pull_back(
+        self,
+        record: Record,
+        before: Sequence[Array],
+        after: Sequence[Array],
+        cotangent: Sequence[Array],
+        scale: Array | None,
+        xp: Namespace,
+    ) -> Pulled:
+        """No product with a recurrent kernel: dL/dh_{t-1} = f' dL/dh_t."""
+        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
+        (lam,), z, a = cotangent, record.preactivation, record.gates
+        grads = self._by_gates(a, before[0], after[0], lam)
+        dz = [k.vjp(z[..., g, :], a[..., g, :], grads[g], xp) for g, k in enumerate((rec, rec, act))]
+        return xp.stack(dz, axis=-2), (lam * a[..., 1, :] / self._sum(a),), (lam,)
+
+    def recurrent_gradients(
+        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """There are no recurrent weights."""
+        return {}
+
+    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+        """By the gates before they are normalised."""
+        assert run.record is not None
+        grads = self._by_gates(run.record.gates, run.before(0), run.states[0], result.state_grads[0])
+        return run.xp.stack(grads, axis=2)
+
+    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+        """A_t = diag(f'_t)."""
+        from ..linear import Kernels, diagonal
+
+        if not are_elementwise(self.activation, self.recurrent_activation):
+            return super().linear_system(run)
+        assert run.record is not None
+        act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
+        z, a, xp = run.record.preactivation, run.record.gates, run.xp
+        grads = self._by_gates(a, run.before(0), run.states[0], xp.ones_like(run.states[0]))
+        slopes = [k.vjp(z[:, :, g], a[:, :, g], grads[g], xp) for g, k in enumerate((rec, rec, act))]
+        kernels = [affine.columns(self.kernel, g, 3) for g in range(3)]
+        inputs = Kernels(xp.stack(slopes, axis=2), kernels, run.input_scale)
+        return diagonal(a[:, :, 1] / self._sum(a), inputs, order=run.order, mask=run.mask)

@@ -1,0 +1,261 @@
+"""Cells from papers as their users write them in torch, registered in one line, against torch's own differentiation.
+
+The modules are written after the papers, apart from the equations that are held against them.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import layer_norm
+
+import rnnlens as rl
+
+FEATURES, UNITS, STEPS = 3, 4, 5
+X = np.random.default_rng(0).normal(size=(2, STEPS, FEATURES))
+
+
+class Own(nn.Module):
+    """Parameters by name, drawn at random."""
+
+    sizes = (UNITS,)
+
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(0.7 * torch.randn(*shape, dtype=torch.float64)))
+
+
+class Peephole(Own):
+    sizes = (2, UNITS)
+
+    def __init__(self):
+        many = {"w": (FEATURES, 4 * UNITS), "u": (2, 4 * UNITS), "b": (4 * UNITS,), "p": (UNITS, 2)}
+        super().__init__(**many, w_i=(UNITS,), w_f=(UNITS,), w_o=(UNITS,))
+
+    def forward(self, x, state):
+        h, c = state
+        i, f, g, o = (x @ self.w + h @ self.u + self.b).split(UNITS, dim=-1)
+        i, f = torch.sigmoid(i + self.w_i * c), torch.sigmoid(f + 1 + self.w_f * c)
+        c = torch.clamp(f * c + i * torch.tanh(g), -0.7, 0.7)
+        h = torch.sigmoid(o + self.w_o * c) * torch.tanh(c)
+        return torch.clamp(h @ self.p, -0.4, 0.4), c
+
+
+class Coupled(Own):
+    sizes = (UNITS, UNITS)
+
+    def __init__(self):
+        super().__init__(w=(FEATURES, 3 * UNITS), u=(UNITS, 3 * UNITS), b=(3 * UNITS,))
+
+    def forward(self, x, state):
+        h, c = state
+        f, g, o = (x @ self.w + h @ self.u + self.b).split(UNITS, dim=-1)
+        c = torch.lerp(torch.tanh(g), c, torch.sigmoid(f))
+        return torch.sigmoid(o) * torch.tanh(c), c
+
+
+class Normalised(Own):
+    sizes = (UNITS, UNITS)
+
+    def __init__(self):
+        wide = dict.fromkeys(("g_x", "g_h", "b"), (4 * UNITS,))
+        super().__init__(w=(FEATURES, 4 * UNITS), u=(UNITS, 4 * UNITS), **wide, g_c=(UNITS,), b_c=(UNITS,))
+
+    def forward(self, x, state):
+        h, c = state
+        size = (4 * UNITS,)
+        z = layer_norm(x @ self.w, size, self.g_x, self.b) + layer_norm(h @ self.u, size, self.g_h)
+        i, f, g, o = z.split(UNITS, dim=-1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        return torch.sigmoid(o) * torch.tanh(layer_norm(c, (UNITS,), self.g_c, self.b_c)), c
+
+
+class MinimalGRU(Own):
+    def __init__(self):
+        super().__init__(w_z=(FEATURES, UNITS), w_h=(FEATURES, UNITS), b_z=(UNITS,), b_h=(UNITS,))
+
+    def forward(self, x, h):
+        z = torch.sigmoid(x @ self.w_z + self.b_z)
+        return (1 - z) * h + z * (x @ self.w_h + self.b_h)
+
+
+class MinimalLSTM(Own):
+    def __init__(self):
+        super().__init__(w_i=(FEATURES, UNITS), w_f=(FEATURES, UNITS), w_h=(FEATURES, UNITS))
+
+    def forward(self, x, h):
+        i, f = torch.sigmoid(x @ self.w_i), torch.sigmoid(x @ self.w_f)
+        return f / (f + i) * h + i / (f + i) * (x @ self.w_h)
+
+
+class Linear(Own):
+    sizes = (2 * UNITS,)
+
+    def __init__(self):
+        modes = dict.fromkeys(("nu_log", "theta_log", "gamma_log"), (UNITS,))
+        super().__init__(**modes, b_re=(UNITS, FEATURES), b_im=(UNITS, FEATURES))
+
+    def forward(self, x, state):
+        lam = torch.exp(torch.complex(-torch.exp(self.nu_log), torch.exp(self.theta_log)))
+        old = torch.complex(*state.chunk(2, dim=-1))
+        new = lam * old + torch.exp(self.gamma_log) * (x.to(old.dtype) @ torch.complex(self.b_re, self.b_im).T)
+        return torch.cat([new.real, new.imag], dim=-1)
+
+
+class Independent(Own):
+    def __init__(self):
+        super().__init__(w=(FEATURES, UNITS), u=(UNITS,), b=(UNITS,))
+
+    def forward(self, x, h):
+        return torch.relu(x @ self.w + self.u * h + self.b)
+
+
+class OldGRU(Own):
+    """The GRUCell of TensorFlow 1, with its two matrices."""
+
+    def __init__(self):
+        super().__init__()
+        for name, size in (("gates", 2 * UNITS), ("candidate", UNITS)):
+            part = Own(kernel=(FEATURES + UNITS, size), bias=(size,))
+            setattr(self, name, part)
+
+    def forward(self, x, h):
+        both = torch.cat([x, h], dim=-1) @ self.gates.kernel + self.gates.bias
+        r, u = torch.sigmoid(both).chunk(2, dim=-1)
+        n = torch.tanh(torch.cat([x, r * h], dim=-1) @ self.candidate.kernel + self.candidate.bias)
+        return u * h + (1 - u) * n
+
+
+class TorchGRU(Own):
+    """A copy of torch's own cell under another class."""
+
+    def __init__(self):
+        wide = 3 * UNITS
+        super().__init__(weight_ih=(wide, FEATURES), weight_hh=(wide, UNITS), bias_ih=(wide,), bias_hh=(wide,))
+
+    def forward(self, x, h):
+        return torch.gru_cell(x, h, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
+
+
+PAPERS = {
+    Peephole: (
+        rl.cells.PeepholeLSTM,
+        {"kernel": "w", "recurrent_kernel": "u", "bias": "b", "projection": "p"}
+        | {f"peephole_{name}": f"w_{name[0]}" for name in ("input", "forget", "output")},
+        {"cell_clip": 0.7, "projection_clip": 0.4, "forget_bias": 1.0},
+    ),
+    Coupled: (rl.cells.CIFG, {"kernel": "w", "recurrent_kernel": "u", "bias": "b"}, None),
+    Normalised: (
+        rl.cells.LayerNormLSTM,
+        {"kernel": "w", "recurrent_kernel": "u", "gain_input": "g_x", "gain_recurrent": "g_h", "bias": "b"}
+        | {"gain_cell": "g_c", "shift_cell": "b_c"},
+        None,
+    ),
+    MinimalGRU: (rl.cells.MinGRU, {"kernel": ("w_z", "w_h"), "bias": ("b_z", "b_h")}, None),
+    MinimalLSTM: (rl.cells.MinLSTM, {"kernel": ("w_i", "w_f", "w_h")}, None),
+    Linear: (
+        rl.cells.LRU,
+        {"nu": "nu_log", "theta": "theta_log", "gamma": "gamma_log"}
+        | {"input_real": "b_re.T", "input_imaginary": "b_im.T"},
+        None,
+    ),
+    Independent: (rl.cells.IndRNN, {"kernel": "w", "recurrent_weight": "u", "bias": "b"}, None),
+    OldGRU: (rl.cells.GRU, rl.cells.gru_tensorflow1(UNITS), {"reset_after": False}),
+    TorchGRU: (rl.cells.GRU, rl.cells.gru_torch, {"reset_after": True}),
+}
+for module, (equations, weights, options) in PAPERS.items():
+    rl.cells.register(module, equations, weights=weights, options=options)
+
+
+class Model(nn.Module):
+    def __init__(self, cell):
+        super().__init__()
+        self.cell, self.head = cell, nn.Linear(cell.sizes[0], 2).double()
+
+    def forward(self, x, seen=None):
+        state = tuple(x.new_full((x.shape[0], n), 0.1) for n in self.cell.sizes)
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state if len(self.cell.sizes) > 1 else state[0])
+            state = state if isinstance(state, tuple) else (state,)
+            if seen is not None:
+                seen.append(state)
+        return self.head(state[0])
+
+
+@pytest.fixture(params=PAPERS, ids=lambda cell: cell.__name__)
+def model(request):
+    torch.manual_seed(3)
+    return Model(request.param())
+
+
+def loss(output):
+    return (output**2).sum() + output.sum()
+
+
+def close(ours, theirs):
+    theirs = np.asarray(theirs.detach() if hasattr(theirs, "detach") else theirs)
+    np.testing.assert_allclose(np.asarray(ours), theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_trace_has_the_states_and_total_gradients_of_torch(model):
+    x, seen = torch.tensor(X, requires_grad=True), []
+    value = loss(model(x, seen))
+    trace = rl.trace(model, X, loss=loss)
+    found = trace["cell"]
+    for i, name in enumerate(("hidden", "cell")[: len(model.cell.sizes)]):
+        values = [state[i] for state in seen]
+        close(found[name], torch.stack(values, 1))
+        close(found[f"{name}_grad"], torch.stack(torch.autograd.grad(value, values, retain_graph=True), 1))
+    close(found.input_grad, torch.autograd.grad(value, x)[0])
+    assert trace.certificate.state == "passed"
+    assert all(check.residual <= check.bound for check in trace.checks)
+
+
+def test_weights_and_gradients_are_those_of_torch(model):
+    loss(model(torch.tensor(X))).backward()
+    _, weights, _ = PAPERS[type(model.cell)]
+    if not isinstance(weights, dict):  # written as a function: taken as it is, its result is what torch's own cell has
+        named = {name: p.grad.numpy() for name, p in model.cell.named_parameters()}
+        expected = weights(named)
+    else:
+        expected = {}
+        for ours, theirs in weights.items():
+            parts = [theirs] if isinstance(theirs, str) else theirs
+            grads = [getattr(model.cell, part.removesuffix(".T")).grad for part in parts]
+            turned = [grad.T if part.endswith(".T") else grad for grad, part in zip(grads, parts, strict=True)]
+            expected[ours] = torch.cat(turned, dim=-1)
+    found = rl.weights(model, X, loss=loss, by_time=True)["cell"]
+    for name, grad in expected.items():
+        close(found[f"{name}_grad"].sum("time").values.reshape(grad.shape), grad)
+        close(np.asarray(rl.gradients(model, X, loss=loss, wrt=f"cell/{name}")).reshape(grad.shape), grad)
+    norms = rl.weights(model, X, loss=loss, by_time="norm")["cell"]
+    for name, grad in expected.items():
+        squares = (found[f"{name}_grad"] ** 2).sum([d for d in found[f"{name}_grad"].dims if d not in ("time", "gate")])
+        close(norms[f"{name}_grad_norm"], squares**0.5)
+        assert np.isfinite(np.asarray(grad)).all()
+
+
+def test_the_time_jacobian_is_that_of_torch(model):
+    expected = torch.autograd.functional.jacobian(model, torch.tensor(X))
+    found = rl.jacobian(model, X)
+    for n in range(len(X)):
+        close(found[n].transpose("out_unit", "in_time", "in_feature"), expected[n, :, n])
+    seen = []
+    output = model(torch.tensor(X), seen)
+    for i, name in enumerate(("hidden", "cell")[: len(model.cell.sizes)]):
+        states = [state[i] for state in seen]
+        rows = [torch.stack(torch.autograd.grad(output[:, j].sum(), states, retain_graph=True), 1) for j in range(2)]
+        by_state = rl.jacobian(model, X, wrt=f"cell.{name}")
+        close(by_state.transpose("sample", "out_unit", "in_time", ...), torch.stack(rows, 1))
+
+
+def test_dynamics_are_those_of_the_module(model):
+    def step(s):
+        state = s.split(list(model.cell.sizes), dim=-1)
+        after = model.cell(torch.zeros(len(s), FEATURES).double(), state if len(state) > 1 else state[0])
+        return torch.cat(after, dim=-1) if isinstance(after, tuple) else after
+
+    found = rl.fixed_points(model, X, layer="cell", input="zero")
+    points = torch.tensor(found.states.values[found.fixed.values])
+    np.testing.assert_allclose(step(points).detach(), points, atol=1e-6)
