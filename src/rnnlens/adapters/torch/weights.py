@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import ModelError, message
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ..protocol import LayerWeights
 from .registered import registered_weights
@@ -84,7 +85,14 @@ def cell_weights(module: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 
 def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dict[str, LayerWeights]:
-    """All modules that own weights; a recurrent module gives one entry per stacked layer."""
+    """All modules that own weights; a recurrent module gives one entry per stacked layer.
+
+    Raises
+    ------
+    ModelError
+        If the weights have shapes and no numbers.
+    """
+    _refuse_without_values(named)
     result: dict[str, LayerWeights] = {}
     within: tuple[str, ...] = ()
     for path, module in named:
@@ -111,3 +119,16 @@ def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dic
                 entry.values[prefix + NAMES[slot]] = ours(found[0], slot, value.detach()).clone()
                 entry.trainable[prefix + NAMES[slot]] = value.requires_grad
     return result
+
+
+def _refuse_without_values(named: Sequence[tuple[str, nn.Module]]) -> None:
+    every = ((f"{path}.{name}", w) for path, module in named for name, w in module.named_parameters(recurse=False))
+    empty = next((name for name, weight in every if weight.is_meta), None)
+    if empty is not None:
+        raise ModelError(
+            message(
+                "The weights of this model have no values.",
+                got=f"{empty} on the meta device",
+                hint="model.to_empty(device=...), and load_state_dict",
+            )
+        )
