@@ -15,6 +15,7 @@ import xarray as xr
 import rnnlens as rl
 from rnnlens.adapters.protocol import Batch
 from rnnlens.errors import LayerNotFoundError, ModelError
+from rnnlens.layout import Layout
 from rnnlens.testing import check_adapter
 
 HOME = Path(__file__).parent / "tiny"
@@ -188,3 +189,15 @@ def test_the_model_is_left_as_found(model, data):
 def test_a_model_of_nobody_is_refused():
     with pytest.raises(ModelError, match="not a model that rnnlens knows"):
         rl.layers(object())
+
+
+def test_the_framework_says_how_its_tensors_lie(model, data, monkeypatch):
+    """A framework with steps first: its rule is all that has to be known."""
+    import tiny_rnnlens
+
+    def steps_first(port, shape, *, integer=False):
+        return Layout.plain(("time", "sample", "feature")[: len(shape)])
+
+    monkeypatch.setattr(tiny_rnnlens.adapter, "layout", steps_first)
+    assert rl.gradients(model, *data, wrt="input").dims == ("sample", "time", "feature")
+    assert rl.gradients(model, *data, wrt="input").shape == (STEPS, SAMPLES, FEATURES)

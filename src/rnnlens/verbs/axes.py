@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, Port
+from ..adapters.protocol import Adapter, Batch, Port, Rule
 from ..errors import InputError, message, shown
-from ..layout import Layout, canonical_order, dims_of, input_dims
+from ..layout import Layout, canonical_order
 from ..typing import Array
-from ..vocabulary import FEATURE, SAMPLE, TIME, UNIT
+from ..vocabulary import SAMPLE, TIME
 from .names import Catalogue, read_one
 
 #: What ``axes=`` may name beside the tensors of the model.
@@ -52,23 +52,19 @@ class Layouts:
     ----------
     given, found
         What the user says, and what was found out.
-    samples_first
-        Whether every tensor of every model of this framework has its samples on the first axis.
+    rule
+        That of the framework.
     """
 
-    def __init__(
-        self, given: Mapping[Port, Layout], samples_first: bool, found: Mapping[Port, Layout] | None = None
-    ) -> None:
+    def __init__(self, given: Mapping[Port, Layout], rule: Rule, found: Mapping[Port, Layout] | None = None) -> None:
         self.given, self.found = dict(given), dict(found or {})
-        self.samples_first = samples_first
+        self.rule, self.samples_first = rule, rule.samples_first
 
     def layout(self, port: Port, shape: Sequence[int], *, integer: bool = False) -> Layout:
         """The axes of a tensor of that shape, in the framework's order."""
         known = self.given.get(port, self.found.get(port))
         if known is None:
-            of_input = port.kind == "input" and port.layer is None
-            last = FEATURE if port.kind == "input" else UNIT
-            return Layout.plain(input_dims(shape, integer) if of_input else dims_of(shape, last=last))
+            return self.rule.layout(port, shape, integer=integer)
         if len(known.axes) != len(shape):
             raise InputError(
                 message(
@@ -98,7 +94,7 @@ class Axes(Layouts):
     """
 
     def __init__(self, adapter: Adapter, model: Any, given: Mapping[str, Layout] | None, known: Catalogue) -> None:
-        super().__init__(named_layouts(given, known), adapter.samples_first)
+        super().__init__(named_layouts(given, known), adapter)
         self.adapter, self.model = adapter, model
         self.data = {name: layout for name, layout in (given or {}).items() if name in DATA}
         #: How the inputs lie, where they are cut into batches; None where samples come first.

@@ -49,7 +49,7 @@ class Outside:
     ) -> xr.DataArray:
         """The value of a function of tensors, with those axes named along which it goes with what it was made of."""
         if result.ndim == 0 or self.axes.samples_first:
-            return xr.DataArray(result, dims=dims_of(result.shape))
+            return xr.DataArray(result, dims=self.axes.rule.layout(Port("output"), result.shape).names)
         opened = []
         for port, array in zip(ports, arrays, strict=True):
             names = dims_of(array.shape) if port is None else self.layout(port, array).names

@@ -17,7 +17,7 @@ Conventions for every array named here:
 
 from __future__ import annotations
 
-from .adapter import Adapter, Cotangents
+from .adapter import Adapter, Cotangents, Rule
 from .captured import Batch, Capture, CaptureRequest, Outputs, PlainCall, PlainRun, RecurrentCall
 from .facts import ChainLink, Facts, LayerInfo, LayerWeights, Place, Role, Submodule
 from .ports import Port, Pullback
@@ -40,5 +40,6 @@ __all__ = [
     "Pullback",
     "RecurrentCall",
     "Role",
+    "Rule",
     "Submodule",
 ]

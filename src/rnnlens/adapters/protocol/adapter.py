@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from ...errors import UnsupportedError, message
-from ...layout import Layout
+from ...layout import Layout, dims_of, input_dims
 from ...trees import leaves_of
 from ...typing import Array
+from ...vocabulary import FEATURE, UNIT
 from .by_borders import capture_by_borders
 from .captured import Batch, Capture, CaptureRequest, Outputs, PlainRun
 from .facts import ChainLink, Facts, LayerInfo, LayerWeights, Place
@@ -23,7 +24,20 @@ from .ports import Port, Pullback
 Cotangents = Callable[[Sequence[Array]], Sequence[Array | None]]
 
 
-class Adapter(ABC):
+class Rule:
+    """How tensors lie by the rule of a framework: samples first, then time."""
+
+    #: Whether every tensor of every model has its samples on the first axis: then there is nothing to be found out.
+    samples_first: bool = True
+
+    def layout(self, port: Port, shape: Sequence[int], *, integer: bool = False) -> Layout:
+        """The axes of a tensor of which nothing else is known; ``integer``: of ids, which have no axis of features."""
+        of_input = port.kind == "input" and port.layer is None
+        last = FEATURE if port.kind == "input" else UNIT
+        return Layout.plain(input_dims(shape, integer) if of_input else dims_of(shape, last=last))
+
+
+class Adapter(Rule, ABC):
     """What rnnlens asks of a framework: one object per framework, found through the registry.
 
     The abstract methods are what every verb rests on. The others have an answer that is right for any framework, "not
@@ -31,8 +45,6 @@ class Adapter(ABC):
     """
 
     name: str
-    #: Whether every tensor of every model of this framework has its samples on the first axis, and then its steps.
-    samples_first: bool = True
 
     @property
     def engine(self) -> str:

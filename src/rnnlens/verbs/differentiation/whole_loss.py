@@ -22,7 +22,7 @@ import numpy as np
 from ... import data
 from ...adapters.protocol import Batch, Outputs, Port
 from ...errors import UnsupportedError, message
-from ...layout import Layout, dims_of
+from ...layout import Layout
 from ...results.schema import plain
 from ...typing import Array
 from ...vocabulary import SAMPLE
@@ -67,7 +67,8 @@ class WholeLoss:
             parts.append(part if not parts else replace(part, tree=None))
             fed.append(replace(batch, x=None))
         if layouts is None:
-            layouts = [Layout.plain(dims_of(leaf.shape)) for leaf in parts[0].leaves]
+            ports = [Port("output", index=i) for i in range(len(parts[0].leaves))]
+            layouts = [adapter.layout(port, leaf.shape) for port, leaf in zip(ports, parts[0].leaves, strict=True)]
         joined = [_joined([p.leaves[i] for p in parts], layout, counts, i) for i, layout in enumerate(layouts)]
         masks = [
             None if mask is None else np.concatenate([np.asarray(part.masks[i]) for part in parts])

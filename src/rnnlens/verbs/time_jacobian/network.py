@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ...adapters.protocol import CaptureRequest, Port, Pullback
+from ...adapters.protocol import CaptureRequest, Port, Pullback, Rule
 from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError, message
 from ...typing import Array
@@ -62,7 +62,7 @@ class Network:
     wrt: End
     around: Surroundings = field(default_factory=Surroundings)
     is_cut: bool = True
-    layouts: Layouts = field(default_factory=lambda: Layouts({}, samples_first=True))
+    layouts: Layouts = field(default_factory=lambda: Layouts({}, Rule()))
 
     @property
     def samples(self) -> int:
@@ -130,7 +130,7 @@ def open_network(request: Request) -> Iterator[Network]:
         yield Network(recurrences, of, wrt)
         return
     outer = [None if end is not None else _port(name) for end, name in ((of, request.of), (wrt, request.wrt))]
-    layouts = Layouts(request.layouts, request.adapter.samples_first)
+    layouts = Layouts(request.layouts, request.adapter)
     chain = None if inside.entangled else known_chain(request, inside, outer[0], outer[1])
     if chain is not None:
         yield _network(request, recurrences, (of, wrt), chain, layouts)
