@@ -12,16 +12,12 @@ from typing import Any
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Batch, CaptureRequest
 from ..errors import InputError, RnnlensError
 from ..measures.intervention import USED, donors, memory_length, search, squared_change, total_variance
-from ..recurrence.run import Run
 from ..results.schema import plain
 from ..typing import Array
-from .experiment import Experiment, in_numpy
+from .experiment import LOOKED_INTO, Experiment
 
-#: Samples whose states are exchanged.
-MOST = 128
 #: Share of the variance by which a run from the middle may differ from the whole run, and still be the same model.
 _SAME = 1e-4
 
@@ -52,7 +48,7 @@ class _Bench:
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.why = experiment, ""
-        count = min(MOST, experiment.samples.count)
+        count = min(LOOKED_INTO, experiment.samples.count)
         self.x = data.map_leaves(lambda leaf: leaf[:count], experiment.samples.x)
         self.steps = experiment.samples.steps
         self.states: dict[str, list[Array]] = {}
@@ -68,11 +64,7 @@ class _Bench:
             self.why = "the samples differ in length"
         if self.why:
             return False
-        request = CaptureRequest(gradients=False, weight_grads=False)
-        capture = self.experiment.adapter.capture(self.experiment.model, Batch(self.experiment.given(self.x)), request)
-        for call in capture.calls:
-            run = Run.from_call(in_numpy(call))
-            self.states[call.layer] = [np.asarray(plain(s)) for s in run.states]
+        self.states = {call.layer: [np.asarray(plain(s)) for s in run.states] for call, run in self.experiment.runs}
         self.prediction = self.experiment.prediction[:count]
         self.variance = total_variance(self.prediction)
         self.lender = donors(count, seed=self.experiment.seed)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..measures.intervention import USED, Probes, memory_length, search, skill, total_variance
+from ..measures.intervention import USED, Probes, cycle, memory_length, search, skill, total_variance
 from ..measures.resampling import interval, resampled_variance, resampling_weights
 from ..typing import Array
 from .experiment import Experiment
@@ -88,7 +88,9 @@ def measure_memory(experiment: Experiment) -> Memory:
     if not variance:
         return _unknown(steps, found, "the prediction does not vary over the samples")
     probes = search(experiment.exchanged, steps, 2 * variance, (USED, RARE))
-    weights = resampling_weights(len(prediction), seed=experiment.seed)
+    # A sample's change is shared with the one that lends it its prefix.
+    order = cycle(experiment.lender)
+    weights = resampling_weights(len(prediction), order=order, seed=experiment.seed)
     why = _doubt(len(prediction), found)
     return _summary(experiment, probes, variance, weights, found, why)
 

@@ -41,6 +41,15 @@ def donors(samples: int, *, lengths: Array | None = None, seed: int = 0) -> Arra
     return lender
 
 
+def cycle(lender: Array) -> Array:
+    """The samples in the order in which each borrows from the one before it: (sample,) of int, for :func:`donors`."""
+    lender = np.asarray(lender)
+    order = [0]
+    while len(order) < len(lender):
+        order.append(int(lender[order[-1]]))
+    return np.array(order)
+
+
 def total_variance(prediction: Array) -> float:
     """Sum over units of the variance over samples of a prediction (sample, unit); 0 where it is rounding."""
     prediction = np.asarray(prediction, dtype=np.float64)

@@ -9,12 +9,32 @@ import numpy as np
 from ..typing import Array
 
 RESAMPLES = 300
+#: Neighbours that are drawn together where samples share something with the next.
+BLOCK = 4
 
 
-def resampling_weights(samples: int, *, resamples: int = RESAMPLES, seed: int = 0) -> Array:
-    """How often each sample is drawn, over ``samples``: (resample, sample), rows sum to 1."""
-    draws = np.random.default_rng(seed).multinomial(samples, np.full(samples, 1 / samples), size=resamples)
-    weights: Array = draws / samples
+def resampling_weights(samples: int, *, order: Array | None = None, resamples: int = RESAMPLES, seed: int = 0) -> Array:
+    """How often each sample is drawn, over ``samples``: (resample, sample), rows sum to 1.
+
+    Parameters
+    ----------
+    order : (sample,) of int, optional
+        Samples of which each shares something with the next, the last with the first, such as the prefix that one lends
+        to the other. Blocks of neighbours are drawn then, so that what they share is drawn with them.
+
+    References
+    ----------
+    Circular blocks: Politis, Romano 1992, in LePage, Billard (eds.), Exploring the limits of bootstrap, 263-270.
+    """
+    rng = np.random.default_rng(seed)
+    if order is None or samples < 2 * BLOCK:
+        weights: Array = rng.multinomial(samples, np.full(samples, 1 / samples), size=resamples) / samples
+        return weights
+    blocks = -(-samples // BLOCK)
+    begun = rng.multinomial(blocks, np.full(samples, 1 / samples), size=resamples)
+    covered = sum(np.roll(begun, shift, axis=1) for shift in range(BLOCK))
+    weights = np.empty((resamples, samples))
+    weights[:, np.asarray(order)] = covered / (blocks * BLOCK)
     return weights
 
 
