@@ -143,11 +143,12 @@ def _must_align(calls: Sequence[RecurrentCall], by_time: bool | str) -> None:
     whole = [call for call in calls if not call.stepwise]
     several = len(whole) > len({call.direction for call in whole})
     lengths = sorted({int(call.input.shape[1]) for call in whole})
+    asked = ', measure="norm"' if by_time == "norm" else ""
     if several and (by_time == "norm" or (by_time and len(lengths) > 1)):
         raise UnsupportedError(
             message(
                 f"Layer {whole[0].layer.partition('#')[0]!r} is called more than once: the calls share no time.",
-                got=f"by_time={by_time!r} over {len(whole)} calls of {' and '.join(map(str, lengths))} steps",
+                got=f"by_time=True{asked} over {len(whole)} calls of {' and '.join(map(str, lengths))} steps",
                 expected="calls of one length, and by_time=True",
                 hint="rl.weights(...) without by_time, or a model that calls the layer once",
             )
@@ -166,6 +167,6 @@ def _must_fit(call: RecurrentCall, by_time: bool | str) -> None:
                 f"The weight gradients of {call.layer!r} at each of {steps} steps would not fit into memory.",
                 got=format_memory(size),
                 expected=f"at most {format_memory(limit)} (rl.options(memory=...))",
-                hint='by_time="norm" keeps one norm per step and gate',
+                hint='measure="norm" keeps one norm per step and gate',
             )
         )

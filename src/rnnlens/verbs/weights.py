@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ..adapters.protocol import Batch, LayerWeights
 from ..adapters.registry import adapter_for
-from ..arguments import anything, checked, class_weights, either, examples, names, one_batch, one_of, seed, switch
+from ..arguments import anything, checked, class_weights, examples, names, one_batch, one_of, seed, switch
 from ..arguments import loss as a_loss
 from ..errors import InputError, LayerNotFoundError, did_you_mean, message
 from ..results.certificate import Certificate
@@ -26,7 +26,8 @@ from .weight_labels import Labelled, label_cell, label_plain, node_dataset
     x=one_batch,
     y=examples,
     layers=names,
-    by_time=either(switch, one_of("norm"), expected="True, False or 'norm'", what="is no such switch"),
+    by_time=switch,
+    measure=one_of("norm"),
     loss=a_loss,
     sample_weight=examples,
     class_weight=class_weights,
@@ -40,7 +41,8 @@ def weights(
     y: Any = None,
     *,
     layers: str | Iterable[str] | None = None,
-    by_time: bool | Literal["norm"] = False,
+    by_time: bool = False,
+    measure: Literal["norm"] | None = None,
     loss: str | Callable[..., Any] | None = None,
     sample_weight: Any = None,
     class_weight: Mapping[int, float] | None = None,
@@ -57,8 +59,10 @@ def weights(
         Names of the layers wanted; all layers with weights by default.
     by_time
         Recurrent layers: the contribution of each timestep to dL/dW instead of their sum, ``(time, unit_in, gate,
-        unit)``; or ``"norm"``: its Frobenius norm per gate only, ``recurrent_kernel_grad_norm (time, gate)``, in little
-        memory.
+        unit)``.
+    measure
+        ``"norm"``, with ``by_time=True``: the Frobenius norm of each contribution per gate,
+        ``recurrent_kernel_grad_norm (time, gate)``, in little memory.
 
     Returns
     -------
@@ -78,6 +82,8 @@ def weights(
     ----------
     dL/dW as the sum of per-step contributions: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eq. 3.
     """
+    if measure is not None and not by_time:
+        raise InputError(message("measure= is of single steps.", got=f"measure={measure!r}", expected="by_time=True"))
     if x is None and (by_time or y is not None or loss is not None):
         raise InputError(message("Gradients of weights need data.", got="x=None", hint="rl.weights(model, x, y)"))
     adapter = adapter_for(model)
@@ -87,8 +93,9 @@ def weights(
     batch = Batch(x, y, sample_weight, class_weight, loss, training, None, seed)
     certified = x is not None and asked_for(model, "weights", batch)
     if x is not None:
-        differentiated = find_gradients(adapter, model, batch, found, by_time=by_time, certified=certified)
-        for name, gradients in _labelled_gradients(differentiated, found, by_time).items():
+        steps = measure or by_time
+        differentiated = find_gradients(adapter, model, batch, found, by_time=steps, certified=certified)
+        for name, gradients in _labelled_gradients(differentiated, found, steps).items():
             labelled[name] |= gradients
     datasets = {name: node_dataset(name, variables, provenance) for name, variables in labelled.items()}
     certificate = None if x is None else Certificate()

@@ -71,7 +71,7 @@ def test_values_and_gradients_are_the_frameworks(kind, options, bidirectional):
 
     found = rl.weights(model, X, Y)["rnn"]
     by_time = rl.weights(model, X, Y, by_time=True)["rnn"]
-    norms = rl.weights(model, X, Y, by_time="norm")["rnn"]
+    norms = rl.weights(model, X, Y, by_time=True, measure="norm")["rnn"]
 
     for index, half in enumerate(halves(model, bidirectional)):
         pick = {"direction": index} if bidirectional else {}
@@ -161,11 +161,11 @@ def test_mistakes_are_explained():
         LayerNotFoundError, match=r"No layer named 'rnnn' with weights\.\n  try:      did you mean 'rnn'"
     ):
         rl.weights(model, layers="rnnn")
-    with pytest.raises(InputError, match="by_time= is no such switch"):
-        rl.weights(model, X, Y, by_time="norms")
+    with pytest.raises(InputError, match="by_time= is a switch"):
+        rl.weights(model, X, Y, by_time="norm")
     with pytest.raises(InputError, match="Gradients of weights need data"):
         rl.weights(model, by_time=True)
     with pytest.raises(QuantityNotFoundError, match=r"pass data for gradients: rl\.weights\(model, x, y\)"):
         _ = rl.weights(model)["rnn"].kernel_grad
-    with rl.options(memory="1 KiB"), pytest.raises(TooLargeError, match='by_time="norm" keeps one norm'):
+    with rl.options(memory="1 KiB"), pytest.raises(TooLargeError, match='measure="norm" keeps one norm'):
         rl.weights(model, X, Y, by_time=True)

@@ -229,7 +229,7 @@ def test_weights_and_gradients_are_those_of_torch(model):
     for name, grad in expected.items():
         close(found[f"{name}_grad"].sum("time").values.reshape(grad.shape), grad)
         close(np.asarray(rl.gradients(model, X, loss=loss, wrt=f"cell/{name}")).reshape(grad.shape), grad)
-    norms = rl.weights(model, X, loss=loss, by_time="norm")["cell"]
+    norms = rl.weights(model, X, loss=loss, by_time=True, measure="norm")["cell"]
     for name, grad in expected.items():
         squares = (found[f"{name}_grad"] ** 2).sum([d for d in found[f"{name}_grad"].dims if d not in ("time", "gate")])
         close(norms[f"{name}_grad_norm"], squares**0.5)

@@ -244,7 +244,7 @@ def test_weight_gradients_by_time_of_a_loop_in_several_runs(how):
     gates = torch.stack([torch.stack(pull(loss(output), taps["cell"].zeros[f"z{k}"]), 1) for k in range(4)], 2)
     first = torch.einsum("bi,bgu->igu", states[1].detach(), gates[:, 1])
     close(shown.isel(time=1), first.numpy(), "the second step")
-    norms = rl.weights(model, x, loss=loss, by_time="norm")["cell"].recurrent_kernel_grad_norm
+    norms = rl.weights(model, x, loss=loss, by_time=True, measure="norm")["cell"].recurrent_kernel_grad_norm
     close(norms, np.sqrt((shown.values**2).sum((1, 3))), "norms")
 
 
