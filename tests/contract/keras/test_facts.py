@@ -61,3 +61,19 @@ def test_the_scale_of_the_loss_is_that_of_the_outer_optimizer(model):
     model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=64.0), {"tag": "mse"})
     facts = adapter.facts(model)
     assert (facts.optimizer, facts.clipping, facts.loss_scale) == ("SGD", ("clipnorm", 3.0), 64.0)
+
+
+class Private(keras.layers.Layer):
+    """A layer of the user's own, with an attribute that is none of ours."""
+
+    @property
+    def activation(self):
+        raise ValueError("not here")
+
+    def call(self, x):
+        return x
+
+
+def test_attributes_of_the_users_own_layers_are_left_alone():
+    layers = [keras.Input((4, 3)), LAYERS.SimpleRNN(2, activation="relu", name="rnn"), Private(name="private")]
+    assert adapter.facts(keras.Sequential(layers)).having("relu") == ("rnn",)

@@ -72,3 +72,40 @@ def test_named_tuples_of_arrays_stay_named_tuples():
     moved = data.map_leaves(lambda leaf: leaf + 1, pair)
     assert type(moved) is data.DataBatch
     assert (moved.x[0], moved.y["b"][0], moved.y["a"]) == (1, 2, None)
+
+
+class Private(nn.Module):
+    """A module of the user's own, with an attribute that is none of ours."""
+
+    @property
+    def nonlinearity(self):
+        raise ValueError("not here")
+
+    def forward(self, x):
+        return x
+
+
+def test_attributes_of_the_users_own_modules_are_left_alone():
+    model = nn.Sequential(nn.Linear(3, 4), Private())
+    assert adapter.facts(model).having("relu") == ()
+
+
+@pytest.mark.parametrize(
+    "look",
+    [rl.layers, rl.weights, lambda model: rl.trace(model, torch.zeros(2, 5, 3)), adapter.facts],
+)
+def test_a_module_that_waits_for_its_first_batch_is_refused_and_left_waiting(look):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(3, 4, batch_first=True), nn.LazyLinear(2)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0])
+
+    model = Net()
+    with pytest.raises(rl.errors.ModelError, match="'head' is not built"):
+        look(model)
+    assert model.head.has_uninitialized_params()
+    model(torch.zeros(2, 5, 3))
+    look(model)

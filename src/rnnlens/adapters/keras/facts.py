@@ -72,7 +72,8 @@ def _is_relu(layer: Any) -> bool:
     """Whether a layer ends in a relu that can die: not leaky, not smooth."""
     if isinstance(layer, keras.layers.ReLU):
         return not layer.negative_slope
-    activation = getattr(layer, "activation", None)
+    # What the layer keeps, not what a property of the user's own may do when it is read.
+    activation = vars(layer.cell if isinstance(layer, keras.layers.RNN) else layer).get("activation")
     return getattr(activation, "__name__", "") in _RELUS
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from ...errors import UnsupportedError, message
+from ...errors import ModelError, UnsupportedError, message
 from ...recurrence.cells import registered
 from ..protocol import LayerInfo
 from .public import named_cell
@@ -22,9 +23,25 @@ _RECURRENT_SCRIPT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The plain module inside ``torch.compile(module)``; any other module unchanged."""
+    """The plain module inside ``torch.compile(module)``; any other module unchanged.
+
+    Raises
+    ------
+    ModelError
+        If a module waits for its first batch to make its weights, which looking into it would do.
+    """
     while hasattr(module, "_orig_mod"):
         module = module._orig_mod
+    for path, part in module.named_modules():
+        if isinstance(part, LazyModuleMixin):
+            raise ModelError(
+                message(
+                    f"{path or 'The model'!r} is not built: its weights do not exist yet.",
+                    got=type(part).__name__,
+                    expected="a module that knows the shape of its input",
+                    hint="call the model once on a batch, model(x)",
+                )
+            )
     return module
 
 

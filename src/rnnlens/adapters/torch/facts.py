@@ -35,7 +35,7 @@ def _roles(module: nn.Module) -> frozenset[Role]:
         roles.add("embedding")
     if isinstance(module, _DROPOUTS):
         roles.add("dropout")
-    if isinstance(module, nn.ReLU | nn.ReLU6) or getattr(module, "nonlinearity", None) == "relu":
+    if isinstance(module, nn.ReLU | nn.ReLU6) or (class_of(module) or ("", ""))[1] == "relu":
         roles.add("relu")
     return frozenset(roles)
 
