@@ -15,6 +15,27 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 SKIP_IS_FAILURE = os.environ.get("RNNLENS_SKIP_IS_FAILURE") == "1"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
+    """Products run whole on one engine; on the others each of their tests has one case, or those that differ there.
+
+    What such a case tests beside its own engine is the same code three times over, and compiling it takes the time.
+    """
+    found: dict[str, list[str]] = {}
+    wanted: dict[str, tuple[str, ...]] = {}
+    for item in items:
+        for mark in item.iter_markers("product"):
+            test, case = item.nodeid.partition("[")[0], item.callspec.id
+            cases = found.setdefault(test, [])
+            keep = wanted.setdefault(test, mark.kwargs.get("keep") or (cases or [case])[0:1])
+            cases.append(case)
+            if case not in keep and os.environ["KERAS_BACKEND"] != mark.kwargs.get("on", "torch"):
+                item.add_marker("full")
+    unknown = [f"{test}[{case}]" for test, keep in wanted.items() for case in keep if case not in found[test]]
+    if unknown and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"product(keep=) names no case: {', '.join(unknown)}")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call):
     report = yield

@@ -61,28 +61,31 @@ LINT = (
     ("lint-imports", "--no-cache"),
 )
 
+KERAS = ("tests/contract/keras", "tests/oracle/keras", "tests/oracle/held_models/keras", "tests/under_fire/keras")
+
+
+def keras(engine: str) -> Suite:
+    """Keras on one engine; products run whole on torch only, where nothing is compiled (see tests/conftest.py)."""
+    return Suite(f"keras-{engine}", KERAS, environment={"KERAS_BACKEND": engine})
+
+
 # The longest first, so that the cores finish together.
 SUITES = (
-    *(
-        Suite(
-            f"keras-{engine}",
-            ("tests/contract/keras", "tests/oracle/keras", "tests/oracle/held_models/keras", "tests/under_fire/keras"),
-            environment={"KERAS_BACKEND": engine},
-        )
-        for engine in ("tensorflow", "jax", "torch")
-    ),
-    Suite(
-        "core",
-        ("tests/unit", "tests/property", "tests/surface", "tests/third_framework"),
-        environment={"KERAS_BACKEND": "jax"},
-    ),
+    keras("jax"),
+    keras("tensorflow"),
     Suite(
         "torch",
         ("tests/contract/torch", "tests/oracle/torch", "tests/oracle/held_models/torch", "tests/under_fire/torch"),
     ),
+    keras("torch"),
+    Suite(
+        "core",
+        ("tests/unit", "tests/property", "tests/surface"),
+        environment={"KERAS_BACKEND": "jax"},
+    ),
+    Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
     # A process without a framework: its tests fork, which JAX' threads do not survive.
     Suite("files", ("tests/under_fire/cli", "tests/under_fire/files")),
-    Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
     Suite("lint", commands=LINT),
 )
 

@@ -76,6 +76,7 @@ def square(y_true, y_pred):
     return keras.ops.sum(keras.ops.square(y_pred))
 
 
+@pytest.mark.product(keep=("custom", "stacked"))
 @pytest.mark.parametrize("name", CELLS)
 def test_step_cells_chain_to_the_frameworks_gradients(name):
     """BPTT by the cell's own vjp, and by its Jacobians, gives the framework's weight and input gradients."""
@@ -106,6 +107,7 @@ def test_step_cells_chain_to_the_frameworks_gradients(name):
         np.testing.assert_allclose(grad, call.weight_grads[key], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.product(keep=("LSTM-1", "GRU-2"))
 @pytest.mark.parametrize("implementation", [1, 2])
 @pytest.mark.parametrize("kind", ["SimpleRNN", "LSTM", "GRU"])
 def test_dropout_multipliers_replay(kind, implementation):
@@ -202,6 +204,7 @@ def test_layers_that_are_not_recurrent():
     np.testing.assert_allclose(capture.plain[0].output_grad, reference.input_grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_half_precision_comes_out_as_float32_with_a_note(policy):
     layer = keras.layers.LSTM(2, dtype=policy, return_sequences=True)

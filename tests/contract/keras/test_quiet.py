@@ -51,6 +51,7 @@ VERBS = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("layer", [layer_of_keras, layer_of_one_s_own])
 def test_no_verb_warns_of_arrays(layer):
     model = model_of(layer())

@@ -1,11 +1,7 @@
-"""float64 for every engine: on JAX and torch, Keras computes float64 in float32 unless it is told not to."""
+"""float64 on every engine, for the files that ask for it."""
 
-import keras
-from keras.src.backend.common import dtypes
+from keras_float64 import float64, lift, uncertified
 
-dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+__all__ = ["float64", "uncertified"]
 
-if keras.backend.backend() == "jax":
-    import jax
-
-    jax.config.update("jax_enable_x64", True)
+lift()

@@ -6,8 +6,11 @@ import keras
 import numpy as np
 import pytest
 import tapped_network as net
+from keras_float64 import floats
 
 import rnnlens as rl
+
+pytestmark = pytest.mark.usefixtures("uncertified")
 
 ENGINE = keras.backend.backend()
 if ENGINE == "jax":
@@ -36,13 +39,8 @@ ALL = [*net.WEIGHTS, *net.TAPS]
 @pytest.fixture(scope="module", autouse=True)
 def double_precision():
     """Losses are computed in floatx, whatever the model is."""
-    policy = keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    # The policy is taken from floatx once per process: other files may have been first.
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy(policy)
+    with floats("float64"):
+        yield
 
 
 def autodiff(function, *arguments):

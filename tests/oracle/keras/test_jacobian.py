@@ -1,18 +1,16 @@
 """The time Jacobian of Keras models against the framework's own, in float64."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 from keras import layers
+from keras_plain import jacobian as framework_jacobian
 
 import rnnlens as rl
 
-sys.path.insert(0, str(Path(__file__).parent))
-from jacobian_oracle import jacobian as framework_jacobian
+pytestmark = pytest.mark.usefixtures("float64", "uncertified")
 
 B, T, F, H = 2, 4, 2, 2
 CELLS = {
@@ -21,17 +19,6 @@ CELLS = {
     "gru_before": (layers.GRU, {"reset_after": False}),
     "simple_rnn": (layers.SimpleRNN, {}),
 }
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    before, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    keras.utils.set_random_seed(1)
-    yield
-    keras.config.set_floatx(before)
-    keras.config.set_dtype_policy(policy)
 
 
 def data(masked=False):
@@ -73,6 +60,7 @@ def branch(x, h, cell, direction, bias, stateful_start, sequences):
     return layer(h, initial_state=state)
 
 
+@pytest.mark.product(keep=("lstm-True-True", "gru_before-True-False"))
 @pytest.mark.parametrize("sequences", [True, False])
 @pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("cell", CELLS)
@@ -99,6 +87,7 @@ def sequential(*parts):
     return shaken(keras.Sequential([keras.Input((T, F)), *parts]))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_states_of_a_layer_by_what_feeds_it_and_by_an_earlier_layer(cell):
     below = layers.LSTM(3, return_sequences=True, name="below")
@@ -186,6 +175,7 @@ BODIES = {
 }
 
 
+@pytest.mark.product(keep=("residual_and_normalised", "convolution_below", "two_stacked_then_last"))
 @pytest.mark.parametrize("body", BODIES)
 def test_whole_models(body):
     inputs = keras.Input((T, F))
@@ -194,6 +184,7 @@ def test_whole_models(body):
     agree(rl.jacobian(model, x), framework_jacobian(lambda a: model(a), x))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("body", ["residual_and_normalised", "attention", "two_stacked_then_last"])
 def test_whole_models_against_finite_differences(body):
     inputs = keras.Input((T, F))
@@ -230,6 +221,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.product(keep=("tagger", "classifier"))
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_chain_known_by_its_types_is_not_asked_and_gives_the_same(chain, monkeypatch):
     model, x = sequential(*CHAINS[chain]()), data()

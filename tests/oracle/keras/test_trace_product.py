@@ -11,9 +11,12 @@ import cells
 import keras
 import numpy as np
 import pytest
+from keras_float64 import floats
 
 import rnnlens as rl
 from rnnlens.testing import reference
+
+pytestmark = pytest.mark.usefixtures("uncertified")
 
 BATCH, TIME, FEATURES, UNITS = 3, 4, 2, 2
 FLAGS = ("mask", "backwards", "stateful", "initial_state", "sequences", "bidirectional", "unroll", "bias")
@@ -186,13 +189,8 @@ def linear(functionals, outputs):
 @pytest.fixture
 def dtype(request):
     """The floating type of everything that Keras makes in this test."""
-    before, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx(request.param)
-    keras.config.set_dtype_policy(request.param)
-    with jax_without_float64() if request.param == "float32" else nullcontext():
+    with floats(request.param), jax_without_float64() if request.param == "float32" else nullcontext():
         yield request.param
-    keras.config.set_floatx(before)
-    keras.config.set_dtype_policy(policy)
 
 
 @contextmanager
@@ -209,9 +207,11 @@ def jax_without_float64():
 
 
 def cases():
-    """The whole product; what is marked runs with `make test-full`. Tracing loops into JAX programs takes longest."""
+    """The whole product; what is marked runs with `make test-full`. Tracing many loops into one program takes longest."""
     quick = {("float64", "lstm", False)}
-    if keras.backend.backend() != "jax":
+    if keras.backend.backend() == "tensorflow":
+        quick |= {("float64", "gru_after", True)}
+    if keras.backend.backend() == "torch":
         quick |= {("float64", cell, unroll) for cell in CELLS for unroll in (False, True)} | {
             ("float32", "lstm", False)
         }

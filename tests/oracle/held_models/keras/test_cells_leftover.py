@@ -1,52 +1,23 @@
 """Cells and layers as people combine them, held against the engine's own autodiff of the untouched model in float64."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
+from keras_plain import jacobian
 
 import rnnlens as rl
-from rnnlens.errors import SelfCheckWarning, UnsupportedError
+from rnnlens.errors import UnsupportedError
 from rnnlens.testing.keras_autodiff import gradients
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 L, ops = keras.layers, keras.ops
 TIME, UNITS = 4, 3
 X = np.random.default_rng(0).normal(size=(2, TIME, 2))
 
 
-@pytest.fixture(autouse=True)
-def _float64_and_no_warning():
-    before, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")  # Keras keeps the policy that the first layer of the process was given
-    keras.utils.set_random_seed(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SelfCheckWarning)
-        yield
-    keras.config.set_floatx(before)
-    keras.config.set_dtype_policy(policy)
-
-
-def wide(test):
-    """Every case on one engine; elsewhere, where each is compiled, in the full suite."""
-    return test if keras.backend.backend() == "torch" else pytest.mark.full(test)
-
-
 def total(y, out):
     return ops.sum(ops.sin(out) * (1.0 + ops.cast(ops.arange(out.shape[-1]), out.dtype)))
-
-
-def expected_jacobian(model, x):
-    """(sample, ...output, ...input), one backward pass per element of the output of one sample."""
-    with keras.StatelessScope():
-        shape = tuple(model(x).shape)[1:]
-    rows = []
-    for flat in range(int(np.prod(shape))):
-        pick = np.zeros((1, *shape), x.dtype)
-        pick[(0, *np.unravel_index(flat, shape))] = 1
-        rows.append(gradients(lambda t, pick=pick: ops.sum(model(t[0]) * ops.convert_to_tensor(pick)), [x], [])[1][0])
-    return np.stack(rows, 1).reshape(len(x), *shape, *x.shape[1:])
 
 
 def close(found, expected, rtol=1e-9):
@@ -62,7 +33,7 @@ def matches(entries, wanted):
     return there(wanted) or (wanted.shape[0] == 2 and all(map(there, wanted)))
 
 
-def held(model, x, layers, jacobian=True):
+def held(model, x, layers):
     """Loss, gradients by the input and by the weights of ``layers``, and the time Jacobian."""
     variables = [v for layer in layers for v in layer.trainable_variables]
     loss, (by_input,), by_weight = gradients(lambda t: total(None, model(t[0])), [x], variables)
@@ -75,8 +46,7 @@ def held(model, x, layers, jacobian=True):
         entries = [np.asarray(found[name]) for name in found if name.endswith("_grad")]
         for variable in layer.trainable_variables:
             assert matches(entries, expected[id(variable)]), variable.path
-    if jacobian:
-        close(rl.jacobian(model, x), expected_jacobian(model, x))
+    close(rl.jacobian(model, x), jacobian(model, x))
 
 
 @keras.saving.register_keras_serializable()
@@ -95,7 +65,7 @@ class Cell(L.Layer):
 KINDS = {"lstm": lambda **options: L.LSTM(UNITS, **options), "own": lambda **options: L.RNN(Cell(), **options)}
 
 
-@wide
+@pytest.mark.product
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("sequences", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,7 +76,7 @@ def test_jacobian_by_the_output_of_the_layer(kind, sequences, both):
     output = layer(inputs)
     top = L.Dense(2, activation="tanh")(output)
     model, below, above = keras.Model(inputs, top), keras.Model(inputs, output), keras.Model(output, top)
-    expected = expected_jacobian(above, ops.convert_to_numpy(below(X)))
+    expected = jacobian(above, ops.convert_to_numpy(below(X)))
     close(rl.jacobian(model, X, wrt="rnn.output"), expected)
 
 
@@ -204,7 +174,7 @@ def test_a_cell_that_acts_otherwise_in_training(kind):
     ):
         with pytest.raises(UnsupportedError, match=r"acts on the batch|run again on its own"):
             ask()
-    close(rl.jacobian(model, x), expected_jacobian(model, x))
+    close(rl.jacobian(model, x), jacobian(model, x))
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(ops.convert_to_numpy(variable), value)
 
@@ -221,7 +191,7 @@ class TiedCell(Cell):
         self.recurrent = self.matrix
 
 
-@wide
+@pytest.mark.product
 @pytest.mark.parametrize("kind", ["own", "known"])
 def test_one_recurrent_matrix_in_two_layers(kind):
     lower = L.RNN(Cell(), return_sequences=True, name="lower")
@@ -245,10 +215,10 @@ def test_half_precision_is_held_to_half_precision(kind):
     rl.trace(model, x, loss=total)
     rl.weights(model, x, loss=total)
     close(rl.gradients(model, x, loss=total, wrt="input"), expected, 0.05)
-    close(rl.jacobian(model, x), expected_jacobian(model, x), 0.05)
+    close(rl.jacobian(model, x), jacobian(model, x), 0.05)
 
 
-@wide
+@pytest.mark.product
 @pytest.mark.parametrize("approximate", [None, True, False])
 def test_gelu(approximate):
     def own(values):
@@ -293,7 +263,7 @@ def stateful_own_cell():
 MODELS = [shared_in_nested_models, attention_over_outputs, masks_through_time_distributed, stateful_own_cell]
 
 
-@wide
+@pytest.mark.product
 @pytest.mark.parametrize("make", MODELS)
 def test_models_as_people_combine_them(make):
     model, rnn = make()

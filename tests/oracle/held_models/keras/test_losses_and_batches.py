@@ -11,6 +11,8 @@ from keras import layers, ops
 import rnnlens as rl
 from rnnlens.errors import InputError, UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("float64", "uncertified")
+
 N, T, V = 4, 3, 4
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(N, T, 3))
@@ -19,16 +21,6 @@ REAL = RNG.normal(size=(N, 1))
 STEPS = np.where(IDS > 0, RNG.integers(1, V, (N, T)), 0)
 PER_SAMPLE = RNG.uniform(0.2, 2.0, N)
 PER_STEP = RNG.uniform(0.2, 2.0, (N, T))
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    before, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")  # Keras keeps the policy that the first layer of the process was given
-    yield
-    keras.config.set_floatx(before)
-    keras.config.set_dtype_policy(policy)
 
 
 def regressor(**options):

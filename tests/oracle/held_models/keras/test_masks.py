@@ -7,24 +7,16 @@ held against central differences of the untouched model's loss, in float64.
 import keras
 import numpy as np
 import pytest
+from keras_plain import by_difference, number
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.usefixtures("float64", "uncertified")
+
 RNG = np.random.default_rng(0)
-TIME, UNITS, STEP = 5, 3, 1e-6
+TIME, UNITS = 5, 3
 IDS = np.array([[1, 2, 3, 4, 5], [3, 1, 2, 0, 0], [2, 0, 0, 0, 0]])
 Y = RNG.normal(size=(3, TIME, 2))
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    before, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")  # Keras keeps the policy that the first layer of the process was given
-    keras.utils.set_random_seed(1)
-    yield
-    keras.config.set_floatx(before)
-    keras.config.set_dtype_policy(policy)
 
 
 def padded():
@@ -32,10 +24,6 @@ def padded():
     x = RNG.normal(size=(3, TIME, 2))
     x[IDS == 0] = -9.0
     return x
-
-
-def number(value):
-    return float(keras.ops.convert_to_numpy(value))
 
 
 def total(y, out):
@@ -63,15 +51,7 @@ LAYERS = {
 }
 
 
-def by_difference(plain, x, index):
-    ends = []
-    for step in (STEP, -STEP):
-        moved = np.array(x)
-        moved[index] += step
-        ends.append(plain(moved))
-    return (ends[0] - ends[1]) / (2 * STEP)
-
-
+@pytest.mark.product(keep=("lstm-True-True", "gru-False-False", "own-True-False"))
 @pytest.mark.parametrize("zero", [True, False])
 @pytest.mark.parametrize("sequences", [True, False])
 @pytest.mark.parametrize("kind", sorted(LAYERS))
@@ -120,6 +100,7 @@ def nested():
     return keras.Model(inputs, keras.layers.Dense(2)(h))
 
 
+@pytest.mark.product(keep=("embedded-True", "nested-False"))
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("make", [embedded, nested])
 def test_the_loss_keeps_the_mask(make, per_sample):
@@ -146,6 +127,7 @@ def test_the_loss_keeps_the_mask(make, per_sample):
     assert float(abs(out[1, 3]).max()) == 0
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("backward", ["gru", "no bias", "other units"])
 def test_two_kinds_in_one_bidirectional_layer(backward):
     options = {"return_sequences": True, "go_backwards": True}

@@ -10,21 +10,12 @@ import pytest
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.usefixtures("float64", "uncertified")
+
 RNG = np.random.default_rng(0)
 TIME, UNITS = 4, 3
 X = RNG.normal(size=(2, TIME, 2))
 STEP = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    before, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")  # Keras keeps the policy that the first layer of the process was given
-    keras.utils.set_random_seed(1)
-    yield
-    keras.config.set_floatx(before)
-    keras.config.set_dtype_policy(policy)
 
 
 def total(y, out):
@@ -128,6 +119,9 @@ def plain_loss(cell, x, sequences):
     return float(keras.ops.convert_to_numpy(total(None, keras.ops.stack(outputs, 1) if sequences else outputs[-1])))
 
 
+@pytest.mark.product(
+    keep=("LstmByHand-True", "Gained-False", "OutputFirst-True", "PassedOn-False", "LayersInside-True")
+)
 @pytest.mark.parametrize("sequences", [True, False])
 @pytest.mark.parametrize("kind", CELLS)
 def test_every_state_where_it_is_computed(kind, sequences):
@@ -147,6 +141,7 @@ def test_every_state_where_it_is_computed(kind, sequences):
             assert float(found[name][sample, step, unit]) == pytest.approx(expected, rel=1e-6, abs=1e-8), (name, step)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("sequences", [True, False])
 def test_an_lstm_by_hand_is_the_lstm(sequences):
     cell, builtin = LstmByHand(), keras.layers.LSTM(UNITS, use_bias=False, return_sequences=sequences, name="rnn")

@@ -6,6 +6,8 @@ import pytest
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.usefixtures("uncertified")
+
 STEPS = 12
 REAL = np.random.default_rng(0).normal(size=(3, STEPS, 2)).astype("float32")
 
@@ -35,6 +37,7 @@ def words(axes):
     return texts, legends
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("count", "where"), CASES)
 def test_gradient_flow(model, count, where):
     plain, more = (rl.trace(model, x, np.ones((3, 1), "float32"), loss="mse") for x in (REAL, padded(count, where)))
@@ -52,6 +55,7 @@ def test_gradient_flow(model, count, where):
         assert sum(patch.get_gid() == "padding" for patch in ax.patches) == count
 
 
+@pytest.mark.product(keep=("options0-10-pre", "options1-10-post"))
 @pytest.mark.parametrize(("count", "where"), CASES)
 @pytest.mark.parametrize(
     "options", [{"of": "lstm.hidden"}, {"of": "both.output", "reduce": "norm"}, {"of": "lstm.cell"}]
@@ -65,6 +69,7 @@ def test_lag_profile(model, count, where, options):
     assert np.isnan(line[STEPS:]).all()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("where", ["pre", "post"])
 def test_maps(model, where):
     real = np.arange(10 + STEPS) >= 10 if where == "pre" else np.arange(10 + STEPS) < STEPS

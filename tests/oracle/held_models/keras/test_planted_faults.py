@@ -186,6 +186,17 @@ def certificate_of(found):
     return found.certificate.sentence, all(check.ok for check in found._self_checks)
 
 
+@pytest.mark.product(
+    keep=(
+        "input 1 % larger",
+        "output half detached",
+        "loss out of date",
+        "label: gates",
+        "weights: gates",
+        "pull-back: loss doubled",
+        "jacobian: times transposed",
+    )
+)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
 def test_noticed(fault, monkeypatch):
     model, x, y = made(fault.model)

@@ -56,6 +56,7 @@ def kept(cell):
     )
 
 
+@pytest.mark.product(keep=("trace", "jacobian"))
 @pytest.mark.parametrize("verb", ["trace", "gradients", "jacobian", "weights"])
 def test_a_cell_is_left_as_found(verb):
     cell = CountingCell()
@@ -72,6 +73,7 @@ def test_a_cell_is_left_as_found(verb):
     assert kept(cell) == before
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("verb", [rl.trace, rl.gradients])
 def test_also_after_an_exception(verb):
     cell = CountingCell()

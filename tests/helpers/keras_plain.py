@@ -1,12 +1,47 @@
-"""The framework's own Jacobian, one row of outputs at a time."""
+"""The user's own model, run and differentiated by its engine as it stands: what results are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import keras
 import numpy as np
 
 
-def jacobian(function, x):
+@contextmanager
+def op_by_op() -> Iterator[None]:
+    """Runs that are too small to compile: JAX would compile the loop of a recurrent layer anew at every call."""
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    import jax
+
+    with jax.disable_jit():
+        yield
+
+
+def number(value: Any) -> float:
+    """A tensor of one element as a number."""
+    return float(keras.ops.convert_to_numpy(value))
+
+
+def by_difference(plain: Callable[[Any], float], array: Any, index: tuple[int, ...], step: float = 1e-6) -> float:
+    """d plain / d array[index], by central differences."""
+    ends = []
+    for size in (step, -step):
+        moved = np.array(array)
+        moved[index] += size
+        with op_by_op():
+            ends.append(plain(moved))
+    return (ends[0] - ends[1]) / (2 * step)
+
+
+def jacobian(function: Callable[[Any], Any], x: Any) -> Any:
     """d function(x)[:, ...] / d x[:, ...], sample by sample: (sample, *out, *in). Samples do not mix."""
-    return {"tensorflow": _tensorflow, "jax": _jax, "torch": _torch}[keras.backend.backend()](function, x)
+    with keras.StatelessScope():  # a stateful layer does not go on from where a row left it
+        return {"tensorflow": _tensorflow, "jax": _jax, "torch": _torch}[keras.backend.backend()](function, x)
 
 
 def _tensorflow(function, x):
