@@ -207,7 +207,7 @@ def jax_without_float64():
 
 
 def cases():
-    """The whole product; what is marked runs with `make test-full`. Tracing many loops into one program takes longest."""
+    """The whole product; what is marked runs with `make test-full`. Tracing many loops into one takes longest."""
     quick = {("float64", "lstm", False)}
     if keras.backend.backend() == "tensorflow":
         quick |= {("float64", "gru_after", True)}
