@@ -120,7 +120,7 @@ class Orientation:
     def output(self, array: Array, index: int, given: Any, samples: int) -> Array:
         """One output of the model, samples first, on so many samples of x as the model was given them."""
         port = Port("output", index=index)
-        if self.inputs is not None or port in self.axes.given or array.shape[:1] != (samples,):
+        if self.inputs is not None or port in self.axes.stated or array.shape[:1] != (samples,):
             self.axes.learn(Batch(given), [port])
         layout = self.axes.layout(port, array.shape)
         if SAMPLE not in layout.names:

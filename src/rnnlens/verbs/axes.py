@@ -28,20 +28,20 @@ def an_axes_table(name: str, value: Any) -> dict[str, Layout]:
     """For some tensors the names of their axes; several names in a tuple are folded into one axis, outermost first."""
     if not isinstance(value, Mapping):
         raise InputError(message(f"{name}= names the axes of tensors.", got=shown(value), expected=_EXAMPLE))
-    return {str(tensor): _read_layout(f"{name}[{tensor!r}]", given) for tensor, given in value.items()}
+    return {str(tensor): _read_layout(f"{name}[{tensor!r}]", listed) for tensor, listed in value.items()}
 
 
-def _read_layout(where: str, given: Any) -> Layout:
-    parts = [(part,) if isinstance(part, str) else part for part in given] if isinstance(given, list | tuple) else []
+def _read_layout(where: str, listed: Any) -> Layout:
+    parts = [(part,) if isinstance(part, str) else part for part in listed] if isinstance(listed, list | tuple) else []
     sound = all(
         isinstance(part, list | tuple) and part and all(isinstance(n, str) and n for n in part) for part in parts
     )
     names = [name for part in parts for name in part] if sound else []
     if not names or len(set(names)) < len(names) or any(len(part) > 2 for part in parts):
-        raise InputError(message(f"{where} is no list of axes, each named once.", got=shown(given), expected=_EXAMPLE))
+        raise InputError(message(f"{where} is no list of axes, each named once.", got=shown(listed), expected=_EXAMPLE))
     folded = [part for part in parts if len(part) > 1]
     if len(folded) > 1 or any(SAMPLE not in part for part in folded):
-        raise InputError(message(f"{where} folds axes without samples.", got=shown(given), expected=_EXAMPLE))
+        raise InputError(message(f"{where} folds axes without samples.", got=shown(listed), expected=_EXAMPLE))
     return Layout(tuple(tuple(part) for part in parts))
 
 
@@ -50,19 +50,19 @@ class Layouts:
 
     Parameters
     ----------
-    given, found
+    stated, found
         What the user says, and what was found out.
     rule
         That of the framework.
     """
 
-    def __init__(self, given: Mapping[Port, Layout], rule: Rule, found: Mapping[Port, Layout] | None = None) -> None:
-        self.given, self.found = dict(given), dict(found or {})
+    def __init__(self, stated: Mapping[Port, Layout], rule: Rule, found: Mapping[Port, Layout] | None = None) -> None:
+        self.stated, self.found = dict(stated), dict(found or {})
         self.rule, self.samples_first = rule, rule.samples_first
 
     def layout(self, port: Port, shape: Sequence[int], *, integer: bool = False) -> Layout:
         """The axes of a tensor of that shape, in the framework's order."""
-        known = self.given.get(port, self.found.get(port))
+        known = self.stated.get(port, self.found.get(port))
         if known is None:
             return self.rule.layout(port, shape, integer=integer)
         if len(known.axes) != len(shape):
@@ -89,14 +89,14 @@ class Axes(Layouts):
 
     Parameters
     ----------
-    given
+    stated
         What the user says, by the name of a tensor, or ``"y"`` and ``"sample_weight"``.
     """
 
-    def __init__(self, adapter: Adapter, model: Any, given: Mapping[str, Layout] | None, known: Catalogue) -> None:
-        super().__init__(named_layouts(given, known), adapter)
+    def __init__(self, adapter: Adapter, model: Any, stated: Mapping[str, Layout] | None, known: Catalogue) -> None:
+        super().__init__(named_layouts(stated, known), adapter)
         self.adapter, self.model = adapter, model
-        self.data = {name: layout for name, layout in (given or {}).items() if name in DATA}
+        self.data = {name: layout for name, layout in (stated or {}).items() if name in DATA}
         #: How the inputs lie, where they are cut into batches; None where samples come first.
         self.inputs: Sequence[Layout | None] | None = None
         self.is_cut = False
@@ -104,7 +104,7 @@ class Axes(Layouts):
 
     def learn(self, batch: Batch, ports: Iterable[Port]) -> None:
         """Find out about those ports of which nothing is known yet."""
-        new = [port for port in dict.fromkeys(ports) if port not in self._asked and port not in self.given]
+        new = [port for port in dict.fromkeys(ports) if port not in self._asked and port not in self.stated]
         if new and not self.samples_first:
             self.found |= learned(self.adapter, self.model, batch, new)
             self._asked |= set(new)
@@ -114,7 +114,7 @@ class Axes(Layouts):
         leaves = data.leaves_of(batch.x)
         if self.is_cut or self.adapter.samples_first:
             return data.len_of(batch.x, self.inputs)
-        for port, layout in {**self.found, **self.given}.items():
+        for port, layout in {**self.found, **self.stated}.items():
             if port.kind == "input" and port.layer is None and layout.sample is not None and not layout.is_folded:
                 return int(getattr(leaves[port.index], "shape", (1,))[layout.sample])
         found = next((layout.samples for layout in self.found.values() if layout.samples), 0)
@@ -127,7 +127,7 @@ def text_of(port: Port) -> str:
     return f"{port.kind}{index}" if port.layer is None else f"{port.layer}.{port.kind}{index}"
 
 
-def named_layouts(given: Mapping[str, Layout] | None, known: Catalogue) -> dict[Port, Layout]:
+def named_layouts(stated: Mapping[str, Layout] | None, known: Catalogue) -> dict[Port, Layout]:
     """What the user says of the tensors of a model, by port.
 
     Raises
@@ -135,7 +135,7 @@ def named_layouts(given: Mapping[str, Layout] | None, known: Catalogue) -> dict[
     InputError
         If a name is none of an input or output.
     """
-    return {_port(text, known): layout for text, layout in (given or {}).items() if text not in DATA}
+    return {_port(text, known): layout for text, layout in (stated or {}).items() if text not in DATA}
 
 
 def _port(text: str, known: Catalogue) -> Port:

@@ -63,11 +63,11 @@ def layouts_of_inputs(axes: Axes, template: Batch, x: Any) -> list[Layout | None
     if axes.samples_first:
         return None
     leaves = data.leaves_of(x)
-    given = [axes.given.get(Port("input", index=i)) for i in range(len(leaves))]
-    if all(layout is not None and layout.sample is not None for layout in given):
-        return list(given)
+    stated = [axes.stated.get(Port("input", index=i)) for i in range(len(leaves))]
+    if all(layout is not None and layout.sample is not None for layout in stated):
+        return list(stated)
     failure: Exception | None = None
-    for way in islice(_ways(leaves, given), _MOST_WAYS):
+    for way in islice(_ways(leaves, stated), _MOST_WAYS):
         try:
             few, more = (_run(axes, template, _short(x, way, size)) for size in (_FEW, _MORE))
         except ModelError as error:
@@ -82,10 +82,10 @@ def layouts_of_inputs(axes: Axes, template: Batch, x: Any) -> list[Layout | None
     raise _unknown("input", [tuple(getattr(leaf, "shape", ())) for leaf in leaves], failure)
 
 
-def _ways(leaves: Sequence[Any], given: Sequence[Layout | None]) -> Iterator[tuple[Cut | Layout, ...]]:
+def _ways(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> Iterator[tuple[Cut | Layout, ...]]:
     """Every choice of one axis per input, of one length."""
     options: list[list[Cut | Layout]] = []
-    for leaf, layout in zip(leaves, given, strict=True):
+    for leaf, layout in zip(leaves, stated, strict=True):
         shape = tuple(getattr(leaf, "shape", ()))
         if layout is not None and layout.sample is not None:
             options.append([layout])
@@ -171,7 +171,7 @@ def _beside(
 
 def _loss_takes(axes: Axes, template: Batch, x: Any, inputs: Sequence[Layout | None], y: Any, layout: Layout) -> bool:
     """Whether the loss can be had of few samples whose targets are cut like this, and of no other number of them."""
-    way = [Cut(None, 0) if given is None else given for given in inputs]
+    way = [Cut(None, 0) if layout is None else layout for layout in inputs]
     works = []
     for size, targets in ((_MORE, _MORE), (_MORE, _FEW), (_FEW, _MORE)):
         try:

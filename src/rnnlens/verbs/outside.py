@@ -22,7 +22,7 @@ class Outside:
         self.axes, self.samples = axes, samples
 
     def layout(self, port: Port, array: Any, lead: int = 0) -> Layout:
-        """How a tensor lies, given with ``lead`` axes in front."""
+        """How a tensor lies, of an array with ``lead`` axes in front."""
         integer = np.asarray(array).dtype.kind in "iu"
         return self.axes.layout(port, array.shape[lead:], integer=integer)
 
@@ -33,12 +33,12 @@ class Outside:
 
     def closed(self, port: Port, whole: xr.DataArray) -> Array:
         """What the framework has in place of an opened tensor."""
-        layout = self.axes.given.get(port, self.axes.found.get(port))
+        layout = self.axes.stated.get(port, self.axes.found.get(port))
         return whole.values if layout is None else layout.closed(whole.values)
 
     def is_here(self, port: Port) -> bool:
         """Whether the tensor lies as the framework has it, and not as a recurrent layer's: samples first."""
-        return port.layer is None or port in self.axes.found or port in self.axes.given
+        return port.layer is None or port in self.axes.found or port in self.axes.stated
 
     def named_result(
         self,

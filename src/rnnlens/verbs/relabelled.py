@@ -1,9 +1,9 @@
 """Weight gradients once more, from nothing but the labelled numbers of a finished result.
 
-dL/dW is the sum over samples and steps of what a gate was fed times the gradient at its pre-activation. Written against
-the names of axes and gates, so that a number under a wrong label gives another sum. For cells whose recurrent kernel is
-fed gates and h_{t-1} alone, without dropout; kernels as random combinations of their rows (Freivalds 1977, by
-:func:`affine.probe_rows`).
+dL/dW is the sum over samples and steps of what the kernel is multiplied with times the gradient at the pre-activation.
+Written against the names of axes and gates, so that a number under a wrong label gives another sum. For cells whose
+recurrent kernel is multiplied with gates and h_{t-1} alone, without dropout; kernels as random combinations of their
+rows (Freivalds 1977, by :func:`affine.probe_rows`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def weight_sums(dataset: xr.Dataset, call: RecurrentCall, probes: int) -> dict[s
     terms = cell.recurrent_terms(dz, _of(dataset, "gates", call), before)
     if terms is None:
         return None
-    recurrent_dz, fed = terms
-    products = [_outer(_probed(fed_to, probes), recurrent_dz[:, :, gates]) for gates, fed_to in fed]
+    recurrent_dz, operands = terms
+    products = [_outer(_probed(operand, probes), recurrent_dz[:, :, gates]) for gates, operand in operands]
     sums = {
         "kernel": _outer(_probed(x, probes), dz),
         "bias": dz.sum(axis=(0, 1)).ravel(),

@@ -130,7 +130,7 @@ def output_layouts(axes: Axes, first: Batch, second: Batch) -> Layouts | None:
         _as_seen(axes.layout(port, mine.shape), mine.shape, other.shape, few is more)
         for port, mine, other in zip(ports, some.leaves, all_.leaves, strict=True)
     ]
-    unknown = [(port, layout) for port, layout in zip(ports, layouts, strict=True) if port not in axes.given]
+    unknown = [(port, layout) for port, layout in zip(ports, layouts, strict=True) if port not in axes.stated]
     axes.found |= {port: layout for port, layout in unknown if layout.sample is not None}
     if not first.training:
         for layout, mine, other in zip(layouts, some.leaves, all_.leaves, strict=True):

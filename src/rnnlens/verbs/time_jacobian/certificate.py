@@ -72,8 +72,9 @@ def certify(request: Request, plan: Plan, claim: Claim | Certificate) -> Certifi
     run, why = attempt(partial(request.adapter.plain, request.model, request.batch, pulled))
     if run is None:
         return Certificate("could not", engine, why=why)
-    arrived = _arrived(outside, request.wrt, run.input_grads, request.batch.x)
-    if (TIME in arrived.dims) != (claim.ends.in_times is not None):
+    steps = claim.ends.in_times is not None
+    arrived = _arrived(outside, request.wrt, run.input_grads, request.batch.x, steps=steps)
+    if (TIME in arrived.dims) != steps:
         return Certificate("could not", engine, why="the steps of the input are not compared")
     mine, theirs = claim.pulled, _asked(arrived, claim.ends)
     bench = Bench(max(int(size) for size in (64, *plan.shape)), _computed_in(request, plan))
@@ -101,17 +102,24 @@ def _computed_in(request: Request, plan: Plan) -> str:
 def _cotangents(outside: Outside, of: TensorName, claim: Claim, outputs: Sequence[Array]) -> Sequence[Array | None]:
     """The cotangent as the model's outputs lie: zero but at the steps asked for."""
     times = claim.ends.out_times
-    whole, dims = outside.opened(of.port(), outputs[of.index])
-    if (TIME in dims) != (times is not None):
-        raise CertificateError(f"an output with axes {', '.join(dims)} is not compared")
-    opened = xr.DataArray(np.zeros_like(whole), dims=dims)
-    steps_first = _as_rows(opened, UNIT).transpose(*[d for d in (TIME, SAMPLE, UNIT) if d in (*dims, UNIT)])
+    opened = _opened(outside, of, np.zeros_like(outputs[of.index]), steps=times is not None)
+    if (TIME in opened.dims) != (times is not None):
+        raise CertificateError(f"an output with axes {', '.join(map(str, opened.dims))} is not compared")
+    steps_first = _as_rows(opened, UNIT).transpose(*[d for d in (TIME, SAMPLE, UNIT) if d in (*opened.dims, UNIT)])
     lacking = [d for d in claim.cotangent.dims if d not in steps_first.dims]
     placed = claim.cotangent.isel(dict.fromkeys(lacking, 0)).transpose(*steps_first.dims)
     steps_first.values[slice(None) if times is None else times] = placed.values
     found: list[Array | None] = [None] * len(outputs)
     found[of.index] = _as_was(steps_first, opened).values.reshape(outputs[of.index].shape)
     return found
+
+
+def _opened(outside: Outside, name: TensorName, array: Array, *, steps: bool) -> xr.DataArray:
+    """By the names of its axes; where samples come first by rule and steps are looked at, these come second."""
+    whole, dims = outside.opened(name.port(), array)
+    if steps and TIME not in dims and outside.axes.samples_first and len(dims) > 2:
+        dims = (dims[0], TIME, *dims[2:])
+    return xr.DataArray(whole, dims=dims)
 
 
 def _as_rows(opened: xr.DataArray, last: str) -> xr.DataArray:
@@ -128,12 +136,13 @@ def _as_was(rows: xr.DataArray, opened: xr.DataArray) -> xr.DataArray:
     return moved.copy(data=rows.transpose(*lead, UNIT).values.reshape(moved.shape)).transpose(*opened.dims)
 
 
-def _arrived(outside: Outside, wrt: TensorName, gradients: Sequence[Array | None], x: Any) -> xr.DataArray:
+def _arrived(
+    outside: Outside, wrt: TensorName, gradients: Sequence[Array | None], x: Any, *, steps: bool
+) -> xr.DataArray:
     """What came to the input that we differentiate by, (sample, [time,] feature)."""
     arrived = gradients[wrt.index]
     arrived = np.zeros_like(np.asarray(outputs_of(x)[wrt.index])) if arrived is None else arrived
-    whole, dims = outside.opened(wrt.port(), arrived)
-    return _as_rows(xr.DataArray(whole, dims=dims), FEATURE)
+    return _as_rows(_opened(outside, wrt, arrived, steps=steps), FEATURE)
 
 
 def _asked(arrived: xr.DataArray, ends: Ends) -> xr.DataArray:

@@ -233,7 +233,7 @@ def _tensors(
     """Everything that the framework has a tensor for, the ends outside of recurrences as they lie there."""
     samples = _samples_of(inside)
     ends = list(dict.fromkeys(port for port in ports if port is not None and port.layer not in inside.halves))
-    unknown = [port for port in ends if port not in layouts.given]
+    unknown = [port for port in ends if port not in layouts.stated]
     if unknown:
         layouts.found |= learned(request.adapter, request.model, request.batch, unknown)
     tensors = {port: OuterTensor(port, tuple(int(n) for n in array.shape)) for port, array in values.items()}

@@ -26,7 +26,20 @@ def single():
     return keras.Sequential([keras.Input((10,)), layers.Reshape((1, 10)), layers.GRU(4), layers.Dense(2)])
 
 
-MODELS = {"chain": (chain, X), "graph": (graph, X), "single step": (single, X.reshape(3, 10))}
+def frames():
+    """An image at every step, before and after."""
+    inputs = keras.Input((5, 2, 2, 1))
+    hidden = layers.GRU(4, return_sequences=True)(layers.TimeDistributed(layers.Flatten())(inputs))
+    return keras.Model(inputs, layers.Reshape((5, 2, 2))(layers.Dense(4, "tanh")(hidden)))
+
+
+FRAMES = np.random.default_rng(1).normal(size=(3, 5, 2, 2, 1)).astype("float32")
+MODELS = {
+    "chain": (chain, X),
+    "graph": (graph, X),
+    "single step": (single, X.reshape(3, 10)),
+    "frames": (frames, FRAMES),
+}
 ASKED = {"norm": {"measure": "norm"}, "magnitudes": {"measure": "abs_mean", "across": "mean"}, "sketch": {"sketch": 3}}
 
 
@@ -39,7 +52,13 @@ def asked(model, **options):
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [("chain", "norm"), ("graph", "magnitudes"), ("single step", "magnitudes"), ("single step", "sketch")],
+    [
+        ("chain", "norm"),
+        ("graph", "magnitudes"),
+        ("single step", "magnitudes"),
+        ("single step", "sketch"),
+        ("frames", "norm"),
+    ],
 )
 def test_it_passes(model, options):
     found = asked(model, **ASKED[options])
@@ -47,7 +66,7 @@ def test_it_passes(model, options):
     assert "before they were measured" in found.attrs["certificate"]
 
 
-@pytest.mark.parametrize("model", ["chain", "graph"])
+@pytest.mark.parametrize("model", ["chain", "graph", "frames"])
 def test_a_planted_fault_is_named(model, monkeypatch):
     for name in ("apply", "at_every_step"):
         original = getattr(Segment, name)
