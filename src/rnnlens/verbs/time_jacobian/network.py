@@ -236,6 +236,8 @@ def _tensors(
     unknown = [port for port in ends if port not in layouts.stated]
     if unknown:
         layouts.found |= learned(request.adapter, request.model, request.batch, unknown)
+    # Of a single step nothing tells which axis counts steps that do not run.
+    single = all(int(half.run.input.shape[1]) == 1 for both in inside.halves.values() for half in both)
     tensors = {port: OuterTensor(port, tuple(int(n) for n in array.shape)) for port, array in values.items()}
     for port in () if layouts.samples_first else ends:
         layout = layouts.layout(port, tensors[port].shape)
@@ -243,7 +245,7 @@ def _tensors(
             raise refusal("The time Jacobian", port)
         if samples > 1:
             refuse_unknown("The time Jacobian", text_of(port), layout.names)
-        if TIME not in layout.names and len(layout.names) == 3 and any(n.startswith("axis_") for n in layout.names):
+        if single and len(layout.names) == 3 and any(name.startswith("axis_") for name in layout.names):
             refuse_unknown("The time Jacobian", text_of(port), layout.names, TIME)
         tensors[port] = OuterTensor(port, tensors[port].shape, layout, samples)
     return tensors
