@@ -168,6 +168,8 @@ class UnitRows:
 
     def _written_out(self, width: int) -> Array:
         xp, reach = namespace(self.rows), self.pattern.reach
+        if self.matrix is not None and reach.shape[1] > 2:
+            return self._by_cells(self.matrix)
         shape = (*self.rows.shape[:2], reach.shape[0], width)
         block = xp.zeros(shape, dtype=self.rows.dtype, device=getattr(self.rows, "device", None))
         for w in range(int(reach.shape[1])):
@@ -179,6 +181,16 @@ class UnitRows:
             here = np.flatnonzero((reach[:, w] >= self.columns.start) & (reach[:, w] < self.columns.stop))
             block[:, :, here, reach[here, w] - self.columns.start] = value[:, :, _index(here)]
         return block
+
+    def _by_cells(self, matrix: Array) -> Array:
+        """The same as one small product for all units that reach the same columns."""
+        xp, reach, cells = namespace(self.rows), self.pattern.reach, self.pattern.cells().reach
+        order, (units, width) = np.argsort(reach[:, 0], kind="stable"), reach.shape
+        values = self.rows[:, :, self.pattern.colour[order][:, None], reach[order]]
+        values = xp.reshape(values, (*self.rows.shape[:2], len(cells), units // len(cells), width))
+        found = xp.matmul(values, matrix[:, cells][:, None])
+        flat = xp.reshape(found, (*self.rows.shape[:2], units, matrix.shape[2]))
+        return flat[:, :, np.argsort(order)]
 
     def _chunks(self, width: int) -> Iterator[tuple[int, UnitRows]]:
         """A few groups at a time: what is made of them stays in the processor's cache."""

@@ -473,3 +473,10 @@ def test_lyapunov_exponents_of_diagonal_steps_are_means_of_logarithms(structure,
     else:
         logs = np.log(np.abs(np.diagonal(kept, axis1=2, axis2=3)))
     close(found.exponents, np.sort(logs.mean(1))[:, ::-1][:, :2].mean(0))
+
+
+def test_units_of_a_part_of_a_head_are_rows_of_their_own():
+    """Of a state that ends within a head some columns have more units than others."""
+    parts, _ = numbers("minus_rank_one", np.random.default_rng(0))
+    system = MAKE["minus_rank_one"](*parts, np.ones((1, 1, 12, F)), state_sizes=(6, 1, 5))
+    assert [system.pattern(state) is None for state in range(3)] == [False, True, True]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..arrays import Array
+from ..arrays import Array, namespace
 from ..inplace import Workspace
 from .products import transposed
 
@@ -98,6 +98,8 @@ class Kernels:
     def __init__(self, coefficients: Array, kernels: Sequence[Array], scale: Array | None = None) -> None:
         self.coefficients, self.kernels, self.scale = coefficients, list(kernels), scale
         self.features, self.states = (int(n) for n in self.kernels[0].shape)
+        #: (gate * state, feature), so that rows of all gates side by side take one product.
+        self.stacked = namespace(coefficients).concat([kernel.T for kernel in self.kernels], axis=0)
 
     def at(self, work: Workspace, samples: slice, t: int) -> _Factors:
         """Views."""
@@ -105,7 +107,7 @@ class Kernels:
         scale = self.scale
         if scale is not None:
             scale = scale[samples] if len(scale.shape) == 2 else scale[:, samples]
-        return _Factors(work, at if at.shape[0] == 1 else at[samples], self.kernels, scale)
+        return _Factors(work, at if at.shape[0] == 1 else at[samples], self, scale)
 
     def masked(self, work: Workspace, mask: Array) -> Kernels:
         """A copy of the coefficients for every step."""
@@ -124,19 +126,20 @@ class Kernels:
 class _Factors:
     """coefficients : (sample or 1, gate, state); scale : (sample, feature) or (gate, sample, feature)."""
 
-    def __init__(self, work: Workspace, coefficients: Array, kernels: list[Array], scale: Array | None) -> None:
-        self.work, self.coefficients, self.kernels, self.scale = work, coefficients, kernels, scale
+    def __init__(self, work: Workspace, coefficients: Array, whole: Kernels, scale: Array | None) -> None:
+        self.work, self.coefficients, self.scale = work, coefficients, scale
+        self.kernels, self.stacked = whole.kernels, whole.stacked
         self.per_gate = scale is not None and len(scale.shape) == 3
 
     def pull(self, rows: Array, out: Array) -> None:
         if self.per_gate or (len(self.kernels) > 1 and rows.shape[1] > 1):
             self.work.matmul(rows, _for_each(self.matrix(), rows), out)
             return
-        for k, kernel in enumerate(self.kernels):
-            part = self.work.xp.matmul(rows * self.coefficients[:, None, k], kernel.T)
-            out[...] = part if k == 0 else out + part
+        by_gate = rows[:, :, None, :] * self.coefficients[:, None]
+        side_by_side = self.work.xp.reshape(by_gate, (*rows.shape[:2], self.stacked.shape[0]))
+        self.work.matmul(side_by_side, _for_each(self.stacked[None], rows), out)
         if self.scale is not None:
-            out[...] = out * self.scale[:, None, :]
+            out *= self.scale[:, None, :]
 
     def push(self, block: Array | None, out: Array) -> None:
         for k, kernel in enumerate(self.kernels):
@@ -153,7 +156,8 @@ class _Factors:
         return sum((self._gate(k) for k in others), start=self._gate(first))
 
     def _gate(self, k: int) -> Array:
-        part = self.coefficients[:, k, :, None] * self.kernels[k].T
+        states = self.coefficients.shape[2]
+        part = self.coefficients[:, k, :, None] * self.stacked[k * states : (k + 1) * states]
         if self.scale is None:
             return part
         return part * (self.scale[k] if self.per_gate else self.scale)[:, None, :]

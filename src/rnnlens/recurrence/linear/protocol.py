@@ -79,7 +79,7 @@ class Pattern:
         From 0, of each unit of the state.
     reach : (unit, column)
         Columns of a row that the cotangent of a unit can reach, ascending. Two units reach the same ones, or none of
-        the other's.
+        the other's; as many units reach each.
     """
 
     colour: np.ndarray[Any, Any]

@@ -49,7 +49,7 @@ class Transition(Protocol):
     def moduli(self) -> Array | None:
         """|eigenvalue| by state (sample or 1, time or 1, state), of all steps with the same eigenvectors; else None."""
 
-    def pattern(self, columns: slice) -> Pattern:
+    def pattern(self, columns: slice) -> Pattern | None:
         """Which units of a state never meet; ``columns`` is where the state lies in a row."""
 
 
@@ -304,8 +304,11 @@ class MinusLowRank:
         """Each step has eigenvectors of its own."""
         return None
 
-    def pattern(self, columns: slice) -> Pattern:
-        """A unit reaches the keys of its own head and value: one row per key stands for all."""
+    def pattern(self, columns: slice) -> Pattern | None:
+        """A unit reaches the keys of its own head and value: one row per key stands for all units of whole heads."""
+        head = int(self.decay.shape[-1]) * self.size
+        if columns.start % head or columns.stop % head:
+            return None
         keys, column = int(self.decay.shape[-1]), np.arange(columns.start, columns.stop)
         first = column // (keys * self.size) * keys * self.size + column % self.size
         return Pattern(column // self.size % keys, first[:, None] + np.arange(keys) * self.size)
