@@ -9,18 +9,16 @@ from typing import Any
 import xarray as xr
 
 from ..errors import InputError, message
+from ..recurrence.cells import kinds
+from ..results.schema import weight_of
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME, UNIT
 from ._data import Numbers, axis_label, labelled, names_of, numbers, value_label
 
-#: Dimensions of plain arrays by the name of the kernel; with one more, direction comes first.
-DIMS = {
-    "kernel": ("feature", GATE, UNIT),
-    "recurrent_kernel": ("unit_in", GATE, UNIT),
-    "bias": (GATE, UNIT),
-    "recurrent_bias": (GATE, UNIT),
-}
-#: Order from top to bottom; others follow.
-ORDER = ("kernel", "recurrent_kernel", "bias", "recurrent_bias", "projection")
+
+def _order() -> dict[str, int]:
+    """From top to bottom as the cells list their weights; others follow."""
+    names = dict.fromkeys(name for cell in kinds().values() for name in cell.parameters)
+    return {name: position for position, name in enumerate(names)}
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,8 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
         )
     names = dataset.data_vars if isinstance(dataset, xr.Dataset) else dataset
     wanted = [str(name) for name in names if str(name).endswith("_grad") == grad and not _is_derived(str(name))]
-    wanted.sort(key=lambda name: ORDER.index(stem) if (stem := name.removesuffix("_grad")) in ORDER else len(ORDER))
+    order = _order()
+    wanted.sort(key=lambda name: order.get(name.removesuffix("_grad"), len(order)))
     recurrent = any(name.startswith("recurrent_kernel") for name in wanted)
     arrays = {name: _labelled(name, dataset[name], figure, recurrent=recurrent) for name in wanted}
     found = [kernel for name, array in arrays.items() for kernel in _split(name, array)]
@@ -79,7 +78,8 @@ def _labelled(name: str, data: Any, figure: str, *, recurrent: bool) -> xr.DataA
     """Plain arrays have gates where there is a recurrent kernel among them."""
     if isinstance(data, xr.DataArray):
         return labelled(data, figure)
-    dims = DIMS.get(name.removesuffix("_grad")) if recurrent else None
+    known = weight_of(name.removesuffix("_grad")) if recurrent else None
+    dims = None if known is None else known.dims
     data = numbers(data, figure)
     rank = data.ndim
     if dims is not None and rank == len(dims) + 1:

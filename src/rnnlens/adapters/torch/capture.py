@@ -23,7 +23,9 @@ from .entangled import entangled
 from .fused import Interceptor
 from .inputs import as_tensors, call_model, check_features, on_leaves
 from .left_as_found import borrowed, differentiable_weights
+from .loops import listening
 from .losses import evaluate
+from .public import loops_of
 from .record import Owner, PlainVisit, Recorder, Run, differentiable, refuse_hooked, refuse_transformed
 from .shell import hookable
 from .steps import CellHook, own_cells_only
@@ -66,7 +68,7 @@ class Asked:
         recurrent, cells, modules = recurrent_modules(model), cell_candidates(model), named_modules(model)
         if names is None:
             return cls(recurrent, cells, [], None, modules)
-        rooms = dict(recurrent) | dict(cells)
+        rooms = {*dict(recurrent), *dict(cells), *loops_of(model)}
         nodes = {node_name(path, m, i): path for path, m in recurrent for i in range(getattr(m, "num_layers", 1))}
         plain = []
         for name in names:
@@ -199,6 +201,7 @@ def watched(
         for path, module in asked.plain:
             module = stack.enter_context(hookable(model, module))
             handles.append(module.register_forward_hook(hook_here(_plain_hook(recorder, path))))
+        stack.enter_context(listening(recorder, model, asked.names))
         with Interceptor(recorder, owners.find, keep_gradients=keep_gradients) as interceptor:
             yield interceptor
         recorder.refuse_unused_states([node_name(path, m, 0) for path, m in asked.recurrent])
@@ -320,7 +323,8 @@ def _read(
             message(
                 "No recurrent layer ran in this forward pass.",
                 expected="nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a custom cell",
-                hint="rl.torch.cell(module) names a custom cell",
+                hint="rl.torch.cell(module) names a custom cell; in a loop without one write "
+                "h = rl.torch.step(lambda x, h: torch.tanh(x @ W + h @ U), x[:, t], h)",
             )
         )
     notes = list(recorder.notes)

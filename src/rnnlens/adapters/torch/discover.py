@@ -14,7 +14,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from ...errors import ModelError, UnsupportedError, message
 from ...recurrence.cells import registered
 from ..protocol import LayerInfo
-from .public import named_cell
+from .public import loops_of, named_cell
 from .registered import described
 from .weights import class_of
 
@@ -174,7 +174,11 @@ def describe(model: nn.Module) -> list[LayerInfo]:
         if named_cell(module) is not None or _STATE_PARAMETER.search([*_positional(module), "", ""][1])
     )
     order = {path: index for index, (path, _) in enumerate(named_modules(model))}
-    return sorted(rows, key=lambda row: order[row.name.split("[")[0] if row.name not in order else row.name])
+    rows.sort(key=lambda row: order[row.name.split("[")[0] if row.name not in order else row.name])
+    return [
+        *rows,
+        *(LayerInfo(name, "loop", "custom", units, "forward", True) for name, units in loops_of(model).items()),
+    ]
 
 
 def _known_rows(path: str, module: Any) -> Iterator[LayerInfo]:

@@ -8,16 +8,36 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import InputError, message
 from ...recurrence.cells import registered
 
-__all__ = ["cell"]
+__all__ = ["cell", "step"]
+
+#: What notes the steps of loops while a model is looked at in this thread; None at all other times.
+LISTENER: ContextVar[Callable[..., Any] | None] = ContextVar("steps of loops", default=None)
 
 #: modules that a user called cells; nothing is written on the module and none is kept alive.
 _NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+#: Loops that were seen in a model while it ran: names, and sizes of the first state. No function is kept.
+_LOOPS: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def note_loop(model: nn.Module, name: str, units: int) -> None:
+    """Remember a loop of a model."""
+    _LOOPS.setdefault(model, {})[name] = units
+
+
+def loops_of(model: nn.Module) -> dict[str, int]:
+    """Loops that were seen when the model last ran under rnnlens, and the sizes of their first states."""
+    return dict(_LOOPS.get(model, {}))
 
 
 class _Named:
@@ -62,6 +82,38 @@ def cell(*modules: nn.Module) -> _Named:
                 message("Only a module can be a cell.", got=type(module).__name__, expected="a torch.nn.Module")
             )
     return _Named(tuple(getattr(module, "_orig_mod", module) for module in modules))
+
+
+def step(function: Callable[..., Any], x: Tensor, *state: Any, name: str | None = None) -> Any:
+    """``function(x, *state)``: one step of a loop that has no module for it, made visible.
+
+    Write ``h = rl.torch.step(lambda x, h: torch.tanh(x @ W + h @ U), x[:, t], h)`` in place of
+    ``h = torch.tanh(x[:, t] @ W + h @ U)``. Everywhere but in a call of rnnlens this is the call of the function and no
+    more. The loop shows as a layer of a cell of one's own; ``rl.layers`` and names know it once the model ran.
+
+    Parameters
+    ----------
+    function
+        From the input (sample, feature) and the states (sample, ...) to the new states, or to (output, states). It has
+        to be the same function at every step: what changes from step to step is input or state.
+    name
+        Of the layer in results; ``"loop"`` by default, ``"loop_1"`` for the second loop of a model.
+
+    Raises
+    ------
+    InputError
+        If ``function`` cannot be called, or there is no state.
+    """
+    if not callable(function) or not state:
+        raise InputError(
+            message(
+                "rl.torch.step takes a function, its input and its state.",
+                got=f"{type(function).__name__} and {len(state)} states",
+                expected="rl.torch.step(lambda x, h: ..., x[:, t], h)",
+            )
+        )
+    listener = LISTENER.get()
+    return function(x, *state) if listener is None else listener(function, x, state, name)
 
 
 def named_cell(module: nn.Module) -> nn.Module | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...arguments import as_numpy
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
-from ...recurrence.cells import Cell, StepCell
+from ...recurrence.cells import Cell
 from .lineage import Link
 
 #: In place of a layer's name: all of them.
@@ -33,7 +33,7 @@ class Owner:
     layers: int = 1
     directions: int = 1
     stacked: bool = False
-    step_cell: StepCell | None = None
+    step_cell: Any = None
     named: bool = False
     module: torch.nn.Module | None = None
     autocast: torch.dtype | None = None

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...recurrence.cells import LSTM
 from .assemble import last_steps, sequence
 from .border import Border
 from .record import Run, Visit
@@ -82,7 +81,7 @@ def read_border(run: Run, layer: int, index: int) -> Border:
 
 def _is_apart(run: Run, index: int) -> bool:
     """Whether a state is c_t out of a fused kernel, where no path of the graph leads from it to h_t."""
-    if not issubclass(run.owner.cell, LSTM) or index != 1:
+    if run.owner.step_cell is not None or index != 1:
         return False
     hidden, cell = run.visits[0].link.raw
     return cell.grad_fn is None or cell.grad_fn is hidden.grad_fn

@@ -235,7 +235,7 @@ def own_cells_only(recorder: Recorder, *, training: bool) -> None:
 
     recorder.runs = [run for run in recorder.runs if kept(run)]
     for run in recorder.runs:
-        if training and isinstance(run.owner.step_cell, TorchStepCell):
+        if training and run.owner.step_cell is not None:
             _refuse_chance(run.owner.name, run.owner.step_cell.module)
 
 
