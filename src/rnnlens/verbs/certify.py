@@ -77,7 +77,7 @@ class Ours:
             self.weights[key] = self.weights[key] + plain(array) if key in self.weights else plain(array)
 
 
-class Bench:
+class Comparisons:
     """One comparison after the other, with the bound that rounding explains."""
 
     def __init__(self, steps: int, dtype: str) -> None:
@@ -87,14 +87,14 @@ class Bench:
 
     def compare(self, name: str, layer: str, pairs: Iterable[tuple[Any, Any]], *, scale: float = 0.0) -> None:
         """Arrays of ours and the framework's: the worst of them, relative to the largest of all, or to ``scale``."""
-        given = list(pairs)
-        both = [(_array(a), _array(b)) for a, b in given]
+        every = list(pairs)
+        both = [(_array(a), _array(b)) for a, b in every]
         if not both:
             return
         unit = max([scale, *(_largest(b) for _, b in both)])
         worst = max(_residual(a, b, unit) for a, b in both)
         # Python's own numbers come from tensors of unknown dtype.
-        kinds = ["float32" if isinstance(v, float) else str(_array(v).dtype) for pair in given for v in pair]
+        kinds = ["float32" if isinstance(v, float) else str(_array(v).dtype) for pair in every for v in pair]
         kind = self.dtype or functools.reduce(coarser, kinds)
         self.checks.append(Check(name, layer, worst, rounding_bound(kind, self.steps)))
 
@@ -110,8 +110,8 @@ def certify(
     run, why = attempt(lambda: adapter.plain(model, batch, gradients=gradients))
     if run is None:
         return Certificate("could not", engine, why=why)
-    bench = compared(adapter, model, batch, ours, run, gradients=gradients)
-    certificate = Certificate.of(engine, bench.checks, uncertified=tuple(bench.left_out), **words)
+    comparisons = compared(adapter, model, batch, ours, run, gradients=gradients)
+    certificate = Certificate.of(engine, comparisons.checks, uncertified=tuple(comparisons.left_out), **words)
     if altered and certificate.state != "failed":
         return Certificate("could not", engine, why=altered)
     if certificate.state == "failed":
@@ -158,28 +158,30 @@ def _same(one: PlainRun, other: PlainRun) -> bool:
     return all(_residual(_array(a), _array(b), _largest(_array(b))) <= 1e-6 for a, b in pairs)
 
 
-def compared(adapter: Adapter, model: Any, batch: Batch, ours: Ours, run: PlainRun, *, gradients: bool = True) -> Bench:
+def compared(
+    adapter: Adapter, model: Any, batch: Batch, ours: Ours, run: PlainRun, *, gradients: bool = True
+) -> Comparisons:
     """Everything that both sides have."""
-    bench = Bench(ours.steps, ours.dtype)
+    comparisons = Comparisons(ours.steps, ours.dtype)
     capture = ours.capture
     if capture.loss is not None and run.loss is not None:
-        bench.compare(LOSS, "", [(capture.loss, run.loss)])
+        comparisons.compare(LOSS, "", [(capture.loss, run.loss)])
     outputs = [plain(leaf) for leaf in outputs_of(capture.outputs)]
     if outputs or run.outputs:
         same = len(outputs) == len(run.outputs)
-        bench.compare(OUTPUTS, "", zip(outputs, run.outputs, strict=True) if same else [(np.inf, 1.0)])
+        comparisons.compare(OUTPUTS, "", zip(outputs, run.outputs, strict=True) if same else [(np.inf, 1.0)])
     if not gradients:
-        return bench
+        return comparisons
     if capture.input_grads:
         sides = list(zip(outputs_of(batch.x), capture.input_grads, run.input_grads, strict=True))
         sides = [(x, a, b) for x, a, b in sides if _either(a, b)]
-        bench.compare(INPUTS, "", [filled(a, b) for x, a, b in sides if not _flags(x)])
+        comparisons.compare(INPUTS, "", [filled(a, b) for x, a, b in sides if not _flags(x)])
         if any(_flags(x) for x, _, _ in sides):
-            bench.left_out["inputs that hold nothing but 0 and 1"] = None
-    _compare_weights(bench, adapter, model, ours, run)
+            comparisons.left_out["inputs that hold nothing but 0 and 1"] = None
+    _compare_weights(comparisons, adapter, model, ours, run)
     for name, layer, pairs in ours.borders:
-        bench.compare(name, layer, pairs)
-    return bench
+        comparisons.compare(name, layer, pairs)
+    return comparisons
 
 
 def outputs_of(tree: Any) -> list[Any]:
@@ -187,7 +189,7 @@ def outputs_of(tree: Any) -> list[Any]:
     return [getattr(leaf, "data", leaf) if hasattr(leaf, "batch_sizes") else leaf for leaf in data.leaves_of(tree)]
 
 
-def _compare_weights(bench: Bench, adapter: Adapter, model: Any, ours: Ours, run: PlainRun) -> None:
+def _compare_weights(comparisons: Comparisons, adapter: Adapter, model: Any, ours: Ours, run: PlainRun) -> None:
     """Our sums over time against the framework's dL/dW less what came beside the layers; the rest as captured."""
     beside, whole = ours.capture.beside, ours.capture.whole
     by_place: dict[tuple[str, str], list[Any]] = {}
@@ -200,7 +202,7 @@ def _compare_weights(bench: Bench, adapter: Adapter, model: Any, ours: Ours, run
     for (name, _), entries in by_place.items():
         key, place, _ = entries[0]
         if any(one in ours.incomplete for one, _, _ in entries) or (name in whole and place.tied):
-            bench.left_out[f"weights of {key[0]}, which others share"] = None
+            comparisons.left_out[f"weights of {key[0]}, which others share"] = None
             continue
         total = _difference(run.weight_grads.get(name), None if name in whole else beside.get(name))
         mine = sum(array for _, _, array in entries)
@@ -209,13 +211,13 @@ def _compare_weights(bench: Bench, adapter: Adapter, model: Any, ours: Ours, run
             theirs = probed(theirs)
         by_layer.setdefault(key[0], []).append((mine, theirs))
     for layer, pairs in by_layer.items():
-        bench.compare(WEIGHTS, layer, pairs)
+        comparisons.compare(WEIGHTS, layer, pairs)
     unfollowed = ours.capture.inside - swept - whole
     if any(run.weight_grads.get(name) is not None for name in unfollowed):
-        bench.left_out["weights of recurrent layers whose gradients were not asked for"] = None
+        comparisons.left_out["weights of recurrent layers whose gradients were not asked for"] = None
     others = [name for name in beside if name in whole or name not in swept | unfollowed]
     pairs = [filled(beside[n], run.weight_grads.get(n)) for n in others if _either(beside[n], run.weight_grads.get(n))]
-    bench.compare(WEIGHTS, "other layers" if swept else "", pairs)
+    comparisons.compare(WEIGHTS, "other layers" if swept else "", pairs)
 
 
 def probed(whole: Array) -> Array:

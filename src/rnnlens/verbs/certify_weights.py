@@ -11,7 +11,7 @@ from ..adapters.protocol import Adapter, Batch, Capture, LayerWeights
 from ..results.certificate import Certificate
 from ..typing import Array
 from ..vocabulary import GATE, TIME
-from .certify import LOSS, WEIGHTS, Bench, attempt, unsteady
+from .certify import LOSS, WEIGHTS, Comparisons, attempt, unsteady
 from .differentiation.certify import named_pairs
 from .names import TensorName
 from .weight_gradients import FoundGradients
@@ -32,8 +32,8 @@ def certify_weights(
         return Certificate("could not", engine, why=why)
     if capture is not None and capture.altered:
         return Certificate("could not", engine, why=capture.altered)
-    bench = Bench(_steps(datasets, capture), _dtype(capture))
-    bench.compare(LOSS, "", [(loss, run.loss)] if loss is not None else [])
+    comparisons = Comparisons(_steps(datasets, capture), _dtype(capture))
+    comparisons.compare(LOSS, "", [(loss, run.loss)] if loss is not None else [])
     beside = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
     norms = []
     for layer, dataset in datasets.items():
@@ -46,11 +46,11 @@ def certify_weights(
             mine, dims = _in_our_order(variable, found[layer])
             around = beside if found[layer].cells else {}
             pairs += list(named_pairs(adapter, model, run, tensor, mine, dims, around))
-        bench.compare(WEIGHTS, layer, pairs)
+        comparisons.compare(WEIGHTS, layer, pairs)
         norms += [str(name) for name in dataset.data_vars if str(name).endswith("_grad_norm")]
-    certified = ("loss", *(["gradients of weights"] if any(c.name == WEIGHTS for c in bench.checks) else []))
+    certified = ("loss", *(["gradients of weights"] if any(c.name == WEIGHTS for c in comparisons.checks) else []))
     open_ends = ("norms of single steps",) if norms else ()
-    certificate = Certificate.of(engine, bench.checks, certified=certified, uncertified=open_ends)
+    certificate = Certificate.of(engine, comparisons.checks, certified=certified, uncertified=open_ends)
     reason = unsteady(adapter, model, batch, run) if certificate.state == "failed" else ""
     return Certificate("could not", engine, why=reason) if reason else certificate
 

@@ -81,8 +81,8 @@ class Accumulator:
 
     def _take(self, name: TensorName, grad: Array, dims: tuple[str, ...], weight: int) -> None:
         by_sample = SAMPLE in dims
-        apart = self.measure is not None or self.across is not None or self.batches > 1
-        if name.what != "weight" and not by_sample and apart:
+        needed = self.measure is not None or self.across is not None or self.batches > 1
+        if name.what != "weight" and not by_sample and needed:
             refuse_unknown("Putting samples together", name.text, dims)
         if by_sample and self.measure is not None:
             grad, dims = _norm(grad, dims)

@@ -18,7 +18,7 @@ from ...results.schema import plain
 from ...typing import Array
 from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ..axes import in_order
-from ..certify import LOSS, PROBES, WEIGHTS, Bench, attempt, filled, probed, unsteady
+from ..certify import LOSS, PROBES, WEIGHTS, Comparisons, attempt, filled, probed, unsteady
 from ..names import TensorName, uncalled
 from ..outside import Outside
 from ..sweep import weights_of
@@ -48,13 +48,13 @@ def certify_answer(question: Question, part: Part, answer: Answer) -> Certificat
     )
     if run is None:
         return Certificate("could not", engine, why=why)
-    bench = Bench(_steps(answer), _dtype(question, answer))
+    comparisons = Comparisons(_steps(answer), _dtype(question, answer))
     theirs: Any = run.loss if of_loss else value[0]
     if np.shape(theirs) == np.shape(answer.value):
-        bench.compare(LOSS if of_loss else "plain target", "", [(answer.value, theirs)])
-    certified = _compare_named(bench, question, outside, answer, run, data.leaves_of(batch.x))
-    resting = _compare_swept(bench, question, answer, run, regularised)
-    certificate = Certificate.of(engine, bench.checks, certified=(("value", *certified)), resting=tuple(resting))
+        comparisons.compare(LOSS if of_loss else "plain target", "", [(answer.value, theirs)])
+    certified = _compare_named(comparisons, question, outside, answer, run, data.leaves_of(batch.x))
+    resting = _compare_swept(comparisons, question, answer, run, regularised)
+    certificate = Certificate.of(engine, comparisons.checks, certified=(("value", *certified)), resting=tuple(resting))
     reason = ""
     if certificate.state == "failed":
         reason = unsteady(question.adapter, question.model, batch, run) or _without_a_share(question, part)
@@ -105,19 +105,19 @@ def _evaluated(
 
 
 def _compare_named(
-    bench: Bench, question: Question, outside: Outside, answer: Answer, run: PlainRun, fed: Sequence[Any]
+    comparisons: Comparisons, question: Question, outside: Outside, answer: Answer, run: PlainRun, leaves: Sequence[Any]
 ) -> list[str]:
     """Inputs and weights, by their names; what of them was compared. A packed input has no shape of ours."""
     certified: list[str] = []
     inputs = [name for name in question.wrt if name.what == "input" and name.layer is None]
     for name in inputs:
         index = _leaf_of(name, run)
-        if index is not None and index < len(run.input_grads) and not data.is_packed(fed[index]):
+        if index is not None and index < len(run.input_grads) and not data.is_packed(leaves[index]):
             mine, theirs = answer.gradients.get(name), run.input_grads[index]
             if theirs is not None:
                 theirs, _ = in_order(*outside.opened(name.port(), theirs))
             if mine is not None or theirs is not None:
-                bench.compare(GRADIENT, name.text, [filled(mine, theirs)])
+                comparisons.compare(GRADIENT, name.text, [filled(mine, theirs)])
                 certified.append(name.text)
     for layer in dict.fromkeys(str(name.layer) for name in question.wrt if name.what == "weight"):
         pairs = []
@@ -125,7 +125,7 @@ def _compare_named(
             if name.what == "weight" and name.layer == layer:
                 mine = answer.gradients.get(name)
                 pairs += list(named_pairs(question.adapter, question.model, run, name, mine, answer.dims.get(name)))
-        bench.compare(WEIGHTS, layer, pairs)
+        comparisons.compare(WEIGHTS, layer, pairs)
         certified += ["gradients of weights"] if pairs and "gradients of weights" not in certified else []
     return certified
 
@@ -180,7 +180,9 @@ def _summed(array: Array, dims: list[str]) -> tuple[Array, list[str]]:
     return array, dims
 
 
-def _compare_swept(bench: Bench, question: Question, answer: Answer, run: PlainRun, regularised: bool) -> list[str]:
+def _compare_swept(
+    comparisons: Comparisons, question: Question, answer: Answer, run: PlainRun, regularised: bool
+) -> list[str]:
     """The weight gradients of the same sweeps that states and gates were taken from; what rests on them."""
     known = question.known
     for layer, halves in answer.swept.items():
@@ -202,7 +204,7 @@ def _compare_swept(bench: Bench, question: Question, answer: Answer, run: PlainR
                 theirs = place.take(run.weight_grads[place.name])
                 mine = plain(mine) / question.scale
                 pairs.append((mine, probed(theirs) if is_known and mine.ndim == 2 else theirs))
-        bench.compare(WEIGHTS, layer, pairs)
+        comparisons.compare(WEIGHTS, layer, pairs)
     inside = [name.text for name in question.wrt if name.what != "weight" and name.layer is not None]
     return list(dict.fromkeys(inside))
 

@@ -139,11 +139,11 @@ class Target:
 
     def _weights(self, chosen: xr.DataArray) -> Array:
         """Weights that fit the selection, with or without its sample axis; labelled ones by their dimensions."""
-        given = self._of_batch(chosen)
+        here = self._of_batch(chosen)
         try:
-            if isinstance(given, xr.DataArray) and set(given.dims) <= set(chosen.dims):
-                return given.drop_vars(given.coords).broadcast_like(chosen).transpose(*chosen.dims).values
-            weights = np.asarray(given, dtype=chosen.dtype)
+            if isinstance(here, xr.DataArray) and set(here.dims) <= set(chosen.dims):
+                return here.drop_vars(here.coords).broadcast_like(chosen).transpose(*chosen.dims).values
+            weights = np.asarray(here, dtype=chosen.dtype)
             np.broadcast_shapes(weights.shape, chosen.shape)
             if weights.ndim > chosen.ndim:
                 raise ValueError

@@ -57,7 +57,7 @@ class WholeLoss:
         """Run the model on every batch, and the loss on the outputs of all and on the ``targets`` of all batches."""
         adapter, model = question.adapter, question.model
         parts: list[Outputs] = []
-        fed: list[Batch] = []
+        without_inputs: list[Batch] = []
         digests: list[list[bytes]] = []
         counts: list[int] = []
         for batch in batches:
@@ -65,7 +65,7 @@ class WholeLoss:
             counts.append(question.axes.samples(batch))
             digests.append(_digest(batch.x))
             parts.append(part if not parts else replace(part, tree=None))
-            fed.append(replace(batch, x=None))
+            without_inputs.append(replace(batch, x=None))
         if layouts is None:
             ports = [Port("output", index=i) for i in range(len(parts[0].leaves))]
             layouts = [adapter.layout(port, leaf.shape) for port, leaf in zip(ports, parts[0].leaves, strict=True)]
@@ -74,8 +74,8 @@ class WholeLoss:
             None if mask is None else np.concatenate([np.asarray(part.masks[i]) for part in parts])
             for i, mask in enumerate(parts[0].masks)
         ]
-        y, weight = targets(fed)
-        whole = replace(fed[0], y=y, sample_weight=weight)
+        y, weight = targets(without_inputs)
+        whole = replace(without_inputs[0], y=y, sample_weight=weight)
         value, cotangents = adapter.loss_of(model, whole, replace(parts[0], leaves=joined, masks=masks))
         for i, (layout, cotangent) in enumerate(zip(layouts, cotangents, strict=True)):
             if layout.sample is None and cotangent is not None and np.any(cotangent):

@@ -16,7 +16,7 @@ from ...results.certificate import Certificate
 from ...results.checks import coarser
 from ...typing import Array
 from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, SAMPLE, TIME, UNIT
-from ..certify import Bench, attempt, outputs_of, unsteady, wanted
+from ..certify import Comparisons, attempt, outputs_of, unsteady, wanted
 from ..names import TensorName
 from ..outside import Outside
 from .claim import LINEAR, Claim, pushed_through, taken_from
@@ -77,9 +77,9 @@ def certify(request: Request, plan: Plan, claim: Claim | Certificate) -> Certifi
     if (TIME in arrived.dims) != steps:
         return Certificate("could not", engine, why="the steps of the input are not compared")
     mine, theirs = claim.pulled, _asked(arrived, claim.ends)
-    bench = Bench(max(int(size) for size in (64, *plan.shape)), _computed_in(request, plan))
-    bench.compare(JACOBIAN, "", [(mine, theirs.transpose(*mine.dims))], scale=claim.spread)
-    certificate = Certificate.of(engine, [*bench.checks, *claim.checks], **_words(plan, claim))
+    comparisons = Comparisons(max(int(size) for size in (64, *plan.shape)), _computed_in(request, plan))
+    comparisons.compare(JACOBIAN, "", [(mine, theirs.transpose(*mine.dims))], scale=claim.spread)
+    certificate = Certificate.of(engine, [*comparisons.checks, *claim.checks], **_words(plan, claim))
     reason = unsteady(request.adapter, request.model, request.batch, run) if certificate.state == "failed" else ""
     return Certificate("could not", engine, why=reason) if reason else certificate
 
