@@ -123,3 +123,40 @@ def test_a_call_within_a_call_and_an_interrupted_one_hold_nobody_up(model):
         rl.trace(model, X, Y, loss=interrupted)
     assert on_threads([lambda: traced(model)], workers=1)
     assert model.training
+
+
+def test_the_users_own_training_in_another_thread_goes_on_as_alone():
+    """A call may say that weights changed under its hands; the training beside it is never the worse for it."""
+
+    def trained(steps, beside):
+        torch.manual_seed(5)
+        model = Model(dropout=0.0).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        losses, thread = [], threading.Thread(target=beside, args=(model,))
+        thread.start()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = LOSS(model(X), Y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        thread.join(120)
+        return model, losses
+
+    ended = []
+
+    def ours(model):
+        for _ in range(8):
+            try:
+                ended.append(traced(model))
+            except rl.errors.RnnlensError as error:
+                ended.append(error)
+
+    (alone, expected), (model, losses) = trained(300, lambda model: None), trained(300, ours)
+    assert len(ended) == 8, "one ended in an error of somebody else"
+    assert losses == expected
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one.grad, other.grad)
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
