@@ -38,9 +38,28 @@ def refuse_other_equations(call: Any, off: float) -> None:
         raise UnsupportedError(
             message(
                 f"The equations of {type(cell).__name__} are not those of {cell.registered_for} in {call.layer!r}.",
-                got=f"outputs that differ by {off:.2g} (relative) after the first step",
+                got=f"outputs that differ by {off:.2g} (relative)",
                 expected="what the layer itself returns",
                 hint="compare step with the layer's own; the order of gates and weights= in rl.cells.register",
+            )
+        )
+
+
+def refuse_other_ends(call: Any, off: float, off_at_the_end: float) -> None:
+    """Judge the states after the last step, where the outputs on the way there are right.
+
+    Raises
+    ------
+    UnsupportedError
+        If the layer returned them in another order, or others.
+    """
+    if _is_beyond_rounding(call, off_at_the_end) and not _is_beyond_rounding(call, off):
+        raise UnsupportedError(
+            message(
+                f"{type(call.cell).__name__} has other states than {call.cell.registered_for} in {call.layer!r}.",
+                got=f"states after the last step that differ by {off_at_the_end:.2g} (relative)",
+                expected=f"{', '.join(call.cell.states)}, in this order",
+                hint="the layer's states in the order of its cell, its output first",
             )
         )
 

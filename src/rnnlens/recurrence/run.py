@@ -15,7 +15,7 @@ from array_api_compat import array_namespace, device
 from .arrays import Array, Namespace
 from .cells import Cell, Record, StepCell
 from .parallel import for_each, sample_chunks
-from .repeats import refuse_another_function, refuse_other_equations, refuse_other_states
+from .repeats import refuse_another_function, refuse_other_ends, refuse_other_equations, refuse_other_states
 
 
 @dataclass
@@ -80,8 +80,10 @@ class Run:
                 input_scale=call.input_scale,
                 state_scale=call.state_scale,
             )
-            if call.cell.registered_for and call.returns_sequences:
-                refuse_other_equations(call, _at_first_step(run, run.states[0], call))
+            if call.cell.registered_for:
+                if call.returns_sequences:
+                    refuse_other_equations(call, _at_first_step(run, run.states[0], call))
+                refuse_other_ends(call, run.residual, _at_the_end(run, call))
             if call.returns_sequences and not _output_is_hidden(call, xp):
                 run.residual = residual(run.states[0], call.output, call.mask & call.output_from_state, xp)
         if not call.returns_sequences:
@@ -89,7 +91,7 @@ class Run:
             run.residual = residual(last[:, None, :], call.output[:, None, :], None, xp)
             if call.cell.by_framework:
                 refuse_another_function(call, run.residual)
-            if call.cell.registered_for and call.input.shape[1] == 1:
+            if call.cell.registered_for:
                 refuse_other_equations(call, run.residual)
         return run
 
@@ -323,6 +325,13 @@ def _at_first_step(run: Run, output: Any, call: Any) -> float:
     one = slice(first, first + 1)
     mask = None if call.mask is None else call.mask[:, one]
     return residual(output[:, one, :], call.output[:, one, :], mask, run.xp)
+
+
+def _at_the_end(run: Run, call: Any) -> float:
+    """How far the replayed states are from those that the layer returned after its last step."""
+    *_, last = run.steps()
+    pairs = zip(run.states, call.final_state or (), strict=False)
+    return max((residual(s[:, last, None], f[:, None], None, run.xp) for s, f in pairs), default=0.0)
 
 
 def residual(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> float:

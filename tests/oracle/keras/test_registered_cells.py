@@ -127,3 +127,31 @@ def test_both_directions_and_the_time_jacobian():
     ends = [ops.convert_to_numpy(model(x + sign * size * push)) for sign in (1, -1)]
     ours = np.einsum("souf,suf->so", moved.transpose("sample", "out_unit", "in_time", "in_feature").values, push)
     np.testing.assert_allclose(ours, (ends[0] - ends[1]) / (2 * size), rtol=1e-6, atol=1e-8)
+
+
+class Wrong(CoupledEquations):
+    kind = "coupled_wrong"
+
+    def step(self, projected, before, scale, xp):
+        record, (h, c) = super().step(projected, before, scale, xp)
+        return record, (0.9 * h, c)
+
+
+@pytest.mark.parametrize("sequences", [False, True])
+def test_other_equations_are_refused(sequences):
+    model, x = build(keras.layers.RNN(Coupled(UNITS), name="rnn", return_sequences=sequences))
+    weights = {"kernel": "w", "recurrent_kernel": "u", "bias": "b"}
+    rl.cells.register(Coupled, Wrong, weights=weights)
+    try:
+        with pytest.raises(rl.errors.UnsupportedError, match="equations of Wrong are not those of Coupled in 'rnn'"):
+            rl.trace(model, x, loss=loss)
+    finally:
+        rl.cells.register(Coupled, CoupledEquations, weights=weights)
+
+
+def test_a_regularizer_of_a_registered_cell_is_refused():
+    cell = Coupled(UNITS)
+    model, x = build(keras.layers.RNN(cell, name="rnn"))
+    cell.w.regularizer = keras.regularizers.L2(0.1)
+    with pytest.raises(rl.errors.UnsupportedError, match="'w' of its registered cell has a regularizer"):
+        rl.weights(model, x, loss=loss)

@@ -277,3 +277,26 @@ def test_figures_have_the_names_of_its_gates(model):
     texts = {text.get_text() for ax in places for text in [*ax.texts, *ax.get_xticklabels(), ax.title]}
     texts |= {label.get_text() for ax in places for label in ax.figure.findobj() if hasattr(label, "get_text")}
     assert {"forget", "candidate"} <= texts
+
+
+class Turned(Coupled):
+    """Its states in the other order."""
+
+    def forward(self, x, state):
+        h, c = super().forward(x, (state[1], state[0]))
+        return h, (c, h)
+
+
+def test_states_in_another_order_are_refused():
+    rl.cells.register(Turned, CoupledCell, weights=of_coupled)
+    model = Model(Turned(), 2).double()
+    model.forward = lambda x: model.head(_rolled(model.cell, x))
+    with pytest.raises(errors.UnsupportedError, match="CoupledCell has other states than Turned in 'cell'"):
+        rl.trace(model, X, loss=loss)
+
+
+def _rolled(cell, x):
+    state = (x.new_zeros(len(x), UNITS),) * 2
+    for t in range(x.shape[1]):
+        output, state = cell(x[:, t], state)
+    return output
