@@ -60,7 +60,7 @@ def branch(x, h, cell, direction, bias, stateful_start, sequences):
     return layer(h, initial_state=state)
 
 
-@pytest.mark.product(keep=("lstm-True-True", "gru_before-True-False"))
+@pytest.mark.product
 @pytest.mark.parametrize("sequences", [True, False])
 @pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("cell", CELLS)

@@ -27,3 +27,14 @@ def test_many_flips(suffix):
     found = sum((flips.main(suffix, 500, seed=seed, unsealed=False) for seed in (2, 3)), Counter())
     print(suffix, found)
     assert set(found) <= {"refused", "as saved"}
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+def test_flips_in_what_another_program_wrote(suffix):
+    """Without a checksum other numbers cannot be told, and HDF5 may take the process down; nothing else happens."""
+    found = flips.main(suffix, 100, seed=7, unsealed=True)
+    print(suffix, found)
+    assert not {"an error not ours", "hung"} & set(found)
+    assert found["refused"] > 10
