@@ -77,7 +77,7 @@ def truth_of(entry: Entry, net: Any, task: Task | None) -> dict[str, bool]:
         truth["DEAD_UNITS"] = really_dead(net, task, entry.seed)
     if entry.name in ("random tanh", "random gru"):
         growth = separation(net, white(entry.options["steps"])(16, 77 + entry.seed))
-        truth["CHAOTIC"] = growth > np.log(100)
+        truth["CHAOTIC"] = bool(growth > np.log(100))
         if 0.3 < growth / np.log(100) < 2:
             truth = {}  # neither
     return truth
