@@ -21,7 +21,7 @@ from .missed import EFFECT, P_VALUE, is_missed
 MODEL = "model"
 #: State transfer below which no training signal crosses that many steps.
 VANISHED = 1e-4
-#: Decades by which the output's adjoint may grow in a healthy trained network.
+#: Decades by which a cotangent on the state may grow on its way back; in healthy trained networks it does not.
 EXPLODED = 2.0
 #: exp of the leading exponent times the length, with two standard errors to spare.
 CHAOS = np.log(100.0)
@@ -176,10 +176,9 @@ def _about_dynamics(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator[Fi
             continue
         rate, error = layer.transfer.leading_exponent()
         steps = len(layer.transfer.log_ratio) - 1
+        # Not the gradient of the output: where every step is read, it is larger at some than at the last by itself.
         growth = layer.transfer.growth
-        # Where every step is read, the gradient of the output is larger at some than at the last without any growth.
-        heard = layer.adjoint is None or layer.growth >= EXPLODED / 2
-        if growth >= EXPLODED and heard:
+        if growth >= EXPLODED:
             chaotic = np.isfinite(error) and (rate - 2 * error) * steps > CHAOS and layer.bounded
             yield Finding(
                 "EXPLODING",
@@ -187,7 +186,7 @@ def _about_dynamics(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator[Fi
                 layer.name,
                 f"Gradients grow on their way back: by {growth:.1f} decades within {steps} steps.",
                 {"growth": growth, "of the output": layer.growth, "lambda_1": rate, "stderr": error},
-                f">= {EXPLODED:g} decades on the way through the state, half of them in the gradient of the output",
+                f">= {EXPLODED:g} decades",
                 "clip the norm of the gradient (arXiv:1211.5063), a smaller recurrent kernel or gain, or a gated cell.",
             )
             if chaotic:
