@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...autodiff.torch import set_seed
+
 _CONTAINERS = (list, dict, set)
 
 
@@ -38,7 +40,7 @@ def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Ite
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)  # noqa: NPY002  the state that user code draws from
-            torch.manual_seed(seed)
+            set_seed(seed)
         yield
 
 
