@@ -32,7 +32,8 @@ PUBLIC = {
     ),
     "jacobian": (
         "(model, x, *, of='output', wrt='input', at=None, reduce=None, measure=None, across=None, sketch=None, "
-        "rtol=None, mode='auto', training=False, initial_state=None, seed=0, memory=None, out=None, axes=None)"
+        "rtol=None, mode='auto', training=False, initial_state=None, seed=0, batch_size=None, memory=None, "
+        "out=None, axes=None)"
     ),
     "layers": "(model)",
     "open": "(path, *, lazy=False, memory=None)",

@@ -34,7 +34,7 @@ from ..results.schema import labelled
 from ..typing import Array
 from ..vocabulary import GATE
 from .axes import an_axes_table
-from .differentiation.batches import Batches
+from .batches import Batches
 from .differentiation.clipping import a_clipping, clipped, rule
 from .differentiation.gather import Gathered, gather
 from .differentiation.question import Of, Question, Request, a_target, ask, trainable

@@ -7,30 +7,36 @@ from os import PathLike
 from typing import Any, Literal
 
 from ..adapters.protocol import Batch
+from ..adapters.registry import adapter_for
 from ..arguments import (
     anything,
     as_numbers,
     axes_by_name,
     checked,
+    data_set,
     kept_steps,
     memory,
     number,
-    one_batch,
     one_of,
     path,
+    refuse_large,
     seed,
     states,
     switch,
     text,
     whole,
 )
+from ..arguments.data import is_source
 from ..errors import InputError, message, shown
 from ..recurrence.reductions import REDUCTIONS
 from ..results.array import ResultArray, record
 from ..results.checks import warn_about
 from ..settings import current, parse_memory
 from ..vocabulary import IN_TIME, OUT_TIME
-from .axes import an_axes_table
+from .axes import Axes, an_axes_table
+from .batches import Batches
+from .names import catalogue
+from .time_jacobian.average import mean_over, refuse_without_mean
 from .time_jacobian.certificate import certify, claim_of
 from .time_jacobian.execute import execute
 from .time_jacobian.label import Labels
@@ -61,7 +67,7 @@ def chosen_steps(name: str, value: Any) -> dict[str, Any]:
 
 @checked(
     model=anything,
-    x=one_batch,
+    x=data_set,
     of=text,
     wrt=text,
     at=chosen_steps,
@@ -74,6 +80,7 @@ def chosen_steps(name: str, value: Any) -> dict[str, Any]:
     training=switch,
     initial_state=states,
     seed=seed,
+    batch_size=whole(least=1),
     memory=memory,
     out=path,
     axes=an_axes_table,
@@ -95,6 +102,7 @@ def jacobian(
     training: bool = False,
     initial_state: Mapping[str, Sequence[Any]] | None = None,
     seed: int = 0,
+    batch_size: int | None = None,
     memory: str | int | None = None,
     out: str | PathLike[str] | None = None,
     axes: Mapping[str, Any] | None = None,
@@ -106,7 +114,7 @@ def jacobian(
     model
         A Keras model (any engine) or ``torch.nn.Module`` with at least one recurrent layer; left exactly as found.
     x
-        One batch, as the model takes it.
+        One batch, as the model takes it; with ``across=`` also a data set, as :func:`rnnlens.gradients` takes it.
     of
         What is differentiated: ``"output"``, ``"lstm.output"``, ``"lstm.hidden"``, ``"lstm.cell"``,
         ``"lstm.final_hidden"``, ``"dense.output"``.
@@ -135,6 +143,8 @@ def jacobian(
         Direction of the sweep; ``"auto"`` takes the one with fewer operations.
     training, initial_state, seed
         As in :func:`rnnlens.trace`.
+    batch_size
+        Samples at a time, with ``across=``: the mean is that over all samples, whatever the size.
     memory
         Bytes for the result and the working arrays, such as ``"2 GiB"`` (the default of ``rl.options``).
     out
@@ -167,11 +177,24 @@ def jacobian(
     """
     granted = current().memory if memory is None else parse_memory(memory)
     options = Options(granted, at or {}, reduce, measure, across, sketch, rtol, mode, out)
-    batch = Batch(x, training=training, initial_state=initial_state, seed=seed)
-    request = read_request(model, batch, (of, wrt), options, axes)
+    run = Batch(x, training=training, initial_state=initial_state, seed=seed)
+    if batch_size is None and not is_source(x):
+        return _of_batch(model, run, (of, wrt), options, axes)
+    refuse_without_mean(options)
+    room = Axes(adapter_for(model), model, axes, catalogue(adapter_for(model), model, x))
+    batches = Batches(run, batch_size, room, with_loss=False)
+    return mean_over((_of_batch(model, batch, (of, wrt), options, axes), room.samples(batch)) for batch in batches)
+
+
+def _of_batch(
+    model: Any, batch: Batch, ends: tuple[str, str], options: Options, axes: Mapping[str, Any] | None
+) -> ResultArray:
+    """The time Jacobian of one batch: request, network, plan, numbers, certificate."""
+    refuse_large("x", batch.x)
+    request = read_request(model, batch, ends, options, axes)
     with open_network(request) as network:
         plan = make_plan(options, network)
-        found = execute(Labels(plan, request.provenance), out)
+        found = execute(Labels(plan, request.provenance), options.out)
         claim = claim_of(request, plan, found)
     certificate = certify(request, plan, claim)
     found.attrs |= record(found.checks, certificate)

@@ -45,7 +45,8 @@ def model():
 
 WRONG = {
     "a data set": (lambda m: rl.trace(m, DataLoader(TensorDataset(torch.tensor(X)))), InputError, "is a data set"),
-    "a generator": (lambda m: rl.jacobian(m, iter([X])), InputError, "one batch from it"),
+    "a generator": (lambda m: rl.trace(m, iter([X])), InputError, "one batch from it"),
+    "all of a generator": (lambda m: rl.jacobian(m, iter([X])), InputError, 'across="mean"'),
     "single samples": (lambda m: rl.gradients(m, TensorDataset(torch.tensor(X))), InputError, "DataLoader(dataset"),
     "a class of loss": (lambda m: rl.trace(m, X, Y, loss=nn.MSELoss), InputError, "try:      loss=MSELoss()"),
     "meta": (lambda m: rl.trace(m, torch.zeros(4, 5, 3, device="meta")), InputError, "a shape but no values"),

@@ -12,10 +12,10 @@ from ...results.certificate import Certificate
 from ...results.checks import warn_about
 from ...settings import Progress
 from ...typing import Array
+from ..batches import Batches
 from ..certify import wanted
 from ..names import TensorName
 from .accumulate import Accumulator, combination
-from .batches import Batches
 from .certify import certify_answer
 from .pull import answer
 from .question import Part, Question

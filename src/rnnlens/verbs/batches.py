@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ... import data
-from ...adapters.protocol import Batch
-from ...arguments.data import is_source, refuse_large
-from ...errors import UnsupportedError, message
-from ..axes import Axes
-from ..cuts import layouts_of_inputs, layouts_to_cut
+from .. import data
+from ..adapters.protocol import Batch
+from ..arguments.data import is_source, refuse_large
+from ..errors import UnsupportedError, message
+from .axes import Axes
+from .cuts import layouts_of_inputs, layouts_to_cut
 
 
 @dataclass(frozen=True)
