@@ -11,6 +11,10 @@ from torch import nn
 
 import rnnlens as rl
 from rnnlens import errors
+from rnnlens.adapters.protocol import Batch, CaptureRequest
+from rnnlens.adapters.registry import adapter_for
+from rnnlens.recurrence.run import Run
+from rnnlens.verbs.sweep import sweep, weights_of
 
 X = np.random.default_rng(0).normal(size=(2, 5, 3))
 
@@ -59,6 +63,19 @@ def test_states_and_gradients_are_those_of_the_loop_as_it_was():
     close(trace["loop"].input_grad, torch.autograd.grad(value, x)[0])
     assert trace.certificate.state == "passed"
     assert "weight gradient sum" in {check.name for check in trace.checks}
+
+
+def test_its_weights_are_the_parameters_that_the_function_used():
+    """Those of the head, and of what made its input, are not: the sum over steps is held against torch's."""
+    model, plain = Plain(), Plain(visible=False)
+    loss(plain(torch.tensor(X))).backward()
+    (call,) = adapter_for(model).capture(model, Batch(X, loss=loss), CaptureRequest()).calls
+    assert set(call.weight_grads) == {"W", "U"}
+    run = Run.from_call(call)
+    ours = weights_of(call, run, sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad))
+    for name, grad in (("W", plain.W.grad), ("U", plain.U.grad)):
+        close(call.weight_grads[name], grad)
+        close(ours[name], grad)
 
 
 def test_after_it_ran_it_has_a_name():
