@@ -61,7 +61,7 @@ def step(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
     if equations is None:
         raise UnsupportedError(
             message(
-                f"The reference has no equations of a {cell.kind} cell.",
+                f"The reference has no equations of the cell {cell.kind!r}.",
                 expected=f"one of {', '.join(EQUATIONS)}",
                 hint="add a function to rnnlens.testing.reference.EQUATIONS",
             )

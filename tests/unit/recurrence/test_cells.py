@@ -11,7 +11,9 @@ import pytest
 import torch
 from threadpoolctl import threadpool_limits
 
+from rnnlens.errors import UnsupportedError
 from rnnlens.recurrence.adjoint import adjoint, probed, weight_gradients
+from rnnlens.recurrence.cells import Cell, IndRNN, SimpleRNN
 from rnnlens.recurrence.parallel import large_parts, walk_parts
 from rnnlens.recurrence.run import distance, replay
 from rnnlens.testing import reference
@@ -221,3 +223,18 @@ def test_large_batches_are_dealt_out_and_give_the_same():
         close(part.input_grad, whole.input_grad[some], 1e-13)
         close(part.state_grads[1], whole.state_grads[1][some], 1e-13)
         close(part.initial_state_grad[0], whole.initial_state_grad[0][some], 1e-13)
+
+
+def test_the_reference_takes_no_cell_for_another():
+    unknown = IndRNN(np.ones((FEATURES, UNITS)), np.ones(UNITS))
+    with pytest.raises(UnsupportedError, match="The reference has no equations of the cell 'ind_rnn'"):
+        reference.step(unknown, np.ones(FEATURES), [np.ones(UNITS)])
+
+
+def test_a_cell_without_derivatives_says_so_outside_of_a_framework():
+    class Bare(SimpleRNN):
+        pull_back = Cell.pull_back
+
+    run = replay(Bare(np.ones((2, 3)), np.eye(3)), np.ones((1, 2, 2)), [np.zeros((1, 3))], xp=np_xp)
+    with pytest.raises(UnsupportedError, match=r"write pull_back in its class, or rl\.cells\.register"):
+        adjoint(run, np.ones((1, 2, 3)))
