@@ -300,3 +300,87 @@ def _rolled(cell, x):
     for t in range(x.shape[1]):
         output, state = cell(x[:, t], state)
     return output
+
+
+class TwoSizes(nn.Module):
+    """A memory of another size, which sees the new hidden state of its own step."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.into = nn.Linear(FEATURES + UNITS, UNITS), nn.Linear(UNITS, 6, bias=False)
+
+    def forward(self, x, h, m):
+        h = torch.tanh(self.both(torch.cat([x, h], -1)) + m.mean(-1, keepdim=True))
+        return h, 0.9 * m + torch.tanh(self.into(h))
+
+
+class TwoSizesCell(rl.cells.Cell):
+    kind = "two_sizes"
+    gates = ("candidate",)
+    states = ("hidden", "memory")
+    parameters = rl.cells.by_name(
+        rl.cells.KERNEL,
+        rl.cells.RECURRENT_KERNEL,
+        rl.cells.BIAS,
+        rl.cells.Quantity("into_memory", ("unit", "memory_unit"), "memory kernel", "1", "from h_t to the memory"),
+    )
+
+    @property
+    def state_sizes(self):
+        return self.units, int(self.into_memory.shape[1])
+
+    def step(self, projected, before, scale, xp):
+        h, m = before
+        z = projected + h @ self.recurrent_kernel + xp.mean(m, axis=-1, keepdims=True)
+        h = xp.tanh(z)
+        return self.record([z], [h], xp), (h, 0.9 * m + xp.tanh(h @ self.into_memory))
+
+
+def of_two_sizes(named):
+    whole = named["both.weight"].T
+    kernels = {"kernel": whole[:FEATURES], "recurrent_kernel": whole[FEATURES:], "bias": named["both.bias"]}
+    return kernels | {"into_memory": named["into.weight"].T}
+
+
+rl.cells.register(TwoSizes, TwoSizesCell, weights=of_two_sizes)
+
+
+class OfTwoSizes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = TwoSizes()
+
+    def forward(self, x, seen=None):
+        h, m = x.new_zeros(len(x), UNITS), x.new_zeros(len(x), 6)
+        for t in range(x.shape[1]):
+            h, m = self.cell(x[:, t], h, m)
+            if seen is not None:
+                seen.append((h, m))
+        return torch.cat([h, m], -1)
+
+
+def test_states_and_weights_with_names_of_their_own():
+    torch.manual_seed(0)
+    model, seen = OfTwoSizes().double(), []
+    value = loss(model(torch.tensor(X), seen))
+    trace = rl.trace(model, X, loss=loss)
+    for i, name in enumerate(("hidden", "memory")):
+        grads = torch.stack(torch.autograd.grad(value, [s[i] for s in seen], retain_graph=True), 1)
+        close(trace["cell"][f"{name}_grad"], grads)
+        close(rl.gradients(model, X, loss=loss, wrt=f"cell.{name}"), grads)
+        found = rl.jacobian(model, X, of=f"cell.{name}", wrt="input")
+        for t in (0, 4):
+            rows = torch.autograd.functional.jacobian(lambda x, t=t, i=i: _seen(model, x)[t][i], torch.tensor(X))
+            close(found.isel(out_time=t, sample=1), rows[1, :, 1])
+    value.backward()
+    own = rl.weights(model, X, loss=loss, by_time=True)["cell"].into_memory_grad
+    assert own.dims == ("time", "unit", "memory_unit")
+    close(own.sum("time"), model.cell.into.weight.grad.T)
+    asked = rl.trace(model, X, loss=loss, quantities=["memory", "memory_grad"])
+    close(asked["cell"].memory, torch.stack([s[1] for s in seen], 1))
+
+
+def _seen(model, x):
+    seen = []
+    model(x, seen)
+    return seen
