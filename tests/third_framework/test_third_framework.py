@@ -88,6 +88,12 @@ def test_trace(model, data):
     assert trace.certificate.state == "passed"
 
 
+def test_a_part_of_a_trace(model, data):
+    trace = rl.trace(model, *data, quantities=["hidden"])
+    assert list(trace["rnn"].dataset) == ["hidden"]
+    assert trace.loss == pytest.approx(loss(model.weights, *data), rel=1e-12)
+
+
 def test_trace_of_a_layer_that_is_not_recurrent(model, data):
     trace = rl.trace(model, *data, layers=["head"])
     by_output = 2 * (unrolled(model.weights, data[0]) - data[1]) / data[1].size

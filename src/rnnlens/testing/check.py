@@ -45,7 +45,7 @@ def check_adapter(adapter: Adapter, model: Any, batch: Batch, *, rtol: float = 1
         ("outputs replay", lambda: _each(capture, lambda call: _check_replay(call, rtol))),
         ("weight gradients are the reference's", lambda: _check_weights(capture, rtol)),
         ("pull back agrees with capture", lambda: _check_pullback(adapter, model, batch, capture, rtol)),
-        ("less asked, less given", lambda: _check_request(adapter, model, batch, capture)),
+        ("less asked, less given", lambda: _check_request(adapter, model, batch, capture, rtol)),
     ]
     for name, check in checks:
         try:
@@ -209,7 +209,7 @@ def _check_pullback(adapter: Adapter, model: Any, batch: Batch, capture: Capture
             close(got, calls[index].output_grad, rtol, f"gradient of {port}")
 
 
-def _check_request(adapter: Adapter, model: Any, batch: Batch, capture: Capture) -> None:
+def _check_request(adapter: Adapter, model: Any, batch: Batch, capture: Capture, rtol: float) -> None:
     name = capture.calls[-1].layer
     less = adapter.capture(model, batch, CaptureRequest(layers=(name,), weight_grads=False))
     assert {call.layer for call in less.calls} == {name}, f"asked for {name!r}, got {[c.layer for c in less.calls]}"
@@ -217,3 +217,6 @@ def _check_request(adapter: Adapter, model: Any, batch: Batch, capture: Capture)
     forward = adapter.capture(model, batch, CaptureRequest(gradients=False))
     assert all(call.output_grad is None for call in forward.calls), "gradients that were not asked for"
     assert forward.loss is None, "a loss that was not asked for"
+    alone = adapter.capture(model, batch, CaptureRequest(gradients=False, loss=True))
+    assert alone.loss is not None, "no loss, though it was asked for"
+    close(alone.loss, capture.loss, rtol, "loss without gradients")

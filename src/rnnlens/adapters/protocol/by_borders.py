@@ -32,7 +32,7 @@ def capture_by_borders(adapter: Adapter, model: Any, batch: Batch, request: Capt
     outputs = [Port("output", index=i) for i in range(max(1, len(adapter.facts(model).outputs)))]
     plain = {name: Port("output", name) for name in others}
     borders = [port for name in recurrent for port in _borders(name, weights[name])]
-    run = _Run(adapter, model, batch, [*borders, *plain.values(), *inputs, *outputs, *kernels], request.gradients)
+    run = _Run(adapter, model, batch, [*borders, *plain.values(), *inputs, *outputs, *kernels], request)
     told = Capture([_call(name, weights[name], run, request) for name in recurrent], loss=run.loss)
     told.plain = [PlainCall(name, run.values[port], run.grads.get(port)) for name, port in plain.items()]
     told.outputs = [run.values[port] for port in outputs] if len(outputs) > 1 else run.values[outputs[0]]
@@ -80,13 +80,15 @@ def _borders(name: str, weights: LayerWeights) -> list[Port]:
 class _Run:
     """Values at ports and, with gradients, those of the loss there: zeros where no path leads."""
 
-    def __init__(self, adapter: Adapter, model: Any, batch: Batch, ports: Sequence[Port], gradients: bool) -> None:
+    def __init__(
+        self, adapter: Adapter, model: Any, batch: Batch, ports: Sequence[Port], request: CaptureRequest
+    ) -> None:
         self.grads: dict[Port, Array] = {}
-        self.loss: float | None = None
-        with adapter.pullback(model, batch, [_LOSS] if gradients else [], ports) as back:
+        of = [_LOSS] if request.gradients or request.loss else []
+        with adapter.pullback(model, batch, of, ports) as back:
             self.values = dict(back.values)
-            if gradients:
-                self.loss = float(back.values[_LOSS])
+            self.loss = float(back.values[_LOSS]) if of else None
+            if request.gradients:
                 found = back.vjp({_LOSS: np.ones(1)})
                 zeros = {port: np.zeros(tuple(self.values[port].shape)) for port in ports if found[port] is None}
                 self.grads = {port: zeros[port] if grad is None else grad[0] for port, grad in found.items()}
