@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import LayerNotFoundError, ModelError, did_you_mean, message, raised_by
-from ...recurrence.cells import Cell
 from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall
 from ..threads import hook_here
 from .assemble import Assembler, JoinedTooFarError, check_joints
@@ -21,12 +19,13 @@ from .discover import cell_candidates, named_modules, node_name, recurrent_modul
 from .endings import mark_endings
 from .entangled import entangled
 from .fused import Interceptor
-from .inputs import as_tensors, call_model, check_features, on_leaves
+from .inputs import as_tensors, call_model, on_leaves
 from .left_as_found import borrowed, differentiable_weights
 from .loops import listening
 from .losses import evaluate
+from .owners import Owners
 from .public import loops_of
-from .record import Owner, PlainVisit, Recorder, Run, differentiable, refuse_hooked, refuse_transformed
+from .record import PlainVisit, Recorder, Run, differentiable, refuse_hooked, refuse_transformed
 from .shell import hookable
 from .steps import CellHook, own_cells_only
 from .values import replayable
@@ -185,7 +184,7 @@ def watched(
 ) -> Iterator[Interceptor]:
     """Within the block, what was asked for is noted in ``recorder`` as the model runs; no hook stays behind."""
     recorder.initial_state = dict(batch.initial_state or {})
-    owners = _Owners(asked)
+    owners = Owners(asked)
     handles: list[Any] = []
     with ExitStack() as stack:
         stack.callback(lambda: [handle.remove() for handle in handles])
@@ -205,85 +204,6 @@ def watched(
         with Interceptor(recorder, owners.find, keep_gradients=keep_gradients) as interceptor:
             yield interceptor
         recorder.refuse_unused_states([node_name(path, m, 0) for path, m in asked.recurrent])
-
-
-class _Owners:
-    """Knows which module is running, so that a kernel call finds its name."""
-
-    def __init__(self, asked: Asked) -> None:
-        self.asked = {id(module): (path, module) for path, module in asked.recurrent}
-        self.inside_cells = {id(inner) for _, cell in asked.cells for inner in cell.modules()}
-        self.everything = asked.names is None
-        self.holders = _holders(asked)
-        self.entered: nn.Module | None = None
-        self.order: Tensor | None = None
-        self.known: dict[int, Owner] = {}
-
-    def entering(self, path: str) -> Any:
-        """A forward pre-hook that checks the input and notes which module runs."""
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            value = args[0] if args else kwargs.get("input")
-            check_features(path, module, value)
-            if not isinstance(module, nn.Linear):
-                self.entered = module
-                self.order = value.unsorted_indices if isinstance(value, PackedSequence) else None
-
-        return hook
-
-    def find(self, cell: type[Cell], activation: str, args: tuple[Any, ...]) -> tuple[Owner, Tensor | None] | None:
-        """Whose call this is; None if it was not asked for."""
-        module, order = self.entered, self.order
-        self.entered = self.order = None
-        stacked = isinstance(args[2], (list, tuple)) or isinstance(args[3], (list, tuple))
-        module = self._holder(args, module)
-        if module is None:
-            return (self._bare(cell, activation, args, stacked), None) if self.everything else None
-        found = self.asked.get(id(module))
-        if found is None:
-            return None
-        owner = self.known.get(id(module))
-        if owner is None:
-            path, module = found
-            layers = int(getattr(module, "num_layers", 1))
-            directions = 2 if getattr(module, "bidirectional", False) else 1
-            owner = Owner(id(module), path, cell, activation, layers, directions, stacked)
-            self.known[id(module)] = owner
-        return owner, order
-
-    def _holder(self, args: tuple[Any, ...], entered: nn.Module | None) -> nn.Module | None:
-        """The module whose weights these are: a forward that is called directly runs no hook that would name it."""
-        holders = self.holders.get(id(_first_weight(args)), [])
-        if not holders or any(module is entered for module in holders):
-            return entered
-        return holders[0] if len(holders) == 1 else None
-
-    def _bare(self, cell: type[Cell], activation: str, args: tuple[Any, ...], stacked: bool) -> Owner:
-        """A kernel called without a registered module: a module in a plain list, or the bare function."""
-        first = _first_weight(args)
-        owner = self.known.get(id(first))
-        if owner is None:
-            unnamed = sum(o.name.startswith("unnamed_") for o in self.known.values())
-            rest = args[4:] if stacked and isinstance(args[3], (list, tuple)) else args[3:]
-            layers, both = (int(rest[1]), bool(rest[4])) if stacked else (1, False)
-            owner = Owner(id(first), f"unnamed_{cell.kind}_{unnamed}", cell, activation, layers, 1 + both, stacked)
-            self.known[id(first)] = owner
-        return owner
-
-
-def _first_weight(args: tuple[Any, ...]) -> Tensor:
-    weight = args[3] if isinstance(args[3], (list, tuple)) else args[2]
-    return weight[0] if isinstance(weight, (list, tuple)) else weight
-
-
-def _holders(asked: Asked) -> dict[int, list[nn.Module]]:
-    """By the identity of its first weight, the recurrent modules that hold it."""
-    found: dict[int, list[nn.Module]] = {}
-    for _, module in asked.modules:
-        first = getattr(module, "weight_ih_l0", getattr(module, "weight_ih", None))
-        if isinstance(first, nn.Parameter):
-            found.setdefault(id(first), []).append(module)
-    return found
 
 
 def _plain_hook(recorder: Recorder, path: str) -> Any:
