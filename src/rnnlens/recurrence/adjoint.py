@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from .arrays import Array, Namespace
+from .arrays import Array
 from .cells import Record, affine
 from .parallel import for_each, large_parts, still_wanted, walk_parts
 from .run import Run
@@ -147,12 +147,10 @@ def weight_gradients(
     return {name: sum((part[name] for part in others), start=grad) for name, grad in first.items()}
 
 
-def probed(weights: Mapping[str, Array], probes: int, xp: Namespace) -> dict[str, Array]:
+def probed(weights: Mapping[str, Array], probes: int) -> dict[str, Array]:
     """Whole gradients reduced to the combinations of rows that ``weight_gradients(..., probes=probes)`` returns."""
     how = affine.Contraction(probes=probes)
-    return {
-        name: affine.probe_rows(w.shape[0], w, how, xp) @ w if len(w.shape) == 2 else w for name, w in weights.items()
-    }
+    return {name: affine.probe_rows(w.shape[0], w, how) @ w if len(w.shape) == 2 else w for name, w in weights.items()}
 
 
 def per_state(cotangent: Array | Sequence[Array | None], count: int) -> tuple[Array | None, ...]:

@@ -11,7 +11,6 @@ from .activations import ACTIVATIONS
 from .adjoint_custom import output_is_state
 from .arrays import Array, Namespace
 from .cells import StepCell, affine
-from .cells.record import Record
 from .inplace import Workspace
 from .linear import ProductSystem, Steps, System
 from .run import Run
@@ -262,7 +261,7 @@ class BasisSystem(_RunSystem):
         run, xp, size = self.run, self.run.xp, self.rows
         assert run.record is not None
         lead = run.states[0][at].shape[:2]
-        record = Record(*(None if part is None else _spread(part[at], size, xp) for part in run.record))
+        record = run.record.map(lambda part: _spread(part[at], size, xp))
         basis = xp.broadcast_to(self.work.eye(size), (lead[0], lead[1], size, size))
         basis = xp.reshape(basis, (lead[0], lead[1] * size, size))
         cotangent, start = [], 0

@@ -223,7 +223,7 @@ def _compare_weights(comparisons: Comparisons, adapter: Adapter, model: Any, our
 def probed(whole: Array) -> Array:
     """A kernel of a known cell as the random combinations of its rows that ours comes as."""
     how = affine.Contraction(probes=PROBES)
-    return np.asarray(affine.probe_rows(whole.shape[0], whole, how, np) @ whole)
+    return np.asarray(affine.probe_rows(whole.shape[0], whole, how) @ whole)
 
 
 def _difference(total: Array | None, part: Any) -> Array | None:

@@ -66,7 +66,7 @@ def _before(hidden: Array, call: RecurrentCall) -> Array:
 
 
 def _probed(x: Array, probes: int) -> Array:
-    signs = affine.probe_rows(x.shape[-1], x, affine.Contraction(probes=probes), np)
+    signs = affine.probe_rows(x.shape[-1], x, affine.Contraction(probes=probes))
     return x @ signs.T
 
 

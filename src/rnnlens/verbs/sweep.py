@@ -67,7 +67,7 @@ def weights_to_check(call: RecurrentCall, run: Run, result: Adjoint) -> tuple[Ma
     reference = {name: grad for name, grad in (call.weight_grads or {}).items() if name not in call.tied}
     if call.cell.by_framework:
         return weights_of(call, run, result), reference
-    return weight_gradients(run, result, probes=PROBES), probed(reference, PROBES, run.xp)
+    return weight_gradients(run, result, probes=PROBES), probed(reference, PROBES)
 
 
 def weight_norms_by_time(run: Run, result: Adjoint) -> dict[str, Array]:

@@ -113,7 +113,7 @@ def test_weight_gradients_equal_complex_step(variant, masked):
 
     summed, by_time = weight_gradients(run, result), weight_gradients(run, result, by_time=True)
 
-    combined, wanted = weight_gradients(run, result, probes=8), probed(expected, 8, np_xp)
+    combined, wanted = weight_gradients(run, result, probes=8), probed(expected, 8)
     for name, want in wanted.items():
         close(combined[name], want)
         assert combined[name].shape == ((8, expected[name].shape[1]) if expected[name].ndim == 2 else want.shape)
@@ -196,7 +196,7 @@ def test_one_wrong_weight_shows_in_the_combinations_of_rows():
     whole = {"kernel": rng.normal(size=(50, 40))}
     wrong = {"kernel": whole["kernel"].copy()}
     wrong["kernel"][31, 7] += 1e-3
-    difference = probed(wrong, 8, np_xp)["kernel"] - probed(whole, 8, np_xp)["kernel"]
+    difference = probed(wrong, 8)["kernel"] - probed(whole, 8)["kernel"]
     np.testing.assert_allclose(np.abs(difference[:, 7]), 1e-3)
     assert not np.delete(difference, 7, axis=1).any()
 

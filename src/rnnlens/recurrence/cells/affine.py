@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from array_api_compat import device
 
-from ...typing import Array, Namespace
+from ..arrays import Array, Namespace, namespace
 
 
 def columns(kernel: Array, gate: int, gates: int) -> Array:
@@ -52,13 +52,14 @@ def unproject(dz: Array, kernel: Array, scale: Array | None, gates: int, xp: Nam
     if len(scale.shape) == 2:
         product = dz @ kernel.T
         return product * _with_time(scale, product)
+    first, *others = (_unproject_gate(dz, kernel, scale, gate, gates) for gate in range(gates))
+    return sum(others, start=first)
+
+
+def _unproject_gate(dz: Array, kernel: Array, scale: Array, gate: int, gates: int) -> Array:
     units = dz.shape[-1] // gates
-    total = None
-    for g in range(gates):
-        part = dz[..., g * units : (g + 1) * units] @ columns(kernel, g, gates).T
-        part = part * _with_time(scale[g], part)
-        total = part if total is None else total + part
-    return total
+    part = dz[..., gate * units : (gate + 1) * units] @ columns(kernel, gate, gates).T
+    return part * _with_time(scale[gate], part)
 
 
 class Contraction(NamedTuple):
@@ -72,10 +73,10 @@ class Contraction(NamedTuple):
     probes: int = 0
 
 
-def probe_rows(rows: int, like: Array, how: Contraction, xp: Namespace) -> Array:
+def probe_rows(rows: int, like: Array, how: Contraction) -> Array:
     """Random signs (probes, rows), the same at every call."""
     signs = 2.0 * np.random.default_rng(rows).integers(0, 2, size=(how.probes, rows)) - 1.0
-    return xp.asarray(signs, dtype=like.dtype, device=device(like))
+    return namespace(like).asarray(signs, dtype=like.dtype, device=device(like))
 
 
 def total(dz: Array, how: Contraction, xp: Namespace) -> Array:
@@ -99,7 +100,7 @@ def outer(x: Array, dz: Array, scale: Array | None, gates: int, how: Contraction
     if scale is not None:
         x = x * _with_time(scale, x)
     if how.probes:
-        x = x @ probe_rows(x.shape[-1], x, how, xp).T
+        x = x @ probe_rows(x.shape[-1], x, how).T
     if how.by_time:
         return xp.permute_dims(x, (1, 2, 0)) @ xp.permute_dims(dz, (1, 0, 2))
     rows = x.shape[0] * x.shape[1]

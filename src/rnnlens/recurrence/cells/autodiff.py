@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ...typing import Array
+from ..arrays import Array
 
 
 class Autodiff(Protocol):

@@ -251,7 +251,7 @@ class Cell:
         else:
             each = [pulled((slice(None), t)) for t in steps]
             found = {name: xp.stack([grads[name] for grads in each]) for name in each[0]}
-        return {name: _combined(grad, how, xp) for name, grad in found.items()}
+        return {name: _combined(grad, how) for name, grad in found.items()}
 
     def weight_gradients(
         self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
@@ -301,7 +301,7 @@ class Cell:
             return array[:, None]
 
         assert run.record is not None
-        record = Record(*(None if part is None else wide(part[:, t]) for part in run.record))
+        record = run.record.map(lambda part: wide(part[:, t]))
         before, after = [wide(s) for s in run.state_before(t)], [wide(s[:, t]) for s in run.states]
         return list(self.pull_back(record, before, after, rows, run.state_scale, run.xp)[1])
 
@@ -322,7 +322,7 @@ class Cell:
 
         def jacobian(s: Array) -> Array:
             before, record, after = taken(s)
-            spread = Record(*(None if part is None else part[:, None] for part in record))
+            spread = record.map(lambda part: part[:, None])
             rows = [np.broadcast_to(b, (len(s), *b.shape[1:])) for b in basis]
             wide = [b[:, None] for b in before], [a[:, None] for a in after]
             joined: Array = np.concatenate(cell.pull_back(spread, *wide, rows, None, np)[1], axis=2)
@@ -351,12 +351,12 @@ def flattened(
     return flat(record.inner), [flat(b) for b in before], [flat(c) for c in cotangent]
 
 
-def _combined(grad: Array, how: affine.Contraction, xp: Namespace) -> Array:
+def _combined(grad: Array, how: affine.Contraction) -> Array:
     """A gradient, or the random combinations of its rows that were asked for."""
     matrix = len(grad.shape) - int(how.by_time) == 2
     if not how.probes or not matrix:
         return grad
-    return affine.probe_rows(grad.shape[-2], grad, how, xp) @ grad
+    return affine.probe_rows(grad.shape[-2], grad, how) @ grad
 
 
 def flat_gate_grad(run: Run, result: Adjoint, times: slice) -> Array:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
+from ..arrays import Array, Namespace
 from . import affine
 from .cell import Cell, Pulled, by_name, of_every_gate
 from .lstm import LSTM

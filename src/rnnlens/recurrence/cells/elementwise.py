@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...typing import Array, Namespace
+from ..arrays import Array, Namespace
 
 
 def sigmoid(z: Array, xp: Namespace) -> Array:

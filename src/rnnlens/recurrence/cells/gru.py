@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
+from ..arrays import Array, Namespace
 from . import affine
 from .cell import Cell, Pulled, are_elementwise, by_name, flat_gate_grad
 from .record import Record
@@ -86,7 +86,8 @@ class GRU(Cell):
     def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
         """Without the recurrent bias where the reset gate multiplies it."""
         if not self.reset_after:
-            return super().project(x, scale, xp)
+            whole: Array = super().project(x, scale, xp)
+            return whole
         z = affine.project(x, self.kernel, scale, _GATES, xp)
         if self.bias is not None:
             z += self.bias

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from array_api_compat import array_namespace
 
-from ...typing import Array, Namespace
 from ...vocabulary import FEATURE, Quantity
+from ..arrays import Array, Namespace
 from . import affine
 from .cell import Cell, Pulled, by_name, flat_gate_grad
 from .record import Record

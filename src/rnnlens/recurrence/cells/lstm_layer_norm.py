@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...typing import Array, Namespace
 from ...vocabulary import BIAS, GATE, KERNEL, RECURRENT_KERNEL, UNIT, Quantity
 from ..activations import ACTIVATIONS
+from ..arrays import Array, Namespace
 from . import affine
 from .cell import Cell, Pulled, by_name, flat_gate_grad
 from .lstm import LSTM

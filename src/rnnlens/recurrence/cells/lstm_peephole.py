@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL, PROJECTION, RECURRENT_KERNEL, UNIT, Quantity
 from ..activations import ACTIVATIONS
+from ..arrays import Array, Namespace
 from . import affine
 from .cell import Cell, Pulled, at_real_steps, by_name, of_every_gate
 from .lstm import LSTM

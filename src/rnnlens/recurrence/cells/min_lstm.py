@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...typing import Array, Namespace
 from ...vocabulary import BIAS, KERNEL
 from ..activations import ACTIVATIONS
+from ..arrays import Array, Namespace
 from . import affine
 from .cell import Cell, Pulled, are_elementwise, by_name
 from .record import Record

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from ...typing import Array
+from ..arrays import Array
 
 
 class Record(NamedTuple):
@@ -20,4 +21,9 @@ class Record(NamedTuple):
 
     def at(self, index: tuple[object, ...]) -> Record:
         """The same record at one index of its leading axes."""
-        return Record(self.preactivation[index], self.gates[index], None if self.inner is None else self.inner[index])
+        return self.map(lambda part: part[index])
+
+    def map(self, function: Callable[[Array], Array]) -> Record:
+        """The same record with a function of each part that there is."""
+        inner = None if self.inner is None else function(self.inner)
+        return Record(function(self.preactivation), function(self.gates), inner)
