@@ -149,6 +149,7 @@ def test_diagnose(model):
 def test_a_gradient_that_does_not_exist_has_a_reason(model, data):
     g = rl.gradients(model, data[0], of="rnn.output", reduce="sum", wrt=["head/kernel", "rnn/kernel"])
     assert list(g.disconnected) == ["head/kernel"]
+    assert g.disconnected["head/kernel"].code == "unknown"  # nothing can be moved here to see what depends on it
 
 
 @pytest.mark.parametrize("suffix", ["nc", "zarr"])
@@ -207,3 +208,13 @@ def test_the_framework_says_how_its_tensors_lie(model, data, monkeypatch):
     monkeypatch.setattr(tiny_rnnlens.adapter, "layout", steps_first)
     assert rl.gradients(model, *data, wrt="input").dims == ("sample", "time", "feature")
     assert rl.gradients(model, *data, wrt="input").shape == (STEPS, SAMPLES, FEATURES)
+
+
+def test_an_adapter_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
+    home = tmp_path / "broken-1.0.dist-info"
+    home.mkdir()
+    (home / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (home / "entry_points.txt").write_text("[rnnlens.adapters]\nbroken = no_such_module:adapter\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModelError, match="'broken' of another package cannot be loaded"):
+        rl.layers(object())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from ..errors import ModelError, message
@@ -60,11 +60,25 @@ def adapter_of(model: Any) -> Adapter | None:
 
 def _newly_joined(model: Any) -> Adapter | None:
     for entry in entry_points(group=GROUP):
-        other: Adapter = entry.load()
+        other = _loaded(entry)
         if other not in _joined and other.owns(model):
             _joined.append(other)
             return other
     return None
+
+
+def _loaded(entry: EntryPoint) -> Adapter:
+    try:
+        adapter: Adapter = entry.load()
+    except Exception as error:
+        raise ModelError(
+            message(
+                f"The adapter {entry.name!r} of another package cannot be loaded.",
+                got=f"{entry.value}: {type(error).__name__}: {error}",
+                hint="mend or remove that package",
+            )
+        ) from error
+    return adapter
 
 
 def _within(module: Any, dotted: str) -> Any:
