@@ -14,6 +14,7 @@ from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, Recurre
 from ..adapters.registry import adapter_for
 from ..arguments.data import is_source
 from ..errors import InputError, ModelError, RnnlensError, UnsupportedError, message, shown
+from ..layout import Layout, dims_of
 from ..measures.intervention import donors, squared_change
 from ..recurrence.run import Run
 from ..results.schema import plain
@@ -176,8 +177,19 @@ class Experiment:
         said = {} if lie is None else {name: layout.axes for name, layout in lie.said.items()}
         if output in said or (lie is not None and lie.inputs is not None):
             return said
-        # Samples come first in what went in; the output was found to have them there, too.
-        return {**said, output: output_names(self.looked_at.ndim)}
+        # Samples come first in what went in; how the output lies was looked up, where it was not plain.
+        return {**said, output: self.layout.axes}
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How the output that is looked at lies."""
+        whole = plain(self._leaf(self.capture.outputs))
+        _ = self.looked_at
+        return (
+            Layout.plain(dims_of(whole.shape))
+            if self.samples.lie is None
+            else self.samples.lie.names(whole, self.which)
+        )
 
     def given(self, x: Any) -> Any:
         """Data as the model wants them."""
@@ -372,13 +384,6 @@ class Experiment:
             return squared_change(self.prediction, raw), np.zeros(len(raw))
         prediction = self.target.prediction(raw)
         return squared_change(self.prediction, prediction), self.target.loss(prediction)
-
-
-def output_names(count: int) -> tuple[str, ...]:
-    """Names of the axes of an output with so many."""
-    if count < 3:
-        return ("sample", "unit")[:count]
-    return ("sample", "time", *(f"axis_{i}" for i in range(2, count - 1)), "unit")
 
 
 def in_numpy(call: RecurrentCall) -> RecurrentCall:

@@ -11,6 +11,7 @@ import xarray as xr
 
 from .. import data
 from ..adapters.protocol import RecurrentCall
+from ..layout import canonical_order
 from ..measures.facts import Census, census, dead_units, gate_timescale, stuck_gates
 from ..measures.profiles import Band, attributed_memory, attribution, band
 from ..measures.transfer import Transfer, state_transfer, theil_sen
@@ -19,7 +20,7 @@ from ..results.schema import plain
 from ..settings import options
 from ..typing import Array
 from ..verbs.gradients import gradients
-from .experiment import Experiment, output_names
+from .experiment import Experiment
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,9 @@ def _projection(experiment: Experiment) -> Any:
         projection[np.arange(len(whole)), experiment.place(whole)] = weights.reshape(whole.shape[2:])
     else:
         projection[...] = weights.reshape(whole.shape[1:])
-    return xr.DataArray(projection, dims=output_names(whole.ndim))
+    names = [experiment.layout.names[i] for i in canonical_order(experiment.layout.names)]
+    # One number for each step: the axis of it is ours.
+    return xr.DataArray(projection if len(names) == projection.ndim else projection[..., 0], dims=names)
 
 
 def by_lag(values: Array, order: Sequence[int], ends: Array | None) -> Array:

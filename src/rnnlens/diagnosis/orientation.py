@@ -117,11 +117,14 @@ class Orientation:
         each = iter(self.inputs)
         return data.map_leaves(lambda leaf: _turned_back(leaf, next(each)), x)
 
-    def output(self, array: Array, index: int, given: Any, samples: int) -> Array:
-        """One output of the model, samples first, on so many samples of x as the model was given them."""
+    def output(self, array: Array, index: int, x: Any, samples: int) -> Array:
+        """One output of the model, samples first, then steps, on so many samples of x as the model was given them.
+
+        An output of one number for each step gets an axis for it.
+        """
         port = Port("output", index=index)
-        if self.inputs is not None or port in self.axes.stated or array.shape[:1] != (samples,):
-            self.axes.learn(Batch(given), [port])
+        if self._may_lie_otherwise(array, port, x, samples):
+            self.axes.learn(Batch(x if self.inputs is not None else _first_few(x)), [port])
         layout = self.axes.layout(port, array.shape)
         if SAMPLE not in layout.names:
             raise InputError(
@@ -131,7 +134,22 @@ class Orientation:
                     hint='say so: axes={"output": ("time", "sample", "unit")}',
                 )
             )
-        return _turned(layout.opened(array, samples), Layout.plain(layout.names))
+        turned = _turned(layout.opened(array, samples), Layout.plain(layout.names))
+        return turned[:, :, None] if set(layout.names) == {SAMPLE, TIME} else turned
+
+    def _may_lie_otherwise(self, array: Array, port: Port, x: Any, samples: int) -> bool:
+        """Whether the output has steps, or as many units as there are, or does not begin with the samples."""
+        lengths = {leaf.shape[1] for leaf in data.leaves_of(x) if len(leaf.shape) > 1}
+        many = array.ndim > 2 or (array.ndim == 2 and array.shape[1] > 1 and array.shape[1] in lengths)
+        return self.inputs is not None or port in self.axes.stated or array.shape[:1] != (samples,) or many
+
+    def names(self, array: Array, index: int) -> Layout:
+        """How an output of the model lies, as far as it was found out."""
+        return self.axes.layout(Port("output", index=index), array.shape)
+
+
+def _first_few(x: Any) -> Any:
+    return data.map_leaves(lambda leaf: leaf[:3], x)
 
 
 def _turned(array: Array, layout: Layout) -> Array:

@@ -92,6 +92,8 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
         values = values[:, step]
     words = _words(loss)
     kind = task or _guess(values, outputs, words)
+    if task is None and not _tell(words) and kind == "values" and _are_logits_of(values, raw):
+        kind = "binary"
     if kind == "classes":
         return Target("classes", _one_hot(values, outputs))
     flat = values.reshape(samples, -1).astype(np.float64)
@@ -99,6 +101,18 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
         got = f"y of shape {values.shape}, output of shape {raw.shape}"
         raise InputError(message("The target does not fit the output.", got=got, hint='task="classes" or "values"'))
     return Target("binary" if kind == "binary" else "values", flat)
+
+
+def _tell(words: str) -> bool:
+    """Whether the words of a loss say which task it is."""
+    return any(word in words for word in (*_ENTROPY, *_DISTANCE))
+
+
+def _are_logits_of(values: Array, raw: Array) -> bool:
+    """Whether targets of 0 and 1 are met by numbers far beyond them: logits, where a loss of distances would not go."""
+    flat = values.reshape(len(values), -1)
+    zero_one = flat.shape == raw.shape and bool(np.isin(flat, (0, 1)).all())
+    return zero_one and float(np.mean((raw < -0.5) | (raw > 1.5))) > 0.25
 
 
 def _words(loss: Any) -> str:

@@ -240,6 +240,41 @@ def test_the_last_step_missed_is_no_matter_of_time():
     assert "window" not in str(d)
 
 
+class Every(nn.Module):
+    """Classes at every step before the steps, as ``nn.CrossEntropyLoss`` takes them; or one number for each step."""
+
+    def __init__(self, lag, form):
+        super().__init__()
+        self.rnn, self.form = register(lag + 2), form
+        self.head = reader([(lag, -20.0), (lag, 20.0), (0, 0.0)] if form == "classes first" else [(lag, 1.0)], lag + 2)
+
+    def forward(self, x):
+        out = self.head(self.rnn(x)[0])
+        return out.transpose(1, 2) if self.form == "classes first" else out.squeeze(-1)
+
+
+@pytest.mark.parametrize("step", [-1, 9])
+def test_outputs_of_every_step_may_lie_as_they_like(step):
+    x = white()
+    past = np.roll(x[:, :, 0], 4, axis=1)
+    for form, y in (("classes first", (past > 0).astype("int64")), ("no units", past)):
+        d = rl.diagnose(Every(4, form), x, y, step=step)
+        assert (float(d["model"].memory), int(d["model"].steps)) == (5, STEPS if step == -1 else 10)
+        assert float(d["model"].skill) > 0.8
+        assert int(d["rnn"].adjoint.argmax()) <= 4
+
+
+def test_logits_of_a_binary_target_are_told_from_values():
+    x = white()
+    y = (x[:, -4] > 0).astype("float32")
+    net = TimeFirst(3)
+    with torch.no_grad():
+        net.head.weight *= 8
+    d = rl.diagnose(net, x.transpose(1, 0, 2), y)
+    assert float(d["model"].skill) > 0.7
+    assert "NO_SKILL" not in d.codes
+
+
 def test_packed_data_are_refused_by_name():
     x = nn.utils.rnn.pack_padded_sequence(torch.as_tensor(white(4)), torch.tensor([5, 4, 3, 2]), batch_first=True)
     with pytest.raises(UnsupportedError, match="packed sequence"):
