@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ class KerasAdapter(Adapter):
     ) -> Pullback:
         """Run the model once, and keep what is needed to differentiate any ``of`` with respect to any ``wrt``."""
         return with_composed(
-            lambda ends, starts: KerasPullback(model, batch, ends, starts, cut), of, wrt, partial(put_together, model)
+            lambda ends, starts: KerasPullback(model, batch, ends, starts, cut), of, wrt, put_together(model)
         )
 
     def outputs_of(self, model: Any, batch: Batch) -> Outputs:

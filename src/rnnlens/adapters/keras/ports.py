@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import keras
@@ -12,7 +13,7 @@ from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_
 from ..composed import Composed
 from ..protocol import Port
 from .discover import Places, Site, base_name, places
-from .registered import composed
+from .registered import composed, registration_of
 from .weights import named_variables
 
 #: Mark of the place where a bidirectional layer as a whole is listened to, besides its two halves.
@@ -138,14 +139,24 @@ class Spots:
         return f"weight|{tap}"
 
 
-def put_together(model: Any, port: Port) -> Composed | None:
-    """What a weight of a layer with a registered cell is made of; None for any other weight."""
-    found = places(model)
-    halves = {s.direction: s for s in found.sites if s.name == str(port.layer).partition("#")[0]}
-    if not halves:
-        return None
-    owner = next(iter(halves.values())).owner
-    return composed(named_variables(owner), {side: s.layer for side, s in halves.items()}).get(port.key)
+def put_together(model: Any) -> Callable[[Port], Composed | None]:
+    """What a weight of a layer with a registered cell is made of; None for any other weight. Layers are found once."""
+
+    @cache
+    def by_layer() -> dict[str, dict[str, Composed]]:
+        halves: dict[str, dict[str, Site]] = {}
+        for site in places(model).sites:
+            if registration_of(getattr(site.layer, "cell", None)) is not None:
+                halves.setdefault(site.name, {})[site.direction] = site
+        return {
+            name: composed(named_variables(next(iter(sites.values())).owner), {d: s.layer for d, s in sites.items()})
+            for name, sites in halves.items()
+        }
+
+    def find(port: Port) -> Composed | None:
+        return by_layer().get(str(port.layer).partition("#")[0], {}).get(port.key)
+
+    return find
 
 
 def _check_index(port: Port, count: int) -> None:

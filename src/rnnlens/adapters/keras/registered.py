@@ -21,7 +21,7 @@ _DEPTH = 4
 
 def registration_of(cell: Any) -> Registration | None:
     """What was registered for the class of a cell whose ``call`` is that of its class."""
-    return None if "call" in vars(cell) else registered(cell)
+    return None if cell is None or "call" in vars(cell) else registered(cell)
 
 
 def attributes(cell: Any) -> dict[str, Any]:
