@@ -24,7 +24,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Everything that is called, one by one for layers stacked within one module; the model itself if it is all."""
     named = named_modules(model)
     for path, module in named[1:] or named:
-        stacked = module.num_layers if class_of(module) is not None and isinstance(module, nn.RNNBase) else 1
+        stacked = module.num_layers if isinstance(module, nn.RNNBase) else 1
         if not isinstance(module, _HOLDERS):
             yield from ((node_name(path, module, layer), module) for layer in range(stacked))
 
@@ -42,5 +42,5 @@ def _roles(module: nn.Module) -> frozenset[Role]:
 
 def _dtype(module: nn.Module) -> str:
     """That of a module's own weights."""
-    floats = [p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()]
-    return str(floats[0]).removeprefix("torch.") if floats else ""
+    floats = (p.dtype for p in module._parameters.values() if p is not None and p.is_floating_point())
+    return str(next(floats, "")).removeprefix("torch.")
