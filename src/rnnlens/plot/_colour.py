@@ -41,11 +41,16 @@ def line_colours(count: int) -> list[Any]:
     return [CYCLE[i % len(CYCLE)] for i in range(count)]
 
 
+def linear_below(limit: float) -> float:
+    """Where a logarithmic scale becomes linear; not 0 for the smallest of numbers."""
+    return max(limit * 10.0**-DECADES, float(np.finfo(float).tiny))
+
+
 def around_zero(limit: float, *, log: bool = False) -> Normalize:
     """Symmetric scale from -limit to limit, so that 0 is white."""
     limit = limit if limit > 0 and math.isfinite(limit) else 1.0
     if log:
-        return SymLogNorm(linthresh=limit * 10.0**-DECADES, linscale=0.5, vmin=-limit, vmax=limit, base=10)
+        return SymLogNorm(linthresh=linear_below(limit), linscale=0.5, vmin=-limit, vmax=limit, base=10)
     return Normalize(-limit, limit)
 
 
@@ -57,7 +62,7 @@ def from_zero(values: Numbers, limit: float, *, log: bool = False) -> Normalize:
     with np.errstate(invalid="ignore"):
         positive = values[(values > 0) & np.isfinite(values)]
     lowest = min(float(positive.min()), limit / 10) if positive.size else limit / 10
-    return SymLogNorm(linthresh=max(lowest, limit * 10.0**-DECADES), linscale=0.3, vmin=0, vmax=limit, base=10)
+    return SymLogNorm(linthresh=max(lowest, linear_below(limit)), linscale=0.3, vmin=0, vmax=limit, base=10)
 
 
 def scale_note(norm: Normalize) -> str:

@@ -23,7 +23,7 @@ from matplotlib.ticker import FixedLocator, LogFormatterSciNotation, MaxNLocator
 from ..arguments import listed
 from ..arguments import path as path_of
 from ..errors import FileError, InputError, message
-from ._colour import DECADES
+from ._colour import DECADES, linear_below
 
 _LETTERS_PER_INCH = 12
 SEPARATOR: dict[str, Any] = {"color": "#404040", "linewidth": 1.2, "linestyle": "-"}
@@ -178,7 +178,7 @@ def decade_ticks(limit: float) -> list[float]:
 def log_around_zero(ax: Any, limit: float) -> None:
     """Symmetric logarithmic value axis over ``DECADES`` decades, with few enough ticks to be read."""
     limit = limit or 1.0
-    ax.set_yscale("symlog", linthresh=limit * 10.0**-DECADES, linscale=0.5)
+    ax.set_yscale("symlog", linthresh=linear_below(limit), linscale=0.5)
     ax.yaxis.set_major_locator(FixedLocator(decade_ticks(limit)))
     ax.yaxis.set_minor_locator(NullLocator())
 

@@ -204,3 +204,13 @@ def test_every_real_dtype_is_drawn(dtype, render):
 def test_torch_tensors_with_gradients_are_drawn(render):
     torch = pytest.importorskip("torch")
     render(rl.plot.heatmap(torch.ones(2, 3, 4, requires_grad=True, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("scale", [1e-306, 1e-320])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("heatmap", (2, 5, 3)), ("curves", (2, 5, 3)), ("points", (2, 3)), ("time_jacobian", (2, 5, 2, 5, 3))],
+)
+def test_the_smallest_of_numbers_have_a_logarithmic_scale(tmp_path, name, shape, scale):
+    values = np.random.default_rng(0).normal(size=shape) * scale
+    getattr(rl.plot, name)(values, log=True).save(tmp_path / "tiny.png", dpi=40)
