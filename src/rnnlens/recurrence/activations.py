@@ -28,7 +28,6 @@ class Activation:
     value: Callable[[Array, Namespace], Array]
     slope: Callable[[Array, Array, Namespace], Array] | None = None
     mixed_vjp: Callable[[Array, Array, Array, Namespace], Array] | None = None
-    mixed_jvp: Callable[[Array, Array, Array, Namespace], Array] | None = None
 
     def vjp(self, x: Array, a: Array, g: Array, xp: Namespace) -> Array:
         """Pull dL/da back to dL/dx."""
@@ -36,13 +35,6 @@ class Activation:
             return g * self.slope(x, a, xp)
         assert self.mixed_vjp is not None
         return self.mixed_vjp(x, a, g, xp)
-
-    def jvp(self, x: Array, a: Array, d: Array, xp: Namespace) -> Array:
-        """Push a change of x forward to a change of a."""
-        if self.slope is not None:
-            return d * self.slope(x, a, xp)
-        assert self.mixed_jvp is not None
-        return self.mixed_jvp(x, a, d, xp)
 
 
 def _relu(x: Array, xp: Namespace) -> Array:
@@ -102,10 +94,6 @@ def _softmax_vjp(x: Array, a: Array, g: Array, xp: Namespace) -> Array:
 
 def _log_softmax_vjp(x: Array, a: Array, g: Array, xp: Namespace) -> Array:
     return g - xp.exp(a) * xp.sum(g, axis=-1, keepdims=True)
-
-
-def _log_softmax_jvp(x: Array, a: Array, d: Array, xp: Namespace) -> Array:
-    return d - xp.sum(xp.exp(a) * d, axis=-1, keepdims=True)
 
 
 _TABLE = (
@@ -186,8 +174,8 @@ _TABLE = (
         lambda x, a, xp: xp.tanh(_softplus(x, xp)) + x * (1 - xp.tanh(_softplus(x, xp)) ** 2) * _sigmoid(x, xp),
     ),
     Activation("log_sigmoid", lambda x, xp: -_softplus(-x, xp), lambda x, a, xp: 1 - xp.exp(a)),
-    Activation("softmax", _softmax, None, _softmax_vjp, _softmax_vjp),
-    Activation("log_softmax", _log_softmax, None, _log_softmax_vjp, _log_softmax_jvp),
+    Activation("softmax", _softmax, None, _softmax_vjp),
+    Activation("log_softmax", _log_softmax, None, _log_softmax_vjp),
 )
 
 #: Activations by the name Keras gives them. ``glu`` halves its input and ``threshold`` needs arguments: neither can be
