@@ -35,7 +35,7 @@ from ..protocol import (
 )
 from . import discover
 from .capture import capture, copy_of
-from .chain import chain
+from .chain import between, chain
 from .engines import current
 from .facts import facts, reduction
 from .functional import differentiate
@@ -122,6 +122,12 @@ class KerasAdapter(Adapter):
     def chain(self, model: Any, *, training: bool) -> list[ChainLink] | None:
         """The layers of a model that is one plain chain of well-known ones."""
         return chain(model, training=training)
+
+    def between(
+        self, model: Any, of: Port, wrt: Port
+    ) -> Callable[[Array], tuple[Array, Callable[[Array], list[Array]]]] | None:
+        """The layers of a chain from one output to another, run by themselves."""
+        return between(model, of, wrt)
 
     def plain(
         self,

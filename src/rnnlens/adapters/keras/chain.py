@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import keras
 from keras.src.models.functional import Functional
 
-from ..protocol import ChainLink
+from ...typing import Array
+from ..protocol import ChainLink, Port
+from .engines import current
+from .found import as_found
+from .functional import Pull, differentiate
 from .values import value_of
 
 _RECURRENT = (keras.layers.LSTM, keras.layers.GRU, keras.layers.SimpleRNN)
@@ -26,6 +31,42 @@ def chain(model: Any, *, training: bool) -> list[ChainLink] | None:
         return None
     links = [_link(layer, training) for layer in layers]
     return None if any(link is None for link in links) else [link for link in links if link is not None]
+
+
+def between(model: Any, of: Port, wrt: Port) -> Callable[[Array], tuple[Array, Pull]] | None:
+    """The layers of a chain from one output to another, called one after the other; None for any other model."""
+    layers = _in_order(model)
+    if layers is None:
+        return None
+    names = [layer.name for layer in layers]
+    first = 0 if wrt == Port("input") else _after(wrt, names)
+    last = len(layers) if of == Port("output") else _after(of, names)
+    if first is None or last is None or first >= last:
+        return None
+    engine = current()
+
+    def called(tensor: Any) -> Any:
+        with keras.StatelessScope(collect_losses=True):
+            for layer in layers[first:last]:
+                tensor = layer(tensor)
+        return tensor
+
+    def run(array: Array) -> tuple[Array, Pull]:
+        with as_found(model, engine):
+            value, pull = differentiate(called, [array], engine)
+
+        def pulled(cotangent: Array) -> list[Array]:
+            with as_found(model, engine):
+                return pull(cotangent)
+
+        return value, pulled
+
+    return run
+
+
+def _after(port: Port, names: Sequence[str]) -> int | None:
+    """The place behind the layer that a tensor comes out of."""
+    return names.index(port.layer) + 1 if port.kind == "output" and port.layer in names and not port.index else None
 
 
 def _in_order(model: Any) -> list[Any] | None:

@@ -89,6 +89,15 @@ class Adapter(Rule, ABC):
         """The layers from input to output where they are one plain chain of well-known ones; None otherwise."""
         return None
 
+    def between(
+        self, model: Any, of: Port, wrt: Port
+    ) -> Callable[[Array], tuple[Array, Callable[[Array], list[Array]]]] | None:
+        """The user's own layers from one tensor to another, run by themselves: from an array as ``differentiate`` does.
+
+        Not in training, and with nothing of ours in the way. None where the model cannot be taken apart like that.
+        """
+        return None
+
     def combination(self, model: Any, batch: Batch) -> str | None:
         """How losses of batches of one size make up that of the data set: ``"mean"``, ``"sum"``; None: not known."""
         return None

@@ -11,9 +11,11 @@ import numpy as np
 import xarray as xr
 
 from ... import data
+from ...adapters.protocol import Cotangents, PlainRun, Port
 from ...errors import CertificateError, TooLargeError
 from ...results.certificate import Certificate
-from ...results.checks import coarser
+from ...results.checks import coarser, residual, rounding_bound
+from ...results.schema import plain
 from ...typing import Array
 from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, SAMPLE, TIME, UNIT
 from ..certify import Comparisons, attempt, outputs_of, unsteady, wanted
@@ -52,9 +54,9 @@ def _why_not(request: Request, plan: Plan) -> str:
     """Why the Jacobian asked for has nothing that a plain run gives; "" where it has."""
     if any(data.is_packed(leaf) for leaf in data.leaves_of(request.batch.x)):
         return "a packed input has its steps in another order than the result"
-    for name, what in ((request.of, "output"), (request.wrt, "input")):
-        if name.layer is not None or name.what != what:
-            return f"{name.text} lies inside the model, where a plain run cannot be looked at"
+    inner = next((name for name in (request.of, request.wrt) if _is_inside(name)), None)
+    if inner is not None and not _is_apart(request):
+        return f"{inner.text} lies inside the model, where a plain run cannot be looked at"
     if request.options.rtol is not None:
         return "rtol= left out rows on purpose"
     if plan.dtype.kind != "f":
@@ -69,7 +71,8 @@ def certify(request: Request, plan: Plan, claim: Claim | Certificate) -> Certifi
     engine = request.adapter.engine
     outside = Outside(plan.network.layouts, plan.network.samples)
     pulled = partial(_cotangents, outside, request.of, claim)
-    run, why = attempt(partial(request.adapter.plain, request.model, request.batch, pulled))
+    inner = _is_inside(request.of) or _is_inside(request.wrt)
+    run, why = attempt(partial(_part_by_itself if inner else _whole, request, plan, pulled))
     if run is None:
         return Certificate("could not", engine, why=why)
     steps = claim.ends.in_times is not None
@@ -82,6 +85,41 @@ def certify(request: Request, plan: Plan, claim: Claim | Certificate) -> Certifi
     certificate = Certificate.of(engine, [*comparisons.checks, *claim.checks], **_words(plan, claim))
     reason = unsteady(request.adapter, request.model, request.batch, run) if certificate.state == "failed" else ""
     return Certificate("could not", engine, why=reason) if reason else certificate
+
+
+def _is_inside(name: TensorName) -> bool:
+    return name.layer is not None or name.what not in ("input", "output")
+
+
+def _is_apart(request: Request) -> bool:
+    """Whether what lies between the two ends can be run by itself, as the user's own layers."""
+    of, wrt, batch = request.of, request.wrt, request.batch
+    if {of.what, wrt.what} - {"input", "output"} or batch.training or batch.initial_state:
+        return False
+    return request.adapter.between(request.model, of.port(), wrt.port()) is not None
+
+
+def _whole(request: Request, plan: Plan, cotangents: Cotangents) -> PlainRun:
+    del plan
+    return request.adapter.plain(request.model, request.batch, cotangents)
+
+
+def _part_by_itself(request: Request, plan: Plan, cotangents: Cotangents) -> PlainRun:
+    """The layers between the two ends, called one after the other, if these and the rest give what the model gives."""
+    adapter, model, batch = request.adapter, request.model, request.batch
+    whole = adapter.plain(model, batch, gradients=False)
+    part = adapter.between(model, request.of.port(), request.wrt.port())
+    rest = adapter.between(model, Port("output"), request.of.port())
+    assert part is not None
+    assert plan.ends.wrt.port is not None
+    start = plain(plan.network.around.values[plan.ends.wrt.port])
+    value, pull = part(start)
+    end = value if rest is None else rest(value)[0]
+    bound = rounding_bound(_computed_in(request, plan), max((64, *plan.shape)))
+    if end.shape != whole.outputs[0].shape or residual(end, whole.outputs[0], scale=1.0) > bound:
+        raise CertificateError("its layers, called one after the other, do not give what the model gives")
+    (cotangent,) = cotangents([value])
+    return PlainRun(whole.outputs, input_grads=pull(np.asarray(cotangent)))
 
 
 def _words(plan: Plan, claim: Claim) -> dict[str, tuple[str, ...]]:

@@ -1,0 +1,78 @@
+"""Time Jacobians that start or end at a layer of a chain are certified by the user's own layers, run by themselves."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import rnnlens as rl
+from rnnlens.verbs.time_jacobian.segments import Segment
+
+IDS = np.random.default_rng(0).integers(1, 9, size=(3, 5)).astype("int32")
+
+
+def reader(stateful=False, mask_zero=False):
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.Input((5,), batch_size=3, dtype="int32"),
+            layers.Embedding(9, 4, mask_zero=mask_zero, name="words"),
+            layers.GRU(4, return_sequences=True, stateful=stateful, activity_regularizer="l2", name="lower"),
+            layers.LSTM(3, return_sequences=True, name="upper"),
+            layers.Dense(2, "tanh", name="head"),
+        ]
+    )
+
+
+def asked(model=None, **ends):
+    with rl.options(certify="always"):
+        return rl.jacobian(model or reader(), IDS, **ends)
+
+
+ENDS = {
+    "output by words": {"wrt": "words.output"},
+    "norms of a layer by words": {"of": "lower.output", "wrt": "words.output", "measure": "norm"},
+    "output by a recurrent layer": {"wrt": "lower.output", "at": {"out_time": [4, 1]}},
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_it_passes(ends):
+    found = asked(**ENDS[ends])
+    assert str(found.attrs["certificate"]).startswith("certified against"), found.attrs["certificate"]
+
+
+def test_a_planted_fault_is_named(monkeypatch):
+    for name in ("apply", "at_every_step"):
+        original = getattr(Segment, name)
+        monkeypatch.setattr(Segment, name, lambda *args, original=original: original(*args) * 1.01)
+    with pytest.warns(rl.errors.SelfCheckWarning, match="differ from those of the model run plainly"):
+        asked(wrt="words.output")
+
+
+@pytest.mark.parametrize(
+    ("model", "ends"),
+    [
+        (lambda: reader(), {"of": "upper.cell", "wrt": "words.output"}),
+        (lambda: reader(mask_zero=True), {"wrt": "words.output"}),
+        (lambda: keras.Sequential([reader(), layers.Dense(1)]), {"wrt": "words.output"}),
+    ],
+    ids=["a state", "a mask", "a model in a model"],
+)
+def test_what_is_no_chain_of_layers_is_not_certified(model, ends):
+    made = model()
+    if len(made.layers) == 2:
+        ends = {"wrt": f"{made.layers[0].name}/words.output"}
+    assert "lies inside the model" in str(asked(made, **ends).attrs["certificate"])
+
+
+def test_the_model_is_left_as_found():
+    model = reader(stateful=True)
+    model(IDS)
+    states = [keras.ops.convert_to_numpy(v).copy() for v in model.get_layer("lower").states]
+    losses, nodes = len(model.losses), [len(layer._inbound_nodes) for layer in model.layers]
+    asked(model, wrt="words.output")
+    after = [keras.ops.convert_to_numpy(v) for v in model.get_layer("lower").states]
+    assert all(np.array_equal(a, b) for a, b in zip(states, after, strict=True))
+    assert len(model.losses) == losses
+    assert [len(layer._inbound_nodes) for layer in model.layers] == nodes
