@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,9 @@ from .plan import Plan
 from .request import Request
 
 JACOBIAN = "plain jacobian"
+
+#: The user's own layers from one tensor to another: from an array to a value and its pull-back.
+Stretch = Callable[[Array], tuple[Array, Callable[[Array], list[Array | None]]]]
 
 _MEASURED = {"norm": "norms", "spectral": "largest singular values", "abs_mean": "mean magnitudes"}
 
@@ -71,8 +74,10 @@ def certify(request: Request, plan: Plan, claim: Claim | Certificate) -> Certifi
     engine = request.adapter.engine
     outside = Outside(plan.network.layouts, plan.network.samples)
     pulled = partial(_cotangents, outside, request.of, claim)
-    inner = _is_inside(request.of) or _is_inside(request.wrt)
-    run, why = attempt(partial(_part_by_itself if inner else _whole, request, plan, pulled))
+    if _is_inside(request.of) or _is_inside(request.wrt):
+        run, why = _stretch_by_itself(request, plan, pulled)
+    else:
+        run, why = attempt(partial(request.adapter.plain, request.model, request.batch, pulled))
     if run is None:
         return Certificate("could not", engine, why=why)
     steps = claim.ends.in_times is not None
@@ -99,23 +104,27 @@ def _is_apart(request: Request) -> bool:
     return request.adapter.between(request.model, of.port(), wrt.port()) is not None
 
 
-def _whole(request: Request, plan: Plan, cotangents: Cotangents) -> PlainRun:
-    del plan
-    return request.adapter.plain(request.model, request.batch, cotangents)
-
-
-def _part_by_itself(request: Request, plan: Plan, cotangents: Cotangents) -> PlainRun:
-    """The layers between the two ends, called one after the other, if these and the rest give what the model gives."""
-    adapter, model, batch = request.adapter, request.model, request.batch
-    whole = adapter.plain(model, batch, gradients=False)
-    part = adapter.between(model, request.of.port(), request.wrt.port())
+def _stretch_by_itself(request: Request, plan: Plan, cotangents: Cotangents) -> tuple[PlainRun | None, str]:
+    """The layers between the two ends, run by themselves; or why they are not."""
+    adapter, model = request.adapter, request.model
+    whole, why = attempt(partial(adapter.plain, model, request.batch, gradients=False))
+    if whole is None:
+        return None, why
+    stretch = adapter.between(model, request.of.port(), request.wrt.port())
     rest = adapter.between(model, Port("output"), request.of.port())
-    assert part is not None
+    assert stretch is not None
     assert plan.ends.wrt.port is not None
     start = plain(plan.network.around.values[plan.ends.wrt.port])
-    value, pull = part(start)
-    end = value if rest is None else rest(value)[0]
     bound = rounding_bound(_computed_in(request, plan), max((64, *plan.shape)))
+    return attempt(partial(_pulled_through, stretch, rest, start, whole, bound, cotangents))
+
+
+def _pulled_through(
+    stretch: Stretch, rest: Stretch | None, start: Array, whole: PlainRun, bound: float, cotangents: Cotangents
+) -> PlainRun:
+    """What arrives at the lower end of a stretch, if this and the rest of the model give what the model gives."""
+    value, pull = stretch(start)
+    end = value if rest is None else rest(value)[0]
     if end.shape != whole.outputs[0].shape or residual(end, whole.outputs[0], scale=1.0) > bound:
         raise CertificateError("its layers, called one after the other, do not give what the model gives")
     (cotangent,) = cotangents([value])
