@@ -25,8 +25,9 @@ from _zoo_tasks import Task
 from _zoo_truth import data_for, known_memory, truth_of
 
 import rnnlens as rl
-from rnnlens.diagnosis.experiment import Experiment, read_samples
+from rnnlens.diagnosis.experiment import Experiment
 from rnnlens.diagnosis.memory import Memory, measure_memory
+from rnnlens.diagnosis.samples import read_samples
 
 SOLVED = 0.95
 #: Samples that stand for all there are, and how often an interval is drawn anew, when its coverage is counted.

@@ -18,13 +18,14 @@ from ..results.schema import plain
 from ..verbs.axes import an_axes_table
 from ..verbs.turns import in_turn
 from .carried import measure_carried
-from .experiment import Experiment, read_samples
+from .experiment import Experiment
 from .findings import MODEL, findings
 from .label import layer_dataset, model_dataset
 from .layers import measure_layers
 from .memory import Memory, measure_memory
 from .missed import is_missed, measure_missed
 from .orientation import Orientation
+from .samples import read_samples
 from .words import by_layer, headline
 
 __all__ = ["diagnose"]

@@ -23,8 +23,9 @@ from ..results.schema import plain
 from ..typing import Array
 from ..verbs.axes import an_axes_table
 from ..verbs.turns import in_turn
-from .experiment import in_numpy, refuse_without_time
+from .experiment import in_numpy
 from .orientation import Orientation
+from .samples import refuse_without_time
 
 #: From so many states on, starts are drawn with replacement.
 _MANY = 10**6
