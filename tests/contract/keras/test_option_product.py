@@ -126,6 +126,12 @@ def uncompiled():
         yield
 
 
+#: Each cell once, and each way to run once, where an engine does not run them all.
+each_once = pytest.mark.product(
+    keep=tuple(map(str, zip(CELLS, (False, True, True, False), (True, False, True, False), strict=True)))
+)
+
+
 @pytest.fixture(scope="module", params=list(product(CELLS, (False, True), (False, True))), ids=str)
 def captured(request, float64):
     """The group, its capture, and the framework's own gradients."""
@@ -170,11 +176,13 @@ def reaching_states(call):
     return grad if call.output_from_state is None else grad * call.output_from_state[..., None]
 
 
+@each_once
 def test_every_call_is_there(captured):
     made, capture, _ = captured
     assert {c.layer for c in capture.calls} == set(made.names)
 
 
+@each_once
 def test_outputs_and_states_replay(captured):
     for call, reference in references(captured[1]):
         hidden = reference.states[0]
@@ -186,6 +194,7 @@ def test_outputs_and_states_replay(captured):
             np.testing.assert_allclose(returned, states[:, last], rtol=1e-10, atol=1e-12, err_msg=call.layer)
 
 
+@each_once
 def test_direct_gradients_are_the_coefficients_of_the_loss(captured):
     made, capture, _ = captured
     wanted = iter(made.coefficients)
@@ -204,6 +213,7 @@ def test_direct_gradients_are_the_coefficients_of_the_loss(captured):
                 np.testing.assert_allclose(grad, next(wanted), atol=1e-12)
 
 
+@each_once
 def test_weight_gradients_are_the_frameworks(captured):
     made, capture, (_, _, by_variable) = captured
     by_path = {v.path: g for v, g in zip(made.model.trainable_variables, by_variable, strict=True)}
@@ -222,6 +232,7 @@ def test_weight_gradients_are_the_frameworks(captured):
             np.testing.assert_allclose(grad, expected[name], rtol=1e-10, atol=1e-12, err_msg=f"{call.layer} {name}")
 
 
+@each_once
 def test_adjoint_of_everything_captured_is_the_frameworks_input_gradient(captured):
     """All branches share their inputs: one wrong mask, flag, order or state in any of them shows here."""
     _, capture, (_, (by_x, *by_state), _) = captured
