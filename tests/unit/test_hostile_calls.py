@@ -218,6 +218,12 @@ def test_a_label_or_an_id_of_ones_own_is_used(name, keyword):
     assert "mine" in found
 
 
+def test_weights_may_be_named_by_numbers():
+    for draw in (rl.plot.weights_histogram, rl.plot.weights_heatmap):
+        (place,) = draw({1: np.ones((3, 4))})
+        assert place.get_title() == "1"
+
+
 def test_the_room_of_figures_lists_figures_only():
     assert dir(rl.plot) == sorted(rl.plot.__all__)
 

@@ -51,18 +51,18 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
                 hint='pass rl.weights(model)["lstm"]',
             )
         )
-    names = dataset.data_vars if isinstance(dataset, xr.Dataset) else dataset
-    wanted = [str(name) for name in names if str(name).endswith("_grad") == grad and not _is_derived(str(name))]
+    names = {str(name): name for name in (dataset.data_vars if isinstance(dataset, xr.Dataset) else dataset)}
+    wanted = [name for name in names if name.endswith("_grad") == grad and not _is_derived(name)]
     order = _order()
     wanted.sort(key=lambda name: order.get(name.removesuffix("_grad"), len(order)))
     recurrent = any(name.startswith("recurrent_kernel") for name in wanted)
-    arrays = {name: _labelled(name, dataset[name], figure, recurrent=recurrent) for name in wanted}
+    arrays = {name: _labelled(name, dataset[names[name]], figure, recurrent=recurrent) for name in wanted}
     found = [kernel for name, array in arrays.items() for kernel in _split(name, array)]
     if not found:
         raise InputError(
             message(
                 f"plot.{figure} found no {'gradients of ' if grad else ''}weights here.",
-                got=f"variables {', '.join(map(str, names)) or 'none'}",
+                got=f"variables {', '.join(names) or 'none'}",
                 expected="kernel, recurrent_kernel, bias" + (" with _grad" if grad else ""),
                 hint="pass data to rl.weights(model, x, y) for gradients" if grad else 'pass rl.weights(model)["lstm"]',
             )
