@@ -32,7 +32,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Half:
+class DirectionView:
     """One direction of an array (or all of an array without directions), and the words for its time axis."""
 
     name: str | None
@@ -183,7 +183,7 @@ def unit_dim(array: xr.DataArray) -> str | None:
     return next(iter(exact + [d for d in dims if d.endswith(("_unit", "_feature"))]), None)
 
 
-def halves(array: xr.DataArray, *, as_computed: bool = False) -> list[Half]:
+def halves(array: xr.DataArray, *, as_computed: bool = False) -> list[DirectionView]:
     """Forward and backward, each without the direction dimension; one nameless half where there is no direction.
 
     Both run in chronological time. ``as_computed`` turns the backward one round: its first step is then the one that
@@ -191,15 +191,15 @@ def halves(array: xr.DataArray, *, as_computed: bool = False) -> list[Half]:
     """
     time_label = axis_label(array, TIME)
     if DIRECTION not in array.dims:
-        return [Half(None, array, time_label)]
-    found: list[Half] = []
+        return [DirectionView(None, array, time_label)]
+    found: list[DirectionView] = []
     for name in names_of(array, DIRECTION):
         data = array.isel({DIRECTION: len(found)}, drop=True)
         label = time_label
         if as_computed and name == BACKWARD and TIME in data.dims:
             data = data.isel({TIME: slice(None, None, -1)}).drop_vars(TIME, errors="ignore")
             label = f"{time_label}, as computed (from the last)"
-        found.append(Half(name, data, label))
+        found.append(DirectionView(name, data, label))
     return found
 
 

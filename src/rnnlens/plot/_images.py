@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -73,34 +74,39 @@ def evenly_spaced(centres: Numbers) -> bool:
     return bool(len(centres) < 2 or (abs(gaps[0]) == 1 and np.allclose(gaps, gaps[0])))
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """Values (row, column) whose columns lie at ``x`` and rows at ``y``.
+
+    ``empty`` (row, column) says where there was no value to begin with.
+    """
+
+    values: Numbers
+    x: Numbers
+    y: Numbers
+    empty: Numbers | None = None
+
+
 def draw_image(
-    ax: Any,
-    matrix: Numbers,
-    *,
-    x: Numbers,
-    y: Numbers,
-    look: dict[str, Any],
-    upward: bool = False,
-    limits: tuple[int, int] = MOST_CELLS,
-    empty: Numbers | None = None,
+    ax: Any, matrix: Matrix, *, look: dict[str, Any], upward: bool = False, limits: tuple[int, int] = MOST_CELLS
 ) -> Any:
-    """One matrix (rows, columns) whose columns lie at ``x`` and rows at ``y``; returns the AxesImage.
+    """One matrix as an image; returns the AxesImage.
 
     ``look`` holds properties of the image; limits among them replace its scale. Cells beyond ``limits`` (rows, columns)
-    are merged.
-    Non-finite cells take the colour of missing values and a cross, the latter not where ``empty`` says
-    that there was no value to begin with. ``upward``: y grows upward.
+    are merged. Non-finite cells take the colour of missing values and a cross, the latter not where the matrix is
+    empty. ``upward``: y grows upward.
     """
+    values, x, y, empty = matrix.values, matrix.x, matrix.y, matrix.empty
     x_even, y_even = evenly_spaced(x), evenly_spaced(y)
     xs, ys = (x if x_even else np.arange(len(x))), (y if y_even else np.arange(len(y)))
-    steps = steps_for((matrix.shape[0], matrix.shape[1]), limits)
+    steps = steps_for((values.shape[0], values.shape[1]), limits)
     (left, right), (top, bottom) = edges(xs), edges(ys)
     far = left + (right - left) * (len(xs) + -len(xs) % steps[1]) / len(xs)  # the last cell may be only partly there
     low = top + (bottom - top) * (len(ys) + -len(ys) % steps[0]) / len(ys)
     extent = (left, far, top, low) if upward else (left, far, low, top)
-    missing = ~np.isfinite(matrix)
+    missing = ~np.isfinite(values)
     with np.errstate(invalid="ignore"):
-        shown = np.ma.masked_invalid(extreme_of_blocks(np.where(missing, np.nan, matrix), steps), copy=False)
+        shown = np.ma.masked_invalid(extreme_of_blocks(np.where(missing, np.nan, values), steps), copy=False)
     keywords = {"aspect": "auto", "interpolation": "nearest", **look}
     if "vmin" in keywords or "vmax" in keywords:
         keywords["norm"] = None

@@ -252,40 +252,57 @@ def check_figure(figure: Any, name: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Grid:
+    """How the panels of one half lie.
+
+    Attributes
+    ----------
+    size, margin
+        Width and height of one panel, and what labels and title need, in inches.
+    shape
+        Rows and columns; near to a square where not given.
+    widths, heights
+        Ratios of the columns, and of the rows; all alike where not given.
+    """
+
+    size: tuple[float, float] = (2.4, 1.5)
+    margin: tuple[float, float] = (0.9, 1.1)
+    shape: tuple[int, int] | None = None
+    widths: Sequence[float] | None = None
+    heights: Sequence[float] | None = None
+
+
 def open_panels(
     count: int,
     *,
     name: str,
+    grid: Grid | None = None,
     halves: Sequence[str | None] = (None,),
-    shape: tuple[int, int] | None = None,
-    size: tuple[float, float] = (2.4, 1.5),
-    margin: tuple[float, float] = (0.9, 1.1),
     ax: Any = None,
     figure: Any = None,
-    **subplots: Any,
 ) -> Panels:
-    """``count`` panels per half in a near-square grid (or ``shape`` rows and columns), halves side by side.
-
-    ``size`` is that of one panel, ``margin`` what labels and title need, in inches.
-    """
+    """``count`` panels per half in a grid, halves side by side; on the caller's ``ax`` or ``figure`` where given."""
+    grid = grid or Grid()
     check_figure(figure, name)
     if ax is not None:
         flat = given_axes(ax, count * len(halves), name)
         return Panels([flat[i * count : (i + 1) * count] for i in range(len(halves))], flat[0].figure, [])
-    rows, columns = shape or near_square(count, aspect=1.5 / len(halves))
+    rows, columns = grid.shape or near_square(count, aspect=1.5 / len(halves))
     if figure is None:
-        width = min(18.0, columns * size[0] * len(halves) + margin[0])
-        figure = new_figure(max(4.2, width), min(22.0, max(2.6, rows * size[1] + margin[1])))
+        width = min(18.0, columns * grid.size[0] * len(halves) + grid.margin[0])
+        figure = new_figure(max(4.2, width), min(22.0, max(2.6, rows * grid.size[1] + grid.margin[1])))
     owners = [figure] if len(halves) == 1 else list(figure.subfigures(1, len(halves), wspace=0.02))
     for part in owners:
         if not hasattr(part, "savefig"):  # a half has none of its own: the whole is what one means to save
             part.savefig = figure.get_figure(root=True).savefig
     found = []
     for owner, half in zip(owners, halves, strict=True):
-        grid = owner.subplots(rows, columns, squeeze=False, **subplots).reshape(-1)
-        for unused in grid[count:]:
+        cells = owner.subplots(rows, columns, squeeze=False, width_ratios=grid.widths, height_ratios=grid.heights)
+        places = cells.reshape(-1)
+        for unused in places[count:]:
             unused.remove()
-        found.append(list(grid[:count]))
+        found.append(list(places[:count]))
         if half is not None:
             owner.suptitle(half, fontsize="medium", fontstyle="italic")
     for number in range(1, len(halves)):

@@ -13,7 +13,7 @@ from ..errors import InputError, message
 from ..vocabulary import DIRECTION, GATE, TIME
 from ._colour import DIVERGING, around_zero
 from ._data import (
-    Half,
+    DirectionView,
     Numbers,
     axis_label,
     choose,
@@ -27,11 +27,11 @@ from ._data import (
     value_label,
 )
 from ._door import figure as figure_door
-from ._images import IMSHOW, colour_bar, draw_image, merge_note, separate, steps_for
+from ._images import IMSHOW, Matrix, colour_bar, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
 from ._layers import variable
 from ._matrices import GUESS, axes_of, matrix_of, slots_of
-from ._panels import Panels, open_panels
+from ._panels import Grid, Panels, open_panels
 
 #: Rows and columns that one panel can show.
 CELLS = (180, 240)
@@ -110,10 +110,8 @@ def before_after(
     panels = open_panels(
         3 * len(picked),
         name="before_after",
+        grid=Grid((2.9, 2.2), (1.7, 1.1), (len(picked), 3)),
         halves=[half.name for half in columns[0]],
-        shape=(len(picked), 3),
-        size=(2.9, 2.2),
-        margin=(1.7, 1.1),
         ax=ax,
         figure=figure,
     )
@@ -149,7 +147,7 @@ def _stacked(array: xr.DataArray, across: str, down: str) -> bool:
 
 def _draw_rows(
     axes: list[Any],
-    columns: list[Half],
+    columns: list[DirectionView],
     slots: list[tuple[dict[str, int], str]],
     names: tuple[str, str],
     dims: tuple[str, str],
@@ -165,26 +163,20 @@ def _draw_rows(
     return drawn
 
 
-def _draw(ax: Any, half: Half, where: dict[str, int], across: str, down: str, look: dict[str, Any]) -> Any:
+def _draw(ax: Any, half: DirectionView, where: dict[str, int], across: str, down: str, look: dict[str, Any]) -> Any:
     """One panel."""
     chosen = half.data.isel(where)
     stacked = _stacked(chosen, across, down)
     matrix: Numbers = matrix_of(chosen, across, down, stacked)
-    drawn = draw_image(
-        ax,
-        matrix,
-        x=positions(chosen, across),
-        y=np.arange(len(matrix)) if stacked else positions(chosen, down),
-        look=look,
-        limits=CELLS,
-    )
+    rows = np.arange(len(matrix)) if stacked else positions(chosen, down)
+    drawn = draw_image(ax, Matrix(matrix, positions(chosen, across), rows), look=look, limits=CELLS)
     ax.tick_params(labelsize="small")
     if stacked:
         separate(ax, "y", chosen.sizes[down], names_of(chosen, GATE))
     return drawn
 
 
-def _finish(panels: Panels, shown: list[Half], across: str, down: str, drawn: Any, label: str) -> None:
+def _finish(panels: Panels, shown: list[DirectionView], across: str, down: str, drawn: Any, label: str) -> None:
     """Labels, ticks and the one colour bar."""
     array = shown[0].data
     words = f"gate, {axis_label(array, down)}" if _stacked(array, across, down) else axis_label(array, down)

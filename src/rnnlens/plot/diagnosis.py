@@ -13,7 +13,7 @@ from ..results.diagnosis import Diagnosis
 from ._data import Numbers
 from ._door import figure as figure_door
 from ._keywords import checked
-from ._panels import open_panels, whole_numbers
+from ._panels import Grid, open_panels, whole_numbers
 
 _USE, _BENEFIT, _MISSED, _KAPPA, _ADJOINT = "#0072b2", "#009e73", "#d55e00", "#0072b2", "#cc79a7"
 #: Decades below 1 that the panel of the state transfer shows.
@@ -60,7 +60,7 @@ def diagnosis(
                 hint="rl.plot.diagnosis(rl.diagnose(model, x, y))",
             )
         )
-    panels = open_panels(4, name="diagnosis", size=(4.6, 3.0), shape=(2, 2), ax=ax, figure=figure)
+    panels = open_panels(4, name="diagnosis", grid=Grid((4.6, 3.0), shape=(2, 2)), ax=ax, figure=figure)
     names = [name for name in d if name != "model"]
     node = d[layer or names[0]]
     node = node.isel(direction=0) if "direction" in node.dims else node

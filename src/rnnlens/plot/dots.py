@@ -32,7 +32,7 @@ from ._door import figure as figure_door
 from ._keywords import checked
 from ._lines import MOST_NAMED, limits_of
 from ._matrices import slots_of
-from ._panels import Panels, log_around_zero, mark_steps, open_panels, whole_numbers, zero_line
+from ._panels import Grid, Panels, log_around_zero, mark_steps, open_panels, whole_numbers, zero_line
 
 #: Keywords that give the points colours of their own.
 _COLOURED = frozenset({"color", "facecolor", "array", "cmap", "norm", "clim"})
@@ -125,7 +125,7 @@ def _open(array: xr.DataArray, halves: list[str | None], count: int, ax: Any, fi
     alone = count == 1
     width = min(9.0, max(4.5, 0.06 * array.sizes[unit_dim(array)])) / len(halves) if alone else 2.6
     size = (width, 3.2 if alone else 1.7)
-    return open_panels(count, name="points", halves=halves, size=size, ax=ax, figure=figure)
+    return open_panels(count, name="points", grid=Grid(size), halves=halves, ax=ax, figure=figure)
 
 
 def _refuse_time(array: xr.DataArray) -> None:

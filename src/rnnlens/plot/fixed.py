@@ -11,7 +11,7 @@ from ..errors import InputError, message
 from ..results.dynamics import FixedPoints
 from ._door import figure as figure_door
 from ._keywords import checked
-from ._panels import open_panels
+from ._panels import Grid, open_panels
 
 _KINDS = (("stable", "#0072b2", "o"), ("saddle", "#d55e00", "X"), ("slow", "0.5", "."))
 
@@ -49,7 +49,7 @@ def fixed_points(
                 "plot.fixed_points draws fixed points.", got=type(points).__name__, hint="rl.fixed_points(model, x)"
             )
         )
-    panels = open_panels(1, name="fixed_points", size=(5.2, 4.4), ax=ax, figure=figure)
+    panels = open_panels(1, name="fixed_points", grid=Grid((5.2, 4.4)), ax=ax, figure=figure)
     place = panels.axes[0]
     data = points.data
     cloud = data["trajectory"].values

@@ -16,13 +16,13 @@ from ..measures.transfer import theil_sen
 from ..recurrence.measures import finite_mean, real_first, safe_norm
 from ..results.schema import with_mask
 from ..vocabulary import BACKWARD, SAMPLE, TIME
-from ._data import Half, Numbers, halves, labelled, positions, require_dim, unit_dim
+from ._data import DirectionView, Numbers, halves, labelled, positions, require_dim, unit_dim
 from ._door import figure as figure_door
 from ._keywords import checked
 from ._layers import layers_of
 from ._lines import log_limits
 from ._padding import hidden, notes_of, shade
-from ._panels import Panels, log_values, mark_steps, open_panels, whole_numbers
+from ._panels import Grid, Panels, log_values, mark_steps, open_panels, whole_numbers
 
 #: What is drawn of each layer, where it is there: words, colour, line style, marker.
 LINES = {
@@ -128,8 +128,8 @@ def _open(keys: list[tuple[str, str | None]], ax: Any, figure: Any) -> Panels:
     size = (5.2, 3.0) if len(keys) == 1 else (3.8, 2.4)
     layers = list(dict.fromkeys(layer for layer, _ in keys))
     if ax is not None or all(direction is None for _, direction in keys):
-        return open_panels(len(keys), name="gradient_flow", size=size, ax=ax, figure=figure)
-    panels = open_panels(2 * len(layers), name="gradient_flow", size=size, shape=(len(layers), 2), figure=figure)
+        return open_panels(len(keys), name="gradient_flow", grid=Grid(size), ax=ax, figure=figure)
+    panels = open_panels(2 * len(layers), name="gradient_flow", grid=Grid(size, shape=(len(layers), 2)), figure=figure)
     cells = {
         (layer, way): panels.axes[2 * row + (way == BACKWARD)]
         for row, layer in enumerate(layers)
@@ -145,7 +145,7 @@ def _ways(layer: str, keys: list[tuple[str, str | None]]) -> list[str | None]:
     return [direction for name, direction in keys if name == layer]
 
 
-def _profile(quantity: str, half: Half, dataset: xr.Dataset, *, as_computed: bool) -> _Profile:
+def _profile(quantity: str, half: DirectionView, dataset: xr.Dataset, *, as_computed: bool) -> _Profile:
     """Norm over units, mean over samples, and the decay per step against the direction of the layer."""
     backward = BACKWARD in (half.name, dataset.attrs.get("direction"))
     flipped = as_computed and half.name == BACKWARD

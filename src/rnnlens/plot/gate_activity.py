@@ -15,7 +15,7 @@ from ..recurrence.measures import finite_mean, masked_mean, quantiles, saturatio
 from ..vocabulary import GATE, SAMPLE, TIME
 from ._colour import DIVERGING, POSITIVE
 from ._data import (
-    Half,
+    DirectionView,
     Numbers,
     axis_label,
     halves,
@@ -29,10 +29,10 @@ from ._data import (
     unit_dim,
 )
 from ._door import figure as figure_door
-from ._images import colour_bar, draw_image, merge_note, steps_for
+from ._images import Matrix, colour_bar, draw_image, merge_note, steps_for
 from ._keywords import checked
 from ._layers import dataset_of, variable
-from ._panels import mark_steps, open_panels, whole_numbers
+from ._panels import Grid, mark_steps, open_panels, whole_numbers
 
 #: Cells of one map.
 CELLS = (120, 160)
@@ -108,13 +108,10 @@ def gates(
     panels = open_panels(
         3 * count,
         name="gates",
+        grid=Grid((2.6, 1.7), (1.0, 1.2), (count, 3), widths=(1.3, 1.3, 1)),
         halves=[half.name for half in shown],
-        shape=(count, 3),
-        size=(2.6, 1.7),
-        margin=(1.0, 1.2),
         ax=ax,
         figure=figure,
-        width_ratios=(1.3, 1.3, 1),
     )
     for half, axes in zip(shown, panels.halves, strict=True):
         for number in range(count):
@@ -149,7 +146,7 @@ def _mask_of(layer: Any, mask: Any, array: Any) -> Numbers | None:
     return np.asarray(values)
 
 
-def _summary(half: Half, number: int, valid: Numbers | None) -> _Gate:
+def _summary(half: DirectionView, number: int, valid: Numbers | None) -> _Gate:
     """Numbers of one gate of one direction."""
     array = half.data.isel({GATE: number})
     unit = unit_dim(array)
@@ -182,12 +179,9 @@ def _draw_row(axes: list[Any], row: _Gate, steps: Numbers, keywords: dict[str, A
     activity.set_ylabel(f"{row.name} gate")
     image = draw_image(
         picture,
-        row.mean,
-        x=steps,
-        y=np.arange(len(row.mean)),
+        Matrix(row.mean, steps, np.arange(len(row.mean)), np.broadcast_to(row.empty_steps, row.mean.shape)),
         look={"cmap": POSITIVE if row.bounds[0] == 0 else DIVERGING, "vmin": row.bounds[0], "vmax": row.bounds[1]},
         limits=CELLS,
-        empty=np.broadcast_to(row.empty_steps, row.mean.shape),
     )
     colour_bar([picture], image)
     look = {"s": float(np.clip(2500 / len(row.mean), 6, 30)), "color": "#d55e00", "alpha": 0.55, "linewidth": 0}
@@ -199,7 +193,7 @@ def _draw_row(axes: list[Any], row: _Gate, steps: Numbers, keywords: dict[str, A
         ax.tick_params(labelsize="small", labelbottom=last)
 
 
-def _name_columns(axes: list[Any], half: Half, unit: str) -> None:
+def _name_columns(axes: list[Any], half: DirectionView, unit: str) -> None:
     """Titles above the first row, labels below the last."""
     for ax, words in zip(
         axes[:3], ("mean of units, 80 % band", "mean over samples", "share of steps, per unit"), strict=True

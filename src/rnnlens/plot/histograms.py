@@ -26,7 +26,7 @@ from ._door import figure as figure_door
 from ._keywords import checked
 from ._layers import dataset_of
 from ._matrices import slots_of
-from ._panels import Panels, open_panels
+from ._panels import Grid, Panels, open_panels
 
 #: Dimensions of a plain array by its rank.
 GUESS = {
@@ -113,7 +113,7 @@ def histogram(
     picked, thinned = choose(len(slots), max_panels, " x ".join(f"{d}s" for d in by) or "panels", page=page)
     grid = (first.sizes[by[0]], first.sizes[by[1]]) if len(by) == 2 and not thinned else None
     size = (5.0, 3.2) if len(picked) == 1 else (2.4, 1.7)
-    panels = open_panels(len(picked), name="histogram", shape=grid, size=size, ax=ax, figure=figure)
+    panels = open_panels(len(picked), name="histogram", grid=Grid(size, shape=grid), ax=ax, figure=figure)
     contents = [{name: array.isel(slots[i][0]).values for name, array in layers.items()} for i in picked]
     common = equal_bins([values for content in contents for values in content.values()], bins) if shared else None
     for place, content, i in zip(panels.axes, contents, picked, strict=True):

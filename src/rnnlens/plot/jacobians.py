@@ -21,11 +21,11 @@ from ._data import (
     value_label,
 )
 from ._door import figure as figure_door
-from ._images import IMSHOW, colour_bars, draw_image, merge_note, steps_for
+from ._images import IMSHOW, Matrix, colour_bars, draw_image, merge_note, steps_for
 from ._jacobian import block_norms
 from ._keywords import checked
 from ._padding import hidden, mean_of_real, notes_of, shade, without_padding
-from ._panels import log_values, mark_steps, open_panels, whole_numbers, zero_line
+from ._panels import Grid, log_values, mark_steps, open_panels, whole_numbers, zero_line
 
 #: Rows and columns that one panel can show.
 CELLS = (360, 400)
@@ -94,8 +94,7 @@ def time_jacobian(
     panels = open_panels(
         len(matrices),
         name="time_jacobian",
-        size=(4.6, 4.1) if len(matrices) == 1 else (2.5, 2.3),
-        margin=(1.6, 1.0),
+        grid=Grid((4.6, 4.1) if len(matrices) == 1 else (2.5, 2.3), margin=(1.6, 1.0)),
         ax=ax,
         figure=figure,
     )
@@ -168,13 +167,10 @@ def _draw(
         return _draw_row(ax, matrix[0], padded[0], positions(array, IN_TIME), log=log)
     return draw_image(
         ax,
-        matrix,
-        x=positions(array, IN_TIME),
-        y=positions(array, OUT_TIME),
+        Matrix(matrix, positions(array, IN_TIME), positions(array, OUT_TIME), padded),
         look=look,
         upward=True,
         limits=CELLS,
-        empty=padded,
     )
 
 

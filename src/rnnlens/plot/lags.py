@@ -20,7 +20,7 @@ from ._jacobian import block_norms
 from ._keywords import checked
 from ._lines import log_limits
 from ._padding import hidden, notes_of
-from ._panels import log_values, open_panels, whole_numbers
+from ._panels import Grid, log_values, open_panels, whole_numbers
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def lag_profile(
             if way == BACKWARD:  # it looks ahead: lag counts from the output step to later input steps
                 norms, where, times = np.swapaxes(norms, -1, -2), np.swapaxes(where, -1, -2), times[::-1]
             curves.append(_curve(" ".join(p for p in (name, way) if p), norms, where, times, epsilon, confidence))
-    panels = open_panels(1, name="lag_profile", size=(5.4, 3.4), ax=ax, figure=figure)
+    panels = open_panels(1, name="lag_profile", grid=Grid((5.4, 3.4)), ax=ax, figure=figure)
     place = panels.axes[0]
     for curve, colour in zip(curves, line_colours(len(curves)), strict=True):
         _draw(place, curve, colour, epsilon, keywords)

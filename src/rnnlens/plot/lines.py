@@ -14,7 +14,7 @@ from ..recurrence.measures import finite_mean
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ._colour import line_colours
 from ._data import (
-    Half,
+    DirectionView,
     Numbers,
     axis_label,
     choose,
@@ -34,7 +34,7 @@ from ._data import (
 from ._door import figure as figure_door
 from ._keywords import checked
 from ._lines import MOST_NAMED, limits_of
-from ._panels import Panels, log_around_zero, mark_steps, open_panels, whole_numbers, zero_line
+from ._panels import Grid, Panels, log_around_zero, mark_steps, open_panels, whole_numbers, zero_line
 
 #: Points of one line beyond which steps are thinned to the lowest and highest of each run (about two points per pixel),
 #: by the number of panels up to which it holds.
@@ -107,7 +107,12 @@ def curves(
     lines, fewer = choose(array.sizes[along] if along else 1, max_lines, f"{along}s")
     shape = (len(gates), len(picked)) if len(gates) > 1 else None
     panels = open_panels(
-        len(gates) * len(picked), name="curves", halves=[h.name for h in shown], shape=shape, ax=ax, figure=figure
+        len(gates) * len(picked),
+        name="curves",
+        grid=Grid(shape=shape),
+        halves=[h.name for h in shown],
+        ax=ax,
+        figure=figure,
     )
     note = None
     for half, axes in zip(shown, panels.halves, strict=True):
@@ -170,7 +175,7 @@ def thin(values: Numbers, x: Numbers, most: int) -> tuple[Numbers, Numbers]:
     return np.concatenate([kept, values[:, whole:]], axis=1), np.concatenate([middle, x[whole:]])
 
 
-def _draw(ax: Any, half: Half, values: Numbers, keywords: dict[str, Any], most: int) -> str | None:
+def _draw(ax: Any, half: DirectionView, values: Numbers, keywords: dict[str, Any], most: int) -> str | None:
     """Lines of one panel; returns the note where steps were merged."""
     x, count = positions(half.data, TIME), len(values)
     bad = ~np.isfinite(values)
@@ -200,7 +205,7 @@ def _panel_title(array: xr.DataArray, by: str | None, index: int, gate: str | No
     return " · ".join(part for part in parts if part)
 
 
-def _finish(panels: Panels, array: xr.DataArray, shown: list[Half], *, shared: bool, log: bool) -> None:
+def _finish(panels: Panels, array: xr.DataArray, shown: list[DirectionView], *, shared: bool, log: bool) -> None:
     """Value axes, labels, ticks."""
     everything = _drawn(panels.axes)
     for ax in panels.axes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from matplotlib.image import AxesImage
 from ..vocabulary import DIRECTION, GATE, TIME
 from ._colour import DIVERGING, around_zero
 from ._data import (
+    Numbers,
     axis_label,
     choose,
     halves,
@@ -23,11 +25,11 @@ from ._data import (
     value_label,
 )
 from ._door import figure as figure_door
-from ._images import IMSHOW, MOST_CELLS, colour_bars, draw_image, merge_note, separate, steps_for
+from ._images import IMSHOW, MOST_CELLS, Matrix, colour_bars, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
 from ._matrices import GUESS, axes_of, matrix_of, slots_of
 from ._padding import hidden, notes_of, without_padding
-from ._panels import open_panels
+from ._panels import Grid, open_panels
 
 
 @figure_door()
@@ -104,59 +106,74 @@ def heatmap(
     panels = open_panels(
         len(picked),
         name="heatmap",
+        grid=Grid(_size(len(picked), rows), margin=(1.9, 1.1)),
         halves=[h.name for h in shown],
-        size=_size(len(picked), rows),
-        margin=(1.9, 1.1),
         ax=ax,
         figure=figure,
     )
-    limits = _cells(len(picked))
+    kind = _Kind(across, down, stacked, log, _cells(len(picked)), keywords)
     drawn = []
     for half, axes in zip(shown, panels.halves, strict=True):
         for place, slot in zip(axes, [slots[i] for i in picked], strict=True):
             scale = top if shared or limit is not None else None
-            drawn.append(_draw(place, half.data, slot, (across, down), scale, log, stacked, limits, keywords))
+            drawn.append(_draw(place, half.data, slot, scale, kind))
     labels = [half.time_label if across == TIME else axis_label(array, across) for half in shown]
     panels.label(labels, f"gate, {axis_label(array, down)}" if stacked else axis_label(array, down))
     colour_bars(panels, drawn, value_label(array), shared=shared, wanted=colorbar)
     if panels.owners:
         panels.outer_ticks_only()
-    merged = merge_note(steps_for((rows, array.sizes[across]), limits), down, across)
+    merged = merge_note(steps_for((rows, array.sizes[across]), kind.limits), down, across)
     panels.title(title or title_of(array) or "heatmap", [thinned, merged, *notes_of(array)])
     return panels.result()
 
 
-def _draw(
-    ax: Any,
-    data: xr.DataArray,
-    slot: tuple[dict[str, int], str],
-    dims: tuple[str, str],
-    top: float | None,
-    log: bool,
-    stacked: bool,
-    limits: tuple[int, int],
-    keywords: dict[str, Any],
-) -> Any:
+@dataclass(frozen=True)
+class _Kind:
+    """What all panels of a heatmap have in common.
+
+    Attributes
+    ----------
+    across, down
+        The dimensions of a panel; ``stacked``: gates lie above each other along the second.
+    log
+        Symmetric logarithmic colours.
+    limits
+        Rows and columns that one panel can show.
+    keywords
+        Properties of the images.
+    """
+
+    across: str
+    down: str
+    stacked: bool
+    log: bool
+    limits: tuple[int, int]
+    keywords: dict[str, Any]
+
+    def matrix(self, panel: xr.DataArray) -> Numbers:
+        """(row, column) of a panel."""
+        return matrix_of(panel, self.across, self.down, self.stacked)
+
+
+def _draw(ax: Any, data: xr.DataArray, slot: tuple[dict[str, int], str], top: float | None, kind: _Kind) -> Any:
     """One panel; ``top`` None scales it by itself."""
-    (where, name), (across, down) = slot, dims
+    where, name = slot
     one = data.isel(where)
-    matrix = matrix_of(without_padding(one), across, down, stacked)
+    matrix = kind.matrix(without_padding(one))
     padded = hidden(one)
     padded = xr.zeros_like(one, dtype=bool) | (False if padded is None else padded)
     own = largest_magnitude(matrix) if top is None else top
+    rows = np.arange(len(matrix)) if kind.stacked else positions(data, kind.down)
     image = draw_image(
         ax,
-        matrix,
-        x=positions(data, across),
-        y=np.arange(len(matrix)) if stacked else positions(data, down),
-        look={"cmap": DIVERGING, "norm": around_zero(own, log=log), **keywords},
-        limits=limits,
-        empty=matrix_of(padded, across, down, stacked),
+        Matrix(matrix, positions(data, kind.across), rows, kind.matrix(padded)),
+        look={"cmap": DIVERGING, "norm": around_zero(own, log=kind.log), **kind.keywords},
+        limits=kind.limits,
     )
     ax.set_title(name, fontsize="small", pad=3)
     ax.tick_params(labelsize="small")
-    if stacked:
-        separate(ax, "y", data.sizes[down], names_of(data, GATE))
+    if kind.stacked:
+        separate(ax, "y", data.sizes[kind.down], names_of(data, GATE))
     return image
 
 

@@ -14,7 +14,7 @@ from ._colour import line_colours
 from ._data import Numbers, axis_label, labelled, names_of, nonfinite_note, positions
 from ._door import figure as figure_door
 from ._keywords import checked
-from ._panels import log_values, mark_steps, open_panels, whole_numbers
+from ._panels import Grid, log_values, mark_steps, open_panels, whole_numbers
 
 #: Names of the dimension that counts training steps.
 ROWS = ("step", "epoch", "batch", "update", "row", "time")
@@ -77,7 +77,7 @@ def weight_norms(
             )
         )
     size = (5.0, 3.0) if len(layers) == 1 else (3.4, 2.1)
-    panels = open_panels(len(layers), name="weight_norms", size=size, margin=(1.4, 1.0), ax=ax, figure=figure)
+    panels = open_panels(len(layers), name="weight_norms", grid=Grid(size, margin=(1.4, 1.0)), ax=ax, figure=figure)
     for place, (layer, members) in zip(panels.axes, layers.items(), strict=True):
         _draw(place, steps, members, keywords, log=log)
         place.set_title(layer, fontsize="small", pad=3)

@@ -12,7 +12,7 @@ from ._bins import draw_panel, equal_bins, scale_counts
 from ._data import Numbers, nonfinite_note
 from ._door import figure as figure_door
 from ._keywords import checked
-from ._panels import Panels, open_panels
+from ._panels import Grid, Panels, open_panels
 from ._weights import Kernel, kernels_of
 
 
@@ -98,9 +98,8 @@ def _open(
     panels = open_panels(
         len(per_kernel) * wide,
         name="weights_histogram",
+        grid=Grid((2.3, 1.75), shape=(len(per_kernel), wide)),
         halves=directions,
-        shape=(len(per_kernel), wide),
-        size=(2.3, 1.75),
         figure=figure,
     )
     places = []

@@ -12,9 +12,9 @@ from ..recurrence.measures import quantiles
 from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
 from ._data import largest_magnitude, nonfinite_note
 from ._door import figure as figure_door
-from ._images import IMSHOW, colour_bars, draw_image, merge_note, separate, steps_for
+from ._images import IMSHOW, Matrix, colour_bars, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
-from ._panels import Panels, open_panels
+from ._panels import Grid, Panels, open_panels
 from ._weights import Kernel, kernels_of
 
 #: Rows and columns that one kernel can show.
@@ -106,13 +106,10 @@ def _open(columns: list[list[Kernel]], directions: list[str | None], ax: Any, fi
     return open_panels(
         count,
         name="weights_heatmap",
+        grid=Grid((width, sum(tall) / count + 0.35), (1.9, 1.0), (count, 1), heights=tall),
         halves=directions,
-        shape=(count, 1),
-        size=(width, sum(tall) / count + 0.35),
-        margin=(1.9, 1.0),
         ax=ax,
         figure=figure,
-        height_ratios=tall,
     )
 
 
@@ -144,14 +141,7 @@ def _draw(ax: Any, kernel: Kernel, top: float, keywords: dict[str, Any], *, abso
     look = {"cmap": POSITIVE if absolute else DIVERGING, "norm": norm, **keywords}
     steps = _steps(kernel)
     limits = (-(-rows // steps[0]), -(-gates * units // steps[1]))
-    drawn = draw_image(
-        ax,
-        matrix,
-        x=np.arange(gates * units),
-        y=np.arange(rows),
-        look=look,
-        limits=limits,
-    )
+    drawn = draw_image(ax, Matrix(matrix, np.arange(gates * units), np.arange(rows)), look=look, limits=limits)
     missing = nonfinite_note(kernel.values)
     ax.set_title(" · ".join(part for part in (kernel.name, missing) if part), fontsize="small", pad=3)
     ax.set_ylabel(textwrap.fill(kernel.row_label, 12), fontsize="small")

@@ -183,8 +183,10 @@ def bptt(
         )
         for t, before in zip(order[::-1], trajectory[::-1], strict=True):
             lam[: sizes[0]] += output_grad[b, t]
-            _store(cell, grads, lam, b, t, x, before, real=mask is None or bool(mask[b, t]))
-            if mask is None or mask[b, t]:
+            real = mask is None or bool(mask[b, t])
+            through = _through_hidden(cell, x[b, t], before) if real and "cell" in cell.states else None
+            _store(grads, lam, (b, t), through)
+            if real:
                 a, into = step_jacobians(cell, x[b, t], before)
                 result.input_grad[b, t] = into.T @ lam
                 lam = a.T @ lam
@@ -193,23 +195,13 @@ def bptt(
     return result
 
 
-def _store(
-    cell: Cell,
-    grads: list[Matrix],
-    lam: Matrix,
-    b: int,
-    t: int,
-    x: Matrix,
-    before: Sequence[Matrix],
-    *,
-    real: bool,
-) -> None:
-    """Total gradients of the states after step t."""
+def _store(grads: list[Matrix], lam: Matrix, at: tuple[int, int], through: Matrix | None) -> None:
+    """Total gradients of the states ``at`` a sample and step; ``through`` is dh_t/dc_t where there is a path by it."""
     parts = np.split(lam, np.cumsum([g.shape[2] for g in grads])[:-1])
     for target, value in zip(grads, parts, strict=True):
-        target[b, t] = value
-    if "cell" in cell.states and real:
-        grads[1][b, t] += _through_hidden(cell, x[b, t], before).T @ parts[0]
+        target[at] = value
+    if through is not None:
+        grads[1][at] += through.T @ parts[0]
 
 
 def _through_hidden(cell: Any, x: Matrix, before: Sequence[Matrix]) -> Matrix:

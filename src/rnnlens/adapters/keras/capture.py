@@ -122,7 +122,7 @@ class _Assembly:
                 calls.append(self._recurrent(call, request))
             else:
                 plain.extend(self._plain(call))
-        self._refuse_silence(request, calls, plain)
+        self._check_that_all_ran(request, calls, plain)
         value = None if self._result.loss is None else float(self._engine.to_array(self._result.loss))
         outputs = self._result.outputs
         return Capture(
@@ -213,7 +213,7 @@ class _Assembly:
             for i, name in enumerate(names)
         ]
 
-    def _refuse_silence(self, request: CaptureRequest, calls: list[RecurrentCall], plain: list[PlainCall]) -> None:
+    def _check_that_all_ran(self, request: CaptureRequest, calls: list[RecurrentCall], plain: list[PlainCall]) -> None:
         """A layer that was asked for by name and gave nothing is an error, not an empty result."""
         given = {c.layer for c in calls} | {p.layer.split("[")[0] for p in plain}
         silent = [n for n in request.layers or () if not any(g == n or g.startswith(f"{n}#") for g in given)]

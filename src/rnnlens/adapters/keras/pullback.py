@@ -160,13 +160,14 @@ class KerasPullback:
 def _check_targets(of: set[str], heard: Mapping[str, Any]) -> None:
     for key in of:
         if key not in heard:
-            raise LayerNotFoundError(message(f"{_spoken(key)} does not appear in this forward pass."))
+            raise LayerNotFoundError(message(f"{_tensor_name(key)} does not appear in this forward pass."))
         kind = keras.backend.standardize_dtype(heard[key].dtype)
         if not keras.backend.is_float_dtype(kind):
-            raise InputError(message(f"{_spoken(key)} cannot be differentiated.", got=f"dtype {kind}"))
+            raise InputError(message(f"{_tensor_name(key)} cannot be differentiated.", got=f"dtype {kind}"))
 
 
-def _spoken(key: str) -> str:
+def _tensor_name(key: str) -> str:
+    """The name that a user reads of what is heard under ``key``."""
     place, *_, name = key.split("|")
     return f"{place}.{name}"
 

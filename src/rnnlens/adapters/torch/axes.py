@@ -53,40 +53,31 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
     for port in wanted if single else ():
         if port in shapes and port not in times:
             times |= _lone_step(port, shapes[port], samples.places.get(port))
-    _find_by_size(model, batch, ports, shapes, samples, times, min(counts), single)
-    return {port: _layout(port, shape, samples, times, min(counts)) for port, shape in shapes.items()}
+    known = _Known(shapes, samples, times, min(counts))
+    _find_by_size(model, batch, [port for port in ports if port in shapes], known, single=single)
+    return {port: _layout(port, known) for port in shapes}
 
 
-def _find_by_size(
-    model: nn.Module,
-    batch: Batch,
-    asked: Sequence[Port],
-    shapes: Mapping[Port, Shape],
-    samples: _Samples,
-    times: dict[Port, _Place],
-    count: int,
-    single: bool,
-) -> None:
+def _find_by_size(model: nn.Module, batch: Batch, asked: Sequence[Port], known: _Known, *, single: bool) -> None:
     """What gradients left open, where everything depends on everything: which axes shrink together with the batch."""
+    shapes, samples, times, count = known.shapes, known.samples.places, known.times, known.count
 
     def look(fewer: Batch) -> tuple[list[tuple[int, int]], Mapping[Port, Shape]]:
         with _Probe(model, fewer, list(shapes), cut=True) as probe:
             return [(call.samples, call.steps) for call in probe.calls], probe.shapes(list(shapes))
 
-    rest = {port: len(shape) - (port in samples.places) for port, shape in shapes.items()}
-    without = [port for port in asked if port in shapes and port not in times and rest[port] > 1]
+    rest = {port: len(shape) - (port in samples) for port, shape in shapes.items()}
+    without = [port for port in asked if port not in times and rest[port] > 1]
     if without and not single:
-        known = {port: place.axis for port, place in times.items()}
-        found = shrinking(model, batch, without, known, look, counts=False)
+        axes = {port: place.axis for port, place in times.items()}
+        found = shrinking(model, batch, without, axes, look, counts=False)
         places = {port: _Place(axis, 1, shapes[port][axis], 1) for port, axis in found.items()}
-        times |= {port: p for port, p in places.items() if p.axis != getattr(samples.places.get(port), "axis", None)}
-    mixed = [port for port in asked if port in shapes and port not in samples.places and len(shapes[port]) > 1]
+        times |= {port: p for port, p in places.items() if p.axis != getattr(samples.get(port), "axis", None)}
+    mixed = [port for port in asked if port not in samples and len(shapes[port]) > 1]
     if mixed and count > 1:
-        known = {port: place.axis for port, place in samples.places.items()}
-        found = shrinking(model, batch, mixed, known, look, counts=True)
-        samples.places |= {
-            port: _Place(axis, 1, count, 1) for port, axis in found.items() if shapes[port][axis] == count
-        }
+        axes = {port: place.axis for port, place in samples.items()}
+        found = shrinking(model, batch, mixed, axes, look, counts=True)
+        samples |= {port: _Place(axis, 1, count, 1) for port, axis in found.items() if shapes[port][axis] == count}
 
 
 @dataclass(frozen=True)
@@ -132,6 +123,19 @@ class _Samples:
 
     places: dict[Port, _Place]
     coupled: set[Port]
+
+
+@dataclass
+class _Known:
+    """What is known of all tensors asked for: their shapes, and which of their axes count samples and steps.
+
+    ``count`` is the number of samples of the recurrent calls that have the fewest.
+    """
+
+    shapes: Mapping[Port, Shape]
+    samples: _Samples
+    times: dict[Port, _Place]
+    count: int
 
 
 class _Probe(TorchPullback):
@@ -372,9 +376,10 @@ def _ordered(first: Values, second: Values) -> bool:
     return bool((forward or backward) and (a[0] != b[0] or a[-1] != b[-1]))
 
 
-def _layout(port: Port, shape: tuple[int, ...], samples: _Samples, times: Mapping[Port, _Place], count: int) -> Layout:
-    sample, time = samples.places.get(port), times.get(port)
-    coupled = port in samples.coupled
+def _layout(port: Port, found: _Known) -> Layout:
+    shape, count = found.shapes[port], found.count
+    sample, time = found.samples.places.get(port), found.times.get(port)
+    coupled = port in found.samples.coupled
     if sample is None and coupled:
         same = [axis for axis, size in enumerate(shape) if size == count and (time is None or axis != time.axis)]
         sample = _Place(same[0], 1, count, 1) if len(same) == 1 else None

@@ -54,6 +54,11 @@ class Call:
     batch_first: bool = False
     batch_sizes: Tensor | None = None
 
+    def weights_of(self, layer: int) -> Sequence[Tensor]:
+        """Those of one layer, all directions."""
+        each = len(self.weights) // self.layers
+        return self.weights[layer * each : (layer + 1) * each]
+
     @classmethod
     def of(cls, args: Sequence[Any]) -> Call:
         """From the positional arguments of torch's two overloads."""
@@ -62,6 +67,22 @@ class Call:
             return cls(data, _as_tuple(state), weights, bias, layers, dropout, training, both, batch_sizes=sizes)
         data, state, weights, *rest = args
         return cls(data, _as_tuple(state), weights, *rest)
+
+
+@dataclass
+class CellCall:
+    """The arguments of one call of a single cell, in torch's order."""
+
+    input: Tensor
+    state: Any
+    weight_ih: Tensor
+    weight_hh: Tensor
+    bias_ih: Tensor | None = None
+    bias_hh: Tensor | None = None
+
+    def weights(self) -> dict[str, Tensor | None]:
+        """By the names that torch gives them."""
+        return {name: getattr(self, name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
 
 
 def _as_tuple(state: Any) -> tuple[Tensor, ...]:
@@ -105,7 +126,7 @@ class Interceptor(TorchFunctionMode):  # type: ignore[misc]
             found = self.owner(*CELLS[func], args)
             if found is not None:
                 refuse_transformed(found[0].name, args)
-                return _cell(self.recorder, func, found[0], *args)
+                return _cell(self.recorder, func, found[0], CellCall(*args))
         elif func is torch._C._set_grad_enabled and not args[0]:
             self.cut_gradients = True
             if self.keep_gradients:
@@ -121,12 +142,10 @@ def _fused(recorder: Recorder, func: Any, owner: Owner, order: Tensor | None, ca
     x = call.input.transpose(0, 1) if call.batch_first and packing is None else call.input
     fed, before = _start(recorder, owner, call, packing)
     directions = 2 if call.bidirectional else 1
-    per_layer = len(call.weights) // call.layers
     pieces: list[Piece] = []
     for layer in range(call.layers):
         states = tuple(state[layer * directions : (layer + 1) * directions] for state in fed)
-        weights = call.weights[layer * per_layer : (layer + 1) * per_layer]
-        pieces.append(_one_layer(recorder, func, owner, layer, call, x, states, weights))
+        pieces.append(_one_layer(recorder, func, owner, call, layer, x, states))
         x = pieces[-1].output
         if call.dropout and call.training and layer < call.layers - 1:
             x = torch.dropout(x, call.dropout, True)
@@ -176,14 +195,14 @@ def _one_layer(
     recorder: Recorder,
     func: Any,
     owner: Owner,
-    layer: int,
     call: Call,
+    layer: int,
     x: Tensor,
     states: tuple[Tensor, ...],
-    weights: Sequence[Tensor],
 ) -> Piece:
     x = recorder.fed(x)
     directions = 2 if call.bidirectional else 1
+    weights = call.weights_of(layer)
     each = len(weights) // directions
     names = slots(each)
     stand_ins = [
@@ -211,18 +230,8 @@ def _without_advice() -> Iterator[None]:
         yield
 
 
-def _cell(
-    recorder: Recorder,
-    func: Any,
-    owner: Owner,
-    x: Tensor,
-    hx: Any,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Any:
-    given = _as_tuple(hx)
+def _cell(recorder: Recorder, func: Any, owner: Owner, call: CellCall) -> Any:
+    given = _as_tuple(call.state)
     tail = recorder.tail(owner)
     rows = owner.key not in recorder.never_by_row
     found = tail.link.continued_by(given, rowwise=rows) if tail is not None else None
@@ -233,10 +242,10 @@ def _cell(
         fed = found.fed
         if tail is not None:
             tail.rows = found.rows
-    weights = {"weight_ih": w_ih, "weight_hh": w_hh, "bias_ih": b_ih, "bias_hh": b_hh}
+    weights = call.weights()
     stand_ins = {name: recorder.leaf(owner, f"{name}/0/0", w) for name, w in weights.items() if w is not None}
     flat = [stand_ins.get(name) for name in weights]
-    x = recorder.fed(x)
+    x = recorder.fed(call.input)
     raw = _as_tuple(func(x, fed if len(fed) > 1 else fed[0], *flat))
     taps = tuple(recorder.handed(owner, state.clone().unsqueeze(0)) for state in raw)
     kept = tuple(tap.squeeze(0) for tap in taps)

@@ -23,7 +23,7 @@ def state_border(run: Run, index: int) -> Border:
     next step.
     """
     visits, valid = run.visits, run.valid()
-    slopes = [_within_step(v) for v in visits] if _is_apart(run, index) else []
+    slopes = [_within_step(v) for v in visits] if _is_cut_off_cell_state(run, index) else []
     raw = [v.link.raw[index] for v in visits]
     fed = [v.link.fed[index] for v in visits[1:]] if valid is not None else []
     hidden = [v.link.raw[0] for v in visits] if slopes else []
@@ -79,7 +79,7 @@ def read_border(run: Run, layer: int, index: int) -> Border:
     return Border([tap for tap in taps if tap is not None], gather)
 
 
-def _is_apart(run: Run, index: int) -> bool:
+def _is_cut_off_cell_state(run: Run, index: int) -> bool:
     """Whether a state is c_t out of a fused kernel, where no path of the graph leads from it to h_t."""
     if run.owner.step_cell is not None or index != 1:
         return False

@@ -58,7 +58,7 @@ def _why_not(request: Request, plan: Plan) -> str:
     if any(data.is_packed(leaf) for leaf in data.leaves_of(request.batch.x)):
         return "a packed input has its steps in another order than the result"
     inner = next((name for name in (request.of, request.wrt) if _is_inside(name)), None)
-    if inner is not None and not _is_apart(request):
+    if inner is not None and not _can_run_by_itself(request):
         return f"{inner.text} lies inside the model, where a plain run cannot be looked at"
     if request.options.rtol is not None:
         return "rtol= left out rows on purpose"
@@ -96,7 +96,7 @@ def _is_inside(name: TensorName) -> bool:
     return name.layer is not None or name.what not in ("input", "output")
 
 
-def _is_apart(request: Request) -> bool:
+def _can_run_by_itself(request: Request) -> bool:
     """Whether what lies between the two ends can be run by itself, as the user's own layers."""
     of, wrt, batch = request.of, request.wrt, request.batch
     if {of.what, wrt.what} - {"input", "output"} or batch.training or batch.initial_state:
