@@ -33,7 +33,7 @@ import numpy as np
 from rnnlens.recurrence import linear
 from rnnlens.recurrence.jacobian import Taps, reverse
 from rnnlens.recurrence.parallel import one_thread_each
-from rnnlens.recurrence.reductions import REDUCTIONS, Collector, FieldCollector
+from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
 from rnnlens.recurrence.sources import Field, Points, Units
 
 BAR, FEATURES, HEADS = 20.0, 8, 4
@@ -93,7 +93,9 @@ def norms(system: linear.System) -> None:
     """Of all units, by every pair of steps."""
     size, times = system.state_sizes[0], range(system.time)
     places = {t: t for t in times}
-    sink = Collector(system.work, system.batch, len(times), size, FEATURES, places, reduce=REDUCTIONS["norm"])
+    sink = Collector(
+        system.work, Extent(system.batch, len(times), size, FEATURES), places, Reduction(REDUCTIONS["norm"])
+    )
     if system.pattern(0) is not None:
         reverse(system, Units(times, 0, size), Taps(input=sink))
     else:
@@ -103,7 +105,7 @@ def norms(system: linear.System) -> None:
 def projected(system: linear.System) -> None:
     """Of the mean over the units."""
     size, times = system.state_sizes[0], range(system.time)
-    sink = Collector(system.work, system.batch, len(times), 1, FEATURES, {t: t for t in times})
+    sink = Collector(system.work, Extent(system.batch, len(times), 1, FEATURES), {t: t for t in times})
     reverse(system, Points(times, {0: np.full((1, 1, 1, size), 1 / size, dtype="float32")}), Taps(input=sink))
 
 

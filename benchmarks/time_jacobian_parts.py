@@ -26,7 +26,7 @@ from rnnlens.recurrence.cells import kinds
 from rnnlens.recurrence.inplace import Workspace
 from rnnlens.recurrence.jacobian import Taps, reverse
 from rnnlens.recurrence.linear_cells import linear_system
-from rnnlens.recurrence.reductions import REDUCTIONS, Collector
+from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, Reduction
 from rnnlens.recurrence.run import replay
 from rnnlens.recurrence.sources import Points
 
@@ -110,7 +110,10 @@ def measure(kind, samples, steps, units, features, outputs):
     def sweep():
         system = linear_system(run)
         sink = Collector(
-            system.work, samples, steps, outputs, features, {t: t for t in range(steps)}, reduce=REDUCTIONS["norm"]
+            system.work,
+            Extent(samples, steps, outputs, features),
+            {t: t for t in range(steps)},
+            Reduction(REDUCTIONS["norm"]),
         )
         return reverse(system, Points(range(steps), {0: head}), Taps(input=sink))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,23 +64,48 @@ REDUCTIONS: Mapping[str, Callable[[Array], Array]] = {
 }
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How much a sweep brings at each step: samples, groups of rows, rows of one group, and numbers per row."""
+
+    samples: int
+    groups: int
+    rows: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What becomes of the blocks of a sweep.
+
+    Attributes
+    ----------
+    by, tail
+        Turns blocks (sample, group, out, in) into (sample, group, *tail); None keeps everything.
+    average
+        Sum over samples instead of keeping each.
+    """
+
+    by: Callable[[Array], Array] | None = None
+    tail: tuple[int, ...] = ()
+    average: bool = False
+
+
+#: Every sample, row and number is kept.
+WHOLE = Reduction()
+
+
 class Collector:
     """A sink that keeps what a sweep brings, reduced or not.
 
     Parameters
     ----------
-    groups, rows, width
-        Groups of rows, rows of one group, and numbers per row.
     steps
         Time index -> place along the step axis. Others are not kept. ``-1`` stands for the initial state.
-    reduce, tail
-        Turns blocks (sample, group, out, in) into (sample, group, *tail); None keeps everything.
     readout
         Applied to the values before anything else: ``readout(t, values)``.
     swapped
         Rows are inputs (tangents) rather than outputs: blocks arrive as (in, out).
-    average
-        Sum over samples instead of keeping each.
     result
         Zeros of the shape stated below, to be written into; made where not given.
 
@@ -94,25 +120,20 @@ class Collector:
     def __init__(
         self,
         work: Workspace,
-        samples: int,
-        groups: int,
-        rows: int,
-        width: int,
+        extent: Extent,
         steps: Mapping[int, int],
+        reduction: Reduction = WHOLE,
         *,
-        reduce: Callable[[Array], Array] | None = None,
-        tail: tuple[int, ...] = (),
         readout: Callable[[int, Array], Array] | None = None,
         swapped: bool = False,
-        average: bool = False,
         result: Array | None = None,
     ) -> None:
-        self.work, self.groups, self.rows, self.steps = work, groups, rows, steps
-        self.reduce = reduce
-        self.readout, self.swapped, self.average = readout, swapped, average
-        tail = tail if reduce is not None else (rows, width)
-        lead = () if average else (samples,)
-        self.result = work.zeros(*lead, len(steps), groups, *tail) if result is None else result
+        self.work, self.groups, self.rows, self.steps = work, extent.groups, extent.rows, steps
+        self.reduce, self.average = reduction.by, reduction.average
+        self.readout, self.swapped = readout, swapped
+        tail = reduction.tail if reduction.by is not None else (extent.rows, extent.width)
+        lead = () if reduction.average else (extent.samples,)
+        self.result = work.zeros(*lead, len(steps), extent.groups, *tail) if result is None else result
         self.error_squares = 0.0
 
     def take(self, t: int, first: int, values: Array) -> None:

@@ -12,7 +12,7 @@ import torch
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
 from rnnlens.recurrence.linear import state_columns
 from rnnlens.recurrence.linear_cells import BasisSystem, linear_system
-from rnnlens.recurrence.reductions import REDUCTIONS, Collector, FieldCollector
+from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
 from rnnlens.recurrence.run import replay
 from rnnlens.recurrence.sources import Field, Points
 from rnnlens.recurrence.sweep_blocked import BlockedSweep, plan_blocks
@@ -91,7 +91,9 @@ def reverse_full(run, state, tap, times=range(T), reduce=None):
     order = "forward" if run.order == "forward" else "backward"
     source = Points(list(times), {state: system.work.eye(size)[None, None]}, order)
     width = F if tap == "input" else system.state_sizes[tap]
-    sink = Collector(system.work, B, len(times), size, width, {t: t for t in range(T)}, reduce=REDUCTIONS.get(reduce))
+    sink = Collector(
+        system.work, Extent(B, len(times), size, width), {t: t for t in range(T)}, Reduction(REDUCTIONS.get(reduce))
+    )
     taps = Taps(input=sink) if tap == "input" else Taps(states={tap: sink})
     cost = reverse(system, source, taps)
     result = system.work.numpy(sink.result)[:, :, np.argsort(source.sequence)]
@@ -110,14 +112,14 @@ def test_reverse_and_forward_sweeps_equal_the_plain_product_chain(kind, order, m
     close(reverse_full(run, 0, "input")[0], by_input[:, :, :hidden])
 
     system = linear_system(run)
-    sink = Collector(system.work, B, T, F, hidden, {t: t for t in range(T)}, swapped=True)
+    sink = Collector(system.work, Extent(B, T, F, hidden), {t: t for t in range(T)}, swapped=True)
     forward(system, Entrances("input", range(T)), {0: sink}, frozenset(range(T)))
     got = system.work.numpy(sink.result)  # (sample, out_time, youngest group, feature, unit)
     entered = list(run.steps())
     chronological = got[:, :, [T - 1 - entered.index(k) for k in range(T)]]
     close(chronological.transpose(0, 1, 4, 2, 3), by_input[:, :, :hidden])
 
-    initial = Collector(system.work, B, T, hidden, system.state_sizes[-1], {-1: 0})
+    initial = Collector(system.work, Extent(B, T, hidden, system.state_sizes[-1]), {-1: 0})
     source = Points(range(T), {0: system.work.eye(hidden)[None, None]}, order)
     reverse(system, source, Taps(initial={len(run.states) - 1: initial}))
     got = system.work.numpy(initial.result)[:, 0, np.argsort(source.sequence)]
@@ -135,8 +137,8 @@ def test_a_sweep_in_blocks_equals_the_plain_product_chain(kind, order, masked, d
     hidden, last = int(run.states[0].shape[-1]), len(run.states) - 1
     system = linear_system(run)
     source = Points(range(T), {0: system.work.eye(hidden)[None, None]}, order)
-    sink = Collector(system.work, B, T, hidden, F, {t: t for t in range(T)})
-    initial = Collector(system.work, B, T, hidden, system.state_sizes[last], {-1: 0})
+    sink = Collector(system.work, Extent(B, T, hidden, F), {t: t for t in range(T)})
+    initial = Collector(system.work, Extent(B, T, hidden, system.state_sizes[last]), {-1: 0})
     with system.work.quiet():
         BlockedSweep(system, source, Taps(input=sink, initial={last: initial}), slice(None), length).run(None)
     chronological = np.argsort(source.sequence)
@@ -155,7 +157,7 @@ def test_a_sweep_in_blocks_of_chosen_steps_and_samples(order, outs, ins, length)
     by_input, _, _ = dense_chain(run)
     system = linear_system(run)
     source = Points(outs, {0: system.work.eye(H)[None, None], 1: np.ones((1, 1, H, H))}, order)
-    sink = Collector(system.work, 1, len(outs), H, F, {t: i for i, t in enumerate(ins)})
+    sink = Collector(system.work, Extent(1, len(outs), H, F), {t: i for i, t in enumerate(ins)})
     taps = Taps(input=sink, steps=frozenset(ins))
     BlockedSweep(system, source, taps, slice(1, 2), length).run(None)
     wanted = by_input[1:, source.sequence]
@@ -172,7 +174,7 @@ def test_reductions_inside_a_sweep_in_blocks(reduce, average):
         system = linear_system(run)
         source = Points(range(T), {0: system.work.eye(H)[None, None]})
         places = {t: t for t in range(T)}
-        sink = Collector(system.work, B, T, H, F, places, reduce=REDUCTIONS.get(reduce), average=average)
+        sink = Collector(system.work, Extent(B, T, H, F), places, Reduction(REDUCTIONS.get(reduce), average=average))
         if length:
             BlockedSweep(system, source, Taps(input=sink), slice(None), length).run(None)
         else:
@@ -194,7 +196,7 @@ def test_blocks_are_chosen_by_their_cost_and_the_cost_is_what_was_done(kind, row
     )
     system = linear_system(run)
     source = Points(range(steps), {0: rng.normal(size=(1, 1, rows, H))})
-    sink = Collector(system.work, B, steps, rows, F, {t: t for t in range(steps)})
+    sink = Collector(system.work, Extent(B, steps, rows, F), {t: t for t in range(steps)})
     cost = reverse(system, source, Taps(input=sink))
     plan = plan_blocks(system, rows * np.arange(1, steps + 1), F)
     assert (plan.length > 0) == blocks
@@ -220,7 +222,7 @@ def test_state_to_state_counts_the_path_of_c_through_h(kind, masked):
             expected += np.einsum("btohm,bhmc->btohc", hidden, lift)
         got, _ = reverse_full(run, of, wrt)
         close(got, expected)
-        sink = Collector(system.work, B, T, sizes[wrt], sizes[of], {t: t for t in range(T)}, swapped=True)
+        sink = Collector(system.work, Extent(B, T, sizes[wrt], sizes[of]), {t: t for t in range(T)}, swapped=True)
         forward(system, Entrances("state", range(T), state=wrt), {of: sink}, frozenset(range(T)))
         close(sink.result[:, :, ::-1].transpose(0, 1, 4, 2, 3), expected)
 
@@ -283,7 +285,7 @@ def test_chosen_steps_and_samples_only():
     by_input = dense_chain(run)[0]
     system = linear_system(run)
     source = Points([4, 1], {0: system.work.eye(H)[None, None]})
-    sink = Collector(system.work, 1, 2, H, F, {3: 0, 1: 1})
+    sink = Collector(system.work, Extent(1, 2, H, F), {3: 0, 1: 1})
     cost = reverse(system, source, Taps(input=sink, steps=frozenset((3, 1))), samples=slice(1, 2))
     close(np.moveaxis(sink.result, 1, 3), by_input[1:, [1, 4]][:, :, :H][:, :, :, [3, 1]])
     everything = reverse_full(run, 0, "input")[1]

@@ -7,7 +7,7 @@ import pytest
 
 from rnnlens.recurrence import linear
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
-from rnnlens.recurrence.reductions import REDUCTIONS, Collector, FieldCollector
+from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
 from rnnlens.recurrence.sources import Field, Points, Units
 
 T, F = 1000, 3
@@ -36,7 +36,9 @@ def adjoint(system):
 def norms(system, outs=range(0, T, 25)):
     """Frobenius norm of the Jacobian of all units, by every step."""
     size = system.state_sizes[0]
-    sink = Collector(system.work, 1, len(outs), size, F, {t: t for t in range(T)}, reduce=REDUCTIONS["norm"])
+    sink = Collector(
+        system.work, Extent(1, len(outs), size, F), {t: t for t in range(T)}, Reduction(REDUCTIONS["norm"])
+    )
     reverse(system, Units(outs, 0, size), Taps(input=sink))
     return sink.result
 
@@ -44,7 +46,7 @@ def norms(system, outs=range(0, T, 25)):
 def projected(system, outs=range(0, T, 25)):
     """Jacobian of the mean over the units, by every step."""
     size = system.state_sizes[0]
-    sink = Collector(system.work, 1, len(outs), 1, F, {t: t for t in range(T)})
+    sink = Collector(system.work, Extent(1, len(outs), 1, F), {t: t for t in range(T)})
     reverse(system, Points(outs, {0: np.full((1, 1, 1, size), 1 / size, dtype="float32")}), Taps(input=sink))
     return sink.result
 
@@ -53,7 +55,7 @@ def pushed(system, ins=range(0, T, 25)):
     """The same Jacobian the other way round: by some steps, of the norms of all."""
     size = system.state_sizes[0]
     places = {t: t for t in range(T)}
-    sink = Collector(system.work, 1, len(ins), F, size, places, reduce=REDUCTIONS["norm"], swapped=True)
+    sink = Collector(system.work, Extent(1, len(ins), F, size), places, Reduction(REDUCTIONS["norm"]), swapped=True)
     forward(system, Entrances("input", ins), {0: sink}, frozenset(range(T)))
 
 

@@ -15,7 +15,7 @@ from rnnlens.recurrence import linear
 from rnnlens.recurrence.inplace import Workspace
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
 from rnnlens.recurrence.pruning import Vanished
-from rnnlens.recurrence.reductions import REDUCTIONS, Collector, FieldCollector
+from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
 from rnnlens.recurrence.sources import Field, Points, Units
 from rnnlens.recurrence.sweep_blocked import BlockedSweep
 
@@ -192,14 +192,14 @@ def test_time_jacobians_both_ways_and_the_adjoint_against_unrolled_products(stru
         columns = linear.state_columns(system, state)
         source = Points(range(T), {state: system.work.eye(size)[None, None]}, order)
         sink, initial = (
-            Collector(system.work, B, T, size, width, at)
+            Collector(system.work, Extent(B, T, size, width), at)
             for width, at in ((F, {t: t for t in range(T)}), (size, {-1: 0}))
         )
         reverse(system, source, Taps(input=sink, initial={state: initial}))
         chronological = np.argsort(source.sequence)
         close(np.moveaxis(system.work.numpy(sink.result)[:, :, chronological], 1, 3), by_input[:, :, columns])
         close(system.work.numpy(initial.result)[:, 0, chronological], by_initial[:, :, columns, columns])
-        sink = Collector(system.work, B, T, F, size, {t: t for t in range(T)}, swapped=True)
+        sink = Collector(system.work, Extent(B, T, F, size), {t: t for t in range(T)}, swapped=True)
         forward(system, Entrances("input", range(T)), {state: sink}, frozenset(range(T)))
         youngest = np.arange(T)[::-1] if order == "forward" else np.arange(T)
         found = system.work.numpy(sink.result)[:, :, youngest]
@@ -219,7 +219,7 @@ def test_a_field_of_cotangents_meets_the_inner_product_with_tangents(structure, 
     entrances = Entrances("input", range(T), change[:, :, None, :])
     total = np.zeros(B)
     for s, size in enumerate(system.state_sizes):
-        sink = Collector(system.work, B, T, 1, size, {t: t for t in range(T)}, swapped=True)
+        sink = Collector(system.work, Extent(B, T, 1, size), {t: t for t in range(T)}, swapped=True)
         forward(system, entrances, {s: sink}, frozenset(range(T)))
         total += np.einsum("btgu,btu->b", sink.result[:, :, :, 0], cotangents[s][:, 0])
     close(np.einsum("btf,btf->b", pulled[:, 0], change), total)
@@ -234,7 +234,7 @@ def test_a_sweep_in_blocks(structure, length):
     system, a, n = make(structure, masked=True)
     size = system.state_sizes[0]
     source = Points(range(T), {0: system.work.eye(size)[None, None]})
-    sink = Collector(system.work, B, T, size, F, {t: t for t in range(T)})
+    sink = Collector(system.work, Extent(B, T, size, F), {t: t for t in range(T)})
     BlockedSweep(system, source, Taps(input=sink), slice(None), length).run(None)
     close(np.moveaxis(sink.result, 1, 3), unrolled(a, n, "forward")[0][:, :, :size])
 
@@ -251,10 +251,10 @@ def test_states_reach_the_output_of_their_own_step(structure):
             produced = np.concatenate([np.broadcast_to(np.eye(4), (B, 4, 4)), linear_output(system, k)], axis=1)
             expected[:, t, :, k] = (through @ produced)[:, 4:]
     source, places = Points(range(T), {1: np.eye(2)[None, None]}), {t: t for t in range(T)}
-    sink = Collector(system.work, B, T, 2, 4, places)
+    sink = Collector(system.work, Extent(B, T, 2, 4), places)
     reverse(system, source, Taps(states={0: sink}))
     close(np.moveaxis(sink.result, 1, 3), expected)
-    sink = Collector(system.work, B, T, 4, 2, places, swapped=True)
+    sink = Collector(system.work, Extent(B, T, 4, 2), places, swapped=True)
     forward(system, Entrances("state", range(T)), {1: sink}, frozenset(range(T)))
     close(sink.result[:, :, ::-1].transpose(0, 1, 4, 2, 3), expected)
 
@@ -279,7 +279,7 @@ def test_a_complex_diagonal_against_finite_differences_of_the_complex_recurrence
     b = np.concatenate([into.real, into.imag])[None, None]
     system = linear.complex_diagonal(turn.real[None, None], turn.imag[None, None], b, batch=B, time=T)
     for state in (0, 1):
-        sink = Collector(system.work, B, T, 4, F, {t: t for t in range(T)})
+        sink = Collector(system.work, Extent(B, T, 4, F), {t: t for t in range(T)})
         reverse(system, Points(range(T), {state: np.eye(4)[None, None]}), Taps(input=sink))
         for k, f in itertools.product(range(T), range(F)):
             step = np.zeros_like(x)
@@ -327,7 +327,11 @@ def unit_jacobian(system, state, tap, reduce=None, readout=None, pruning=None, a
     """(sample, out step, in step, ...) by a sweep of all units of a state at once."""
     size, places = system.state_sizes[state], {t: t for t in range(T)}
     sink = Collector(
-        system.work, B, T, size, width, places, reduce=REDUCTIONS.get(reduce), readout=readout, average=average
+        system.work,
+        Extent(B, T, size, width),
+        places,
+        Reduction(REDUCTIONS.get(reduce), average=average),
+        readout=readout,
     )
     taps = Taps(input=sink) if tap == "input" else Taps(states={tap: sink})
     source = Units(range(T), state, size, system.order, moves)
@@ -366,7 +370,7 @@ def test_all_units_at_once_by_states_and_by_the_initial_state(structure):
         rows, columns = linear.state_columns(system, of), linear.state_columns(system, by)
         found, _ = unit_jacobian(system, of, by, reduce, width=system.state_sizes[by])
         close(found, BLOCK_NUMBERS[reduce](by_state[:, :, :, rows, columns]))
-        sink = Collector(system.work, B, T, rows.stop - rows.start, columns.stop - columns.start, {-1: 0})
+        sink = Collector(system.work, Extent(B, T, rows.stop - rows.start, columns.stop - columns.start), {-1: 0})
         reverse(system, Units(range(T), of, rows.stop - rows.start), Taps(initial={by: sink}))
         close(sink.result[:, 0], np.stack([(by_state[:, t, 0] @ a[:, 0])[:, rows, columns] for t in range(T)], 1))
 
@@ -397,7 +401,7 @@ def test_norms_of_complex_states_do_not_cancel():
     """A unit that has turned by a quarter moves its real part by nothing; its square must not be a difference."""
     turn, b = np.exp(0.5j * np.pi), np.array([1.0, 0.0]).reshape(1, 1, 2, 1)
     system = linear.complex_diagonal(np.full((1, 2, 1), turn.real), np.full((1, 2, 1), turn.imag), b)
-    sink = Collector(system.work, 1, 1, 1, 1, {0: 0}, reduce=REDUCTIONS["norm"])
+    sink = Collector(system.work, Extent(1, 1, 1, 1), {0: 0}, Reduction(REDUCTIONS["norm"]))
     reverse(system, Units([1], 0, 1), Taps(input=sink))
     assert sink.result.item() < 1e-15
 
@@ -411,7 +415,7 @@ def test_what_pruning_took_away_is_estimated_without_bias(structure):
     size, exact = system.state_sizes[0], None
     errors, estimates = [], []
     for seed in [None, *range(30)]:
-        sink = Collector(system.work, B, 40, size, F, {t: t for t in range(40)})
+        sink = Collector(system.work, Extent(B, 40, size, F), {t: t for t in range(40)})
         pruning = None if seed is None else Vanished(system.work, 1e-2, size, probes=4, every=2, seed=seed)
         reverse(system, Units(range(40), 0, size), Taps(input=sink), pruning=pruning)
         if exact is None:

@@ -12,7 +12,7 @@ from ...autodiff.tensors import like
 from ...recurrence.jacobian import Entrances, Taps, forward, reverse
 from ...recurrence.parallel import for_each, large_parts
 from ...recurrence.pruning import Vanished
-from ...recurrence.reductions import Collector
+from ...recurrence.reductions import Collector, Extent, Reduction
 from ...recurrence.sources import Points, Units
 from ...recurrence.sweep_parts import Cost
 from ...typing import Array
@@ -80,16 +80,11 @@ class _Sweep:
         forward = self.mode == "forward"
         return Collector(
             self.work,
-            samples.stop - samples.start,
-            self.groups,
-            self.rows,
-            self.width,
+            Extent(samples.stop - samples.start, self.groups, self.rows, self.width),
             self.places,
-            reduce=self.ends.measured_by,
-            tail=self.ends.tail,
+            Reduction(self.ends.measured_by, self.ends.tail, self.ends.average),
             readout=self._above(samples) if forward else self._below(samples),
             swapped=forward,
-            average=self.ends.average,
             result=room,
         )
 
