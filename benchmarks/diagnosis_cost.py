@@ -105,7 +105,7 @@ def lyapunov(kind: str, units: int, steps: int, samples: int, rounds: int) -> No
     kernels = rng.normal(size=(1, gates * units)), 1.5 / units**0.5 * rng.normal(size=(units, gates * units))
     cell = SimpleRNN(*kernels) if kind == "rnn" else LSTM(*kernels)
     start = tuple(np.zeros((samples, units)) for _ in range(states))
-    run = replay(cell, rng.normal(size=(samples, steps, 1)), start, xp=np)
+    run = replay(cell, rng.normal(size=(samples, steps, 1)), start)
     matrices = rng.normal(size=(samples, states * units, states * units))
 
     def factorisations() -> None:

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 
-import array_api_compat.numpy as anp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -99,7 +98,7 @@ def run_of(kind, samples, steps, units, features):
     cell = kinds()[kind](draw(features, gates * units), draw(units, gates * units), bias, second)
     x = rng.normal(size=(samples, steps, features)).astype("float32")
     start = tuple(np.zeros((samples, units), "float32") for _ in cell.states)
-    return replay(cell, x, start, xp=anp)
+    return replay(cell, x, start)
 
 
 def measure(kind, samples, steps, units, features, outputs):

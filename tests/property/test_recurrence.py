@@ -1,6 +1,5 @@
 """What must hold of every recurrence, whatever its sizes, weights and masks."""
 
-import array_api_compat.numpy as xp
 import cells
 import numpy as np
 from hypothesis import given, settings
@@ -40,7 +39,7 @@ def close(a, b):
 @given(problems())
 def test_the_adjoint_is_linear_in_what_comes_from_above(problem):
     cell, x, state, mask, rng = problem
-    run = replay(cell, x, state, xp=xp, mask=mask)
+    run = replay(cell, x, state, mask=mask)
     one, two = rng.normal(size=run.states[0].shape), rng.normal(size=run.states[0].shape)
     both, first, second = adjoint(run, 2 * one - 3 * two), adjoint(run, one), adjoint(run, two)
     close(both.input_grad, 2 * first.input_grad - 3 * second.input_grad)
@@ -52,9 +51,9 @@ def test_the_adjoint_is_linear_in_what_comes_from_above(problem):
 def test_running_backwards_is_running_forwards_on_reversed_time(problem):
     cell, x, state, mask, rng = problem
     direct = rng.normal(size=(*x.shape[:2], cell.units))
-    forward = replay(cell, x, state, xp=xp, mask=mask)
+    forward = replay(cell, x, state, mask=mask)
     turned_mask = None if mask is None else mask[:, ::-1]
-    backward = replay(cell, x[:, ::-1], state, xp=xp, mask=turned_mask, order="backward")
+    backward = replay(cell, x[:, ::-1], state, mask=turned_mask, order="backward")
     close(backward.states[0][:, ::-1], forward.states[0])
     one, two = adjoint(forward, direct), adjoint(backward, direct[:, ::-1])
     close(two.input_grad[:, ::-1], one.input_grad)
@@ -67,8 +66,8 @@ def test_what_is_masked_neither_moves_nor_is_moved(problem):
     cell, x, state, _, rng = problem
     mask = rng.random(x.shape[:2]) > 0.5
     direct = rng.normal(size=(*x.shape[:2], cell.units))
-    run = replay(cell, x, state, xp=xp, mask=mask)
-    other = replay(cell, np.where(mask[:, :, None], x, 1e3), state, xp=xp, mask=mask)
+    run = replay(cell, x, state, mask=mask)
+    other = replay(cell, np.where(mask[:, :, None], x, 1e3), state, mask=mask)
     np.testing.assert_array_equal(other.states[0], run.states[0])
     result = adjoint(run, direct)
     assert not result.input_grad[~mask].any()
@@ -80,13 +79,13 @@ def test_what_is_masked_neither_moves_nor_is_moved(problem):
 def test_samples_do_not_see_each_other_and_weight_gradients_add_up(problem):
     cell, x, state, mask, rng = problem
     direct = rng.normal(size=(*x.shape[:2], cell.units))
-    run = replay(cell, x, state, xp=xp, mask=mask)
+    run = replay(cell, x, state, mask=mask)
     whole = adjoint(run, direct)
     total = weight_gradients(run, whole)
     sums = {name: np.zeros_like(value) for name, value in total.items()}
     for b in range(x.shape[0]):
         one = slice(b, b + 1)
-        alone = replay(cell, x[one], [s[one] for s in state], xp=xp, mask=None if mask is None else mask[one])
+        alone = replay(cell, x[one], [s[one] for s in state], mask=None if mask is None else mask[one])
         result = adjoint(alone, direct[one])
         close(result.input_grad, whole.input_grad[one])
         for name, value in weight_gradients(alone, result).items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from array_api_compat import array_namespace, device
 
@@ -16,6 +16,17 @@ from .arrays import Array, Namespace
 from .cells import Cell, Record, StepCell
 from .parallel import for_each, sample_chunks
 from .repeats import refuse_another_function, refuse_other_ends, refuse_other_equations, refuse_other_states
+
+
+class Scales(NamedTuple):
+    """What dropout multiplies input and state with: (sample, n) or (gate, sample, n) each, None without."""
+
+    input: Array | None = None
+    state: Array | None = None
+
+
+#: Without dropout.
+UNSCALED = Scales()
 
 
 @dataclass
@@ -57,11 +68,11 @@ class Run:
         return None if self.record is None or not self.cell.gates else self.record.gates
 
     @classmethod
-    def from_call(cls, call: Any, xp: Namespace | None = None) -> Run:
+    def from_call(cls, call: Any) -> Run:
         """Replay a captured call (``adapters.protocol.RecurrentCall``) with the arrays' own namespace."""
-        xp = xp or array_namespace(call.input)
+        xp = array_namespace(call.input)
         if call.cell.by_framework:
-            run = replay_custom(call.cell, call.input, call.initial_state, xp=xp, mask=call.mask, order=call.direction)
+            run = replay_custom(call.cell, call.input, call.initial_state, mask=call.mask, order=call.direction)
             if call.returns_sequences:
                 output = cast(Array, run.step_output)
                 run.residual = residual(output, call.output, call.mask, xp)
@@ -73,12 +84,10 @@ class Run:
                 call.cell,
                 call.input,
                 call.initial_state,
-                xp=xp,
                 mask=call.mask,
                 order=call.direction,
                 hidden=call.output if _output_is_hidden(call, xp) else None,
-                input_scale=call.input_scale,
-                state_scale=call.state_scale,
+                scales=Scales(call.input_scale, call.state_scale),
             )
             if call.cell.registered_for:
                 if call.returns_sequences:
@@ -173,12 +182,10 @@ def replay(
     x: Array,
     initial_state: Sequence[Array],
     *,
-    xp: Namespace,
     mask: Array | None = None,
     order: Literal["forward", "backward"] = "forward",
     hidden: Array | None = None,
-    input_scale: Array | None = None,
-    state_scale: Array | None = None,
+    scales: Scales = UNSCALED,
 ) -> Run:
     """Recompute gates and states of a cell with equations.
 
@@ -189,7 +196,8 @@ def replay(
         The first state where it is known already. All matrix products are then taken at once, where the cell allows it
         (``Cell.at_once``), and only what is element-wise runs step by step. Not looked at where steps are masked.
     """
-    run = Run(cell, xp, x, tuple(initial_state), (), None, None, mask, order, input_scale, state_scale)
+    xp = array_namespace(x)
+    run = Run(cell, xp, x, tuple(initial_state), (), None, None, mask, order, *scales)
     if hidden is None or not cell.at_once:
         _replay_in_sequence(run)
         run.residual = 0.0 if hidden is None else residual(run.states[0], hidden, mask, xp)
@@ -345,11 +353,11 @@ def replay_custom(
     x: Array,
     initial_state: Sequence[Array],
     *,
-    xp: Namespace,
     mask: Array | None = None,
     order: Literal["forward", "backward"] = "forward",
 ) -> Run:
     """Step a cell of unknown equations through time by asking the framework; the record of its states and outputs."""
+    xp = array_namespace(x)
     run = Run(cell, xp, x, tuple(initial_state), (), None, None, mask, order)
     state = run.initial_state
     states: list[tuple[Array, ...]] = []

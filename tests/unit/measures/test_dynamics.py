@@ -20,7 +20,7 @@ def run_of(cell, *, samples=6, steps=120, mask=None, order="forward", seed=1):
     features = cell.kernel.shape[0]
     x = np.random.default_rng(seed).normal(size=(samples, steps, features))
     start = tuple(np.zeros((samples, size)) for size in cell.state_sizes)
-    return replay(cell, x, start, xp=np, mask=mask, order=order)
+    return replay(cell, x, start, mask=mask, order=order)
 
 
 def linear_cell(kernel):

@@ -3,7 +3,6 @@
 import itertools
 
 import array_api_compat.numpy as np_xp
-import array_api_compat.torch as torch_xp
 import array_api_strict
 import cells
 import numpy as np
@@ -15,7 +14,7 @@ from rnnlens.errors import UnsupportedError
 from rnnlens.recurrence.adjoint import adjoint, probed, weight_gradients
 from rnnlens.recurrence.cells import Cell, IndRNN, SimpleRNN
 from rnnlens.recurrence.parallel import large_parts, walk_parts
-from rnnlens.recurrence.run import distance, replay
+from rnnlens.recurrence.run import Scales, distance, replay
 from rnnlens.testing import reference
 
 BATCH, TIME, FEATURES, UNITS = 2, 4, 2, 3
@@ -79,7 +78,7 @@ def test_adjoint_equals_dense_reference(variant, masked, order, known_hidden):
     expected = reference.bptt(cell, x, s0, dy, mask=mask, backward=order == "backward", final_state_grad=final)
     hidden = expected.states[0] if known_hidden else None
 
-    run = replay(cell, x, s0, xp=np_xp, mask=mask, order=order, hidden=hidden)
+    run = replay(cell, x, s0, mask=mask, order=order, hidden=hidden)
     result = adjoint(run, dy, final)
 
     for got, want in zip(run.states, expected.states, strict=True):
@@ -98,7 +97,7 @@ def test_weight_gradients_equal_complex_step(variant, masked):
     rng = np.random.default_rng(8)
     cell = make_cell(**variant, rng=rng)
     x, mask, s0, dy, final = data(cell, rng, masked)
-    run = replay(cell, x, s0, xp=np_xp, mask=mask)
+    run = replay(cell, x, s0, mask=mask)
     result = adjoint(run, dy, final)
     cotangent = list(result.state_grads)
     if cell.kind == "lstm":
@@ -130,14 +129,14 @@ def test_all_array_libraries_agree(variant):
     cell = make_cell(**variant, rng=rng)
     x, mask, s0, dy, final = data(cell, rng, True)
 
-    def run_with(xp, convert):
-        run = replay(cell.with_weights(convert), convert(x), [convert(s) for s in s0], xp=xp, mask=convert(mask))
+    def run_with(convert):
+        run = replay(cell.with_weights(convert), convert(x), [convert(s) for s in s0], mask=convert(mask))
         result = adjoint(run, convert(dy), [convert(f) for f in final])
         grads = weight_gradients(run, result)
         return [*run.states, run.gates, *result.state_grads, result.gate_grad, result.input_grad, *grads.values()]
 
-    plain = run_with(np_xp, np.asarray)
-    for other in (run_with(torch_xp, torch.asarray), run_with(array_api_strict, array_api_strict.asarray)):
+    plain = run_with(np.asarray)
+    for other in (run_with(torch.asarray), run_with(array_api_strict.asarray)):
         for got, want in zip(other, plain, strict=True):
             close(got, want, 1e-12)
 
@@ -150,7 +149,7 @@ def test_adjoint_with_every_activation_of_the_reference(kind, activation):
     cell = make_cell(kind, rng=rng, activation=activation, recurrent_activation=recurrent)
     x, _, s0, dy, final = data(cell, rng, False)
     expected = reference.bptt(cell, x, s0, dy, final_state_grad=final)
-    result = adjoint(replay(cell, x, s0, xp=np_xp), dy, final)
+    result = adjoint(replay(cell, x, s0), dy, final)
     for got, want in zip(result.state_grads, expected.state_grads, strict=True):
         close(got, want)
     close(result.input_grad, expected.input_grad)
@@ -163,23 +162,23 @@ def test_dropout_multipliers_per_gate_and_shared():
         gates = len(cell.gates)
         lead = () if shape == "shared" else (gates,)
         x, _, s0, dy, final = data(cell, rng, False)
-        scales = {
-            "input_scale": rng.integers(0, 2, size=(*lead, BATCH, FEATURES)) * 2.0,
-            "state_scale": rng.integers(0, 2, size=(*lead, BATCH, UNITS)) * 2.0,
-        }
-        run = replay(cell, x, s0, xp=np_xp, **scales)
+        scales = Scales(
+            rng.integers(0, 2, size=(*lead, BATCH, FEATURES)) * 2.0,
+            rng.integers(0, 2, size=(*lead, BATCH, UNITS)) * 2.0,
+        )
+        run = replay(cell, x, s0, scales=scales)
         result = adjoint(run, dy, final)
         moved = rng.normal(size=x.shape)
 
         def loss(shift, cell=cell, s0=s0, x=x, moved=moved, scales=scales, dy=dy, final=final):
-            other = replay(cell, x + shift * moved, s0, xp=np_xp, **scales)
+            other = replay(cell, x + shift * moved, s0, scales=scales)
             return (other.states[0] * dy).sum() + sum(
                 (s[:, -1] * f).sum() for s, f in zip(other.states, final, strict=True)
             )
 
         slope = (loss(1e-6) - loss(-1e-6)) / 2e-6
         close((result.input_grad * moved).sum(), slope, 1e-7)
-        close(replay(cell, x, s0, xp=np_xp, hidden=run.states[0], **scales).gates, run.gates, 1e-13)
+        close(replay(cell, x, s0, hidden=run.states[0], scales=scales).gates, run.gates, 1e-13)
 
 
 def test_a_residual_counts_nan_on_one_side_only():
@@ -207,11 +206,11 @@ def test_large_batches_are_dealt_out_and_give_the_same():
     batch, time = 3000, 10
     x, s0 = rng.normal(size=(batch, time, FEATURES)), [rng.normal(size=(batch, UNITS)) for _ in range(2)]
     dy, mask = rng.normal(size=(batch, time, UNITS)), rng.random((batch, time)) > 0.2
-    run = replay(cell, x, s0, xp=np_xp, mask=mask)
+    run = replay(cell, x, s0, mask=mask)
     with threadpool_limits(2, user_api="blas"):
         assert len(walk_parts(batch, UNITS, xp=np_xp)) == 2
         assert len(large_parts(batch, time * 4 * UNITS, xp=np_xp)) == 2
-        known = replay(cell, x, s0, xp=np_xp, mask=mask, hidden=run.states[0])
+        known = replay(cell, x, s0, mask=mask, hidden=run.states[0])
         whole = adjoint(known, dy)
         dealt = weight_gradients(known, whole)
     with threadpool_limits(1, user_api="blas"):
@@ -219,7 +218,7 @@ def test_large_batches_are_dealt_out_and_give_the_same():
             close(dealt[name], grad, 1e-12)
     close(known.gates, run.gates, 1e-13)
     for some in (slice(0, 7), slice(1495, 1505), slice(2990, 3000)):
-        part = adjoint(replay(cell, x[some], [s[some] for s in s0], xp=np_xp, mask=mask[some]), dy[some])
+        part = adjoint(replay(cell, x[some], [s[some] for s in s0], mask=mask[some]), dy[some])
         close(part.input_grad, whole.input_grad[some], 1e-13)
         close(part.state_grads[1], whole.state_grads[1][some], 1e-13)
         close(part.initial_state_grad[0], whole.initial_state_grad[0][some], 1e-13)
@@ -235,6 +234,6 @@ def test_a_cell_without_derivatives_says_so_outside_of_a_framework():
     class Bare(SimpleRNN):
         pull_back = Cell.pull_back
 
-    run = replay(Bare(np.ones((2, 3)), np.eye(3)), np.ones((1, 2, 2)), [np.zeros((1, 3))], xp=np_xp)
+    run = replay(Bare(np.ones((2, 3)), np.eye(3)), np.ones((1, 2, 2)), [np.zeros((1, 3))])
     with pytest.raises(UnsupportedError, match=r"write pull_back in its class, or rl\.cells\.register"):
         adjoint(run, np.ones((1, 2, 3)))

@@ -2,8 +2,6 @@
 
 import itertools
 
-import array_api_compat.numpy as anp
-import array_api_compat.torch as atorch
 import cells
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
 from rnnlens.recurrence.linear import state_columns
 from rnnlens.recurrence.linear_cells import BasisSystem, linear_system
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
-from rnnlens.recurrence.run import replay
+from rnnlens.recurrence.run import Scales, replay
 from rnnlens.recurrence.sources import Field, Points
 from rnnlens.recurrence.sweep_blocked import BlockedSweep, plan_blocks
 
@@ -40,7 +38,6 @@ def make_cell(kind, rng, to):
 def make_run(kind, order="forward", masked=False, dropout=None, engine="numpy", x=None, seed=0):
     rng = np.random.default_rng(seed)
     to = torch.from_numpy if engine == "torch" else np.asarray
-    xp = atorch if engine == "torch" else anp
     cell = make_cell(kind, rng, to)
     drawn = rng.normal(size=(B, T, F))
     state = tuple(to(0.3 * rng.normal(size=(B, n))) for n in cell.state_sizes)
@@ -52,11 +49,9 @@ def make_run(kind, order="forward", masked=False, dropout=None, engine="numpy", 
         cell,
         to(drawn if x is None else x),
         state,
-        xp=xp,
         mask=mask,
         order=order,
-        input_scale=scale[0],
-        state_scale=scale[1],
+        scales=Scales(*scale),
     )
 
 
@@ -192,7 +187,6 @@ def test_blocks_are_chosen_by_their_cost_and_the_cost_is_what_was_done(kind, row
         make_cell(kind, rng, np.asarray),
         rng.normal(size=(B, steps, F)),
         tuple(np.zeros((B, H)) for _ in range(2 if kind == "lstm" else 1)),
-        xp=anp,
     )
     system = linear_system(run)
     source = Points(range(steps), {0: rng.normal(size=(1, 1, rows, H))})
