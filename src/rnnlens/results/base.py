@@ -2,13 +2,14 @@
 
 A result class is a thin subclass that names its kind::
 
-    class Gradients(Result, kind="gradients"):
-        def __init__(self, datasets, *, disconnected=None, **common): ...
+    class Weights(Result, kind="weights"):
+        def __init__(self, datasets, *, loss=None, **common): ...
         def _meta(self):
-            return {**super()._meta(), "disconnected": dict(self.disconnected)}
+            return {**super()._meta(), "loss": self.loss}
 
-``_meta`` returns the keyword arguments that, after a trip through JSON, build the same result again. ``rl.open`` finds
-the class by its kind: one that nobody has imported yet lives in the module of that name in this folder.
+``_meta`` returns what :meth:`Result._restore`, after a trip through JSON, builds the same result again from: keyword
+arguments, unless the class says otherwise. ``rl.open`` finds the class by its kind: one that nobody has imported yet
+lives in the module of that name in this folder.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Result(Mapping[str, Any]):
         return self.dataset(name)
 
     def _meta(self) -> dict[str, Any]:
-        """Keyword arguments that build this result again from its tree; JSON can hold them."""
+        """What builds this result again from its tree, for :meth:`_restore`; JSON can hold it."""
         return {
             "provenance": self.provenance,
             "notes": self.notes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -40,6 +40,16 @@ class Reason:
 
     def __str__(self) -> str:
         return f"[{self.code}] {self.sentence} Try: {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was differentiated and what came of it, besides the gradients themselves; see :class:`Gradients`."""
+
+    of: str = "loss"
+    value: Any = None
+    disconnected: Mapping[str, Reason] = field(default_factory=dict)
+    flags: Mapping[str, Reason] = field(default_factory=dict)
 
 
 class LayerGradients(LayerView):
@@ -90,25 +100,21 @@ class Gradients(Result, kind="gradients"):
     def __init__(
         self,
         datasets: Mapping[str, xr.Dataset] | xr.DataTree,
+        answer: Answer | None = None,
         *,
-        of: str = "loss",
-        value: Any = None,
-        disconnected: Mapping[str, Reason | Mapping[str, str]] | None = None,
-        flags: Mapping[str, Reason | Mapping[str, str]] | None = None,
-        clip: Mapping[str, Any] | None = None,
-        clipped: Gradients | None = None,
         provenance: Mapping[str, str] | None = None,
         notes: Iterable[str] = (),
         checks: Iterable[Check | Mapping[str, Any]] = (),
         certificate: Certificate | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(datasets, provenance=provenance, notes=notes, checks=checks, certificate=certificate)
-        self.of = of
-        self.value = np.asarray(value)[()] if value is not None else None
-        self.disconnected = {name: _reason(r) for name, r in (disconnected or {}).items()}
-        self.flags = {name: _reason(r) for name, r in (flags or {}).items()}
-        self.clip = dict(clip or {})
-        self.clipped = clipped
+        answer = answer or Answer()
+        self.of = answer.of
+        self.value = np.asarray(answer.value)[()] if answer.value is not None else None
+        self.disconnected = dict(answer.disconnected)
+        self.flags = dict(answer.flags)
+        self.clip: dict[str, Any] = {}
+        self.clipped: Gradients | None = None
         self._tensors = {
             str(array.attrs["tensor"]): (node, str(name))
             for node in self.layers
@@ -154,16 +160,17 @@ class Gradients(Result, kind="gradients"):
 
     @classmethod
     def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
-        after = [name for name in meta["layers"] if name.startswith(_CLIPPED)]
-        if not after:
-            return super()._restore(tree, meta)
         nodes: dict[str, Any] = {name: tree[path] for name, path in to_paths(meta["layers"]).items()}
         datasets = {name: node.to_dataset(inherit=False) for name, node in nodes.items()}
-        own = {key: value for key, value in meta.items() if key != "layers"}
-        clipped = {name.removeprefix(_CLIPPED): datasets[name] for name in after}
-        common = {key: meta[key] for key in ("of", "value", "provenance")}
-        before = {name: dataset for name, dataset in datasets.items() if name not in after}
-        return cls(before, clipped=Gradients(clipped, **common), **own)
+        before = {name: dataset for name, dataset in datasets.items() if not name.startswith(_CLIPPED)}
+        answer = Answer(meta["of"], meta["value"], _reasons(meta["disconnected"]), _reasons(meta["flags"]))
+        common = {key: meta[key] for key in ("provenance", "notes", "checks", "certificate")}
+        result = cls(before, answer, **common)
+        result.clip = dict(meta["clip"])
+        after = {name.removeprefix(_CLIPPED): datasets[name] for name in datasets if name not in before}
+        if after:
+            result.clipped = Gradients(after, Answer(result.of, result.value), provenance=meta["provenance"])
+        return result
 
     def _headline(self) -> str:
         value = "" if self.value is None or np.ndim(self.value) else f" = {float(self.value):.4g}"
@@ -197,5 +204,6 @@ def _no_gradient(reason: Reason) -> str:
     )
 
 
-def _reason(reason: Reason | Mapping[str, str]) -> Reason:
-    return reason if isinstance(reason, Reason) else Reason(**reason)
+def _reasons(stored: Mapping[str, Mapping[str, str]]) -> dict[str, Reason]:
+    """As they were before they went through a file."""
+    return {name: Reason(**reason) for name, reason in stored.items()}

@@ -29,7 +29,7 @@ from ..arguments import (
 from ..arguments import loss as a_loss
 from ..errors import DisconnectedError, message
 from ..results.array import ResultArray, record
-from ..results.gradients import Gradients, Reason
+from ..results.gradients import Answer, Gradients, Reason
 from ..results.schema import labelled
 from ..typing import Array
 from ..vocabulary import GATE
@@ -203,14 +203,12 @@ def _disconnected(question: Question, reason: Reason) -> DisconnectedError:
 
 def _mapping(question: Question, found: Gathered, provenance: Mapping[str, str]) -> Gradients:
     """All gradients asked for, by layer, and the reasons of those that there are not."""
+    said = found.explanation
     return Gradients(
         _datasets(question, found, provenance),
-        of=question.target.text,
-        value=found.value,
+        Answer(question.target.text, found.value, said.disconnected, said.flags),
         provenance=provenance,
-        disconnected=found.explanation.disconnected,
-        flags=found.explanation.flags,
-        notes=found.explanation.notes,
+        notes=said.notes,
         certificate=found.certificate,
     )
 
@@ -226,7 +224,7 @@ def _add_clipped(result: Gradients, question: Question, found: Gathered, clip: s
     if sparse and question.known.facts.clips_lookups_apart:
         result.notes.append(_ROWS_APART)
     result.clip = {"kind": kind, "threshold": threshold, "norm": norm}
-    result.clipped = Gradients(datasets, of=result.of, value=found.value, provenance=result.provenance)
+    result.clipped = Gradients(datasets, Answer(result.of, found.value), provenance=result.provenance)
 
 
 def _datasets(question: Question, found: Gathered, provenance: Mapping[str, str]) -> dict[str, xr.Dataset]:

@@ -7,7 +7,7 @@ import pytest
 
 from rnnlens.results import files
 from rnnlens.results.base import Result, result_class
-from rnnlens.results.gradients import Gradients, Reason
+from rnnlens.results.gradients import Answer, Gradients, Reason
 from rnnlens.results.weights import Weights
 
 from .conftest import lstm_dataset, normal
@@ -17,7 +17,7 @@ def gradients():
     dataset = lstm_dataset()[["hidden_grad"]]
     dataset["hidden_grad"].attrs["tensor"] = "lstm.hidden"
     reason = Reason("head/kernel", "not_on_path", "It is not on the path.", 'of="output"')
-    return Gradients({"lstm": dataset}, of="loss", value=0.5, disconnected={"head/kernel": reason})
+    return Gradients({"lstm": dataset}, Answer("loss", 0.5, {"head/kernel": reason}))
 
 
 def weights():
