@@ -229,7 +229,7 @@ def against_batch_jacobian(case, repeat, rows):
 
 
 def against_jax(case, repeat, rows, bar, *, norm=False, first_call=False, also_torch=False):
-    options = {"reduce": "norm"} if norm else {}
+    options = {"measure": "norm"} if norm else {}
     rl.jacobian(case.keras, case.x, **options)
     ours = rl.jacobian(case.keras, case.x, **options)
     steady, first, name, result = jax_best(case, repeat, norm, ("jacfwd",) if first_call else ("jacfwd", "jacrev"))

@@ -128,7 +128,7 @@ def measure(kind, samples, steps, units, features, outputs):
 def main():
     shrink = 4 if "--small" in sys.argv else 1
     best = peak()
-    table = Table(title=f"reverse sweep, reduce='norm', one thread; matrix-product peak {best:.0f} GFlop/s (float32)")
+    table = Table(title=f"reverse sweep, measure='norm', one thread; matrix-product peak {best:.0f} GFlop/s (float32)")
     for column in ("case", "CPU s", "GFlop/s", "of peak", *PARTS):
         table.add_column(column)
     for kind in GATES:

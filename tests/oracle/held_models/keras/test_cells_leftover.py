@@ -24,29 +24,29 @@ def close(found, expected, rtol=1e-9):
     np.testing.assert_allclose(np.asarray(found), expected, rtol=rtol, atol=rtol * np.abs(expected).max())
 
 
-def matches(entries, wanted):
+def matches(entries, wanted, rtol=1e-8):
     """Whether ``wanted`` is among the entries: as it is, or each of its two rows (the biases of a GRU)."""
 
     def there(array):
-        return any(e.size == array.size and np.allclose(e.ravel(), array.ravel(), 1e-8, 1e-11) for e in entries)
+        return any(e.size == array.size and np.allclose(e.ravel(), array.ravel(), rtol, rtol / 1000) for e in entries)
 
     return there(wanted) or (wanted.shape[0] == 2 and all(map(there, wanted)))
 
 
-def held(model, x, layers):
+def held(model, x, layers, rtol=1e-9):
     """Loss, gradients by the input and by the weights of ``layers``, and the time Jacobian."""
     variables = [v for layer in layers for v in layer.trainable_variables]
     loss, (by_input,), by_weight = gradients(lambda t: total(None, model(t[0])), [x], variables)
     expected = dict(zip(map(id, variables), by_weight, strict=True))
-    assert float(rl.trace(model, x, loss=total).loss) == pytest.approx(float(loss), rel=1e-10)
-    close(rl.gradients(model, x, loss=total, wrt="input"), by_input)
+    assert float(rl.trace(model, x, loss=total).loss) == pytest.approx(float(loss), rel=rtol / 10)
+    close(rl.gradients(model, x, loss=total, wrt="input"), by_input, rtol)
     weights = rl.weights(model, x, loss=total)
     for layer in layers:
         found = weights[layer.name]
         entries = [np.asarray(found[name]) for name in found if name.endswith("_grad")]
         for variable in layer.trainable_variables:
-            assert matches(entries, expected[id(variable)]), variable.path
-    close(rl.jacobian(model, x), jacobian(model, x))
+            assert matches(entries, expected[id(variable)], 10 * rtol), variable.path
+    close(rl.jacobian(model, x), jacobian(model, x), rtol)
 
 
 @keras.saving.register_keras_serializable()
@@ -226,7 +226,9 @@ def test_gelu(approximate):
 
     inputs = keras.Input((TIME, 2))
     rnn = L.GRU(UNITS, activation="gelu" if approximate is None else own, return_sequences=True, name="rnn")
-    held(keras.Model(inputs, L.Dense(2, activation="gelu")(rnn(inputs))), 3 * X, [rnn])
+    # TensorFlow's kernel has constants of single precision, also in float64; with equations of ours it is gelu itself.
+    coarse = approximate is None and keras.backend.backend() == "tensorflow"
+    held(keras.Model(inputs, L.Dense(2, activation="gelu")(rnn(inputs))), 3 * X, [rnn], 1e-7 if coarse else 1e-9)
 
 
 def shared_in_nested_models():

@@ -58,7 +58,7 @@ def test_gradient_flow(model, count, where):
 @pytest.mark.product(keep=("options0-10-pre", "options1-10-post"))
 @pytest.mark.parametrize(("count", "where"), CASES)
 @pytest.mark.parametrize(
-    "options", [{"of": "lstm.hidden"}, {"of": "both.output", "reduce": "norm"}, {"of": "lstm.cell"}]
+    "options", [{"of": "lstm.hidden"}, {"of": "both.output", "measure": "norm"}, {"of": "lstm.cell"}]
 )
 def test_lag_profile(model, count, where, options):
     plain, more = (rl.jacobian(model, x, **options) for x in (REAL, padded(count, where)))
