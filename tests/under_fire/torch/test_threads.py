@@ -125,6 +125,7 @@ def test_a_call_within_a_call_and_an_interrupted_one_hold_nobody_up(model):
     assert model.training
 
 
+@pytest.mark.filterwarnings("ignore::rnnlens.errors.SelfCheckWarning")
 def test_the_users_own_training_in_another_thread_goes_on_as_alone():
     """A call may say that weights changed under its hands; the training beside it is never the worse for it."""
 
