@@ -80,7 +80,7 @@ SUITES = (
     keras("torch"),
     Suite(
         "core",
-        ("tests/unit", "tests/property", "tests/surface"),
+        ("tests/unit", "tests/property", "tests/surface", "tests/third_framework"),
         environment={"KERAS_BACKEND": "jax"},
     ),
     Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),

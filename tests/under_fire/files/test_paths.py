@@ -3,6 +3,8 @@
 import json
 import os
 import stat
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -100,20 +102,21 @@ def test_what_may_not_be_written_or_read(tmp_path, suffix, monkeypatch):
     assert values(rl.open(path)) == [1.0]
 
 
-def test_a_folder_without_write_permission(tmp_path, python):
-    (tmp_path / "sealed").mkdir(mode=0o555)
-    code = """
-        if os.getuid() == 0:
-            os.setgid(65534); os.setuid(65534)
-        for suffix in (".nc", ".zarr"):
-            try:
-                made(1).save("sealed/run" + suffix)
-            except rl.errors.FileError as error:
-                print(str(error).splitlines()[0])
-    """
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(0o755)
-    done = python(code)
+def test_a_folder_without_write_permission(python):
+    # Not below pytest's own folder, which other runs of pytest close to all but their owner.
+    with tempfile.TemporaryDirectory() as outer:
+        os.chmod(outer, 0o755)
+        sealed = Path(outer, "sealed")
+        sealed.mkdir(mode=0o555)
+        done = python(f"""
+            if os.getuid() == 0:
+                os.setgid(65534); os.setuid(65534)
+            for suffix in (".nc", ".zarr"):
+                try:
+                    made(1).save({str(sealed)!r} + "/run" + suffix)
+                except rl.errors.FileError as error:
+                    print(str(error).splitlines()[0])
+        """)
     assert done.stdout == "Nothing can be written to this folder.\n" * 2, done.stderr
 
 
