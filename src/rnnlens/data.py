@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .arguments.data import is_dataset, is_loader, is_sequence, is_source, refuse_large
+from .arguments.data import is_dataset, is_sequence, is_source, refuse_large
 from .autodiff import tensors
 from .errors import InputError, message
 from .layout import Layout
@@ -20,7 +20,6 @@ __all__ = [
     "Layouts",
     "batches",
     "count_batches",
-    "count_samples",
     "is_cut",
     "is_packed",
     "join",
@@ -120,14 +119,6 @@ def batches(
 def is_cut(x: Any, batch_size: int | None) -> bool:
     """Whether ``x`` comes in several batches, or may: a source, a lazily read array, or a batch size."""
     return batch_size is not None or is_source(x) or _is_lazy(x)
-
-
-def count_samples(x: Any) -> int | None:
-    """Number of samples in ``x`` where it can be told without reading; None for sources of unknown length."""
-    if is_source(x):
-        dataset = getattr(x, "dataset", None)
-        return len(dataset) if is_loader(x) and dataset is not None and hasattr(dataset, "__len__") else None
-    return len_of(x)
 
 
 def count_batches(x: Any, batch_size: int | None = None, layouts: Layouts | None = None) -> int | None:

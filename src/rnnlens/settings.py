@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
 from .errors import InputError, message, shown
-
-T = TypeVar("T")
 
 Certify = Literal["auto", "always", "first", "never"]
 
@@ -236,16 +233,6 @@ class Progress:
     def __exit__(self, *exc: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-def track(items: Iterable[T], description: str, total: float | None = None) -> Iterator[T]:
-    """Go through ``items`` with a :class:`Progress` bar; the total is their length where they have one."""
-    if total is None and isinstance(items, Sized):
-        total = len(items)
-    with Progress(description, total) as progress:
-        for item in items:
-            yield item
-            progress.advance()
 
 
 def _someone_watches() -> bool:

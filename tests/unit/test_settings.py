@@ -6,7 +6,7 @@ import pytest
 
 from rnnlens import settings
 from rnnlens.errors import InputError
-from rnnlens.settings import Progress, Settings, current, format_memory, options, parse_memory, track
+from rnnlens.settings import Progress, Settings, current, format_memory, options, parse_memory
 
 
 @pytest.fixture(autouse=True)
@@ -122,8 +122,3 @@ def test_a_bar_appears_only_where_someone_waits_and_watches(monkeypatch):
     assert drawn(monkeypatch, Terminal(), patience=60.0) == ""
     assert drawn(monkeypatch, io.StringIO(), patience=0.0) == ""
     assert drawn(monkeypatch, Terminal(), patience=0.0, progress=False) == ""
-
-
-def test_track_yields_every_item():
-    assert list(track([3, 1, 2], "items")) == [3, 1, 2]
-    assert list(track((i for i in range(3)), "items")) == [0, 1, 2]

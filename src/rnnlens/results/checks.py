@@ -147,18 +147,6 @@ def residual(actual: Array, expected: Array, *, scale: float | None = None) -> f
     return difference / unit
 
 
-def replay_check(
-    layer: str, replayed: Array, captured: Array, *, steps: int, dtype: Any = None, extra: float = 1.0
-) -> Check:
-    """Replayed output against the captured one.
-
-    ``dtype`` is the one that the framework computed in, where it is coarser than that of the arrays (mixed precision).
-    ``extra`` multiplies the bound, for a network that amplifies rounding by a known gain.
-    """
-    bound = extra * rounding_bound(captured.dtype if dtype is None else dtype, steps)
-    return Check(REPLAY, layer, residual(replayed, captured), bound)
-
-
 def weight_sum_check(
     layer: str,
     summed: Mapping[str, Array],
