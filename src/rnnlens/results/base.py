@@ -252,8 +252,9 @@ def _found(tree: xr.DataTree) -> dict[str, str]:
 
 
 def _origin(provenance: Mapping[str, str]) -> str:
-    """Values of the provenance, each once; which rnnlens comes last."""
-    others = dict.fromkeys(value for key, value in provenance.items() if key not in ("rnnlens", "loss_reduction"))
+    """Values of the provenance, each once; which rnnlens comes last. The adapter has the name of its framework."""
+    silent = ("rnnlens", "loss_reduction", "adapter")
+    others = dict.fromkeys(value for key, value in provenance.items() if key not in silent)
     return ", ".join([*others, f"rnnlens {provenance['rnnlens']}"])
 
 
