@@ -3,21 +3,22 @@
 #   make demo       the main job, on real data          make lint       ruff, mypy, import layers
 #   make test       every suite (needs all frameworks)  make bench      speed and memory, as ratios
 #   make test-full  the same and the wide sweeps        make gallery    draw the pictures of docs/ again
+#   make docs       the site, in site/
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --editable
 
-.PHONY: demo test test-full lint bench gallery clean
+.PHONY: demo test test-full lint bench gallery docs browser clean
 .DEFAULT_GOAL := test
 
 demo: .venv/.demo
 	@$(BIN)/rnnlens demo
 
-test: .venv/.dev
+test: .venv/.dev browser
 	@$(BIN)/python tests/suites.py
 
-test-full: .venv/.dev
+test-full: .venv/.dev browser
 	@$(BIN)/python tests/suites.py --full
 
 lint: .venv/.dev
@@ -29,8 +30,16 @@ bench: .venv/.dev
 gallery: .venv/.dev
 	@$(BIN)/python docs/gallery/make.py
 
+docs: .venv/.dev
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "site/index.html"
+
+# What the report is tested in. Installed where that may be done; otherwise `make test` says what was not tested.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { echo "Installing Debian's Chromium"; apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; }; } || true
+
 clean:
-	rm -rf .venv demo-output
+	rm -rf .venv demo-output site
 
 .venv/bin/python:
 	@echo "Making .venv with $$($(PYTHON) --version)"
@@ -45,4 +54,6 @@ clean:
 .venv/.dev: pyproject.toml | .venv/bin/python
 	@echo "Installing rnnlens with every framework and the development tools into .venv"
 	@$(PIP) '.[dev]'
+	@# tf_keras asks for the full TensorFlow, on top of the tensorflow-cpu that is there: it needs the one only.
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps 'tf_keras==2.21.0'
 	@touch $@ .venv/.demo

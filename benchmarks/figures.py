@@ -20,6 +20,7 @@ import numpy as np
 import xarray as xr
 
 import rnnlens as rl
+from rnnlens.results.run import Run
 
 GATES = ["input", "forget", "candidate", "output"]
 BAR = 5.0
@@ -62,11 +63,25 @@ def jacobian(samples: int, steps: int) -> xr.DataArray:
     return xr.DataArray(norms * (0.5 + noise), dims=("sample", "out_time", "in_time"), name="jacobian")
 
 
+def training(records: int, steps: int) -> Run:
+    """A run of two layers whose gradient reaches further with every record."""
+    at = np.arange(records) * 50
+    lag = np.arange(steps)[None, ::-1]
+    profile = np.exp(-lag / (1 + 0.02 * np.arange(records)[:, None]))
+    coords = {"step": at, "time": np.arange(steps)}
+    layers = {f"lstm_{i}": xr.Dataset({"adjoint_profile": (("step", "time"), profile)}, coords) for i in range(2)}
+    names = ["loss", *(f"lstm_{i}/{what}" for i in range(2) for what in ("reach", "adjoint", "forget/near_1"))]
+    scalars = {name: ("step", np.exp(-np.arange(records) / 300)) for name in names}
+    return Run(layers, xr.Dataset(scalars, {"step": at, "epoch": ("step", at // 1000)}))
+
+
 def cases(samples: int, steps: int, units: int) -> dict[str, Callable[[], Any]]:
     p: Any = rl.plot
     total, other = gradient(samples, steps, units, 0), gradient(samples, steps, units, 1)
     both = layer(total)
     one, jac = weights(units), jacobian(samples, steps)
+    run = training(1000, 64)
+    modes = 0.9 * np.exp(1j * np.linspace(0, 6, samples * units)).reshape(samples, units)
     history = {f"layer{i}/kernel": np.exp(-np.arange(1000) / 300) + i for i in range(12)}
     return {
         "curves": lambda: p.curves(total),
@@ -86,6 +101,16 @@ def cases(samples: int, steps: int, units: int) -> dict[str, Callable[[], Any]]:
         "time_jacobian": lambda: p.time_jacobian(jac),
         "lag_profile": lambda: p.lag_profile(jac),
         "before_after": lambda: p.before_after(total, other),
+        "before_after, RMS": lambda: p.before_after(total, other, samples="rms"),
+        "jacobian_margins": lambda: p.jacobian_margins(jac),
+        "gates_over_time": lambda: p.gates_over_time(both),
+        "saturation_arrows": lambda: p.saturation_arrows(both, both),
+        "input_map": lambda: p.input_map(total, other),
+        "gradient_carriers": lambda: p.gradient_carriers(total, np.arange(1.0, samples + 1)),
+        "eigenvalues": lambda: p.eigenvalues(modes),
+        "film": lambda: p.film(run),
+        "timeline": lambda: p.timeline(run),
+        "norm_history": lambda: p.norm_history({0: total, 1: other}),
     }
 
 

@@ -4,10 +4,11 @@
     want the gradient of the loss with respect to the output of that inner layer, and I want to use it in the next epoch
     to change the layer. layer.output does not exist in a subclassed model, and the tape gives None."
 
-A callback asks ``rl.gradients`` after every batch; the model, its random state and its metrics are left alone, so the
-history is the one that training would have had without it. At the end of an epoch the rule acts: gradient noise on the
-recurrent kernel of that layer, annealed as in Neelakantan et al. 2015 (arXiv:1511.06807), in proportion to how far the
-gradient at the first step lies below that at the last. A layer that gets no news from far back is shaken a little.
+``rl.keras.Watch`` tells it of *the very batch that was trained on*: the weights before the update, the sample weights,
+the dropout masks of that step. Training itself is bit for bit what it would have been. At the end of an epoch the rule
+acts: gradient noise on the recurrent kernel of that layer, annealed as in Neelakantan et al. 2015 (arXiv:1511.06807),
+in proportion to how far the gradient at the first step lies below that at the last. A layer that gets no news from far
+back is shaken a little. The same watch keeps the run on disk, to be read while it is written and afterwards.
 
     python examples/b_gradient_of_an_inner_layer_during_fit.py            # some seconds
     python examples/b_gradient_of_an_inner_layer_during_fit.py --full     # 60 epochs, 64 units, 50 steps
@@ -64,19 +65,20 @@ class Adder(keras.Model):
 
 
 class ShakeWhatHearsNothing(keras.callbacks.Callback):
-    """Notes the gradient at the inner layer after every batch; after every epoch, changes the layer by it."""
+    """Notes the gradient at the inner layer of every batch; after every epoch, changes the layer by it."""
 
-    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.x, self.y = x, y
         self.profiles: list[xr.DataArray] = []
+        self.direct: list[float] = []
         self.noise: list[float] = []
         self.random = np.random.default_rng(0)
 
-    def on_train_batch_end(self, batch, logs=None) -> None:
-        """One number per time step: the norm over samples and units."""
-        g = rl.gradients(self.model, self.x, self.y, of="loss", wrt="inner.hidden")
-        self.profiles.append(np.sqrt((g**2).sum(["sample", "unit"])))
+    def look(self, batch) -> None:
+        """One number per time step: the norm over samples and units; and what the layer's output gets from above."""
+        inner = batch.traced(layers="inner", quantities=["output_grad", "hidden_grad"])["inner"]
+        self.profiles.append(np.sqrt((inner.hidden_grad**2).sum(["sample", "unit"])))
+        self.direct.append(float(np.sqrt((inner.output_grad**2).sum())))
 
     def on_epoch_end(self, epoch, logs=None) -> None:
         """Noise on the recurrent candidate kernel, more of it the less the first step is heard."""
@@ -109,10 +111,11 @@ def main() -> None:
     model = Adder(units)
     model.compile(optimizer=keras.optimizers.Adam(3e-3), loss="mse")
     model(x[:1])
-    watcher = ShakeWhatHearsNothing(x[:32], y[:32])
-    history = model.fit(x, y, batch_size=64, epochs=epochs, verbose=0, callbacks=[watcher])
+    shaker, path = ShakeWhatHearsNothing(), chosen.out / "b_inner_layer.zarr"
+    watch = rl.keras.Watch(path, batches=1, on_batch=shaker.look, layers=["inner"], resume=False)
+    history = model.fit(x, y, batch_size=64, epochs=epochs, verbose=0, callbacks=[watch, shaker])
 
-    profile = xr.concat(watcher.profiles, "batch")
+    profile = xr.concat(shaker.profiles, "batch")
     picked = profile.isel(batch=np.linspace(0, profile.sizes["batch"] - 1, 4).astype(int))
     picked.attrs["long_name"] = "norm of dL/dh_t of the inner layer"
     figure = plt.figure(figsize=(9, 4), layout="constrained")
@@ -124,7 +127,11 @@ def main() -> None:
     print(f"{profile.sizes['batch']} batches watched; loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     before, after = float(first[0] / first[-1]), float(final[0] / final[-1])
     print(f"gradient at step 0 over that at the last step: {before:.3g} -> {after:.3g}")
-    print("noise given to the layer after each epoch: " + ", ".join(f"{scale:.4f}" for scale in watcher.noise[:6]))
+    print(f"norm of the direct gradient at the layer's output: {shaker.direct[0]:.3g} -> {shaker.direct[-1]:.3g}")
+    run = rl.open(path)
+    norm = float(run.scalar("grad_norm")[-1])
+    print(f"kept in {path.name}: {run.steps.size} batches, the last with weight gradients of norm {norm:.3g}")
+    print("noise given to the layer after each epoch: " + ", ".join(f"{scale:.4f}" for scale in shaker.noise[:6]))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,12 @@ SKIP_IS_FAILURE = os.environ.get("RNNLENS_SKIP_IS_FAILURE") == "1"
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     """Products run whole on one engine; on the others each of their tests has one case, or those that differ there.
 
-    What such a case tests beside its own engine is the same code three times over, and compiling it takes the time.
+    What such a case tests beside its own engine is the same code three times over, and compiling it takes the time. So
+    does a test of what does not depend on the engine at all, marked `one_engine`.
     """
+    for item in items:
+        if item.get_closest_marker("one_engine") and os.environ["KERAS_BACKEND"] != "torch":
+            item.add_marker("full")
     found: dict[str, list[str]] = {}
     wanted: dict[str, tuple[str, ...]] = {}
     for item in items:

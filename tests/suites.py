@@ -21,6 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+
+from browsers import chromium  # noqa: E402
+
+#: There a browser has to be: what was not tested may not pass.
+IN_CI = bool(os.environ.get("CI"))
 BIN = Path(sys.executable).parent
 COUNTED = ("passed", "failed", "error", "errors", "skipped", "deselected", "xfailed", "xpassed")
 
@@ -33,6 +39,7 @@ class Suite:
     paths: tuple[str, ...] = ()
     commands: tuple[tuple[str, ...], ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    needs_browser: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,13 @@ LINT = (
     ("lint-imports", "--no-cache"),
 )
 
-KERAS = ("tests/contract/keras", "tests/oracle/keras", "tests/oracle/held_models/keras", "tests/under_fire/keras")
+KERAS = (
+    "tests/contract/keras",
+    "tests/oracle/keras",
+    "tests/oracle/held_models/keras",
+    "tests/tracking/keras",
+    "tests/under_fire/keras",
+)
 
 
 def keras(engine: str) -> Suite:
@@ -69,23 +82,54 @@ def keras(engine: str) -> Suite:
     return Suite(f"keras-{engine}", KERAS, environment={"KERAS_BACKEND": engine})
 
 
+GRAPHS = ("tests/contract/tf_graph", "tests/oracle/tf_graph")
+
+
+def graphs(control_flow: str) -> Suite:
+    """TensorFlow-1 graphs: loops as rings of operations (v1) or as one operation (v2), chosen once per process."""
+    return Suite(f"tf_graph-{control_flow}", GRAPHS, environment={"RNNLENS_CONTROL_FLOW": control_flow})
+
+
+#: The contract of Keras 3 that Keras 2 has to keep too: the same files, on ``tests/helpers/spoken_keras.py``.
+TF_KERAS = ("option_product", "contract", "cells_and_losses", "left_as_found")
+
 # The longest first, so that the cores finish together.
 SUITES = (
     keras("jax"),
     keras("tensorflow"),
     Suite(
         "torch",
-        ("tests/contract/torch", "tests/oracle/torch", "tests/oracle/held_models/torch", "tests/under_fire/torch"),
+        (
+            "tests/contract/torch",
+            "tests/oracle/torch",
+            "tests/oracle/held_models/torch",
+            "tests/tracking/torch",
+            "tests/under_fire/torch",
+        ),
     ),
     keras("torch"),
+    Suite(
+        "tf_keras",
+        (
+            *("tests/contract/tf_keras", "tests/oracle/tf_keras", "tests/tracking/tf_keras"),
+            *(f"tests/contract/keras/test_{name}.py" for name in TF_KERAS),
+        ),
+        # KERAS_BACKEND chooses which cases of a product are run, see tests/conftest.py.
+        environment={"RNNLENS_TESTED_KERAS": "tf_keras", "TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "tensorflow"},
+    ),
     Suite(
         "core",
         ("tests/unit", "tests/property", "tests/surface", "tests/third_framework"),
         environment={"KERAS_BACKEND": "jax"},
     ),
+    graphs("v1"),
+    graphs("v2"),
+    # Trainers and loggers of others: their imports are slow, and what they warn of is their own.
+    Suite("tools", ("tests/tracking/tools",)),
     Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
     # A process without a framework: its tests fork, which JAX' threads do not survive.
-    Suite("files", ("tests/under_fire/cli", "tests/under_fire/files")),
+    Suite("files", ("tests/under_fire/cli", "tests/under_fire/files", "tests/wheel")),
+    Suite("report", ("tests/report",), environment={"KERAS_BACKEND": "torch"}, needs_browser=True),
     Suite("lint", commands=LINT),
 )
 
@@ -95,6 +139,8 @@ def commands_of(suite: Suite, full: bool) -> tuple[tuple[str, ...], ...]:
     if suite.commands:
         return tuple((str(BIN / command[0]), *command[1:]) for command in suite.commands)
     wide = ("-m", "full or not full") if full else ()
+    if suite.needs_browser and chromium() is None and not IN_CI:
+        wide = ("-m", "not browser" if full else "not browser and not full")
     return ((sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *wide, *suite.paths),)
 
 
@@ -151,7 +197,11 @@ def main() -> int:
 
 
 def conclude(outcomes: list[Outcome]) -> int:
-    """Print the totals; the exit code."""
+    """Print the totals, and what could not be tested; the exit code."""
+    if chromium() is None and not IN_CI:
+        for outcome in outcomes:
+            if outcome.suite.needs_browser:
+                print(f"NOT TESTED: {outcome.suite.name} in a browser, for want of one: apt-get install chromium")
     lost = orphans()
     for path in lost:
         print(f"{path}: belongs to no suite of tests/suites.py")

@@ -21,14 +21,17 @@ _HOME = {
     "diagnose": "rnnlens.diagnosis",
     "fixed_points": "rnnlens.diagnosis.dynamics",
     "lyapunov": "rnnlens.diagnosis.dynamics",
+    "step_eigenvalues": "rnnlens.diagnosis.dynamics",
     "layers": "rnnlens.verbs.layers",
     "trace": "rnnlens.verbs.trace",
     "jacobian": "rnnlens.verbs.jacobian",
     "gradients": "rnnlens.verbs.gradients",
     "weights": "rnnlens.verbs.weights",
     "weight_norms": "rnnlens.verbs.weight_norms",
+    "find_nonfinite": "rnnlens.verbs.find_nonfinite",
     "open": "rnnlens.results.files",
     "options": "rnnlens.settings",
+    "report": "rnnlens.reporting",
 }
 
 #: public name -> module that it is.
@@ -36,7 +39,11 @@ _ROOMS = {
     "cells": "rnnlens.recurrence.cells",
     "measures": "rnnlens.measures",
     "plot": "rnnlens.plot",
-    "torch": "rnnlens.adapters.torch.public",
+    "keras": "rnnlens.integrations.keras",
+    "torch": "rnnlens.integrations.torch",
+    "tf1": "rnnlens.integrations.tf1",
+    "lightning": "rnnlens.integrations.lightning",
+    "transformers": "rnnlens.integrations.transformers",
     "errors": "rnnlens.errors",
     "testing": "rnnlens.testing",
 }

@@ -26,6 +26,7 @@ __all__ = [
     "leaves_of",
     "len_of",
     "map_leaves",
+    "padded",
     "piece",
     "samples_of",
     "size_of",
@@ -204,11 +205,16 @@ def samples_of(leaf: Any, layout: Layout | None, start: int, stop: int, count: i
     return leaf[start:stop] if layout is None else layout.cut(leaf, start, stop, count)
 
 
+def padded(packed: Any) -> Any:
+    """The padded tensor of a torch ``PackedSequence``, samples first, in the caller's order."""
+    return sys.modules["torch.nn.utils.rnn"].pad_packed_sequence(packed, batch_first=True)[0]
+
+
 def _packed_samples(packed: Any, start: int, stop: int) -> Any:
     """Some samples of a torch ``PackedSequence``, in the caller's order."""
     rnn = sys.modules["torch.nn.utils.rnn"]
-    padded, lengths = rnn.pad_packed_sequence(packed, batch_first=True)
-    return rnn.pack_padded_sequence(padded[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=False)
+    filled, lengths = rnn.pad_packed_sequence(packed, batch_first=True)
+    return rnn.pack_padded_sequence(filled[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=False)
 
 
 def _layouts(layouts: Layouts | None, name: str) -> Sequence[Layout | None] | None:

@@ -78,6 +78,10 @@ class SelfCheckWarning(UserWarning):
     """A residual that travels with a result is larger than its dtype explains."""
 
 
+class TrackingWarning(UserWarning):
+    """What a watch has to say of a training that it follows: nothing was recorded, a record failed, another writes."""
+
+
 def message(what: str, *, got: object = None, expected: object = None, hint: str | None = None) -> str:
     """One error text in the form that every error of ours has.
 

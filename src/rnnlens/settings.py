@@ -69,7 +69,8 @@ class options:  # noqa: N801 - called like a function
         Whether long jobs show a bar; ``"auto"``, as unless set, where standard error is a terminal or a notebook runs.
     certify
         Which results are certified, which costs one plain forward and backward pass of the model: ``"always"``;
-        ``"first"``, the first call per model and shapes of the data; ``"never"``; ``"auto"``, as unless set: all, but
+        ``"first"``, the first call per model and shapes of the data, after which a trace also leaves out the check of
+        weight gradients; ``"never"``; ``"auto"``, as unless set: all, but
         of time Jacobians the first, since a small one takes less time than preparing a plain run.
     compiled
         How many compiled runs of one model are kept (TensorFlow, JAX): 128 unless set. Each length of sequence, size of

@@ -365,6 +365,7 @@ def verbs(model: Any, x: Any, y: Any, loss: Any, folder: Path) -> list[Target]:
         ("jacobian by probes", rl.jacobian, {**base, "sketch": one(4)}),
         ("weights", rl.weights, learned),
         ("weight_norms", rl.weight_norms, {"model": one(model)}),
+        ("find_nonfinite", rl.find_nonfinite, learned),
     ]
     return [Target(name, verb, good, tuple(inspect.signature(verb).parameters), near) for name, verb, good in cases]
 

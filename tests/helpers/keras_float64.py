@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import keras
 import pytest
-from keras.src.backend.common import dtypes
+from spoken_keras import LEGACY, engine, floatx, keras, set_floats
 
 import rnnlens as rl
 
 
 def lift() -> None:
     """Let this process compute in float64; to be called before the engine computes anything."""
-    if keras.backend.backend() != "tensorflow":
+    if engine() != "tensorflow":
+        from keras.src.backend.common import dtypes
+
         dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
-    if keras.backend.backend() == "jax":
+    if engine() == "jax":
         import jax
 
         jax.config.update("jax_enable_x64", True)
@@ -25,12 +26,12 @@ def lift() -> None:
 @contextmanager
 def floats(dtype: str) -> Iterator[None]:
     """The floating type of everything that Keras makes, losses too."""
-    before, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx(dtype)
-    keras.config.set_dtype_policy(dtype)  # Keras keeps the policy that the first layer of the process was given
+    before, policy = floatx(), None if LEGACY else keras.config.dtype_policy()
+    set_floats(dtype)
     yield
-    keras.config.set_floatx(before)
-    keras.config.set_dtype_policy(policy)
+    set_floats(before)
+    if policy is not None:
+        keras.config.set_dtype_policy(policy)
 
 
 @pytest.fixture
@@ -44,5 +45,5 @@ def float64() -> Iterator[None]:
 @pytest.fixture
 def uncertified() -> Iterator[None]:
     """No certificate where its run would be compiled too: for numbers that a test holds against more than it does."""
-    with rl.options(certify="auto" if keras.backend.backend() == "torch" else "never"):
+    with rl.options(certify="auto" if engine() == "torch" else "never"):
         yield

@@ -8,7 +8,7 @@ import pytest
 import rnnlens
 
 SOURCE = Path(rnnlens.__file__).parent
-ROOMS = ("verbs", "diagnosis", "measures", "plot", "results", "cli")
+ROOMS = ("verbs", "diagnosis", "measures", "plot", "results", "reporting", "cli")
 #: The command line makes models: it chooses the engine of a file, and names what a module defines.
 MAKERS = {"cli/models.py", "cli/demo.py"}
 

@@ -18,11 +18,16 @@ PUBLIC = {
     "diagnose": (
         "(model, x, y=None, *, baseline=None, step=-1, output=0, task=None, loss=None, samples=512, seed=0, axes=None)"
     ),
+    "find_nonfinite": (
+        "(model, x, y=None, *, loss=None, sample_weight=None, class_weight=None, training=False, initial_state=None, "
+        "seed=0, axes=None)"
+    ),
     "fixed_points": (
         "(model, x=None, *, layer=None, input='mean', starts=None, period=1, most=512, noise=0.0, tolerance=0.001, "
         "seed=0, axes=None)"
     ),
     "lyapunov": "(model, x, *, layer=None, count=None, samples=16, seed=0, axes=None)",
+    "step_eigenvalues": "(model, x, *, layer=None, steps=8, samples=16, axes=None)",
     "measures": None,
     "errors": None,
     "gradients": (
@@ -35,12 +40,20 @@ PUBLIC = {
         "rtol=None, mode='auto', training=False, initial_state=None, seed=0, batch_size=None, memory=None, "
         "out=None, axes=None)"
     ),
+    "keras": None,
     "layers": "(model)",
     "open": "(path, *, lazy=False, memory=None)",
     "options": "(*, memory=None, progress=None, certify=None, compiled=None)",
     "plot": None,
+    "report": (
+        "(model, x=None, y=None, path='report.html', *, baseline=None, loss=None, layers=None, samples=64, "
+        "diagnosis=True, jacobian=True, tokens=None, title=None, seed=0, axes=None)"
+    ),
     "testing": None,
+    "tf1": None,
     "torch": None,
+    "lightning": None,
+    "transformers": None,
     "trace": (
         "(model, x, y=None, *, layers=None, quantities=None, loss=None, sample_weight=None, class_weight=None, "
         "training=False, initial_state=None, seed=0, axes=None)"

@@ -218,3 +218,15 @@ def test_an_adapter_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModelError, match="'broken' of another package cannot be loaded"):
         rl.layers(object())
+
+
+def test_the_first_number_that_is_not_finite(model, data):
+    x, y = data
+    assert not rl.find_nonfinite(model, x, y)
+    x = x.copy()
+    x[1, 3, 0] = np.nan
+    found = rl.find_nonfinite(model, x, y)
+    assert (found.phase, found.sample, found.step) == ("data", 1, 3)
+    model.weights["U"][2, 1] = np.inf
+    found = rl.find_nonfinite(model, data[0], y)
+    assert (found.phase, found.layer) == ("weights", "rnn")

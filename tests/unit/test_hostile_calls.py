@@ -47,6 +47,14 @@ DRAWN = {
     "weights_histogram": {"weights": WEIGHTS},
     "before_after": {"before": STATES, "after": STATES},
     "gates": {"layer": GATES},
+    "jacobian_margins": {"jacobian": JACOBIAN},
+    "gates_over_time": {"layer": GATES},
+    "saturation_arrows": {"before": GATES, "after": GATES},
+    "input_map": {"gradient": STATES, "x": STATES},
+    "unit_over_text": {"hidden": STATES, "tokens": "words"},
+    "gradient_carriers": {"gradient": STATES, "losses": [1.0, 2.0]},
+    "eigenvalues": {"values": STATES},
+    "norm_history": {"history": {0: STATES, 1: STATES}},
 }
 DATA = {
     "bidirectional": one(BOTH),

@@ -10,11 +10,15 @@ from typing import Any
 from ..errors import ModelError, message
 from .protocol import Adapter
 
-#: module that must be loaded already -> (base class within it, adapter module). The first match wins, so a Keras
+#: module that must be loaded already -> (base class within it, where the adapter is). The first match wins, so a Keras
 #: model that runs on torch (and is a torch module too) is a Keras model.
 _KNOWN: tuple[tuple[str, str, str], ...] = (
-    ("keras", "layers.Layer", "rnnlens.adapters.keras"),
-    ("torch", "nn.Module", "rnnlens.adapters.torch"),
+    ("keras", "layers.Layer", "rnnlens.adapters.keras:adapter"),
+    ("tf_keras.src.engine.base_layer_v1", "Layer", "rnnlens.adapters.tf_graph:keras"),
+    ("tf_keras", "layers.Layer", "rnnlens.adapters.keras:legacy"),
+    ("torch", "nn.Module", "rnnlens.adapters.torch:adapter"),
+    ("rnnlens.adapters.tf_graph.public", "Net", "rnnlens.adapters.tf_graph:adapter"),
+    ("tensorflow", "compat.v1.Session", "rnnlens.adapters.tf_graph:adapter"),
 )
 
 #: Where packages of others name their adapters.
@@ -41,7 +45,7 @@ def adapter_for(model: Any) -> Adapter:
             message(
                 "This is not a model that rnnlens knows.",
                 got=f"{type(model).__module__}.{type(model).__qualname__}",
-                expected="a Keras 3 model or layer, or a torch.nn.Module",
+                expected="a model or layer of Keras 3 or tf_keras, or a torch.nn.Module",
                 hint="pass the model itself, not its path, its output or its weights",
             )
         )
@@ -50,10 +54,11 @@ def adapter_for(model: Any) -> Adapter:
 
 def adapter_of(model: Any) -> Adapter | None:
     """The adapter that owns ``model``; None where it is no model that anybody knows."""
-    for module_name, owner, adapter_module in _KNOWN:
+    for module_name, owner, where in _KNOWN:
         base = _within(sys.modules.get(module_name), owner)
         if base is not None and isinstance(model, base):
-            adapter: Adapter = importlib.import_module(adapter_module).adapter
+            home, _, name = where.partition(":")
+            adapter: Adapter = getattr(importlib.import_module(home), name)
             return adapter
     return next((other for other in _joined if other.owns(model)), None) or _newly_joined(model)
 

@@ -15,6 +15,7 @@ from .data import as_numbers, as_numpy, data_set, examples, many_examples, one_b
 from .door import Check, checked
 from .words import (
     anything,
+    as_name,
     axes_by_name,
     called,
     class_weights,
@@ -28,6 +29,7 @@ from .words import (
     one_of,
     path,
     seed,
+    seed_or_none,
     switch,
     text,
     whole,
@@ -36,6 +38,7 @@ from .words import (
 __all__ = [
     "Check",
     "anything",
+    "as_name",
     "as_numbers",
     "as_numpy",
     "axes_by_name",
@@ -57,6 +60,7 @@ __all__ = [
     "path",
     "refuse_large",
     "seed",
+    "seed_or_none",
     "states",
     "switch",
     "text",

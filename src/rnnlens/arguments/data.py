@@ -114,9 +114,12 @@ def _is_map_style(x: Any) -> bool:
 
 
 def is_sequence(x: Any) -> bool:
-    """A Keras ``PyDataset``: batches by index."""
-    keras = sys.modules.get("keras")
-    return keras is not None and hasattr(keras, "utils") and isinstance(x, keras.utils.PyDataset)
+    """A Keras ``PyDataset``, or a ``Sequence`` of tf_keras: batches by index."""
+    for package, kind in (("keras", "PyDataset"), ("tf_keras", "Sequence")):
+        base = getattr(getattr(sys.modules.get(package), "utils", None), kind, None)
+        if base is not None and isinstance(x, base):
+            return True
+    return False
 
 
 def as_numpy(value: Any) -> np.ndarray[Any, Any]:

@@ -82,8 +82,15 @@ def number(
     return check
 
 
+def as_name(value: Any) -> Any:
+    """The name of a tensor of a graph, for that tensor itself; anything else as it is."""
+    named = getattr(value, "name", None)
+    return named if isinstance(named, str) and getattr(value, "op", None) is not None else value
+
+
 def text(name: str, value: Any) -> str:
-    """A word that is not empty."""
+    """A word that is not empty, or a tensor of a graph, which has one."""
+    value = as_name(value)
     if not isinstance(value, str) or not value.strip():
         raise InputError(message(f"{name}= is a name.", got=shown(value), expected="a string"))
     return str(value)
@@ -91,9 +98,11 @@ def text(name: str, value: Any) -> str:
 
 def names(name: str, value: Any) -> str | tuple[str, ...]:
     """One name, or several: each once, in the order given; an iterator is read here, once."""
+    value = as_name(value)
     if isinstance(value, str):
         return text(name, value)
     found = listed(value)
+    found = None if found is None else list(map(as_name, found))
     if not found or not all(isinstance(one, str) and one.strip() for one in found):
         got = "no names" if found is not None and not found else shown(value)
         raise InputError(message(f"{name}= names nothing.", got=got, expected="a name, or a list of names"))
@@ -118,6 +127,11 @@ def memory(name: str, value: Any) -> int:
 
 #: Frameworks take 32 bits.
 seed = whole(least=0, most=2**32 - 1)
+
+
+def seed_or_none(name: str, value: Any) -> int | None:
+    """A seed, or None: the random generators go on from where they are."""
+    return None if value is None else seed(name, value)
 
 
 def kept_steps(name: str, value: Any) -> int | slice | list[int]:
@@ -165,6 +179,7 @@ def loss(name: str, value: Any) -> Any:
 
 
 def _one_loss(name: str, value: Any) -> Any:
+    value = as_name(value)
     if isinstance(value, type):
         raise InputError(
             message(

@@ -54,9 +54,8 @@ class Engine:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
 
             def tap(key: str, tensor: Any) -> Any:
-                tensor = self._keep(tensor, tf.identity(tensor))
-                tape.watch(tensor)
-                points[key] = tensor
+                points[key], tensor = _point(tensor, self._keep)
+                tape.watch(points[key])
                 return tensor
 
             loss, aux = program(tap)
@@ -129,32 +128,39 @@ class _Linearised:
         self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, memo: Memo, keep: Keep
     ) -> None:
         def run(arguments: Any, zeros: dict[str, Any]) -> Any:
-            return program(arguments, lambda key, t: keep(t, t + zeros[key]))
+            return program(arguments, lambda key, t: keep(t, t + zeros[key]) if key in zeros else _point(t, keep)[1])
 
-        shapes, self._paths = memo.once("probe", lambda: self._probe(program, arguments, keep))
+        shapes, variables, self._paths = memo.once("probe", lambda: self._probe(program, arguments, keep))
         zeros = {key: tf.zeros(shape, dtype) for key, (shape, dtype) in shapes.items()}
         compiled = memo.once("run", lambda: _graph(run, (arguments, zeros)))
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-            tape.watch(zeros)
+            tape.watch([*zeros.values(), *variables.values()])
             self.targets, self.aux = compiled(arguments, zeros)
-        self._tape, self._zeros = tape, zeros
+        self._tape, self._sources = tape, {**zeros, **variables}
 
     @staticmethod
     def _probe(
         program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, keep: Keep
-    ) -> tuple[Any, Any]:
-        """Shapes of the taps, and for each target the taps that lead to it. Traces a graph and never runs it."""
+    ) -> tuple[Any, Any, Any]:
+        """Shapes of the taps or the variables tapped, and for each target the taps that lead to it.
+
+        Traces a graph and never runs it.
+        """
         shapes: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
         paths: dict[str, set[str]] = {}
 
         def trace(arguments: Any) -> None:
             points: dict[str, Any] = {}
 
             def tap(key: str, tensor: Any) -> Any:
-                points[key] = keep(tensor, tf.identity(tensor))
+                points[key], value = _point(tensor, keep)
                 tape.watch(points[key])
-                shapes[key] = (tuple(tensor.shape), tensor.dtype)
-                return points[key]
+                if isinstance(tensor, tf.Variable):
+                    variables[key] = tensor
+                else:
+                    shapes[key] = (tuple(tensor.shape), tensor.dtype)
+                return value
 
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
                 targets, _ = program(arguments, tap)
@@ -163,14 +169,14 @@ class _Linearised:
                 paths[name] = {key for key, g in found.items() if g is not None}
 
         _graph(trace, (arguments,))
-        return shapes, paths
+        return shapes, variables, paths
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
         """See :class:`rnnlens.autodiff.protocol.Linearised`."""
         names = list(cotangents)
         targets = [self.targets[name] for name in names]
         linked = set().union(*(self._paths[name] for name in names))
-        sources = {key: z for key, z in self._zeros.items() if key in linked}
+        sources = {key: z for key, z in self._sources.items() if key in linked}
         count = len(next(iter(cotangents.values())))
         rows = []
         for k in range(count):
@@ -179,7 +185,15 @@ class _Linearised:
                 targets, sources, output_gradients=given, unconnected_gradients=tf.UnconnectedGradients.ZERO
             )
             rows.append({key: tf.convert_to_tensor(g).numpy() for key, g in found.items()})
-        return {key: np.stack([row[key] for row in rows]) if key in sources else None for key in self._zeros}
+        return {key: np.stack([row[key] for row in rows]) if key in sources else None for key in self._sources}
+
+
+def _point(tensor: Any, keep: Keep) -> tuple[Any, Any]:
+    """(what a tape is to watch, the tensor to go on with); a variable is watched itself, wherever it is read."""
+    if isinstance(tensor, tf.Variable):
+        return tensor, tf.convert_to_tensor(tensor)
+    new = keep(tensor, tf.identity(tensor))
+    return new, new
 
 
 def _traced_quietly(function: Callable[..., Any]) -> Any:

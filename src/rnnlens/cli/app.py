@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ..errors import FileError, InputError, RnnlensError, did_you_mean, message
+from ..errors import FileError, message
 from ..settings import options
 from . import EXIT_CODES, console
 from .diagnose import diagnose
-
-if TYPE_CHECKING:
-    from .data import Data
+from .report import report
+from .show import print_summary, show
+from .tail import tail
 
 app = typer.Typer(
     name="rnnlens",
@@ -35,6 +34,7 @@ Imports = Annotated[
 Memory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Largest size that a file may take in memory, such as '4 GiB'.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Unsafe = Annotated[bool, typer.Option("--unsafe", help="Load also what could run code that the file contains.")]
 
 
@@ -75,13 +75,18 @@ def check_folder() -> None:
 
 
 @app.command()
-def layers(model: Model, weights: Weights = None, imports: Imports = None, unsafe: Unsafe = False) -> None:
+def layers(
+    model: Model, weights: Weights = None, imports: Imports = None, unsafe: Unsafe = False, as_json: AsJson = False
+) -> None:
     """List what is recurrent in a model."""
     from ..verbs.layers import layers as find
     from .models import load_model
 
     found = find(load_model(model, weights=weights, imports=imports or (), unsafe=unsafe))
-    console.out().print(console.layer_table(found))
+    if as_json:
+        console.print_json([dict(zip(found.columns, row, strict=True)) for row in found.rows()])
+    else:
+        console.out().print(console.layer_table(found))
 
 
 @app.command()
@@ -109,6 +114,7 @@ def trace(
     samples: Annotated[int | None, typer.Option("--samples", "-n", help="Only the first so many samples.")] = None,
     training: Annotated[bool, typer.Option("--training", help="Run in training mode: dropout acts.")] = False,
     seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Seed of the dropout.")] = 0,
+    as_json: AsJson = False,
     memory: Memory = None,
     weights: Weights = None,
     imports: Imports = None,
@@ -116,8 +122,10 @@ def trace(
 ) -> None:
     """Trace a model on one batch: states, gates, and the gradient of every timestep."""
     from ..results.files import check_path
+    from ..verbs.trace import trace as run
     from .data import read_data
     from .models import load_model
+    from .on_data import loss_of, on_data
 
     options(memory=memory)
     if output is not None:
@@ -125,25 +133,11 @@ def trace(
     batch = read_data(data, x, y, sample_weight).head(samples)
     loaded = load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
     wanted = {"layers": _split(layer_names), "quantities": _split(quantities)}
-    result = _traced(loaded, batch, loss=_loss(loss), training=training, seed=seed, **wanted)
-    console.print_plain(result)
+    result = on_data(run, loaded, batch, loss=loss_of(loss), training=training, seed=seed, **wanted)
+    print_summary(result, as_json=as_json)
     if output is not None:
         result.save(output)
         console.say(f"wrote {output}")
-
-
-@app.command()
-def show(
-    path: Annotated[Path, typer.Argument(help="A saved result.", metavar="RUN.nc")],
-    name: Annotated[str | None, typer.Argument(help="A layer, or layer.quantity.", metavar="[LAYER]")] = None,
-    memory: Memory = None,
-) -> None:
-    """Print what is in a saved result."""
-    from ..results.files import open as read
-
-    options(memory=memory)
-    result = read(path)
-    console.print_plain(result if name is None else _part(result, name))
 
 
 @app.command()
@@ -161,46 +155,11 @@ def demo(
 
 
 app.command()(diagnose)
-
-
-def _traced(model: Any, batch: Data, **options: Any) -> Any:
-    """The trace; what the framework says about data that do not fit the model becomes one error of ours."""
-    from ..verbs.trace import trace as run
-
-    try:
-        with warnings.catch_warnings():
-            # torch stretches targets of another shape over the output, and only mentions it
-            warnings.filterwarnings("error", message="Using a target size")
-            return run(model, batch.x, batch.y, sample_weight=batch.sample_weight, **options)
-    except RnnlensError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        got = f"{batch}: {type(error).__name__}: {reason}"
-        hint = "look whether x and y have the shapes that the model and its loss expect; --debug shows where it failed"
-        raise InputError(message("The model or its loss cannot be run on these data.", got=got, hint=hint)) from error
-
-
-def _loss(text: str | None) -> Any:
-    """A name that the framework knows, as it is; or the function that ``package.module:function`` stands for."""
-    from .models import resolve
-
-    return resolve(text) if text is not None and ":" in text else text
+app.command()(report)
+app.command()(show)
+app.command()(tail)
 
 
 def _split(names: list[str] | None) -> list[str] | None:
     """Names that were given one by one, or with commas between."""
     return [part.strip() for name in names for part in name.split(",") if part.strip()] if names else None
-
-
-def _part(result: Any, name: str) -> Any:
-    """A layer of a result, or one of its variables: ``lstm``, ``lstm.hidden_grad``."""
-    if not hasattr(result, "layers"):
-        expected = "no layer name: this file holds a single array"
-        raise InputError(message("There are no layers in this result.", got=name, expected=expected))
-    layer, dot, quantity = name.rpartition(".")
-    if name in result or not dot:
-        return result[name]
-    if layer in result:
-        return result[layer][quantity]
-    raise InputError(message(f"Nothing named {name!r} in this result.", hint=did_you_mean(name, result.layers)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import Any
@@ -47,6 +48,11 @@ def say(text: str) -> None:
 def print_plain(value: Any) -> None:
     """The text of a result, wider than the terminal if it is."""
     out().print(Text(str(value)), soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output, for scripts; numbers that are not finite are null."""
+    out().print(Text(json.dumps(value, indent=2, allow_nan=False)), soft_wrap=True)
 
 
 def layer_table(found: Any) -> Table:

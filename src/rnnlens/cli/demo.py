@@ -192,17 +192,21 @@ def portray(keras: Any, model: Any, digits: Digits, fitting: Callable[[], None])
     """Look at a network, train it, look again, and say what it uses of its past."""
     untrained = keras.models.clone_model(model)
     untrained.set_weights(model.get_weights())
-    first, before = look(model, digits)
+    first, before, _ = look(model, digits)
     fitting()
-    last, after = look(model, digits)
+    last, after, losses = look(model, digits)
     diagnosis = diagnose(model, digits.x_test, digits.y_test, baseline=untrained)
-    return Portrait(model.layers[0].name, (before, after), diagnosis, (first, last))
+    return Portrait(model.layers[0].name, (before, after), diagnosis, (first, last), losses)
 
 
-def look(model: Any, digits: Digits) -> tuple[Trace, float]:
-    """Trace the held-out digits, and count how many are named correctly."""
-    named = np.argmax(model.predict(digits.x_test, batch_size=HELD_OUT, verbose=0), axis=-1)
-    return trace(model, digits.x_test, digits.y_test), float(np.mean(named == digits.y_test))
+def look(model: Any, digits: Digits) -> tuple[Trace, float, np.ndarray]:
+    """Trace the held-out digits, count how many are named correctly, and take the loss of each."""
+    scores = np.asarray(model.predict(digits.x_test, batch_size=HELD_OUT, verbose=0), dtype=np.float64)
+    accuracy = float(np.mean(np.argmax(scores, axis=-1) == digits.y_test))
+    highest = scores.max(axis=1, keepdims=True)
+    chances = scores - highest - np.log(np.exp(scores - highest).sum(axis=1, keepdims=True))
+    losses: np.ndarray = -np.take_along_axis(chances, digits.y_test[:, None], axis=1)[:, 0]
+    return trace(model, digits.x_test, digits.y_test), accuracy, losses
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Models of the command line: a ``.keras`` file, or a Python function that makes one.
+"""Models of the command line: a file that Keras wrote, or a Python function that makes one.
 
 What a file brings along may run code. Keras files are read in safe mode, torch weights with ``weights_only=True``; what
 these refuse is refused here, with the reason, unless the user says ``--unsafe``.
@@ -22,6 +22,7 @@ from ..adapters.registry import adapter_for, adapter_of
 from ..errors import FileError, InputError, MissingDependencyError, ModelError, RnnlensError, message
 from .claims import check_archive
 from .console import say
+from .keras2 import load_keras2, written_by_keras2
 
 _FILES = (".keras", ".h5", ".hdf5")
 #: Lightest first; torch before TensorFlow since it needs no tracing.
@@ -35,7 +36,8 @@ def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str]
     Parameters
     ----------
     spec
-        Path of a ``.keras`` (or ``.h5``) file, or ``package.module:factory``, a model or a function that makes one.
+        Path of a ``.keras`` or ``.h5`` file, folder of a SavedModel, or ``package.module:factory``: a model, or a
+        function that makes one.
     weights
         For a factory: a state dict (torch) or a weights file (Keras).
     imports
@@ -51,14 +53,14 @@ def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str]
         If ``spec`` is neither, or the factory fails.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if Path(spec).suffix in _FILES:
+    if Path(spec).suffix in _FILES or (Path(spec) / "saved_model.pb").is_file():
         if weights is not None:
             raise InputError(
                 message("A model file has its own weights.", got=f"--weights {weights}", hint="leave it out")
             )
         return _load_keras(Path(spec), imports, unsafe)
     if not _FACTORY.fullmatch(spec):
-        expected = "a path ending in .keras, or package.module:factory"
+        expected = "a path ending in .keras or .h5, the folder of a SavedModel, or package.module:factory"
         raise InputError(message("This names no model.", got=repr(spec), expected=expected))
     _choose_engine(announce=False)
     _names_in(imports)
@@ -69,9 +71,11 @@ def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str]
 
 
 def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
-    if not path.is_file():
+    if not path.exists():
         raise FileError(message("There is no such model file.", got=str(path), expected="a file written by model.save"))
     check_archive(path)
+    if written_by_keras2(path):
+        return _load_legacy(path, imports, unsafe)
     _choose_engine(announce=True)
     keras = _import_keras()
     own = _names_in(imports)
@@ -82,6 +86,18 @@ def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
             short = _short_names(keras) if path.suffix != ".keras" else {}
             return keras.saving.load_model(path, custom_objects={**short, **own}, safe_mode=not unsafe)
     except Exception as error:  # Keras raises ValueError, TypeError, KeyError, OSError alike
+        raise _keras_refusal(path, error) from error
+
+
+def _load_legacy(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
+    """What Keras 2 wrote means what Keras 2 makes of it: the ``hard_sigmoid`` of Keras 3 is another function."""
+    imports = tuple(imports)
+    try:
+        with _quiet_libraries():
+            return load_keras2(path, _names_in(imports), imports, unsafe)
+    except RnnlensError:
+        raise
+    except Exception as error:
         raise _keras_refusal(path, error) from error
 
 
@@ -129,7 +145,7 @@ def _keras_refusal(path: Path, error: Exception) -> RnnlensError:
                 hint="--unsafe, if you trust whoever made the file",
             )
         )
-    missing = re.search(r"Could not locate (?:class|function) '([^']+)'", text)
+    missing = re.search(r"(?:Could not locate (?:class|function)|Unknown \w+:) '([^']+)'", text)
     if missing:
         return ModelError(
             message(

@@ -6,14 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xarray as xr
 from rich.table import Table
 
 from .. import plot
-from ..recurrence.measures import finite_mean, safe_norm
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,18 +32,20 @@ class Portrait:
         Of the trained network, with the untrained one as baseline.
     traces
         Before and after.
+    losses
+        Of the held-out digits, after training.
     """
 
     layer: str
     accuracy: tuple[float, float]
     diagnosis: Diagnosis
     traces: tuple[Trace, Trace]
+    losses: np.ndarray
 
-
-def lag_norms(gradient: np.ndarray) -> np.ndarray:
-    """Mean over samples of the norm at each step, the last step first: (sample, time, unit) to (lag,)."""
-    norms: np.ndarray = finite_mean(safe_norm(gradient, axis=-1), axis=0)
-    return norms[::-1]
+    @property
+    def kind(self) -> str:
+        """What the network is called in figures: ``GRU``."""
+        return str(self.traces[0][self.layer].info.get("kind", self.layer))
 
 
 def table(portraits: Sequence[Portrait]) -> Table:
@@ -96,11 +96,16 @@ def sentence(portrait: Portrait) -> str:
     return f"{said} Accuracy {percent(before)} → {percent(after)}."
 
 
+#: How the two moments are called.
+MOMENTS = ("before training", "after training")
+
+
 def draw(portraits: Sequence[Portrait], folder: Path) -> list[Path]:
-    """Write the figures: the gradient by step for all networks; for each the gradient by unit, and its diagnosis."""
+    """Write the figures: gradient by step for all networks; for each its gradient by unit, samples, and diagnosis."""
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {"gradient-by-step.png": draw_steps(portraits)}
+    figures = {"gradient-by-step.svg": draw_steps(portraits)}
     figures |= {f"{portrait.layer}-before-after.png": draw_units(portrait) for portrait in portraits}
+    figures |= {f"{portrait.layer}-samples.png": draw_samples(portrait) for portrait in portraits}
     figures |= {f"{p.layer}-diagnosis.png": plot.diagnosis(p.diagnosis)[0].figure for p in portraits}
     for name, figure in figures.items():
         figure.savefig(folder / name, dpi=110)
@@ -108,27 +113,26 @@ def draw(portraits: Sequence[Portrait], folder: Path) -> list[Path]:
 
 
 def draw_steps(portraits: Sequence[Portrait]) -> Figure:
-    """A panel per network: norm of the total gradient at each step, before and after."""
-    norms = xr.DataArray(
-        [[lag_norms(seen[p.layer].hidden_grad.values)[::-1] for seen in p.traces] for p in portraits],
-        dims=("network", "training", "time"),
-        coords={"network": [p.layer for p in portraits], "training": ["before", "after"]},
-        attrs={"long_name": "norm of the total gradient", "units": "loss"},
-    )
-    axes = plot.curves(norms, panel="network", title="How far back the loss reaches")
-    top = float(norms.max())
-    for ax in axes:
-        ax.set_ylim(1e-8 * top, 3 * top)
-        ax.set_yscale("log")
-    figure: Figure = axes[0].figure
+    """A panel per network: the total gradient at each step, before and after; median over the held-out digits."""
+    traces = {moment: {p.kind: p.traces[i][p.layer] for p in portraits} for i, moment in enumerate(MOMENTS)}
+    figure: Figure = plot.gradient_flow(traces, title="How far back the loss reaches").figure
     return figure
 
 
 def draw_units(portrait: Portrait) -> Figure:
-    """Units by time for the first held-out digit, each panel with a colour scale of its own."""
-    pair = [seen[portrait.layer].hidden_grad.isel(sample=0) for seen in portrait.traces]
-    both = xr.concat(
-        pair, xr.DataArray(["before", "after"], dims="training", name="training"), combine_attrs="override"
-    )
-    figure: Figure = plot.heatmap(both, shared=False)[0].figure
+    """Units by time: the RMS over the held-out digits, before and after, each digit by its own peak."""
+    before, after = (seen[portrait.layer] for seen in portrait.traces)
+    title = f"{portrait.kind}: total gradient of the hidden state, RMS over {len(portrait.losses)} digits"
+    drawn = plot.before_after(before, after, samples="rms", names=MOMENTS, log=True, title=title)
+    figure: Figure = drawn.figure
+    return figure
+
+
+def draw_samples(portrait: Portrait) -> Figure:
+    """Units by time for single digits, named with their losses, the typical one first."""
+    before, after = (seen[portrait.layer] for seen in portrait.traces)
+    title = f"{portrait.kind}: total gradient of the hidden state, single digits"
+    look: dict[str, Any] = {"names": MOMENTS, "log": True, "max_rows": 3, "title": title}
+    drawn = plot.before_after(before, after, losses=portrait.losses, **look)
+    figure: Figure = drawn.figure
     return figure

@@ -1,4 +1,4 @@
-"""``rl.lyapunov`` and ``rl.fixed_points``: what the recurrence of one layer does by itself."""
+"""``rl.lyapunov``, ``rl.step_eigenvalues`` and ``rl.fixed_points``: what the recurrence of one layer does by itself."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ..arguments import seed as random_seed
 from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, message, shown
 from ..measures.fixed_points import find_points, iterate, step_map
 from ..measures.spectrum import lyapunov_spectrum
+from ..measures.spectrum import step_eigenvalues as eigenvalues_of_steps
 from ..recurrence.run import Run
 from ..results.dynamics import FixedPoints
 from ..results.schema import plain
@@ -98,6 +99,71 @@ def lyapunov(
             "kaplan_yorke": ((), found.kaplan_yorke, {"long_name": "Kaplan-Yorke dimension", "units": "1"}),
         },
         attrs={"layer": name, "steps": int(run.input.shape[1]), "samples": int(run.input.shape[0])},
+    )
+
+
+@checked(
+    model=anything,
+    x=one_batch,
+    layer=text,
+    steps=whole(least=1),
+    samples=whole(least=1),
+    axes=an_axes_table,
+)
+@in_turn
+def step_eigenvalues(
+    model: Any,
+    x: Any,
+    *,
+    layer: str | None = None,
+    steps: int = 8,
+    samples: int = 16,
+    axes: Mapping[str, Any] | None = None,
+) -> xr.Dataset:
+    """Eigenvalues of the step Jacobians of a recurrent layer along its trajectories.
+
+    A_t = ds_t/ds_(t-1) is what one step does to a small change of all states, those of a cell side by side. Modes near
+    the unit circle are kept, modes near 0 forgotten; what is outside grows.
+
+    Parameters
+    ----------
+    model, x
+        As for :func:`rnnlens.trace`.
+    layer
+        Which recurrent layer; the only one by default.
+    steps
+        At most so many time steps, evenly spaced, the last among them.
+    samples
+        At most so many trajectories.
+    axes
+        As for :func:`rnnlens.trace`.
+
+    Returns
+    -------
+    Dataset
+        ``eigenvalue_real`` and ``eigenvalue_imag`` (sample, time, mode), largest modulus first.
+
+    Raises
+    ------
+    LayerNotFoundError
+        If no recurrent layer has that name, or there are several and none is named.
+
+    References
+    ----------
+    Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, section 2.1.
+    """
+    name, run = _run(model, x, layer, samples, axes)
+    length = int(run.input.shape[1])
+    chosen = sorted({round(step) for step in np.linspace(length - 1, 0, min(steps, length))})
+    values = eigenvalues_of_steps(run, chosen)
+    dims, words = ("sample", "time", "mode"), {"units": "1"}
+    return xr.Dataset(
+        {
+            "eigenvalue_real": (dims, values.real, {"long_name": "real part of the eigenvalue", **words}),
+            "eigenvalue_imag": (dims, values.imag, {"long_name": "imaginary part of the eigenvalue", **words}),
+        },
+        coords={"time": ("time", chosen, {"long_name": "time step"})},
+        attrs={"layer": name, "steps": length, "state_sizes": [int(s.shape[-1]) for s in run.states]},
     )
 
 

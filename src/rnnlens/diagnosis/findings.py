@@ -140,7 +140,7 @@ def _percent(share: float) -> str:
     return f"{share:.0%}".replace("%", " %")
 
 
-_MEND = "look at the first step at which it happens; check the input for NaN, lower the learning rate, clip gradients."
+_MEND = "rl.find_nonfinite(model, x, y) says where the first is; mend the data, the learning rate, clip gradients."
 
 
 def _about_numbers(layers: Sequence[LayerFacts], prediction: Array) -> Iterator[Finding]:

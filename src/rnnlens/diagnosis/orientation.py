@@ -32,6 +32,7 @@ class Orientation:
         self.said = {name: layout for name, layout in (given or {}).items() if name not in DATA}
         self.axes = Axes(adapter, model, given, catalogue(adapter, model, x))
         self.inputs = self._of_inputs(x)
+        self.targets: list[Layout] = []
 
     def _of_inputs(self, x: Any) -> list[Layout] | None:
         """How each leaf of x lies; None where samples come first in all, so that nothing has to be turned."""
@@ -84,7 +85,9 @@ class Orientation:
             return x, y
         first, lead = data.leaves_of(x)[0], (self.inputs or [Layout.plain((SAMPLE, TIME))])[0]
         count, steps = (first.shape[lead.names.index(name)] for name in (SAMPLE, TIME))
-        y = None if y is None else data.map_leaves(lambda leaf: _turned(leaf, self._of_target(leaf, count, steps)), y)
+        self.targets = [] if y is None else [self._of_target(leaf, count, steps) for leaf in data.leaves_of(y)]
+        of_each = iter(self.targets)
+        y = None if y is None else data.map_leaves(lambda leaf: _turned(leaf, next(of_each)), y)
         if self.inputs is not None:
             each = iter(self.inputs)
             x = data.map_leaves(lambda leaf: _turned(leaf, next(each)), x)
@@ -116,6 +119,11 @@ class Orientation:
             return x
         each = iter(self.inputs)
         return data.map_leaves(lambda leaf: _turned_back(leaf, next(each)), x)
+
+    def target_as_given(self, y: Any) -> Any:
+        """Y as it was given, of some of the samples that were turned last."""
+        each = iter(self.targets)
+        return data.map_leaves(lambda leaf: _turned_back(leaf, next(each)), y) if self.targets else y
 
     def output(self, array: Array, index: int, x: Any, samples: int) -> Array:
         """One output of the model, samples first, then steps, on so many samples of x as the model was given them.

@@ -27,6 +27,15 @@ def own_peak(norms: Array) -> Array:
     return kept
 
 
+def share_of_peak(profiles: Array) -> Array:
+    """Each record of a profile, (record, time), divided by its own largest value; NaN where it has none above 0."""
+    values = np.asarray(profiles, dtype=np.float64)
+    finite = np.where(np.isfinite(values), values, np.nan)
+    peak = np.fmax.reduce(np.where(finite > 0, finite, np.nan), axis=1, keepdims=True)
+    shares: Array = finite / peak
+    return shares
+
+
 def band(norms: Array) -> Band:
     """Median and quartiles over samples of profiles (sample, lag), each by its own peak; NaN where a sample ended."""
     relative = own_peak(norms)
@@ -57,6 +66,16 @@ def attribution(gradient: Array, x: Array) -> Array:
     spread = np.asarray(x, dtype=np.float64).std(axis=0)
     scores: Array = np.sum((np.asarray(gradient, dtype=np.float64) * spread) ** 2, axis=-1)
     return scores
+
+
+def input_sensitivity(gradient: Array, x: Array) -> Array:
+    """|df/dx_t| times the input's standard deviation, by step: (sample, time, feature) to (sample, time).
+
+    The root of :func:`attribution`: what a change of usual size at that step does. A feature that never varies over
+    samples at a step does nothing, however large its gradient.
+    """
+    found: Array = np.sqrt(attribution(gradient, x))
+    return found
 
 
 def attributed_memory(scores: Array, share: float = 0.95) -> int:

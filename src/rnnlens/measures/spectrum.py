@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +78,25 @@ def _growth(run: Run, moduli: Array, count: int, burnt: int) -> Array:
     largest = np.argsort(-logs.mean(axis=1), axis=1)[:, None, :count]
     found: Array = np.take_along_axis(logs, largest, axis=2).swapaxes(0, 1)
     return found
+
+
+def step_eigenvalues(run: Run, steps: Sequence[int]) -> Array:
+    """Eigenvalues of A_t = ds_t/ds_(t-1), states side by side: (sample, step, mode), complex, largest modulus first.
+
+    Parameters
+    ----------
+    steps
+        Which steps, chronologically.
+    """
+    order = list(run.steps())
+    wanted = {order.index(step): place for place, step in enumerate(steps)}
+    found: list[Array] = [np.empty(0)] * len(wanted)
+    for position, a in enumerate(step_jacobians(run)):
+        if position in wanted:
+            values = np.linalg.eigvals(np.asarray(a, dtype=np.float64))
+            largest = np.argsort(-np.abs(values), axis=1)
+            found[wanted[position]] = np.take_along_axis(values, largest, axis=1)
+    return np.stack(found, axis=1)
 
 
 def kaplan_yorke_dimension(exponents: Array) -> float:

@@ -38,17 +38,30 @@ def count_in_bins(values: Numbers, edges: Numbers) -> Numbers:
 
 
 def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords: Mapping[str, Any]) -> None:
-    """One step per layer: filled where it is alone, outlined with a light filling where several are overlaid."""
+    """One step per layer: filled where it is alone, lightly filled where there are two, outlines where there are more.
+
+    A panel whose values are all the same has no distribution: it says how many there are of it.
+    """
     several = len(content) > 1
+    same = None if several else one_value(next(iter(content.values())))
+    if same is not None:
+        count, value = same
+        ax.axvline(value, color="#0072b2", linewidth=1.4, gid="constant")
+        words = f"{count:,} x {value:g}"
+        place = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points"}
+        ax.annotate(words, (value, 0.5), (4, 0), va="center", fontsize="small", gid="constant", **place)
+        ax.set_xlim(*((edges[0], edges[-1]) if edges[0] < value < edges[-1] else (value - 0.5, value + 0.5)))
+        ax.set_yticks([])
+        ax.set_xticks([value])
+        ax.tick_params(labelsize="small")
+        return
     for (name, values), colour in zip(content.items(), line_colours(len(content)), strict=True):
         counts = count_in_bins(values, edges)
-        look: dict[str, Any] = {
-            "fill": True,
-            "facecolor": colour,
-            "edgecolor": colour,
-            "linewidth": 0.9 if several else 0.2,
-        }
-        look["alpha"] = 0.35 if several else 1.0
+        outlined = len(content) > 2
+        look: dict[str, Any] = {"fill": not outlined, "edgecolor": colour, "linewidth": 0.2}
+        look |= {} if outlined else {"facecolor": colour}
+        look |= {"linewidth": 1.3 if outlined else 0.9} if several else {}
+        look["alpha"] = 1.0 if outlined or not several else 0.35
         if "color" in keywords:
             look = {key: look[key] for key in ("fill", "linewidth", "alpha")}
         ax.stairs(counts, edges, **{"gid": f"histogram {name}".strip(), **look, **keywords})
@@ -57,14 +70,23 @@ def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords
     ax.tick_params(labelsize="small")
 
 
+def one_value(values: Numbers) -> tuple[int, float] | None:
+    """How many finite values there are, and which, where all are the same and more than one; else None."""
+    found = finite_range(values)
+    if found is None or found[0] != found[1] or values.size < 2:
+        return None
+    return int(np.isfinite(values).sum()), found[0]
+
+
 def _steps_of(ax: Any) -> list[Any]:
     return [patch for patch in ax.patches if isinstance(patch, StepPatch)]
 
 
 def scale_counts(panels: Panels, *, shared: bool, log: bool, clip_peaks: int) -> None:
     """Counts axes; tallest bars cut off and labelled."""
-    tops = [_top([s.get_data().values for s in _steps_of(ax)], clip_peaks) for ax in panels.axes]
-    for ax, own in zip(panels.axes, tops, strict=True):
+    drawn = [ax for ax in panels.axes if _steps_of(ax)]
+    tops = [_top([s.get_data().values for s in _steps_of(ax)], clip_peaks) for ax in drawn]
+    for ax, own in zip(drawn, tops, strict=True):
         top = max(tops) if shared else own
         if log:
             ax.set_yscale("log")

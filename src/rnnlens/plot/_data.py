@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -225,10 +226,25 @@ def axis_label(array: xr.DataArray, dim: Hashable) -> str:
 
 
 def value_label(array: xr.DataArray) -> str:
-    """The words for the values: long_name, else name, and units unless they are 1."""
+    """The words for the values: symbol, long_name, else name, and units unless they are 1."""
     words = str(array.attrs.get("long_name") or (array.name if array.name is not None else "value")).replace("_", " ")
     units = str(array.attrs.get("units", "1")).removesuffix(" / 1")  # a loss per unit of a pure number
+    words = ", ".join(part for part in (symbol_of(array), words) if part)
     return words if units in ("", "1") else f"{words} [{units}]"
+
+
+def symbol_of(array: xr.DataArray) -> str:
+    """The derivative that the definition of a gradient begins with, for matplotlib's mathtext; empty without one."""
+    definition = str(array.attrs.get("definition", "")).replace("partial ", "\\partial{}").replace(" / ", "/")
+    found = re.match(r"(dL/d|\\partial\{\}L/\\partial\{\})([a-z]+_[a-z0])\b", definition)
+    return f"${found[1]}{found[2]}$" if found else ""
+
+
+def place_words(array: xr.DataArray, dim: Hashable, index: int) -> str:
+    """The words for one position along ``dim``: ``unit 3``; a name needs no dimension: ``GRU``, ``before training``."""
+    name = names_of(array, dim)[index]
+    named = dim in array.coords and array.coords[dim].values.dtype.kind in "UO"
+    return name if named else f"{axis_label(array, dim)} {name}"
 
 
 def title_of(array: xr.DataArray) -> str:

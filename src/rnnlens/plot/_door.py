@@ -7,14 +7,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from ..arguments import Check, anything, checked, names, number, one_of, switch, text, whole
+import numpy as np
+
+from ..arguments import Check, anything, as_numbers, checked, listed, names, number, one_of, switch, text, whole
 from ..errors import InputError, RnnlensError, message, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 #: More panels, lines or bins than these would be drawn for hours and seen by nobody.
-_PANELS, _LINES, _BINS = 1000, 100_000, 100_000
+_PANELS, _LINES, _BINS, _DELAYS = 1000, 100_000, 100_000, 1000
 
 
 def _several(name: str, value: Any) -> tuple[str, ...]:
@@ -37,6 +39,16 @@ def two_titles(name: str, value: Any) -> tuple[str, str]:
     return (value[0], value[1])
 
 
+def _delays(name: str, value: Any) -> Any:
+    """Lags of a task: a number, or several."""
+    alone = isinstance(value, int | float) or getattr(value, "ndim", None) == 0
+    several = [value] if alone else listed(value, most=_DELAYS)
+    found = np.empty(0) if several == [] else None if several is None else np.asarray(as_numbers(name, several))
+    if found is None or found.ndim > 1 or found.dtype.kind not in "fiu" or not (found >= 0).all():
+        raise InputError(message(f"{name}= are lags.", got=shown(value), expected="a few numbers from 0 on"))
+    return found.astype(float)
+
+
 #: What means the same in every figure that has it.
 COMMON: dict[str, Check] = {
     "dims": _several,
@@ -55,6 +67,8 @@ COMMON: dict[str, Check] = {
     "as_computed": switch,
     "colorbar": switch,
     "limit": number(above=0),
+    "delays": _delays,
+    "losses": anything,
     "epsilon": number(above=0, below=1, what="is a share"),
     "confidence": number(least=0, below=1, what="is a share"),
     "bins": whole(least=1, most=_BINS),

@@ -11,8 +11,9 @@ from matplotlib.colors import SymLogNorm
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from ._colour import scale_note
-from ._data import Numbers
-from ._panels import SEPARATOR, Panels, decade_ticks, whole_numbers, wrapped_label
+from ._data import Numbers, finite_range
+from ._marks import step_axis
+from ._panels import SEPARATOR, Panels, decade_ticks, wrapped_label
 
 #: Cells of an image beyond which neighbours are merged: rows, columns.
 MOST_CELLS = (400, 550)
@@ -78,13 +79,14 @@ def evenly_spaced(centres: Numbers) -> bool:
 class Matrix:
     """Values (row, column) whose columns lie at ``x`` and rows at ``y``.
 
-    ``empty`` (row, column) says where there was no value to begin with.
+    ``empty`` (row, column) says where there was no value to begin with; ``over_time``, whether columns are time steps.
     """
 
     values: Numbers
     x: Numbers
     y: Numbers
     empty: Numbers | None = None
+    over_time: bool = True
 
 
 def draw_image(
@@ -112,7 +114,10 @@ def draw_image(
         keywords["norm"] = None
     drawn = ax.imshow(shown, origin="lower" if upward else "upper", extent=extent, **keywords)
     ax.set(xlim=(left, right), ylim=(top, bottom) if upward else (bottom, top))
-    whole_numbers(ax, *(axis for axis, even in (("x", x_even), ("y", y_even)) if even))
+    if x_even:
+        step_axis(ax, "x", x, time=matrix.over_time)
+    if y_even:
+        step_axis(ax, "y", y)
     _cross_out(ax, missing if empty is None else missing & ~empty, xs, ys)
     if not x_even:
         name_ticks(ax, "x", xs, [f"{value:g}" for value in x])
@@ -146,26 +151,66 @@ def separate(ax: Any, axis: str, size: int, names: Sequence[str], *, kind: str =
     ax.tick_params(axis=axis, length=0)
 
 
-def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "") -> None:
-    """Colour bar beside ``axes``, its label wrapped to its length, its ticks far enough apart to be read."""
+def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "", *, among: Sequence[Any] = ()) -> Any:
+    """Colour bar beside ``axes``, its label wrapped to its length, its ticks far enough apart to be read.
+
+    It has pointed ends where colours end before the values of ``drawn``, or of the images ``among`` which it is.
+    """
     figure = axes[0].figure
-    bar = figure.colorbar(drawn, ax=list(axes), fraction=0.08, pad=0.02)
+    bar = figure.colorbar(drawn, ax=list(axes), fraction=0.08, pad=0.02, extend=beyond(drawn.norm, among or [drawn]))
     bar.ax.tick_params(labelsize="small" if label else "x-small")
     if label:
         bar.set_label(wrapped_label(label + scale_note(drawn.norm), 0.8 * figure.bbox.height / figure.dpi))
     if isinstance(drawn.norm, SymLogNorm):
         low, high = drawn.norm.vmin or 0.0, drawn.norm.vmax or 0.0
-        ticks = [tick for tick in decade_ticks(max(abs(low), abs(high))) if low <= tick <= high]
+        found = decade_ticks(max(abs(low), abs(high)), drawn.norm.linthresh)
+        ticks = [tick for tick in found if low <= tick <= high]
         bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
         bar.ax.yaxis.set_minor_locator(NullLocator())
+    return bar
+
+
+def beyond(norm: Any, images: Sequence[Any]) -> str:
+    """Which ends of a colour scale some value lies beyond: matplotlib's ``extend``."""
+    ranges = [found for image in images if image is not None and (found := finite_range(_values(image))) is not None]
+    if not ranges or norm.vmin is None or norm.vmax is None:
+        return "neither"
+    slack = 1e-6 * (norm.vmax - norm.vmin)
+    below = min(low for low, _ in ranges) < norm.vmin - slack
+    above = max(high for _, high in ranges) > norm.vmax + slack
+    return {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[below, above]
+
+
+def _values(image: Any) -> Numbers:
+    return np.ma.filled(np.ma.asarray(image.get_array(), dtype=float), np.nan)
 
 
 def colour_bars(panels: Panels, drawn: list[Any], label: str, *, shared: bool, wanted: bool = True) -> None:
-    """One colour bar for all panels, or one for each."""
+    """One colour bar for all panels, or one for each.
+
+    The other half of a bidirectional layer gets one that is not seen, so that both are equally wide.
+    """
     if not wanted or drawn[-1] is None:
         return
     if shared:
-        colour_bar(panels.halves[-1], drawn[-1], label)
+        bars = [colour_bar(half, drawn[-1], label, among=drawn) for half in panels.halves]
+        for spacer in bars[:-1] if panels.owners else ():
+            fade(spacer)
+        if not panels.owners:
+            for spare in bars[:-1]:
+                spare.remove()
         return
     for ax, image in zip(panels.axes, drawn, strict=True):
         colour_bar([ax], image, label if len(drawn) == 1 else "")
+
+
+def fade(bar: Any) -> None:
+    """Keep the place of a colour bar, and nothing of its looks."""
+    bar.solids.set_alpha(0.0)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(color="none", labelcolor="none")
+    bar.ax.yaxis.label.set_alpha(0.0)
+    bar.ax.patch.set_alpha(0.0)
+    for part in getattr(bar, "_extend_patches", ()):
+        part.set_alpha(0.0)
+    bar.ax.set_gid("spacer")

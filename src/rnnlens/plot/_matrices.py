@@ -7,7 +7,7 @@ import xarray as xr
 
 from ..errors import InputError, message
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
-from ._data import Numbers, axis_label, names_of, refuse_places_of_others, require_dim, unit_dim
+from ._data import Numbers, place_words, refuse_places_of_others, require_dim, unit_dim
 
 #: Dimensions of a plain array by its rank.
 GUESS = {2: (TIME, "unit"), 3: (SAMPLE, TIME, "unit"), 4: (SAMPLE, TIME, GATE, "unit")}
@@ -43,12 +43,10 @@ def slots_of(array: xr.DataArray, keep: list[str]) -> list[tuple[dict[str, int],
     """Selection and title of each panel."""
     found: list[tuple[dict[str, int], str]] = [({}, "")]
     for dim in keep:
-        names = names_of(array, dim)
-        words = axis_label(array, dim)
         found = [
-            ({**where, dim: i}, f"{title} · {words} {name}".removeprefix(" · "))
+            ({**where, dim: i}, f"{title} · {place_words(array, dim, i)}".removeprefix(" · "))
             for where, title in found
-            for i, name in enumerate(names)
+            for i in range(array.sizes[dim])
         ]
     return found
 

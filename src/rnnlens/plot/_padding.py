@@ -11,7 +11,7 @@ from ..vocabulary import IN_TIME, OUT_TIME, SAMPLE
 from ._data import Numbers, nonfinite_note
 
 #: Coordinates that say which steps are real: of a layer's quantities, and of either axis of a time Jacobian.
-_MASKS = ("mask", f"{OUT_TIME}_mask", f"{IN_TIME}_mask")
+MASKS = ("mask", f"{OUT_TIME}_mask", f"{IN_TIME}_mask")
 
 NOTE = "padding is grey"
 
@@ -19,9 +19,9 @@ NOTE = "padding is grey"
 def hidden(array: xr.DataArray) -> xr.DataArray | None:
     """True where a value belongs to a padded step (of either axis); None where no step is padding."""
     found: xr.DataArray | None = None
-    for name in _MASKS:
+    for name in MASKS:
         if name in array.coords:
-            padded = (array.coords[name] == 0).drop_vars(_MASKS, errors="ignore")
+            padded = (array.coords[name] == 0).drop_vars(MASKS, errors="ignore")
             found = padded if found is None else found | padded
     return found if found is not None and bool(found.any()) else None
 

@@ -18,14 +18,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, LogFormatterSciNotation, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from ..arguments import listed
+from ..arguments import as_numbers, listed
 from ..arguments import path as path_of
 from ..errors import FileError, InputError, message
 from ._colour import DECADES, linear_below
+from ._marks import OVER_TIME, log_ticks
 
 _LETTERS_PER_INCH = 12
+#: What is not finite, in titles and around panels; far from both ends of the maps for every kind of sight.
+ALARM = "#c00000"
 SEPARATOR: dict[str, Any] = {"color": "#404040", "linewidth": 1.2, "linestyle": "-"}
 
 
@@ -78,6 +81,40 @@ class Drawing(np.ndarray[Any, Any]):
             known = ", ".join(sorted(self.figure.canvas.get_supported_filetypes()))
             raise InputError(message("matplotlib cannot save this.", got=str(error), expected=known)) from error
 
+    def mark(self, *steps: float, label: str | None = None) -> Drawing:
+        """Draw a thin line at each of these time steps, in every panel that has time across: where the answer lies.
+
+        Parameters
+        ----------
+        *steps
+            In the numbers of the time axis.
+        label
+            Written above the first of the lines.
+
+        Returns
+        -------
+        This drawing, so that ``.mark(60, 90).save("run.png")`` can be written.
+
+        Raises
+        ------
+        InputError
+            If no panel has time across, or a step is no number.
+        """
+        places = [ax for ax in self.reshape(-1) if ax.get_gid() == OVER_TIME]
+        if not places:
+            raise InputError(message("No panel of this figure has time across.", hint="mark the Axes by themselves"))
+        numbers = np.atleast_1d(as_numbers("steps", list(steps)))
+        for ax in places:
+            for step in numbers:
+                ax.axvline(step, color="#111111", linewidth=0.9, linestyle=(0, (1, 2)), zorder=3, gid="mark")
+                ends = {"marker": "v", "markersize": 4, "color": "#111111", "clip_on": False, "zorder": 4}
+                ax.plot([step], [1.0], transform=ax.get_xaxis_transform(), gid="mark", **ends)
+        if label:
+            look = {"xycoords": places[0].get_xaxis_transform(), "textcoords": "offset points", "gid": "mark"}
+            at, room = (float(numbers[0]), 1.0), (-4, -3)
+            places[0].annotate(label, at, xytext=room, ha="right", va="top", fontsize="x-small", **look)
+        return self
+
     def _repr_png_(self) -> bytes | None:
         """The whole figure; nothing for an empty selection of its Axes."""
         if not self.size:
@@ -111,15 +148,19 @@ class Panels:
 
     def title(self, words: str, notes: Iterable[str | None] = ()) -> None:
         """Common title with the notes in lines below it, wrapped to the width of the figure."""
-        parts = [words, "; ".join(note for note in notes if note)]
+        said = [note for note in notes if note]
+        parts = [words, "; ".join(said)]
+        for ax in self.axes:
+            redden(ax)
+        colour = {"color": ALARM} if any(_missing(note) for note in said) else {}
         if self.owners:
             width = max(24, int(_LETTERS_PER_INCH * _width(self.figure)))
-            self.figure.suptitle(_wrapped(parts, width), fontsize="medium")
+            self.figure.suptitle(_wrapped(parts, width), fontsize="medium", **colour)
             return
         first = self.axes[0]
         own = first.get_title()
         width = max(24, int(_LETTERS_PER_INCH * _width(first.figure) * first.get_position().width))
-        first.set_title(_wrapped([*parts, own], width), fontsize="medium")
+        first.set_title(_wrapped([*parts, own], width), fontsize="medium", **colour)
 
     def label(self, x: Sequence[str] | str, y: str) -> None:
         """Axis labels: once per half and once at the left where there are several panels, else on the Axes."""
@@ -127,14 +168,15 @@ class Panels:
         for number, (half, label) in enumerate(zip(self.halves, words, strict=True)):
             if self.owners and len(half) > 1:
                 self.owners[number].supxlabel(label, fontsize="medium")
-                if number == 0:
-                    self.owners[number].supylabel(wrapped_label(y, _height(self.figure)), fontsize="medium")
+                # The second half has the words as well, unseen: both halves are equally wide.
+                self.owners[number].supylabel(
+                    wrapped_label(y, _height(self.figure)), fontsize="medium", alpha=None if number == 0 else 0.0
+                )
                 continue
             for ax in half:
                 ax.set_xlabel(label)
-            if number == 0 or not self.owners:
-                tall = _height(half[0].figure) * half[0].get_position().height
-                half[0].set_ylabel(wrapped_label(y, tall))
+            tall = _height(half[0].figure) * half[0].get_position().height
+            half[0].set_ylabel(wrapped_label(y, tall), alpha=None if number == 0 or not self.owners else 0.0)
 
     def outer_ticks_only(self) -> None:
         """Tick labels at the left and lower rim only; for panels with common limits."""
@@ -152,6 +194,18 @@ def _cell(ax: Any) -> tuple[int, int]:
     return spec.rowspan.start, spec.colspan.start
 
 
+def _missing(words: str) -> bool:
+    return "NaN:" in words or "Inf:" in words
+
+
+def redden(ax: Any) -> None:
+    """Frame and title of a panel in red, where something in it is NaN or infinite."""
+    if _missing(ax.get_title()) or any(line.get_gid() == "non-finite" for line in ax.lines):
+        ax.title.set_color(ALARM)
+        for spine in ax.spines.values():
+            spine.set(edgecolor=ALARM, linewidth=1.4)
+
+
 def wrapped_label(words: str, inches: float) -> str:
     """``words`` in lines that fit an axis of that length."""
     return textwrap.fill(words, max(16, int(_LETTERS_PER_INCH * inches)))
@@ -164,15 +218,20 @@ def whole_numbers(ax: Any, *axes: str) -> None:
 
 
 def log_values(ax: Any) -> None:
-    """Logarithmic value axis with labels at powers of ten only, unless it spans less than two of them."""
+    """Logarithmic value axis; call :func:`log_ticks` when its limits are final."""
     ax.set_yscale("log")
-    ax.yaxis.set_minor_formatter(LogFormatterSciNotation(minor_thresholds=(1.5, 0.5)))
+    log_ticks(ax)
 
 
-def decade_ticks(limit: float) -> list[float]:
-    """0 and every other power of ten up to ``limit``, both signs."""
+def decade_ticks(limit: float, linear: float = 0.0) -> list[float]:
+    """0 and every other power of ten up to ``limit``, both signs; every one where few lie above ``linear``.
+
+    What lies within the linear part of the scale would be written over 0.
+    """
     top = 10.0 ** math.floor(math.log10(limit))
-    return sorted([0.0] + [sign * top * 10.0**-k for k in range(0, DECADES, 2) for sign in (1, -1)])
+    few = linear > 0 and top < 200 * linear
+    powers = [top * 10.0**-k for k in range(0, DECADES, 1 if few else 2)]
+    return sorted([0.0] + [sign * power for power in powers if power >= 1.5 * linear for sign in (1, -1)])
 
 
 def log_around_zero(ax: Any, limit: float) -> None:

@@ -15,7 +15,7 @@ from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME, UNIT
 from ._data import Numbers, axis_label, labelled, names_of, numbers, value_label
 
 
-def _order() -> dict[str, int]:
+def drawing_order() -> dict[str, int]:
     """From top to bottom as the cells list their weights; others follow."""
     names = dict.fromkeys(name for cell in kinds().values() for name in cell.parameters)
     return {name: position for position, name in enumerate(names)}
@@ -31,6 +31,11 @@ class Kernel:
     values: Numbers
     gates: list[str]
     row_label: str
+
+    @property
+    def title(self) -> str:
+        """The name in words."""
+        return self.name.removesuffix("_grad").replace("_", " ") + ", gradient" * self.name.endswith("_grad")
 
 
 def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[Kernel], dict[str, Any]]:
@@ -53,7 +58,7 @@ def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[K
         )
     names = {str(name): name for name in (dataset.data_vars if isinstance(dataset, xr.Dataset) else dataset)}
     wanted = [name for name in names if name.endswith("_grad") == grad and not _is_derived(name)]
-    order = _order()
+    order = drawing_order()
     wanted.sort(key=lambda name: order.get(name.removesuffix("_grad"), len(order)))
     recurrent = any(name.startswith("recurrent_kernel") for name in wanted)
     arrays = {name: _labelled(name, dataset[names[name]], figure, recurrent=recurrent) for name in wanted}

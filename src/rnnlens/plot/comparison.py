@@ -9,6 +9,7 @@ import numpy as np
 import xarray as xr
 from matplotlib.image import AxesImage
 
+from ..arguments import one_of
 from ..errors import InputError, message
 from ..vocabulary import DIRECTION, GATE, TIME
 from ._colour import DIVERGING, around_zero
@@ -27,22 +28,25 @@ from ._data import (
     value_label,
 )
 from ._door import figure as figure_door
-from ._images import IMSHOW, Matrix, colour_bar, draw_image, merge_note, separate, steps_for
+from ._images import IMSHOW, Matrix, colour_bars, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
 from ._layers import variable
 from ._matrices import GUESS, axes_of, matrix_of, slots_of
 from ._panels import Grid, Panels, open_panels
+from ._samples import by_loss, rms_picture
 
 #: Rows and columns that one panel can show.
 CELLS = (180, 240)
 
 
-@figure_door()
+@figure_door(samples=one_of("panels", "rms"))
 def before_after(
     before: Any,
     after: Any,
     *,
     quantity: str = "hidden_grad",
+    samples: str = "panels",
+    losses: Any = None,
     dims: Sequence[str] | None = None,
     names: tuple[str, str] = ("before", "after"),
     limit: float | None = None,
@@ -65,6 +69,11 @@ def before_after(
         direction; or weights, whose last two dimensions are drawn.
     quantity
         Which variable is drawn when layers are given.
+    samples
+        ``"panels"``: a row per sample; ``"rms"``: one picture of each network, the RMS over samples, each divided by
+        its own peak, so that a few hard samples do not speak for all.
+    losses : (sample,)
+        Losses of the samples after training: rows are named with them, the typical one (of the median loss) first.
     dims
         Dimensions of plain arrays where the guess (as for :func:`heatmap`) does not fit.
     names
@@ -100,6 +109,10 @@ def before_after(
         labelled(variable(one, quantity, "before_after"), "before_after", dims=dims, guess=GUESS)
         for one in (before, after)
     ]
+    given = pair
+    pair = [by_loss(one, losses, "before_after") for one in pair]
+    if samples == "rms":
+        pair = [rms_picture(one, "before_after") for one in pair]
     first, second = _same_kind(*pair)
     difference = first.copy(data=second.values - first.values)
     across, down = axes_of(first, "before_after")
@@ -116,14 +129,17 @@ def before_after(
         figure=figure,
     )
     look = {"cmap": DIVERGING, "norm": around_zero(top, log=log), **keywords}
-    drawn = None
+    drawn: list[Any] = []
     for number, axes in enumerate(panels.halves):
         of_half = [column[number] for column in columns]
-        drawn = _draw_rows(axes, of_half, [slots[i] for i in picked], names, (across, down), look)
-    _finish(panels, columns[0], across, down, drawn if colorbar else None, value_label(first))
+        drawn += _draw_rows(axes, of_half, [slots[i] for i in picked], names, (across, down), look)
+    words = "RMS, share of the peak" if samples == "rms" else value_label(first)
+    _finish(panels, columns[0], across, down, drawn if colorbar else [], words)
     rows = first.sizes[down] * (first.sizes[GATE] if _stacked(first, across, down) else 1)
     merged = merge_note(steps_for((rows, first.sizes[across]), CELLS), down, across)
-    missing = [f"{name}: {note}" for name, one in zip(names, pair, strict=True) if (note := nonfinite_note(one.values))]
+    missing = [
+        f"{name}: {note}" for name, one in zip(names, given, strict=True) if (note := nonfinite_note(one.values))
+    ]
     panels.title(title or title_of(first) or "before and after", [thinned, merged, *missing])
     return panels.result()
 
@@ -152,14 +168,15 @@ def _draw_rows(
     names: tuple[str, str],
     dims: tuple[str, str],
     look: dict[str, Any],
-) -> Any:
-    """Before, after and difference, a row per slot; the last image."""
-    drawn: Any = None
+) -> list[Any]:
+    """Before, after and difference, a row per slot; the images."""
+    drawn = []
     for row, (where, sample) in enumerate(slots):
         for column, words in enumerate((*names, f"{names[1]} - {names[0]}")):
             place = axes[3 * row + column]
-            drawn = _draw(place, columns[column], where, *dims, look)
-            place.set_title(" · ".join(part for part in (words, sample) if part), fontsize="small", pad=3)
+            drawn.append(_draw(place, columns[column], where, *dims, look))
+            between = " · " if len(words) + len(sample) < 32 else "\n"
+            place.set_title(between.join(part for part in (words, sample) if part), fontsize="small", pad=3)
     return drawn
 
 
@@ -169,20 +186,21 @@ def _draw(ax: Any, half: DirectionView, where: dict[str, int], across: str, down
     stacked = _stacked(chosen, across, down)
     matrix: Numbers = matrix_of(chosen, across, down, stacked)
     rows = np.arange(len(matrix)) if stacked else positions(chosen, down)
-    drawn = draw_image(ax, Matrix(matrix, positions(chosen, across), rows), look=look, limits=CELLS)
+    drawn = draw_image(
+        ax, Matrix(matrix, positions(chosen, across), rows, over_time=across == TIME), look=look, limits=CELLS
+    )
     ax.tick_params(labelsize="small")
     if stacked:
         separate(ax, "y", chosen.sizes[down], names_of(chosen, GATE))
     return drawn
 
 
-def _finish(panels: Panels, shown: list[DirectionView], across: str, down: str, drawn: Any, label: str) -> None:
+def _finish(panels: Panels, shown: list[DirectionView], across: str, down: str, drawn: list[Any], label: str) -> None:
     """Labels, ticks and the one colour bar."""
     array = shown[0].data
     words = f"gate, {axis_label(array, down)}" if _stacked(array, across, down) else axis_label(array, down)
     panels.label([half.time_label if across == TIME else axis_label(array, across) for half in shown], words)
     if panels.owners:
         panels.outer_ticks_only()
-    if drawn is None:
-        return
-    colour_bar(panels.halves[-1], drawn, label)
+    if drawn:
+        colour_bars(panels, drawn, label, shared=True)

@@ -13,6 +13,7 @@ from ..results.diagnosis import Diagnosis
 from ._data import Numbers
 from ._door import figure as figure_door
 from ._keywords import checked
+from ._marks import log_ticks, power_of_ten
 from ._panels import Grid, open_panels, whole_numbers
 
 _USE, _BENEFIT, _MISSED, _KAPPA, _ADJOINT = "#0072b2", "#009e73", "#d55e00", "#0072b2", "#cc79a7"
@@ -176,6 +177,8 @@ def _draw_share(ax: Any, values: Numbers, band: tuple[Numbers, Numbers], look: d
     if below.size:
         marks = {"marker": "v", "markersize": 2, "linestyle": "", "clip_on": False, "gid": "below"}
         ax.plot(below, np.full(below.size, floor), color=colour, **marks)
+        words, place = f"below {power_of_ten(floor)}", (float(below.mean()), floor)
+        ax.annotate(words, place, (0, 4), textcoords="offset points", ha="center", fontsize="x-small", gid="below")
 
 
 def _gates(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
@@ -188,6 +191,5 @@ def _gates(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
     look = {"color": _USE, "marker": ".", "markersize": 4, "linewidth": 0.8}
     ax.plot(np.arange(values.size), finite, **{"gid": "timescale", **look, **keywords})
     ax.set_yscale("log")
-    ax.yaxis.set_major_formatter("{x:g}")
-    ax.yaxis.set_minor_formatter("{x:g}")
+    log_ticks(ax)
     whole_numbers(ax, "x")

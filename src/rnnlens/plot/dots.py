@@ -10,6 +10,7 @@ import xarray as xr
 from matplotlib.collections import PathCollection
 
 from ..errors import InputError, message
+from ..measures.samples import far_out
 from ..vocabulary import DIRECTION, SAMPLE, TIME
 from ._colour import line_colours
 from ._data import (
@@ -18,7 +19,6 @@ from ._data import (
     choose,
     halves,
     labelled,
-    largest_magnitude,
     names_of,
     nonfinite_note,
     positions,
@@ -30,9 +30,13 @@ from ._data import (
 )
 from ._door import figure as figure_door
 from ._keywords import checked
-from ._lines import MOST_NAMED, limits_of
+from ._lines import MOST_NAMED, limits_of, log_scale
+from ._marks import mark_below, step_axis
 from ._matrices import slots_of
-from ._panels import Grid, Panels, log_around_zero, mark_steps, open_panels, whole_numbers, zero_line
+from ._panels import Grid, Panels, mark_steps, open_panels, zero_line
+
+#: So many units each have a tick of their own.
+MOST_TICKS = 12
 
 #: Keywords that give the points colours of their own.
 _COLOURED = frozenset({"color", "facecolor", "array", "cmap", "norm", "clim"})
@@ -55,6 +59,8 @@ def points(
 ) -> Any:
     """Draw one point per sample and unit: for the last step, a final state, an initial-state gradient.
 
+    A value that lies far out (Tukey 1977: three times the distance of the quartiles beyond them) is named.
+
     Parameters
     ----------
     data : (sample, unit), also with state, gate or direction
@@ -67,7 +73,8 @@ def points(
     shared
         Same value axis in all panels.
     log
-        Symmetric logarithmic value axis, linear within 1e-4 of the largest magnitude.
+        Logarithmic value axis where no value is negative; what is below it is marked at its border. Else a symmetric
+        one, linear within 1e-4 of the largest magnitude.
     max_panels, page
         More panels are thinned evenly; ``page`` shows the page-th run of them instead. The figure says so.
     title
@@ -109,8 +116,11 @@ def points(
             place.set_title(slot[1], fontsize="small", pad=3)
             mine = array.values if shared else values
             if log:
-                log_around_zero(place, largest_magnitude(mine))
-            place.set_ylim(*limits_of(mine, log=log))
+                log_scale(place, mine)
+                mark_below(place, np.tile(positions(array, unit), len(values)), values.reshape(-1))
+            else:
+                place.set_ylim(*limits_of(mine, log=False))
+            _name_outlier(place, positions(array, unit), values, names_of(array, SAMPLE) if samples > 1 else None)
     panels.label(axis_label(array, unit), value_label(array) + (", log scale" if log else ""))
     if shared and panels.owners:
         panels.outer_ticks_only()
@@ -157,8 +167,31 @@ def _scatter(ax: Any, x: Numbers, values: Numbers, keywords: dict[str, Any]) -> 
     offsets = np.broadcast_to(x, values.shape).reshape(-1)
     ax.scatter(offsets, shown, plotnonfinite=False, **{**look, **keywords})
     ax.set_xlim(x.min() - 0.6, x.max() + 0.6)
-    whole_numbers(ax, "x")
+    if units <= MOST_TICKS:
+        ax.set_xticks(x)
+    else:
+        step_axis(ax, "x", x, time=False)
     ax.tick_params(labelsize="small")
+
+
+def _name_outlier(ax: Any, x: Numbers, values: Numbers, names: list[str] | None) -> None:
+    """The sample and unit of the one value that lies far out, if there is one."""
+    at = far_out(values.reshape(-1))
+    if at is None:
+        return
+    sample, unit = divmod(at, values.shape[1])
+    words = f"unit {x[unit]:g}" if names is None else f"sample {names[sample]}"
+    left = unit > values.shape[1] / 2
+    ax.annotate(
+        words,
+        (float(x[unit]), float(values[sample, unit])),
+        xytext=(-6 if left else 6, 0),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        va="center",
+        fontsize="x-small",
+        gid="outlier",
+    )
 
 
 def _legend(ax: Any, array: xr.DataArray, samples: int, keywords: dict[str, Any]) -> None:

@@ -1,55 +1,37 @@
-"""``gradient_flow``: direct and total gradient of every layer over time, and how fast they fade."""
+"""``gradient_flow``: how the gradient of every layer, network or moment fades over time, and how large it is."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import xarray as xr
 from matplotlib.lines import Line2D
 
+from ..arguments import one_of
 from ..errors import InputError, message
-from ..measures.profiles import band
-from ..measures.transfer import theil_sen
-from ..recurrence.measures import finite_mean, real_first, safe_norm
-from ..results.schema import with_mask
-from ..vocabulary import BACKWARD, SAMPLE, TIME
-from ._data import DirectionView, Numbers, halves, labelled, positions, require_dim, unit_dim
+from ._colour import line_colours
+from ._data import Numbers
 from ._door import figure as figure_door
+from ._fading import LINES, Fading, fading_of
 from ._keywords import checked
-from ._layers import layers_of
+from ._layers import dataset_of, layers_of
 from ._lines import log_limits
-from ._padding import hidden, notes_of, shade
-from ._panels import Grid, Panels, log_values, mark_steps, open_panels, whole_numbers
+from ._marks import End, log_ticks, mark_below, name_ends, step_axis
+from ._padding import shade
+from ._panels import Grid, Panels, log_values, mark_steps, open_panels
 
-#: What is drawn of each layer, where it is there: words, colour, line style, marker.
-LINES = {
-    "hidden_grad": ("total, hidden state", "#0072b2", "-", None),
-    "cell_grad": ("total, cell state", "#009e73", "-", None),
-    "output_grad": ("direct, output", "#d55e00", "--", "o"),
-}
+#: A panel: its layer and direction; the lines in it by name.
+Content = dict[tuple[str, str | None], list[Fading]]
 
 
-@dataclass(frozen=True)
-class _Profile:
-    """Mean norm of one gradient at each step."""
-
-    quantity: str
-    steps: Numbers
-    norms: Numbers
-    decay: float
-    peak: float
-    runs_back: bool
-    bad: Numbers
-    padded: Numbers
-
-
-@figure_door()
+@figure_door(quantity=one_of(*LINES))
 def gradient_flow(
     trace: Any,
     *,
+    quantity: str = "hidden_grad",
     shared: bool = True,
     as_computed: bool = False,
     title: str | None = None,
@@ -57,54 +39,48 @@ def gradient_flow(
     figure: Any = None,
     **line: Any,
 ) -> Any:
-    """Draw the size of direct and total gradients over time, a panel per layer (and direction), on a logarithmic scale.
+    """Draw how direct and total gradients fade over time, and beside it how large they are.
 
-    The size at a step is the Euclidean norm over units, averaged over the samples for which the step is no padding. The
-    dotted line falls, from the largest total gradient against the layer's direction, by the factor per step that is
-    written beside it: the Theil-Sen slope of the median over samples, each by its own peak, so that neither a spike nor
-    a few hard samples decide it. A gradient that is exactly 0 has no place on a logarithmic axis: the legend says at
-    how many steps.
+    Of each sample the Euclidean norm over units, divided by its own peak: the line is the median over samples, the band
+    its quartiles, so that a few hard samples do not speak for all. Each line is named at its end with its *reach*, the
+    steps back that hold 95 % of the squared gradient (a bar at the top of the panel), and its *decay*, the factor per
+    step (dotted: the Theil-Sen slope of the median). The narrow panel has the peaks themselves, median and quartiles.
+
+    A gradient that is exactly 0 has no place on a logarithmic axis: its name says at how many steps.
 
     Parameters
     ----------
     trace
-        A trace made with a loss, one layer of it, or a mapping from names to layers; each with some of ``hidden_grad``,
-        ``cell_grad`` (sample, time, unit) and ``output_grad`` (also without time).
+        A trace made with a loss, or one layer of it: a pair of panels per layer and direction, with its direct and
+        total gradients. Or a mapping from names to traces or layers, networks or moments that are compared: one pair
+        with a line for each. Layers have ``hidden_grad``, ``cell_grad`` (sample, time, unit) or ``output_grad`` (also
+        without time).
+    quantity
+        Which gradient is compared: ``"hidden_grad"``, ``"cell_grad"`` or ``"output_grad"``.
     shared
-        Same value axis in all panels.
+        Same value axes in all panels.
     as_computed
         Turn the backward half of a bidirectional layer round, into the order in which it was computed.
     title
         Instead of the one made from the labels.
     ax, figure
-        Axes, one per layer and direction, or a Figure or SubFigure to draw into.
+        Axes, two per layer and direction, or a Figure or SubFigure to draw into.
     **line
         Properties of matplotlib's Line2D.
 
     Returns
     -------
-    1-D array of Axes, layer by layer, forward before backward
+    1-D array of Axes, shape and size in turn, layer by layer, forward before backward
 
     Raises
     ------
     InputError
-        If no layer has a gradient, a keyword is unknown, or ``ax`` has not one Axes per panel.
+        If no layer has a gradient, a keyword is unknown, or ``ax`` has not two Axes per panel.
     """
     keywords = checked(line, Line2D, figure="gradient_flow")
-    content: dict[tuple[str, str | None], list[_Profile]] = {}
-    labels: list[str] = []
-    notes: list[str] = []
-    for layer, dataset in layers_of(trace, "gradient_flow").items():
-        for quantity in (name for name in LINES if name in dataset):
-            array = labelled(with_mask(dataset[quantity], dataset), "gradient_flow")
-            require_dim(array, unit_dim(array) or "unit", "gradient_flow")
-            missing, *padding = notes_of(array)
-            notes += [note for note in padding if note and note not in notes]
-            notes += [f"{layer} {quantity}: {missing}"] if missing else []
-            for half in halves(array, as_computed=as_computed):
-                profile = _profile(quantity, half, dataset, as_computed=as_computed)
-                content.setdefault((layer, half.name), []).append(profile)
-                labels.append(half.time_label)
+    compared = _compared(trace)
+    layers = layers_of(trace, "gradient_flow") if compared is None else None
+    content = _of_one(layers, as_computed) if layers is not None else _of_several(compared or {}, quantity, as_computed)
     if not content:
         raise InputError(
             message(
@@ -114,115 +90,151 @@ def gradient_flow(
             )
         )
     panels = _open(list(content), ax, figure)
-    for place, (where, profiles) in zip(panels.axes, content.items(), strict=True):
-        _draw(place, profiles, keywords)
-        place.set_title(" · ".join(part for part in where if part), fontsize="small", pad=3)
-    _scale(panels, list(content.values()), shared=shared)
-    panels.label(max(set(labels), key=labels.count), "norm over units, mean over samples")
-    panels.title(title or "gradient over time, per layer", notes)
+    values = list(content.values())
+    for number, (where, fadings) in enumerate(content.items()):
+        shape, size = panels.axes[2 * number : 2 * number + 2]
+        _draw(shape, fadings, keywords)
+        _draw_size(size, fadings)
+        shape.set_title(" · ".join(part for part in where if part), fontsize="small", pad=4)
+    _scale(panels, values, shared=shared)
+    for number, fadings in enumerate(values):
+        _finish(panels.axes[2 * number], fadings)
+    _label(panels, values)
+    notes = dict.fromkeys(note for fadings in values for fading in fadings for note in fading.notes)
+    words = "gradient over time" if layers is None else "gradient over time, per layer"
+    panels.title(title or words, notes)
     return panels.result()
 
 
-def _open(keys: list[tuple[str, str | None]], ax: Any, figure: Any) -> Panels:
-    """A row per layer with forward and backward side by side, or a near-square grid where no layer has directions."""
-    size = (5.2, 3.0) if len(keys) == 1 else (3.8, 2.4)
-    layers = list(dict.fromkeys(layer for layer, _ in keys))
-    if ax is not None or all(direction is None for _, direction in keys):
-        return open_panels(len(keys), name="gradient_flow", grid=Grid(size), ax=ax, figure=figure)
-    panels = open_panels(2 * len(layers), name="gradient_flow", grid=Grid(size, shape=(len(layers), 2)), figure=figure)
-    cells = {
-        (layer, way): panels.axes[2 * row + (way == BACKWARD)]
-        for row, layer in enumerate(layers)
-        for way in _ways(layer, keys)
-    }
-    for unused in set(panels.axes) - set(cells.values()):
-        unused.remove()
-    panels.halves = [[cells[key] for key in keys]]
-    return panels
+def _compared(trace: Any) -> dict[str, dict[str, xr.Dataset]] | None:
+    """Layers by network, where a plain mapping holds networks or moments to compare; None for one trace."""
+    if isinstance(trace, xr.DataTree | xr.Dataset) or hasattr(trace, "layers") or not isinstance(trace, Mapping):
+        return None
+    found: dict[str, dict[str, xr.Dataset]] = {}
+    for name, one in trace.items():
+        if not isinstance(one, xr.DataTree) and dataset_of(one) is None and not isinstance(one, Mapping):
+            return None  # whatever it is, it is named where it is refused
+        found[str(name)] = layers_of(one, "gradient_flow")
+    return found
 
 
-def _ways(layer: str, keys: list[tuple[str, str | None]]) -> list[str | None]:
-    return [direction for name, direction in keys if name == layer]
+def _of_one(layers: Mapping[str, xr.Dataset], as_computed: bool) -> Content:
+    """A panel for each layer and direction, a line for each gradient."""
+    content: Content = {}
+    for layer, dataset in layers.items():
+        for quantity, (words, colour, style) in LINES.items():
+            for way, fading in fading_of(dataset, quantity, words, as_computed=as_computed):
+                content.setdefault((layer, way), []).append(fading.look(colour, style))
+    return content
 
 
-def _profile(quantity: str, half: DirectionView, dataset: xr.Dataset, *, as_computed: bool) -> _Profile:
-    """Norm over units, mean over samples, and the decay per step against the direction of the layer."""
-    backward = BACKWARD in (half.name, dataset.attrs.get("direction"))
-    flipped = as_computed and half.name == BACKWARD
-    values = half.data
-    norms = np.asarray(safe_norm(values.values, axis=values.get_axis_num(unit_dim(values)), xp=np))
-    norms = norms.reshape(-1, *norms.shape[1 if SAMPLE in values.dims else 0 :])
-    norms = norms if TIME in values.dims else norms[:, None]
-    padded = hidden(values)
-    real = np.ones(norms.shape, dtype=bool) if padded is None else ~padded.transpose(SAMPLE, TIME).values
-    count = dataset.sizes.get(TIME, 1)
-    steps = positions(values, TIME) if TIME in values.dims else np.array([0 if backward and not flipped else count - 1])
-    runs_back = backward and not flipped
-    against = slice(None) if runs_back else slice(None, None, -1)
-    by_lag = real_first(norms[:, against], real[:, against], xp=np)
-    norms = finite_mean(np.where(real, norms, np.nan), axis=0, xp=np)
-    nowhere = ~real.any(axis=0)
-    bad = ~np.isfinite(values.values).all(axis=tuple(i for i, d in enumerate(values.dims) if d != TIME))
-    finite = np.where(np.isfinite(norms), norms, -1.0)
-    return _Profile(
-        quantity,
-        steps,
-        norms,
-        theil_sen(_fading(band(by_lag).median)),
-        float(steps[int(finite.argmax())]),
-        runs_back,
-        steps[np.atleast_1d(bad) & ~nowhere],
-        steps[nowhere],
+def _of_several(compared: Mapping[str, Mapping[str, xr.Dataset]], quantity: str, as_computed: bool) -> Content:
+    """A panel for each layer that they share, or one for all of them, and each direction; a line for each network."""
+    content: Content = {}
+    shared = len({tuple(layers) for layers in compared.values()}) == 1 and any(
+        len(one) > 1 for one in compared.values()
     )
+    for (name, layers), colour in zip(compared.items(), line_colours(len(compared)), strict=True):
+        for layer, dataset in layers.items():
+            words = name if shared or len(layers) == 1 else f"{name} {layer}"
+            for way, fading in fading_of(dataset, quantity, words, as_computed=as_computed):
+                content.setdefault((layer if shared else "", way), []).append(fading.look(colour, "-"))
+    return content
 
 
-def _draw(ax: Any, profiles: list[_Profile], keywords: dict[str, Any]) -> None:
-    """Lines of one layer, and how fast it fades."""
-    for profile in profiles:
-        words, colour, style, marker = LINES[profile.quantity]
-        zeros = int(np.count_nonzero(profile.norms == 0))
-        count = len(profile.norms) - len(profile.padded)
-        label = f"{words} (0 at {zeros} of {count} steps)" if zeros else words
-        drawn = int(np.count_nonzero(profile.norms > 0))
-        marker = marker if drawn <= max(3, len(profile.norms) // 8) else None  # lone points would not show as a line
-        look = {"color": colour, "linestyle": style, "marker": marker, "markersize": 3.5, "linewidth": 1.3}
-        shown = np.where(profile.norms > 0, profile.norms, np.nan)
-        ax.plot(profile.steps, shown, **{"label": label, "gid": profile.quantity, **look, **keywords})
-        mark_steps(ax, profile.bad)
-    longest = max(profiles, key=lambda profile: len(profile.steps))
+def _open(keys: list[tuple[str, str | None]], ax: Any, figure: Any) -> Panels:
+    """A wide and a narrow panel for each; forward and backward side by side."""
+    ways = max(1, len({way for _, way in keys}))
+    columns = ways if ways > 1 or len(keys) == 1 else min(3 if len(keys) != 4 else 2, len(keys))
+    rows = math.ceil(len(keys) / columns)
+    size = (3.3, 3.0) if len(keys) == 1 else (2.5 if columns < 3 else 2.0, 2.5)
+    grid = Grid(size, margin=(1.0, 1.1), shape=(rows, 2 * columns), widths=[5, 1] * columns)
+    return open_panels(2 * len(keys), name="gradient_flow", grid=grid, ax=ax, figure=figure)
+
+
+def _draw(ax: Any, fadings: list[Fading], keywords: dict[str, Any]) -> None:
+    """Median and band of each, and the line of its decay."""
+    for fading in fadings:
+        shown = np.where(fading.median > 0, fading.median, np.nan)
+        lone = int(np.isfinite(shown).sum()) <= max(3, len(shown) // 8)  # points would not show as a line
+        look = {"color": fading.colour, "linestyle": fading.style, "linewidth": 1.4, "markersize": 3.5}
+        look |= {"marker": "o" if lone else None, "label": fading.words, "gid": fading.gid}
+        ax.plot(fading.steps, shown, **{**look, **keywords})
+        with np.errstate(invalid="ignore"):
+            low = np.where(fading.low > 0, fading.low, np.nan)
+        ax.fill_between(fading.steps, low, fading.high, color=fading.colour, alpha=0.15, linewidth=0, gid="band")
+        mark_steps(ax, fading.bad)
+        if math.isfinite(fading.decay):
+            ax.plot(fading.steps, fading.falling(), color=fading.colour, linewidth=0.9, linestyle=":", gid="decay")
+    longest = max(fadings, key=lambda fading: len(fading.steps))
     shade(ax, longest.padded, np.ones(len(longest.padded), dtype=bool))
-    main = next((p for p in profiles if p.quantity != "output_grad"), None)
-    if main is not None:
-        _mark_decay(ax, main)
-    ends = [float(step) for profile in profiles for step in (profile.steps.min(), profile.steps.max())]
+    ends = [float(step) for fading in fadings for step in (fading.steps.min(), fading.steps.max())]
     ax.set_xlim(min(ends) - 0.5, max(ends) + 0.5)
     log_values(ax)
-    whole_numbers(ax, "x")
-    ax.legend(fontsize="x-small", loc="best")
     ax.tick_params(labelsize="small")
 
 
-def _fading(median: Numbers) -> Numbers:
-    """A profile by lag from its peak on."""
-    return median[int(np.argmax(median)) :] if median.size else median
+def _draw_size(ax: Any, fadings: list[Fading]) -> None:
+    """Peaks of the samples: a point at the median, a bar over the quartiles."""
+    for place, fading in enumerate(fadings):
+        low, middle, high = fading.size
+        ax.plot([place, place], [low, high], color=fading.colour, linewidth=2.4, alpha=0.4, gid="size")
+        ax.plot([place], [middle], "o", color=fading.colour, markersize=4.5, gid=f"size {fading.gid}")
+    ax.set_yscale("log")
+    ax.set_xlim(-0.7, len(fadings) - 0.3)
+    ax.set_xticks([])
+    ax.yaxis.tick_right()
+    ax.tick_params(labelsize="small")
 
 
-def _mark_decay(ax: Any, profile: _Profile) -> None:
-    """A line from the peak that falls by the decay per step, and the factor in words."""
-    if not math.isfinite(profile.decay):
-        return
-    lag = np.abs(profile.steps - profile.peak)
-    beyond = profile.steps >= profile.peak if profile.runs_back else profile.steps <= profile.peak
-    line = np.where(beyond, float(np.nanmax(profile.norms)) * np.exp(profile.decay * lag), np.nan)
-    ax.plot(profile.steps, line, color="0.4", linewidth=0.9, linestyle=":", gid="decay")
-    words = f"x {math.exp(profile.decay):.3g} a step"
-    ax.annotate(words, (0.02, 0.03), xycoords="axes fraction", fontsize="x-small", gid="decay")
+def _scale(panels: Panels, content: list[list[Fading]], *, shared: bool) -> None:
+    """Limits of the value axes: of all panels, or of each by itself."""
+    shapes = [np.concatenate([np.concatenate([f.median, f.low]) for f in fadings]) for fadings in content]
+    sizes = [np.array([value for fading in fadings for value in fading.size]) for fadings in content]
+    for number in range(len(content)):
+        shape, size = panels.axes[2 * number : 2 * number + 2]
+        log_limits(shape, np.concatenate(shapes) if shared else shapes[number], room=6)
+        log_limits(size, np.concatenate(sizes) if shared else sizes[number], room=2)
+        log_ticks(size)
 
 
-def _scale(panels: Panels, content: list[list[_Profile]], *, shared: bool) -> None:
-    """Limits of the value axes: everything that is finite and positive, ``DEEPEST`` decades at most."""
-    positive = [
-        np.concatenate([p.norms[(p.norms > 0) & np.isfinite(p.norms)] for p in profiles]) for profiles in content
-    ]
-    for ax, own in zip(panels.axes, positive, strict=True):
-        log_limits(ax, np.concatenate(positive) if shared else own, room=3)
+def _finish(ax: Any, fadings: list[Fading]) -> None:
+    """Names at the ends where the lines come apart, reaches above, what is below the axis."""
+    step_axis(ax, "x", np.concatenate([fading.steps for fading in fadings]))
+    runs_back = fadings[0].runs_back
+    for row, fading in enumerate([f for f in fadings if f.reach and f.size[1] > 0]):
+        here, there = fading.span()
+        height = 0.975 - 0.025 * row
+        if not row:
+            side = {"ha": "left" if runs_back else "right", "va": "center", "fontsize": "x-small", "color": "0.3"}
+            at, way = (there, height), (3 if runs_back else -3, 0)
+            ax.annotate("reach", at, way, ax.get_xaxis_transform(), "offset points", gid="reach", **side)
+        look = {"color": fading.colour, "linewidth": 2, "solid_capstyle": "butt", "gid": "reach"}
+        ax.plot([here, there], [height] * 2, transform=ax.get_xaxis_transform(), **look)
+    for fading in fadings:
+        mark_below(ax, fading.steps, np.where(fading.median > 0, fading.median, np.nan), fading.colour)
+    name_ends(ax, [_end(fading) for fading in fadings], left=not runs_back)
+
+
+def _end(fading: Fading) -> End:
+    shown: Numbers = np.flatnonzero(fading.median > 0)
+    at = 0 if not shown.size else int(shown[-1] if fading.runs_back else shown[0])
+    y = float(fading.median[at]) if shown.size else float("nan")
+    return End(float(fading.steps[at]), y, fading.sentence, fading.colour)
+
+
+def _label(panels: Panels, content: list[list[Fading]]) -> None:
+    """Words at the axes, ticks at the outer ones."""
+    words = [fading.time_label for fadings in content for fading in fadings]
+    label = max(set(words), key=words.count)
+    columns = {id(ax): _column(ax) for ax in panels.axes}
+    for number, (ax, _) in enumerate(zip(panels.axes[::2], content, strict=True)):
+        ax.set_xlabel(label, fontsize="small")
+        if not panels.owners or columns[id(ax)] == 0:
+            ax.set_ylabel("share of the sample's peak", fontsize="small")
+        panels.axes[2 * number + 1].set_xlabel("peak [loss]", fontsize="small")
+
+
+def _column(ax: Any) -> int:
+    spec = ax.get_subplotspec()
+    return 0 if spec is None else int(spec.colspan.start)

@@ -1,4 +1,4 @@
-"""``gates``: how open each gate is over time, and which units are stuck open or shut."""
+"""``gates``: how open each gate is over time, and which units stay near 0 or near 1."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from ._door import figure as figure_door
 from ._images import Matrix, colour_bar, draw_image, merge_note, steps_for
 from ._keywords import checked
 from ._layers import dataset_of, variable
-from ._panels import Grid, mark_steps, open_panels, whole_numbers
+from ._marks import step_axis
+from ._panels import Grid, mark_steps, open_panels
 
 #: Cells of one map.
 CELLS = (120, 160)
@@ -66,8 +67,8 @@ def gates(
     """Draw, for each gate in a row: its activity over time, a map of unit by time, and the saturation of its units.
 
     The activity is the mean over samples of each unit; the line is its mean, the band holds 80 % of the units. The
-    saturation map has a point per unit: the share of (sample, time) at which the gate is shut (below 0.1; a candidate:
-    below -0.9) against the share at which it is open (above 0.9).
+    saturation map has a point per unit: the share of (sample, time) at which the gate is near 0 (below 0.1) against the
+    share at which it is near 1 (above 0.9); a candidate is near -1 (below -0.9) or near +1.
 
     Parameters
     ----------
@@ -176,7 +177,7 @@ def _draw_row(axes: list[Any], row: _Gate, steps: Numbers, keywords: dict[str, A
     activity.set_ylim(row.bounds[0] - room, row.bounds[1] + room)
     margin = 0.5 if len(steps) == 1 else 0
     activity.set_xlim(steps.min() - margin, steps.max() + margin)
-    activity.set_ylabel(f"{row.name} gate")
+    activity.set_ylabel("candidate" if row.name == "candidate" else f"{row.name} gate")
     image = draw_image(
         picture,
         Matrix(row.mean, steps, np.arange(len(row.mean)), np.broadcast_to(row.empty_steps, row.mean.shape)),
@@ -188,9 +189,19 @@ def _draw_row(axes: list[Any], row: _Gate, steps: Numbers, keywords: dict[str, A
     saturation.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
     saturation.scatter(row.high_share, row.low_share, **{"gid": "saturation", "clip_on": False, **look, **keywords})
     saturation.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
-    whole_numbers(activity, "x")
+    step_axis(activity, "x", steps)
     for ax in axes:
         ax.tick_params(labelsize="small", labelbottom=last)
+
+
+def near_low(gate: str) -> str:
+    """The words for the share of values at the lower end: a candidate lies between -1 and 1."""
+    return "share near -1 (< -0.9)" if gate == "candidate" else "share near 0 (< 0.1)"
+
+
+def near_high(gate: str) -> str:
+    """The words for the share of values at the upper end."""
+    return "share near +1 (> 0.9)" if gate == "candidate" else "share near 1 (> 0.9)"
 
 
 def _name_columns(axes: list[Any], half: DirectionView, unit: str) -> None:
@@ -201,7 +212,10 @@ def _name_columns(axes: list[Any], half: DirectionView, unit: str) -> None:
         ax.set_title(words, fontsize="small", pad=3)
     axes[-3].set_xlabel(half.time_label)
     axes[-2].set_xlabel(half.time_label)
-    axes[-1].set_xlabel("share open (high)")
+    axes[-1].set_xlabel(near_high(names_of(half.data, GATE)[-1]), fontsize="small")
+    names = names_of(half.data, GATE)
     for number in range(len(axes) // 3):
         axes[3 * number + 1].set_ylabel(unit, fontsize="small")
-        axes[3 * number + 2].set_ylabel("share shut (low)", fontsize="small")
+        axes[3 * number + 2].set_ylabel(near_low(names[number]), fontsize="small")
+        if names[number] == "candidate":
+            axes[3 * number + 2].set_xlabel(near_high(names[number]), fontsize="small")

@@ -161,9 +161,10 @@ def _with_missing(title: str, arrays: Sequence[Numbers]) -> str:
 
 def name_layers(panels: Panels, names: Sequence[str], title: str | None) -> None:
     """Legend beside the panels."""
-    handles = [
-        panels.axes[0].fill_between([], [], color=colour, alpha=0.6, label=name)
-        for name, colour in zip(names, line_colours(len(names)), strict=True)
-    ]
+    pairs = list(zip(names, line_colours(len(names)), strict=True))
+    if len(pairs) > 2:
+        handles: list[Any] = [panels.axes[0].plot([], [], color=colour, label=name)[0] for name, colour in pairs]
+    else:
+        handles = [panels.axes[0].fill_between([], [], color=colour, alpha=0.6, label=name) for name, colour in pairs]
     owner, where = (panels.owners[-1], "outside right upper") if panels.owners else (panels.axes[0], "best")
     owner.legend(handles=handles, title=title, fontsize="small", title_fontsize="small", loc=where)

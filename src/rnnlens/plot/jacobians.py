@@ -9,6 +9,8 @@ import numpy as np
 import xarray as xr
 from matplotlib.image import AxesImage
 
+from ..arguments import one_of
+from ..measures.samples import peak_band, quartiles, sample_peaks
 from ..vocabulary import DIRECTION, IN_TIME, OUT_TIME, SAMPLE
 from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
 from ._data import (
@@ -21,22 +23,24 @@ from ._data import (
     value_label,
 )
 from ._door import figure as figure_door
-from ._images import IMSHOW, Matrix, colour_bars, draw_image, merge_note, steps_for
+from ._images import IMSHOW, Matrix, colour_bars, draw_image, evenly_spaced, merge_note, steps_for
 from ._jacobian import block_norms
 from ._keywords import checked
-from ._padding import hidden, mean_of_real, notes_of, shade, without_padding
-from ._panels import Grid, log_values, mark_steps, open_panels, whole_numbers, zero_line
+from ._lines import is_positive, log_scale
+from ._marks import mark_below, step_axis
+from ._padding import MASKS, hidden, mean_of_real, notes_of, shade, without_padding
+from ._panels import Grid, mark_steps, open_panels, zero_line
 
 #: Rows and columns that one panel can show.
 CELLS = (360, 400)
 
 
-@figure_door()
+@figure_door(samples=one_of("median", "mean", "panels"))
 def time_jacobian(
     jacobian: Any,
     *,
     dims: Sequence[str] | None = None,
-    samples: str = "mean",
+    samples: str = "median",
     log: bool = True,
     shared: bool = True,
     limit: float | None = None,
@@ -50,7 +54,8 @@ def time_jacobian(
     """Draw the time Jacobian as an image: input steps across, output steps upward.
 
     A full Jacobian is drawn as the Frobenius norm over output units and input features of each pair of steps; a reduced
-    one as it is. White is 0: an input after the output has no effect on it. The diagonal is lag 0.
+    one as it is. White is 0: what vanished. Inputs that come after the output cannot reach it: where all of them are 0
+    their triangle is hatched. The diagonal is lag 0.
     A single output step is drawn as a line over input steps.
 
     Parameters
@@ -60,7 +65,8 @@ def time_jacobian(
     dims
         Dimensions of a plain array where the guess does not fit.
     samples
-        ``"mean"`` over samples in one panel, or ``"panels"``: one for each.
+        ``"median"`` over samples in one panel, each divided by its own peak, so that a few samples do not speak for all
+        (the figure says how large the peaks are); ``"mean"`` of the values themselves; or ``"panels"``: one for each.
     log
         Logarithmic colours over 4 decades, linear below.
     shared
@@ -90,7 +96,7 @@ def time_jacobian(
     keywords = checked(image, AxesImage, figure="time_jacobian", extra=IMSHOW)
     array, taken = block_norms(jacobian, "time_jacobian", dims)
     notes = notes_of(array)
-    panels_of, matrices, empty, thinned = _matrices(array, samples, max_panels)
+    titles, matrices, empty, thinned = matrices_of(array, samples, max_panels)
     panels = open_panels(
         len(matrices),
         name="time_jacobian",
@@ -100,14 +106,14 @@ def time_jacobian(
     )
     top = limit if limit is not None else largest_magnitude(*matrices)
     drawn = []
-    for place, matrix, padded, words in zip(panels.axes, matrices, empty, panels_of, strict=True):
+    for place, matrix, padded, name in zip(panels.axes, matrices, empty, titles, strict=True):
         own = top if shared or limit is not None else largest_magnitude(matrix)
-        drawn.append(_draw(place, matrix, padded, array, own, keywords, log=log))
-        place.set_title(words, fontsize="small", pad=3)
-    colour_bars(panels, drawn, value_label(array) + (" (Frobenius)" if taken else ""), shared=shared, wanted=colorbar)
-    panels.label(
-        axis_label(array, IN_TIME), axis_label(array, OUT_TIME) if len(matrices[0]) > 1 else value_label(array)
-    )
+        drawn.append(draw_matrix(place, matrix, padded, array, own, keywords, log=log))
+        place.set_title(name, fontsize="small", pad=3)
+    words = value_label(array) + (" (Frobenius)" if taken else "")
+    words = f"{words.split(' [')[0]}, share of peak" if samples == "median" and "median" in (thinned or "") else words
+    colour_bars(panels, drawn, words, shared=shared, wanted=colorbar)
+    panels.label(axis_label(array, IN_TIME), axis_label(array, OUT_TIME) if len(matrices[0]) > 1 else words)
     if panels.owners and len(matrices) > 1:
         panels.outer_ticks_only()
     merged = merge_note(steps_for(matrices[0].shape, CELLS), "output step", "input step")
@@ -116,25 +122,20 @@ def time_jacobian(
     return panels.result()
 
 
-def _matrices(
+def matrices_of(
     array: xr.DataArray, samples: str, most: int
 ) -> tuple[list[str], list[Numbers], list[Numbers], str | None]:
-    """Titles, (out_time, in_time) matrices, where these are padding, and the note that some were left out."""
+    """Titles, (out_time, in_time) matrices, where these are padding, and the note on what was done to samples."""
     directions = names_of(array, DIRECTION) if DIRECTION in array.dims else [""]
     parts = [array.isel({DIRECTION: i}) if DIRECTION in array.dims else array for i in range(len(directions))]
     note: str | None = None
     titles, found, empty = [], [], []
     for name, part in zip(directions, parts, strict=True):
-        if SAMPLE not in part.dims or (samples == "mean" and part.sizes[SAMPLE] == 1):
-            part, picked = part.squeeze(SAMPLE) if SAMPLE in part.dims else part, [-1]
-        elif samples == "mean":
-            padded = hidden(part)
-            part = mean_of_real(part)
-            if padded is not None:
-                part = part.assign_coords(mask=~padded.all(SAMPLE))
-            note, picked = f"mean over {array.sizes[SAMPLE]} samples", [-1]
-        else:
+        if samples == "panels" and SAMPLE in part.dims:
             picked, note = choose(part.sizes[SAMPLE], most, "samples")
+        else:
+            part, note = _of_all(part, samples)
+            picked = [-1]
         for i in picked:
             one = part if i < 0 else part.isel({SAMPLE: i})
             titles.append(" · ".join(p for p in (name, f"sample {names_of(part, SAMPLE)[i]}" if i >= 0 else "") if p))
@@ -146,7 +147,30 @@ def _matrices(
     return titles, found, empty, note
 
 
-def _draw(
+def _of_all(part: xr.DataArray, samples: str) -> tuple[xr.DataArray, str | None]:
+    """One Jacobian for all samples, and the note that says how."""
+    if SAMPLE not in part.dims:
+        return part, None
+    count = part.sizes[SAMPLE]
+    if count == 1:
+        return part.squeeze(SAMPLE), None
+    padded = hidden(part)
+    shown = {} if padded is None or SAMPLE not in padded.dims else {"mask": ~padded.all(SAMPLE)}
+    if samples == "mean":
+        return mean_of_real(part).assign_coords(shown), f"mean over {count} samples"
+    ordered = part.transpose(SAMPLE, ...)
+    where = None if padded is None else ~(xr.zeros_like(ordered, dtype=bool) | padded).transpose(*ordered.dims).values
+    bad = ~np.isfinite(ordered.values) if where is None else ~np.isfinite(ordered.values) & where
+    middle = np.where(bad.any(axis=0), np.nan, peak_band(ordered.values, where).median)
+    low, median, high = quartiles(
+        sample_peaks(ordered.values if where is None else np.where(where, ordered.values, 0.0))
+    )
+    one = ordered.isel({SAMPLE: 0}, drop=True).drop_vars(MASKS, errors="ignore").copy(data=middle)
+    note = f"median over {count} samples, each by its own peak (these: {median:.2g}, quartiles {low:.2g} to {high:.2g})"
+    return one.assign_coords(shown), note
+
+
+def draw_matrix(
     ax: Any,
     matrix: Numbers,
     padded: Numbers,
@@ -156,22 +180,36 @@ def _draw(
     *,
     log: bool,
 ) -> Any:
-    """One panel; signed values on the diverging map, others from white up, padding grey."""
+    """One panel; signed values on the diverging map, others from white up, padding grey, what cannot be hatched."""
     with np.errstate(invalid="ignore"):
         signed = bool((matrix < 0).any())
     look: dict[str, Any] = {"cmap": DIVERGING if signed else POSITIVE}
     look["norm"] = around_zero(top, log=log) if signed else from_zero(matrix, top, log=log)
     look |= keywords
     ax.tick_params(labelsize="small")
+    in_times, out_times = positions(array, IN_TIME), positions(array, OUT_TIME)
     if len(matrix) == 1:
-        return _draw_row(ax, matrix[0], padded[0], positions(array, IN_TIME), log=log)
-    return draw_image(
-        ax,
-        Matrix(matrix, positions(array, IN_TIME), positions(array, OUT_TIME), padded),
-        look=look,
-        upward=True,
-        limits=CELLS,
-    )
+        return _draw_row(ax, matrix[0], padded[0], in_times, log=log)
+    image = draw_image(ax, Matrix(matrix, in_times, out_times, padded), look=look, upward=True, limits=CELLS)
+    _hatch(ax, matrix, in_times, out_times)
+    return image
+
+
+def _hatch(ax: Any, matrix: Numbers, in_times: Numbers, out_times: Numbers) -> None:
+    """The triangle that no input can reach its output from, where every value in it is 0."""
+    for later in (True, False):  # a backward layer is reached from later steps only
+        never = in_times[None, :] > out_times[:, None] if later else in_times[None, :] < out_times[:, None]
+        if not never.any() or (matrix[never] != 0).any():
+            continue
+        xs = in_times if evenly_spaced(in_times) else np.arange(len(in_times))
+        ys = out_times if evenly_spaced(out_times) else np.arange(len(out_times))
+        rows = np.repeat(np.arange(len(ys)), 2)
+        edge = xs[0] - 0.5 + ((~never).sum(axis=1) if later else never.sum(axis=1))[rows]
+        heights = np.stack([ys - 0.5, ys + 0.5], axis=1).reshape(-1)
+        rim = np.full(len(edge), xs[-1] + 0.5 if later else xs[0] - 0.5)
+        look = {"facecolor": "none", "edgecolor": "0.75", "hatch": "////", "linewidth": 0, "zorder": 1.5}
+        ax.fill_betweenx(heights, edge, rim, gid="non-causal", **look)
+        return
 
 
 def _draw_row(ax: Any, row: Numbers, padded: Numbers, steps: Numbers, *, log: bool) -> None:
@@ -179,11 +217,13 @@ def _draw_row(ax: Any, row: Numbers, padded: Numbers, steps: Numbers, *, log: bo
     bad = ~np.isfinite(row)
     mark_steps(ax, steps[bad & ~padded])
     shade(ax, steps, padded)
-    positive = log and not (row[~bad] < 0).any()
+    positive = log and is_positive(row)
     shown = np.where(bad | ((row == 0) & positive), np.nan, row)
     ax.plot(steps, shown, color="#0072b2", linewidth=1.3, marker="." if len(steps) < 80 else None, gid="row")
+    ax.set_xlim(steps.min() - 0.5, steps.max() + 0.5)
     if positive:
-        log_values(ax)
+        log_scale(ax, row)
+        mark_below(ax, steps, np.where(padded, np.nan, row), "#0072b2")
     else:
         zero_line(ax)
-    whole_numbers(ax, "x")
+    step_axis(ax, "x", steps)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import xarray as xr
 from matplotlib.lines import Line2D
 
+from ..arguments import one_of
+from ..measures.samples import peak_band
 from ..recurrence import measures
 from ..vocabulary import BACKWARD, DIRECTION, IN_TIME, OUT_TIME, SAMPLE
 from ._colour import line_colours
@@ -19,8 +21,9 @@ from ._door import figure as figure_door
 from ._jacobian import block_norms
 from ._keywords import checked
 from ._lines import log_limits
+from ._marks import End, mark_below, name_ends, step_axis
 from ._padding import hidden, notes_of
-from ._panels import Grid, log_values, open_panels, whole_numbers
+from ._panels import Grid, log_values, open_panels
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,25 @@ class _Curve:
     high: Numbers | None
     half_life: float
     horizon: int
+    colour: Any = "#0072b2"
+
+    @property
+    def words(self) -> str:
+        """Half-life and horizon; a horizon at the last lag is only known to be no shorter."""
+        if self.horizon < 0:
+            return "0 at every lag"
+        life = "never falls to half" if math.isinf(self.half_life) else f"half-life {self.half_life:.3g}"
+        last = int(np.flatnonzero(np.isfinite(self.mean))[-1])
+        return f"{life}, horizon {'≥ ' if self.horizon == last else ''}{self.horizon}"
 
 
-@figure_door()
+@figure_door(samples=one_of("median", "mean"))
 def lag_profile(
     jacobian: Any,
     *,
     dims: Sequence[str] | None = None,
+    samples: str = "median",
+    delays: Any = (),
     epsilon: float = 0.01,
     confidence: float = 0.95,
     title: str | None = None,
@@ -49,9 +64,10 @@ def lag_profile(
 ) -> Any:
     """Draw m(lag), the mean norm of the time Jacobian at each lag, with its half-life and horizon.
 
-    The band is a bootstrap interval of the mean over samples. The half-life (dotted) is the lag from the peak to half
-    of it; the horizon (a triangle at the lower rim) is the largest lag at which the profile is at least ``epsilon`` of
-    its peak.
+    Of each sample the mean over its steps, divided by its own peak: the line is the median over samples, the band its
+    quartiles. The half-life (dotted) is the lag from the peak to half of it; the horizon (a triangle at the lower rim)
+    is the largest lag at which the profile is at least ``epsilon`` of its peak, "≥" where that is the last lag there
+    is.
 
     Parameters
     ----------
@@ -59,10 +75,14 @@ def lag_profile(
         As for :func:`time_jacobian`; with direction a curve for each; or a mapping from names to such, drawn together.
     dims
         Dimensions of a plain array where the guess does not fit.
+    samples
+        ``"median"``: as above; ``"mean"``: the mean over samples of the values themselves, with a bootstrap interval.
+    delays : int or sequence of int
+        Lags at which the task is known to need its input, marked.
     epsilon
         Share of the peak that counts as a reach.
     confidence
-        Of the bootstrap interval; 0 draws none.
+        Of the bootstrap interval, 0.95 for 95 %; 0 draws no band, of the median neither.
     title
         Instead of the one made from the labels.
     ax, figure
@@ -106,44 +126,52 @@ def lag_profile(
             times = (positions(part, OUT_TIME), positions(part, IN_TIME))
             if way == BACKWARD:  # it looks ahead: lag counts from the output step to later input steps
                 norms, where, times = np.swapaxes(norms, -1, -2), np.swapaxes(where, -1, -2), times[::-1]
-            curves.append(_curve(" ".join(p for p in (name, way) if p), norms, where, times, epsilon, confidence))
-    panels = open_panels(1, name="lag_profile", grid=Grid((5.4, 3.4)), ax=ax, figure=figure)
+            curves.append(
+                _curve(" ".join(p for p in (name, way) if p), _rows(norms, where, times), samples, epsilon, confidence)
+            )
+    panels = open_panels(1, name="lag_profile", grid=Grid((6.2, 3.4)), ax=ax, figure=figure)
     place = panels.axes[0]
-    for curve, colour in zip(curves, line_colours(len(curves)), strict=True):
-        _draw(place, curve, colour, epsilon, keywords)
-    _scale(place, curves)
-    panels.label("lag (output step - input step)", "mean norm of the time Jacobian")
-    band = f"band: {confidence:.0%} bootstrap interval over samples" if any(c.low is not None for c in curves) else None
-    panels.title(title or "lag profile", [band, *notes])
+    curves = [replace(curve, colour=colour) for curve, colour in zip(curves, line_colours(len(curves)), strict=True)]
+    for curve in curves:
+        _draw(place, curve, keywords)
+    _scale(place, curves, delays)
+    of_peaks = samples == "median" and any(curve.low is not None for curve in curves)
+    words = "mean norm of the time Jacobian" + (", share of the sample's peak" if of_peaks else "")
+    panels.label("lag (output step - input step)", words)
+    band = "quartiles of the samples" if samples == "median" else f"{confidence:.0%} bootstrap interval over samples"
+    shown = f"band: {band}" if confidence > 0 and any(c.low is not None for c in curves) else None
+    panels.title(title or "lag profile", [shown, f"horizon: {100 * epsilon:g} % of the peak", *notes])
     return panels.result()
 
 
-def _curve(
-    name: str, norms: Numbers, where: Numbers, times: tuple[Numbers, Numbers], epsilon: float, confidence: float
-) -> _Curve:
-    """Profile of one Jacobian: mean over samples, interval, half-life, horizon."""
+def _rows(norms: Numbers, where: Numbers, times: tuple[Numbers, Numbers]) -> Numbers:
+    """(sample, lag): the profile of each sample."""
     pieces, counted = (a if a.ndim == 3 else a[None] for a in (norms, where))
     out_times, in_times = (None if _whole(t) else t.tolist() for t in times)
     if len(times[0]) != len(times[1]):
         out_times, in_times = (t.tolist() for t in times)
-    rows = np.stack(
+    return np.stack(
         [
             measures.lag_profile(piece, out_times=out_times, in_times=in_times, where=real, xp=np)
             for piece, real in zip(pieces, counted, strict=True)
         ]
     )
-    mean = measures.finite_mean(rows, axis=0, xp=np)
+
+
+def _curve(name: str, rows: Numbers, samples: str, epsilon: float, confidence: float) -> _Curve:
+    """One line for all samples, its band, half-life and horizon."""
     low = high = None
-    if len(rows) > 1 and confidence > 0:
-        low, high = measures.bootstrap_interval(rows, axis=0, confidence=confidence, xp=np)
-    return _Curve(
-        name,
-        mean,
-        low,
-        high,
-        float(measures.half_life(mean, xp=np)),
-        int(measures.horizon(mean, epsilon=epsilon, xp=np)),
-    )
+    if len(rows) > 1 and samples == "median":
+        found = peak_band(rows)
+        middle, low, high = found.median, found.low, found.high
+    else:
+        middle = measures.finite_mean(rows, axis=0, xp=np)
+        if len(rows) > 1 and confidence > 0:
+            low, high = measures.bootstrap_interval(rows, axis=0, confidence=confidence, xp=np)
+    if confidence == 0:
+        low = high = None
+    life, reach = measures.half_life(middle, xp=np), measures.horizon(middle, epsilon=epsilon, xp=np)
+    return _Curve(name, middle, low, high, float(life), int(reach))
 
 
 def _whole(times: Numbers) -> bool:
@@ -151,35 +179,41 @@ def _whole(times: Numbers) -> bool:
     return bool(np.array_equal(times, np.arange(len(times))))
 
 
-def _draw(ax: Any, curve: _Curve, colour: Any, epsilon: float, keywords: dict[str, Any]) -> None:
+def _draw(ax: Any, curve: _Curve, keywords: dict[str, Any]) -> None:
     """One profile with its band, half-life and horizon."""
     lags = np.arange(len(curve.mean))
     shown = np.where(curve.mean > 0, curve.mean, np.nan)
-    life = "never falls to half" if math.isinf(curve.half_life) else f"half-life {curve.half_life:.3g}"
-    label = f"{curve.name}: " if curve.name else ""
-    label += (
-        f"{life}, horizon {curve.horizon} ({100 * epsilon:g} % of the peak)" if curve.horizon >= 0 else "0 at every lag"
-    )
     if curve.low is not None and curve.high is not None:
-        ax.fill_between(lags, curve.low, curve.high, color=colour, alpha=0.25, linewidth=0, gid="band")
-    look = {"label": label, "gid": f"profile {curve.name}".strip(), "color": colour, "linewidth": 1.4}
+        ax.fill_between(lags, curve.low, curve.high, color=curve.colour, alpha=0.25, linewidth=0, gid="band")
+    look = {"label": curve.name, "gid": f"profile {curve.name}".strip(), "color": curve.colour, "linewidth": 1.4}
     ax.plot(lags, shown, **{**look, **keywords})
     if math.isfinite(curve.half_life):
         peak = int(np.nanargmax(np.where(np.isfinite(shown), shown, -1)))
-        ax.axvline(peak + curve.half_life, color=colour, linewidth=0.9, linestyle=":", gid="half-life")
+        ax.axvline(peak + curve.half_life, color=curve.colour, linewidth=0.9, linestyle=":", gid="half-life")
     if curve.horizon >= 0:
-        ax.plot(
-            [curve.horizon], [0.02], "^", color=colour, markersize=6, transform=ax.get_xaxis_transform(), gid="horizon"
-        )
+        look = {"color": curve.colour, "markersize": 6, "transform": ax.get_xaxis_transform(), "gid": "horizon"}
+        ax.plot([curve.horizon], [0.02], "^", **look)
 
 
-def _scale(ax: Any, curves: Sequence[_Curve]) -> None:
-    """Logarithmic value axis over what is finite and positive."""
-    values = np.concatenate([curve.mean[np.isfinite(curve.mean) & (curve.mean > 0)] for curve in curves])
+def _scale(ax: Any, curves: Sequence[_Curve], delays: Numbers) -> None:
+    """Logarithmic value axis over what is finite and positive; delays, names at the ends."""
     log_values(ax)
-    log_limits(ax, values, room=2)
+    log_limits(ax, np.concatenate([curve.mean for curve in curves]), room=2)
     longest = max(len(curve.mean) for curve in curves)
     ax.set_xlim(-0.5, longest - 0.5)
-    whole_numbers(ax, "x")
-    ax.legend(fontsize="small", loc="best")
+    step_axis(ax, "x", np.arange(longest), time=False)
     ax.tick_params(labelsize="small")
+    for delay in delays:
+        ax.axvline(delay, color="#111111", linewidth=0.9, linestyle=(0, (1, 2)), zorder=0.8, gid="delay")
+        ends = {"marker": "v", "markersize": 4, "color": "#111111", "clip_on": False}
+        ax.plot([delay], [1.0], transform=ax.get_xaxis_transform(), gid="delay", **ends)
+    for curve in curves:
+        mark_below(ax, np.arange(len(curve.mean)), curve.mean, curve.colour)
+    name_ends(ax, [_end(curve) for curve in curves])
+
+
+def _end(curve: _Curve) -> End:
+    shown = np.flatnonzero(curve.mean > 0)
+    y = float(curve.mean[shown[-1]]) if shown.size else float("nan")
+    words = curve.words.replace(", ", "\n")
+    return End(float(len(curve.mean) - 1), y, "\n".join(part for part in (curve.name, words) if part), curve.colour)

@@ -10,7 +10,7 @@ import xarray as xr
 from matplotlib.collections import LineCollection
 
 from ..errors import InputError, message
-from ..recurrence.measures import finite_mean
+from ..measures.samples import finite_median
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ._colour import line_colours
 from ._data import (
@@ -20,9 +20,9 @@ from ._data import (
     choose,
     halves,
     labelled,
-    largest_magnitude,
     names_of,
     nonfinite_note,
+    place_words,
     positions,
     refuse_places_of_others,
     require_dim,
@@ -33,8 +33,9 @@ from ._data import (
 )
 from ._door import figure as figure_door
 from ._keywords import checked
-from ._lines import MOST_NAMED, limits_of
-from ._panels import Grid, Panels, log_around_zero, mark_steps, open_panels, whole_numbers, zero_line
+from ._lines import MOST_NAMED, limits_of, log_scale
+from ._marks import mark_below, step_axis
+from ._panels import Grid, Panels, mark_steps, open_panels, zero_line
 
 #: Points of one line beyond which steps are thinned to the lowest and highest of each run (about two points per pixel),
 #: by the number of panels up to which it holds.
@@ -72,7 +73,8 @@ def curves(
     shared
         Same value axis in all panels.
     log
-        Symmetric logarithmic value axis, linear within 1e-4 of the largest magnitude.
+        Logarithmic value axis where no value is negative; what is below it is marked at its border. Else a symmetric
+        one, linear within 1e-4 of the largest magnitude.
     max_panels, page
         More panels than this are thinned evenly; ``page`` shows the page-th run of them instead. The figure says so.
     max_lines
@@ -124,7 +126,7 @@ def curves(
             place.set_title(_panel_title(array, by, index, gates[gate]), fontsize="small", pad=3)
     _finish(panels, array, shown, shared=shared, log=log)
     _name_lines(panels, array, along, lines, keywords)
-    cloud = f"{len(lines)} {along}s, black: their mean" if len(lines) > MOST_NAMED else None
+    cloud = f"{len(lines)} {along}s, black: their median" if len(lines) > MOST_NAMED else None
     panels.title(title or title_of(array) or "curves", [thinned, fewer, cloud, note, nonfinite_note(array.values)])
     return panels.result()
 
@@ -191,8 +193,12 @@ def _draw(ax: Any, half: DirectionView, values: Numbers, keywords: dict[str, Any
     drawn_lines.set_in_layout(False)  # lies within the axes: measuring every path is the slowest part of the layout
     ax.add_collection(drawn_lines, autolim=False)
     if many:
-        mean = finite_mean(clean, axis=0, xp=np)
-        ax.plot(x, mean, color="black", linewidth=1.0, gid="mean")
+        ax.plot(x, finite_median(clean), color="black", linewidth=1.0, gid="median")
+    if len(x) == 1:
+        dots = np.broadcast_to(x, clean.shape)
+        colours = {"color": look["color"], "alpha": look["alpha"]} if not isinstance(look["color"], list) else {}
+        for row, colour in zip(clean, look["color"] if not colours else [None] * count, strict=True):
+            ax.plot(dots[0], row, "o", markersize=4, gid="point", **(colours or {"color": colour}))
     margin = 0.5 if len(x) == 1 else 0.0
     ax.set_xlim(x.min() - margin, x.max() + margin)
     if len(at) != len(x):
@@ -201,7 +207,7 @@ def _draw(ax: Any, half: DirectionView, values: Numbers, keywords: dict[str, Any
 
 
 def _panel_title(array: xr.DataArray, by: str | None, index: int, gate: str | None) -> str:
-    parts = [gate, f"{axis_label(array, by)} {names_of(array, by)[index]}" if by else None]
+    parts = [gate, place_words(array, by, index) if by else None]
     return " · ".join(part for part in parts if part)
 
 
@@ -211,13 +217,26 @@ def _finish(panels: Panels, array: xr.DataArray, shown: list[DirectionView], *, 
     for ax in panels.axes:
         mine = everything if shared else _drawn([ax])
         if log:
-            log_around_zero(ax, largest_magnitude(mine))
-        ax.set_ylim(*limits_of(mine, log=log))
-        whole_numbers(ax, "x")
+            log_scale(ax, mine)
+            _mark_deep(ax)
+        else:
+            ax.set_ylim(*limits_of(mine, log=False))
+        step_axis(ax, "x", positions(shown[0].data, TIME))
         ax.tick_params(labelsize="small")
     panels.label([half.time_label for half in shown], value_label(array) + (", log scale" if log else ""))
     if shared and panels.owners:
         panels.outer_ticks_only()
+
+
+def _mark_deep(ax: Any) -> None:
+    """What lies below a true logarithmic axis, line by line."""
+    if ax.get_yscale() != "log":
+        return
+    for collection in [c for c in ax.collections if c.get_gid() == "lines"]:
+        colours = collection.get_colors()
+        for i, path in enumerate(collection.get_paths()):
+            x, values = np.asarray(path.vertices).T
+            mark_below(ax, x, values, colours[i % len(colours)] if len(colours) else "0.3")
 
 
 def _drawn(axes: list[Any]) -> Numbers:

@@ -10,8 +10,9 @@ import numpy as np
 import xarray as xr
 from matplotlib.image import AxesImage
 
+from ..arguments import one_of
 from ..vocabulary import DIRECTION, GATE, TIME
-from ._colour import DIVERGING, around_zero
+from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
 from ._data import (
     Numbers,
     axis_label,
@@ -27,18 +28,22 @@ from ._data import (
 from ._door import figure as figure_door
 from ._images import IMSHOW, MOST_CELLS, Matrix, colour_bars, draw_image, merge_note, separate, steps_for
 from ._keywords import checked
+from ._lines import is_positive
 from ._matrices import GUESS, axes_of, matrix_of, slots_of
 from ._padding import hidden, notes_of, without_padding
 from ._panels import Grid, open_panels
+from ._samples import by_loss, rms_picture
 
 
-@figure_door()
+@figure_door(samples=one_of("panels", "rms"))
 def heatmap(
     data: Any,
     *,
     dims: Sequence[str] | None = None,
     x: str | None = None,
     y: str | None = None,
+    samples: str = "panels",
+    losses: Any = None,
     shared: bool = True,
     limit: float | None = None,
     log: bool = False,
@@ -64,13 +69,19 @@ def heatmap(
     x, y
         Dimensions across and down. Default: time and unit; without time the last two. All others become panels, gates
         are stacked into y.
+    samples
+        ``"panels"``: one for each sample; ``"rms"``: one picture of the network, the RMS over samples, each divided by
+        its own peak, so that a few hard samples do not speak for all.
+    losses : (sample,)
+        Losses of the samples: panels are named with them, the typical one (of the median loss) first.
     shared
         One colour scale for all panels, from the largest finite magnitude in the *whole* array, drawn or not; else
         each panel has its own scale and colour bar.
     limit
         Colour scale from -limit to limit instead. Values beyond it take the end colours.
     log
-        Symmetric logarithmic colours over 4 decades, linear below: shows a gradient while it vanishes.
+        Logarithmic colours over 4 decades, linear below, symmetric unless no value is negative: shows a gradient while
+        it vanishes.
     max_panels, page
         More panels are thinned evenly; ``page`` shows the page-th run of them instead. The figure says so.
     as_computed
@@ -95,6 +106,10 @@ def heatmap(
     """
     array = labelled(data, "heatmap", dims=dims, guess=GUESS)
     keywords = checked(image, AxesImage, figure="heatmap", extra=IMSHOW)
+    notes = notes_of(array)
+    array = by_loss(array, losses, "heatmap")
+    if samples == "rms":
+        array = rms_picture(array, "heatmap")
     across, down = axes_of(array, "heatmap", x, y)
     keep = [str(d) for d in array.dims if d not in (across, down, GATE, DIRECTION)]
     stacked = GATE in array.dims and GATE not in (across, down)
@@ -111,7 +126,8 @@ def heatmap(
         ax=ax,
         figure=figure,
     )
-    kind = _Kind(across, down, stacked, log, _cells(len(picked)), keywords)
+    positive = (log or samples == "rms") and is_positive(array.values)
+    kind = _Kind(across, down, stacked, log, positive, _cells(len(picked)), keywords)
     drawn = []
     for half, axes in zip(shown, panels.halves, strict=True):
         for place, slot in zip(axes, [slots[i] for i in picked], strict=True):
@@ -119,11 +135,12 @@ def heatmap(
             drawn.append(_draw(place, half.data, slot, scale, kind))
     labels = [half.time_label if across == TIME else axis_label(array, across) for half in shown]
     panels.label(labels, f"gate, {axis_label(array, down)}" if stacked else axis_label(array, down))
-    colour_bars(panels, drawn, value_label(array), shared=shared, wanted=colorbar)
+    words = "RMS, share of the peak" if samples == "rms" else value_label(array)
+    colour_bars(panels, drawn, words, shared=shared, wanted=colorbar)
     if panels.owners:
         panels.outer_ticks_only()
     merged = merge_note(steps_for((rows, array.sizes[across]), kind.limits), down, across)
-    panels.title(title or title_of(array) or "heatmap", [thinned, merged, *notes_of(array)])
+    panels.title(title or title_of(array) or "heatmap", [thinned, merged, *notes])
     return panels.result()
 
 
@@ -136,7 +153,9 @@ class _Kind:
     across, down
         The dimensions of a panel; ``stacked``: gates lie above each other along the second.
     log
-        Symmetric logarithmic colours.
+        Logarithmic colours.
+    positive
+        Colours from white up: no value is negative.
     limits
         Rows and columns that one panel can show.
     keywords
@@ -147,6 +166,7 @@ class _Kind:
     down: str
     stacked: bool
     log: bool
+    positive: bool
     limits: tuple[int, int]
     keywords: dict[str, Any]
 
@@ -163,11 +183,14 @@ def _draw(ax: Any, data: xr.DataArray, slot: tuple[dict[str, int], str], top: fl
     padded = hidden(one)
     padded = xr.zeros_like(one, dtype=bool) | (False if padded is None else padded)
     own = largest_magnitude(matrix) if top is None else top
+    look = {"cmap": DIVERGING, "norm": around_zero(own, log=kind.log)}
+    if kind.positive:
+        look = {"cmap": POSITIVE, "norm": from_zero(matrix, own, log=kind.log)}
     rows = np.arange(len(matrix)) if kind.stacked else positions(data, kind.down)
     image = draw_image(
         ax,
-        Matrix(matrix, positions(data, kind.across), rows, kind.matrix(padded)),
-        look={"cmap": DIVERGING, "norm": around_zero(own, log=kind.log), **kind.keywords},
+        Matrix(matrix, positions(data, kind.across), rows, kind.matrix(padded), kind.across == TIME),
+        look={**look, **kind.keywords},
         limits=kind.limits,
     )
     ax.set_title(name, fontsize="small", pad=3)

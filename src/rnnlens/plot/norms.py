@@ -14,7 +14,9 @@ from ._colour import line_colours
 from ._data import Numbers, axis_label, labelled, names_of, nonfinite_note, positions
 from ._door import figure as figure_door
 from ._keywords import checked
-from ._panels import Grid, log_values, mark_steps, open_panels, whole_numbers
+from ._lines import MOST_NAMED, log_limits
+from ._marks import End, mark_below, name_ends, step_axis
+from ._panels import Grid, mark_steps, open_panels
 
 #: Names of the dimension that counts training steps.
 ROWS = ("step", "epoch", "batch", "update", "row", "time")
@@ -41,7 +43,8 @@ def weight_norms(
         named ``step``, ``epoch``, ``batch``, ``update`` or ``row`` (or comes first); or a mapping from names to one
         number per training step. ``layer/weight`` names make the panels.
     log
-        Logarithmic value axis.
+        Logarithmic value axis where the norms span a factor of ten or more; linear below that, where its labels would
+        say nothing.
     shared
         Same value axis in all panels.
     max_panels
@@ -77,14 +80,20 @@ def weight_norms(
             )
         )
     size = (5.0, 3.0) if len(layers) == 1 else (3.4, 2.1)
+    drawn: dict[str, dict[str, Any]] = {}
     panels = open_panels(len(layers), name="weight_norms", grid=Grid(size, margin=(1.4, 1.0)), ax=ax, figure=figure)
     for place, (layer, members) in zip(panels.axes, layers.items(), strict=True):
-        _draw(place, steps, members, keywords, log=log)
+        drawn[layer] = _draw(place, steps, members, keywords)
         place.set_title(layer, fontsize="small", pad=3)
     everything = np.concatenate(list(lines.values()))
-    if shared:
-        _share(panels.axes, everything, log=log)
-    panels.label(words, "norm" + (", log scale" if log else ""))
+    used = False
+    for place, (layer, members) in zip(panels.axes, layers.items(), strict=True):
+        mine = everything if shared else np.concatenate(list(members.values()))
+        used = _scale(place, mine, log=log) or used
+        _name(place, steps, members, drawn[layer])
+    panels.label(words, "norm" + (", log scale" if used else ""))
+    if shared and panels.owners:
+        panels.outer_ticks_only()
     panels.title(title or "norms of weights while training", [nonfinite_note(everything)])
     return panels.result()
 
@@ -151,26 +160,56 @@ def _labelled_lines(history: xr.Dataset | xr.DataArray) -> tuple[dict[tuple[str,
     return found, positions(first, along), axis_label(first, along)
 
 
-def _draw(ax: Any, steps: Numbers, members: dict[str, Numbers], keywords: dict[str, Any], *, log: bool) -> None:
-    """Lines of one layer."""
+def _draw(ax: Any, steps: Numbers, members: dict[str, Numbers], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Lines of one layer, by name."""
+    drawn = {}
     for (name, values), colour in zip(members.items(), line_colours(len(members)), strict=True):
         bad = ~np.isfinite(values)
         look = {"color": colour, "linewidth": 1.3, "marker": "o" if len(steps) < 12 else None, "markersize": 3}
-        ax.plot(steps, np.where(bad, np.nan, values), **{"label": name, "gid": f"norm {name}", **look, **keywords})
+        label = name.replace("_", " ")
+        look |= {"label": label, "gid": f"norm {name}"}
+        (drawn[name],) = ax.plot(steps, np.where(bad, np.nan, values), **{**look, **keywords})
         mark_steps(ax, steps[bad])
-    if log:
-        log_values(ax)
+    room = 0.02 * float(np.ptp(steps)) or 0.5
+    ax.set_xlim(float(steps.min()) - room, float(steps.max()) + room)
     if steps.dtype.kind in "iu":
-        whole_numbers(ax, "x")
+        step_axis(ax, "x", steps, time=False)
     ax.tick_params(labelsize="small")
-    if any(members):
-        ax.legend(fontsize="x-small", loc="best")
+    return drawn
 
 
-def _share(axes: list[Any], values: Numbers, *, log: bool) -> None:
-    usable = values[np.isfinite(values) & ((values > 0) | (not log))]
-    if usable.size:
-        low, high = float(usable.min()), float(usable.max())
-        limits = (low / 1.3, high * 1.3) if log else (min(0.0, low), high * 1.05 or 1.0)
-        for ax in axes:
-            ax.set_ylim(*limits)
+def _scale(ax: Any, values: Numbers, *, log: bool) -> bool:
+    """Value axis; whether it is logarithmic."""
+    finite = values[np.isfinite(values)]
+    positive = finite[finite > 0]
+    if not finite.size:
+        return False
+    if log and positive.size and positive.max() >= 10 * positive.min():
+        ax.set_ylim(float(positive.min()) / 1.3, float(positive.max()) * 1.3)
+        ax.set_yscale("log")
+        log_limits(ax, finite, room=1.3)
+        return True
+    low, high = float(finite.min()), float(finite.max())
+    # From 0 where 0 is near; a norm that changes by a little is looked at from near by.
+    ax.set_ylim(
+        min(0.0, low) if low < 0.5 * high else low - 0.15 * (high - low or high), high + 0.08 * (high - low or high)
+    )
+    return False
+
+
+def _name(ax: Any, steps: Numbers, members: dict[str, Numbers], drawn: dict[str, Any]) -> None:
+    """Names at the ends of few lines, a legend for many; what is below a logarithmic axis."""
+    if ax.get_yscale() == "log":
+        for name, values in members.items():
+            mark_below(ax, steps, values, drawn[name].get_color())
+    named = {name: values for name, values in members.items() if name}
+    if not 0 < len(named) <= MOST_NAMED:
+        if named:
+            ax.legend(fontsize="x-small", loc="best")
+        return
+    found = []
+    for name, values in named.items():
+        at = np.flatnonzero(np.isfinite(values))
+        y = float(values[at[-1]]) if at.size else float("nan")
+        found.append(End(float(steps[-1]), y, name.replace("_", " "), drawn[name].get_color()))
+    name_ends(ax, found)

@@ -128,7 +128,7 @@ def _draw_row(
     for number, ax in enumerate(row):
         values = np.ascontiguousarray(kernel.values[:, number, :])
         draw_panel(ax, {"": values}, edges if edges is not None else equal_bins([values], bins), keywords)
-        words = " · ".join(part for part in (kernel.name, kernel.gates[number] if kernel.gates else "") if part)
+        words = " · ".join(part for part in (kernel.title, kernel.gates[number] if kernel.gates else "") if part)
         ax.set_title("\n".join(part for part in (words, nonfinite_note(values)) if part), fontsize="small", pad=3)
         if number and shared:
             ax.tick_params(labelleft=False)

@@ -92,7 +92,7 @@ def weights_heatmap(
     colour_bars(panels, drawn, f"|{label}|" if absolute else label, shared=shared, wanted=colorbar)
     panels.label("gate, unit" if any(kernel.gates for kernel in kernels) else "unit", "")
     what = "gradients of the weights" if grad else "weights"
-    merged = dict.fromkeys(f"{k.name}: {note}" for k in kernels if (note := merge_note(_steps(k), "row", "unit")))
+    merged = dict.fromkeys(f"{k.title}: {note}" for k in kernels if (note := merge_note(_steps(k), "row", "unit")))
     panels.title(title or " · ".join(p for p in (attrs.get("layer"), what) if p), [*merged, clipped])
     return panels.result()
 
@@ -141,9 +141,11 @@ def _draw(ax: Any, kernel: Kernel, top: float, keywords: dict[str, Any], *, abso
     look = {"cmap": POSITIVE if absolute else DIVERGING, "norm": norm, **keywords}
     steps = _steps(kernel)
     limits = (-(-rows // steps[0]), -(-gates * units // steps[1]))
-    drawn = draw_image(ax, Matrix(matrix, np.arange(gates * units), np.arange(rows)), look=look, limits=limits)
+    drawn = draw_image(
+        ax, Matrix(matrix, np.arange(gates * units), np.arange(rows), over_time=False), look=look, limits=limits
+    )
     missing = nonfinite_note(kernel.values)
-    ax.set_title(" · ".join(part for part in (kernel.name, missing) if part), fontsize="small", pad=3)
+    ax.set_title(" · ".join(part for part in (kernel.title, missing) if part), fontsize="small", pad=3)
     ax.set_ylabel(textwrap.fill(kernel.row_label, 12), fontsize="small")
     ax.tick_params(labelsize="small")
     if kernel.gates:

@@ -162,6 +162,11 @@ _TABLE = (
         lambda x, xp: _clip(x / 6 + 0.5, 0.0, 1.0, xp),
         lambda x, a, xp: _inside(x, -3.0, 3.0, xp) / 6,
     ),
+    Activation(  # Keras 2 had another line under the name that Keras 3 gives to the one above
+        "hard_sigmoid_keras2",
+        lambda x, xp: _clip(0.2 * x + 0.5, 0.0, 1.0, xp),
+        lambda x, a, xp: _inside(x, -2.5, 2.5, xp) * 0.2,
+    ),
     Activation(
         "hard_silu",
         lambda x, xp: x * _clip(x / 6 + 0.5, 0.0, 1.0, xp),

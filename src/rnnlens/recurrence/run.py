@@ -96,13 +96,23 @@ class Run:
             if call.returns_sequences and not _output_is_hidden(call, xp):
                 run.residual = residual(run.states[0], call.output, call.mask & call.output_from_state, xp)
         if not call.returns_sequences:
-            last = run.last_output(call.masked_output)
+            last = _constant_put_in(call, run, run.last_output(call.masked_output))
             run.residual = residual(last[:, None, :], call.output[:, None, :], None, xp)
             if call.cell.by_framework:
                 refuse_another_function(call, run.residual)
             if call.cell.registered_for:
                 refuse_other_equations(call, run.residual)
         return run
+
+    @classmethod
+    def as_computed(cls, call: Any) -> Run:
+        """Replay a captured call, held against nothing: of numbers that are not finite no comparison says anything."""
+        if call.cell.by_framework:
+            return replay_custom(call.cell, call.input, call.initial_state, mask=call.mask, order=call.direction)
+        hidden = call.output if _output_is_hidden(call, array_namespace(call.input)) else None
+        scales = Scales(call.input_scale, call.state_scale)
+        start, order = call.initial_state, call.direction
+        return replay(call.cell, call.input, start, mask=call.mask, order=order, hidden=hidden, scales=scales)
 
     def last_output(self, masked_output: str = "state") -> Array:
         """(sample, unit): what the layer returns when it returns its last output only."""
@@ -154,6 +164,14 @@ class Run:
     def before(self, state: int) -> Array:
         """One of :meth:`states_before`, by its index."""
         return shift(self.states[state], self.initial_state[state], self.order, self.xp)
+
+
+def _constant_put_in(call: Any, run: Run, last: Array) -> Array:
+    """The last output, (sample, unit), zero where the framework returned that for it."""
+    if call.output_from_state is None:
+        return last
+    *_, step = run.steps()
+    return run.xp.where(call.output_from_state[:, step, None], last, run.xp.zeros_like(last))
 
 
 def _output_is_hidden(call: Any, xp: Namespace) -> bool:

@@ -13,6 +13,7 @@ from ..arguments import checked
 from ..arguments import path as path_of
 from .certificate import Certificate
 from .checks import Check
+from .page import Row, page
 from .schema import provenance_of
 
 #: The attributes in which an array carries, also through a file, what other results have as their own.
@@ -43,6 +44,13 @@ class ResultArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's ow
     def provenance(self) -> dict[str, str]:
         """Framework, versions, engine, dtype, device: plain strings."""
         return provenance_of(str(self.attrs.get("provenance", "")))
+
+    def _repr_html_(self) -> str:
+        sizes = ", ".join(f"{dim}: {size}" for dim, size in self.sizes.items())
+        words = str(self.attrs.get("long_name", ""))
+        row = Row.of(str(self.name or "values"), f"{words} ({sizes})", xr.DataArray(self))
+        remarks = [("certificate", self.certificate.sentence), ("from", ", ".join(self.provenance.values()))]
+        return page("Result", [row], remarks)
 
     @checked(path=path_of)
     def save(self, path: str | PathLike[str]) -> None:

@@ -14,7 +14,6 @@ lives in the module of that name in this folder.
 
 from __future__ import annotations
 
-import html
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -29,7 +28,11 @@ from ..errors import LayerNotFoundError, did_you_mean, message, shown
 from .certificate import Certificate
 from .checks import Check
 from .names import from_path, to_paths
+from .page import Row, Said, page
 from .schema import with_version
+
+#: Name, words and data of one part of a result.
+Part = tuple[str, str, xr.Dataset | xr.DataArray | None]
 
 _CLASSES: dict[str, type[Result]] = {}
 
@@ -216,22 +219,24 @@ class Result(Mapping[str, Any]):
         width = max((len(label) for label, _ in rows), default=0)
         return "\n".join(lines + [f"  {label:<{width}}  {text}" for label, text in rows])
 
-    def _repr_html_(self) -> str:
-        def table(rows: list[tuple[str, str]], *, head: bool) -> str:
-            cell = "th" if head else "td"
-            return "".join(
-                f'<tr><{cell} style="text-align:left;vertical-align:top">{html.escape(label)}</{cell}>'
-                f'<td style="text-align:left">{html.escape(text)}</td></tr>'
-                for label, text in rows
-            )
+    def _said(self) -> list[Said]:
+        """Findings, for the head of the page in a notebook."""
+        return []
 
-        details = "".join(
-            f"<details><summary>{html.escape(name)}</summary>{self.dataset(name)._repr_html_()}</details>"
-            for name in self
-        )
-        title = html.escape(f"{type(self).__name__}: {self._headline()}")
-        rows = table(self._rows(), head=True) + table(self._remarks(), head=False)
-        return f'<div class="rnnlens"><strong>{title}</strong><table>{rows}</table>{details}</div>'
+    def _parts(self) -> list[Part]:
+        """Name, words and data of what the result is made of: layers, unless the class says otherwise."""
+        words = dict(self._rows())
+        return [(name, words.get(name, ""), self.dataset(name)) for name in self]
+
+    def _beside(self) -> list[tuple[str, str]]:
+        """What is said beside the parts and the findings: other rows, checks, notes, where it comes from."""
+        named = {name for name, _, _ in self._parts()}
+        rows = [] if self._said() else [(label, text) for label, text in self._rows() if label not in named]
+        return [*rows, *self._remarks()]
+
+    def _repr_html_(self) -> str:
+        rows = [Row.of(*part) for part in self._parts()]
+        return page(f"{type(self).__name__}: {self._headline()}", rows, self._beside(), self._said())
 
 
 def refuse_no_name(name: object, known: Iterable[str], where: str) -> None:

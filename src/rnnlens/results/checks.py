@@ -35,6 +35,16 @@ _EPSILON = {
     "bfloat16": 2.0**-7,
 }
 
+#: Smallest normal number by name; of float16 the smallest of all.
+_SMALLEST = {
+    "float64": 2.0**-1022,
+    "complex128": 2.0**-1022,
+    "float32": 2.0**-126,
+    "complex64": 2.0**-126,
+    "float16": 2.0**-24,
+    "bfloat16": 2.0**-126,
+}
+
 REPLAY = "replay"
 WEIGHT_SUM = "weight gradient sum"
 
@@ -91,8 +101,11 @@ def epsilon(dtype: Any) -> float:
     >>> epsilon("float32") == 2.0**-23
     True
     """
-    name = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
-    return _EPSILON.get(name, _EPSILON["float64"])
+    return _EPSILON.get(_name(dtype), _EPSILON["float64"])
+
+
+def _name(dtype: Any) -> str:
+    return str(getattr(dtype, "name", dtype)).rpartition(".")[2]
 
 
 def coarser(one: str, other: str) -> str:
@@ -111,6 +124,18 @@ def rounding_bound(dtype: Any, steps: int, *, factor: float = FACTOR) -> float:
     (True, 0.25)
     """
     return min(factor * epsilon(dtype) * math.sqrt(max(steps, 1)), CEILING)
+
+
+def underflow_unit(dtype: Any, steps: int) -> float:
+    """What to divide a difference by, at least: then one of a smallest normal number is what rounding explains.
+
+    Below it numbers lose their digits one by one, or are set to zero, as the engine pleases. float16 is computed with
+    all the digits that it has there.
+
+    >>> 1e-45 / underflow_unit("float32", 500) < rounding_bound("float32", 500) < 1e-30 / underflow_unit("float32", 500)
+    True
+    """
+    return _SMALLEST.get(_name(dtype), _SMALLEST["float64"]) / rounding_bound(dtype, steps)
 
 
 def residual(actual: Array, expected: Array, *, scale: float | None = None) -> float:
@@ -163,9 +188,9 @@ def weight_sum_check(
     shared = [name for name in summed if name in reference]
     # One scale for the layer: a bias gradient that vanishes by cancellation is as exact as the kernel's.
     largest = max((_largest(reference[name]) for name in shared), default=0.0)
-    unit = max(largest, scale or 0.0)
-    worst = max((residual(summed[name], reference[name], scale=unit) for name in shared), default=0.0)
     kind = dtype if dtype is not None else next((reference[name].dtype for name in shared), "float64")
+    unit = max(largest, scale or 0.0, underflow_unit(kind, steps))
+    worst = max((residual(summed[name], reference[name], scale=unit) for name in shared), default=0.0)
     return Check(WEIGHT_SUM, layer, worst, rounding_bound(kind, steps))
 
 

@@ -6,7 +6,7 @@ import math
 
 import xarray as xr
 
-from .base import Result
+from .base import Part, Result
 
 #: Columns of the table: variable, heading, how a number is written.
 COLUMNS = (("skill", "skill", "{:.2f}"), ("memory", "memory", "{:.0f}"), ("memory_1_percent", "at 1 %", "{:.0f}"))
@@ -39,6 +39,9 @@ class Comparison(Result, kind="comparison"):
             codes = str(table["findings"].values[i])
             rows.append((str(name), ", ".join([*parts, codes] if codes else parts)))
         return rows
+
+    def _parts(self) -> list[Part]:
+        return [(name, words, None) for name, words in self._rows()]
 
 
 def _cell(table: xr.Dataset, key: str, words: str, form: str, row: int) -> str:

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import xarray as xr
 
-from .base import Result
+from .base import Part, Result
 from .certificate import Certificate
 from .checks import Check
+from .page import Said
 
 Severity = Literal["fault", "caution", "fact", "unknown"]
 
@@ -125,6 +126,13 @@ class Diagnosis(Result, kind="diagnosis"):
 
     def _rows(self) -> list[tuple[str, str]]:
         return [*self.sentences.items(), *((f.code, f"{f.sentence} {f.remedy}".strip()) for f in self.findings)]
+
+    def _said(self) -> list[Said]:
+        sentences = [Said("", "", sentence) for sentence in self.sentences.values()]
+        return sentences + [Said(f.severity, f.code, f"{f.sentence} {f.remedy}".strip()) for f in self.findings]
+
+    def _parts(self) -> list[Part]:
+        return [(name, "", self.dataset(name)) for name in self]
 
 
 def _number(variable: xr.DataArray) -> Any:

@@ -119,7 +119,8 @@ def open(path: str | PathLike[str], *, lazy: bool = False, memory: str | int | N
 
     Returns
     -------
-    Trace, Gradients, ..., DataArray or Dataset
+    Trace, Gradients, Run, ..., DataArray or Dataset
+        A followed training, a Run, may still be written by another process: all records that are complete are read.
 
     Raises
     ------
@@ -136,6 +137,10 @@ def open(path: str | PathLike[str], *, lazy: bool = False, memory: str | int | N
             message("Only Zarr can be read lazily.", got=str(given), hint="save to a path ending in .zarr")
         )
     limit = int(current().memory if memory is None else memory)
+    with _reading(given):
+        followed = engine == "zarr" and (given / "zarr.json").is_file()
+    if followed:
+        return _open_run(given, limit, lazy=lazy)
     with _reading(given):
         if engine == "zarr":
             return _steadily(given, lambda: _open_zarr(given, limit, lazy=lazy))
@@ -218,6 +223,19 @@ def _open_zarr(source: Path, limit: int, *, lazy: bool) -> tuple[Any, bool]:
         with opened:
             opened.load()
     return _told(opened, source, sealed=store.sealed), store.sealed
+
+
+def _open_run(source: Path, limit: int, *, lazy: bool) -> Any:
+    """The complete records of a followed training."""
+    from .run import is_run, read_run
+
+    if not is_run(source):
+        hint = f"xarray.open_datatree({str(source)!r}, engine='zarr')"
+        raise FileError(message("This folder was not written by rnnlens.", got=str(source), hint=hint))
+    if lazy:
+        raise InputError(message("A run is read whole.", got="lazy=True", hint="leave it out, or raise memory="))
+    with _reading(source):
+        return read_run(source, memory=limit)
 
 
 def _steadily(source: Path, read: Callable[[], tuple[Any, bool]]) -> Any:

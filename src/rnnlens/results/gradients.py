@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from ..errors import QuantityNotFoundError, did_you_mean, message
-from .base import Result, refuse_no_name
+from .base import Part, Result, refuse_no_name
 from .certificate import Certificate
 from .checks import Check
 from .names import to_paths
@@ -179,6 +179,10 @@ class Gradients(Result, kind="gradients"):
 
     def _rows(self) -> list[tuple[str, str]]:
         return [(tensor, _summary(self.dataset(node)[name])) for tensor, (node, name) in self._tensors.items()]
+
+    def _parts(self) -> list[Part]:
+        found = {tensor: self.dataset(node)[name] for tensor, (node, name) in self._tensors.items()}
+        return [(tensor, _summary(array), array) for tensor, array in found.items()]
 
     def _remarks(self) -> list[tuple[str, str]]:
         remarks = [("disconnected", f"{name}: {reason}") for name, reason in self.disconnected.items()]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
 from ..errors import LayerNotFoundError, did_you_mean, message
+from .page import around
 
 _COLUMNS = ("name", "layer", "cell", "units", "direction", "returns", "masked", "stateful", "options")
 _MASKED = {None: "depends on the data", True: "yes", False: "no"}
@@ -91,7 +92,12 @@ class LayerTable(Sequence[Any]):
             return f"<tr>{inner}</tr>"
 
         body = "".join(row(cells, "td") for cells in self.rows())
-        return f'<table class="rnnlens"><thead>{row(self.columns, "th")}</thead><tbody>{body}</tbody></table>'
+        table = f"<table><thead>{row(self.columns, 'th')}</thead><tbody>{body}</tbody></table>"
+        count = len(self)
+        return around(
+            f"<details open><summary><strong>{count} recurrent {'layer' if count == 1 else 'layers'}</strong></summary>"
+            f"{table}</details>"
+        )
 
 
 def _telling(value: Any) -> bool:

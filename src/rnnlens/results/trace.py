@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections import Counter
@@ -17,6 +16,7 @@ from ..vocabulary import QUANTITIES, SAMPLE, TIME
 from .base import Result
 from .certificate import Certificate
 from .checks import Check
+from .page import Row, page
 from .schema import quantity, with_mask
 from .view import LayerView
 
@@ -69,8 +69,7 @@ class LayerTrace(LayerView):
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        title = html.escape(f"{self.name}: {describe_layer(self.dataset)}")
-        return f'<div class="rnnlens"><strong>{title}</strong>{self.dataset._repr_html_()}</div>'
+        return page("LayerTrace", [Row.of(self.name, describe_layer(self.dataset), self.dataset)], [])
 
 
 class Trace(Result, kind="trace"):
@@ -137,12 +136,13 @@ class Trace(Result, kind="trace"):
     def _remarks(self) -> list[tuple[str, str]]:
         flag = []
         if self.loss is None:
-            flag = [("loss", "none given: no gradients")]
+            flag = [] if any("_grad" in str(v) for name in self for v in self.dataset(name)) else [_NO_LOSS]
         elif not math.isfinite(self.loss):
             flag = [("loss", f"WARNING: the loss is {self.loss}; gradients may be NaN or infinite")]
         return flag + super()._remarks()
 
 
+_NO_LOSS = ("loss", "none given: no gradients")
 _LISTING = list(QUANTITIES)
 _COUNTED = ((SAMPLE, "samples"), (TIME, "time steps"))
 

@@ -8,6 +8,7 @@ import xarray as xr
 
 from ..errors import QuantityNotFoundError
 from .base import refuse_no_name
+from .page import Row, page
 
 
 class LayerView(Mapping[str, xr.DataArray]):
@@ -63,4 +64,4 @@ class LayerView(Mapping[str, xr.DataArray]):
         return list(self)
 
     def _repr_html_(self) -> str:
-        return str(self.dataset._repr_html_())
+        return page(type(self).__name__, [Row.of(self.name, "", self.dataset)], [])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 LossOf = Callable[[list[Any]], Any]
@@ -13,22 +12,34 @@ Gradients = tuple[Any, list[Any], list[Any]]
 
 
 def gradients(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gradients:
-    """Loss and its gradients with respect to a list of arrays and a list of Keras variables."""
+    """Loss and its gradients with respect to a list of arrays and a list of Keras variables.
+
+    Variables of ``tf_keras`` are TensorFlow's own; what its layers assign meanwhile is the caller's to put back.
+    """
+    if variables and type(variables[0]).__module__.startswith("tensorflow."):
+        return _by_tape(loss_of, inputs, variables)
+    import keras
+
     engine = keras.backend.backend()
     of_engine: dict[str, Callable[..., Gradients]] = {"tensorflow": _tensorflow, "jax": _jax, "torch": _torch}
     return of_engine[engine](loss_of, inputs, variables)
 
 
 def _tensorflow(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gradients:
+    import keras
+
+    with keras.StatelessScope():
+        return _by_tape(loss_of, inputs, [v.value for v in variables])
+
+
+def _by_tape(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gradients:
     import tensorflow as tf
 
     tensors = [tf.convert_to_tensor(x) for x in inputs]
-    with keras.StatelessScope(), tf.GradientTape() as tape:
+    with tf.GradientTape() as tape:
         tape.watch(tensors)
         loss = loss_of(tensors)
-    found = tape.gradient(
-        loss, [*tensors, *[v.value for v in variables]], unconnected_gradients=tf.UnconnectedGradients.ZERO
-    )
+    found = tape.gradient(loss, [*tensors, *variables], unconnected_gradients=tf.UnconnectedGradients.ZERO)
     found = [tf.convert_to_tensor(g).numpy() for g in found]
     return loss.numpy(), found[: len(tensors)], found[len(tensors) :]
 
@@ -36,6 +47,7 @@ def _tensorflow(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]
 def _jax(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gradients:
     import jax
     import jax.numpy as jnp
+    import keras
 
     def pure(tensors: list[Any], values: list[Any]) -> Any:
         with keras.StatelessScope(list(zip(variables, values, strict=True))):
@@ -48,6 +60,7 @@ def _jax(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gr
 
 
 def _torch(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gradients:
+    import keras
     import torch
 
     tensors = [torch.tensor(x, requires_grad=True) for x in inputs]

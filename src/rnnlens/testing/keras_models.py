@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import keras
+import numpy as np
+
+#: Makes a model out of a Keras: the package ``keras``, or ``tf_keras``.
+Make = Callable[[Any], Any]
 
 
-def stacked() -> Any:
+def stacked(keras: Any) -> Any:
     """Two layers, the upper one returning its last output."""
     layers = keras.layers
     return keras.Sequential(
@@ -21,7 +24,7 @@ def stacked() -> Any:
     )
 
 
-def bidirectional() -> Any:
+def bidirectional(keras: Any) -> Any:
     """A masked bidirectional layer whose halves are multiplied."""
     layers = keras.layers
     half = layers.LSTM(2, return_sequences=True)
@@ -35,20 +38,20 @@ def bidirectional() -> Any:
     )
 
 
-def shared() -> Any:
+def shared(keras: Any) -> Any:
     """One layer called twice, in a nested model and out of it."""
     x = keras.Input((4, 2))
     layer = keras.layers.SimpleRNN(2, return_sequences=True, name="rnn")
     return keras.Model(x, keras.layers.Dense(2)(layer(layer(x))))
 
 
-def nested() -> Any:
+def nested(keras: Any) -> Any:
     """A recurrent layer inside a model inside a model."""
     inner = keras.Sequential([keras.Input((4, 2)), keras.layers.GRU(2, name="gru")], name="encoder")
     return keras.Sequential([keras.Input((4, 2)), inner, keras.layers.Dense(2)])
 
 
-def encoder_decoder() -> Any:
+def encoder_decoder(keras: Any) -> Any:
     """The final states of one layer start the other, which runs backwards."""
     x = keras.Input((4, 2))
     _, h, c = keras.layers.LSTM(3, return_state=True, name="encoder")(x)
@@ -56,27 +59,25 @@ def encoder_decoder() -> Any:
     return keras.Model(x, keras.layers.Dense(2)(y))
 
 
-class Subclassed(keras.Model):  # type: ignore[misc]  # Keras has no types
-    """A model that has no ``.output``."""
+def subclassed(keras: Any) -> Any:
+    """As many people write models: it has no ``.output``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = keras.layers.LSTM(2, return_sequences=True, name="rnn")
-        self.head = keras.layers.Dense(2)
+    class Subclassed(keras.Model):  # type: ignore[misc]  # Keras has no types
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = keras.layers.LSTM(2, return_sequences=True, name="rnn")
+            self.head = keras.layers.Dense(2)
 
-    def call(self, x: Any) -> Any:
-        """(sample, 4, 2) to (sample, 4, 2)."""
-        return self.head(self.rnn(x))
+        def call(self, x: Any) -> Any:
+            """(sample, 4, 2) to (sample, 4, 2)."""
+            return self.head(self.rnn(x))
 
-
-def subclassed() -> Any:
-    """As many people write models."""
     model = Subclassed()
-    model(keras.ops.zeros((1, 4, 2)))
+    model(np.zeros((1, 4, 2), dtype="float32"))
     return model
 
 
-MODELS: dict[str, Callable[[], Any]] = {
+MODELS: dict[str, Make] = {
     "stacked": stacked,
     "bidirectional": bidirectional,
     "shared": shared,

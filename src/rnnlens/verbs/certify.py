@@ -19,7 +19,7 @@ from ..adapters.protocol import Adapter, Batch, Capture, PlainRun, RecurrentCall
 from ..errors import CertificateError
 from ..recurrence.cells import affine
 from ..results.certificate import Certificate
-from ..results.checks import Check, coarser, residual, rounding_bound
+from ..results.checks import Check, coarser, residual, rounding_bound, underflow_unit
 from ..results.schema import plain
 from ..settings import current
 from ..typing import Array
@@ -91,11 +91,11 @@ class Comparisons:
         both = [(_array(a), _array(b)) for a, b in every]
         if not both:
             return
-        unit = max([scale, *(_largest(b) for _, b in both)])
-        worst = max(_residual(a, b, unit) for a, b in both)
         # Python's own numbers come from tensors of unknown dtype.
         kinds = ["float32" if isinstance(v, float) else str(_array(v).dtype) for pair in every for v in pair]
         kind = self.dtype or functools.reduce(coarser, kinds)
+        unit = max([scale, underflow_unit(kind, self.steps), *(_largest(b) for _, b in both)])
+        worst = max(_residual(a, b, unit) for a, b in both)
         self.checks.append(Check(name, layer, worst, rounding_bound(kind, self.steps)))
 
 

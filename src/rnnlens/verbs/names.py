@@ -144,7 +144,7 @@ def read(text: str, known: Catalogue) -> list[TensorName]:
     LayerNotFoundError
         If it names nothing, with the closest name that exists.
     """
-    for attempt in (_whole_model, _weight_path, _layer_quantity):
+    for attempt in (_whole_model, _weight_path, _layer_quantity, _tensor):
         found = attempt(text, known)
         if found:
             return found
@@ -230,6 +230,11 @@ def _layer_quantity(text: str, known: Catalogue) -> list[TensorName]:
         return [_inner(layer, what, state, known.recurrent[_uncalled(layer, known.recurrent)]) for layer in layers]
     layers = _layers(pattern, known.layers, text, known)
     return [TensorName(f"{layer}.{what}", what, layer) for layer in layers]  # type: ignore[arg-type]
+
+
+def _tensor(text: str, known: Catalogue) -> list[TensorName]:
+    """One tensor by the name that the framework has for it: what comes out of a place of its own."""
+    return [TensorName(text, "output", text)] if text in known.facts.tensors else []
 
 
 def _inner(layer: str, what: str, state: re.Match[str] | None, info: LayerInfo) -> TensorName:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import xarray as xr
 
 from ..adapters.protocol import Batch
 from ..adapters.registry import adapter_for
-from ..arguments import anything, checked, class_weights, examples, names, one_batch, seed, states, switch
+from ..arguments import anything, checked, class_weights, examples, names, one_batch, seed_or_none, states, switch
 from ..arguments import loss as a_loss
 from ..results.certificate import Certificate
 from ..results.checks import warn_about
 from ..results.trace import Trace
+from ..settings import current
 from .axes import Axes, an_axes_table
 from .certify import Ours, certify
 from .certify import wanted as asked_for
@@ -35,7 +37,7 @@ from .turns import in_turn
     class_weight=class_weights,
     training=switch,
     initial_state=states,
-    seed=seed,
+    seed=seed_or_none,
     axes=an_axes_table,
 )
 @in_turn
@@ -51,7 +53,7 @@ def trace(
     class_weight: Mapping[int, float] | None = None,
     training: bool = False,
     initial_state: Mapping[str, Sequence[Any]] | None = None,
-    seed: int = 0,
+    seed: int | None = 0,
     axes: Mapping[str, Any] | None = None,
 ) -> Trace:
     """Trace a model on one batch: activations, gates, states, and the direct and total gradient of every timestep.
@@ -78,7 +80,8 @@ def trace(
     initial_state
         By layer name: the states to start from, one (sample, unit) array each.
     seed
-        Of the random numbers drawn on the way, such as dropout: equal calls draw the same.
+        Of the random numbers drawn on the way, such as dropout: equal calls draw the same. None draws what the model
+        itself would draw next.
     axes
         What the axes of a tensor count, where that cannot be found out: ``{"conv.output": ("sample", "unit",
         "time")}``; ``(("time", "sample"), "unit")`` where two are folded into one.
@@ -112,6 +115,7 @@ def trace(
     adapter = adapter_for(model)
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     certified = asked_for(model, "trace", batch)
+    wanted = replace(wanted, weighed=certified or current().certify != "first")
     capture = adapter.capture(model, batch, wanted.request(certified))
     provenance = adapter.provenance(model)
     if wanted.has_loss:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ..adapters.protocol import Batch, LayerWeights
 from ..adapters.registry import adapter_for
-from ..arguments import anything, checked, class_weights, examples, names, one_batch, one_of, seed, switch
+from ..arguments import anything, checked, class_weights, examples, names, one_batch, one_of, seed_or_none, switch
 from ..arguments import loss as a_loss
 from ..errors import InputError, LayerNotFoundError, did_you_mean, message
 from ..results.certificate import Certificate
@@ -32,7 +32,7 @@ from .weight_labels import Labelled, label_cell, label_plain, node_dataset
     sample_weight=examples,
     class_weight=class_weights,
     training=switch,
-    seed=seed,
+    seed=seed_or_none,
 )
 @in_turn
 def weights(
@@ -47,7 +47,7 @@ def weights(
     sample_weight: Any = None,
     class_weight: Mapping[int, float] | None = None,
     training: bool = False,
-    seed: int = 0,
+    seed: int | None = 0,
 ) -> Weights:
     """Weights of every layer; recurrent ones split by gate and direction. With data, also their gradients.
 

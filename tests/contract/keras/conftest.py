@@ -7,9 +7,9 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import keras
 import pytest
 from keras_float64 import floats, lift
+from spoken_keras import keras
 
 lift()
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
+from spoken_keras import PACKAGE, keras, the_adapter
 
-from rnnlens.adapters.keras import adapter
 from rnnlens.adapters.protocol import Batch, CaptureRequest
 from rnnlens.testing.check import check_adapter
 from rnnlens.testing.keras_models import MODELS
+
+adapter = the_adapter()
 
 
 def loss(y_true, y_pred):
@@ -24,7 +25,7 @@ def data():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_contract(name):
-    assert len(check_adapter(adapter, MODELS[name](), Batch(data(), loss=loss), rtol=1e-9)) == 7
+    assert len(check_adapter(adapter, MODELS[name](keras), Batch(data(), loss=loss), rtol=1e-9)) == 7
 
 
 def test_a_broken_adapter_is_found_out():
@@ -35,13 +36,15 @@ def test_a_broken_adapter_is_found_out():
                 call.output = call.output[:, ::-1] if call.returns_sequences else call.output
             return capture
 
-    with pytest.raises(AssertionError, match="keras: outputs replay: lower output: off by"):
-        check_adapter(Upside(), MODELS["stacked"](), Batch(data(), loss=loss), rtol=1e-9)
+    with pytest.raises(AssertionError, match=f"{PACKAGE}: outputs replay: lower output: off by"):
+        check_adapter(Upside(PACKAGE), MODELS["stacked"](keras), Batch(data(), loss=loss), rtol=1e-9)
 
 
 def test_names_of_nodes():
     def nodes(name):
-        return [c.layer for c in adapter.capture(MODELS[name](), Batch(data()), CaptureRequest(gradients=False)).calls]
+        return [
+            c.layer for c in adapter.capture(MODELS[name](keras), Batch(data()), CaptureRequest(gradients=False)).calls
+        ]
 
     assert nodes("shared") == ["rnn#0", "rnn#1"]
     assert nodes("nested") == ["encoder/gru"]

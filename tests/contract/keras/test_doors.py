@@ -51,6 +51,7 @@ WRONG = {
 }
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_argument_is_one_error_that_says_what_to_do(model, case):
     call, kind, words = WRONG[case]

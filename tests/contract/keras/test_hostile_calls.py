@@ -44,12 +44,14 @@ def targets(tmp_path):
     return verbs(model, x, np.zeros((2, 5, 2), "f4"), "mse", tmp_path)
 
 
+@pytest.mark.one_engine
 def test_every_call_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
     outcomes = run(targets(tmp_path), FOREIGN, 120, 0)
     assert not faults(outcomes)
     assert sum(outcome.kind == "result" for outcome in outcomes) > 8  # many go through the door, and further
 
 
+@pytest.mark.one_engine
 def test_every_diagnosis_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
     model, x, y = (targets(tmp_path)[1].good[name]() for name in ("model", "x", "y"))
     outcomes = run(diagnoses(model, x, y), FOREIGN, 60, 0)

@@ -45,6 +45,7 @@ def test_memory_of_a_shift_register_is_exact(x, lag):
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.one_engine
 def test_samples_of_unequal_length_count_from_their_own_end(x):
     lengths = np.random.default_rng(1).integers(8, STEPS + 1, SAMPLES)
     real = np.arange(STEPS)[None] < lengths[:, None]
@@ -53,6 +54,7 @@ def test_samples_of_unequal_length_count_from_their_own_end(x):
     assert float(rl.diagnose(shift_register(3, masked=True), x, y)["model"].memory) == 4
 
 
+@pytest.mark.one_engine
 def test_what_is_missed_is_named(x):
     d = rl.diagnose(shift_register(2), x, 0.5 * x[:, -3] + 0.5 * x[:, -15])
     assert next(f for f in d.findings if f.code == "MISSED_DEPENDENCY").evidence["lag"] == 14

@@ -179,6 +179,7 @@ def test_loss_and_what_recurrent_layers_carry_come_from_one_captured_pass(masked
     check(g, {name: expected[name] for name in names}, value)
 
 
+@pytest.mark.one_engine
 def test_callable_of_the_output(model):
     def function(out):
         return keras.ops.sum(keras.ops.exp(out[:, 1]))
@@ -200,6 +201,7 @@ class TwoHeads(keras.Model):
         return self.heads[0](sequence), self.heads[1](sequence[:, -1])
 
 
+@pytest.mark.one_engine
 def test_a_callable_sees_every_output_of_a_subclassed_model():
     model = TwoHeads()
     model(X)

@@ -94,6 +94,7 @@ def test_one_tensor_without_a_gradient_is_an_error_with_its_reason(model):
     )
 
 
+@pytest.mark.one_engine
 def test_masked_steps_all_of_them_or_some():
     keras.utils.set_random_seed(0)
     x = np.random.default_rng(0).normal(size=(2, 4, 3)).astype("float32")
@@ -109,6 +110,7 @@ def test_masked_steps_all_of_them_or_some():
         assert not none[name].values.any()
 
 
+@pytest.mark.one_engine
 def test_underflow_of_half_precision():
     keras.utils.set_random_seed(0)
     first = layers.Dense(3, dtype="float16", name="first")

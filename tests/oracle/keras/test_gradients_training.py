@@ -46,6 +46,7 @@ def close(g, expected):
         np.testing.assert_allclose(g[name].values, true, rtol=2e-4, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("clip", "how"),
     [
@@ -66,6 +67,7 @@ def test_regularised_weighted_masked_and_clipped_as_a_training_step_is(clip, how
     assert g["embedding/embeddings"].attrs["touched_rows"] == touched
 
 
+@pytest.mark.one_engine
 def test_clipping_needs_an_optimizer_that_clips():
     with pytest.raises(rl.errors.ModelError) as caught:
         rl.gradients(build("sgd"), X, Y, wrt="head.weights", clip="optimizer")
@@ -91,6 +93,7 @@ def test_dropout_follows_the_seed_and_the_models_own_generator_stays():
         np.testing.assert_array_equal(old, keras.ops.convert_to_numpy(variable))
 
 
+@pytest.mark.one_engine
 def test_every_source_and_batch_size_gives_the_same(tmp_path):
     import tensorflow as tf
     import zarr

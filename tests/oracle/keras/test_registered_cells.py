@@ -112,6 +112,7 @@ def test_a_registered_cell_is_traced_as_one_of_ours():
         np.testing.assert_allclose(asked[name].values.reshape(expected.shape), expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.one_engine
 def test_both_directions_and_the_time_jacobian():
     layer = keras.layers.RNN(Coupled(UNITS, dtype="float64"), dtype="float64")
     model, x = build(keras.layers.Bidirectional(layer, name="both", dtype="float64"))
@@ -136,6 +137,7 @@ class Wrong(CoupledEquations):
         return record, (0.9 * h, c)
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize("sequences", [False, True])
 def test_other_equations_are_refused(sequences):
     model, x = build(keras.layers.RNN(Coupled(UNITS), name="rnn", return_sequences=sequences))
@@ -148,6 +150,7 @@ def test_other_equations_are_refused(sequences):
         rl.cells.register(Coupled, CoupledEquations, weights=weights)
 
 
+@pytest.mark.one_engine
 def test_a_regularizer_of_a_registered_cell_is_refused():
     cell = Coupled(UNITS)
     model, x = build(keras.layers.RNN(cell, name="rnn"))

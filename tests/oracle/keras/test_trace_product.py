@@ -220,6 +220,7 @@ def cases():
         yield pytest.param(*case, id=name, marks=() if case in quick else pytest.mark.full)
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize(("dtype", "cell", "unroll"), list(cases()), indirect=["dtype"])
 def test_every_option_product(cell, unroll, dtype):
     tolerance = {"float64": 1e-10, "float32": 1e-4}[dtype]

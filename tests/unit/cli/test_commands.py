@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -32,7 +33,7 @@ def test_version_and_help(rnnlens):
     said = rnnlens("--version")
     assert (said.code, said.out) == (0, f"rnnlens {rl.__version__}\n")
     listing = rnnlens("--help").out
-    for command in ("layers", "trace", "diagnose", "show", "demo"):
+    for command in ("layers", "trace", "diagnose", "report", "show", "demo"):
         assert command in listing
         assert rnnlens(command, "--help").code == 0
 
@@ -57,10 +58,68 @@ def test_trace_and_show_a_keras_file(rnnlens, folder, keras_files):
     expected = rl.trace(model, data["x"], data["y"])
     saved = rl.open(folder / "run.nc")
     np.testing.assert_array_equal(saved["lstm"].hidden_grad, expected["lstm"].hidden_grad)
-    assert said.out == f"{saved!r}\n"
+    assert said.out.splitlines()[0] == repr(saved).splitlines()[0]
+    for line in repr(saved).splitlines()[2:]:  # what is said beside the layers
+        assert line.strip() in said.out
+    row = next(line for line in said.out.splitlines() if line.startswith("lstm"))
+    sizes = np.linalg.norm(saved["lstm"].hidden_grad.values.astype(float), axis=-1)
+    relative = np.median(sizes / sizes.max(axis=1, keepdims=True), axis=0)
+    blocks = [1 + np.log10(v / relative.max()) / 6 for v in relative]
+    assert "".join("▁▂▃▄▅▆▇█"[round(share * 7)] for share in blocks) in row
+    assert f"{sizes.max():.2g}" in row
     assert rnnlens("show", "run.nc").out == said.out
     assert rnnlens("show", "run.nc", "lstm").out == f"{saved['lstm']!r}\n"
     assert "dL/dh_t" in rnnlens("show", "run.nc", "lstm.hidden_grad").out
+
+
+def test_json_for_scripts(rnnlens, folder, keras_files):
+    said = rnnlens("trace", keras_files / "good.keras", "data.npz", "-o", "run.nc", "--json")
+    told, saved = json.loads(said.out), rl.open(folder / "run.nc")
+    assert (told["schema"], told["kind"], told["loss"]) == (1, "trace", pytest.approx(saved.loss))
+    layer = told["layers"][0]
+    assert layer["name"] == "lstm"
+    assert layer["variables"]["hidden"] == dict(saved["lstm"].hidden.sizes)
+    curve = layer["profiles"]["all"]
+    sizes = np.linalg.norm(saved["lstm"].hidden_grad.values.astype(float), axis=-1)
+    relative = np.median(sizes / sizes.max(axis=1, keepdims=True), axis=0)
+    np.testing.assert_allclose(curve["values"], relative, rtol=1e-5)
+    assert curve["peak"] == pytest.approx(sizes.max())
+    assert told["certificate"]["state"] == "passed"
+    assert all(check["ok"] for check in told["checks"])
+    assert json.loads(rnnlens("show", "run.nc", "--json").out) == told
+    array = json.loads(rnnlens("show", "run.nc", "lstm.hidden_grad", "--json").out)
+    np.testing.assert_allclose(array["values"], saved["lstm"].hidden_grad, rtol=1e-6)
+    assert array["dims"] == dict(saved["lstm"].hidden_grad.sizes)
+    rows = json.loads(rnnlens("layers", keras_files / "good.keras", "--json").out)
+    assert [row["name"] for row in rows] == ["lstm"]
+
+
+def test_a_report_of_a_file(rnnlens, folder, keras_files):
+    arguments = ("-o", "out.html", "--baseline", "init", "--no-diagnosis", "--title", "Mine")
+    said = rnnlens("report", keras_files / "good.keras", "data.npz", *arguments)
+    assert (said.code, said.err) == (0, "wrote out.html\n")
+    text = (folder / "out.html").read_text("utf-8")
+    assert "<h1>Mine</h1>" in text
+    assert "before training" in text
+    rnnlens("trace", keras_files / "good.keras", "data.npz", "-o", "run.nc")
+    said = rnnlens("report", "run.nc", "--json")
+    assert json.loads(said.out) == {"report": "report.html", "bytes": (folder / "report.html").stat().st_size}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("data.npz", "-o", "out.txt"), "A report is an HTML file."),
+        ((), "A report of a model needs data."),
+        (("missing.npz",), "There is no such data file."),
+        (("data.npz", "--tokens", "none.txt"), "The tokens cannot be read."),
+    ],
+)
+def test_a_report_that_cannot_be(rnnlens, folder, keras_files, arguments, what):
+    said = rnnlens("report", keras_files / "good.keras", *arguments)
+    assert said.code == 2
+    assert said.err.startswith(what)
+    assert not (folder / "report.html").exists()
 
 
 def test_trace_only_what_is_asked(rnnlens, folder, keras_files):

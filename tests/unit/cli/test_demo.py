@@ -14,7 +14,7 @@ import xarray as xr
 from rich.console import Console
 
 from rnnlens.cli.demo import load_digits, load_keras, run
-from rnnlens.cli.portrait import Portrait, draw_steps, draw_units, lag_norms, sentence, table
+from rnnlens.cli.portrait import Portrait, draw_samples, draw_steps, draw_units, sentence, table
 from rnnlens.errors import InputError
 from rnnlens.results.diagnosis import Diagnosis
 from rnnlens.results.schema import layer_dataset
@@ -57,7 +57,7 @@ def diagnosis(*, known: bool = True, memory: float = 61, before: float = 4) -> D
 
 
 def portrait(accuracy: tuple[float, float] = (0.05, 0.9), **changed: Any) -> Portrait:
-    return Portrait("gru", accuracy, diagnosis(**changed), (fading(0.5), fading(0.9)))
+    return Portrait("gru", accuracy, diagnosis(**changed), (fading(0.5), fading(0.9)), np.array([0.9, 0.1, 0.4]))
 
 
 def output_of(*printed: object) -> str:
@@ -79,26 +79,30 @@ def test_no_memory_is_shown_where_it_is_unknown():
     assert "61" not in printed
 
 
-def test_mean_is_taken_of_norms_and_the_last_step_comes_first():
-    gradient = np.zeros((2, 3, 2))
-    gradient[0, 2] = [3, 4]
-    gradient[1, 2] = [-3, -4]
-    np.testing.assert_allclose(lag_norms(gradient), [5, 0, 0])
-
-
 def test_sentence_is_that_of_the_diagnosis():
     assert sentence(portrait()) == "gru uses the last 61 of 64 steps. Accuracy 5 % → 90 %."
 
 
 def test_figures_show_before_and_after():
-    figure = draw_steps([portrait()])
-    (panel,) = figure.axes
-    before, after = (np.asarray(path.vertices)[:, 1] for path in panel.collections[0].get_paths())
-    np.testing.assert_allclose(before, 2 * 0.5 ** np.arange(STEPS)[::-1])
-    np.testing.assert_allclose(after, 2 * 0.9 ** np.arange(STEPS)[::-1])
+    panel, _ = draw_steps([portrait()]).axes
+    before, after = (line for line in panel.lines if line.get_gid() == "hidden_grad")
+    np.testing.assert_allclose(before.get_ydata(), 0.5 ** np.arange(STEPS)[::-1])
+    np.testing.assert_allclose(after.get_ydata(), 0.9 ** np.arange(STEPS)[::-1])
+    ends = [text.get_text().split("\n")[0] for text in panel.texts if text.get_gid() == "end"]
+    assert ends == ["before training", "after training"]
     assert panel.get_yscale() == "log"
+
+
+def test_the_picture_of_a_network_is_that_of_all_its_digits_each_by_its_own_peak():
     images = [ax for ax in draw_units(portrait()).axes if ax.images]
-    assert [ax.get_title() for ax in images] == ["training before", "training after"]
+    assert [ax.get_title() for ax in images] == [
+        "before training",
+        "after training",
+        "after training - before training",
+    ]
+    np.testing.assert_allclose(images[1].images[0].get_array()[2], 0.9 ** np.arange(STEPS)[::-1])
+    one = [ax.get_title() for ax in draw_samples(portrait()).axes if ax.images]
+    assert one[0] == "before training\nsample 2, loss 0.4 (the median)"
 
 
 def test_digits_are_split_without_overlap_and_scaled():
@@ -121,7 +125,7 @@ def test_everything_at_a_reduced_size(tmp_path):
         assert next(iter(portrait.diagnosis.sentences.values())) in printed.replace("\n", " ")
         assert (tmp_path / "figures" / f"{portrait.layer}-before-after.png").stat().st_size > 0
         assert (tmp_path / "figures" / f"{portrait.layer}-diagnosis.png").stat().st_size > 0
-    assert (tmp_path / "figures" / "gradient-by-step.png").stat().st_size > 0
+    assert (tmp_path / "figures" / "gradient-by-step.svg").stat().st_size > 0
     again = run(tmp_path / "again", cells=["SimpleRNN"], **size, console=Console(quiet=True))
     assert again[0].accuracy == portraits[0].accuracy
     assert str(again[0].diagnosis) == str(portraits[0].diagnosis)

@@ -148,6 +148,46 @@ def jacobian():
 
 
 @pytest.fixture
+def initial():
+    """(sample, out_time, out_unit, in_feature): d(state)/d(initial state), a unit's own share 0.9 ** steps."""
+
+    def make(samples=2, steps=6, units=3, *, directions=False):
+        own = 0.9 ** np.arange(1.0, steps + 1)[:, None, None] * np.eye(units)
+        values = np.broadcast_to(own, (samples, steps, units, units)).copy()
+        dims = ("sample", "out_time", "out_unit", "in_feature")
+        if directions:
+            both = np.zeros((samples, steps, 2, units, 2, units))
+            both[:, :, 0, :, 0], both[:, :, 1, :, 1] = values, values[:, ::-1]
+            values, dims = both, ("sample", "out_time", "direction", "out_unit", "in_direction", "in_feature")
+        return xr.DataArray(values, dims=dims, name="jacobian")
+
+    return make
+
+
+@pytest.fixture
+def weights_by_time():
+    """Gradients of an LSTM's weights by time: step t adds ``decay ** lag`` to every entry."""
+
+    def make(steps=10, units=4, *, decay=0.5, directions=False):
+        adds = decay ** np.arange(steps)[::-1]
+        data = {}
+        for name, dims, shape in (
+            ("kernel", ("feature", "gate", "unit"), (3, 4, units)),
+            ("recurrent_kernel", ("unit_in", "gate", "unit"), (units, 4, units)),
+            ("bias", ("gate", "unit"), (4, units)),
+        ):
+            values = np.broadcast_to(adds.reshape(-1, *[1] * len(shape)), (steps, *shape)).copy()
+            dims = ("time", *dims)
+            if directions:
+                values, dims = np.stack([values, values[::-1]]), ("direction", *dims)
+            data[f"{name}_grad"] = (dims, values)
+        coords = {"gate": LSTM} | ({"direction": ["forward", "backward"]} if directions else {})
+        return xr.Dataset(data, coords=coords, attrs={"layer": "lstm", "cell": "lstm"})
+
+    return make
+
+
+@pytest.fixture
 def by_gid():
     """Artists of one Axes (or figure) that carry a gid."""
 

@@ -1,5 +1,6 @@
 """histogram, weights_histogram, weights_heatmap: counts, shares and places are exact."""
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 from matplotlib.patches import StepPatch
@@ -71,7 +72,14 @@ def test_overlaid_positions_have_a_legend_in_their_colours(layer):
     for patch, gate in zip(drawn, GATES, strict=True):
         assert patch.get_data().values.sum() == data.sel(gate=gate).size
     for patch, handle in zip(drawn, legend.legend_handles, strict=True):
-        np.testing.assert_allclose(patch.get_facecolor()[:3], handle.get_facecolor()[:3])
+        assert mpl.colors.same_color(patch.get_edgecolor(), handle.get_color())
+
+
+def test_more_than_two_are_outlines_two_are_filled(layer):
+    data = layer().gates
+    for count in (2, 3):
+        axes = rl.plot.histogram(data.isel(gate=slice(count)), overlay="gate")
+        assert {patch.get_fill() for patch in axes[0].patches} == {count == 2}
 
 
 def test_a_mapping_is_overlaid_by_name(gradient):
@@ -106,11 +114,29 @@ def test_missing_values_are_left_out_and_counted_exactly(gradient):
     assert axes[0].get_title() == "unit 0"
 
 
-@pytest.mark.parametrize("values", [np.zeros(5), np.full(5, 3.0), np.full(5, np.nan), np.array([1.0])])
-def test_constant_and_missing_data_have_bins(values, render):
+@pytest.mark.parametrize("values", [np.full(5, np.nan), np.array([1.0])])
+def test_single_and_missing_data_have_bins(values, render):
     axes = rl.plot.histogram(values)
     render(axes)
     assert steps(axes[0])[0].values.sum() == np.isfinite(values).sum()
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_a_constant_is_counted_not_binned(value, render, by_gid):
+    axes = rl.plot.histogram(np.full(64, value))
+    render(axes)
+    assert steps(axes[0]) == []
+    line, words = sorted(by_gid(axes[0], "constant"), key=lambda artist: hasattr(artist, "get_text"))
+    assert line.get_xdata()[0] == value
+    assert words.get_text() == f"64 x {value:g}"
+
+
+def test_zero_biases_are_counted(weights, text_of):
+    data = weights(units=64)
+    data["bias"].values[:] = 0.0
+    data["bias"].values[1] = 1.0
+    text = text_of(rl.plot.weights_histogram(data)).split("\n")
+    assert (text.count("64 x 0"), text.count("64 x 1")) == (3, 1)
 
 
 def test_impossible_bins_are_refused(gradient):
@@ -127,9 +153,9 @@ def test_impossible_bins_are_refused(gradient):
 def test_each_weight_is_drawn_at_its_row_gate_and_unit(weights, units):
     data = weights(units=units)
     axes = rl.plot.weights_heatmap(data)
-    assert [ax.get_title() for ax in axes] == ["kernel", "recurrent_kernel", "bias"]
+    assert [ax.get_title() for ax in axes] == ["kernel", "recurrent kernel", "bias"]
     for ax in axes:
-        values = data[ax.get_title()]
+        values = data[ax.get_title().replace(" ", "_")]
         drawn = ax.images[0].get_array().reshape(-1, 4, units)
         for number, gate in enumerate(GATES):
             np.testing.assert_array_equal(drawn[:, number], np.atleast_2d(values.sel(gate=gate).values))
@@ -171,7 +197,7 @@ def test_outliers_do_not_wash_out_the_rest_and_the_figure_says_so(weights):
 
 def test_kernels_are_drawn_in_one_order_whatever_that_of_the_data(weights):
     data = weights()[["bias", "recurrent_kernel", "kernel"]]
-    assert [ax.get_title() for ax in rl.plot.weights_heatmap(data)] == ["kernel", "recurrent_kernel", "bias"]
+    assert [ax.get_title() for ax in rl.plot.weights_heatmap(data)] == ["kernel", "recurrent kernel", "bias"]
 
 
 def test_missing_weights_are_marked_counted_and_not_zeroed(weights, by_gid):
@@ -179,7 +205,7 @@ def test_missing_weights_are_marked_counted_and_not_zeroed(weights, by_gid):
     data["kernel"].values[1, 2, 3] = np.nan
     kernel, recurrent, _ = rl.plot.weights_heatmap(data)
     assert kernel.get_title() == "kernel · NaN: 1 of 48 (2.08 %)"
-    assert recurrent.get_title() == "recurrent_kernel"
+    assert recurrent.get_title() == "recurrent kernel"
     assert np.argwhere(np.ma.getmaskarray(kernel.images[0].get_array())).tolist() == [[1, 11]]
     (cross,) = by_gid(kernel, "non-finite")
     assert (cross.get_xdata()[0], cross.get_ydata()[0]) == (11, 1)
@@ -190,7 +216,7 @@ def test_missing_weights_are_marked_counted_and_not_zeroed(weights, by_gid):
 def test_directions_of_weights_are_side_by_side(weights, by_gid):
     data = weights(directions=True)
     axes = rl.plot.weights_heatmap(data)
-    assert [ax.get_title() for ax in axes] == ["kernel", "recurrent_kernel", "bias"] * 2
+    assert [ax.get_title() for ax in axes] == ["kernel", "recurrent kernel", "bias"] * 2
     np.testing.assert_array_equal(
         axes[3].images[0].get_array(), data["kernel"].sel(direction="backward").values.reshape(3, 16)
     )
@@ -263,7 +289,9 @@ def test_each_panel_is_the_gate_that_its_title_names(weights):
     assert len(axes) == 12
     for ax in axes:
         kernel, gate = ax.get_title().split(" · ")
-        np.testing.assert_array_equal(steps(ax)[0].values, np.histogram(data[kernel].sel(gate=gate).values, bins=5)[0])
+        np.testing.assert_array_equal(
+            steps(ax)[0].values, np.histogram(data[kernel.replace(" ", "_")].sel(gate=gate).values, bins=5)[0]
+        )
 
 
 def test_share_of_nan_is_exact_per_gate_and_direction(weights):
@@ -285,3 +313,27 @@ def test_gates_of_a_kernel_share_bins_kernels_do_not(weights):
     everywhere = rl.plot.weights_histogram(weights(), shared=True)
     assert len({tuple(steps(ax)[0].edges) for ax in everywhere}) == 1
     assert len({ax.get_ylim() for ax in everywhere}) == 1
+
+
+def test_colours_that_end_before_the_values_have_pointed_bars(weights, gradient):
+    def ends(axes):
+        (bar,) = [ax for ax in axes[0].figure.axes if ax not in list(axes)]
+        return bar._colorbar.extend
+
+    data = weights()
+    data["bias"].values[1] = 50.0
+    assert ends(rl.plot.weights_heatmap(data)) == "max"
+    assert ends(rl.plot.weights_heatmap(weights())) == "neither"
+    assert ends(rl.plot.heatmap(gradient() - 1, limit=0.5)) == "both"
+    assert ends(rl.plot.heatmap(gradient() - 1, limit=1.01)) == "max"
+
+
+def test_missing_weights_are_red_in_title_and_panel(weights):
+    data = weights()
+    data["kernel"].values[1, 2, 3] = np.nan
+    for draw in (rl.plot.weights_heatmap, rl.plot.weights_histogram):
+        axes = draw(data)
+        red = [ax.title.get_color() == "#c00000" for ax in axes]
+        assert red == ["NaN" in ax.get_title() for ax in axes]
+        assert sum(red) == 1
+        assert axes[0].figure._suptitle.get_color() == ("#c00000" if draw is rl.plot.weights_histogram else "black")

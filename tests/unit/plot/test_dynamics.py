@@ -29,7 +29,7 @@ def test_gate_rows_hold_mean_map_and_saturation(layer, by_gid):
     for row, gate in enumerate(data.gate.values):
         activity, picture, saturation = axes[3 * row : 3 * row + 3]
         values = data.gates.sel(gate=gate).values
-        assert activity.get_ylabel() == f"{gate} gate"
+        assert activity.get_ylabel() == (gate if gate == "candidate" else f"{gate} gate")
         np.testing.assert_allclose(curve(activity, "mean")[1], values.mean(axis=(0, 2)))
         np.testing.assert_allclose(picture.images[0].get_array(), values.mean(axis=0).T)
         low = -0.9 if gate == "candidate" else 0.1
@@ -91,37 +91,70 @@ def test_a_layer_without_gates_is_refused(layer):
         rl.plot.gates(layer().drop_vars("gates"))
 
 
+def test_words_of_the_saturation_map(layer):
+    axes = rl.plot.gates(layer())
+    assert [ax.get_ylabel() for ax in axes[2::3]] == [
+        "share near 0 (< 0.1)",
+        "share near 0 (< 0.1)",
+        "share near -1 (< -0.9)",
+        "share near 0 (< 0.1)",
+    ]
+    assert axes[-1].get_xlabel() == "share near 1 (> 0.9)"
+    assert axes[8].get_xlabel() == "share near +1 (> 0.9)"
+
+
 # -- gradient_flow
 
 
+def ends(ax):
+    """What is written at the ends of the lines."""
+    found = [text.get_text().split("\n") for text in ax.texts if text.get_gid() == "end"]
+    return [": ".join([words[0], ", ".join(words[1:])]) if words[1:] else words[0] for words in found]
+
+
 @pytest.mark.parametrize("decay", [0.5, 0.8])
-def test_flow_draws_norms_and_the_exact_decay(layer, by_gid, decay):
-    data = layer(samples=3, steps=30, units=4, decay=decay)
-    (ax,) = rl.plot.gradient_flow(data)
+def test_flow_draws_the_shape_and_the_exact_decay(layer, decay):
+    ax, _ = rl.plot.gradient_flow(layer(samples=3, steps=30, units=4, decay=decay))
     assert ax.get_yscale() == "log"
     steps, total = curve(ax, "hidden_grad")
     np.testing.assert_array_equal(steps, np.arange(30))
-    np.testing.assert_allclose(total, 2 * decay ** np.arange(30)[::-1])
-    line, words = sorted(by_gid(ax, "decay"), key=lambda artist: hasattr(artist, "get_text"))
-    np.testing.assert_allclose(line.get_ydata(), total)
-    assert words.get_text() == f"x {decay:.3g} a step"
+    np.testing.assert_allclose(total, decay ** np.arange(30)[::-1])
+    np.testing.assert_allclose(curve(ax, "decay")[1], total)
+    assert f"x {decay:.3g} a step" in ends(ax)[0]
 
 
-def test_neither_a_spike_nor_a_hard_sample_decides_the_decay(layer, by_gid):
+def test_the_size_stands_beside_the_shape(layer, by_gid):
+    data = layer(samples=3, units=4)
+    data["hidden_grad"] = data.hidden_grad * xr.DataArray([1.0, 2.0, 8.0], dims="sample")
+    shape, size = rl.plot.gradient_flow(data)
+    assert curve(shape, "hidden_grad")[1].max() == 1
+    assert curve(size, "size hidden_grad")[1].tolist() == pytest.approx([4.0])  # norm 2 over 4 units, times 2
+    assert by_gid(size, "size")[0].get_ydata().tolist() == pytest.approx([3.0, 10.0])
+
+
+def test_the_reach_holds_95_percent_of_the_squares(layer):
+    squares = 0.25 ** np.arange(30)
+    reach = int(np.argmax(np.cumsum(squares) >= 0.95 * squares.sum())) + 1
+    ax, _ = rl.plot.gradient_flow(layer(steps=30, decay=0.5))
+    assert ends(ax)[0].endswith(f"reach {reach}, x 0.5 a step")
+    assert curve(ax, "reach")[0].tolist() == [29, 29 - reach + 1]
+
+
+def test_neither_a_spike_nor_a_hard_sample_decides(layer):
     data = layer(samples=5, steps=30, decay=0.9)
-    data["hidden_grad"].values[:, -1] *= 100
+    data["hidden_grad"].values[:, -1] *= 2
     data["hidden_grad"].values[0] = data["hidden_grad"].values[0, ::-1] * 1e4
-    (words,) = [a for a in by_gid(rl.plot.gradient_flow(data)[0], "decay") if hasattr(a, "get_text")]
-    assert words.get_text() == "x 0.9 a step"
+    ax, _ = rl.plot.gradient_flow(data)
+    assert ends(ax)[0].endswith("x 0.9 a step")
+    assert curve(ax, "hidden_grad")[1][-1] == 1
 
 
 def test_direct_gradient_of_one_step_is_a_point_and_zeros_are_told(layer):
-    (ax,) = rl.plot.gradient_flow(layer(steps=30))
+    ax, _ = rl.plot.gradient_flow(layer(steps=30))
     _, direct = curve(ax, "output_grad")
     assert np.isnan(direct[:-1]).all()
-    assert direct[-1] == pytest.approx(math.sqrt(3))
-    labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert labels == ["total, hidden state", "direct, output (0 at 29 of 30 steps)"]
+    assert direct[-1] == 1
+    assert "direct: 0 at 29 of 30 steps" in ends(ax)[1]
 
 
 def test_points_are_drawn_only_where_a_line_would_not_show(layer):
@@ -135,25 +168,55 @@ def test_points_are_drawn_only_where_a_line_would_not_show(layer):
 def test_vanishing_float32_gradients_do_not_underflow(layer):
     data = layer(steps=8)
     data["hidden_grad"] = (data.hidden_grad * 1e-30).astype("float32")
-    _, total = curve(rl.plot.gradient_flow(data)[0], "hidden_grad")
-    assert (total > 0).all()
+    np.testing.assert_allclose(curve(rl.plot.gradient_flow(data)[0], "hidden_grad")[1], 0.5 ** np.arange(8)[::-1])
 
 
-def test_flow_of_the_backward_half_runs_the_other_way(layer, by_gid):
+def test_what_lies_below_the_axis_is_marked_and_named(layer, by_gid):
+    ax, _ = rl.plot.gradient_flow(layer(steps=60, decay=0.4))
+    marks, words = sorted(by_gid(ax, "below"), key=lambda artist: hasattr(artist, "get_text"))
+    floor = ax.get_ylim()[0]
+    assert marks.get_xdata().tolist() == np.flatnonzero(0.4 ** np.arange(60)[::-1] < floor).tolist()
+    assert words.get_text() == f"below {floor:.0e}"
+
+
+def test_flow_of_the_backward_half_runs_the_other_way(layer):
     axes = rl.plot.gradient_flow(layer(steps=30, directions=True))
-    assert [ax.get_title() for ax in axes] == ["lstm · forward", "lstm · backward"]
-    falls = by_gid(axes[1], "decay")[0].get_ydata()
-    assert (np.diff(falls) < 0).all()
+    assert [ax.get_title() for ax in axes[::2]] == ["lstm · forward", "lstm · backward"]
+    assert (np.diff(curve(axes[2], "decay")[1]) < 0).all()
     turned = rl.plot.gradient_flow(layer(steps=30, directions=True), as_computed=True)
-    assert (np.diff(by_gid(turned[1], "decay")[0].get_ydata()) > 0).all()
+    assert (np.diff(curve(turned[2], "decay")[1]) > 0).all()
+
+
+def test_networks_are_lines_of_one_panel_named_at_their_ends(layer):
+    ax, size = rl.plot.gradient_flow({"GRU": layer(steps=30, decay=0.5), "LSTM": layer(steps=30, decay=0.9)})
+    assert [words.split(":")[0] for words in ends(ax)] == ["GRU", "LSTM"]
+    gru, lstm = [line for line in ax.lines if line.get_gid() == "hidden_grad"]
+    np.testing.assert_allclose(lstm.get_ydata(), 0.9 ** np.arange(30)[::-1])
+    colours = [text.get_color() for text in ax.texts if text.get_gid() == "end"]
+    assert colours == [gru.get_color(), lstm.get_color()]
+    assert len([line for line in size.lines if line.get_gid() == "size"]) == 2
+    heights = [text.xy[1] for text in ax.texts if text.get_gid() == "end"]
+    assert heights[1] > heights[0]
+
+
+def test_traces_of_several_layers_are_compared_layer_by_layer(layer):
+    moments = {name: xr.DataTree.from_dict({"low": layer(decay=d), "top": layer(decay=0.9)}) for name, d in MOMENTS}
+    networks = {name: {key: node.to_dataset() for key, node in tree.items()} for name, tree in moments.items()}
+    axes = rl.plot.gradient_flow(networks)
+    assert [ax.get_title() for ax in axes[::2]] == ["low", "top"]
+    assert [words.split(":")[0] for words in ends(axes[0])] == ["before", "after"]
+
+
+MOMENTS = (("before", 0.5), ("after", 0.9))
 
 
 def test_flow_has_a_panel_per_layer_on_one_scale(layer):
     layers = {"low": layer(decay=0.5), "wide": layer(directions=True), "top": layer(decay=0.9)}
-    axes = rl.plot.gradient_flow(layers)
-    assert [ax.get_title() for ax in axes] == ["low", "wide · forward", "wide · backward", "top"]
-    assert len({ax.get_ylim() for ax in axes}) == 1
-    assert len({ax.get_ylim() for ax in rl.plot.gradient_flow(layers, shared=False)}) > 1
+    tree = xr.DataTree.from_dict(layers)
+    axes = rl.plot.gradient_flow(tree)
+    assert [ax.get_title() for ax in axes[::2]] == ["low", "wide · forward", "wide · backward", "top"]
+    assert len({ax.get_ylim() for ax in axes[::2]}) == 1
+    assert len({ax.get_ylim() for ax in rl.plot.gradient_flow(tree, shared=False)[::2]}) > 1
 
 
 def test_last_output_only_lies_at_the_last_step(layer):
@@ -163,17 +226,31 @@ def test_last_output_only_lies_at_the_last_step(layer):
     assert steps.tolist() == [6]
 
 
-def test_gradient_that_does_not_fade_says_so(layer, by_gid):
-    (ax,) = rl.plot.gradient_flow(layer(decay=1.0))
-    assert [a.get_text() for a in by_gid(ax, "decay") if hasattr(a, "get_text")] == ["x 1 a step"]
+def test_gradient_that_does_not_fade_says_so(layer):
+    ax, _ = rl.plot.gradient_flow(layer(decay=1.0))
+    assert ends(ax)[0].endswith("x 1 a step")
 
 
-def test_missing_gradients_are_marked_and_counted(layer, by_gid):
+def test_missing_gradients_are_marked_counted_and_red(layer, by_gid):
     data = layer()
     data["hidden_grad"].values[0, 3, 1] = np.nan
-    (ax,) = rl.plot.gradient_flow(data)
-    assert by_gid(ax, "non-finite")[0].get_xdata().tolist() == [3]
-    assert "lstm hidden_grad: NaN: 1 of 36 (2.78 %)" in suptitle([ax])
+    axes = rl.plot.gradient_flow(data)
+    assert by_gid(axes[0], "non-finite")[0].get_xdata().tolist() == [3]
+    assert "lstm, total gradient of the hidden state: NaN: 1 of 36 (2.78 %)" in suptitle(axes)
+    assert axes[0].spines["top"].get_edgecolor()[:3] == pytest.approx((0.7529, 0, 0), abs=1e-3)
+    assert axes[0].figure._suptitle.get_color() == "#c00000"
+    assert rl.plot.gradient_flow(layer())[0].figure._suptitle.get_color() == "black"
+
+
+def test_steps_are_marked_on_every_panel_with_time(layer, gradient, by_gid):
+    axes = rl.plot.gradient_flow(layer(steps=30)).mark(10, 20, label="asked for")
+    lines = [line for line in by_gid(axes[0], "mark") if hasattr(line, "get_xdata") and len(line.get_xdata()) == 2]
+    assert [line.get_xdata()[0] for line in lines] == [10, 20]
+    assert by_gid(axes[1], "mark") == []
+    with pytest.raises(InputError, match="No panel of this figure has time across"):
+        rl.plot.histogram(gradient()).mark(3)
+    with pytest.raises(InputError, match="steps"):
+        axes.mark("sixty")
 
 
 def test_a_trace_without_loss_has_no_flow(layer):
@@ -210,6 +287,18 @@ def test_missing_norms_are_gaps(by_gid):
     assert "NaN: 1 of 3 (33.3 %)" in suptitle([ax])
 
 
+def test_norms_are_linear_below_one_decade_and_named_at_their_ends():
+    (ax,) = rl.plot.weight_norms({"lstm/kernel": [3.0, 2.5], "lstm/bias": [2.0, 2.2]})
+    assert ax.get_yscale() == "linear"
+    assert ax.get_ylabel() == "norm"
+    assert ends(ax) == ["kernel", "bias"]
+    (ax,) = rl.plot.weight_norms({"lstm/kernel": [30.0, 2.5], "lstm/bias": [2.0, 0.0]})
+    assert ax.get_yscale() == "log"
+    assert ax.get_ylabel() == "norm, log scale"
+    (below,) = [text.get_text() for text in ax.texts if text.get_gid() == "below"]
+    assert below == "below 1"
+
+
 @pytest.mark.parametrize("bad", [{}, {"a": [1, 2], "b": [1]}, 3.0, xr.DataArray(1.0)])
 def test_what_is_no_history_is_refused(bad):
     with pytest.raises(InputError, match="draws a history of norms"):
@@ -226,7 +315,7 @@ def test_jacobian_is_inputs_across_and_outputs_upward(jacobian):
     np.testing.assert_allclose(image.get_array(), data.values[0])
     assert image.origin == "lower"
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("input time step", "output time step")
-    assert "mean over 2 samples" in suptitle([ax])
+    assert "median over 2 samples, each by its own peak (these: 1, quartiles 1 to 1)" in suptitle([ax])
     np.testing.assert_allclose(image.to_rgba(np.zeros((1, 1)))[0, 0], 1)
 
 
@@ -255,6 +344,30 @@ def test_one_output_step_is_a_line(jacobian):
     steps, row = curve(ax, "row")
     np.testing.assert_array_equal(steps, np.arange(6))
     np.testing.assert_allclose(row, 0.5 ** np.arange(6)[::-1])
+
+
+def test_what_comes_after_the_output_is_hatched_and_the_last_step_ticked(jacobian, by_gid):
+    data = jacobian(steps=40)
+    (ax,) = rl.plot.time_jacobian(data)
+    (hatched,) = by_gid(ax, "non-causal")
+    path = hatched.get_paths()[0]
+    late = [(o, i) for o in range(40) for i in range(40) if path.contains_point((i, o))]
+    assert late == [(o, i) for o in range(40) for i in range(o + 1, 40)]
+    assert (ax.get_xticks()[-1], ax.get_yticks()[-1]) == (39, 39)
+    turned = data.copy(data=data.values.transpose(0, 2, 1))
+    path = by_gid(rl.plot.time_jacobian(turned)[0], "non-causal")[0].get_paths()[0]
+    assert path.contains_point((3, 20))
+    assert not path.contains_point((20, 3))
+    assert by_gid(rl.plot.time_jacobian(data + 1)[0], "non-causal") == []
+
+
+def test_samples_of_all_sizes_count_alike_in_a_jacobian(jacobian):
+    data = jacobian(samples=3) * xr.DataArray([1.0, 10.0, 1e4], dims="sample")
+    (ax,) = rl.plot.time_jacobian(data)
+    np.testing.assert_allclose(ax.images[0].get_array(), jacobian().values[0])
+    assert "(these: 10, quartiles 5.5 to 5e+03)" in suptitle([ax])
+    (ax,) = rl.plot.time_jacobian(data, samples="mean")
+    np.testing.assert_allclose(ax.images[0].get_array(), jacobian().values[0] * 10011 / 3)
 
 
 def test_missing_blocks_of_any_sample_are_crossed_out(jacobian, by_gid):
@@ -286,13 +399,40 @@ def test_lag_profile_of_a_geometric_jacobian(jacobian, by_gid):
     np.testing.assert_allclose(profile, 0.5 ** np.arange(20.0))
     assert by_gid(ax, "half-life")[0].get_xdata()[0] == pytest.approx(1.0)
     assert by_gid(ax, "horizon")[0].get_xdata()[0] == 6
-    assert ax.get_legend().get_texts()[0].get_text() == "half-life 1, horizon 6 (1 % of the peak)"
+    assert ends(ax) == ["half-life 1: horizon 6"]
+    assert "horizon: 1 % of the peak" in suptitle([ax])
+
+
+def test_a_horizon_at_the_last_lag_is_censored(jacobian):
+    (ax,) = rl.plot.lag_profile(jacobian(steps=40, decay=0.99))
+    assert ends(ax) == ["never falls to half: horizon ≥ 39"]
+
+
+def test_a_hard_sample_does_not_decide_the_profile(jacobian):
+    data = jacobian(samples=5, steps=10)
+    data[0] = 1e3 * (data[0] > 0)
+    np.testing.assert_allclose(curve(rl.plot.lag_profile(data)[0], "profile")[1], 0.5 ** np.arange(10.0))
+    mean = curve(rl.plot.lag_profile(data, samples="mean")[0], "profile")[1]
+    np.testing.assert_allclose(mean, (1e3 + 4 * 0.5 ** np.arange(10.0)) / 5)
+
+
+def test_the_band_holds_the_quartiles(jacobian, by_gid):
+    data = xr.concat([jacobian(samples=1, decay=d) for d in (0.5, 0.6, 0.7, 0.8, 0.9)], "sample")
+    (band,) = by_gid(rl.plot.lag_profile(data)[0], "band")
+    at_lag_2 = band.get_paths()[0].vertices[np.isclose(band.get_paths()[0].vertices[:, 0], 2), 1]
+    assert sorted(set(at_lag_2.round(9))) == pytest.approx([0.36, 0.64])
+
+
+def test_delays_of_the_task_are_marked(jacobian, by_gid):
+    (ax,) = rl.plot.lag_profile(jacobian(), delays=(2, 4))
+    lines = [line for line in by_gid(ax, "delay") if len(line.get_xdata()) == 2]
+    assert [line.get_xdata()[0] for line in lines] == [2, 4]
 
 
 def test_lag_profiles_are_compared_by_name(jacobian):
     (ax,) = rl.plot.lag_profile({"before": jacobian(decay=0.5), "after": jacobian(decay=0.9)})
     np.testing.assert_allclose(curve(ax, "profile after")[1], 0.9 ** np.arange(6.0))
-    assert "before: half-life 1" in ax.get_legend().get_texts()[0].get_text()
+    assert [words.split(":")[0] for words in ends(ax)] == ["before", "after"]
 
 
 def test_band_is_there_with_several_samples_only(jacobian, by_gid):
@@ -337,6 +477,29 @@ def test_before_after_of_both_directions(gradient):
     data = gradient(samples=1, directions=True)
     axes = rl.plot.before_after(data, data * 2, as_computed=True)
     np.testing.assert_allclose(axes[4].images[0].get_array(), 2 * data.sel(direction="backward").values[0, ::-1].T)
+
+
+def test_the_picture_of_a_network_is_the_rms_of_its_samples(gradient):
+    before = gradient(samples=3) + 0.1
+    after = before * xr.DataArray([1.0, 1e3, 1e-3], dims="sample")
+    axes = rl.plot.before_after(before, after, samples="rms")
+    assert [ax.get_title() for ax in axes] == ["before", "after", "after - before"]
+    shapes = before.values / before.values.max(axis=(1, 2), keepdims=True)
+    expected = np.sqrt((shapes**2).mean(axis=0)).T
+    for ax in axes[:2]:
+        np.testing.assert_allclose(ax.images[0].get_array(), expected)
+    assert "RMS over 3 samples, each by its own peak" in suptitle(axes)
+
+
+def test_samples_are_named_with_their_losses_the_typical_one_first(gradient):
+    axes = rl.plot.before_after(gradient(samples=5), gradient(samples=5), losses=[0.9, 0.1, 0.5, 0.2, 0.4], max_rows=5)
+    words = ["sample 4, loss 0.4 (the median)", "sample 3, loss 0.2", "sample 2, loss 0.5", "sample 1, loss 0.1"]
+    assert [ax.get_title() for ax in axes[::3]][:4] == [
+        f"before{' · ' if len(name) < 26 else chr(10)}{name}" for name in words
+    ]
+    np.testing.assert_allclose(axes[0].images[0].get_array(), gradient(samples=5).values[4].T)
+    with pytest.raises(InputError, match="losses= has one number for each sample"):
+        rl.plot.before_after(gradient(), gradient(), losses=[1.0])
 
 
 def test_results_of_different_sizes_are_not_compared(gradient):

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from tests.unit.plot.runs import a_run
 
 import rnnlens as rl
 from rnnlens.errors import InputError
 
 
 @pytest.fixture
-def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points):
+def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points, initial, weights_by_time):
     """Figure name -> arguments, and a misspelt keyword with what should be proposed."""
     history = {"lstm/kernel": [3.0, 2.0, 1.0], "lstm/bias": [1.0, 1.5, 2.0]}
     return {
@@ -32,6 +33,18 @@ def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points):
         "lag_profile": ([jacobian()], "linewidht", "linewidth"),
         "diagnosis": ([diagnosis()], "linewdith", "linewidth"),
         "fixed_points": ([fixed_points()], "markr", "marker"),
+        "film": ([a_run()], "edgecolr", "edgecolor"),
+        "timeline": ([a_run()], "linewdith", "linewidth"),
+        "jacobian_margins": ([jacobian()], "cmapp", "cmap"),
+        "gates_over_time": ([layer()], "linewdith", "linewidth"),
+        "saturation_arrows": ([layer(), layer()], "colr", "color"),
+        "memory_lifetime": ([layer(), initial()], "markr", "marker"),
+        "weight_lags": ([weights_by_time()], "linewdith", "linewidth"),
+        "input_map": ([gradient(), gradient()], "linewdith", "linewidth"),
+        "unit_over_text": ([gradient(), "words"], "cmapp", "cmap"),
+        "gradient_carriers": ([gradient(), [1.0, 2.0, 3.0]], "markr", "marker"),
+        "eigenvalues": ([np.array([[0.5, 0.2j]])], "markr", "marker"),
+        "norm_history": ([{0: gradient(), 1: gradient()}], "cmapp", "cmap"),
         "before_after": ([gradient(), gradient() * 2], "cmapp", "cmap"),
     }
 
@@ -128,7 +141,7 @@ def variables(result):
         return [variable.values for node in result.tree.subtree for variable in node.data_vars.values()]
     if hasattr(result, "data_vars"):
         return [variable.values for variable in result.data_vars.values()]
-    return [result.values] if hasattr(result, "identical") else []
+    return [result.values] if hasattr(result, "identical") else [result] if isinstance(result, np.ndarray) else []
 
 
 def compare(left, right):
@@ -141,7 +154,7 @@ def compare(left, right):
     elif hasattr(left, "identical"):
         assert left.identical(right)
     else:
-        assert left == right
+        np.testing.assert_array_equal(left, right)
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -69,12 +69,12 @@ def test_one_sample_needs_no_legend(gradient):
     assert rl.plot.curves(gradient(samples=1))[0].figure.legends == []
 
 
-def test_many_samples_have_their_mean_and_say_so(gradient, by_gid):
-    data = gradient(samples=20)
+def test_many_samples_have_their_median_and_say_so(gradient, by_gid):
+    data = gradient(samples=20) ** 3  # a few large samples do not move it
     axes = rl.plot.curves(data)
-    (mean,) = by_gid(axes[2], "mean")
-    np.testing.assert_allclose(mean.get_ydata(), data.values[:, :, 2].mean(axis=0))
-    assert "20 samples, black: their mean" in suptitle(axes)
+    (median,) = by_gid(axes[2], "median")
+    np.testing.assert_allclose(median.get_ydata(), np.median(data.values[:, :, 2], axis=0))
+    assert "20 samples, black: their median" in suptitle(axes)
 
 
 def test_shared_and_free_value_axes(gradient):
@@ -181,6 +181,31 @@ def test_log_axis_is_symmetric_and_linear_near_zero(gradient):
     assert ax.yaxis.get_transform().linthresh == pytest.approx(1e-4 * 1.04, rel=1e-3)
 
 
+def test_what_is_never_negative_has_a_true_log_axis_and_marks_below(gradient, by_gid):
+    data = gradient(units=1, steps=40, samples=2)
+    data[:] = 0.3 ** np.arange(40.0)[None, :, None]
+    data[1, 5] = 0
+    (ax,) = rl.plot.curves(data, log=True)
+    assert ax.get_yscale() == "log"
+    floor = ax.get_ylim()[0]
+    below = [line.get_xdata().tolist() for line in by_gid(ax, "below") if hasattr(line, "get_xdata")]
+    deep = np.flatnonzero(0.3 ** np.arange(40.0) < floor).tolist()
+    assert below == [deep, [5, *deep]]
+    assert [t.get_text() for t in by_gid(ax, "below") if hasattr(t, "get_text")] == [f"below {floor:.0e}"]
+    points = rl.plot.points(data.isel(time=0), log=True)
+    assert points[0].get_yscale() == "log"
+
+
+def test_one_time_step_is_a_marker(gradient, by_gid, render):
+    axes = rl.plot.curves(gradient(steps=1))
+    render(axes)
+    points = by_gid(axes[2], "point")
+    assert [(p.get_marker(), p.get_xdata()[0], p.get_ydata()[0]) for p in points] == [
+        ("o", 0, gradient(steps=1).values[s, 0, 2]) for s in range(3)
+    ]
+    assert by_gid(rl.plot.curves(gradient(steps=2))[2], "point") == []
+
+
 def test_keywords_reach_the_lines(gradient, by_gid):
     axes = rl.plot.curves(gradient(), lw=3, color="red")
     (drawn,) = by_gid(axes[0], "lines")
@@ -275,6 +300,22 @@ def test_one_nan_neither_spoils_the_scale_nor_hides(gradient, by_gid):
     assert sorted(zip(cross.get_xdata(), cross.get_ydata(), strict=True)) == [(0, 0), (2, 3)]
     assert mpl.colors.same_color(image.cmap.get_bad(), "#7a7a7a")
     assert "NaN: 1 of 60 (1.67 %), Inf: 1 of 60 (1.67 %)" in suptitle(axes)
+
+
+def test_both_halves_are_equally_wide(gradient, render):
+    axes = rl.plot.heatmap(gradient(samples=1, directions=True))
+    render(axes)
+    forward, backward = (ax.get_window_extent().width for ax in axes)
+    assert forward == pytest.approx(backward, abs=1)
+
+
+def test_samples_have_their_losses_and_networks_their_rms(gradient):
+    data = gradient(samples=3)
+    axes = rl.plot.heatmap(data, losses=[3.0, 1.0, 2.0])
+    assert [ax.get_title() for ax in axes] == ["sample 2, loss 2 (the median)", "sample 1, loss 1", "sample 0, loss 3"]
+    (ax,) = rl.plot.heatmap(data, samples="rms")
+    shapes = data.values / data.values.max(axis=(1, 2), keepdims=True)
+    np.testing.assert_allclose(ax.images[0].get_array(), np.sqrt((shapes**2).mean(axis=0)).T)
 
 
 def test_gates_are_stacked_with_separators_and_names(layer, by_gid):
@@ -374,7 +415,7 @@ def test_points_of_both_directions_and_of_both_states(gradient, layer, by_gid):
     np.testing.assert_allclose(by_gid(backward, "points")[0].get_offsets()[:, 1], data.values[:, 1].ravel())
     assert forward.get_ylim() == backward.get_ylim()
     states = gradient().isel(time=[0, 1]).rename(time="state").assign_coords(state=["hidden", "cell"])
-    assert [ax.get_title() for ax in rl.plot.points(states)] == ["state hidden", "state cell"]
+    assert [ax.get_title() for ax in rl.plot.points(states)] == ["hidden", "cell"]
 
 
 def test_points_mark_missing_values(gradient, by_gid):
@@ -383,6 +424,16 @@ def test_points_mark_missing_values(gradient, by_gid):
     (ax,) = rl.plot.points(data)
     assert by_gid(ax, "non-finite")[0].get_xdata().tolist() == [2]
     assert "NaN: 1 of 12 (8.33 %)" in suptitle([ax])
+
+
+def test_six_units_are_all_labelled_and_the_outlier_named(gradient, by_gid):
+    data = gradient(units=6).isel(time=-1)
+    assert by_gid(rl.plot.points(data)[0], "outlier") == []
+    data[1, 4] = 40.0
+    (ax,) = rl.plot.points(data)
+    assert ax.get_xticks().tolist() == [0, 1, 2, 3, 4, 5]
+    (outlier,) = by_gid(ax, "outlier")
+    assert (outlier.get_text(), outlier.xy) == ("sample 1", (4.0, 40.0))
 
 
 def test_points_over_time_are_refused(gradient):

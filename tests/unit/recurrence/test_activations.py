@@ -31,6 +31,8 @@ ORACLE = {
     "exponential": torch.exp,
     # torch's own hardsigmoid holds 1/6 in single precision.
     "hard_sigmoid": lambda x: torch.clip(x / 6 + 0.5, 0, 1),
+    # Keras 2's is another function than that of Keras 3.
+    "hard_sigmoid_keras2": lambda x: torch.clip(0.2 * x + 0.5, 0, 1),
     "hard_silu": lambda x: x * torch.clip(x / 6 + 0.5, 0, 1),
     "hard_tanh": fn.hardtanh,
     "mish": fn.mish,
@@ -39,7 +41,7 @@ ORACLE = {
     "log_softmax": lambda x: torch.log_softmax(x, -1),
 }
 #: Every smooth piece of every activation, and no kink.
-POINTS = np.array([[-7.3, -3.1, -1.7, -0.8, -0.3], [0.2, 0.7, 1.9, 3.4, 7.7], [40.0, -40.0, 0.01, -0.01, 2.5]])
+POINTS = np.array([[-7.3, -3.1, -1.7, -0.8, -0.3], [0.2, 0.7, 1.9, 3.4, 7.7], [40.0, -40.0, 0.01, -0.01, 2.4]])
 
 
 @pytest.mark.parametrize("name", sorted(ORACLE))

@@ -77,3 +77,14 @@ def test_failed_checks_warn_with_their_sentence_and_passed_ones_do_not():
 def test_no_warning_without_cause(recwarn):
     warn_about([Check("replay", "a", 0.0, 0.0)])
     assert not recwarn.list
+
+
+@pytest.mark.parametrize(("small", "fails"), [(1e-45, False), (5e-39, False), (1e-32, True), (1.0, True)])
+def test_digits_that_underflow_are_no_fault(small, fails):
+    from rnnlens.verbs.certify import Comparisons
+
+    comparisons = Comparisons(500, "float32")
+    ours, theirs = np.float32([small, 0.0]), np.float32([-small, small])
+    comparisons.compare("gradient", "lstm", [(ours, theirs)])
+    assert comparisons.checks[0].ok is not fails
+    assert weight_sum_check("lstm", {"kernel": ours}, {"kernel": theirs}, steps=500).ok is not fails

@@ -1,4 +1,4 @@
-"""The Keras 3 adapter, on TensorFlow, JAX and torch.
+"""The Keras adapter: Keras 3 on TensorFlow, JAX and torch, and ``tf_keras``, each in its own :mod:`.dialect`.
 
 ``discover`` finds the recurrent layers, ``hooks`` listens to them, ``run`` runs the model once without leaving a trace,
 ``capture`` and ``pullback`` turn what was heard into the arrays of the contract; what differs between the engines is in
@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-
-import keras
 
 from ...errors import FileError, message
 from ...typing import Array
@@ -36,7 +34,7 @@ from ..protocol import (
 from . import discover
 from .capture import capture, copy_of
 from .chain import between, chain
-from .engines import current
+from .dialect import dialect, dialect_of
 from .facts import facts, reduction
 from .functional import differentiate
 from .nudge import nudged
@@ -50,18 +48,19 @@ from .whole_loss import combination, loss_of, mixes_samples, outputs_of
 
 
 class KerasAdapter(Adapter):
-    """The adapter of ``keras.Model`` and ``keras.layers.Layer``."""
+    """The adapter of ``keras.Model`` and ``keras.layers.Layer``, or of those of the package that ``name`` says."""
 
-    name = "keras"
+    def __init__(self, name: str = "keras") -> None:
+        self.name = name
 
     @property
     def engine(self) -> str:
-        """What Keras runs on in this process."""
-        return str(keras.backend.backend())
+        """What this Keras runs on in this process."""
+        return dialect(self.name).engine.name
 
     def owns(self, model: Any) -> bool:
-        """Whether it is a layer of Keras 3, as every model is."""
-        return isinstance(model, keras.layers.Layer)
+        """Whether it is a layer of this Keras, as every model is."""
+        return isinstance(model, dialect(self.name).Layer)
 
     def facts(self, model: Any) -> Facts:
         """Layers, names of inputs and outputs, optimizer."""
@@ -147,7 +146,6 @@ class KerasAdapter(Adapter):
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
         """All layers that have weights, by node name; the halves of a bidirectional layer under its name."""
-        engine = current()
         found = discover.places(model)
         sites: dict[str, dict[str, Any]] = {}
         layers: dict[str, Any] = {}
@@ -157,16 +155,14 @@ class KerasAdapter(Adapter):
         inner = {name for name in found.plain if any(other.startswith(name + "/") for other in found.names())}
         layers.update({name: layer for name, layer in found.plain.items() if name not in inner | layers.keys()})
         return {
-            name: layer_weights(layer, sites.get(name, {}), lambda v: copy_of(engine, v))
-            for name, layer in layers.items()
-            if layer.weights
+            name: layer_weights(layer, sites.get(name, {}), copy_of) for name, layer in layers.items() if layer.weights
         }
 
     def differentiate(
         self, function: Callable[..., Any], arrays: Sequence[Array], model: Any
     ) -> tuple[Array, Callable[[Array], list[Array]]]:
         """Value of a user's function of tensors, and its pull-back."""
-        return differentiate(function, arrays, current())
+        return differentiate(function, arrays, dialect_of(model))
 
     def nudged(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
         """Move a weight or the output of a layer for the length of a block; False where that cannot be done."""
@@ -174,3 +170,4 @@ class KerasAdapter(Adapter):
 
 
 adapter = KerasAdapter()
+legacy = KerasAdapter("tf_keras")

@@ -7,18 +7,17 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import keras
 import numpy as np
 
-from ...autodiff import Engine
+from ...autodiff import Engine, tensors
 from ...errors import LayerNotFoundError, ModelError, did_you_mean, message
 from ...typing import Array
-from ..protocol import Batch, Capture, CaptureRequest, PlainCall, RecurrentCall
+from ..protocol import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, PlainCall, RecurrentCall
 from . import loss as losses
 from .cells import KerasStepCell
 from .data import prepare
-from .discover import Site, choose, given_states, places
-from .engines import current
+from .dialect import Dialect, dialect_of
+from .discover import Places, Site, choose, given_states, places
 from .hooks import Call
 from .masks import masked_output, output_from_state
 from .plain import names_of, tied_variables
@@ -34,12 +33,13 @@ _REPLAY = frozenset({"input", "initial_state", "mask", "dropout", "output", "fin
 
 def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
     """One forward pass and, with ``request.gradients``, one backward pass; see :class:`Adapter`."""
-    engine = current()
+    keras = dialect_of(model)
     found = places(model)
-    sites, plain = choose(found, request.layers)
+    names, left_out = _within_reach(found, request)
+    sites, plain = choose(found, names)
     started = given_states(found, batch.initial_state)
     loss = losses.plan(model, batch) if request.gradients or request.loss else None
-    data = prepare(model, batch, engine)
+    data = prepare(model, batch)
     weights = _weights(sites) if request.gradients and request.weight_grads else {}
     borders = request.borders and request.gradients
     beside = _beside(model, weights) if borders else {}
@@ -58,22 +58,33 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         weights={name: variable for name, (variable, _) in weights.items()} | beside,
         tap_inputs=borders,
     )
-    result = run(job, engine)
-    told = _Assembly(engine, result, sites, _tied(model, found.sites)).capture(request)
+    result = run(job)
+    told = _Assembly(keras, result, sites, _tied(model, found.sites)).capture(request)
+    told.notes.extend(left_out)
     if borders:
-        _tell_around(told, engine, job, result.gradients)
+        _tell_around(told, job, result.gradients)
     return told
+
+
+def _within_reach(found: Places, request: CaptureRequest) -> tuple[tuple[str, ...] | None, list[str]]:
+    """The names asked for; where not all of them have to be seen without those that are refused, and why."""
+    if request.all_must_run or request.layers is None:
+        return request.layers, []
+    refused = {site.name: site.refusal for site in found.sites if site.refusal is not None}
+    kept = tuple(name for name in request.layers if name not in refused)
+    return kept, [f"{NOT_LOOKED_INTO}: {refusal.splitlines()[0]}" for refusal in refused.values()]
 
 
 def _beside(model: Any, weights: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     """The weights of all other layers by tap key."""
     of_cells = {id(variable) for variable, _ in weights.values()}
-    floats = [v for v in model.variables if keras.backend.is_float_dtype(v.dtype)]
+    floats = [v for v in model.variables if dialect_of(v).is_float(v)]
     return {f"beside|{i}": v for i, v in enumerate(floats) if id(v) not in of_cells}
 
 
-def _tell_around(found: Capture, engine: Engine, job: Job, gradients: dict[str, Any]) -> None:
+def _tell_around(found: Capture, job: Job, gradients: dict[str, Any]) -> None:
     """Add what arrived at the inputs of the model and, the captured calls included, at all weights."""
+    keras, engine = job.keras, job.keras.engine
     count = len(keras.tree.flatten(job.data.x))
     taps = [gradients.get(f"model|input/{i}") for i in range(count)]
     found.input_grads = [None if tap is None else engine.to_array(tap) for tap in taps]
@@ -102,8 +113,8 @@ def _tied(model: Any, sites: Iterable[Site]) -> set[int]:
 class _Assembly:
     """Turns the tensors of a run into calls of the contract."""
 
-    def __init__(self, engine: Engine, result: Result, sites: list[Site], tied: set[int]) -> None:
-        self._engine, self._result, self._tied = engine, result, tied
+    def __init__(self, keras: Dialect, result: Result, sites: list[Site], tied: set[int]) -> None:
+        self._keras, self._engine, self._result, self._tied = keras, keras.engine, result, tied
         self._sites: dict[tuple[str, int], Site] = {}
         for site in sites:
             half = sum(name == site.name for name, _ in self._sites)
@@ -129,9 +140,20 @@ class _Assembly:
             calls=calls,
             plain=plain,
             loss=value,
-            outputs=None if outputs is None else by_key(keras.tree.map_structure(self._engine.to_array, outputs)),
+            outputs=None if outputs is None else by_key(self._keras.tree.map_structure(self._engine.to_array, outputs)),
             notes=[*self._notes(value), *(_no_path(calls, plain) if request.gradients else [])],
+            order=self._order(),
         )
+
+    def _order(self) -> tuple[str, ...]:
+        """Nodes where they were finished: a model within the model after its layers, though it was called first."""
+        found: list[str] = []
+        within: list[Call] = []
+        for call in self._result.calls:
+            while within and not call.place.startswith(f"{within[-1].place}/"):
+                found.append(self._node(within.pop()))
+            within.append(call)
+        return tuple(dict.fromkeys([*found, *(self._node(call) for call in reversed(within))]))
 
     def _node(self, call: Call) -> str:
         return call.place if self._times[call.place] == 1 else f"{call.place}#{call.index}"
@@ -141,8 +163,8 @@ class _Assembly:
         layer, get = site.layer, self._getter(call)
         known = class_of(layer.cell) is not None
         mask = get("mask")
-        mask = None if mask is None else self._turned_to_bool(mask)
-        follows = output_from_state(layer, None if mask is None else np.asarray(keras.ops.convert_to_numpy(mask)))
+        mask = None if mask is None else _as_bool(mask, layer)
+        follows = output_from_state(layer, None if mask is None else tensors.to_numpy(mask))
         backwards = layer.go_backwards and layer.return_sequences
         return RecurrentCall(
             layer=self._node(call),
@@ -160,7 +182,7 @@ class _Assembly:
             final_state_grad=get.all_gradients("final_state") or None if layer.return_state else None,
             input_scale=get("input_scale"),
             state_scale=get("state_scale"),
-            compute_dtype=computed_in(layer.cell, layer.compute_dtype, self._engine.name),
+            compute_dtype=computed_in(layer),
             weights_key=self._weights_key(layer.cell),
             weight_grads=self._weight_grads(layer.cell) if request.gradients and request.weight_grads else None,
             tied=self._tied_weights(layer.cell),
@@ -171,19 +193,15 @@ class _Assembly:
     def _getter(self, call: Call) -> _Getter:
         return _Getter(self._engine, call, self._result.gradients)
 
-    def _turned_to_bool(self, mask: Any) -> Array:
-        shape = tuple(mask.shape)
-        return mask.reshape(shape[:2]) != 0
-
     def _cell(self, cell: Any) -> Any:
         if id(cell) not in self._cells:
             made = cell_with_equations(cell, self._copy, self._engine)
-            self._cells[id(cell)] = KerasStepCell(cell, self._engine) if made is None else made
+            self._cells[id(cell)] = KerasStepCell(cell, self._keras) if made is None else made
         return self._cells[id(cell)]
 
     def _copy(self, variable: Any) -> Array:
         """The value that the layer computed with: rounded to its compute dtype where that is a half."""
-        return copy_of(self._engine, variable)
+        return copy_of(variable)
 
     def _weights_key(self, cell: Any) -> str:
         users = [f"{name}|{half}" for (name, half), site in self._sites.items() if site.layer.cell is cell]
@@ -216,7 +234,8 @@ class _Assembly:
     def _check_that_all_ran(self, request: CaptureRequest, calls: list[RecurrentCall], plain: list[PlainCall]) -> None:
         """A layer that was asked for by name and gave nothing is an error, not an empty result."""
         given = {c.layer for c in calls} | {p.layer.split("[")[0] for p in plain}
-        silent = [n for n in request.layers or () if not any(g == n or g.startswith(f"{n}#") for g in given)]
+        asked = request.layers if request.all_must_run else None
+        silent = [n for n in asked or () if not any(g == n or g.startswith(f"{n}#") for g in given)]
         nodes = [self._node(call) for call in self._result.calls]
         for name in silent:
             base = name.rpartition("#")[0]
@@ -246,7 +265,7 @@ def _no_path(calls: list[RecurrentCall], plain: list[PlainCall]) -> list[str]:
     """A note where the loss moves with nothing that was asked for."""
     arrived = [grad for c in calls for grad in (c.output_grad, *(c.final_state_grad or ()))]
     arrived += [c.output_grad for c in plain]
-    present = [np.asarray(keras.ops.convert_to_numpy(grad)) for grad in arrived if grad is not None]
+    present = [tensors.to_numpy(grad) for grad in arrived if grad is not None]
     if not present or any(map(np.any, present)):
         return []
     return ["No path leads from the loss to any layer asked for: every gradient is zero."]
@@ -274,10 +293,16 @@ class _Getter:
         return tuple(g for g in found if g is not None)
 
 
-def copy_of(engine: Engine, variable: Any) -> Array:
+def copy_of(variable: Any) -> Array:
     """The value of a variable as an array of our own."""
-    value = engine.to_array(keras.ops.convert_to_tensor(variable))
+    keras = dialect_of(variable)
+    value = keras.engine.to_array(keras.ops.convert_to_tensor(variable))
     return value.clone() if hasattr(value, "clone") else np.array(value)
+
+
+def _as_bool(mask: Any, layer: Any) -> Array:
+    shape = tuple(mask.shape)
+    return mask.reshape(shape[:2]) != 0
 
 
 def _turned(array: Array | None, backwards: bool) -> Array | None:

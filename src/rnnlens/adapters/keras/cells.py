@@ -6,14 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import keras
-
-from ...autodiff import Engine
 from ...errors import runs_again
 from ...recurrence.cells import StepCell
 from ...typing import Array
+from .dialect import Dialect, dialect_of
 from .found import as_found
-from .values import value_of
 from .weights import cell_variables
 
 #: Bytes that the Jacobians of one chunk of steps may take.
@@ -26,16 +23,17 @@ class KerasStepCell(StepCell):
     Works on the values that the weights had when it was made. Cells run with ``training=False``.
     """
 
-    def __init__(self, cell: Any, engine: Engine) -> None:
-        self._cell, self._engine = cell, engine
-        self._template = _state_template(cell)
+    def __init__(self, cell: Any, keras: Dialect) -> None:
+        self._cell, self._keras, self._engine = cell, keras, keras.engine
+        self._template = keras.template(cell)
         self.state_sizes = tuple(int(size) for size in keras.tree.flatten(self._template))
-        self.output_size = _output_size(cell, self.state_sizes)
+        size = keras.output_size(cell)
+        self.output_size = self.state_sizes[0] if size is None else int(size)
         self.output_state, self.output_is_state = 0, False
         self._variables = cell_variables(cell)
         self._weights = {name: _frozen(v) for name, v in self._variables.items()}
-        self._dtype = getattr(cell, "compute_dtype", keras.backend.floatx())
-        self._per_step = engine.per_step(self._pure)
+        self._dtype = getattr(cell, "compute_dtype", keras.floatx())
+        self._per_step = self._engine.per_step(self._pure)
 
     def advance(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
         """(n, feature) and states (n, size) to output (n, output_size) and new states."""
@@ -93,33 +91,24 @@ class KerasStepCell(StepCell):
         return self._tensor(x), [self._tensor(s) for s in state], self._weights
 
     def _tensor(self, array: Array) -> Any:
-        return keras.ops.convert_to_tensor(array, dtype=self._dtype)
+        return self._keras.ops.convert_to_tensor(array, dtype=self._dtype)
 
     @contextmanager
     def _left_alone(self) -> Iterator[None]:
-        with as_found(self._cell, self._engine), runs_again(type(self._cell).__name__):
+        with as_found(self._cell, self._keras), runs_again(type(self._cell).__name__):
             yield
 
     def _pure(self, x: Any, states: Sequence[Any], weights: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        keras = self._keras
         mapping = [(self._variables[name], value) for name, value in weights.items()]
-        with keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
-            output, new = self._cell(x, keras.tree.pack_sequence_as(self._template, list(states)))
+        with keras.stepping(self._cell, mapping):
+            output, new = keras.step(self._cell, x, keras.tree.pack_sequence_as(self._template, list(states)))
         flat = keras.tree.flatten(new)
         self.output_is_state = output is flat[self.output_state]
         return output, flat
 
 
-def _state_template(cell: Any) -> list[Any]:
-    """The nesting in which ``keras.layers.RNN`` hands the states to the cell, with sizes for leaves."""
-    size = cell.state_size
-    return [size] if isinstance(size, int) else list(size)
-
-
-def _output_size(cell: Any, state_sizes: tuple[int, ...]) -> int:
-    size = getattr(cell, "output_size", None)
-    return state_sizes[0] if size is None else int(size)
-
-
 def _frozen(variable: Any) -> Any:
     """The value of a variable now, apart from later updates."""
-    return keras.ops.convert_to_tensor(value_of(variable), dtype=variable.dtype)
+    keras = dialect_of(variable)
+    return keras.ops.convert_to_tensor(keras.value_of(variable), dtype=variable.dtype)

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
 
 from ...arguments import as_numpy
-from ...autodiff import Engine
+from ...autodiff.tensors import to_numpy
 from ...errors import InputError, message
 from ...typing import Array
 from ..protocol import Batch
+from .dialect import Dialect, dialect_of
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Data:
         return {"x": self.x, "y": self.y, "sample_weight": self.sample_weight, "initial_state": self.initial_state}
 
 
-def prepare(model: Any, batch: Batch, engine: Engine) -> Data:
+def prepare(model: Any, batch: Batch) -> Data:
     """Check ``batch`` and turn it into tensors.
 
     Raises
@@ -38,47 +38,50 @@ def prepare(model: Any, batch: Batch, engine: Engine) -> Data:
     InputError
         For data that is not numeric, empty, or of another shape than the model was built for.
     """
-    x = _structure(batch.x, "x")
+    keras = dialect_of(model)
+    x = _structure(keras, batch.x, "x")
     _check_shapes(model, x)
     count = keras.tree.flatten(x)[0].shape[0]
-    y, weight = targets(model, batch, count, engine)
+    y, weight = targets(model, batch, count)
     states = {
-        name: [_leaf(state, f"initial_state[{name!r}]") for state in keras.tree.flatten(given)]
+        name: [_leaf(keras, state, f"initial_state[{name!r}]") for state in keras.tree.flatten(given)]
         for name, given in (batch.initial_state or {}).items()
     }
     for name, given in states.items():
-        _check_count(f"initial_state[{name!r}]", given, count)
-    tensors = _converter(model, engine)
+        _check_count(keras, f"initial_state[{name!r}]", given, count)
+    tensors = _converter(model)
     return Data(tensors(x), y, weight, tensors(states) if states else None)
 
 
-def targets(model: Any, batch: Batch, count: int, engine: Engine) -> tuple[Any, Any]:
+def targets(model: Any, batch: Batch, count: int) -> tuple[Any, Any]:
     """Targets and weights of ``count`` samples, checked and turned into tensors."""
-    y = None if batch.y is None else _structure(batch.y, "y")
+    keras = dialect_of(model)
+    y = None if batch.y is None else _structure(keras, batch.y, "y")
     weight = _sample_weight(model, batch, y)
     for name, value in (("y", y), ("sample_weight", weight)):
-        _check_count(name, value, count)
-    tensors = _converter(model, engine)
+        _check_count(keras, name, value, count)
+    tensors = _converter(model)
     return tensors(y), tensors(weight)
 
 
-def _converter(model: Any, engine: Engine) -> Callable[[Any], Any]:
-    floats = "float64" if getattr(model, "compute_dtype", "") == "float64" else keras.backend.floatx()
-    return lambda tree: keras.tree.map_structure(lambda leaf: _tensor(leaf, floats, engine), tree)
+def _converter(model: Any) -> Callable[[Any], Any]:
+    keras = dialect_of(model)
+    floats = "float64" if getattr(model, "compute_dtype", "") == "float64" else keras.floatx()
+    return lambda tree: keras.tree.map_structure(lambda leaf: _tensor(keras, leaf, floats), tree)
 
 
-def _structure(value: Any, name: str) -> Any:
+def _structure(keras: Dialect, value: Any, name: str) -> Any:
     """Lists of numbers become one array; lists, tuples and dicts of arrays stay what they are."""
     if isinstance(value, dict):
-        return {key: _structure(item, f"{name}[{key!r}]") for key, item in value.items()}
+        return {key: _structure(keras, item, f"{name}[{key!r}]") for key, item in value.items()}
     if value is None:
         return None
     if isinstance(value, (list, tuple)) and any(hasattr(item, "shape") for item in value):
-        return type(value)(_structure(item, f"{name}[{i}]") for i, item in enumerate(value))
-    return _leaf(value, name)
+        return type(value)(_structure(keras, item, f"{name}[{i}]") for i, item in enumerate(value))
+    return _leaf(keras, value, name)
 
 
-def _leaf(value: Any, name: str) -> Any:
+def _leaf(keras: Dialect, value: Any, name: str) -> Any:
     if keras.ops.is_tensor(value):
         return value
     array = as_numpy(value)
@@ -94,15 +97,16 @@ def _leaf(value: Any, name: str) -> Any:
     return array
 
 
-def _tensor(leaf: Any, floats: str, engine: Engine) -> Any:
+def _tensor(keras: Dialect, leaf: Any, floats: str) -> Any:
     if leaf is None:
         return None
-    kind = keras.backend.standardize_dtype(leaf.dtype)
+    kind = keras.dtype_of(leaf)
     # Integers become what the engine makes of them: JAX has no int64 unless told so, and warns when asked for it.
-    return keras.ops.convert_to_tensor(engine.own(leaf), dtype=floats if kind in ("float32", "float64") else None)
+    return keras.ops.convert_to_tensor(keras.engine.own(leaf), dtype=floats if kind in ("float32", "float64") else None)
 
 
 def _check_shapes(model: Any, x: Any) -> None:
+    keras = dialect_of(model)
     leaves = keras.tree.flatten(_by_name(model, x))
     expected, exact = _expected_shapes(model)
     for i, leaf in enumerate(leaves):
@@ -128,7 +132,7 @@ def _check_shapes(model: Any, x: Any) -> None:
 def _by_name(model: Any, x: Any) -> Any:
     """The inputs in the order of the model, where it lists them and the user named them."""
     names = [getattr(tensor, "name", None) for tensor in getattr(model, "inputs", None) or ()]
-    listed = not isinstance(getattr(model, "_inputs_struct", None), dict)
+    listed = not isinstance(dialect_of(model).graph_of(model)[0], dict)
     return [x[name] for name in names] if isinstance(x, dict) and listed and set(x) == set(names) else x
 
 
@@ -161,13 +165,10 @@ def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ..
 
 def _expected_shapes(model: Any) -> tuple[list[tuple[int | None, ...]] | None, bool]:
     """Shapes of the model's inputs where they are known, and whether every axis of them binds."""
-    inputs = getattr(model, "inputs", None) if isinstance(model, keras.Model) else None
+    inputs = getattr(model, "inputs", None) if isinstance(model, dialect_of(model).Model) else None
     if inputs:
         return [tuple(t.shape) for t in inputs], True
-    shapes = getattr(model, "_build_shapes_dict", None) or {}
-    if len(shapes) != 1:
-        return None, False
-    shape = next(iter(shapes.values()))
+    shape = dialect_of(model).built_on(model)
     if not isinstance(shape, (tuple, list)) or not all(size is None or isinstance(size, int) for size in shape):
         return None, False
     if len(shape) < 2:
@@ -176,7 +177,7 @@ def _expected_shapes(model: Any) -> tuple[list[tuple[int | None, ...]] | None, b
     return [(*([None] * (len(shape) - 1)), shape[-1])], False
 
 
-def _check_count(name: str, value: Any, count: int) -> None:
+def _check_count(keras: Dialect, name: str, value: Any, count: int) -> None:
     for leaf in keras.tree.flatten(value):
         if leaf is not None and (not leaf.shape or leaf.shape[0] != count):
             raise InputError(
@@ -189,14 +190,15 @@ def _check_count(name: str, value: Any, count: int) -> None:
 
 
 def _sample_weight(model: Any, batch: Batch, y: Any) -> Any:
+    keras = dialect_of(model)
     if batch.class_weight is None:
-        return None if batch.sample_weight is None else _structure(batch.sample_weight, "sample_weight")
+        return None if batch.sample_weight is None else _structure(keras, batch.sample_weight, "sample_weight")
     if batch.sample_weight is not None:
         raise InputError(message("Both class_weight and sample_weight were given.", hint="multiply them into one"))
     if y is None or keras.tree.is_nested(y):
         raise InputError(message("class_weight needs one y.", got="no y" if y is None else "several"))
-    labels = _labels(np.asarray(keras.ops.convert_to_numpy(y)), model)
-    weight = np.ones(labels.shape, dtype=keras.backend.floatx())
+    labels = _labels(np.asarray(to_numpy(y)), model)
+    weight = np.ones(labels.shape, dtype=keras.floatx())
     for label, value in batch.class_weight.items():
         weight[labels == int(label)] = value
     return weight
@@ -227,5 +229,5 @@ def _labels(y: Array, model: Any) -> Array:
 
 def _rank_of_output(model: Any) -> int | None:
     """How many axes the one output of a model has, where that is known; y without the classes has one less."""
-    outputs = getattr(model, "outputs", None) if isinstance(model, keras.Model) else None
+    outputs = getattr(model, "outputs", None) if isinstance(model, dialect_of(model).Model) else None
     return len(outputs[0].shape) if outputs and len(outputs) == 1 else None

@@ -6,13 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import keras
-
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message
 from ..protocol import LayerInfo
+from .dialect import Dialect, dialect_of
 from .weights import kind_of, likeness
-
-_OWN_LOOPS = (keras.layers.RNN, keras.layers.SimpleRNN, keras.layers.LSTM, keras.layers.GRU)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +24,11 @@ class Site:
     owner: Any
     bidirectional: bool = False
     refusal: str | None = None
+
+    @property
+    def keras(self) -> Dialect:
+        """The Keras that the layer belongs to."""
+        return dialect_of(self.layer)
 
     @property
     def direction(self) -> Literal["forward", "backward"]:
@@ -143,35 +145,37 @@ def base_name(name: str, found: Places) -> str:
 
 def _walk(model: Any) -> Iterator[tuple[str, Any, Any]]:
     """(node name, layer, TimeDistributed wrapper around it or None) of every layer, containers before contents."""
+    keras = dialect_of(model)
     seen: set[int] = {id(model)}
-    if _is_recurrent(model):
+    if _is_recurrent(keras, model):
         yield model.name, model, None
         return
 
     def visit(parent: Any, prefix: str, wrapper: Any) -> Iterator[tuple[str, Any, Any]]:
         for child in parent._flatten_layers(include_self=False, recursive=False):
-            if id(child) in seen or isinstance(child, keras.layers.InputLayer) or _is_inner_graph(parent, child):
+            if id(child) in seen or isinstance(child, keras.layers.InputLayer) or _is_inner_graph(keras, parent, child):
                 continue
             seen.add(id(child))
             name = prefix + child.name
             yield name, child, wrapper
-            if not _is_recurrent(child):
+            if not _is_recurrent(keras, child):
                 inside = child if isinstance(child, keras.layers.TimeDistributed) else wrapper
                 yield from visit(child, name + "/", inside)
 
     yield from visit(model, "", None)
 
 
-def _is_inner_graph(parent: Any, child: Any) -> bool:
+def _is_inner_graph(keras: Dialect, parent: Any, child: Any) -> bool:
     """A Sequential model keeps a Functional twin of itself."""
     return isinstance(parent, keras.Sequential) and getattr(parent, "_functional", None) is child
 
 
-def _is_recurrent(layer: Any) -> bool:
+def _is_recurrent(keras: Dialect, layer: Any) -> bool:
     return isinstance(layer, (keras.layers.RNN, keras.layers.Bidirectional))
 
 
 def _sites_of(name: str, layer: Any, wrapper: Any) -> Iterator[Site]:
+    keras = dialect_of(layer)
     if isinstance(layer, keras.layers.Bidirectional):
         halves = (layer.forward_layer, layer.backward_layer)
         odd = _refusal_of_a_pair(name, *halves)
@@ -182,7 +186,7 @@ def _sites_of(name: str, layer: Any, wrapper: Any) -> Iterator[Site]:
 
 
 def _refusal(name: str, layer: Any, wrapper: Any) -> str | None:
-    kind = type(layer).__name__
+    keras, kind = dialect_of(layer), type(layer).__name__
     if wrapper is not None:
         return message(
             f"Layer {name!r} cannot be traced: {kind} inside TimeDistributed runs once per outer step.",
@@ -199,17 +203,19 @@ def _refusal(name: str, layer: Any, wrapper: Any) -> str | None:
             expected="a recurrent layer whose states are (sample, unit)",
             hint="name the other layers, layers=[...]",
         )
-    if not any(type(layer).inner_loop is loop.inner_loop for loop in _OWN_LOOPS):
-        return message(
-            f"Layer {name!r} cannot be traced: {kind} has an inner_loop of its own.",
-            hint="write the recurrence as a cell, keras.layers.RNN(cell)",
-        )
-    return None
+    why = keras.refusal(layer)
+    return None if why is None else message(f"Layer {name!r} cannot be traced: {kind} {why[0]}.", hint=why[1])
 
 
 def _refusal_of_a_pair(name: str, forward: Any, backward: Any) -> str | None:
     """Results show both directions side by side: they have to have the same quantities, of the same sizes."""
-    kinds = [likeness(half.cell) for half in (forward, backward) if isinstance(half, keras.layers.RNN)]
+    halves = [half for half in (forward, backward) if isinstance(half, dialect_of(half).layers.RNN)]
+    if any(dialect_of(half).time_major(half) for half in halves):
+        return message(
+            f"Layer {name!r} cannot be traced: its halves have time as the first axis.",
+            hint="time_major=False, or two layers, one with go_backwards=True",
+        )
+    kinds = [likeness(half) for half in halves]
     if len(kinds) < 2 or kinds[0] == kinds[1]:
         return None
     return message(
@@ -271,8 +277,9 @@ def _info(site: Site) -> LayerInfo:
 
 
 def _units(layer: Any) -> int:
-    size = getattr(layer.cell, "output_size", None)
-    flat = keras.tree.flatten(layer.state_size if size is None else size)
+    keras = dialect_of(layer)
+    size = keras.output_size(layer.cell)
+    flat = keras.tree.flatten(keras.state_size(layer) if size is None else size)
     return int(flat[0])
 
 
@@ -281,5 +288,5 @@ def _masked(layer: Any) -> bool | None:
     nodes = getattr(layer, "_inbound_nodes", [])
     if not nodes:
         return None
-    tensors = [t for node in nodes for t in keras.tree.flatten(node.input_tensors)]
+    tensors = [t for node in nodes for t in dialect_of(layer).inputs_of(node)]
     return any(getattr(t, "_keras_mask", None) is not None for t in tensors)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 
 from ..protocol import Facts, Role, Submodule
+from .dialect import Dialect, dialect_of
 from .discover import places
 from .trees import output_names
 
 _RELUS = ("relu", "relu6")
-_DROPOUTS = (
-    *(keras.layers.Dropout, keras.layers.AlphaDropout, keras.layers.GaussianDropout),
-    *(keras.layers.SpatialDropout1D, keras.layers.SpatialDropout2D, keras.layers.SpatialDropout3D),
-)
+_DROPOUTS = ("Dropout", "AlphaDropout", "GaussianDropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
 
 
 def facts(model: Any) -> Facts:
@@ -32,7 +29,7 @@ def facts(model: Any) -> Facts:
         loss=getattr(model, "loss", None),
         optimizer="" if optimizer is None else type(optimizer).__name__,
         clipping=_clipping(optimizer),
-        clips_lookups_apart=keras.backend.backend() == "tensorflow",
+        clips_lookups_apart=dialect_of(model).engine.name == "tensorflow",
         loss_scale=1.0 if optimizer is outer else _scale(outer),
     )
 
@@ -49,7 +46,7 @@ def reduction(model: Any, loss: Any) -> str | None:
 def _of_one(loss: Any, *, compiled: bool) -> str | None:
     says = getattr(loss, "reduction", None)
     if says is not None:
-        return str(says)
+        return "sum_over_batch_size" if says == "auto" else str(says)
     return "sum_over_batch_size" if compiled or isinstance(loss, str) else None
 
 
@@ -59,16 +56,17 @@ def _submodule(layer: Any) -> Submodule:
 
 def _roles(layer: Any) -> frozenset[Role]:
     roles: set[Role] = set()
+    keras = dialect_of(layer)
     if isinstance(layer, keras.layers.Embedding):
         roles.add("embedding")
-    if isinstance(layer, _DROPOUTS):
+    if isinstance(layer, tuple(getattr(keras.layers, name) for name in _DROPOUTS)):
         roles.add("dropout")
-    if _is_relu(layer):
+    if _is_relu(keras, layer):
         roles.add("relu")
     return frozenset(roles)
 
 
-def _is_relu(layer: Any) -> bool:
+def _is_relu(keras: Dialect, layer: Any) -> bool:
     """Whether a layer ends in a relu that can die: not leaky, not smooth."""
     if isinstance(layer, keras.layers.ReLU):
         return not layer.negative_slope

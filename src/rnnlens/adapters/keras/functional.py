@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
-from ...autodiff import Engine, Memo
+from ...autodiff import Memo
 from ...errors import InputError, message, raised_by
 from ...typing import Array
+from .dialect import Dialect
 
 #: Takes a cotangent of the function's value back to one cotangent per argument.
 Pull = Callable[[Array], list[Array]]
 
 
-def differentiate(function: Callable[..., Any], arrays: Sequence[Array], engine: Engine) -> tuple[Array, Pull]:
+def differentiate(function: Callable[..., Any], arrays: Sequence[Array], keras: Dialect) -> tuple[Array, Pull]:
     """Value of ``function(*tensors)``, and its pull-back.
 
     Raises
@@ -24,19 +24,18 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], engine:
     InputError
         If the function does not return a tensor of floats of this engine that depends on what it was given.
     """
+    engine = keras.engine
     tensors = [keras.ops.convert_to_tensor(np.asarray(a)) for a in arrays]
 
     def program(arguments: Any, tap: Callable[[str, Any], Any]) -> tuple[dict[str, Any], Any]:
         with raised_by("Your function"):
             value = function(*(tap(str(i), tensor) for i, tensor in enumerate(arguments)))
-        if not keras.ops.is_tensor(value) or not keras.backend.is_float_dtype(
-            keras.backend.standardize_dtype(value.dtype)
-        ):
+        if not keras.ops.is_tensor(value) or not keras.is_float(value):
             raise InputError(
                 message(
                     "The function must return one tensor of floats, made with the framework's own operations.",
                     got=f"{type(value).__name__}",
-                    expected=f"a tensor of {engine.name}, such as keras.ops.mean(...)",
+                    expected=f"a tensor of {engine.name}, such as {keras.says_mean}",
                 )
             )
         return {"value": value}, None

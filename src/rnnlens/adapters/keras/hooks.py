@@ -1,8 +1,7 @@
 """Listens to layers while a model runs: what went in, what came out, and taps at the tensors that are asked for.
 
-A recurrent layer is listened to at its ``inner_loop``: there the mask, the initial state (given, carried over, or
-zeros) and the dropout multipliers are settled, and what the loop returns is what the layer returns. Any other layer is
-listened to at its ``call``.
+Where a recurrent layer is listened to is for its dialect to say: mask, initial state and dropout have to be settled
+there, and what is heard to come out has to be what the layer returns. Any other layer is listened to at its ``call``.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import keras
-
 from ...autodiff import Tap
 from ...errors import InputError, RnnlensError, UnsupportedError, message
 from ..threads import heard_here
+from .dialect import Dialect
 from .discover import Site
 from .weights import known_class
 
@@ -44,6 +42,7 @@ class Listener:
     (``"lstm|0|1|final_state/0"``). ``keep`` names the kinds to record besides what was tapped.
     """
 
+    keras: Dialect
     tap: Tap
     wanted: frozenset[str]
     keep: frozenset[str]
@@ -64,10 +63,7 @@ class Listener:
         try:
             for site in sites:
                 half = halves[site.name] = halves.get(site.name, -1) + 1
-                override(site.layer, "inner_loop", self._loop(site, half))
-                if site.bidirectional:
-                    override(site.owner, "_can_attempt_fused_lstm", lambda *args, **kwargs: False)
-                    override(site.owner, "_can_attempt_fused_gru", lambda *args, **kwargs: False)
+                site.keras.listen(self, site, half, override)
             for name, layer in plain.items():
                 override(layer, "call", self._plain(name, layer))
             yield
@@ -84,54 +80,37 @@ class Listener:
         self.calls.append(call)
         return call
 
-    def _pass(self, call: Call, name: str, tensor: Any) -> Any:
+    def hears(self, call: Call, name: str, tensor: Any) -> Any:
         """Tap ``tensor`` if asked to, record it if asked to, and return what to go on with."""
         kind, key = name.split("/")[0], f"{call.key}|{name}"
-        is_float = keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype))
-        tapped = is_float and (kind in self.wanted or key in self.wanted)
+        tapped = self.keras.is_float(tensor) and (kind in self.wanted or key in self.wanted)
         if tapped:
             tensor = self.tap(key, tensor)
         if tapped or kind in self.keep or key in self.keep:
             call.arrays[name] = tensor
         return tensor
 
-    def _pass_all(self, call: Call, name: str, tree: Any) -> Any:
-        flat = [self._pass(call, f"{name}/{i}", t) for i, t in enumerate(keras.tree.flatten(tree))]
-        return keras.tree.pack_sequence_as(tree, flat)
+    def hears_all(self, call: Call, name: str, tree: Any) -> Any:
+        """The same for every tensor of a nested structure."""
+        flat = [self.hears(call, f"{name}/{i}", t) for i, t in enumerate(self.keras.tree.flatten(tree))]
+        return self.keras.tree.pack_sequence_as(tree, flat)
 
-    def _loop(self, site: Site, half: int) -> Callable[..., Any]:
-        original, layer = site.layer.inner_loop, site.layer
-
-        def inner_loop(sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
-            mask = mask[0] if keras.tree.is_nested(mask) else mask
-            with _own_errors_unchanged():
-                refuse_options(site, mask, bool(training))
-                initial_state = keras.tree.map_structure(_value_of, initial_state)
-                initial_state = self._given_state(site, half, initial_state)
-            call = self._start(site.name, half)
-            sequences = self._pass(call, "input", sequences)
-            initial_state = self._pass_all(call, "initial_state", initial_state)
-            if "mask" in self.keep and mask is not None:
-                call.arrays["mask"] = mask
-            if "dropout" in self.keep and training:
-                call.arrays.update(_dropout(layer.cell))
-            last, outputs, states = original(sequences, initial_state, mask, training=training)
-            if layer.return_sequences:
-                outputs = self._pass(call, "output", outputs)
-            else:
-                last = self._pass(call, "output", last)
-            if layer.return_state:
-                states = self._pass_all(call, "final_state", states)
-            return last, outputs, states
-
-        return inner_loop
+    def enters(self, site: Site, half: int, sequence: Any, initial_state: Any, mask: Any) -> tuple[Call, Any, Any]:
+        """A recurrence starts: its call, and the input and initial state to go on with."""
+        initial_state = self._given_state(site, half, initial_state)
+        call = self._start(site.name, half)
+        sequence = self.hears(call, "input", sequence)
+        initial_state = self.hears_all(call, "initial_state", initial_state)
+        if "mask" in self.keep and mask is not None:
+            call.arrays["mask"] = mask
+        return call, sequence, initial_state
 
     def _given_state(self, site: Site, half: int, state: Any) -> Any:
         """The state that the user asked to start from, in place of the layer's own."""
         given = self.initial_state.get(site.name)
         if given is None:
             return state
-        own = keras.tree.flatten(state)
+        own = self.keras.tree.flatten(state)
         if site.bidirectional and len(given) == 2 * len(own):
             given = given[half * len(own) : (half + 1) * len(own)]
         shapes = [tuple(s.shape) for s in given]
@@ -143,8 +122,8 @@ class Listener:
                     expected=f"shapes {[tuple(s.shape) for s in own]}",
                 )
             )
-        cast = [keras.ops.cast(new, old.dtype) for new, old in zip(given, own, strict=True)]
-        return keras.tree.pack_sequence_as(state, cast)
+        cast = [self.keras.ops.cast(new, old.dtype) for new, old in zip(given, own, strict=True)]
+        return self.keras.tree.pack_sequence_as(state, cast)
 
     def _plain(self, name: str, layer: Any) -> Callable[..., Any]:
         original = layer.call
@@ -152,19 +131,14 @@ class Listener:
         def call(*args: Any, **kwargs: Any) -> Any:
             record = self._start(name)
             if args:
-                args = (self._pass_all(record, "input", args[0]), *args[1:])
-            return self._pass_all(record, "output", original(*args, **kwargs))
+                args = (self.hears_all(record, "input", args[0]), *args[1:])
+            return self.hears_all(record, "output", original(*args, **kwargs))
 
         return call
 
 
-def _value_of(state: Any) -> Any:
-    """A stateful layer hands over its variables, of which only the values can be differentiated."""
-    return keras.ops.convert_to_tensor(state.value) if isinstance(state, keras.Variable) else state
-
-
 @contextmanager
-def _own_errors_unchanged() -> Iterator[None]:
+def own_errors_unchanged() -> Iterator[None]:
     """Keras writes the arguments of the layer into every error that passes through; ours are complete as they are."""
     try:
         yield
@@ -173,24 +147,16 @@ def _own_errors_unchanged() -> Iterator[None]:
         raise
 
 
-def refuse_options(site: Site, mask: Any, training: bool) -> None:
-    """What can be seen only when the layer runs, and cannot be honoured.
+def refuse_random(site: Site, training: bool) -> None:
+    """What a cell of unknown equations may do in training, and cannot be done again.
 
     Raises
     ------
     UnsupportedError
-        For an option triple that Keras itself cannot run, and for random numbers and statistics of the batch inside a
-        cell of unknown equations.
+        For random numbers and statistics of the batch inside it.
     """
     layer = site.layer
-    if keras.backend.backend() == "torch" and layer.unroll and layer.go_backwards and mask is not None:
-        raise UnsupportedError(
-            message(
-                f"Layer {site.name!r}: Keras on torch cannot run unroll=True, going backwards, with a mask.",
-                hint="unroll=False",
-            )
-        )
-    if training and known_class(layer.cell) is None and _takes_statistics(layer.cell):
+    if training and known_class(layer.cell) is None and _takes_statistics(site.keras, layer.cell):
         raise UnsupportedError(
             message(
                 f"Layer {site.name!r}: batch normalisation in the cell {type(layer.cell).__name__} acts on the batch.",
@@ -199,7 +165,7 @@ def refuse_options(site: Site, mask: Any, training: bool) -> None:
                 hint="training=False",
             )
         )
-    if training and known_class(layer.cell) is None and _is_random(layer.cell):
+    if training and known_class(layer.cell) is None and _is_random(site.keras, layer.cell):
         raise UnsupportedError(
             message(
                 f"Layer {site.name!r}: dropout inside the cell {type(layer.cell).__name__} cannot be replayed.",
@@ -208,32 +174,18 @@ def refuse_options(site: Site, mask: Any, training: bool) -> None:
         )
 
 
-def _takes_statistics(cell: Any) -> bool:
+def _takes_statistics(keras: Dialect, cell: Any) -> bool:
     inner = cell._flatten_layers() if isinstance(cell, keras.Layer) else ()
     return any(isinstance(layer, keras.layers.BatchNormalization) and layer.trainable for layer in inner)
 
 
-def _is_random(cell: Any) -> bool:
+def _is_random(keras: Dialect, cell: Any) -> bool:
     if not isinstance(cell, keras.Layer):
         return False
     for layer in cell._flatten_layers():
         rates = [getattr(layer, name, 0) for name in ("dropout", "recurrent_dropout", "rate")]
         if any(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
             return True
-        if getattr(layer, "_seed_generators", None) and known_class(layer) is None:
+        if keras.draws(layer) and known_class(layer) is None:
             return True
     return False
-
-
-def _dropout(cell: Any) -> dict[str, Any]:
-    """The multipliers that a known cell applies at every step, as one tensor each; per gate for implementation 1."""
-    found = {}
-    per_gate = getattr(cell, "implementation", 2) == 1
-    for name, attribute, rate in (
-        ("input_scale", "_dropout_mask", "dropout"),
-        ("state_scale", "_recurrent_dropout_mask", "recurrent_dropout"),
-    ):
-        mask = getattr(cell, attribute, None)
-        if mask is not None and 0.0 < getattr(cell, rate) < 1.0:
-            found[name] = keras.ops.stack(mask) if per_gate else mask
-    return found

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
-
-import keras
-from keras.src.losses.loss import squeeze_or_expand_to_same_rank
-from keras.src.trainers.compile_utils import CompileLoss
 
 from ...errors import InputError, ModelError, message
 from ..protocol import Batch
-from ..threads import heard_here
+from .dialect import Dialect, dialect_of
 
 Loss = Callable[[Any, Any, Any, Any], Any]
 
@@ -28,18 +24,19 @@ def plan(model: Any, batch: Batch) -> Loss:
     """
     if batch.loss is None:
         return _compiled(model, batch)
-    given = _given(batch)
+    keras = dialect_of(model)
+    given = _given(keras, batch)
 
     def loss(x: Any, y: Any, y_pred: Any, weight: Any) -> Any:
-        _check_weight(weight, y_pred)
-        return _with_own_losses(model, _scalar(given(y, y_pred, weight)))
+        _check_weight(keras, weight, y_pred)
+        return _with_own_losses(model, _scalar(keras, given(y, y_pred, weight)))
 
     return loss
 
 
-def _check_weight(weight: Any, y_pred: Any) -> None:
+def _check_weight(keras: Dialect, weight: Any, y_pred: Any) -> None:
     """Keras multiplies one weight per sample with values per step along the last axis, which is time."""
-    if weight is None or keras.tree.is_nested(weight) or keras.tree.is_nested(y_pred):
+    if weight is None or not keras.weighs_steps or keras.tree.is_nested(weight) or keras.tree.is_nested(y_pred):
         return
     if len(weight.shape) == 1 and len(y_pred.shape) == 3:
         samples, steps = y_pred.shape[0], y_pred.shape[1]
@@ -53,110 +50,85 @@ def _check_weight(weight: Any, y_pred: Any) -> None:
         )
 
 
-def is_overridden(model: Any) -> bool:
-    """Whether a model computes its loss in a method of its own."""
-    return isinstance(model, keras.Model) and type(model).compute_loss is not keras.Model.compute_loss
-
-
 def of_outputs(model: Any, batch: Batch) -> Callable[[Any, Any, Any], Any]:
     """A function ``(y, y_pred, sample_weight) -> scalar tensor``, without the losses that the model makes itself."""
+    keras = dialect_of(model)
     if batch.loss is not None:
-        given = _given(batch)
-        return lambda y, y_pred, weight: _scalar(given(y, y_pred, weight))
+        given = _given(keras, batch)
+        return lambda y, y_pred, weight: _scalar(keras, given(y, y_pred, weight))
     _compiled(model, batch)
-    return lambda y, y_pred, weight: _scalar(model._compile_loss(y, y_pred, weight))
+    return lambda y, y_pred, weight: _scalar(keras, keras.compiled_loss(model)(y, y_pred, weight))
 
 
-@contextmanager
-def undisturbed(model: Any, *, regularised: bool = False) -> Iterator[None]:
+def undisturbed(model: Any, *, regularised: bool = False) -> AbstractContextManager[None]:
     """No trace of an unbuilt loss; weight regularisers count in the loss, and in its gradient if ``regularised``."""
-    own = vars(model)
-    saved = {name: own[name] for name in ("_get_regularization_losses", "_compile_loss") if name in own}
-    regularisation = model._get_regularization_losses
-    if not regularised:
-        stopped = heard_here(lambda: [keras.ops.stop_gradient(loss) for loss in regularisation()], regularisation)
-        own["_get_regularization_losses"] = stopped
-    compiled = saved.get("_compile_loss")
-    if compiled is not None and not compiled.built:
-        given, weights = compiled._user_loss, compiled._user_loss_weights
-        own["_compile_loss"] = CompileLoss(given, weights, output_names=compiled.output_names)
-    try:
-        yield
-    finally:
-        own.pop("_get_regularization_losses", None)
-        own.update(saved)
+    return dialect_of(model).undisturbed(model, regularised)
 
 
 def _compiled(model: Any, batch: Batch) -> Loss:
+    keras = dialect_of(model)
     if not isinstance(model, keras.Model):
         raise ModelError(
             message("A layer on its own has no compiled loss.", hint="pass loss=, a name or a function of (y, output)")
         )
-    overridden = is_overridden(model)
-    if not model.compiled and not overridden:
+    overridden = keras.is_overridden(model)
+    if not keras.is_compiled(model) and not overridden:
         raise ModelError(
             message(
                 f"Model {model.name!r} has no loss: it is not compiled.",
                 hint='model.compile(loss=...), or pass loss=, such as loss="mse"',
             )
         )
-    has_loss = getattr(model, "_compile_loss", None) is not None
+    has_loss = keras.compiled_loss(model) is not None
     if has_loss and batch.y is None and not overridden:
         raise InputError(
             message("The compiled loss needs a target.", got="y=None", hint="pass y, or loss= of outputs alone")
         )
 
     def compiled(x: Any, y: Any, y_pred: Any, weight: Any) -> Any:
-        _check_weight(weight, y_pred)
-        return _scalar(model._compute_loss(x, y, y_pred, weight, training=batch.training))
+        _check_weight(keras, weight, y_pred)
+        return _scalar(keras, keras.whole_loss(model, x, y, y_pred, weight, batch.training))
 
     return compiled
 
 
-def _given(batch: Batch) -> Callable[[Any, Any, Any], Any]:
+def _given(keras: Dialect, batch: Batch) -> Callable[[Any, Any, Any], Any]:
     loss = batch.loss
-    if isinstance(loss, str) or _is_own_function(loss):
+    if isinstance(loss, str) or _is_own_function(keras, loss):
         _need_target(batch)
-        return _compiled_form(_named(loss))
+        return keras.compiled_form(_named(keras, loss))
     if isinstance(loss, keras.losses.Loss):
         _need_target(batch)
         return lambda y, y_pred, weight: loss(y, y_pred, sample_weight=weight)
     if isinstance(loss, (list, tuple, dict)):
         _need_target(batch)
-        return _compiled_form(loss)
+        return keras.compiled_form(loss)
     if not callable(loss):
         raise InputError(
             message(
                 "loss cannot be used.",
                 got=repr(loss),
-                expected="a function of (y_true, y_pred), a keras.losses.Loss, or a name that Keras knows",
+                expected=f"a function of (y_true, y_pred), a {keras.name}.losses.Loss, or a name that Keras knows",
             )
         )
     if batch.sample_weight is not None or batch.class_weight is not None:
         raise InputError(
             message(
                 "A loss function of (y_true, y_pred) has no place for sample weights.",
-                hint="pass a keras.losses.Loss or a name, or weight inside the function",
+                hint=f"pass a {keras.name}.losses.Loss or a name, or weight inside the function",
             )
         )
-    return lambda y, y_pred, weight: loss(*_aligned(y, y_pred))
+    return lambda y, y_pred, weight: loss(*_aligned(keras, y, y_pred))
 
 
-def _aligned(y: Any, y_pred: Any) -> tuple[Any, Any]:
+def _aligned(keras: Dialect, y: Any, y_pred: Any) -> tuple[Any, Any]:
     """Targets and outputs as ``compile(loss=function)`` hands them over: (n,) beside (n, 1) becomes (n, 1)."""
     if y is None or keras.tree.is_nested(y) or keras.tree.is_nested(y_pred):
         return y, y_pred
-    aligned: tuple[Any, Any] = squeeze_or_expand_to_same_rank(y, y_pred)
-    return aligned
+    return keras.aligned(y, y_pred)
 
 
-def _compiled_form(loss: Any) -> Callable[[Any, Any, Any], Any]:
-    """The loss as ``compile(loss=...)`` would take it: averaged over samples, several outputs, sample weights."""
-    form: Callable[[Any, Any, Any], Any] = CompileLoss(loss)
-    return form
-
-
-def _named(loss: Any) -> Any:
+def _named(keras: Dialect, loss: Any) -> Any:
     try:
         return keras.losses.get(loss)
     except ValueError:
@@ -165,7 +137,7 @@ def _named(loss: Any) -> Any:
         ) from None
 
 
-def _is_own_function(loss: Any) -> bool:
+def _is_own_function(keras: Dialect, loss: Any) -> bool:
     """Keras' own loss functions give one value per sample; compile() averages them, and so do we."""
     return isinstance(loss, types.FunctionType) and getattr(keras.losses, loss.__name__, None) is loss
 
@@ -175,7 +147,7 @@ def _need_target(batch: Batch) -> None:
         raise InputError(message("This loss needs a target.", got="y=None", hint="pass y"))
 
 
-def _scalar(loss: Any) -> Any:
+def _scalar(keras: Dialect, loss: Any) -> Any:
     if loss is None:
         raise InputError(message("The loss is None.", expected="one number", hint="return the loss from the function"))
     loss = keras.ops.convert_to_tensor(loss)
@@ -185,7 +157,7 @@ def _scalar(loss: Any) -> Any:
                 "The loss is not one number.",
                 got=f"shape {tuple(loss.shape)}",
                 expected="shape ()",
-                hint="keras.ops.mean(...) or keras.ops.sum(...) around it",
+                hint=f"{keras.says_mean} or {keras.says_sum} around it",
             )
         )
     return loss
@@ -193,6 +165,7 @@ def _scalar(loss: Any) -> Any:
 
 def _with_own_losses(model: Any, loss: Any) -> Any:
     """What training adds to any loss: add_loss, activity and weight regularisers."""
+    keras = dialect_of(model)
     for extra in model.losses:
         loss = loss + keras.ops.cast(keras.ops.sum(extra), loss.dtype)
     return loss

@@ -16,17 +16,17 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import keras
-
 from ...typing import Array
+from .dialect import dialect_of
 
 
 def masked_output(layer: Any, known: bool) -> Literal["state", "output", "zero"]:
     """What ``layer`` returns at a masked step that it does not return zeros at."""
-    engine = keras.backend.backend()
+    keras = dialect_of(layer)
+    engine = keras.engine.name
     if layer.zero_output_for_mask and not (engine == "jax" and layer.unroll):
         return "zero"
-    nested = any(keras.tree.is_nested(size) for size in layer.state_size)
+    nested = any(keras.tree.is_nested(size) for size in keras.template(layer.cell))
     return "state" if known or (engine == "jax" and not layer.unroll and not nested) else "output"
 
 
@@ -38,7 +38,7 @@ def output_from_state(layer: Any, mask: Array | None) -> Array | None:
     """
     if mask is None:
         return None
-    engine = keras.backend.backend()
+    engine = dialect_of(layer).engine.name
     backwards = layer.go_backwards
     in_order = mask[:, ::-1] if backwards else mask
     if engine == "jax" and not layer.unroll:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...autodiff import Memo
 from ...settings import current
+from .dialect import Dialect
 
 _memos: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Memo]] = weakref.WeakKeyDictionary()
 
@@ -25,6 +26,14 @@ def memo_of(model: Any, question: Hashable, stamp: Hashable | None) -> Memo:
     while len(kept) > current().compiled:
         kept.popitem(last=False)
     return memo if stamp is not None else Memo(memo.executables)
+
+
+def stamp_of_tensors(keras: Dialect, tree: Any) -> Hashable:
+    """Structure, shapes and dtypes, and where JAX has them lie."""
+    paths = keras.tree.flatten_with_path(tree)
+    return tuple(
+        (path, None if t is None else (tuple(t.shape), str(t.dtype), getattr(t, "sharding", None))) for path, t in paths
+    )
 
 
 def forget(model: Any, memo: Memo) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import keras
 import numpy as np
 
 from ..protocol import Port
+from .dialect import Dialect, dialect_of
 from .discover import base_name, places
 from .weights import named_variables
 
@@ -35,7 +35,7 @@ def nudged(model: Any, port: Port, size: float) -> Iterator[bool]:
 @contextmanager
 def _moved_weight(layer: Any, key: str, size: float) -> Iterator[None]:
     variable = named_variables(layer)[key]
-    before = np.array(keras.ops.convert_to_numpy(variable.value))
+    before = dialect_of(variable).value_of(variable)
     try:
         variable.assign(before + _pattern(before.shape, before, size))
         yield
@@ -46,11 +46,11 @@ def _moved_weight(layer: Any, key: str, size: float) -> Iterator[None]:
 @contextmanager
 def _moved_output(layer: Any, key: str, size: float) -> Iterator[None]:
     del key
-    original, own = layer.call, vars(layer)
+    keras, original, own = dialect_of(layer), layer.call, vars(layer)
     had = own.get("call")
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return keras.tree.map_structure(lambda tensor: _moved(tensor, size), original(*args, **kwargs))
+        return keras.tree.map_structure(lambda tensor: _moved(keras, tensor, size), original(*args, **kwargs))
 
     own["call"] = call
     try:
@@ -61,8 +61,8 @@ def _moved_output(layer: Any, key: str, size: float) -> Iterator[None]:
             own["call"] = had
 
 
-def _moved(tensor: Any, size: float) -> Any:
-    if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)):
+def _moved(keras: Dialect, tensor: Any, size: float) -> Any:
+    if not keras.is_float(tensor):
         return tensor
     shape = tuple(1 if n is None else n for n in tensor.shape)
     spread = keras.ops.sqrt(keras.ops.mean(keras.ops.square(keras.ops.stop_gradient(tensor))))

@@ -3,7 +3,7 @@
 What the certificate of a result is held against. It shares with the capture only what prepares the user's data,
 evaluates the user's loss and leaves the model as it was found; names and layouts of weights are read here once more.
 It is traced anew at every call, so that nothing can be out of date; only a model that is known to depend on nothing
-outside (see ``stamps.py``) is run again as it was compiled here.
+outside (see ``keras3_stamps.py``) is run again as it was compiled here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from ...autodiff import Engine
@@ -21,12 +20,11 @@ from ...typing import Array
 from ..protocol import Batch, Cotangents, Place, PlainRun
 from . import loss as losses
 from .data import prepare
-from .engines import current
+from .dialect import dialect_of
 from .found import as_found
-from .memos import memo_of
+from .memos import memo_of, stamp_of_tensors
 from .registered import attributes, registration_of
 from .run import Job
-from .stamps import stamp_of_run, stamp_of_tensors
 from .weights import has_two_biases
 
 
@@ -41,18 +39,19 @@ def plain(
     """See :meth:`rnnlens.adapters.protocol.Adapter.plain`."""
     if batch.initial_state:
         raise CertificateError("the initial states were put in by rnnlens; the model by itself starts elsewhere")
-    engine = current()
+    keras = dialect_of(model)
+    engine = keras.engine
     with_loss = batch.loss is not None or batch.y is not None or (gradients and cotangents is None)
     loss = losses.plan(model, batch) if with_loss else None
-    job = Job(model, prepare(model, batch, engine), (), {}, batch.training, batch.seed)
-    stamp = stamp_of_run(model, batch.loss) if engine.compiles else None
-    with as_found(model, engine, batch.seed), losses.undisturbed(model, regularised=regularised):
-        arguments = job.arguments(engine)
-        arguments["values"] = [keras.ops.convert_to_tensor(v) for v in job.variables]
-        run = _Run(engine, job, loss, arguments, (regularised, stamp))
+    job = Job(model, prepare(model, batch), (), {}, batch.training, batch.seed)
+    stamp = keras.stamp(model, batch.loss) if engine.compiles else None
+    with as_found(model, keras, batch.seed), losses.undisturbed(model, regularised=regularised):
+        arguments = job.arguments()
+        arguments["values"], watched = keras.plain_values(job.variables)
+        run = _Run(job, watched, loss, arguments, (regularised, stamp))
         outputs, value, found = run.forward() if not gradients else run.backward(cotangents)
     names = names_of(model)
-    grads = dict(zip(map(id, job.variables), found[1], strict=True)) if found else {}
+    grads = dict(zip(map(id, watched or job.variables), found[1], strict=True)) if found else {}
     weights = {name: grads.get(key) for key, name in names.items() if grads}
     paths = [path for path, _ in keras.tree.flatten_with_path(batch.x)] if isinstance(batch.x, dict) else []
     keys = tuple(str(path[0]) for path in paths if len(path) == 1)
@@ -63,12 +62,13 @@ class _Run:
     """One run of the model as a function of its floats: those of x, then those of its variables."""
 
     def __init__(
-        self, engine: Engine, job: Job, loss: Any, arguments: dict[str, Any], closed: tuple[bool, Hashable | None]
+        self, job: Job, watched: list[Any], loss: Any, arguments: dict[str, Any], closed: tuple[bool, Hashable | None]
     ) -> None:
-        self.engine, self.job, self.loss, self.arguments = engine, job, loss, arguments
+        self.keras, self.engine, self.watched = job.keras, job.keras.engine, watched
+        self.job, self.loss, self.arguments = job, loss, arguments
         self.regularised, self.stamp = closed
-        self.x = keras.tree.flatten(arguments["x"])
-        self.floats = [_is_float(t) for t in (*self.x, *arguments["values"])]
+        self.x = self.keras.tree.flatten(arguments["x"])
+        self.floats = [self.keras.is_float(t) for t in (*self.x, *arguments["values"])]
 
     def forward(self) -> tuple[list[Array], float | None, None]:
         """Outputs and loss."""
@@ -82,12 +82,12 @@ class _Run:
             (_, values), _ = self._run("forward", lambda sources, rest: (self._program(sources, rest), None))
             found = cotangents([np.asarray(self.engine.to_array(t)) for t in values])
             given = [
-                None if c is None else keras.ops.convert_to_tensor(c, dtype=t.dtype)
+                None if c is None else self.keras.ops.convert_to_tensor(c, dtype=t.dtype)
                 for t, c in zip(values, found, strict=True)
             ]
         (value, outputs), grads = self._run("backward", self._differentiated, given)
         arrays = iter([None if g is None else np.asarray(plain_of(self.engine, g)) for g in grads])
-        every = [next(arrays) if is_float else None for is_float in self.floats]
+        every = [next(arrays) if is_float else None for is_float in self.floats] + list(arrays)
         return (*self._told(outputs, value), (every[: len(self.x)], every[len(self.x) :]))
 
     def _told(self, outputs: Any, value: Any) -> tuple[list[Array], float | None]:
@@ -101,22 +101,23 @@ class _Run:
         sources = [t for t, is_float in zip(every, self.floats, strict=True) if is_float]
         others = [t for t, is_float in zip(every, self.floats, strict=True) if not is_float]
         arguments = (sources, {**rest, "others": others})
-        if getattr(self.job.model, "run_eagerly", False) or not self.engine.compiles:
+        eager = getattr(self.job.model, "run_eagerly", False) or (self.stamp is None and self.keras.is_short(self.x))
+        if eager or not self.engine.compiles:
             return function(*arguments)
         options = (name, self.job.training, self.loss is None, self.regularised, tuple(self.floats))
-        memo = memo_of(self.job.model, ("plain", *options, stamp_of_tensors((self.arguments, given))), self.stamp)
+        memo = memo_of(
+            self.job.model, ("plain", *options, stamp_of_tensors(self.keras, (self.arguments, given))), self.stamp
+        )
         return memo.once("run", lambda: self.engine.compile(function, arguments, memo))(*arguments)
 
     def _program(self, sources: Sequence[Any], rest: Any) -> tuple[Any, list[Any]]:
         """(loss or None, outputs) of the model on these values."""
         mine, others = iter(sources), iter(rest["others"])
         every = [next(mine) if is_float else next(others) for is_float in self.floats]
-        job, count = self.job, len(self.x)
+        keras, job, count = self.keras, self.job, len(self.x)
         x = keras.tree.pack_sequence_as(self.arguments["x"], every[:count])
-        seeds = [v for v in job.variables if v.name == "seed_generator_state"]
-        mapping = [*zip(job.variables, every[count:], strict=True), *zip(seeds, rest["seeds"], strict=True)]
-        with keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
-            training = {"training": job.training} if getattr(job.model, "_call_has_training_arg", False) else {}
+        with keras.standing(job.model, every[count:], rest["seeds"]):
+            training = {"training": job.training} if keras.asks_for_training(job.model) else {}
             outputs = job.model(x, **training)
             value = None if self.loss is None else self.loss(x, rest["y"], outputs, rest["sample_weight"])
         return value, keras.tree.flatten(outputs)
@@ -129,30 +130,33 @@ class _Run:
             value, outputs = self._program(sources, rest)
             if given is None:
                 return value, (value, outputs)
-            parts = [keras.ops.sum(t * c) for t, c in zip(outputs, given, strict=True) if c is not None]
+            parts = [self.keras.ops.sum(t * c) for t, c in zip(outputs, given, strict=True) if c is not None]
             return sum(parts[1:], start=parts[0]), (value, outputs)
 
-        return _GRADIENTS[self.engine.name](target, list(sources))
+        return _GRADIENTS[self.engine.name](target, list(sources), self.watched)
 
 
-def _by_jax(target: Any, sources: list[Any]) -> Any:
+def _by_jax(target: Any, sources: list[Any], watched: list[Any]) -> Any:
+    del watched  # variables of TensorFlow's own
     import jax
 
     (_, told), grads = jax.value_and_grad(target, has_aux=True)(sources)
     return told, grads
 
 
-def _by_tensorflow(target: Any, sources: list[Any]) -> Any:
+def _by_tensorflow(target: Any, sources: list[Any], watched: list[Any]) -> Any:
     import tensorflow as tf
 
     with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(sources)
+        for source in (*sources, *watched):
+            tape.watch(source)
         value, told = target(sources)
-    grads = tape.gradient(value, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    grads = tape.gradient(value, [*sources, *watched], unconnected_gradients=tf.UnconnectedGradients.ZERO)
     return told, [tf.convert_to_tensor(g) for g in grads]
 
 
-def _by_torch(target: Any, sources: list[Any]) -> Any:
+def _by_torch(target: Any, sources: list[Any], watched: list[Any]) -> Any:
+    del watched  # variables of TensorFlow's own
     import torch
 
     with torch.enable_grad():
@@ -178,8 +182,9 @@ def names_of(model: Any) -> dict[int, str]:
     found: dict[int, str] = {}
     for variable in model.variables:
         if id(variable) not in found:
-            count = seen[variable.path] = seen.get(variable.path, 0) + 1
-            found[id(variable)] = variable.path if count == 1 else f"{variable.path}#{count}"
+            path = dialect_of(variable).path(variable)
+            count = seen[path] = seen.get(path, 0) + 1
+            found[id(variable)] = path if count == 1 else f"{path}#{count}"
     return found
 
 
@@ -203,10 +208,11 @@ def _within(model: Any, owner: Any, key: str) -> Place | None:
     # Only cells of known equations have the rows of one variable as two weights.
     both = has_two_biases(owner) and len(owner.bias.shape) == 2 and key in ("bias", "recurrent_bias")
     wanted = "bias" if both else key.rpartition("/")[2]
-    weights = list(getattr(owner, "weights", ()))
-    found = [v for v in weights if v.name == wanted] or [v for v in weights if v.path.endswith(f"/{key}")]
+    keras, weights = dialect_of(model), list(getattr(owner, "weights", ()))
+    below = [v for v in weights if keras.path(v).endswith(f"/{key}")]
+    found = [v for v in weights if keras.variable_name(v) == wanted] or below
     if len(found) > 1:
-        found = [v for v in found if v.path.endswith(f"/{key}")]
+        found = [v for v in found if keras.path(v).endswith(f"/{key}")]
     name = names_of(model).get(id(found[0])) if len(found) == 1 else None
     if name is None:
         return None
@@ -235,7 +241,7 @@ def tied_variables(model: Any) -> set[int]:
     once: set[int] = set()
     again: set[int] = set()
     for layer in model._flatten_layers():
-        own = {id(v) for v in (*layer._trainable_variables, *layer._non_trainable_variables)}
+        own = {id(v) for v in dialect_of(layer).own_variables(layer)}
         again |= own & once
         once |= own
     return again
@@ -250,9 +256,5 @@ def _called(model: Any, name: str) -> Iterator[Any]:
             yield child
         elif name.startswith(f"{child.name}/"):
             yield from _called(child, name[len(child.name) + 1 :])
-        elif isinstance(model, keras.Sequential) and child is getattr(model, "_functional", None):
+        elif isinstance(model, dialect_of(model).Sequential) and child is getattr(model, "_functional", None):
             yield from _called(child, name)
-
-
-def _is_float(tensor: Any) -> bool:
-    return bool(keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)))

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import keras
-
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
 from ..composed import Composed
 from ..protocol import Port
@@ -103,7 +101,7 @@ class Spots:
             raise UnsupportedError(site.refusal)
         self.sites[id(site)] = site
         name: str = port.kind
-        count = len(keras.tree.flatten(site.layer.state_size))
+        count = len(site.keras.tree.flatten(site.keras.state_size(site.layer)))
         if port.kind == "output" and port.index == 0:
             if site.layer.go_backwards and site.layer.return_sequences:
                 self.turned.add(port)

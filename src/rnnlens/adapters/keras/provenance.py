@@ -6,20 +6,21 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-import keras
+from .dialect import dialect_of
 
 
 def provenance(model: Any) -> Mapping[str, str]:
     """Plain strings: framework, engine, compute dtype, dtype of the weights, device of the first of them."""
-    engine = keras.backend.backend()
+    keras = dialect_of(model)
+    engine = keras.engine.name
     version = getattr(importlib.import_module(engine), "__version__", "unknown")
-    values = [variable.value for variable in model.variables[:1]]
+    values = [keras.ops.convert_to_tensor(variable) for variable in model.variables[:1]]
     device = str(getattr(values[0], "device", "cpu")) if values else "cpu"
     return {
-        "framework": f"keras {keras.__version__}",
+        "framework": f"{keras.name} {keras.version}",
         "engine": f"{engine} {version}",
-        "dtype": str(getattr(model, "compute_dtype", keras.config.floatx())),
-        "weights_dtype": str(getattr(model, "variable_dtype", keras.config.floatx())),
+        "dtype": str(getattr(model, "compute_dtype", keras.floatx())),
+        "weights_dtype": str(getattr(model, "variable_dtype", keras.floatx())),
         "device": device or "cpu",
         "adapter": "keras",
     }

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from ...autodiff import Engine, Memo, Tap
@@ -15,8 +14,8 @@ from ...typing import Array
 from ..protocol import Batch, Port, Pullback
 from . import loss as losses
 from .data import prepare
+from .dialect import Dialect, dialect_of
 from .discover import given_states, places
-from .engines import current
 from .found import as_found
 from .memos import forget
 from .ports import Spots
@@ -34,8 +33,9 @@ class KerasPullback:
     def __init__(
         self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
     ) -> None:
-        self._engine: Engine = current()
-        self._spots = Spots(places(model), input_order(batch.x))
+        self._keras = dialect_of(model)
+        self._engine: Engine = self._keras.engine
+        self._spots = Spots(places(model), input_order(self._keras, batch.x))
         for port in (*of, *wrt, *cut):
             self._spots.add(port, model)
         self._of, self._wrt, self._cut = tuple(of), tuple(wrt), tuple(cut)
@@ -48,8 +48,8 @@ class KerasPullback:
         with_loss = any(port.kind == "loss" for port in (*self._of, *self._wrt))
         loss = losses.plan(model, batch) if with_loss else None
         job = self._job(model, batch, loss)
-        with as_found(model, self._engine, batch.seed):
-            arguments = job.arguments(self._engine)
+        with as_found(model, self._keras, batch.seed):
+            arguments = job.arguments()
             memo = self._memo(job, arguments)
             with losses.undisturbed(model, regularised=True), raised_by("Your model, run to be differentiated,"):
                 self._linear = self._linearised(job, arguments, memo)
@@ -65,7 +65,7 @@ class KerasPullback:
     def _memo(self, job: Job, arguments: Any) -> Memo:
         """What was compiled for the same question before."""
         borders = (frozenset(self._spots.keys[port] for port in ports) for ports in (self._of, self._cut))
-        return memo_for(job, arguments, self._engine, *borders) or Memo()
+        return memo_for(job, arguments, *borders) or Memo()
 
     def _linearised(self, job: Job, arguments: Any, memo: Memo) -> Any:
         try:
@@ -78,7 +78,7 @@ class KerasPullback:
         wanted = frozenset(self._spots.keys[port] for port in (*self._wrt, *self._cut))
         return Job(
             model=model,
-            data=prepare(model, batch, self._engine),
+            data=prepare(model, batch),
             sites=self._spots.heard_sites(given_states(self._spots.found, batch.initial_state)),
             plain=self._spots.plain,
             training=batch.training,
@@ -95,6 +95,8 @@ class KerasPullback:
         of = {self._spots.keys[port] for port in self._of}
         keys, cut = set(self._spots.keys.values()), {self._spots.keys[port] for port in self._cut}
 
+        keras = self._keras
+
         def run(arguments: Any, tap: Tap) -> tuple[dict[str, Any], Any]:
             heard: dict[str, Any] = {f"model|input/{i}": t for i, t in enumerate(keras.tree.flatten(arguments["x"]))}
 
@@ -108,7 +110,7 @@ class KerasPullback:
             heard.update({f"model|output/{i}": t for i, t in enumerate(keras.tree.flatten(outputs))})
             if value is not None:
                 heard["model|loss"] = value
-            _check_targets(of, heard)
+            _check_targets(keras, of, heard)
             others = {key: heard[key] for key in keys - of if key in heard}
             return {key: heard[key] for key in of}, {**others, "outputs": len(keras.tree.flatten(outputs))}
 
@@ -157,12 +159,12 @@ class KerasPullback:
         self._linear = None
 
 
-def _check_targets(of: set[str], heard: Mapping[str, Any]) -> None:
+def _check_targets(keras: Dialect, of: set[str], heard: Mapping[str, Any]) -> None:
     for key in of:
         if key not in heard:
             raise LayerNotFoundError(message(f"{_tensor_name(key)} does not appear in this forward pass."))
-        kind = keras.backend.standardize_dtype(heard[key].dtype)
-        if not keras.backend.is_float_dtype(kind):
+        if not keras.is_float(heard[key]):
+            kind = keras.dtype_of(heard[key])
             raise InputError(message(f"{_tensor_name(key)} cannot be differentiated.", got=f"dtype {kind}"))
 
 

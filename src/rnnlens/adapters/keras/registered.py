@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import keras
-
 from ...autodiff import Engine
 from ...errors import UnsupportedError, message
 from ...recurrence.cells import Cell, registered
 from ...recurrence.cells.registry import Registration
-from ...typing import Array, Namespace
+from ...typing import Array
 from ..composed import Composed
 from ..described import differentiated
+from .dialect import dialect_of
 
 #: Deepest nesting of layers within a cell that is looked into for weights.
 _DEPTH = 4
@@ -28,11 +27,12 @@ def attributes(cell: Any) -> dict[str, Any]:
     """The weights of a cell by the attributes that hold them: ``"u"``, ``"dense.kernel"``; else by their own names."""
     found = dict(_attributes(cell, "", _DEPTH))
     named = {id(v) for v in found.values()}
-    rest = {v.name: v for v in cell.weights if id(v) not in named}
-    return {name: v for name, v in (found | rest).items() if "seed" not in v.path.rpartition("/")[2]}
+    rest = {dialect_of(v).variable_name(v): v for v in cell.weights if id(v) not in named}
+    return {name: v for name, v in (found | rest).items() if "seed" not in dialect_of(v).variable_name(v)}
 
 
 def _attributes(layer: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+    keras = dialect_of(layer)
     seen: set[int] = set()
     for name, value in vars(layer).items():
         name = name.lstrip("_") if prefix or isinstance(value, keras.Variable) else name
@@ -46,7 +46,14 @@ def _attributes(layer: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]
 def described(cell: Any, known: Registration, convert: Callable[[Any], Array], engine: Engine | None = None) -> Cell:
     """The equations of a cell with the values of its weights; differentiated by ``engine`` where they are not here."""
     made = known.make(cell, {name: convert(v) for name, v in attributes(cell).items()})
-    return made if engine is None else differentiated(made, known, engine, namespace(), _tensor)
+    if engine is None:
+        return made
+    keras = dialect_of(cell)
+
+    def tensor(array: Array) -> Any:
+        return keras.ops.convert_to_tensor(array, dtype=str(array.dtype).rpartition(".")[2])
+
+    return differentiated(made, known, engine, keras.namespace(), tensor)
 
 
 def composed(named: Mapping[str, Any], halves: Mapping[str, Any]) -> dict[str, Composed]:
@@ -59,55 +66,21 @@ def composed(named: Mapping[str, Any], halves: Mapping[str, Any]) -> dict[str, C
             return {}
         held = {name: keys[id(v)] for name, v in attributes(half.cell).items()}
         prefix = f"{direction}/" if len(halves) > 1 else ""
-        arrays = known.arrays({name: keras.ops.convert_to_numpy(named[key]) for name, key in held.items()})
+        arrays = known.arrays({name: dialect_of(named[key]).value_of(named[key]) for name, key in held.items()})
         found |= {
             prefix + name: Composed(known, name, {own: ("", key) for own, key in held.items()}) for name in arrays
         }
     return found
 
 
-def refuse_penalties(named: Mapping[str, Any], layer: str) -> None:
+def refuse_penalties(named: Mapping[str, Any], layer: Any) -> None:
     """A regulariser of a weight that is put together from several would not know which part is its own."""
+    penalties = dialect_of(layer).regularizers(layer)
     for name, variable in named.items():
-        if variable.regularizer is not None:
+        if id(variable) in penalties:
             raise UnsupportedError(
                 message(
-                    f"Layer {layer!r}: weight {name!r} of its registered cell has a regularizer.",
+                    f"Layer {layer.name!r}: weight {name!r} of its registered cell has a regularizer.",
                     expected="penalties in the loss, or a cell that is not registered",
                 )
             )
-
-
-def _tensor(array: Array) -> Any:
-    return keras.ops.convert_to_tensor(array, dtype=str(array.dtype).rpartition(".")[2])
-
-
-def namespace() -> Namespace:
-    """The array functions that the step of a cell is given, on tensors of this engine."""
-    engine = keras.backend.backend()
-    if engine == "torch":
-        import array_api_compat.torch as xp
-
-        return xp
-    if engine == "jax":
-        import jax.numpy
-
-        return jax.numpy
-    return _KerasOps()
-
-
-class _KerasOps:
-    """Keras' operations under the names of the array-API standard."""
-
-    __name__ = "keras.ops"
-
-    def __getattr__(self, name: str) -> Any:
-        ops = keras.ops
-        renamed = {
-            "concat": ops.concatenate,
-            "permute_dims": ops.transpose,
-            "astype": ops.cast,
-            "pow": ops.power,
-            "asarray": ops.convert_to_tensor,
-        }
-        return renamed[name] if name in renamed else getattr(ops, name)

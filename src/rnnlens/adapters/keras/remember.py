@@ -14,22 +14,35 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import keras
 import numpy as np
-from keras.src.utils.tracking import Tracker
+
+from .dialect import Dialect
 
 #: Packages whose objects are no one's to look into.
 _FOREIGN = frozenset(
-    ["keras", "tensorflow", "torch", "jax", "jaxlib", "numpy", "builtins", "optree", "h5py", "threading", "_thread"]
+    [
+        "keras",
+        "tf_keras",
+        "tensorflow",
+        "torch",
+        "jax",
+        "jaxlib",
+        "numpy",
+        "builtins",
+        "optree",
+        "h5py",
+        "threading",
+        "_thread",
+    ]
 )
 _CONTAINERS = (list, dict, set, deque)
 _MISSING = object()
 
 
 @contextmanager
-def unchanged(model: Any) -> Iterator[None]:
+def unchanged(model: Any, keras: Dialect) -> Iterator[None]:
     """What ``model`` and its layers keep in Python, and the process' random numbers, come back on exit."""
-    memory = _Memory()
+    memory = _Memory(keras)
     for layer in model._flatten_layers():
         memory.layer(layer)
     state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
@@ -44,7 +57,8 @@ def unchanged(model: Any) -> Iterator[None]:
 class _Memory:
     """Ways back, one for each thing that was met."""
 
-    def __init__(self) -> None:
+    def __init__(self, keras: Dialect) -> None:
+        self._keras = keras
         self._seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no id is given twice
         self._undo: list[Callable[[], None]] = []
 
@@ -57,9 +71,9 @@ class _Memory:
         """A layer's attributes, and what lies behind them unless Keras itself wrote the layer."""
         if self._is_new(layer):
             self._attributes(layer)
-            for books in (layer._losses, layer._loss_ids):
+            for books in self._keras.books(layer):
                 self.value(books)
-            if not type(layer).__module__.startswith("keras.src.") or type(layer) is keras.layers.Lambda:
+            if not self._keras.is_own(type(layer)) or type(layer) is self._keras.layers.Lambda:
                 for value in list(vars(layer).values()):
                     self.value(value)
 
@@ -69,6 +83,10 @@ class _Memory:
             return
         if not self._is_new(value):
             return
+        inside = self._keras.inside(value)
+        if inside is not None:
+            self._wrapper(value)
+            value = inside
         if isinstance(value, _CONTAINERS):
             self._undo.append(_back_in_place(value))
             self._all(value.values() if isinstance(value, dict) else value)
@@ -85,6 +103,11 @@ class _Memory:
         else:
             self._object(value)
 
+    def _wrapper(self, value: Any) -> None:
+        """What a tracking wrapper knows of its last change, by which it would tell a change from outside."""
+        if hasattr(value, "_last_wrapped_list_snapshot"):
+            self._attributes(value)
+
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen:
             return False
@@ -96,7 +119,7 @@ class _Memory:
             self.value(value)
 
     def _object(self, value: Any) -> None:
-        if isinstance(value, keras.Layer):
+        if isinstance(value, self._keras.Layer):
             del self._seen[id(value)]
             self.layer(value)
         elif isinstance(value, random.Random):
@@ -106,7 +129,7 @@ class _Memory:
         elif isinstance(value, np.random.Generator):
             bits, state = value.bit_generator, value.bit_generator.state
             self._undo.append(lambda: setattr(bits, "state", state))
-        elif isinstance(value, Tracker) or (hasattr(value, "__dict__") and _package(value) not in _FOREIGN):
+        elif self._keras.tracks(value) or (hasattr(value, "__dict__") and _package(value) not in _FOREIGN):
             self._attributes(value)
             self._all(vars(value).values())
 

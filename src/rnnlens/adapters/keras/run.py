@@ -7,19 +7,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import keras
-import numpy as np
-
 from ...autodiff import Engine, Memo, Tap
 from ...errors import raised_by
 from . import loss as losses
 from .data import Data
+from .dialect import Dialect, dialect_of
 from .discover import Site
-from .found import SEEDS, as_found, global_state
+from .found import as_found
 from .hooks import Call, Listener
-from .memos import forget, memo_of
+from .memos import forget, memo_of, stamp_of_tensors
 from .remember import unchanged
-from .stamps import stamp_of_run, stamp_of_tensors
 
 
 @dataclass
@@ -42,65 +39,51 @@ class Job:
     calls: list[Call] = field(default_factory=list)
 
     @cached_property
+    def keras(self) -> Dialect:
+        """The Keras that the model belongs to."""
+        return dialect_of(self.model)
+
+    @cached_property
     def variables(self) -> list[Any]:
         """All variables whose values the run may read; those that it makes itself are not among them."""
-        seeds = global_state.get_global_attribute(SEEDS)
-        metrics = getattr(self.model, "metrics_variables", [])
-        found = [*self.model.variables, *metrics, *([] if seeds is None else [seeds.state])]
-        return [v for v in {id(v): v for v in found}.values() if v._value is not None]
+        return self.keras.variables(self.model)
 
-    def arguments(self, engine: Engine) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Everything that changes from run to run, as one tree of tensors."""
-        variables = self.variables
-        random = _seed_states(variables)
-        seeds = [
-            keras.ops.convert_to_tensor(v) if self.seed is None else _seeded(v, self.seed, i)
-            for i, v in enumerate(random)
-        ]
-        return {**self.data.arrays(), "values": engine.values([v._value for v in variables]), "seeds": seeds}
+        values = self.keras.values(self.variables)
+        return {**self.data.arrays(), "values": values, "seeds": self.keras.seeds(self.model, self.seed)}
 
 
 def program(job: Job, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]:
     """Run ``job`` once: (loss or None, (tensors of every call, outputs of the model))."""
-    variables = job.variables
-    values = (
-        {} if arguments["values"] is None else {id(v): a for v, a in zip(variables, arguments["values"], strict=True)}
-    )
-    values.update({id(v): a for v, a in zip(_seed_states(variables), arguments["seeds"], strict=True)})
-    for key, variable in job.weights.items():
-        values[id(variable)] = tap(f"weight|{key}", values.get(id(variable), keras.ops.convert_to_tensor(variable)))
-    for variable in variables:
-        # Within a stateless scope Keras hands a regulariser None for a variable that the scope does not hold.
-        if variable.regularizer is not None:
-            values.setdefault(id(variable), keras.ops.convert_to_tensor(variable))
-    mapping = [(v, values[id(v)]) for v in variables if id(v) in values]
-    listener = Listener(tap, job.wanted, job.keep, arguments["initial_state"] or {})
+    keras = job.keras
+    listener = Listener(keras, tap, job.wanted, job.keep, arguments["initial_state"] or {})
     x, y, weight = arguments["x"], arguments["y"], arguments["sample_weight"]
     if job.tap_inputs:
-        flat = [tap(f"model|input/{i}", t) if _is_float(t) else t for i, t in enumerate(keras.tree.flatten(x))]
+        flat = [tap(f"model|input/{i}", t) if keras.is_float(t) else t for i, t in enumerate(keras.tree.flatten(x))]
         x = keras.tree.pack_sequence_as(x, flat)
     # An engine may go through the program several times: each time the model has to be the one that the user has.
-    with unchanged(job.model), keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
+    values, seeds = arguments["values"], arguments["seeds"]
+    with unchanged(job.model, keras), keras.running(job.model, values, seeds, job.weights, tap):
         with listener.listening(job.sites, job.plain):
             with raised_by("Your model"):
                 outputs = call_model(job.model, x, job.training)
-            outputs = _tapped(outputs, job.wanted, tap)
+            outputs = _tapped(keras, outputs, job.wanted, tap)
         with raised_by("Your loss"):
             value = None if job.loss is None else job.loss(x, y, outputs, weight)
-        adds = any(la._get_own_losses() and la.activity_regularizer is None for la in job.model._flatten_layers())
+        adds = keras.adds_losses(job.model)
     job.calls[:] = listener.calls
     kept = outputs if "outputs" in job.keep else None
     if "masks" in job.keep:
-        kept = {"outputs": outputs, "masks": _masks(outputs), "adds": keras.ops.convert_to_tensor(adds)}
+        kept = {
+            "outputs": outputs,
+            "masks": [keras.mask_of(t) for t in keras.tree.flatten(outputs)],
+            "adds": keras.ops.convert_to_tensor(adds),
+        }
     return value, ([call.arrays for call in listener.calls], kept)
 
 
-def _masks(outputs: Any) -> list[Any]:
-    """The masks that Keras attached to the outputs of the model; None where there is none."""
-    return [keras.src.backend.get_keras_mask(tensor) for tensor in keras.tree.flatten(outputs)]
-
-
-def _tapped(outputs: Any, wanted: frozenset[str], tap: Tap) -> Any:
+def _tapped(keras: Dialect, outputs: Any, wanted: frozenset[str], tap: Tap) -> Any:
     """The outputs of the model, tapped where they are wanted themselves."""
     keys = [f"model|output/{i}" for i in range(len(keras.tree.flatten(outputs)))]
     if wanted.isdisjoint(keys):
@@ -119,11 +102,12 @@ class Result:
     outputs: Any
 
 
-def run(job: Job, engine: Engine) -> Result:
+def run(job: Job) -> Result:
     """Run ``job`` and differentiate its loss with respect to every tap; the model is left as it was found."""
-    with as_found(job.model, engine, job.seed):
-        arguments = job.arguments(engine)
-        memo = None if getattr(job.model, "run_eagerly", False) else memo_for(job, arguments, engine)
+    engine = job.keras.engine
+    with as_found(job.model, job.keras, job.seed):
+        arguments = job.arguments()
+        memo = None if getattr(job.model, "run_eagerly", False) else memo_for(job, arguments)
         with losses.undisturbed(job.model), raised_by("Your model, run or differentiated,"):
             raw, calls = _compiled_or_eager(job, arguments, engine, memo)
     value, (arrays, outputs), gradients = raw
@@ -150,30 +134,19 @@ def _compiled_or_eager(job: Job, arguments: Any, engine: Engine, memo: Memo | No
     return _body(job, arguments, engine), job.calls
 
 
-def memo_for(job: Job, arguments: Any, engine: Engine, *more: Hashable) -> Memo | None:
+def memo_for(job: Job, arguments: Any, *more: Hashable) -> Memo | None:
     """What was compiled for the same question about the same model; None where nothing is to be compiled."""
-    if not engine.compiles:
+    if not job.keras.engine.compiles:
         return None
     names = tuple((site.name, site.direction) for site in job.sites), tuple(job.plain), tuple(job.weights)
     options = (job.training, job.loss is None, job.gradients, job.tap_inputs, job.wanted, job.keep)
-    question = (names, options, stamp_of_tensors(arguments), *more)
-    return memo_of(job.model, question, stamp_of_run(job.model, job.loss_given))
+    question = (names, options, stamp_of_tensors(job.keras, arguments), *more)
+    stamp = job.keras.stamp(job.model, job.loss_given)
+    if stamp is None and job.keras.is_short(job.data.x):
+        return None
+    return memo_of(job.model, question, stamp)
 
 
 def call_model(model: Any, x: Any, training: bool) -> Any:
     """The outputs of ``model``, told whether it trains where it asks for that."""
-    return model(x, training=training) if getattr(model, "_call_has_training_arg", False) else model(x)
-
-
-def _is_float(tensor: Any) -> bool:
-    return bool(keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)))
-
-
-def _seed_states(variables: Sequence[Any]) -> list[Any]:
-    return [v for v in variables if v.name == "seed_generator_state"]
-
-
-def _seeded(variable: Any, seed: int, index: int) -> Any:
-    # Torch adds the two numbers of a seed, so neighbouring pairs would meet.
-    mixed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) % 2**31
-    return keras.ops.convert_to_tensor([mixed, 0], dtype=variable.dtype)
+    return model(x, training=training) if dialect_of(model).asks_for_training(model) else model(x)

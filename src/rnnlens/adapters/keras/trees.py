@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import keras
-from keras.src.models.functional import Functional
+from .dialect import Dialect, dialect_of
 
 
-def input_order(x: Any) -> list[int]:
+def input_order(keras: Dialect, x: Any) -> list[int]:
     """For each input, as written down, its place among the leaves as Keras takes them."""
     count = iter(range(len(keras.tree.flatten(x))))
     taken: list[int] = keras.tree.flatten(_numbered(x, count))
@@ -30,9 +29,10 @@ def by_key(tree: Any) -> Any:
 
 def output_names(model: Any) -> tuple[str, ...]:
     """Keys of the outputs of a functional model that returns a dict, as ports count them; none for any other."""
-    if not isinstance(model, Functional) or type(model).call is not Functional.call:
+    keras = dialect_of(model)
+    if not isinstance(model, keras.Functional) or type(model).call is not keras.Functional.call:
         return ()
-    outputs = model._outputs_struct
+    _, outputs = keras.graph_of(model)
     if not isinstance(outputs, dict):
         return ()
     return tuple(".".join(map(str, path)) for path, _ in keras.tree.flatten_with_path(by_key(outputs)))

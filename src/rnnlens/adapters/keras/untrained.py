@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-
 from ...errors import UnsupportedError, message
+from .dialect import Dialect, dialect_of
 
 
 def untrained(model: Any, seed: int) -> Any:
@@ -18,7 +17,12 @@ def untrained(model: Any, seed: int) -> Any:
         If the model cannot be made from its configuration.
     """
     try:
-        twin = keras.models.clone_model(model) if hasattr(model, "_functional") or _is_graph(model) else _again(model)
+        keras = dialect_of(model)
+        twin = (
+            keras.models.clone_model(model)
+            if hasattr(model, "_functional") or _is_graph(keras, model)
+            else _again(model)
+        )
         if not twin.built:
             twin.build_from_config(model.get_build_config())
         if [tuple(v.shape) for v in twin.variables] != [tuple(v.shape) for v in model.variables]:
@@ -35,7 +39,7 @@ def untrained(model: Any, seed: int) -> Any:
     return twin
 
 
-def _is_graph(model: Any) -> bool:
+def _is_graph(keras: Dialect, model: Any) -> bool:
     return (
         isinstance(model, keras.Sequential)
         or bool(getattr(model, "_is_graph_network", False))

@@ -5,35 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import keras
-
 from ...autodiff import Engine
-from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
+from ...recurrence.cells import Cell
 from ..composed import Composed
 from ..protocol import LayerWeights
+from .dialect import dialect_of, spoken
 from .registered import attributes, composed, described, refuse_penalties, registration_of
-
-_CLASSES: dict[type, type[Cell]] = {
-    keras.layers.SimpleRNNCell: SimpleRNN,
-    keras.layers.LSTMCell: LSTM,
-    keras.layers.GRUCell: GRU,
-}
-
-_NAMES = (
-    *("linear", "tanh", "sigmoid", "relu", "leaky_relu", "relu6", "elu", "celu", "selu", "softplus", "softsign"),
-    *("squareplus", "soft_shrink", "hard_shrink", "tanh_shrink", "sparse_plus", "silu", "gelu", "sparse_sigmoid"),
-    *("exponential", "hard_sigmoid", "hard_silu", "hard_tanh", "mish", "log_sigmoid", "softmax", "log_softmax"),
-)
 
 #: Variables that a layer keeps for itself, and no optimizer moves.
 _STATISTICS = ("moving_mean", "moving_variance")
-
-#: Keras' own activation functions that keep the shape of their input, by identity. Not ``sparsemax``: what Keras
-#: computes under that name is another function wherever the support is full.
-_ACTIVATIONS: dict[Any, str] = {getattr(keras.activations, name): name for name in _NAMES}
-
-#: Activations with constants of single precision, by engine.
-_SINGLE = {"torch": frozenset({"hard_sigmoid"}), "tensorflow": frozenset({"leaky_relu", "gelu"})}
 
 
 def known_class(cell: Any) -> type[Cell] | None:
@@ -41,7 +21,7 @@ def known_class(cell: Any) -> type[Cell] | None:
 
     Only the exact Keras types with Keras' own activation functions are known: a subclass may compute anything.
     """
-    ours = _CLASSES.get(type(cell))
+    ours = next((d.cells[type(cell)] for d in spoken() if type(cell) in d.cells), None)
     if ours is None or "call" in vars(cell):
         return None
     return ours if all(_activation(cell, role) is not None for role in _roles(cell)) else None
@@ -59,14 +39,15 @@ def kind_of(cell: Any) -> str:
     return type(cell).__name__ if ours is None else ours.kind
 
 
-def computed_in(cell: Any, dtype: str, engine: str) -> str:
-    """What a cell is computed in, which may be coarser than its ``dtype``.
+def computed_in(layer: Any) -> str:
+    """What a recurrent layer is computed in, which may be coarser than its ``compute_dtype``.
 
     On JAX and torch Keras' operations round float64 to float32 unless told not to; and some kernels of an engine have
     constants of single precision inside, such as torch's slope of ``hard_sigmoid``.
     """
-    computed = str(keras.backend.result_type(dtype, dtype))
-    single = _SINGLE.get(engine, frozenset())
+    keras, cell = dialect_of(layer), layer.cell
+    computed = keras.computed(layer.compute_dtype)
+    single = keras.single_precision
     if computed == "float64" and known_class(cell) and any(_activation(cell, role) in single for role in _roles(cell)):
         return "float32"
     return computed
@@ -80,9 +61,10 @@ def cell_with_equations(cell: Any, convert: Callable[[Any], Any], engine: Engine
     return None if known_class(cell) is None else known_cell(cell, convert)
 
 
-def likeness(cell: Any) -> tuple[Any, ...]:
-    """What two cells have to have in common to be shown side by side: kind, sizes, biases."""
-    sizes = tuple(keras.tree.flatten(cell.state_size))
+def likeness(layer: Any) -> tuple[Any, ...]:
+    """What two recurrent layers have to have in common to be shown side by side: kind, sizes, biases."""
+    cell = layer.cell
+    sizes = tuple(dialect_of(layer).tree.flatten(cell.state_size))
     details = (cell.bias is not None, getattr(cell, "reset_after", None)) if known_class(cell) else ()
     return (kind_of(cell), ", ".join(map(str, sizes)), details)
 
@@ -124,11 +106,12 @@ def cell_variables(cell: Any) -> dict[str, Any]:
 
 def named_variables(layer: Any) -> dict[str, Any]:
     """The weights of any layer by a name unique within it: the shortest end of the path that is."""
-    weights = [v for v in getattr(layer, "weights", []) if v.name != "rnn_state"]
-    names = [v.name for v in weights]
+    found = [(dialect_of(v), v) for v in getattr(layer, "weights", [])]
+    weights = [v for keras, v in found if keras.variable_name(v) != "rnn_state"]
+    names = [dialect_of(v).variable_name(v) for v in weights]
     if len(set(names)) == len(names):
         return dict(zip(names, weights, strict=True))
-    paths = [_within(layer, v.path) for v in weights]
+    paths = [_within(layer, dialect_of(v).path(v)) for v in weights]
     if len(set(paths)) < len(paths):
         paths = [f"{path}_{i}" for i, path in enumerate(paths)]
     return dict(zip(paths, weights, strict=True))
@@ -136,21 +119,22 @@ def named_variables(layer: Any) -> dict[str, Any]:
 
 def layer_weights(layer: Any, halves: Mapping[str, Any], convert: Callable[[Any], Any]) -> LayerWeights:
     """All weights of one layer. ``halves`` maps a direction to the recurrent layer that runs that way."""
-    variables = named_variables(layer)
-    alike = len({likeness(half.cell) for half in halves.values()}) == 1
+    keras, variables = dialect_of(layer), named_variables(layer)
+    alike = len({likeness(half) for half in halves.values()}) == 1
     known = halves.items() if alike else ()
     made = {direction: cell_with_equations(half.cell, convert) for direction, half in known}
     cells = {direction: cell for direction, cell in made.items() if cell is not None}
     put_together = composed(variables, halves) if cells else {}
     if put_together:
         return _put_together(layer, variables, put_together, cells, convert)
+    penalties = keras.regularizers(layer)
     return LayerWeights(
         values={name: convert(v) for name, v in variables.items()},
         trainable={name: bool(v.trainable) for name, v in variables.items()},
         cells=cells,
-        penalties={name: v.regularizer for name, v in variables.items() if v.regularizer is not None},
-        statistics=frozenset(name for name, v in variables.items() if v.name in _STATISTICS),
-        tables=frozenset(name for name, v in variables.items() if v.name == "embeddings"),
+        penalties={name: penalties[id(v)] for name, v in variables.items() if id(v) in penalties},
+        statistics=frozenset(name for name, v in variables.items() if keras.variable_name(v) in _STATISTICS),
+        tables=frozenset(name for name, v in variables.items() if keras.variable_name(v) == "embeddings"),
     )
 
 
@@ -158,7 +142,7 @@ def _put_together(
     layer: Any, variables: Mapping[str, Any], weights: Mapping[str, Composed], cells: dict[str, Cell], convert: Any
 ) -> LayerWeights:
     """The weights of a layer with a registered cell, by our names."""
-    refuse_penalties(variables, layer.name)
+    refuse_penalties(variables, layer)
     arrays = {key: convert(v) for key, v in variables.items()}
     values, trainable = {}, {}
     for key, what in weights.items():
@@ -176,7 +160,7 @@ def _activation(cell: Any, role: str) -> str | None:
     if function is None:
         return "linear"
     try:
-        return _ACTIVATIONS.get(function)
+        return next((d.known_activations[function] for d in spoken() if function in d.known_activations), None)
     except TypeError:  # an unhashable callable is the user's own
         return None
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import numpy as np
-from keras import tree
-from keras.src import backend
 
 from ...autodiff import Engine, Memo, Tap
 from ...errors import UnsupportedError, message, raised_by
@@ -16,11 +13,10 @@ from ...typing import Array
 from ..protocol import Batch, Outputs
 from . import loss as losses
 from .data import prepare, targets
+from .dialect import Dialect, dialect_of
 from .discover import given_states, places
-from .engines import current
 from .found import as_found
 from .run import Job, run
-from .values import value_of
 
 #: Losses that are one value per sample (and step): means of equal batches are the mean of the whole.
 _PLAIN = {
@@ -37,10 +33,11 @@ _PLAIN = {
 
 def combination(model: Any, batch: Batch) -> str | None:
     """How losses of batches make up that of the data set: ``"mean"``, ``"sum"``; None where that is not known."""
-    if losses.is_overridden(model) or not _all_keras(model) or _may_be_masked(model):
+    keras = dialect_of(model)
+    if keras.is_overridden(model) or not _all_keras(model) or _may_be_masked(model):
         return None
-    given = batch.loss if batch.loss is not None else getattr(getattr(model, "_compile_loss", None), "_user_loss", None)
-    found = {_kind(part) for part in tree.flatten(given) if part is not None}
+    given = batch.loss if batch.loss is not None else keras.user_loss(model)
+    found = {_kind(keras, part) for part in keras.tree.flatten(given) if part is not None}
     if len(found) != 1 or (found == {"sum"} and _has_own_losses(model)):
         return None
     return found.pop()
@@ -48,6 +45,7 @@ def combination(model: Any, batch: Batch) -> str | None:
 
 def mixes_samples(model: Any, training: bool) -> str | None:
     """A layer that uses statistics of its batch; ``"?"`` where a layer of the user's own may do it; None: none does."""
+    keras = dialect_of(model)
     for layer in _layers(model):
         if training and isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
             return str(layer.name)
@@ -56,24 +54,25 @@ def mixes_samples(model: Any, training: bool) -> str | None:
 
 def outputs_of(model: Any, batch: Batch) -> Outputs:
     """What the model returns for one batch, and the masks that go with it."""
-    engine = current()
+    keras = dialect_of(model)
+    engine = keras.engine
     found = places(model)
     names = given_states(found, batch.initial_state)
     job = Job(
         model=model,
-        data=prepare(model, batch, engine),
+        data=prepare(model, batch),
         sites=[site for site in found.sites if site.name in names],
         plain={},
         training=batch.training,
         seed=batch.seed,
         keep=frozenset({"outputs", "masks"}),
     )
-    kept = run(job, engine).outputs
-    leaves = tree.flatten(kept["outputs"])
+    kept = run(job).outputs
+    leaves = keras.tree.flatten(kept["outputs"])
     masks = [None if mask is None else np.asarray(engine.to_array(mask)) for mask in kept["masks"]]
-    arrays = [value_of(leaf) for leaf in leaves]
+    arrays = [keras.value_of(leaf) for leaf in leaves]
     structure = {"outputs": kept["outputs"], "adds": bool(np.asarray(engine.to_array(kept["adds"])))}
-    return Outputs(arrays, structure, masks, _nothing if _has_own_losses(model) else None)
+    return Outputs(arrays, structure, masks, _nothing_of(keras) if _has_own_losses(model) else None)
 
 
 def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
@@ -84,25 +83,27 @@ def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Arr
     UnsupportedError
         If the loss takes more than the outputs: the model's weights, its input, or what ``add_loss`` adds.
     """
-    if losses.is_overridden(model) and batch.loss is None:
+    keras = dialect_of(model)
+    if keras.is_overridden(model) and batch.loss is None:
         raise UnsupportedError(_not_from_outputs("compute_loss() is the model's own"))
     if outputs.tree["adds"]:
         raise UnsupportedError(_not_from_outputs("a layer of the model calls add_loss()"))
-    engine = current()
+    engine = keras.engine
     loss = losses.of_outputs(model, batch)
-    like = tree.flatten(outputs.tree["outputs"])
+    like = keras.tree.flatten(outputs.tree["outputs"])
     floats = [keras.ops.convert_to_tensor(a, dtype=t.dtype) for a, t in zip(outputs.leaves, like, strict=True)]
-    y, weight = targets(model, batch, len(outputs.leaves[0]), engine)
+    y, weight = targets(model, batch, len(outputs.leaves[0]))
     arguments = {"outputs": floats, "masks": outputs.masks, "y": y, "weight": weight}
-    variables = [v for v in model.trainable_variables if v._value is not None]
+    known = {id(v) for v in keras.variables(model)}
+    weights = {str(i): v for i, v in enumerate(model.trainable_variables) if id(v) in known}
 
     def program(given: Any, tap: Tap) -> tuple[dict[str, Any], Any]:
-        y_pred = tree.pack_sequence_as(outputs.tree["outputs"], list(_tapped(given, tap)))
-        values = [(v, tap(f"weight/{i}", keras.ops.convert_to_tensor(v))) for i, v in enumerate(variables)]
-        with keras.StatelessScope(values, collect_losses=True, initialize_variables=False), raised_by("Your loss"):
+        y_pred = keras.tree.pack_sequence_as(outputs.tree["outputs"], list(_tapped(keras, given, tap)))
+        with keras.running(model, None, seeds, weights, tap), raised_by("Your loss"):
             return {"loss": loss(given["y"], y_pred, given["weight"])}, None
 
-    with as_found(model, engine, batch.seed), losses.undisturbed(model):
+    with as_found(model, keras, batch.seed), losses.undisturbed(model):
+        seeds = keras.seeds(model, batch.seed)
         linear = engine.linearise(program, arguments, Memo())
         value = float(np.asarray(engine.to_array(linear.targets["loss"])))
         found = linear.vjp({"loss": np.ones(1)})
@@ -111,18 +112,18 @@ def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Arr
     return value, [None if grad is None else np.asarray(engine.to_array(grad))[0] for grad in grads]
 
 
-def _tapped(given: Any, tap: Tap) -> Iterator[Any]:
+def _tapped(keras: Dialect, given: Any, tap: Tap) -> Iterator[Any]:
     for i, (tensor, mask) in enumerate(zip(given["outputs"], given["masks"] or [None] * 99, strict=False)):
-        if backend.is_float_dtype(backend.standardize_dtype(tensor.dtype)):
+        if keras.is_float(tensor):
             tensor = tap(f"output/{i}", tensor)
         if mask is not None:
-            backend.set_keras_mask(tensor, keras.ops.cast(mask, "bool"))
+            keras.set_mask(tensor, keras.ops.cast(mask, "bool"))
         yield tensor
 
 
 def _refuse_other_paths(engine: Engine, found: dict[str, Any]) -> None:
     for key, grad in found.items():
-        if key.startswith("weight/") and grad is not None and np.any(np.asarray(engine.to_array(grad))):
+        if key.startswith("weight|") and grad is not None and np.any(np.asarray(engine.to_array(grad))):
             raise UnsupportedError(_not_from_outputs("the loss reads the model's weights itself"))
 
 
@@ -134,10 +135,14 @@ def _not_from_outputs(why: str) -> str:
     )
 
 
-def _nothing(y: Any, y_pred: Any) -> Any:
+def _nothing_of(keras: Dialect) -> Callable[[Any, Any], Any]:
     """A loss of 0, to be completed by what the model adds to any loss."""
-    del y
-    return keras.ops.zeros((), dtype=tree.flatten(y_pred)[0].dtype)
+
+    def nothing(y: Any, y_pred: Any) -> Any:
+        del y
+        return keras.ops.zeros((), dtype=keras.dtype_of(keras.tree.flatten(y_pred)[0]))
+
+    return nothing
 
 
 def _layers(model: Any) -> list[Any]:
@@ -146,25 +151,26 @@ def _layers(model: Any) -> list[Any]:
 
 def _all_keras(model: Any) -> bool:
     """Whether nothing in a model is of the user's own making."""
-    own = (keras.layers.Lambda,)
-    return all(type(la).__module__.startswith("keras.") and not isinstance(la, own) for la in _layers(model))
+    keras = dialect_of(model)
+    return all(keras.is_own(type(la)) and not isinstance(la, keras.layers.Lambda) for la in _layers(model))
 
 
 def _may_be_masked(model: Any) -> bool:
     """Whether a mask may go with an output of a model: Keras' losses are then means over what is not masked."""
+    keras = dialect_of(model)
     outputs = getattr(model, "outputs", None) if isinstance(model, keras.Model) else None
     if outputs:
-        return any(backend.get_keras_mask(tensor) is not None for tensor in outputs)
+        return any(keras.mask_of(tensor) is not None for tensor in outputs)
     return any(isinstance(la, keras.layers.Masking) or getattr(la, "mask_zero", False) for la in _layers(model))
 
 
 def _has_own_losses(model: Any) -> bool:
     """Whether regularisers, of weights or of activities, add to the loss."""
-    regularised = any(variable.regularizer is not None for variable in model.variables)
+    regularised = bool(dialect_of(model).regularizers(model))
     return regularised or any(layer.activity_regularizer is not None for layer in _layers(model))
 
 
-def _kind(loss: Any) -> str | None:
+def _kind(keras: Dialect, loss: Any) -> str | None:
     if isinstance(loss, str):
         loss = keras.losses.get(loss)
     name = getattr(loss, "__name__", type(loss).__name__)
@@ -172,4 +178,6 @@ def _kind(loss: Any) -> str | None:
         return None
     if getattr(loss, "ignore_class", None) is not None:
         return None
-    return {"sum": "sum", "mean": "mean", "sum_over_batch_size": "mean"}.get(getattr(loss, "reduction", "mean"))
+    return {"sum": "sum", "mean": "mean", "sum_over_batch_size": "mean", "auto": "mean"}.get(
+        getattr(loss, "reduction", "mean")
+    )

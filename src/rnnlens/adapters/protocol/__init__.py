@@ -18,11 +18,12 @@ Conventions for every array named here:
 from __future__ import annotations
 
 from .adapter import Adapter, Cotangents, Rule
-from .captured import Batch, Capture, CaptureRequest, Outputs, PlainCall, PlainRun, RecurrentCall
-from .facts import ChainLink, Facts, LayerInfo, LayerWeights, Place, Role, Submodule
+from .captured import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, Outputs, PlainCall, PlainRun, RecurrentCall
+from .facts import ChainLink, Facts, LayerInfo, LayerWeights, Obstacle, Place, Role, Submodule
 from .ports import Port, Pullback
 
 __all__ = [
+    "NOT_LOOKED_INTO",
     "Adapter",
     "Batch",
     "Capture",
@@ -32,6 +33,7 @@ __all__ = [
     "Facts",
     "LayerInfo",
     "LayerWeights",
+    "Obstacle",
     "Outputs",
     "Place",
     "PlainCall",

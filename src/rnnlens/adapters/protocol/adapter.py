@@ -17,7 +17,7 @@ from ...typing import Array
 from ...vocabulary import FEATURE, UNIT
 from .by_borders import capture_by_borders
 from .captured import Batch, Capture, CaptureRequest, Outputs, PlainRun
-from .facts import ChainLink, Facts, LayerInfo, LayerWeights, Place
+from .facts import ChainLink, Facts, LayerInfo, LayerWeights, Obstacle, Place
 from .ports import Port, Pullback
 
 #: Given the values of a model's outputs, one cotangent per leaf; None for those that count for nothing.
@@ -179,6 +179,13 @@ class Adapter(Rule, ABC):
                 hint="all samples as one batch",
             )
         )
+
+    def blocked(self, model: Any, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
+        """What stands in the way of a gradient that does not exist, where the model itself shows it.
+
+        Asked before any experiment. None where it has to be found out.
+        """
+        return None
 
     # What can be made of a model.
 

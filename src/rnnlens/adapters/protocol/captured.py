@@ -9,6 +9,9 @@ from typing import Any, Literal
 from ...recurrence.cells import Cell
 from ...typing import Array
 
+#: How a note begins on a layer that was left out, since it is refused by name.
+NOT_LOOKED_INTO = "Not looked into"
+
 
 @dataclass
 class Batch:
@@ -38,6 +41,8 @@ class CaptureRequest:
     ``loss``: its value, also without gradients.
     ``borders``: also what the framework's own differentiation brings to the inputs of the model, of every call, and to
     all weights: what the certificate compares.
+    ``all_must_run``: whether a layer that was asked for and does not run, or is refused by name, is an error; else it
+    is left out, and of one that is refused a note says why.
     """
 
     layers: tuple[str, ...] | None = None
@@ -46,6 +51,7 @@ class CaptureRequest:
     weight_grads: bool = True
     borders: bool = False
     loss: bool = False
+    all_must_run: bool = True
 
 
 @dataclass
@@ -149,6 +155,8 @@ class Capture:
     between the steps, or one layer runs in several recurrences. Differentiation must then not be cut at recurrences.
     Said of passes without gradients only.
 
+    ``order``: names of all calls that were looked at, each where it was finished; empty where that is not known.
+
     With ``CaptureRequest.borders``: ``input_grads``, the gradient at every leaf of x, in its own layout; and
     ``beside``, by the framework's own name of each weight, what reaches it on any way but through the captured calls.
     For weights in ``whole`` it is all that reaches them, the captured calls included. ``inside`` are the weights that
@@ -162,6 +170,7 @@ class Capture:
     outputs: Any = None
     notes: list[str] = field(default_factory=list)
     entangled: bool = False
+    order: tuple[str, ...] = ()
     input_grads: list[Array | None] = field(default_factory=list)
     beside: Mapping[str, Array | None] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()

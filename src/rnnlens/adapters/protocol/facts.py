@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -61,6 +61,8 @@ class Facts:
         Whether it clips each looked-up row of an embedding by itself, before the rows of one id are added.
     loss_scale
         What training multiplies the loss by, so that small gradients do not vanish in half precision.
+    tensors
+        Names of single tensors that may be asked for beside the layers, as the framework has them.
     """
 
     submodules: Mapping[str, Submodule] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class Facts:
     clipping: tuple[str, float] | None = None
     clips_lookups_apart: bool = False
     loss_scale: float = 1.0
+    tensors: Container[str] = frozenset()
 
     def having(self, role: Role) -> tuple[str, ...]:
         """Names of the submodules that have a role."""
@@ -91,6 +94,18 @@ class LayerWeights:
     penalties: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
     statistics: frozenset[str] = frozenset()
     tables: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why no gradient leads from one tensor to another, as the adapter reads it off the model.
+
+    ``code`` is one word to test for, ``sentence`` what is the matter and where, ``remedy`` what to do instead.
+    """
+
+    code: str
+    sentence: str
+    remedy: str
 
 
 @dataclass(frozen=True)

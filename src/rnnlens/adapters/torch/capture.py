@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...errors import LayerNotFoundError, ModelError, did_you_mean, message, raised_by
 from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall
 from ..threads import hook_here
-from .assemble import Assembler, JoinedTooFarError, check_joints
+from .assemble import Assembler, JoinedTooFarError, check_joints, node_names
 from .discover import cell_candidates, named_modules, node_name, recurrent_modules, refuse_scripts, unwrapped
 from .endings import mark_endings
 from .entangled import entangled
@@ -217,10 +217,10 @@ def _plain_hook(recorder: Recorder, path: str) -> Any:
             noted = True
             refuse_transformed(path, [value])
             if not value.is_floating_point():
-                recorder.plain.append(PlainVisit(path, value))
+                recorder.add_plain(PlainVisit(path, value))
                 return value
             value = differentiable(value)
-            recorder.plain.append(PlainVisit(path, value))
+            recorder.add_plain(PlainVisit(path, value))
             return value.clone()
 
         return on_leaves(output, tap)
@@ -259,7 +259,9 @@ def _read(
     if value is not None and not math.isfinite(value):
         notes.append(f"The loss is {value}.")
     notes.extend(_broken_runs(recorder))
-    capture = Capture(calls, _numbered(assembler), value, on_leaves(outputs, _detached), notes)
+    plain = _numbered(assembler)
+    capture = Capture(calls, plain, value, on_leaves(outputs, _detached), notes)
+    capture.order = _order(recorder, [call.layer for call in plain], {call.layer for call in calls})
     if gradient is not None:
         around.tell(capture, recorder, gradient)
     capture.altered = _WITH_GRADIENTS if kept else ""
@@ -313,6 +315,13 @@ def _broken_runs(recorder: Recorder) -> list[str]:
         for name, lengths in counts.items()
         if len(lengths) > 1
     ]
+
+
+def _order(recorder: Recorder, plain: Sequence[str], calls: Collection[str]) -> tuple[str, ...]:
+    """Names of all that was looked at, in the order of the calls; what turned out to be no cell is none of them."""
+    names = {id(run): nodes for run, nodes in zip(recorder.runs, node_names(recorder.runs), strict=True)}
+    names |= {id(visit): [name] for visit, name in zip(recorder.plain, plain, strict=True)}
+    return tuple(name for one in recorder.order for name in names.get(id(one), ()) if name in calls or name in plain)
 
 
 def _numbered(assembler: Assembler) -> list[Any]:

@@ -81,7 +81,7 @@ class Link:
     def _unchanged(self, given: States) -> bool:
         same = zip(given, self.handed, self._versions, self.kept, strict=True)
         # Values too: what is written through ``.data`` leaves no trace in a tensor's version.
-        return all(new is old and new._version == seen and torch.equal(new, kept) for new, old, seen, kept in same)
+        return all(new is old and new._version == seen and _equal(new, kept) for new, old, seen, kept in same)
 
     @property
     def is_hooked(self) -> bool:
@@ -93,7 +93,7 @@ class Link:
         old, before, count = self.kept[index], self.given[index], new.shape[0]
         if not new.requires_grad or new.shape[1:] != old.shape[1:] or count > old.shape[0] or new.dtype != old.dtype:
             return None
-        if not rowwise and (count != old.shape[0] or not torch.equal(new, old)):
+        if not rowwise and (count != old.shape[0] or not _equal(new, old)):
             return None
         is_old, is_before = _rows_equal(new, old[:count]), _rows_equal(new, self.fed[index][:count])
         if not bool((is_old | is_before).all()):
@@ -164,7 +164,16 @@ def _pulled_back(value: Tensor, sources: list[Tensor], cotangent: Tensor) -> lis
 
 
 def _rows_equal(a: Tensor, b: Tensor) -> Tensor:
-    return (a == b).reshape(a.shape[0], -1).all(dim=1)
+    return _same(a, b).reshape(a.shape[0], -1).all(dim=1)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or (a.shape == b.shape and bool(_same(a, b).all()))
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors are equal: a state that is not a number is passed on all the same."""
+    return (a == b) | (torch.isnan(a) & torch.isnan(b))
 
 
 def _any_in_rows(a: Tensor) -> Tensor:

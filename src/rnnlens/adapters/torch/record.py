@@ -193,6 +193,8 @@ class Recorder:
     ) -> None:
         self.runs: list[Run] = []
         self.plain: list[PlainVisit] = []
+        #: All of both, in the order in which they were first called.
+        self.order: list[Run | PlainVisit] = []
         self.notes: list[str] = []
         self.never_by_row = never_by_row
         self.weight_grads = weight_grads
@@ -220,7 +222,13 @@ class Recorder:
             return
         run = Run(owner, [visit])
         self.runs.append(run)
+        self.order.append(run)
         self._tails[owner.key] = run
+
+    def add_plain(self, visit: PlainVisit) -> None:
+        """Note one call of a layer that is not recurrent."""
+        self.plain.append(visit)
+        self.order.append(visit)
 
     def given_state(self, name: str, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The states that the user gave for a layer, as its ``own`` are.

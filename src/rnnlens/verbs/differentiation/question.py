@@ -9,7 +9,7 @@ from typing import Any
 import xarray as xr
 
 from ...adapters.protocol import Adapter, Batch
-from ...arguments import text
+from ...arguments import as_name, text
 from ...arguments.data import is_source
 from ...errors import InputError, UnsupportedError, message, shown
 from ...layout import Layout
@@ -193,6 +193,7 @@ def on_list(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def a_target(name: str, value: Any) -> Any:
     """A name, a function of the output, or a function and the names of what it takes."""
+    value = as_name(value)
     if isinstance(value, str):
         return text(name, value)
     parts = tuple(value) if isinstance(value, tuple | list) else (value,)

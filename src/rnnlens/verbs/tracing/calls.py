@@ -48,6 +48,8 @@ def trace_call(call: RecurrentCall, wanted: Wanted, sums: dict[str, WeightSum]) 
     arrays |= {f"{name}_grad": grad for name, grad in zip(names, result.state_grads, strict=True)}
     arrays |= {"gate_grad": result.gate_grad if call.cell.gates else None, "input_grad": result.input_grad}
     arrays |= _border("initial", names, result.initial_state_grad)
+    if not wanted.weighed:
+        return traced
     traced.weights, reference = weights_to_check(call, run, result)
     if call.weight_grads is not None:
         key = call.weights_key or f"{call.layer}/{call.direction}"

@@ -22,11 +22,12 @@ CAPTURED = frozenset({"input", "mask", "output", "output_grad", "final_state_gra
 
 @dataclass(frozen=True)
 class Wanted:
-    """Names of layers and of quantities, None for all; and whether there is a loss."""
+    """Names of layers and of quantities, None for all; whether there is a loss, and weight gradients are checked."""
 
     layers: tuple[str, ...] | None
     quantities: frozenset[str] | None
     has_loss: bool
+    weighed: bool = True
 
     @classmethod
     def of(cls, layers: str | Iterable[str] | None, quantities: str | Iterable[str] | None, has_loss: bool) -> Wanted:
@@ -67,7 +68,7 @@ class Wanted:
             layers=self.layers,
             inputs=self.replayed or bool((quantities or frozenset()) & {"input", "mask"}),
             gradients=gradients,
-            weight_grads=gradients and self.swept,
+            weight_grads=gradients and self.swept and self.weighed,
             borders=certified,
             loss=self.has_loss,
         )

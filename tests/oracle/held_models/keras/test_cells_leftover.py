@@ -122,6 +122,7 @@ def set_by_call(how):
     return model
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize("how", ["number", "input", "input left", "layer"])
 def test_a_cell_that_reads_what_call_sets(how):
     model = set_by_call(how)
@@ -132,6 +133,7 @@ def test_a_cell_that_reads_what_call_sets(how):
             ask()
 
 
+@pytest.mark.one_engine
 def test_a_number_that_stays_set():
     model = set_by_call("number left")
     held(model, X, [model.rnn])
@@ -159,6 +161,7 @@ class Noisier(Cell):
         return h, [h]
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize("kind", [NormCell, Noisier])
 def test_a_cell_that_acts_otherwise_in_training(kind):
     x = np.random.default_rng(3).normal(size=(5, TIME, 2))  # two samples, normalised, are 1 and -1
@@ -191,7 +194,7 @@ class TiedCell(Cell):
         self.recurrent = self.matrix
 
 
-@pytest.mark.product
+@pytest.mark.one_engine
 @pytest.mark.parametrize("kind", ["own", "known"])
 def test_one_recurrent_matrix_in_two_layers(kind):
     lower = L.RNN(Cell(), return_sequences=True, name="lower")
@@ -204,6 +207,7 @@ def test_one_recurrent_matrix_in_two_layers(kind):
     held(model, X, [lower, upper])
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_is_held_to_half_precision(kind):
     policy = "mixed_bfloat16"
@@ -265,7 +269,7 @@ def stateful_own_cell():
 MODELS = [shared_in_nested_models, attention_over_outputs, masks_through_time_distributed, stateful_own_cell]
 
 
-@pytest.mark.product
+@pytest.mark.one_engine
 @pytest.mark.parametrize("make", MODELS)
 def test_models_as_people_combine_them(make):
     model, rnn = make()

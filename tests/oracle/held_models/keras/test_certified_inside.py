@@ -36,12 +36,14 @@ ENDS = {
 }
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize("ends", ENDS)
 def test_it_passes(ends):
     found = asked(**ENDS[ends])
     assert str(found.attrs["certificate"]).startswith("certified against"), found.attrs["certificate"]
 
 
+@pytest.mark.one_engine
 def test_a_planted_fault_is_named(monkeypatch):
     for name in ("apply", "at_every_step"):
         original = getattr(Segment, name)
@@ -50,6 +52,7 @@ def test_a_planted_fault_is_named(monkeypatch):
         asked(wrt="words.output")
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize(
     ("model", "ends"),
     [
@@ -66,6 +69,7 @@ def test_what_is_no_chain_of_layers_is_not_certified(model, ends):
     assert "lies inside the model" in str(asked(made, **ends).attrs["certificate"])
 
 
+@pytest.mark.one_engine
 def test_the_model_is_left_as_found():
     model = reader(stateful=True)
     model(IDS)

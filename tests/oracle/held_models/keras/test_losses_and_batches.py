@@ -116,6 +116,7 @@ def slope(model, x, y, weight, name, size=3e-3):
     return direction, (values[0] - values[1]) / (2 * size)
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize(
     "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 )
@@ -135,6 +136,7 @@ def test_the_batch_size_never_changes_the_loss(name):
         np.testing.assert_allclose(found[layer][quantity], reference, rtol=1e-5, atol=1e-6 * abs(reference).max())
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize("name", ["masked, weights of steps"])
 def test_trace_and_weights_give_the_same_loss(name):
     make, x, y, loss, weight = CASES[name]
@@ -145,6 +147,7 @@ def test_trace_and_weights_give_the_same_loss(name):
     assert rl.weights(model, x, y, sample_weight=weight).loss == pytest.approx(value, rel=2e-6)
 
 
+@pytest.mark.one_engine
 def test_a_loss_given_is_the_same_as_one_compiled():
     model = regressor()
     given = rl.gradients(model, X, REAL, loss=own_sum, wrt="head.weights", batch_size=3)
@@ -152,6 +155,7 @@ def test_a_loss_given_is_the_same_as_one_compiled():
     np.testing.assert_allclose(float(given.value), evaluated(model, X, REAL), rtol=1e-6)
 
 
+@pytest.mark.one_engine
 @pytest.mark.full
 def test_several_outputs_with_losses_of_their_own():
     keras.utils.set_random_seed(1)
@@ -172,6 +176,7 @@ def test_several_outputs_with_losses_of_their_own():
         np.testing.assert_allclose(cut[layer]["kernel"], reference, rtol=1e-5, atol=1e-6 * abs(reference).max())
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize("shape", [(N,), (N, 1)])
 def test_a_function_sees_targets_aligned_as_compile_aligns_them(shape):
     model = regressor()
@@ -181,6 +186,7 @@ def test_a_function_sees_targets_aligned_as_compile_aligns_them(shape):
     assert value == pytest.approx(float(np.mean((REAL - model.predict(X, verbose=0)) ** 2)), rel=1e-6)
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize(("samples", "one_hot"), [(1, False), (T, False), (T, True)])
 def test_class_weights_hold_for_the_label_of_each_step(samples, one_hot):
     model = tagger(False)
@@ -194,6 +200,7 @@ def test_class_weights_hold_for_the_label_of_each_step(samples, one_hot):
     assert value == pytest.approx(evaluated(model, x, y, weights), rel=1e-6)
 
 
+@pytest.mark.one_engine
 def test_one_weight_per_sample_is_not_taken_for_one_per_step():
     model = tagger(False)
     model.compile(loss=SPARSE)
@@ -204,6 +211,7 @@ def test_one_weight_per_sample_is_not_taken_for_one_per_step():
     assert by_sample == pytest.approx(evaluated(model, IDS, STEPS, np.repeat(PER_SAMPLE[:, None], T, 1)), rel=1e-6)
 
 
+@pytest.mark.one_engine
 def test_batch_statistics_and_what_is_more_than_outputs_are_refused_over_batches():
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
@@ -244,6 +252,7 @@ def test_batch_statistics_and_what_is_more_than_outputs_are_refused_over_batches
         rl.gradients(model, X, REAL, loss=penalised, batch_size=3)
 
 
+@pytest.mark.one_engine
 def test_a_loss_that_does_not_depend_on_the_model_says_so():
     model = regressor()
     trace = rl.trace(model, X, REAL, loss=lambda y, p: ops.mean(y**2))

@@ -32,6 +32,7 @@ def made():
     return model, loss
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize("batch_size", [None, 3])
 def test_a_given_state_holds_for_every_verb(batch_size):
     model, loss = made()
@@ -45,6 +46,7 @@ def test_a_given_state_holds_for_every_verb(batch_size):
     assert float((found["model"]["input"] * direction).sum()) == pytest.approx(slope, rel=2e-2, abs=1e-4)
 
 
+@pytest.mark.one_engine
 def test_a_state_of_another_size_is_refused():
     model, _ = made()
     for verb in (rl.trace, rl.gradients):
@@ -52,6 +54,7 @@ def test_a_state_of_another_size_is_refused():
             verb(model, X, Y, initial_state={"lstm": [STATE[0][:, :2], STATE[1]]})
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize("of", ["lstm.hidden", "lstm.final_hidden"])
 def test_the_states_of_a_stateful_layer_can_be_differentiated(of):
     keras.utils.set_random_seed(2)

@@ -100,7 +100,7 @@ def nested():
     return keras.Model(inputs, keras.layers.Dense(2)(h))
 
 
-@pytest.mark.product(keep=("embedded-True", "nested-False"))
+@pytest.mark.one_engine
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("make", [embedded, nested])
 def test_the_loss_keeps_the_mask(make, per_sample):
@@ -127,7 +127,7 @@ def test_the_loss_keeps_the_mask(make, per_sample):
     assert float(abs(out[1, 3]).max()) == 0
 
 
-@pytest.mark.product
+@pytest.mark.one_engine
 @pytest.mark.parametrize("backward", ["gru", "no bias", "other units"])
 def test_two_kinds_in_one_bidirectional_layer(backward):
     options = {"return_sequences": True, "go_backwards": True}

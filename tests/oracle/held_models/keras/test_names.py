@@ -65,6 +65,7 @@ def two_subclassed():
     return model, {f"{part.name}/lstm": part.get_layer("lstm").cell for part in model.parts}
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize("make", [two_nested, two_subclassed])
 def test_each_nested_layer_has_its_own_gradients(make):
     model, cells = make()
@@ -79,6 +80,7 @@ def test_each_nested_layer_has_its_own_gradients(make):
             assert float(shown[0, 0, 0]) == pytest.approx(expected, rel=1e-5, abs=1e-9)
 
 
+@pytest.mark.one_engine
 def test_the_norm_of_all_gradients_counts_each_once():
     model, _ = two_nested()
     found = rl.gradients(model, X, loss=total, clip={"global_clipnorm": 1e-3})
@@ -88,6 +90,7 @@ def test_the_norm_of_all_gradients_counts_each_once():
     assert found.clip["norm"] == pytest.approx(np.sqrt(squares), rel=1e-5)
 
 
+@pytest.mark.one_engine
 def test_a_nested_model_called_twice():
     inputs = keras.Input((4, 2))
     inner = nested("inner", True)
@@ -129,7 +132,7 @@ def dict_subclassed():
     return DictSubclassed()
 
 
-@pytest.mark.product(keep=("dict_functional", "dict_subclassed"))
+@pytest.mark.one_engine
 @pytest.mark.parametrize("make", [dict_functional, listed_by_name, dict_subclassed])
 def test_inputs_and_outputs_in_dicts(make):
     model = make()
@@ -146,7 +149,7 @@ def test_inputs_and_outputs_in_dicts(make):
     assert trace.loss == pytest.approx(number(total(None, model(x))), rel=1e-9)
 
 
-@pytest.mark.product(keep=("width-dict_functional", "angle-dict_subclassed"))
+@pytest.mark.one_engine
 @pytest.mark.parametrize("make", [dict_functional, listed_by_name, dict_subclassed])
 @pytest.mark.parametrize("out", ["width", "angle"])
 def test_an_output_by_its_key(make, out):
@@ -161,6 +164,7 @@ def test_an_output_by_its_key(make, out):
     assert float(found[0, 1, 1]) == pytest.approx(by_difference(plain, x["alpha"], (0, 1, 1)), rel=1e-5)
 
 
+@pytest.mark.one_engine
 def test_layers_of_one_name_in_different_nested_models_are_listed_apart():
     model, cells = two_nested()
     assert [info.name for info in rl.layers(model)] == list(cells)

@@ -119,9 +119,7 @@ def plain_loss(cell, x, sequences):
     return float(keras.ops.convert_to_numpy(total(None, keras.ops.stack(outputs, 1) if sequences else outputs[-1])))
 
 
-@pytest.mark.product(
-    keep=("LstmByHand-True", "Gained-False", "OutputFirst-True", "PassedOn-False", "LayersInside-True")
-)
+@pytest.mark.one_engine
 @pytest.mark.parametrize("sequences", [True, False])
 @pytest.mark.parametrize("kind", CELLS)
 def test_every_state_where_it_is_computed(kind, sequences):
@@ -141,7 +139,7 @@ def test_every_state_where_it_is_computed(kind, sequences):
             assert float(found[name][sample, step, unit]) == pytest.approx(expected, rel=1e-6, abs=1e-8), (name, step)
 
 
-@pytest.mark.product
+@pytest.mark.one_engine
 @pytest.mark.parametrize("sequences", [True, False])
 def test_an_lstm_by_hand_is_the_lstm(sequences):
     cell, builtin = LstmByHand(), keras.layers.LSTM(UNITS, use_bias=False, return_sequences=sequences, name="rnn")
@@ -165,6 +163,7 @@ def test_an_lstm_by_hand_is_the_lstm(sequences):
             np.testing.assert_allclose(j, k, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.one_engine
 def test_stacked_cells_are_stacked_layers():
     """The lower cell's state reaches the upper cell within the step."""
     stacked = keras.layers.RNN([keras.layers.GRUCell(UNITS), keras.layers.SimpleRNNCell(UNITS)], name="rnn")
@@ -179,6 +178,7 @@ def test_stacked_cells_are_stacked_layers():
     np.testing.assert_allclose(found["state_1_grad"], expected["upper"]["hidden_grad"], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.one_engine
 def test_an_output_that_equals_the_state_by_chance():
     class Gate(Cell):
         def build(self, shape):

@@ -31,19 +31,17 @@ CASES = [(count, where) for where in ("pre", "post") for count in (10, 40)]
 
 
 def words(axes):
-    """Decay per step, half-lives and horizons, as they are written."""
-    texts = [text.get_text() for ax in axes for text in ax.texts]
-    legends = [t.get_text() for ax in axes for t in ax.get_legend().get_texts()]
-    return texts, legends
+    """Reach, decay per step, half-lives and horizons, as they are written at the ends of lines."""
+    return [text.get_text() for ax in axes for text in ax.texts if text.get_gid() == "end"]
 
 
-@pytest.mark.product
+@pytest.mark.one_engine
 @pytest.mark.parametrize(("count", "where"), CASES)
 def test_gradient_flow(model, count, where):
     plain, more = (rl.trace(model, x, np.ones((3, 1), "float32"), loss="mse") for x in (REAL, padded(count, where)))
     expected, found = rl.plot.gradient_flow(plain), rl.plot.gradient_flow(more)
     assert words(found) == words(expected)
-    assert len(words(expected)[0]) == 2  # the decay per step, where there is one
+    assert sum("a step" in text for text in words(expected)) == 3  # of h and c of the halves, where they fade at all
     start = count if where == "pre" else 0
     for ax, other in zip(found, expected, strict=True):
         for line, reference in zip(ax.get_lines(), other.get_lines(), strict=True):
@@ -52,10 +50,11 @@ def test_gradient_flow(model, count, where):
                     line.get_ydata()[start : start + STEPS], reference.get_ydata(), rtol=2e-3, atol=1e-9
                 )
                 assert np.isnan(np.delete(line.get_ydata(), np.arange(start, start + STEPS))).all()
+    for ax in found[::2]:
         assert sum(patch.get_gid() == "padding" for patch in ax.patches) == count
 
 
-@pytest.mark.product(keep=("options0-10-pre", "options1-10-post"))
+@pytest.mark.one_engine
 @pytest.mark.parametrize(("count", "where"), CASES)
 @pytest.mark.parametrize(
     "options", [{"of": "lstm.hidden"}, {"of": "both.output", "measure": "norm"}, {"of": "lstm.cell"}]
@@ -69,7 +68,7 @@ def test_lag_profile(model, count, where, options):
     assert np.isnan(line[STEPS:]).all()
 
 
-@pytest.mark.product
+@pytest.mark.one_engine
 @pytest.mark.parametrize("where", ["pre", "post"])
 def test_maps(model, where):
     real = np.arange(10 + STEPS) >= 10 if where == "pre" else np.arange(10 + STEPS) < STEPS
@@ -89,11 +88,14 @@ def test_maps(model, where):
         grey = np.ma.getmaskarray(ax.images[0].get_array())
         expected = ~(real[:, None] & real[None, :]) & (sample != 1)
         np.testing.assert_array_equal(grey, expected)
-    mean = rl.plot.time_jacobian(jacobian)[0].images[0].get_array()
+    mean = rl.plot.time_jacobian(jacobian, samples="mean")[0].images[0].get_array()
     only = jacobian.values[1]
     np.testing.assert_allclose(mean[~real], only[~real], rtol=1e-5)
+    median = rl.plot.time_jacobian(jacobian)[0].images[0].get_array()
+    np.testing.assert_allclose(median[~real], only[~real] / only.max(), rtol=1e-5)
 
 
+@pytest.mark.one_engine
 def test_masks_are_saved_with_the_result(model, tmp_path):
     jacobian = rl.jacobian(model, padded(4, "post"), of="lstm.hidden", measure="norm", out=tmp_path / "j.zarr")
     assert "padding left out" in rl.plot.lag_profile(jacobian)[0].figure.get_suptitle()

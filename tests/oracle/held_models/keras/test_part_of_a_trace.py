@@ -29,6 +29,7 @@ def model():
     return keras.Model(inputs, layers.Dense(2, name="head", dtype="float64")(above))
 
 
+@pytest.mark.one_engine
 @pytest.mark.parametrize("chosen", LAYERS, ids=str)
 def test_a_part_is_not_accused(model, chosen):
     for quantities in QUANTITIES:

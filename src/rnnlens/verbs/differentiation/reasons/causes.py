@@ -16,7 +16,7 @@ from ...names import TensorName
 from ..pull import answer
 from ..question import Part, Question
 from ..target import Target
-from .trials import Trials, is_integer
+from .trials import Trials, is_integer, nudged_port
 
 #: By how much a target is scaled up to see whether its gradient was only too small for the dtype.
 LIFT = 2.0**12
@@ -26,7 +26,7 @@ Cause = Callable[[Trials, TensorName], Reason | None]
 
 def cause(trials: Trials, name: TensorName, *, exists: bool) -> Reason:
     """Why a tensor has no gradient, or why the one that exists is zero."""
-    causes: list[Cause] = [_integer_input, _unused_layer]
+    causes: list[Cause] = [_integer_input, _unused_layer] if exists else [_integer_input, _blocked, _unused_layer]
     if exists:
         causes += [_masked_out, _underflow, _relu_dead]
     for applies in causes:
@@ -34,6 +34,15 @@ def cause(trials: Trials, name: TensorName, *, exists: bool) -> Reason:
         if reason is not None:
             return reason
     return _by_experiment(trials, name, exists=exists)
+
+
+def _blocked(trials: Trials, name: TensorName) -> Reason | None:
+    """What the adapter reads off the model."""
+    question = trials.question
+    of = [leaf.port() if leaf.layer is None else nudged_port(leaf, question.known) for leaf in question.leaves]
+    wrt = nudged_port(name, question.known)
+    found = question.adapter.blocked(question.model, trials.batch, of, wrt)
+    return None if found is None else Reason(name.text, found.code, found.sentence, found.remedy)
 
 
 def _integer_input(trials: Trials, name: TensorName) -> Reason | None:

@@ -1,0 +1,82 @@
+"""``rl.find_nonfinite`` on nets with one planted fault each, and on healthy ones.
+
+    python benchmarks/nonfinite_faults.py --small
+    KERAS_BACKEND=jax python benchmarks/nonfinite_faults.py --framework keras
+
+What was planted is the peer: where it was put, or where a loop in double precision says that single precision ends. A
+fault counts as named if phase, layer, sample, step (and gate, unit, feature, where the fault has one) are right, and if
+``fed_by`` has the words that say why. The bar: 95 % of the faults, and "none" on every healthy net.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+import rnnlens as rl
+
+
+def wrong(fault: Any) -> str:
+    """What a result says otherwise than the fault is; ``""`` where it is right."""
+    found = rl.find_nonfinite(fault.model, fault.x, fault.y, **fault.options)
+    if not fault.expected:
+        return str(found.sentence) if found else ""
+    if not found:
+        return "none"
+    said = {**found.origin.index, "step": found.step, "sample": found.sample}
+    for name, value in fault.expected.items():
+        if (said[name] if name in said else getattr(found, name, None)) != value:
+            return f"{name}: {value} is right, and it says {found.sentence}"
+    missing = [word for word in fault.words if word not in (found.fed_by or "")]
+    return f"without {missing}: {found.sentence}" if missing else ""
+
+
+def faults(framework: str, count: int, seed: int = 0) -> Iterator[Any]:
+    """So many faults of a framework, kind after kind, each with a seed of its own."""
+    module = importlib.import_module(f"_faults_{framework}")
+    for i in range(count):
+        yield module.FAULTS[i % len(module.FAULTS)](np.random.default_rng([seed, i]))
+
+
+def healthy(framework: str, count: int, seed: int = 0) -> Iterator[Any]:
+    """So many healthy nets."""
+    module = importlib.import_module(f"_faults_{framework}")
+    for i in range(count):
+        yield module.healthy(np.random.default_rng([seed, 10_000 + i]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--framework", choices=["torch", "keras"], default="torch")
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--healthy", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    planted, well = (12, 6) if args.small else (args.faults, args.healthy)
+    tally: dict[str, list[str]] = {}
+    for fault in faults(args.framework, planted, args.seed):
+        tally.setdefault(fault.kind, []).append(wrong(fault))
+    engine = os.environ.get("KERAS_BACKEND", "tensorflow") if args.framework == "keras" else "torch"
+    print(f"{args.framework} on {engine}")
+    for kind, told in tally.items():
+        print(f"  {kind:<28} {sum(not one for one in told):>4} of {len(told)}")
+        for one in filter(None, told):
+            print(f"      {one}")
+    named = sum(not one for told in tally.values() for one in told)
+    print(f"  {'all':<28} {named:>4} of {planted}: {named / planted:.1%}, bar 95 %")
+    alarms = [one for fault in healthy(args.framework, well, args.seed) if (one := wrong(fault))]
+    print(f"  {'healthy, none said':<28} {well - len(alarms):>4} of {well}, bar all")
+    for one in alarms:
+        print(f"      {one}")
+
+
+if __name__ == "__main__":
+    main()

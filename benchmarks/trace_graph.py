@@ -1,0 +1,92 @@
+"""rl.trace of a TensorFlow-1 graph against one ``session.run`` of its loss and gradients: ratios within one run.
+
+    python benchmarks/trace_graph.py [--rounds 9] [--control-flow v1 v2]
+
+Conv1D, batch normalisation, GRU of 64 units with dropout over 75 steps, a head: all quantities, with the certificate,
+which is one more plain run, and without. The first call copies the graph, finds its loops and adds their gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+BARS = {"trace": 3.0, "trace, not certified": 3.0, "first call, seconds": 10.0}
+
+
+def measure(rounds: int) -> None:
+    """One control flow, in a process of its own."""
+    import numpy as np
+    import tensorflow.compat.v1 as tf
+
+    tf.disable_v2_behavior() if os.environ["RNNLENS_CONTROL_FLOW"] == "v1" else tf.disable_eager_execution()
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
+    from tf1_conv_gru import Graph
+
+    import rnnlens as rl
+
+    g = Graph(units=64, dtype=tf.float32, features=24)
+    gradients = tf.gradients(g.loss, tf.trainable_variables())
+    sess = tf.Session()
+    sess.run(tf.global_variables_initializer())
+    random = np.random.default_rng(0)
+    x, y = (random.normal(size=(5, 75, n)).astype("float32") for n in (24, 2))
+    constant = {g.phase: False, g.dropout: 0.0, g.initial_state: np.zeros((5, 64), "float32")}
+    feed = constant | {g.inputs_train: x, g.inputs_devel: x, g.labels_train: y, g.labels_devel: y}
+    net = rl.tf1.graph(
+        sess,
+        inputs={"inputs": [g.inputs_train, g.inputs_devel]},
+        targets=[g.labels_train, g.labels_devel],
+        outputs={"output": g.output},
+        loss=g.loss,
+        feed=constant,
+    )
+
+    def seconds(call) -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    def plain() -> None:
+        with rl.options(certify="never"):
+            rl.trace(net, x, y)
+
+    first = seconds(lambda: rl.trace(net, x, y))
+    calls = {"run": lambda: sess.run([g.loss, *gradients], feed), "trace": lambda: rl.trace(net, x, y)}
+    calls["trace, not certified"] = plain
+    for call in calls.values():
+        call()
+    times = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(seconds(call))
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    found = {name: middle[name] / middle["run"] for name in ("trace", "trace, not certified")}
+    found["first call, seconds"] = first
+    print(f"control flow {os.environ['RNNLENS_CONTROL_FLOW']}: session.run takes {1000 * middle['run']:.1f} ms")
+    for name, value in found.items():
+        print(f"  {name:24}{value:6.2f}   bar {BARS[name]:.0f}   {'ok' if value <= BARS[name] else 'OVER'}")
+
+
+def main() -> None:
+    """Each control flow in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--control-flow", nargs="+", choices=["v1", "v2"], default=["v1", "v2"])
+    asked = parser.parse_args()
+    if "RNNLENS_MEASURING" in os.environ:
+        measure(asked.rounds)
+        return
+    for flow in asked.control_flow:
+        environment = {"RNNLENS_CONTROL_FLOW": flow, "RNNLENS_MEASURING": "1", "TF_USE_LEGACY_KERAS": "1"}
+        command = [sys.executable, __file__, "--rounds", str(asked.rounds)]
+        subprocess.run(command, env={**os.environ, **environment}, check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Direct gradients of recurrent layers, taken from the training step itself: no second forward, no second backward.
+
+On TensorFlow the step is compiled once more, as the user's own is, with an identity at the output of the layers whose
+gradient hands out what passes through it. On torch a hook on the output hears it. Nothing in either changes a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import LayerNotFoundError, UnsupportedError, did_you_mean, message
+from ...typing import Array
+from .dialect import dialect_of
+from .discover import Site, places
+from .facts import facts
+
+
+@dataclass
+class Passing:
+    """What passed through the outputs of some layers in one step: tensors, in the order of the framework."""
+
+    outputs: dict[str, Any] = field(default_factory=dict)
+    gradients: dict[str, Any] = field(default_factory=dict)
+    loss: list[Any] = field(default_factory=list)
+
+
+class Direct:
+    """Runs the steps of a training so that the direct gradients at ``layers`` are heard; ``heard`` holds the last.
+
+    ``available`` is False where the step cannot be listened to from inside: JAX, compiled torch, several steps per
+    execution. What is asked for is then computed anew, as everything else is.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[str], batches: int) -> None:
+        self._model, self._keras = model, dialect_of(model)
+        self._sites = _sites(model, layers)
+        engine = self._keras.engine.name
+        compiled = engine == "torch" and bool(getattr(model, "jit_compile", False))
+        self.available = self._keras.name == "keras" and engine != "jax" and batches == 1 and not compiled
+        self._compiled: Any = None
+        self.heard: dict[str, dict[str, Array]] | None = None
+        self.loss: float | None = None
+
+    def run(self, original: Callable[..., Any], fed: Any) -> Any:
+        """One step, as ``original`` would have made it."""
+        scale = facts(self._model).loss_scale
+        if self._keras.engine.name == "torch":
+            passing = Passing()
+            with self._listening(passing, _hooked):
+                done = original(fed)
+        else:
+            done, passing = self._on_tensorflow(fed)
+        get = self._keras.engine.to_array
+        self.loss = float(get(passing.loss[0])) if passing.loss else None
+        self.heard = {}
+        for site in self._sites:
+            if site.name in passing.gradients:
+                pair = {"output": passing.outputs[site.name], "output_grad": passing.gradients[site.name]}
+                arrays = {name: _turned(get(tensor), site) for name, tensor in pair.items()}
+                self.heard[site.name] = {**arrays, "output_grad": arrays["output_grad"] / scale}
+        return done
+
+    def _on_tensorflow(self, fed: Any) -> tuple[Any, Passing]:
+        if self._compiled is None:
+            step = self._model.train_step
+
+            def listened(data: Any) -> Any:
+                passing = Passing()
+                with self._listening(passing, _tapped):
+                    logs = step(data)
+                return logs, vars(passing)
+
+            self._compiled = self._model._make_function(listened)
+        logs, found = self._compiled(fed)
+        return logs, Passing(**found)
+
+    @contextmanager
+    def _listening(self, passing: Passing, tap: Callable[[Any, str, Passing], Any]) -> Iterator[None]:
+        """Overrides methods on the instances of the layers, and of the model for its loss."""
+        saved: list[tuple[dict[str, Any], str, Any]] = []
+
+        def override(thing: Any, name: str, method: Any) -> None:
+            saved.append((vars(thing), name, vars(thing).get(name)))
+            vars(thing)[name] = method
+
+        original_loss = self._model._compute_loss
+
+        def compute_loss(*arguments: Any, **named: Any) -> Any:
+            value = original_loss(*arguments, **named)
+            passing.loss.append(value)
+            return value
+
+        try:
+            override(self._model, "_compute_loss", compute_loss)
+            for site in self._sites:
+                override(site.layer, "inner_loop", _loop(site, passing, tap))
+            yield
+        finally:
+            for own, name, old in reversed(saved):
+                if old is None:
+                    own.pop(name, None)
+                else:
+                    own[name] = old
+
+
+def _loop(site: Site, passing: Passing, tap: Callable[[Any, str, Passing], Any]) -> Callable[..., Any]:
+    original, layer = site.layer.inner_loop, site.layer
+
+    def inner_loop(*arguments: Any, **named: Any) -> Any:
+        last, outputs, states = original(*arguments, **named)
+        if layer.return_sequences:
+            return last, tap(outputs, site.name, passing), states
+        return tap(last, site.name, passing), outputs, states
+
+    return inner_loop
+
+
+def _hooked(tensor: Any, name: str, passing: Passing) -> Any:
+    """torch: hear the gradient of a tensor."""
+    passing.outputs[name] = tensor.detach()
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: passing.gradients.__setitem__(name, gradient.detach()))
+    return tensor
+
+
+def _tapped(tensor: Any, name: str, passing: Passing) -> Any:
+    """TensorFlow: an identity whose gradient is handed out as it passes."""
+    import tensorflow as tf
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def identity(value: Any) -> Any:
+        def backward(gradient: Any) -> Any:
+            passing.gradients[name] = gradient
+            return gradient
+
+        return tf.identity(value), backward
+
+    passing.outputs[name] = tensor
+    return identity(tensor)
+
+
+def _turned(array: Any, site: Site) -> Any:
+    """Chronological: a layer that goes backwards returns its last step first."""
+    backwards = site.layer.go_backwards and site.layer.return_sequences
+    return array[:, ::-1] if backwards else array
+
+
+def _sites(model: Any, layers: Sequence[str]) -> list[Site]:
+    sites = places(model).sites
+    known = {site.name: site for site in sites if not site.bidirectional}
+    for name in layers:
+        if name in known:
+            continue
+        if any(site.name == name for site in sites):
+            what = f"The direct gradients of {name!r}, a bidirectional layer, are not taken from the step itself."
+            raise UnsupportedError(message(what, hint="leave direct= out: they are computed when they are asked for"))
+        raise LayerNotFoundError(message(f"No recurrent layer named {name!r}.", hint=did_you_mean(name, known)))
+    return [known[name] for name in layers]

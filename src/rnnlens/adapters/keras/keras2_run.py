@@ -1,0 +1,210 @@
+"""A run of a ``tf_keras`` model that leaves nothing behind: random numbers, variables, losses, weights of a cell.
+
+There is no stateless scope in Keras 2. So random numbers come from stand-ins for the generators of the layers, and
+what a run assigned is assigned back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from tensorflow.python.eager import context
+from tensorflow.python.trackable import data_structures
+from tf_keras.src import backend
+
+from ...errors import UnsupportedError, no_function_of_its_own
+
+#: Where a layer lists its variables, rather than computing with them.
+_BOOKS = ("_trainable_weights", "_non_trainable_weights", "_self_")
+
+
+#: What a layer draws with, and where a cell keeps what it drew.
+_DRAWN = ("_random_generator", "_dropout_mask_cache", "_recurrent_dropout_mask_cache")
+_MAKES = {
+    "_dropout_mask_cache": "_create_dropout_mask",
+    "_recurrent_dropout_mask_cache": "_create_recurrent_dropout_mask",
+}
+
+
+class _OneOfACall(backend.ContextValueCache):  # type: ignore[misc]  # tf_keras has no types
+    """One mask for all steps of a call, as Keras 2 means it: its own forgets that a loop lies within a graph."""
+
+    def setdefault(self, key: Any = None, default: Any = None, kwargs: Any = None) -> Any:
+        found = self._get_recursive(self._key())
+        return super().setdefault(key, default, kwargs) if found is None else found
+
+
+class _Generator:
+    """In the place of a ``RandomGenerator``: the draws follow from one seed, and from nothing outside."""
+
+    _rng_type = "stateless"
+
+    def __init__(self, seed: Any) -> None:
+        self._seed, self._draws = seed, 0
+
+    def make_seed_for_stateless_op(self) -> Any:
+        self._draws += 1
+        return tf.random.experimental.stateless_fold_in(self._seed, self._draws)
+
+    def make_legacy_seed(self) -> int:
+        self._draws += 1
+        return self._draws
+
+    def dropout(self, inputs: Any, rate: Any, noise_shape: Any = None) -> Any:
+        seed = self.make_seed_for_stateless_op()
+        return tf.nn.experimental.stateless_dropout(inputs, rate=rate, noise_shape=noise_shape, seed=seed)
+
+    def random_normal(
+        self, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, nonce: Any = None
+    ) -> Any:
+        del nonce
+        return tf.random.stateless_normal(shape, self.make_seed_for_stateless_op(), mean, stddev, _float(dtype))
+
+    def random_uniform(
+        self, shape: Any, minval: Any = 0.0, maxval: Any = None, dtype: Any = None, nonce: Any = None
+    ) -> Any:
+        del nonce
+        maxval = 1.0 if maxval is None else maxval
+        return tf.random.stateless_uniform(shape, self.make_seed_for_stateless_op(), minval, maxval, _float(dtype))
+
+    def truncated_normal(
+        self, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, nonce: Any = None
+    ) -> Any:
+        del nonce
+        seed = self.make_seed_for_stateless_op()
+        return tf.random.stateless_truncated_normal(shape, seed, mean, stddev, _float(dtype))
+
+
+def _float(dtype: Any) -> Any:
+    return dtype or tf_keras.backend.floatx()
+
+
+def _random_layers(model: Any) -> list[Any]:
+    return [layer for layer in model._flatten_layers() if "_random_generator" in vars(layer)]
+
+
+def seeds(model: Any, seed: int | None) -> list[Any]:
+    """A seed, two whole numbers, for each generator in ``model``."""
+    pairs = [
+        np.random.SeedSequence([seed or 0, i]).generate_state(2) % 2**31 for i, _ in enumerate(_random_layers(model))
+    ]
+    return [tf.constant(pair.astype(np.int32)) for pair in pairs]
+
+
+@contextmanager
+def stateless(model: Any, seeds: Sequence[Any]) -> Iterator[None]:
+    """Within the block the layers of ``model`` draw from stand-ins, and leave their own generators alone."""
+    layers = _random_layers(model)
+    own = [{name: books[name] for name in _DRAWN if name in books} for books in map(vars, layers)]
+    for layer, seed in zip(layers, seeds, strict=True):
+        vars(layer)["_random_generator"] = _Generator(seed)
+        for name in _DRAWN[1:]:
+            if name in vars(layer):
+                vars(layer)[name] = _OneOfACall(getattr(layer, _MAKES[name]))
+    try:
+        yield
+    finally:
+        for layer, before in zip(layers, own, strict=True):
+            vars(layer).update(before)
+
+
+@contextmanager
+def generators() -> Iterator[None]:
+    """TensorFlow's own seeds, which layers of the user's may draw from, go on as if nothing had run."""
+    draws = getattr(context.context(), "_rng", None)  # there is one once a seed was set
+    state = None if draws is None else draws.getstate()
+    try:
+        yield
+    finally:
+        if draws is not None:
+            draws.setstate(state)
+
+
+@contextmanager
+def held(variables: Sequence[Any]) -> Iterator[None]:
+    """What is assigned to ``variables`` within the block is assigned back; the others are not touched."""
+    # Reading shares the memory of the variable, and assigning gives it another: so this costs next to nothing.
+    before = [(v, v.read_value()) for v in variables if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            if not _same(np.asarray(variable.read_value()), np.asarray(value)):
+                variable.assign(value)
+
+
+def _same(now: Any, before: Any) -> bool:
+    if now.__array_interface__["data"] == before.__array_interface__["data"]:
+        return True
+    return bool(now.tobytes() == before.tobytes())
+
+
+@contextmanager
+def collected(model: Any) -> Iterator[None]:
+    """The losses that layers collected in their last call come back: those of a compiled run are of a dead graph."""
+    layers = list(model._flatten_layers()) if isinstance(model, tf_keras.layers.Layer) else []
+    before = [(layer, list(layer._eager_losses)) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, losses in before:
+            layer._thread_local._eager_losses = losses
+
+
+@contextmanager
+def stepping(cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Within the block tensors stand where the layers of a cell have variables."""
+    by_id = {id(variable): tensor for variable, tensor in weights}
+    layers = [cell, *getattr(cell, "submodules", ())]
+    placed: set[int] = set()
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    for layer in layers:
+        books, dtype = vars(layer), getattr(layer, "compute_dtype", None)
+        for name, value in list(books.items()):
+            new = (
+                value
+                if name.startswith(("_trainable_w", "_non_trainable_w", "_self_"))
+                else _put(value, by_id, dtype, placed)
+            )
+            if new is not value:
+                saved.append((books, name, value))
+                books[name] = new
+    try:
+        if by_id.keys() - placed:
+            kept = [variable.name for variable, _ in weights if id(variable) not in placed]
+            raise UnsupportedError(no_function_of_its_own(type(cell).__name__, f"weights not found in it: {kept}"))
+        yield
+    finally:
+        for books, name, value in saved:
+            books[name] = value
+
+
+def _put(value: Any, by_id: dict[int, Any], dtype: str | None, placed: set[int]) -> Any:
+    """``value`` with tensors in the place of variables, noted in ``placed``; the same object where it holds none."""
+    if isinstance(value, tf.Variable):
+        tensor = by_id.get(id(value))
+        if tensor is None:
+            return value
+        placed.add(id(value))
+        return tf.cast(tensor, dtype) if dtype and tensor.dtype.is_floating else tensor
+    if isinstance(value, (list, tuple)):
+        parts = [_put(part, by_id, dtype, placed) for part in value]
+        return value if all(a is b for a, b in zip(parts, value, strict=True)) else type(value)(parts)
+    if isinstance(value, dict):
+        items = {key: _put(part, by_id, dtype, placed) for key, part in value.items()}
+        return value if all(items[key] is value[key] for key in value) else items
+    return value
+
+
+def inside(value: Any) -> Any:
+    """The list or dict in a wrapper by which TensorFlow tracks what layers hold; None for anything else."""
+    if isinstance(value, data_structures.ListWrapper):
+        return value._storage
+    if type(value) in (data_structures._DictWrapper, data_structures._TupleWrapper):
+        return value.__wrapped__
+    return None

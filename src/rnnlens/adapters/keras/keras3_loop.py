@@ -1,0 +1,90 @@
+"""How Keras 3 is listened to: at the ``inner_loop`` of a recurrent layer.
+
+There the mask, the initial state (given, carried over, or zeros) and the dropout multipliers are settled, and what the
+loop returns is what the layer returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from ...errors import UnsupportedError, message
+from .hooks import Listener, own_errors_unchanged, refuse_random
+
+if TYPE_CHECKING:
+    from .dialect import Override
+    from .discover import Site
+
+_OWN_LOOPS = (keras.layers.RNN, keras.layers.SimpleRNN, keras.layers.LSTM, keras.layers.GRU)
+
+
+def refusal(layer: Any) -> tuple[str, str] | None:
+    """Why a recurrent layer cannot be listened to, and what to do instead."""
+    if any(type(layer).inner_loop is loop.inner_loop for loop in _OWN_LOOPS):
+        return None
+    return "has an inner_loop of its own", "write the recurrence as a cell, keras.layers.RNN(cell)"
+
+
+def listen(listener: Listener, site: Site, half: int, override: Override) -> None:
+    """Override the loop; a bidirectional layer's attempt to run both halves fused would pass it by."""
+    override(site.layer, "inner_loop", _loop(listener, site, half))
+    if site.bidirectional:
+        override(site.owner, "_can_attempt_fused_lstm", lambda *args, **kwargs: False)
+        override(site.owner, "_can_attempt_fused_gru", lambda *args, **kwargs: False)
+
+
+def _loop(listener: Listener, site: Site, half: int) -> Callable[..., Any]:
+    original, layer = site.layer.inner_loop, site.layer
+
+    def inner_loop(sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
+        mask = mask[0] if keras.tree.is_nested(mask) else mask
+        initial_state = keras.tree.map_structure(_value_of, initial_state)
+        with own_errors_unchanged():
+            _refuse_triple(site, mask)
+            refuse_random(site, bool(training))
+            call, sequences, initial_state = listener.enters(site, half, sequences, initial_state, mask)
+        if "dropout" in listener.keep and training:
+            call.arrays.update(_dropout(layer.cell))
+        last, outputs, states = original(sequences, initial_state, mask, training=training)
+        if layer.return_sequences:
+            outputs = listener.hears(call, "output", outputs)
+        else:
+            last = listener.hears(call, "output", last)
+        if layer.return_state:
+            states = listener.hears_all(call, "final_state", states)
+        return last, outputs, states
+
+    return inner_loop
+
+
+def _value_of(state: Any) -> Any:
+    """A stateful layer hands over its variables, of which only the values can be differentiated."""
+    return keras.ops.convert_to_tensor(state.value) if isinstance(state, keras.Variable) else state
+
+
+def _refuse_triple(site: Site, mask: Any) -> None:
+    layer = site.layer
+    if keras.backend.backend() == "torch" and layer.unroll and layer.go_backwards and mask is not None:
+        raise UnsupportedError(
+            message(
+                f"Layer {site.name!r}: Keras on torch cannot run unroll=True, going backwards, with a mask.",
+                hint="unroll=False",
+            )
+        )
+
+
+def _dropout(cell: Any) -> dict[str, Any]:
+    """The multipliers that a known cell applies at every step, as one tensor each; per gate for implementation 1."""
+    found = {}
+    per_gate = getattr(cell, "implementation", 2) == 1
+    for name, attribute, rate in (
+        ("input_scale", "_dropout_mask", "dropout"),
+        ("state_scale", "_recurrent_dropout_mask", "recurrent_dropout"),
+    ):
+        mask = getattr(cell, attribute, None)
+        if mask is not None and 0.0 < getattr(cell, rate) < 1.0:
+            found[name] = keras.ops.stack(mask) if per_gate else mask
+    return found

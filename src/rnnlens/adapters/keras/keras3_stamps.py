@@ -1,0 +1,164 @@
+"""Tells whether all that a run of Keras 3 depends on is known, and writes it down: only then is it run as compiled.
+
+*Closed* is a model made of Keras' own models, layers, cells, operations, activations, losses and regularisers, of
+exactly these types, whose settings are plain values: whatever changes in it changes the stamp. A subclass, a Lambda, a
+function of the user's, an object that nobody knows may read anything at any time. Such a run is *open*: it has no
+stamp, and is traced anew at every call.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.backend.common.keras_tensor import KerasTensor
+from keras.src.dtype_policies.dtype_policy import DTypePolicy
+from keras.src.ops.function import Function
+from keras.src.trainers.compile_utils import CompileLoss
+
+from ...autodiff import Engine
+
+#: Attributes in which Keras keeps its books: they say nothing about what is computed.
+_BOOKS = frozenset(
+    [
+        *("_tracker", "_trainable_variables", "_non_trainable_variables", "_metrics", "_lock", "_path"),
+        *("_auto_config", "build", "quantize", "_inbound_nodes", "_outbound_nodes", "_parent_path", "_call_signature"),
+        *("_called", "_losses", "_loss_ids", "_losses_override", "_dropout_mask", "_recurrent_dropout_mask"),
+        *("_seed_generators", "seed", "_build_shapes_dict", "_input_tensor", "_tracked"),
+        # of training, which a run has no part in
+        *("optimizer", "train_function", "test_function", "predict_function", "stop_training", "stop_evaluating"),
+        *("stop_predicting", "history", "_jax_state_synced", "_jax_state", "_loss_tracker", "_compile_metrics"),
+        *("_compile_loss", "_compile_config", "_compiled_trainable_state", "_eval_epoch_iterator", "loss"),
+        *("_initial_epoch", "steps_per_execution", "_jit_compile"),
+        # the graph of a functional model is written down from its nodes
+        *("_inputs_struct", "_outputs_struct", "_inputs", "_outputs", "_nodes", "_nodes_by_depth", "_operations"),
+        *("_operations_by_depth", "_layers_by_depth"),
+    ]
+)
+_UNUSED = ("_initializer", "_constraint")
+#: Attributes of these are TensorFlow's books, for its checkpoints.
+_TENSORFLOW = ("_self_", "_obj_reference_counts")
+#: Methods that compute: one that was put in place of Keras' own may read anything.
+_METHODS = ("__call__", "call", "inner_loop", "build", "compute_mask", "get_initial_state", "compute_loss")
+_LARGEST = 2**16
+
+
+class _OpenWorld(Exception):  # noqa: N818 - no error, but what was found
+    """Something that may depend on anything."""
+
+
+class _Same:
+    """Equal only to a stamp of the very same object; does not keep it alive."""
+
+    def __init__(self, value: Any) -> None:
+        self._id, self._ref = id(value), weakref.ref(value)
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._ref() is not None and self._ref() is other._ref()
+
+
+def stamp_of(model: Any, loss: Any, engine: Engine) -> Hashable | None:
+    """What a closed run is made of, with ``loss`` or, where that is None, the compiled one; None for an open run."""
+    given = getattr(model, "_compile_loss", None) if loss is None else loss
+    config = keras.config
+    settings = (config.floatx(), config.epsilon(), config.image_data_format(), config.is_flash_attention_enabled())
+    try:
+        return (settings, engine.settings(), _Stamp().of(model), _Stamp().of(given))
+    except _OpenWorld:
+        return None
+
+
+class _Stamp:
+    """Writes objects down; one that was met before by the number under which it was."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, int] = {}
+
+    def of(self, value: Any) -> Hashable:
+        """The stamp of ``value``; raises where it may depend on anything."""
+        if value is None or isinstance(value, (bool, int, float, str, np.number)):
+            return (type(value).__name__, repr(value))
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return (type(value).__name__, *map(self.of, value))
+        if isinstance(value, dict):
+            return ("dict", *((self.of(key), self.of(item)) for key, item in value.items()))
+        if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST and value.dtype != object:
+            return (str(value.dtype), value.shape, value.tobytes())
+        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
+            return _keras_own(value)
+        return self._object(value)
+
+    def _object(self, value: Any) -> Hashable:
+        if id(value) in self._met:
+            return ("met", self._met[id(value)])
+        self._met[id(value)] = len(self._met)
+        kind = type(value)
+        if isinstance(value, keras.Variable):
+            return (_Same(value), value.trainable, value.dtype, value._autocast, self.of(value.regularizer), value.name)
+        if isinstance(value, types.ModuleType) and value.__name__.startswith("keras.src."):
+            return ("module", value.__name__)
+        if isinstance(value, DTypePolicy):
+            return str(value.name)
+        if isinstance(value, KerasTensor):
+            return self._symbol(value)
+        if not _is_keras(kind) or kind is keras.layers.Lambda or not hasattr(value, "__dict__"):
+            raise _OpenWorld
+        if not all(_written_by_keras(method) for method in _methods(kind)):
+            raise _OpenWorld
+        if isinstance(value, CompileLoss):
+            told = (value._user_loss, value._user_loss_weights, value.output_names, value.reduction)
+            return ("compiled", *map(self.of, told))
+        graph = self._graph(value) if isinstance(value, Function) else None
+        return (_Same(kind), _Same(value), graph, self._settings(value))
+
+    def _settings(self, value: Any) -> Hashable:
+        return tuple(
+            (name, self.of(item))
+            for name, item in vars(value).items()
+            if name not in _BOOKS and not name.endswith(_UNUSED) and not name.startswith(_TENSORFLOW)
+        )
+
+    def _symbol(self, tensor: Any) -> Hashable:
+        """A tensor of a functional model's graph, by where it comes from."""
+        history = getattr(tensor, "_keras_history", None)
+        if history is None:
+            raise _OpenWorld
+        return (self.of(history.operation), history.node_index, history.tensor_index)
+
+    def _graph(self, model: Any) -> Hashable:
+        nodes = [node for depth in sorted(model._nodes_by_depth) for node in model._nodes_by_depth[depth]]
+        calls = [
+            (self.of(node.operation), self.of(node.arguments.args), self.of(node.arguments.kwargs)) for node in nodes
+        ]
+        return (tuple(calls), self.of(model._inputs_struct), self.of(model._outputs_struct))
+
+
+def _is_keras(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).startswith("keras.src.")
+
+
+def _methods(kind: type) -> Iterator[Any]:
+    """What computes in a class, where the class or one that it derives from defines it; a metaclass does not count."""
+    for name in _METHODS:
+        yield from (vars(base)[name] for base in kind.__mro__ if name in vars(base))
+
+
+def _written_by_keras(method: Any) -> bool:
+    """Whether a function's text stands in Keras: a wrapper of another's may bear the module's name of what it wraps."""
+    return str(getattr(method, "__globals__", {}).get("__name__", "")).startswith("keras.src.")
+
+
+def _keras_own(value: Any) -> Hashable:
+    """A function or class that stands in one of Keras' modules under its own name."""
+    module = sys.modules.get(value.__module__ or "")
+    if not _is_keras(value) or getattr(module, value.__qualname__, None) is not value:
+        raise _OpenWorld
+    return _Same(value)

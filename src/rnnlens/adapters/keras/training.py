@@ -1,0 +1,276 @@
+"""Listens to ``fit``: what each execution of the compiled step is fed, and the weights from before it.
+
+``fit`` calls ``model.train_function`` with an iterator (TensorFlow, JAX) or a batch (torch). For an execution that is
+listened to, the iterator is replaced by one that hands on the same elements and remembers them; the compiled step is
+the user's, untouched. What it changes is copied before: weights, statistics, states, seeds of dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from ...errors import UnsupportedError, message
+from .dialect import dialect_of
+from .direct import Direct
+
+
+@dataclass
+class Before:
+    """What a step of training changes, as it was: variables (seeds of dropout among them) and random generators.
+
+    Keras on torch draws dropout from torch's own generator where a layer was given no seed.
+    """
+
+    variables: list[tuple[Any, Any]]
+    torch_state: Any = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within the block everything is as it was before the step."""
+        now = Before([(variable, copy_of(variable)) for variable, _ in self.variables], self._torch_now())
+        try:
+            self._put()
+            yield
+        finally:
+            now._put()
+
+    def _torch_now(self) -> Any:
+        return None if self.torch_state is None else _torch_state()
+
+    def _put(self) -> None:
+        for variable, value in self.variables:
+            variable.assign(value)
+        if self.torch_state is not None:
+            import torch
+
+            torch.set_rng_state(self.torch_state[0])
+            if self.torch_state[1]:
+                torch.cuda.set_rng_state_all(self.torch_state[1])
+
+
+@dataclass
+class Heard:
+    """The first batch of one execution of the step, and all that the step was to change."""
+
+    x: Any
+    y: Any
+    sample_weight: Any
+    before: Before
+    batches: int = 1
+    direct: dict[str, dict[str, Any]] = field(default_factory=dict)
+    loss: float | None = None
+
+
+class TrainStep:
+    """Stands in for ``model.train_function`` during one ``fit``; calls it, and listens where it is told to.
+
+    ``wanted`` is set before each call by who listens, and taken back; a call without it is the user's alone. ``heard``
+    is what the last call was fed, for who comes to take it.
+    """
+
+    def __init__(self, model: Any, direct: Sequence[str] = ()) -> None:
+        self._model, self._original = model, model.train_function
+        self._direct = Direct(model, direct, batches_per_execution(model)) if direct else None
+        self._keras = dialect_of(model)
+        self.wanted = False
+        self.heard: Heard | None = None
+        model.train_function = self
+
+    def __call__(self, *arguments: Any) -> Any:
+        """One execution, of one or of several steps."""
+        if not self.wanted:
+            return self._original(*arguments)
+        self.wanted = False
+        before = self._copies(arguments)
+        fed: list[Any] = []
+        source = self._tee(arguments[-1], fed)
+        if self._direct is not None and self._direct.available:
+            done = self._direct.run(self._original, source)
+        else:
+            done = self._original(*arguments[:-1], source)
+        if fed:
+            element = fed[0] if isinstance(fed[0], tuple | list) else (fed[0],)
+            x, y, weight = (*element, None, None)[:3]
+            self.heard = Heard(x, y, weight, before, len(fed))
+            if self._direct is not None and self._direct.heard is not None:
+                self.heard.direct, self.heard.loss = self._direct.heard, self._direct.loss
+        return done
+
+    def taken(self) -> Heard | None:
+        """What the last call was fed, once; None where it was not listened to."""
+        heard, self.heard = self.heard, None
+        return heard
+
+    def remove(self) -> None:
+        """Give the model its own back."""
+        if self._model.train_function is self:
+            self._model.train_function = self._original
+
+    def _copies(self, arguments: Sequence[Any]) -> Before:
+        """The variables of the model with copies of their values; JAX has them in the state that it donates."""
+        if len(arguments) == 1:
+            copies = [(variable, copy_of(variable)) for variable in self._keras.variables(self._model)]
+            return Before(copies, _torch_state() if self._keras.engine.name == "torch" else None)
+        trainable, rest = arguments[0][:2]
+        here = [*zip(self._model.trainable_variables, trainable, strict=True)]
+        here += zip(self._model.non_trainable_variables, rest, strict=True)
+        return Before([(variable, value.copy()) for variable, value in here])
+
+    def _tee(self, source: Any, fed: list[Any]) -> Any:
+        """``source``, or what hands on the same, with all that one execution takes of it in ``fed``."""
+        if self._keras.engine.name == "jax":
+            return _remembering(source, fed)
+        if self._keras.engine.name == "torch":
+            fed.append(source[0])
+            return source
+        return self._tensorflow(source, fed)
+
+    def _tensorflow(self, source: Any, fed: list[Any]) -> Any:
+        """An iterator of the same specification: the compiled step is not traced anew."""
+        import tensorflow as tf
+
+        if not isinstance(source, tf.data.Iterator):
+            raise UnsupportedError(
+                message("Batches cannot be followed under a distribution strategy.", hint="probe= instead of batches=")
+            )
+        fed.extend(islice(source, batches_per_execution(self._model)))
+        return iter(tf.data.Dataset.from_generator(lambda: iter(fed), output_signature=source.element_spec))
+
+
+def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
+    """Listen to the ``fit`` that has begun; it is over with :meth:`TrainStep.remove`.
+
+    ``direct`` names layers whose direct gradients are taken from the step itself, where that is possible.
+
+    Raises
+    ------
+    UnsupportedError
+        If the model has a training loop of its own, or draws random numbers that cannot be drawn again.
+    """
+    if getattr(model, "train_function", None) is None:
+        raise UnsupportedError(
+            message(
+                "This model does not train through Keras' own fit, so its batches cannot be heard.",
+                got=type(model).__name__,
+                hint="probe= instead of batches=, or rl.trace within your loop",
+            )
+        )
+    random = _random_layer(model) if dialect_of(model).name == "tf_keras" else None
+    if random is not None:
+        raise UnsupportedError(
+            message(
+                f"Layer {random!r} draws random numbers in training, which tf_keras cannot draw again.",
+                expected="a model of tf_keras without dropout, or of Keras 3",
+                hint="probe= instead of batches=",
+            )
+        )
+    if isinstance(model.train_function, TrainStep):
+        model.train_function.remove()  # of a training that was interrupted
+    return TrainStep(model, direct)
+
+
+def batches_per_execution(model: Any) -> int:
+    """How many batches one call of the compiled step takes: ``steps_per_execution``."""
+    given = getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None)
+    return 1 if given is None else int(np.asarray(given))
+
+
+def synchronised(model: Any) -> None:
+    """During ``fit`` on JAX the variables are elsewhere: bring them back into the model."""
+    sync = getattr(model, "jax_state_sync", None)
+    if sync is not None:
+        sync()
+
+
+def steps_taken(model: Any) -> int:
+    """How many batches the optimizer has been given so far."""
+    optimizer = getattr(model, "optimizer", None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    # Keras 3 divides the public number by that of the batches whose gradients it accumulates.
+    iterations = getattr(inner, "_iterations", None)
+    iterations = getattr(inner, "iterations", None) if iterations is None else iterations
+    return 0 if iterations is None else int(dialect_of(model).value_of(iterations))
+
+
+def weights_of(model: Any) -> dict[str, Any]:
+    """Copies of all weights, in the model's order, by names of their own: what ``set_weights`` takes."""
+    keras, found = dialect_of(model), dict[str, Any]()
+    for variable in model.weights:
+        name = str(getattr(variable, "path", variable.name))
+        found[name if name not in found else f"{name}#{len(found)}"] = np.array(keras.value_of(variable))
+    return found
+
+
+def largest_weight(model: Any) -> float:
+    """The largest magnitude among the trained weights; NaN or infinite where one is not finite."""
+    keras = dialect_of(model)
+    values = (np.asarray(keras.value_of(variable), dtype=np.float64) for variable in model.trainable_variables)
+    return float(np.max([np.max(np.abs(value), initial=0.0) for value in values], initial=0.0))
+
+
+def notes_of_training(model: Any, heard: Heard) -> list[str]:
+    """What a reader of the gradients of a batch must know of how it was trained on."""
+    optimizer = getattr(model, "optimizer", None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    notes = []
+    every = getattr(inner, "gradient_accumulation_steps", None)
+    if every:
+        notes.append(f"Gradients are of this batch alone; the optimizer steps with the mean of {every} batches.")
+    if inner is not optimizer:
+        notes.append("Gradients are of the loss, not of the scaled loss that is differentiated in training.")
+    if heard.batches > 1:
+        notes.append(f"The first of {heard.batches} batches of one execution: there are no weights between the others.")
+    return notes
+
+
+def worker(model: Any) -> tuple[int, int]:
+    """Number of this process among those that train together, and how many they are."""
+    engine = dialect_of(model).engine.name
+    if engine == "jax":
+        import jax
+
+        return jax.process_index(), jax.process_count()
+    if engine == "torch":
+        import torch.distributed as group
+
+        running = group.is_available() and group.is_initialized()
+        return (group.get_rank(), group.get_world_size()) if running else (0, 1)
+    import tensorflow as tf
+
+    cluster = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    workers = cluster.cluster_spec().as_dict().get("worker", ())
+    return (int(cluster.task_id or 0), len(workers)) if len(workers) > 1 else (0, 1)
+
+
+def copy_of(variable: Any) -> Any:
+    """The value of a variable in memory of its own: TensorFlow's copies of tensors share it."""
+    value = getattr(variable, "value", variable)
+    if hasattr(value, "detach"):
+        return value.detach().clone()
+    return value.copy() if hasattr(value, "sharding") else np.array(variable)
+
+
+def _torch_state() -> tuple[Any, list[Any]]:
+    import torch
+
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def _random_layer(model: Any) -> str | None:
+    """A layer that draws random numbers in training."""
+    for layer in model._flatten_layers():
+        if any((getattr(layer, name, 0) or 0) > 0 for name in ("rate", "dropout", "recurrent_dropout", "stddev")):
+            return str(layer.name)
+    return None
+
+
+def _remembering(source: Any, fed: list[Any]) -> Iterator[Any]:
+    for element in source:
+        fed.append(element)
+        yield element

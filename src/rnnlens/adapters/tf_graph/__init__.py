@@ -1,0 +1,143 @@
+"""TensorFlow-1 graphs: sessions, placeholders, while loops of control flow v1 and v2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from ...typing import Array
+from ..protocol import (
+    Adapter,
+    Batch,
+    Capture,
+    CaptureRequest,
+    Cotangents,
+    Facts,
+    LayerInfo,
+    LayerWeights,
+    Obstacle,
+    Place,
+    PlainRun,
+    Port,
+    Pullback,
+)
+from . import facts
+from .capture import capture
+from .differentiate import differentiate
+from .nudge import nudged
+from .opened import opened
+from .plain import plain
+from .public import Net
+from .pullback import GraphPullback
+from .weights import listed, place_of
+from .why import blocked
+
+
+class TfGraphAdapter(Adapter):
+    """See :class:`rnnlens.adapters.protocol.Adapter`; one object serves all graphs."""
+
+    name = "tf_graph"
+
+    @property
+    def engine(self) -> str:
+        """What computes and differentiates."""
+        return "tensorflow"
+
+    def owns(self, model: Any) -> bool:
+        """A net of ``rl.tf1.graph``, or a session."""
+        return isinstance(model, Net | tf.Session)
+
+    def describe(self, model: Any) -> list[LayerInfo]:
+        """The recurrences of the graph, by scope."""
+        return facts.describe(net_of(model))
+
+    def facts(self, model: Any) -> Facts:
+        """Layers, inputs and outputs."""
+        return facts.facts(net_of(model))
+
+    def weights(self, model: Any) -> Mapping[str, LayerWeights]:
+        """All variables that outputs or loss depend on, by layer."""
+        return listed(opened(net_of(model)))
+
+    def provenance(self, model: Any) -> Mapping[str, str]:
+        """TensorFlow's version, how loops are run, dtype, device."""
+        return facts.provenance(net_of(model))
+
+    def place(self, model: Any, layer: str, direction: str | None, key: str) -> Place | None:
+        """Our weights are blocks of variables."""
+        return place_of(opened(net_of(model)), layer, direction, key)
+
+    def reduction(self, model: Any, loss: Any) -> str | None:
+        """A graph does not say."""
+        return None
+
+    def capture(self, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
+        """One run of our copy."""
+        return capture(net_of(model), batch, request)
+
+    def pullback(
+        self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
+    ) -> Pullback:
+        """One run of our copy, and gradients added to it."""
+        return GraphPullback(net_of(model), batch, of, wrt, cut)
+
+    def plain(
+        self,
+        model: Any,
+        batch: Batch,
+        cotangents: Cotangents | None = None,
+        *,
+        gradients: bool = True,
+        regularised: bool = False,
+    ) -> PlainRun:
+        """Another copy, as it stands."""
+        return plain(net_of(model), batch, cotangents, gradients=gradients, regularised=regularised)
+
+    def differentiate(
+        self, function: Callable[..., Any], arrays: Sequence[Array], model: Any
+    ) -> tuple[Array, Callable[[Array], list[Array]]]:
+        """In a graph of its own."""
+        return differentiate(function, arrays)
+
+    def blocked(self, model: Any, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
+        """Read off the graph, without running it."""
+        return blocked(opened(net_of(model), batch.seed), batch, of, wrt)
+
+    def nudged(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
+        """Another value for a variable, in our copy alone."""
+        return nudged(net_of(model), port, size)
+
+    def mixes_samples(self, model: Any, training: bool) -> str | None:
+        """Not known: whether a graph uses statistics of the batch depends on what its phase is fed."""
+        return "?"
+
+
+class KerasGraphAdapter(TfGraphAdapter):
+    """The same for tf_keras models that were built with eager execution disabled."""
+
+    def owns(self, model: Any) -> bool:
+        """A model of the engine that builds graphs."""
+        return any(base.__module__.endswith("base_layer_v1") for base in type(model).__mro__)
+
+    def reduction(self, model: Any, loss: Any) -> str | None:
+        """As the loss says."""
+        says = getattr(model.loss if loss is None else loss, "reduction", None)
+        return None if says is None else str(says)
+
+
+def net_of(model: Any) -> Net:
+    """The net itself, a session as one, or a tf_keras model as one."""
+    if isinstance(model, Net):
+        return model
+    if isinstance(model, tf.Session):
+        return Net(model, {}, {})
+    from . import keras_v1
+
+    return keras_v1.net_of(model)
+
+
+adapter = TfGraphAdapter()
+keras = KerasGraphAdapter()

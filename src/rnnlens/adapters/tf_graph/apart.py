@@ -1,0 +1,290 @@
+"""Loops that hold more than one known cell, or one that is not known, run as loops of which each border can be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from .anatomy import Anatomy, at_present
+from .blocks import Source
+from .body import StepGraph, body_of
+from .borders import course_of, same
+from .copying import CannotCopyError
+from .forms import Form
+from .found import Border, FoundCell, Loop
+from .labels import common_scope, course_words, flat_mask, kind_of, known_cell, refused
+from .match import Match
+from .record import CannotRecordError, Carried, Recorder, rewire
+
+
+def taken_apart(anatomy: Anatomy) -> list[Loop]:
+    """The recurrences of a loop, each with borders of its own; one that is refused where that cannot be."""
+    try:
+        return _Apart(anatomy).loops()
+    except (CannotCopyError, CannotRecordError) as reason:
+        return [refused(anatomy.frame, anatomy.states, anatomy.reads, str(reason))]
+
+
+@dataclass(eq=False)
+class _Apart:
+    anatomy: Anatomy
+    replaced: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        anatomy = self.anatomy
+        floats = [read for read in anatomy.reads if read.value.dtype.is_floating]
+        if not floats:
+            raise CannotRecordError("no tensor with time in front that it reads step by step")
+        self.stacked = floats[0].stacked
+        with self.stacked.graph.as_default():
+            self.recorder = Recorder(anatomy.frame, tf.shape(self.stacked)[0])
+        for read in anatomy.reads:
+            self.recorder.steps[id(read.value)] = read.stacked
+        self.starts = {id(v): self._tapped(v.entry) for v in anatomy.states}
+        self.mask = self._mask()
+
+    def loops(self) -> list[Loop]:
+        """Known cells one after the other, or all of it as one that is not known."""
+        anatomy = self.anatomy
+        covered = sorted(i for match in anatomy.matches for i in match.states)
+        if covered == list(range(len(anatomy.pairs))):
+            order = sorted(anatomy.matches, key=lambda m: len(anatomy.forms.mentioned(m.source)))
+            found = [self._cell(match, i, len(order)) for i, match in enumerate(order)]
+            self._put_out()
+        else:
+            found = [self._native()]
+        found[0] = replace(found[0], replaced=self.replaced, redrawn=self.recorder.drew)
+        return found
+
+    # Borders.
+
+    def _tapped(self, tensor: Any) -> Any:
+        """A tensor that the loops of ours alone read."""
+        with tensor.graph.as_default(), tf.control_dependencies(None):
+            return tf.identity(tensor, name=f"rnnlens/{self.anatomy.frame.name}/border")
+
+    @staticmethod
+    def _border(tap: Any, *, stacked: bool = False) -> Border:
+        return Border((tap.op.inputs[0],), (((tap.op, 0),),), stacked=stacked)
+
+    def _mask(self) -> dict[str, Any]:
+        """Lengths or mask of the loop; recorded where it is another condition than these."""
+        anatomy = self.anatomy
+        if anatomy.condition is None:
+            return {}
+        if anatomy.mask is not None:
+            mask = anatomy.mask
+            steps = None if mask.steps is None else flat_mask(mask.steps.stacked, mask.inverted)
+            return {"lengths": mask.lengths, "mask": steps}
+        condition, where = anatomy.condition
+        self._known([condition])
+        return {"mask": flat_mask(self.recorder.steps[id(condition)], where)}
+
+    def _known(self, tensors: Sequence[Any]) -> None:
+        """Run what comes before the states, so that all steps of these tensors are there."""
+        missing = [t for t in tensors if id(t) not in self.recorder.steps]
+        if missing:
+            self._run(missing)
+
+    def _run(self, wanted: Sequence[Any]) -> dict[int, Any]:
+        """All steps of tensors that follow from known ones and from variables of the loop that are no states."""
+        anatomy = self.anatomy
+        beside = [v for v in anatomy.paths.carried(self._unknown(wanted)) if not self._is_state(v)]
+        carried = [Carried(v.entry, v.after) for v in beside]
+        before: dict[int, Sequence[Any]] = {id(v.before): (i,) for i, v in enumerate(beside)}
+        before |= {id(v.before): (v.entry,) for v in anatomy.states}  # of which only the shape is asked
+        _, _, ends = self.recorder.run(wanted, carried, before)
+        return {id(v): end for v, end in zip(beside, ends, strict=True)}
+
+    def _unknown(self, wanted: Sequence[Any]) -> list[Any]:
+        """What lies behind tensors, up to those whose steps are known."""
+        found, waiting, seen = [], list(wanted), set()
+        while waiting:
+            tensor = waiting.pop()
+            if (
+                id(tensor) in seen
+                or id(tensor) in self.recorder.steps
+                or self.anatomy.frame.outer.get(tensor) is not None
+            ):
+                continue
+            seen.add(id(tensor))
+            if self.anatomy.paths.is_variable(tensor):
+                found.append(tensor)
+            else:
+                waiting.extend(tensor.op.inputs)
+        return found
+
+    def _is_state(self, variable: Any) -> bool:
+        counts = variable.before.dtype.is_integer and variable.before.shape.rank == 0
+        return counts or any(variable is v for v in self.anatomy.states)
+
+    # Known cells.
+
+    def _cell(self, match: Match, index: int, count: int) -> Loop:
+        anatomy, recorder = self.anatomy, self.recorder
+        source = self._tensor_of(match.source)
+        self._known([source])
+        whole = recorder.steps[id(source)]
+        tap = self._tapped(whole)
+        sources = anatomy.forms.tensors_of(match.source)
+        recorder.steps |= {id(tensor): tap for tensor in sources}
+        starts = [self._start(i) for i in match.states]
+        kept = None if anatomy.condition is None else (anatomy.condition[0], not anatomy.condition[1])
+        carried = [
+            Carried(start, self._tensor_of(anatomy.pairs[i][1]), kept)
+            for start, i in zip(starts, match.states, strict=True)
+        ]
+        _, steps, ends = recorder.run([], carried, self._before(match))
+        recorder.steps |= {id(tensor): whole for tensor in sources}  # what else reads it is not this cell
+        for i, stacked, end in zip(match.states, steps, ends, strict=True):
+            self._ended(i, end)
+            for tensor in anatomy.forms.tensors_of(anatomy.pairs[i][1]):
+                recorder.steps[id(tensor)] = stacked
+        return Loop(
+            anatomy.frame.name if count == 1 else f"{anatomy.frame.name}/cell_{index}",
+            kind_of(anatomy.frame),
+            known_cell(match),
+            tuple(self._border(start) for start in starts),
+            tuple(Border((end,)) for end in ends),
+            self._border(tap, stacked=True),
+            Border((steps[0],), stacked=True),
+            **self.mask,
+            **course_words(course_of(self.stacked)),
+            masked_output="state",
+            steps=self.stacked.shape[0],
+            scope=common_scope(piece.variable for pieces in match.weights.values() for piece in pieces),
+        )
+
+    def _tensor_of(self, form: Form) -> Any:
+        found = self.anatomy.forms.tensors_of(form)
+        if not found:
+            raise CannotRecordError("a value that no tensor of its body holds")
+        return found[0]
+
+    def _start(self, index: int) -> Any:
+        variable, columns = self.anatomy.owners[index]
+        start = self.starts[id(variable)]
+        if columns is None:
+            return start
+        with start.graph.as_default():
+            return self._tapped(start[:, columns[0] : columns[1]])
+
+    def _before(self, match: Match) -> dict[int, list[Any]]:
+        """What stands for each variable of the loop: the states of this cell; of others only the shape is asked."""
+        before: dict[int, list[Any]] = {}
+        for i, (variable, _) in enumerate(self.anatomy.owners):
+            part = match.states.index(i) if i in match.states else self._start(i)
+            before.setdefault(id(variable.before), []).append(part)
+        return before
+
+    def _ended(self, index: int, end: Any) -> None:
+        variable, columns = self.anatomy.owners[index]
+        ends = self.__dict__.setdefault("_ends", {})
+        ends[index] = end
+        of_it = [i for i, (v, _) in enumerate(self.anatomy.owners) if v is variable]
+        if variable.exit is not None and all(i in ends for i in of_it):
+            with end.graph.as_default():
+                whole = end if columns is None else tf.concat([ends[i] for i in of_it], axis=-1)
+            self._replace(variable.exit, whole)
+
+    # What is put out.
+
+    def _put_out(self) -> None:
+        """Whatever the loop stacks, from the steps of the cells."""
+        anatomy = self.anatomy
+        writes = [w for w in anatomy.writes if w.stacked is not None]
+        values = [w.value for w in writes]
+        masked = self.mask != {}
+        outside = [v for v in values if id(v) not in self.recorder.steps]
+        if masked and any(not self._hidden_where_masked(v) for v in values):
+            raise CannotRecordError("an output that counts at steps where the states are kept")
+        ends = self._run(outside) if outside else {}
+        for variable in anatomy.frame.variables:
+            if id(variable) in ends and variable.exit is not None:
+                self._replace(variable.exit, ends[id(variable)])
+        for write in writes:
+            self._replace(write.stacked, self._placed(write, self.recorder.steps[id(write.value)]))
+
+    def _hidden_where_masked(self, value: Any) -> bool:
+        """Whether what is put out is another thing where states are kept, by the same condition."""
+        chosen = same(value, Source())
+        condition = self.anatomy.condition
+        if chosen.op.type not in ("Select", "SelectV2") or condition is None:
+            return False
+        return self.anatomy.same_condition(chosen.op.inputs[0])
+
+    def _placed(self, write: Any, steps: Any) -> Any:
+        if at_present(self.anatomy.frame, write):
+            return steps
+        with steps.graph.as_default():
+            return steps[-1:]  # every step writes to the one place there is
+
+    def _replace(self, old: Any, new: Any) -> None:
+        rewire(old, new)
+        self.replaced[old.name] = new
+
+    # A cell that is not known.
+
+    def _native(self) -> Loop:
+        """All states as those of one cell, whose step is the body."""
+        anatomy, recorder = self.anatomy, self.recorder
+        output, written = self._what_is_put_out()
+        new = [anatomy.new[id(v)] for v in anatomy.states]
+        fed = anatomy.paths.new_at_each_step([output, *new])
+        fed = [t for t in fed if t.dtype.is_floating] if all(t.dtype.is_floating for t in fed) else fed
+        if not fed or any(t.shape.rank != 2 or not t.dtype.is_floating or t.shape[1] is None for t in fed):
+            what = ", ".join(repr(t.op.name) for t in fed) or "nothing"
+            raise CannotRecordError(f"what is new to it at each step is not floating (sample, feature) numbers: {what}")
+        before = [v.before for v in anatomy.states]
+        if any(t.shape.rank != 2 or t.shape[1] is None for t in before):
+            raise CannotRecordError("a state that is not (sample, unit)")
+        step = StepGraph(fed, before, output, new, anatomy.frame.outer)
+        self._known(fed)
+        with self.stacked.graph.as_default():
+            joined = tf.concat([recorder.steps[id(t)] for t in fed], axis=-1) if len(fed) > 1 else None
+            tap = self._tapped(recorder.steps[id(fed[0])] if joined is None else joined)
+            pieces = [tap] if joined is None else tf.split(tap, [int(t.shape[1]) for t in fed], axis=-1)
+        around = {id(tensor): recorder.steps[id(tensor)] for tensor in fed}
+        for tensor, piece in zip(fed, pieces, strict=True):
+            recorder.steps[id(tensor)] = piece
+        kept = None if anatomy.condition is None else (anatomy.condition[0], not anatomy.condition[1])
+        carried = [Carried(self.starts[id(v)], t, kept) for v, t in zip(anatomy.states, new, strict=True)]
+        places = {id(v.before): [i] for i, v in enumerate(anatomy.states)}
+        steps, _, ends = recorder.run([output], carried, places)
+        recorder.steps |= around
+        for variable, end in zip(anatomy.states, ends, strict=True):
+            if variable.exit is not None:
+                self._replace(variable.exit, end)
+        if written:
+            self._put_out()
+        name = step.scope or anatomy.frame.name
+        cell = FoundCell(name, int(before[0].shape[1]), body=body_of(step))
+        return Loop(
+            anatomy.frame.name,
+            kind_of(anatomy.frame),
+            cell,
+            tuple(self._border(self.starts[id(v)]) for v in anatomy.states),
+            tuple(Border((end,)) for end in ends),
+            self._border(tap, stacked=True),
+            Border((steps[0],), stacked=True),
+            **self.mask,
+            **course_words(course_of(self.stacked)),
+            masked_output="zero",
+            steps=self.stacked.shape[0],
+            scope=step.scope,
+        )
+
+    def _what_is_put_out(self) -> tuple[Any, bool]:
+        """The output of a step where its states are not kept, and whether it is written; a state where nothing is."""
+        anatomy = self.anatomy
+        writes = [w for w in anatomy.writes if w.stacked is not None and w.value.dtype.is_floating]
+        if not writes:
+            return anatomy.new[id(anatomy.states[0])], False
+        value = writes[0].value
+        if anatomy.condition is not None and self._hidden_where_masked(value):
+            chosen = same(value, Source())
+            return chosen.op.inputs[2 if anatomy.condition[1] else 1], True
+        return value, True

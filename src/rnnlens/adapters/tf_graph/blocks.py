@@ -1,0 +1,185 @@
+"""Blocks of variables, and constants: what a tensor of a graph is where it does not depend on any input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tensorflow.python.framework import tensor_util
+
+#: Along one axis: the first place and the one behind the last; ``(0, None)`` is all of it.
+Window = tuple[int, int | None]
+
+_SAME = frozenset({"Identity", "EnsureShape", "ReadVariableOp", "Enter", "RefEnter", "Switch", "PreventGradient"})
+VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
+_CUTS = frozenset({"Split", "SplitV", "StridedSlice", "Slice", "Unpack"})
+
+
+class Source:
+    """What each invariant of a loop is outside of it."""
+
+    def __init__(self, pairs: Mapping[int, Any] | None = None) -> None:
+        self._pairs = dict(pairs or {})
+
+    def get(self, tensor: Any) -> Any:
+        """The tensor outside; None for what is made within."""
+        return self._pairs.get(id(tensor))
+
+    def settled(self, tensor: Any) -> Any:
+        """The tensor itself, or the one outside that it stands for."""
+        while (outside := self.get(tensor)) is not None:
+            tensor = outside
+        return tensor
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._pairs)
+
+
+@dataclass(frozen=True)
+class Block:
+    """``variable[rows, columns]``; ``rows`` is None of a vector, a number where one row is a vector."""
+
+    variable: str
+    rows: tuple[int, int] | int | None
+    columns: tuple[int, int]
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return self.columns[1] - self.columns[0]
+
+    def columns_of(self, start: int, stop: int) -> Block:
+        """Some of its columns."""
+        return replace(self, columns=(self.columns[0] + start, self.columns[0] + stop))
+
+    def rows_of(self, start: int, stop: int) -> Block:
+        """Some of its rows."""
+        assert isinstance(self.rows, tuple)
+        return replace(self, rows=(self.rows[0] + start, self.rows[0] + stop))
+
+
+def variable_of(tensor: Any, outer: Source) -> Any:
+    """The operation that holds the variable whose value a tensor is; None where it is none."""
+    while True:
+        tensor = outer.settled(tensor)
+        if tensor.op.type in VARIABLES:
+            return tensor.op
+        if tensor.op.type not in _SAME:
+            return None
+        tensor = tensor.op.inputs[0]
+
+
+def block_of(tensor: Any, outer: Source) -> Block | None:
+    """The block of a variable that a tensor is; None where it is none."""
+    if not tensor.dtype.base_dtype.is_floating and tensor.dtype.name != "resource":
+        return None
+    cuts = []
+    while True:
+        tensor = outer.settled(tensor)
+        op = tensor.op
+        if op.type in _SAME:
+            tensor = op.inputs[0]
+        elif op.type in _CUTS:
+            cuts.append(tensor)
+            tensor = op.inputs[1] if op.type == "Split" else op.inputs[0]
+        else:
+            break
+    return _cut(tensor.op, cuts) if tensor.op.type in VARIABLES else None
+
+
+def _cut(variable: Any, cuts: list[Any]) -> Block | None:
+    shape = [dim.size for dim in variable.get_attr("shape").dim]
+    if len(shape) not in (1, 2) or any(size < 0 for size in shape):
+        return None
+    rows = (0, shape[0]) if len(shape) == 2 else None
+    block = Block(variable.name, rows, (0, shape[-1]))
+    for tensor in reversed(cuts):
+        window = window_of(tensor)
+        if window is None:
+            return None
+        *before, (start, stop) = window
+        if before and isinstance(block.rows, tuple):
+            first, last = block.rows
+            if isinstance(before[0], int):
+                block = replace(block, rows=first + before[0])
+            else:
+                top, bottom = before[0]
+                block = block.rows_of(top, last - first if bottom is None else bottom)
+        block = block.columns_of(start, block.width if stop is None else stop)
+    return block
+
+
+def window_of(tensor: Any) -> tuple[Any, ...] | None:
+    """What a cut takes along each axis: a window, or one index where the axis is dropped; None where it cannot be said.
+
+    The last axis is always a window.
+    """
+    op = tensor.op
+    if op.type in ("Split", "SplitV", "Unpack"):
+        return _part_of(op, tensor.value_index)
+    begin = tensor_util.constant_value(op.inputs[1])
+    size = tensor_util.constant_value(op.inputs[2])
+    if begin is None or size is None:
+        return None
+    if op.type == "Slice":
+        return tuple((int(b), None if s < 0 else int(b + s)) for b, s in zip(begin, size, strict=True))
+    return _strided(op, begin, size)
+
+
+def _part_of(op: Any, index: int) -> tuple[Any, ...] | None:
+    source = op.inputs[1] if op.type == "Split" else op.inputs[0]
+    rank = source.shape.rank
+    if op.type == "Unpack":
+        axis = op.get_attr("axis")
+    else:
+        axis = tensor_util.constant_value(op.inputs[0] if op.type == "Split" else op.inputs[2])
+    if rank is None or axis is None:
+        return None
+    axis = int(axis) % rank
+    window: list[Any] = [(0, None)] * rank
+    if op.type == "Unpack":
+        window[axis] = index
+        return tuple(window) if axis != rank - 1 else None
+    widths = [out.shape[axis] for out in op.outputs]
+    if any(width is None for width in widths):
+        return None
+    start = sum(int(width) for width in widths[:index])
+    window[axis] = (start, start + int(widths[index]))
+    return tuple(window)
+
+
+def _strided(op: Any, begin: Any, end: Any) -> tuple[Any, ...] | None:
+    strides, rank = tensor_util.constant_value(op.inputs[3]), op.inputs[0].shape.rank
+    if strides is None or rank is None or any(s != 1 for s in strides) or op.get_attr("new_axis_mask"):
+        return None
+    masks = {name: op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "shrink_axis")}
+    window: list[Any] = []
+    for i in range(len(begin)):
+        bit = 1 << i
+        if masks["ellipsis"] & bit:
+            window += [(0, None)] * (rank - len(begin) + 1)
+        elif masks["shrink_axis"] & bit:
+            window.append(int(begin[i]))
+        else:
+            low = 0 if masks["begin"] & bit else int(begin[i])
+            high = None if masks["end"] & bit else int(end[i])
+            if low < 0 or (high is not None and high < 0):
+                size = op.inputs[0].shape[len(window)]
+                if size is None:
+                    return None
+                low, high = low % size if low < 0 else low, high % size if high is not None and high < 0 else high
+            window.append((low, high))
+    window += [(0, None)] * (rank - len(window))
+    return tuple(window) if isinstance(window[-1], tuple) else None
+
+
+def constant_of(tensor: Any, outer: Source) -> Any:
+    """The number that a tensor is; None where it is none, or several."""
+    tensor = outer.settled(tensor)
+    while tensor.op.type in ("Identity", "Enter", "Cast"):
+        tensor = outer.settled(tensor.op.inputs[0])
+    if tensor.shape.rank not in (0, None) and tensor.shape.num_elements() != 1:
+        return None
+    value = tensor_util.constant_value(tensor)
+    return None if value is None or value.size != 1 else value.reshape(-1)[0]

@@ -1,0 +1,220 @@
+"""The step of a cell of unknown equations: the loop's own body, run and differentiated by TensorFlow on folded rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from ...recurrence.cells import StepCell
+from ...typing import Array
+from .blocks import VARIABLES, Source, variable_of
+from .copying import CannotCopyError, Copier
+from .found import Body
+from .labels import common_scope
+
+#: Bytes that the Jacobians of one chunk of steps may take.
+_CHUNK = 256 * 2**20
+_DATA = frozenset({"Placeholder", "PlaceholderWithDefault", "Exit", "RefExit", "While", "StatelessWhile"})
+
+
+class StepGraph:
+    """One step of a body in a graph of its own: placeholders for the input, the states and what is read from outside.
+
+    Parameters
+    ----------
+    fed, before
+        Within the body: what is new at each step, side by side the input, and the states before it.
+    output, after
+        What the step puts out, and the states that it makes.
+    outer
+        The invariants of the loop.
+
+    Raises
+    ------
+    CannotCopyError
+        Where one step is not a function of these, row by row.
+    """
+
+    def __init__(
+        self, fed: Sequence[Any], before: Sequence[Any], output: Any, after: Sequence[Any], outer: Source
+    ) -> None:
+        self.outer: dict[int, Any] = {}
+        self.fed: list[Any] = []
+        self.variables: dict[str, Any] = {}
+        self._batch = before[0].shape[0]
+        self._invariants, self._none = outer, Source()
+        self.graph = tf.Graph()
+        with self.graph.as_default():
+            widths = [int(t.shape[1]) for t in fed]
+            self.x = tf.placeholder(fed[0].dtype, [None, sum(widths)])
+            parts = [self.x] if len(fed) == 1 else tf.split(self.x, widths, axis=1)
+            self.before = [tf.placeholder(t.dtype, [None, *t.shape[1:]]) for t in before]
+            given = {id(t): p for t, p in zip(fed, parts, strict=True)} | {
+                id(b): p for b, p in zip(before, self.before, strict=True)
+            }
+            copier = Copier(given, outer, self._read)
+            self.output, self.after = copier(output), [copier(t) for t in after]
+            try:
+                self._differentiate()
+            except LookupError as error:
+                raise CannotCopyError(f"an operation without a gradient ({error})") from error
+
+    @property
+    def scope(self) -> str:
+        """The scope of its variables."""
+        return common_scope(self.variables)
+
+    def _read(self, tensor: Any) -> Any:
+        """What the step reads from outside: a placeholder, or the same computation where it is one of variables."""
+        if id(tensor) in self.outer:
+            return self.fed[list(self.outer).index(id(tensor))]
+        names, data = sources_of(tensor)
+        if names and not data and variable_of(tensor, self._none) is None:
+            return Copier({}, _Edge(), self._read)(tensor)
+        if data and self._of_samples(tensor):
+            raise CannotCopyError(f"a tensor with an axis of samples that every step reads ({tensor.op.name!r})")
+        self.outer[id(tensor)] = tensor
+        with self.graph.as_default():
+            shape = tensor.shape if tensor.shape.rank is not None else None
+            self.fed.append(tf.placeholder(tensor.dtype.base_dtype, shape))
+        variable = variable_of(tensor, self._none)
+        if variable is not None:
+            self.variables[variable.name] = tensor
+        return self.fed[-1]
+
+    def _of_samples(self, tensor: Any) -> bool:
+        rank = tensor.shape.rank
+        return rank is None or (rank > 0 and (tensor.shape[0] is None or tensor.shape[0] == self._batch != 1))
+
+    def _differentiate(self) -> None:
+        self.output_grad = tf.placeholder(self.output.dtype, self.output.shape)
+        self.after_grads = [tf.placeholder(t.dtype, t.shape) for t in self.after]
+        targets, given = [self.output, *self.after], [self.output_grad, *self.after_grads]
+        sources = [self.x, *self.before]
+        weights = [self.fed[list(self.outer).index(id(t))] for t in self.variables.values()]
+
+        def pulled(to: Sequence[Any]) -> list[Any]:
+            return [_dense(g) for g in tf.gradients(targets, to, given, unconnected_gradients="zero")] if to else []
+
+        self.by_source, self.by_weight = pulled(sources), pulled(weights)
+        self.produced = []
+        for state in self.after:
+            if any(state is t for t in sources):  # passed on, not produced
+                self.produced.append(tf.add_n([g for t, g in zip(targets, given, strict=True) if t is state]))
+            else:
+                self.produced += pulled([state])
+
+
+class _Edge(Source):
+    """Outside of the loop: what a variable holds is read, what is computed from it is computed."""
+
+    def get(self, tensor: Any) -> Any:
+        """Itself where it is the value of a variable, so that it is read."""
+        return tensor if variable_of(tensor, Source()) is not None else None
+
+    def settled(self, tensor: Any) -> Any:
+        """Itself: there is nothing further outside."""
+        return tensor
+
+
+def _dense(grad: Any) -> Any:
+    return tf.convert_to_tensor(grad)
+
+
+def sources_of(tensor: Any) -> tuple[set[str], bool]:
+    """Names of the variables that a tensor outside of the loop is computed from, and whether also from data."""
+    names, data, waiting, seen = set(), False, [tensor.op], set()
+    while waiting:
+        op = waiting.pop()
+        if op.name in seen:
+            continue
+        seen.add(op.name)
+        if op.type in VARIABLES:
+            names.add(op.name)
+        data = data or op.type in _DATA or (op.op_def.is_stateful and op.type not in (*VARIABLES, "ReadVariableOp"))
+        waiting.extend(t.op for t in op.inputs)
+    return names, data
+
+
+class BodyCell(StepCell):
+    """The cell of a loop as TensorFlow runs it, on the values that its weights had in the run that was captured."""
+
+    def __init__(self, step: StepGraph, values: Iterable[Array]) -> None:
+        self._step = step
+        self._session = tf.Session(graph=step.graph)
+        self._fixed = dict(zip(step.fed, values, strict=True))
+        self.state_sizes = tuple(int(t.shape[-1]) for t in step.before)
+        self.output_size = int(step.output.shape[-1])
+        same = [i for i, t in enumerate(step.after) if t is step.output]
+        self.output_state, self.output_is_state = (same[0] if same else 0), bool(same)
+
+    def advance(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
+        """(n, feature) and states (n, size) to output (n, output_size) and new states."""
+        output, new = self._run([self._step.output, self._step.after], x, state)
+        return output, tuple(new)
+
+    def vjp(
+        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Pull dL/dy_t and dL/ds_t back to dL/dx_t (n, feature) and dL/ds_{t-1}; row by row."""
+        by_x, *by_state = self._run(self._step.by_source, x, state, output_cotangent, state_cotangent)
+        return by_x, tuple(by_state)
+
+    def weight_vjp(
+        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
+    ) -> Mapping[str, Array]:
+        """Pull back to the weights, summed over ``n``; by the names of the variables."""
+        found = self._run(self._step.by_weight, x, state, output_cotangent, state_cotangent)
+        return dict(zip(self._step.variables, found, strict=True))
+
+    def produced(
+        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
+    ) -> tuple[Array, ...]:
+        """Pull dL/dy_t and dL/ds_t back to each new state where the step computes it; row by row."""
+        return tuple(self._run(self._step.produced, x, state, output_cotangent, state_cotangent))
+
+    def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
+        """(n, S + output_size, S) and (n, S + output_size, feature): [new states, output] by states and by input."""
+        parts = [self._jacobian(x[rows], [s[rows] for s in state]) for rows in self._chunks(x)]
+        by_state, by_input = (np.concatenate([part[i] for part in parts]) for i in range(2))
+        return by_state, by_input
+
+    def _chunks(self, x: Array) -> Iterator[slice]:
+        total = sum(self.state_sizes)
+        row = 8 * (total + self.output_size) * (2 * total + self.output_size + int(x.shape[1]))
+        size = max(1, _CHUNK // row)
+        for start in range(0, int(x.shape[0]), size):
+            yield slice(start, start + size)
+
+    def _jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
+        """Every unit cotangent as a row of its own: rows of the step do not meet."""
+        sizes, n = [*self.state_sizes, self.output_size], int(x.shape[0])
+        basis = np.tile(np.eye(sum(sizes), dtype=x.dtype), (n, 1))
+        *by_state, output = np.split(basis, np.cumsum(sizes)[:-1], axis=1)
+        many = [np.repeat(np.asarray(a), sum(sizes), axis=0) for a in (x, *state)]
+        by_x, back = self.vjp(many[0], many[1:], output, by_state)
+        shape = (n, sum(sizes), -1)
+        return np.concatenate([b.reshape(shape) for b in back], axis=2), by_x.reshape(shape)
+
+    def _run(self, fetches: Any, x: Array, state: Sequence[Array], *cotangents: Any) -> Any:
+        if not fetches:
+            return []
+        step = self._step
+        feed = self._fixed | {step.x: x} | dict(zip(step.before, state, strict=True))
+        if cotangents:
+            feed |= {step.output_grad: cotangents[0]} | dict(zip(step.after_grads, cotangents[1], strict=True))
+        return self._session.run(fetches, feed)
+
+
+def body_of(step: StepGraph) -> Body:
+    """What the adapter is told of a native step."""
+    return Body(
+        outer=tuple(step.outer.values()),
+        variables=dict(step.variables),
+        make=lambda values: BodyCell(step, values),
+        state_sizes=tuple(int(t.shape[-1]) for t in step.before),
+        output_size=int(step.output.shape[-1]),
+    )

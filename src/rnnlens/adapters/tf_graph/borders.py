@@ -1,0 +1,209 @@
+"""What a loop reads step by step, what it puts out, which steps it leaves out, and which way it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from tensorflow.python.framework import tensor_util
+
+from .blocks import Source, constant_of
+from .frames import Frame, Variable
+
+_READS = frozenset({"TensorArrayReadV3", "TensorListGetItem"})
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A tensor with time in front of which the body reads one step at a time.
+
+    ``value``: the step within the body; ``reader``: the operation, and number of its input, that reads ``stacked``.
+    """
+
+    value: Any
+    stacked: Any
+    reader: tuple[Any, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """What the body writes at each step, and where all steps are stacked; ``stacked`` is None where nobody does.
+
+    ``index``: the place that it writes to, within the body.
+    """
+
+    value: Any
+    index: Any
+    stacked: Any
+    variable: Variable
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which steps are left out: those behind ``lengths`` (sample,), or where ``steps`` (time, sample) is False."""
+
+    lengths: Any = None
+    steps: Read | None = None
+    #: Whether the condition is True at steps that are left out.
+    inverted: bool = False
+
+    def agrees(self, other: Mask | None) -> bool:
+        """Whether another says the same of every step."""
+        if other is None or self.inverted != other.inverted or self.lengths is not other.lengths:
+            return False
+        return (self.steps and self.steps.stacked) is (other.steps and other.steps.stacked)
+
+
+def same(tensor: Any, outer: Source) -> Any:
+    """The tensor behind identities and invariants."""
+    while True:
+        tensor = outer.settled(tensor)
+        if tensor.op.type not in ("Identity", "Enter", "EnsureShape"):
+            return tensor
+        tensor = tensor.op.inputs[0]
+
+
+def clocks(frame: Frame) -> list[Variable]:
+    """The variables that count steps: integers that grow by one."""
+    return [v for v in frame.variables if v.before.dtype.is_integer and _is_next(v.after, v.before, frame.outer)]
+
+
+def _is_next(after: Any, before: Any, outer: Source) -> bool:
+    if after.op.type not in ("Add", "AddV2"):
+        return False
+    sides = [same(t, outer) for t in after.op.inputs]
+    ones = [constant_of(t, outer) for t in after.op.inputs]
+    return any(s is before and o == 1 for s, o in zip(sides, ones[::-1], strict=True))
+
+
+def sequences(frame: Frame) -> list[Read]:
+    """What the body reads at the present step."""
+    times = [v.before for v in clocks(frame)]
+    found = []
+    for op in frame.ops:
+        if op.type not in _READS:
+            continue
+        place, source = (1, 2) if op.type == "TensorArrayReadV3" else (1, 0)
+        filled = frame.outer.get(op.inputs[source])
+        if filled is None or not any(same(op.inputs[place], frame.outer) is t for t in times):
+            continue
+        filled = _made(filled)
+        if filled.op.type == "TensorArrayScatterV3":
+            found.append(Read(op.outputs[0], filled.op.inputs[2], (filled.op, 2)))
+        elif filled.op.type == "TensorListFromTensor":
+            found.append(Read(op.outputs[0], filled.op.inputs[0], (filled.op, 0)))
+    return found
+
+
+def _made(tensor: Any) -> Any:
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+#: Operations that write a step: which input is the value, which the place, which what was written before.
+_WRITES = {"TensorArrayWriteV3": (2, 1, 3), "TensorListSetItem": (2, 1, 0)}
+
+
+def written(frame: Frame) -> list[Written]:
+    """What the body puts out."""
+    found = []
+    for variable in frame.variables:
+        op = _made(variable.after).op
+        if op.type in _WRITES:
+            value, index, before = (op.inputs[i] for i in _WRITES[op.type])
+            if same(before, frame.outer) is variable.before:
+                found.append(Written(value, index, _stacked(variable.exit), variable))
+    return found
+
+
+def _stacked(tensor: Any) -> Any:
+    waiting = [] if tensor is None else [tensor]
+    while waiting:
+        for op in waiting.pop(0).consumers():
+            if op.type in ("TensorArrayGatherV3", "TensorListStack"):
+                return op.outputs[0]
+            if op.type in ("Identity", "Exit"):
+                waiting.append(op.outputs[0])
+    return None
+
+
+def mask_of(condition: Any, frame: Frame, reads: Sequence[Read]) -> Mask | None:
+    """What the condition of a select says of the present step; None where it is another."""
+    times = [v.before for v in clocks(frame)]
+    condition = same(condition, frame.outer)
+    if condition.op.type in ("GreaterEqual", "Greater", "Less", "LessEqual"):
+        left, right = (same(t, frame.outer) for t in condition.op.inputs)
+        ahead = any(left is t for t in times)
+        lengths = right if ahead else left
+        clock = left if ahead else right
+        inverted = {("GreaterEqual", True): True, ("Less", True): False, ("Greater", False): False}
+        inverted[("LessEqual", False)] = True
+        key = (condition.op.type, ahead)
+        known = any(clock is t for t in times) and key in inverted and lengths.graph is not frame.graph
+        known = known or (any(clock is t for t in times) and key in inverted and frame.kind == "v1")
+        return Mask(lengths=lengths, inverted=inverted[key]) if known and lengths.shape.rank == 1 else None
+    inverted_by = False
+    while condition.op.type in ("Tile", "ExpandDims", "Reshape", "LogicalNot", "BroadcastTo", "Identity", "Squeeze"):
+        inverted_by ^= condition.op.type == "LogicalNot"
+        condition = condition.op.inputs[0]
+    for read in reads:
+        if read.value is condition and condition.dtype.name == "bool":
+            return Mask(steps=read, inverted=inverted_by)
+    return None
+
+
+def is_zero(tensor: Any, outer: Source) -> bool:
+    """Whether every number of a tensor is 0."""
+    tensor = same(tensor, outer)
+    if tensor.op.type == "ZerosLike":
+        return True
+    if tensor.op.type == "Fill":
+        return bool(constant_of(tensor.op.inputs[1], outer) == 0)
+    value = tensor_util.constant_value(tensor) if tensor.op.type == "Const" else None
+    return value is not None and not bool(np.any(value))
+
+
+@dataclass(frozen=True)
+class Course:
+    """Which way a loop runs through the user's tensor: ``source``, what ``turned_by``, and whether time comes first."""
+
+    source: Any
+    direction: Literal["forward", "backward"]
+    turned_by: Any
+    time_major: bool
+
+
+def course_of(stacked: Any) -> Course:
+    """From the tensor that the loop reads, time first, back over what turns it round."""
+    tensor, axis, turned_by = stacked, 0, None
+    direction: Literal["forward", "backward"] = "forward"
+    while True:
+        op = tensor.op
+        if op.type == "Identity":
+            tensor = op.inputs[0]
+        elif op.type == "Transpose" and (was := _before_transpose(op, axis)) is not None:
+            tensor, axis = op.inputs[0], was
+        elif op.type == "ReverseSequence" and op.get_attr("seq_dim") == axis and direction == "forward":
+            tensor, direction, turned_by = op.inputs[0], "backward", op.inputs[1]
+        elif op.type == "ReverseV2" and _turns(op, axis) and direction == "forward":
+            tensor, direction = op.inputs[0], "backward"
+        else:
+            return Course(tensor, direction, turned_by, axis == 0)
+
+
+def _before_transpose(op: Any, axis: int) -> int | None:
+    order = tensor_util.constant_value(op.inputs[1])
+    rank = op.inputs[0].shape.rank
+    if order is not None:
+        return int(order[axis]) if int(order[axis]) in (0, 1) else None
+    # The order of axes that ``tf.nn.dynamic_rnn`` makes from the rank: the first two change places.
+    return 1 - axis if rank is None or rank >= 2 else None
+
+
+def _turns(op: Any, axis: int) -> bool:
+    axes = tensor_util.constant_value(op.inputs[1])
+    rank = op.inputs[0].shape.rank
+    return axes is not None and [int(a) % rank if rank else int(a) for a in np.reshape(axes, -1)] == [axis]

@@ -1,0 +1,386 @@
+"""One run of the copy that has everything: borders of the loops, the loss, and its gradients there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message
+from ...typing import Array
+from ..protocol import Batch, Capture, CaptureRequest, PlainCall, Port, RecurrentCall
+from .cells import Renamed
+from .differentiate import gradients
+from .errors import said_clearly
+from .found import Border, Loop
+from .losses import key_of
+from .opened import Opened, fed, loss_tensor, opened
+from .ports import Spot, Spots, at_border, chronological
+from .public import Net
+from .weights import block, known_cell, layers_of, name_of, weights_of
+
+Fetched = dict[Any, Any]
+
+
+@dataclass
+class _Asked:
+    """What is fetched, by a key of its own; made once for a question."""
+
+    fetches: dict[Any, Any] = field(default_factory=dict)
+    loops: list[Loop] = field(default_factory=list)
+    plain: dict[str, Spot] = field(default_factory=dict)
+
+
+def capture(net: Net, batch: Batch, request: CaptureRequest) -> Capture:
+    """See :meth:`Adapter.capture`."""
+    found = opened(net, batch.seed)
+    feed = fed(found, batch)
+    key = ("capture", request, key_of(batch) if request.gradients or request.loss else None, _order(batch))
+    if key not in found.copy.built:
+        found.copy.built[key] = _ask(found, batch, request)
+    asked: _Asked = found.copy.built[key]
+    variables = found.variables(list(asked.fetches.values()), feed)
+    with said_clearly(net):
+        values = found.copy.run(asked.fetches, feed, variables)
+    return _Told(found, asked, values, variables, request).capture()
+
+
+def _order(batch: Batch) -> tuple[str, ...]:
+    return tuple(map(str, batch.x)) if isinstance(batch.x, Mapping) else ()
+
+
+def _ask(found: Opened, batch: Batch, request: CaptureRequest) -> _Asked:
+    """Decide what to fetch, and build it."""
+    asked = _Asked()
+    asked.loops, names = _chosen(found, request)
+    spots = Spots(found, batch)
+    asked.plain = {name: spots(Port("output", name)) for name in names}
+    with found.copy.graph.as_default(), tf.name_scope("rnnlens/capture"):
+        _fetch_values(found, asked, request)
+        if request.gradients or request.loss:
+            asked.fetches["loss"] = loss_tensor(found, batch)
+        if request.gradients:
+            _fetch_gradients(found, asked, request, spots, batch)
+    return asked
+
+
+def _chosen(found: Opened, request: CaptureRequest) -> tuple[list[Loop], list[str]]:
+    """The loops to look at, and the names of the other layers."""
+    infos = list(dict.fromkeys(loop.name for loop in found.loops))
+    layers = layers_of(found)
+    if request.layers is None:
+        if not infos and not (found.net.keras and found.net.keras.sites):
+            raise ModelError(
+                message("There is no recurrent loop on the way to the outputs or the loss.", hint="outputs= and loss=")
+            )
+        asked = infos
+    else:
+        asked = list(dict.fromkeys(request.layers))
+    refused = {} if found.net.keras is None else found.net.keras.refusals(found.loops)
+    for name in [*asked, *(refused if request.layers is None else ())]:
+        if name in refused:
+            raise UnsupportedError(refused[name])
+    loops = [loop for name in asked for loop in found.layer(name)]
+    for loop in loops:
+        if loop.cell.refused:
+            raise UnsupportedError(loop.cell.refused)
+    others = [name for name in asked if name not in infos]
+    for name in others:
+        if name not in layers and ":" not in name:
+            raise LayerNotFoundError(
+                message(f"No layer is called {name!r}.", hint=did_you_mean(name, [*infos, *layers]))
+            )
+    return loops, others
+
+
+def _fetch_values(found: Opened, asked: _Asked, request: CaptureRequest) -> None:
+    for i, loop in enumerate(asked.loops):
+        of = asked.fetches
+        of[i, "input"] = chronological(loop, loop.input)
+        for j, border in enumerate(loop.initial):
+            of[i, "initial", j] = chronological(loop, border)
+        for j, border in enumerate(loop.final):
+            of[i, "final", j] = chronological(loop, border)
+        of[i, "output"] = chronological(loop, loop.output or loop.final[0])
+        for name in ("lengths", "mask"):
+            if getattr(loop, name) is not None:
+                of[i, name] = getattr(loop, name)
+        for name in ("input_scale", "state_scale"):
+            if getattr(loop.cell, name) is not None:
+                of[i, name] = getattr(loop.cell, name)
+        of |= {(i, "constant", key): tensor for key, tensor in loop.cell.constants.items()}
+        of |= {(i, "condition", j): condition.tensor for j, condition in enumerate(loop.cell.conditions)}
+        if loop.cell.body is not None:
+            of |= {(i, "outer", j): tensor for j, tensor in enumerate(loop.cell.body.outer)}
+    asked.fetches |= {("plain", name): spot.value for name, spot in asked.plain.items()}
+    asked.fetches |= {("model output", j): tensor for j, tensor in enumerate(found.outputs)}
+
+
+def _fetch_gradients(found: Opened, asked: _Asked, request: CaptureRequest, spots: Spots, batch: Batch) -> None:
+    """Direct gradients at every border, and at weights, in one backward pass; of unrolled loops in one more each."""
+    graph, loss = found.copy.graph, asked.fetches["loss"]
+    wanted: dict[Any, Any] = {}
+    for i, loop in enumerate(asked.loops):
+        if loop.kind == "unrolled":
+            _direct(asked, i, loop, loss, graph)
+        else:
+            wanted |= {(i, "output_grad"): at_border(loop, Port("output", loop.name))}
+            wanted |= {
+                (i, "final_grad", j): at_border(loop, Port("final_state", index=j)) for j in range(len(loop.final))
+            }
+        if request.borders:
+            wanted[i, "input_grad"] = at_border(loop, Port("input", loop.name))
+            wanted |= {
+                (i, "initial_grad", j): at_border(loop, Port("initial_state", index=j))
+                for j in range(len(loop.initial))
+            }
+    wanted |= {("plain_grad", name): spot for name, spot in asked.plain.items()}
+    if request.borders:
+        wanted |= {("model input_grad", j): spots(Port("input", index=j)) for j in range(len(found.inputs))}
+    sources: dict[Any, Any] = {
+        (key, j): source for key, spot in wanted.items() for j, source in enumerate(spot.sources)
+    }
+    for name in _variables(found, asked, request):
+        sources["variable", name] = graph.get_operation_by_name(name).outputs[0]
+    made = dict(zip(sources, gradients(graph, [loss], list(sources.values())), strict=True))
+    _fetch_beside(asked, made, sources, graph, loss)
+    for key, spot in wanted.items():
+        together = joined(spot, [made.pop((key, j)) for j in range(len(spot.sources))])
+        if together is not None:
+            asked.fetches[key] = together
+    asked.fetches |= {(key, "grad"): gradient for key, gradient in made.items() if gradient is not None}
+
+
+def _fetch_beside(asked: _Asked, made: dict[Any, Any], sources: Mapping[Any, Any], graph: Any, loss: Any) -> None:
+    """What reaches the variables of the cells on another way than through their loops: penalties, other layers."""
+    held = {piece.variable for loop in asked.loops for pieces in weights_of(loop).values() for piece in pieces}
+    present = [name for name in held if made.get(("variable", name)) is not None]
+    stop = [t for loop in asked.loops for border in (*loop.final, *loop.states) for t in border.tensors]
+    stop += [t for loop in asked.loops if loop.output is not None for t in loop.output.tensors]
+    found = gradients(graph, [loss], [sources["variable", name] for name in present], stop=stop)
+    pairs = zip(present, found, strict=True)
+    asked.fetches |= {("beside", name): gradient for name, gradient in pairs if gradient is not None}
+
+
+def _direct(asked: _Asked, i: int, loop: Loop, loss: Any, graph: Any) -> None:
+    """Direct gradients of an unrolled loop: differentiation stops at every one of its states."""
+    stop = [tensor for border in loop.states for tensor in border.tensors]
+    stop += [] if loop.output is None else list(loop.output.tensors)
+    borders: dict[Any, Border] = {(i, "state_grad", j): border for j, border in enumerate(loop.states)}
+    if loop.output is not None and not _is_state(loop):
+        borders[i, "output_grad"] = loop.output
+    for key, border in borders.items():
+        found = gradients(graph, [loss], border.tensors, stop=stop)
+        if any(gradient is not None for gradient in found):
+            filled = [tf.zeros_like(t) if g is None else g for t, g in zip(border.tensors, found, strict=True)]
+            asked.fetches[key] = chronological(loop, replace(border, tensors=tuple(filled)))
+
+
+def _is_state(loop: Loop) -> bool:
+    """Whether what an unrolled loop puts out is its first state."""
+    return loop.output is not None and {t.ref() for t in loop.output.tensors} == {
+        t.ref() for t in loop.states[0].tensors
+    }
+
+
+def joined(spot: Spot, parts: Sequence[Any]) -> Any:
+    """The gradient by a port from those by its tensors, as the contract has it; None where there is none."""
+    if all(part is None for part in parts):
+        return None
+    if spot.border is None:
+        present = [part for part in parts if part is not None]
+        return tf.add_n(present) if len(present) > 1 else present[0]
+    assert spot.loop is not None
+    filled = [tf.zeros_like(t) if g is None else g for t, g in zip(spot.border.tensors, parts, strict=True)]
+    if spot.border.last:  # where a mask carries the state, what is returned was taken from the last real step
+        return tf.add_n(filled) if not spot.border.stacked else tf.reduce_sum(filled[0], axis=0)
+    return chronological(spot.loop, replace(spot.border, tensors=tuple(filled)))
+
+
+def _variables(found: Opened, asked: _Asked, request: CaptureRequest) -> list[str]:
+    """The variables whose gradients are fetched: of the cells, or of everything."""
+    if request.borders:
+        sets = [pieces for layer in layers_of(found).values() for pieces in layer.weights.values()]
+    else:
+        wanted = asked.loops if request.weight_grads else []
+        sets = [pieces for loop in wanted for pieces in weights_of(loop).values()]
+    return list(dict.fromkeys(piece.variable for pieces in sets for piece in pieces))
+
+
+def _moving(loop: Loop, mask: Array) -> Array | None:
+    """Where the output moves with the state, (sample, time) of bool; None for everywhere.
+
+    Where the output before is put out again, zeros are until there is one.
+    """
+    if loop.masked_output == "zero":
+        return mask
+    if loop.masked_output == "state" or loop.cell.body is not None:
+        return None
+    if loop.turned_by is not None:  # padding is run last
+        return np.broadcast_to(mask.any(axis=1, keepdims=True), mask.shape)
+    turn = -1 if loop.direction == "backward" else 1
+    return (mask[:, ::turn].cumsum(axis=1) > 0)[:, ::turn]
+
+
+class _Told:
+    """Turns what was fetched into calls of the contract."""
+
+    def __init__(
+        self, found: Opened, asked: _Asked, values: Fetched, variables: Mapping[str, Array], request: CaptureRequest
+    ) -> None:
+        self.found, self.asked, self.values, self.request = found, asked, values, request
+        self.variables = variables
+        for loop in asked.loops:
+            for j, condition in enumerate(loop.cell.conditions):
+                value = values[asked.loops.index(loop), "condition", j]
+                if not np.all(np.asarray(value) == condition.value):
+                    raise UnsupportedError(condition.otherwise)
+
+    def capture(self) -> Capture:
+        get, request = self.values.get, self.request
+        told = Capture([self._call(i, loop) for i, loop in enumerate(self.asked.loops)])
+        told.plain = [
+            PlainCall(name, np.asarray(get(("plain", name))), self._gradient(("plain_grad", name), ("plain", name)))
+            for name in self.asked.plain
+        ]
+        told.loss = None if "loss" not in self.values else float(self.values["loss"])
+        outputs = {name: np.asarray(get(("model output", j))) for j, name in enumerate(self.found.net.outputs)}
+        told.outputs = outputs if len(outputs) > 1 else next(iter(outputs.values()), None)
+        if told.loss is not None and not math.isfinite(told.loss):
+            cause = "the first quantity that is not finite is the cause"
+            told.notes.append(f"The loss is {told.loss}: gradients mean nothing, and {cause}.")
+        if request.gradients and request.borders:
+            told.input_grads = [get(("model input_grad", j)) for j in range(len(self.found.inputs))]
+            told.beside, told.whole = self._beside()
+        return told
+
+    def _call(self, i: int, loop: Loop) -> RecurrentCall:
+        get, direct = self.values.get, self.request.gradients
+        output = np.asarray(self.values[i, "output"])
+        mask = self._mask(i, loop)
+        final = tuple(np.asarray(get((i, "final", j))) for j in range(len(loop.final)))
+        unrolled = loop.kind == "unrolled"
+        return RecurrentCall(
+            layer=loop.name,
+            direction=loop.direction,
+            bidirectional=loop.bidirectional,
+            cell=self._cell(i, loop),
+            input=np.asarray(self.values[i, "input"]),
+            mask=mask,
+            initial_state=tuple(np.asarray(get((i, "initial", j))) for j in range(len(loop.initial))),
+            output=output,
+            output_from_state=None if mask is None else _moving(loop, mask),
+            masked_output=loop.masked_output,
+            final_state=None if unrolled else final,
+            output_grad=self._gradient((i, "output_grad"), (i, "output")) if direct else None,
+            final_state_grad=self._finals(i, loop) if direct and not unrolled else None,
+            state_grad=self._states(i, loop) if direct and unrolled else None,
+            between=unrolled,
+            input_scale=get((i, "input_scale")),
+            state_scale=get((i, "state_scale")),
+            weights_key="|".join(name_of(p, k) for k, p in weights_of(loop).items()) or f"{loop.name}/{loop.direction}",
+            weight_grads=self._weight_grads(loop) if direct and self.request.weight_grads else None,
+            tied=self._tied(loop),
+            framework_input_grad=get((i, "input_grad")),
+            framework_initial_state_grad=self._initials(i, loop),
+        )
+
+    def _mask(self, i: int, loop: Loop) -> Array | None:
+        """(sample, time) of bool, in the order of time."""
+        steps = np.asarray(self.values[i, "input"]).shape[1]
+        if loop.lengths is not None:
+            return np.arange(steps)[None] < np.asarray(self.values[i, "lengths"])[:, None]
+        if loop.mask is None:
+            return None
+        mask = np.asarray(self.values[i, "mask"], dtype=bool).T
+        return mask[:, ::-1] if loop.direction == "backward" else mask
+
+    def _cell(self, i: int, loop: Loop) -> Any:
+        if loop.cell.body is None:
+            constants = {key: np.asarray(self.values[i, "constant", key]) for key in loop.cell.constants}
+            return known_cell(loop, self._read(loop), constants)
+        outer = [np.asarray(self.values[i, "outer", j]) for j in range(len(loop.cell.body.outer))]
+        return Renamed.of(loop, loop.cell.body.make(outer))
+
+    def _read(self, loop: Loop) -> Mapping[str, Array]:
+        names = {piece.variable for pieces in loop.cell.weights.values() for piece in pieces}
+        missing = [name for name in names if name not in self.variables]
+        return {**self.variables, **(self.found.read(missing) if missing else {})}
+
+    def _gradient(self, key: Any, value: Any) -> Array | None:
+        """A gradient of the loss, zeros where no path leads; None without a loss."""
+        if not self.request.gradients:
+            return None
+        found = self.values.get(key)
+        return np.zeros_like(np.asarray(self.values[value])) if found is None else np.asarray(found)
+
+    def _finals(self, i: int, loop: Loop) -> tuple[Array, ...]:
+        found = [self._gradient((i, "final_grad", j), (i, "final", j)) for j in range(len(loop.final))]
+        if loop.output is None and found[0] is not None:  # what is put out is that very state
+            found[0] = np.zeros_like(found[0])
+        return tuple(gradient for gradient in found if gradient is not None)
+
+    def _initials(self, i: int, loop: Loop) -> tuple[Array, ...] | None:
+        if not (self.request.borders and self.request.gradients):
+            return None
+        found = [self._gradient((i, "initial_grad", j), (i, "initial", j)) for j in range(len(loop.initial))]
+        return tuple(gradient for gradient in found if gradient is not None)
+
+    def _states(self, i: int, loop: Loop) -> dict[int, Array]:
+        """What came to states at single steps of an unrolled loop."""
+        present = {j: self.values.get((i, "state_grad", j)) for j in range(len(loop.states))}
+        return {j: np.asarray(gradient) for j, gradient in present.items() if gradient is not None}
+
+    def _weight_grads(self, loop: Loop) -> dict[str, Array]:
+        """What reached the weights through the loop."""
+        found = {}
+        for key, pieces in weights_of(loop).items():
+            whole = self._variable_grads(pieces)
+            for name in whole:
+                if ("beside", name) in self.values:
+                    whole[name] = whole[name] - np.asarray(self.values["beside", name])
+            found[key] = block(pieces, whole)
+        return found
+
+    def _variable_grads(self, pieces: Any) -> dict[str, Array]:
+        """Gradients by variables, zeros where no path leads."""
+        found = {}
+        for piece in pieces:
+            gradient = self.values.get((("variable", piece.variable), "grad"))
+            found[piece.variable] = (
+                np.zeros_like(self._value(piece.variable)) if gradient is None else np.asarray(gradient)
+            )
+        return found
+
+    def _value(self, name: str) -> Array:
+        return self.variables[name] if name in self.variables else self.found.read([name])[name]
+
+    def _beside(self) -> tuple[dict[str, Array | None], frozenset[str]]:
+        """What reaches every weight, by its name, and for which that is all; of others it is what came beside."""
+        found: dict[str, Array | None] = {}
+        partly = set()
+        for layer in layers_of(self.found).values():
+            for key, pieces in layer.weights.items():
+                name = name_of(pieces, key)
+                if any(("beside", piece.variable) in self.values for piece in pieces):
+                    zeros = self._variable_grads(pieces)
+                    beside = {n: self.values.get(("beside", n), np.zeros_like(zero)) for n, zero in zeros.items()}
+                    found[name] = block(pieces, beside)
+                    partly.add(name)
+                    continue
+                some = any((("variable", piece.variable), "grad") in self.values for piece in pieces)
+                found[name] = block(pieces, self._variable_grads(pieces)) if some else None
+        return found, frozenset(found) - partly
+
+    def _tied(self, loop: Loop) -> frozenset[str]:
+        """Names of the weights that another layer has too."""
+        others = [other for other in self.found.loops if other is not loop]
+        shared = {piece.variable for other in others for p in weights_of(other).values() for piece in p}
+        same = {other.name for other in others if weights_of(other) == weights_of(loop)}
+        if same:  # all of it: then the calls are summed
+            return frozenset()
+        return frozenset(k for k, p in weights_of(loop).items() if shared.intersection(piece.variable for piece in p))

@@ -1,0 +1,41 @@
+"""What TensorFlow says of a run that failed, said as rnnlens says things."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import tensorflow.compat.v1 as tf
+
+from ...errors import InputError, UserCodeError, message
+from .public import Net
+
+_UNFED = re.compile(r"You must feed a value for placeholder tensor '([^']+)'")
+
+
+@contextmanager
+def said_clearly(net: Net) -> Iterator[None]:
+    """Within the block, errors of a run become ours.
+
+    Raises
+    ------
+    InputError
+        If a placeholder is not fed.
+    UserCodeError
+        If the user's graph fails on this batch.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        unfed = _UNFED.search(error.message or "")
+        if unfed:
+            known = [tensor.op.name for alike in net.targets for tensor in alike]
+            hint = "y, which is fed to targets=" if unfed[1] in known else f"feed={{{unfed[1]!r}: ...}} of rl.tf1.graph"
+            raise InputError(
+                message(f"The placeholder {unfed[1]!r} is not fed.", expected="a value in every run", hint=hint)
+            ) from error
+        first = next(iter((error.message or "").splitlines()), type(error).__name__)
+        raise UserCodeError(
+            message("The graph failed on this batch.", got=f"{type(error).__name__}: {first}")
+        ) from error

@@ -1,0 +1,189 @@
+"""While loops of either control flow in one form: variables, invariants and a body.
+
+Control flow v1 is a ring of Enter, Merge, Switch, NextIteration and Exit within the graph; v2 one operation whose body
+is a function. Everything behind this module reads :class:`Frame` and need not know which it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+from tensorflow.python.framework import function_def_to_graph
+from tensorflow.python.ops import handle_data_util
+
+from .blocks import Source
+
+_ENTERS = frozenset({"Enter", "RefEnter"})
+_WHILES = frozenset({"While", "StatelessWhile"})
+
+
+@dataclass(frozen=True, eq=False)
+class Variable:
+    """One variable of a loop.
+
+    Attributes
+    ----------
+    entry, exit
+        Outside: where it starts, and where it ends; ``exit`` is None where nobody can read it.
+    before, after
+        Within the body: at the beginning of a step, and at its end.
+    reader
+        The operation, and the number of its input, by which the loop reads ``entry``.
+    """
+
+    entry: Any
+    before: Any
+    after: Any
+    exit: Any
+    reader: tuple[Any, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """One while loop.
+
+    ``outer``: what each invariant of the body is outside. ``inside``: a tensor, or operations, to tell the body by.
+    """
+
+    name: str
+    kind: str
+    variables: tuple[Variable, ...]
+    outer: Source
+    graph: Any
+    readers: dict[int, tuple[Any, int]]
+    ops: tuple[Any, ...]
+
+    @property
+    def nested(self) -> bool:
+        """Whether there is a loop within its body."""
+        return any(op.type in _ENTERS or op.type in _WHILES for op in self.ops)
+
+
+def frames_of(graph: Any, ends: Iterable[Any]) -> Iterator[Frame]:
+    """All loops among the ancestors of ``ends``, in the order in which they were built.
+
+    Each is looked at when it is asked for: what happened to those before it may have changed what it reads.
+    """
+    ops = ancestors(ends)
+    old: dict[str, list[Any]] = defaultdict(list)
+    found: list[tuple[int, Callable[[], Frame]]] = []
+    functions: dict[str, Any] = {}
+    for op in ops:
+        if op.type in _ENTERS:
+            old[op.get_attr("frame_name").decode()].append(op)
+        elif op.type in _WHILES:
+            functions = functions or {f.signature.name: f for f in graph.as_graph_def().library.function}
+            found.append((op._id, partial(_new_frame, op, functions)))
+    inner = _inner(old)
+    for name, enters in old.items():
+        if name in inner:
+            continue  # told of with the loop around it
+        found.append((min(op._id for op in enters), partial(_old_frame, name, enters)))
+    for _, make in sorted(found, key=lambda pair: pair[0]):
+        yield make()
+
+
+def ancestors(ends: Iterable[Any]) -> list[Any]:
+    """All operations that the tensors are computed from, in the order in which they were built."""
+    waiting, seen = [tensor.op for tensor in ends], {}
+    while waiting:
+        op = waiting.pop()
+        if op.name not in seen:
+            seen[op.name] = op
+            waiting.extend(tensor.op for tensor in op.inputs)
+    return sorted(seen.values(), key=lambda op: op._id)
+
+
+def scope_of(name: str) -> str:
+    """The scope that a loop was built in: without the part that says that it is one."""
+    scope = re.sub(r"/?while(_\d+)?(/while_context)?$", "", name) or name.partition("/")[0]
+    return re.sub(r"/(fw|bw)/\1$", r"/\1", scope)  # the scope of a direction, and that of its loop
+
+
+def _inner(old: dict[str, list[Any]]) -> set[str]:
+    """Names of loops within the body of another."""
+    found: set[str] = set()
+    for name, enters in old.items():
+        within = {e.get_attr("frame_name").decode() for e in _old_frame(name, enters).ops if e.type in _ENTERS}
+        found |= within - {name}
+    return found
+
+
+def _old_frame(name: str, enters: list[Any]) -> Frame:
+    variables, outer, readers = [], {}, {}
+    for enter in sorted(enters, key=lambda op: op._id):
+        (out,) = enter.outputs
+        if enter.get_attr("is_constant"):
+            outer[id(out)] = enter.inputs[0]
+            readers[id(out)] = (enter, 0)
+            continue
+        merge = next((op for op in out.consumers() if op.type in ("Merge", "RefMerge")), None)
+        if merge is not None:
+            variables.append(_old_variable(enter, merge))
+    ops = _inside([v.after for v in variables], {v.before.op.name for v in variables} | {e.name for e in enters})
+    graph = enters[0].graph
+    return Frame(scope_of(name), "v1", tuple(variables), Source(outer), graph, readers, ops)
+
+
+def _old_variable(enter: Any, merge: Any) -> Variable:
+    switch = next(op for op in merge.outputs[0].consumers() if op.type in ("Switch", "RefSwitch"))
+    following = next(t for t in merge.inputs if t.op.type in ("NextIteration", "RefNextIteration"))
+    out = next((op.outputs[0] for op in switch.outputs[0].consumers() if op.type in ("Exit", "RefExit")), None)
+    return Variable(enter.inputs[0], switch.outputs[1], following.op.inputs[0], out, (enter, 0))
+
+
+def _inside(after: list[Any], border: set[str]) -> tuple[Any, ...]:
+    waiting, seen = [t.op for t in after], {}
+    while waiting:
+        op = waiting.pop()
+        if op.name not in seen and op.name not in border:
+            seen[op.name] = op
+            waiting.extend(t.op for t in op.inputs)
+    return tuple(sorted(seen.values(), key=lambda op: op._id))
+
+
+def _new_frame(op: Any, functions: dict[str, Any]) -> Frame:
+    body, starts, ends = body_graph(functions[op.get_attr("body").name], op.inputs, op.graph)
+    variables, outer, readers = [], {}, {}
+    for i, (before, after) in enumerate(zip(starts, ends, strict=True)):
+        if _unchanged(after) is before:
+            outer[id(before)] = op.inputs[i]
+            readers[id(before)] = (op, i)
+        else:
+            variables.append(Variable(op.inputs[i], before, after, op.outputs[i], (op, i)))
+    ops = tuple(inner for inner in body.get_operations() if inner.type != "Placeholder")
+    return Frame(scope_of(op.name), "v2", tuple(variables), Source(outer), body, readers, ops)
+
+
+def body_graph(function: Any, inputs: Sequence[Any], home: Any) -> tuple[Any, list[Any], list[Any]]:
+    """The body of a function in a graph of its own, with what it takes and returns.
+
+    ``home``: the graph that knows it, and what it calls. Shapes are those of what it is given, also those of the
+    variables behind handles, which a function by itself does not say.
+    """
+    shapes = [t.shape for t in inputs]
+    with home.as_default():
+        definition, names = function_def_to_graph.function_def_to_graph_def(function, shapes, True)
+    graph = tf.Graph()
+    with graph.as_default():
+        given = [tf.placeholder(t.dtype, t.shape) for t in inputs]
+        for tensor, placeholder in zip(inputs, given, strict=True):
+            if tensor.dtype.name in ("resource", "variant"):
+                data = handle_data_util.get_resource_handle_data(tensor)
+                handle_data_util.set_handle_data(placeholder, data)
+        taken = {f"{arg.name}:0": p for arg, p in zip(function.signature.input_arg, given, strict=True)}
+        wanted = [names[function.ret[arg.name]] for arg in function.signature.output_arg]
+        returned = tf.import_graph_def(definition, taken, wanted, name="")
+    return graph, given, list(returned)
+
+
+def _unchanged(tensor: Any) -> Any:
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor

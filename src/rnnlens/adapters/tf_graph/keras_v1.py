@@ -1,0 +1,271 @@
+"""tf_keras models that were built with eager execution disabled: as nets of the graph that Keras put them into.
+
+Nothing is asked of Keras that would add to the user's graph: no ``get_session`` and no ``symbolic_learning_phase``,
+which make operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from numbers import Real
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from tf_keras.src import backend
+
+from ...errors import InputError, ModelError, UnsupportedError, message
+from ...trees import leaves_of
+from ...typing import Array
+from ..protocol import Batch, LayerInfo
+from .naming import KerasNames, Site
+from .public import Net
+
+_KINDS = {"SimpleRNN": "simple_rnn", "LSTM": "lstm", "GRU": "gru"}
+
+
+def net_of(model: Any) -> Net:
+    """A model as a net of its graph.
+
+    Raises
+    ------
+    ModelError
+        If it has no graph yet.
+    """
+    inputs, outputs = _flat(getattr(model, "inputs", None)), _flat(getattr(model, "outputs", None))
+    if not inputs or not outputs:
+        raise ModelError(
+            message(
+                f"Model {model.name!r} has no graph yet.",
+                expected="a model that was called on its inputs",
+                hint="model.fit or model.predict on a batch; with eager disabled that is when its graph is built",
+            )
+        )
+    graph = outputs[0].graph
+    with graph.as_default():
+        session = backend._get_session()
+    targets = list(getattr(model, "_feed_targets", None) or []) if _is_compiled(model) else []
+    names = list(getattr(model, "input_names", None) or [t.op.name for t in inputs])
+    out_names = list(getattr(model, "output_names", None) or [t.op.name for t in outputs])
+    loss = model.total_loss if _is_compiled(model) else None
+    return Net(
+        session,
+        MappingProxyType({name: (tensor,) for name, tensor in zip(names, inputs, strict=True)}),
+        MappingProxyType(dict(zip(out_names, outputs, strict=True))),
+        loss if hasattr(loss, "op") else None,
+        tuple((tensor,) for tensor in targets),
+        keras=_names(model, graph, outputs),
+    )
+
+
+def _is_compiled(model: Any) -> bool:
+    return bool(getattr(model, "optimizer", None)) and getattr(model, "total_loss", None) is not None
+
+
+def _flat(tensors: Any) -> list[Any]:
+    return [] if tensors is None else [t for t in leaves_of(tensors) if hasattr(t, "op")]
+
+
+def _names(model: Any, graph: Any, outputs: list[Any]) -> KerasNames:
+    sites: list[Site] = []
+    owners: dict[str, tuple[str, str]] = {}
+    made: dict[str, tuple[str, ...]] = {}
+    for name, layer, wrapper in _walk(model):
+        sites += _sites(name, layer, wrapper)
+        for variable, key in _keys(layer):
+            owners.setdefault(variable, (name, key))
+        made[name] = _outputs(layer, graph)
+    phase = backend._GRAPH_LEARNING_PHASES.get(graph)
+    phase = phase() if callable(phase) else phase
+    weights = list(getattr(model, "_feed_sample_weights", None) or []) if _is_compiled(model) else []
+    return KerasNames(
+        tuple(sites),
+        tuple(owners.items()),
+        tuple((name, tensors) for name, tensors in made.items() if tensors),
+        phase.name if hasattr(phase, "name") else None if phase is None else bool(phase),
+        tuple(tensor.name for tensor in weights),
+        tuple(loss.name for loss in model.losses if hasattr(loss, "op") and loss.graph is graph),
+        tuple(_mask(tensor) for tensor in outputs),
+        type(getattr(model, "optimizer", None)).__name__ if _is_compiled(model) else "",
+        model.loss if _is_compiled(model) else None,
+        _scales(model) if _is_compiled(model) else (),
+    )
+
+
+def _scales(model: Any) -> tuple[float, ...] | None:
+    """What the loss of each output is multiplied by; None where that is no number but a tensor."""
+    given = list(model._loss_weights_list)
+    return tuple(map(float, given)) if all(isinstance(scale, Real) for scale in given) else None
+
+
+def _mask(tensor: Any) -> str | None:
+    mask = getattr(tensor, "_keras_mask", None)
+    return None if mask is None else str(mask.name)
+
+
+def _walk(model: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Name, layer and the TimeDistributed around it of every layer, containers before what they hold."""
+    seen = {id(model)}
+    if _is_recurrent(model):
+        yield model.name, model, None
+        return
+
+    def visit(parent: Any, prefix: str, wrapper: Any) -> Iterator[tuple[str, Any, Any]]:
+        for child in parent._flatten_layers(include_self=False, recursive=False):
+            if id(child) in seen or type(child).__name__ == "InputLayer":
+                continue
+            seen.add(id(child))
+            yield prefix + child.name, child, wrapper
+            if not _is_recurrent(child):
+                inside = child if type(child).__name__ == "TimeDistributed" else wrapper
+                yield from visit(child, f"{prefix}{child.name}/", inside)
+
+    yield from visit(model, "", None)
+
+
+def _is_recurrent(layer: Any) -> bool:
+    return _is_rnn(layer) or hasattr(layer, "forward_layer")
+
+
+def _is_rnn(layer: Any) -> bool:
+    return any(base.__name__ == "RNN" for base in type(layer).__mro__)
+
+
+def _sites(name: str, layer: Any, wrapper: Any) -> Iterator[Site]:
+    if hasattr(layer, "forward_layer"):
+        for half in (layer.forward_layer, layer.backward_layer):
+            yield _site(name, half, layer, wrapper)
+    elif _is_rnn(layer):
+        yield _site(name, layer, layer, wrapper)
+
+
+def _site(name: str, half: Any, owner: Any, wrapper: Any) -> Site:
+    cell = getattr(half, "cell", None)
+    return Site(
+        name,
+        "backward" if half.go_backwards else "forward",
+        owner is not half,
+        frozenset() if cell is None else frozenset(_operation(v) for v in cell.weights),
+        bool(half.return_sequences),
+        _refusal(name, half, wrapper) or _of_steps(name, half, owner),
+        _info(name, half, owner),
+    )
+
+
+def _refusal(name: str, layer: Any, wrapper: Any) -> str:
+    kind = type(layer).__name__
+    if wrapper is not None:
+        return message(
+            f"Layer {name!r} cannot be traced: {kind} inside TimeDistributed runs once per outer step.",
+            hint="give the inner layer a model of its own and trace that on one outer step, x[:, i]",
+        )
+    if "ConvLSTM" in kind or "CuDNN" in kind:
+        why = "has states with axes of space" if "Conv" in kind else "runs in a kernel of the GPU"
+        return message(f"Layer {name!r} cannot be traced: {kind} {why}.", hint="name the other layers, layers=[...]")
+    return ""
+
+
+def _of_steps(name: str, half: Any, owner: Any) -> str:
+    """Why steps that are all in the graph, one after the other, cannot be told apart there; or ""."""
+    if not getattr(half, "unroll", False) or not _is_masked(owner):
+        return ""
+    return message(
+        f"Layer {name!r} cannot be traced: its steps are unrolled, and masked.",
+        got="unroll=True, with a mask",
+        hint="unroll=False, which computes the same",
+    )
+
+
+def _is_masked(layer: Any) -> bool:
+    """Whether any of its calls was handed a mask, by name or with its input."""
+    nodes = getattr(layer, "_inbound_nodes", [])
+    by_name = any(node.call_kwargs.get("mask") is not None for node in nodes)
+    return by_name or any(_mask(tensor) for node in nodes for tensor in _flat(node.keras_inputs))
+
+
+def _info(name: str, half: Any, owner: Any) -> LayerInfo:
+    cell = getattr(half, "cell", half)
+    kind = next((_KINDS[base.__name__] for base in type(half).__mro__ if base.__name__ in _KINDS), type(cell).__name__)
+    size = getattr(cell, "state_size", getattr(half, "units", 0))
+    sizes = leaves_of(list(size) if isinstance(size, list | tuple) else [size])
+    both = owner is not half
+    options = {
+        "return_state": half.return_state,
+        "go_backwards": half.go_backwards and not both,
+        "unroll": getattr(half, "unroll", False),
+        "dropout": getattr(cell, "dropout", 0.0),
+        "recurrent_dropout": getattr(cell, "recurrent_dropout", 0.0),
+    }
+    return LayerInfo(
+        name=name,
+        kind=type(owner).__name__,
+        cell=kind,
+        units=int(sizes[0]),
+        direction="bidirectional" if both else "backward" if half.go_backwards else "forward",
+        return_sequences=half.return_sequences,
+        stateful=half.stateful,
+        options=options | ({"merge_mode": owner.merge_mode} if both else {}),
+    )
+
+
+def _operation(variable: Any) -> str:
+    """The name of the operation that holds a variable."""
+    handle = getattr(variable, "handle", None)
+    return str(variable.op.name if handle is None else handle.op.name)
+
+
+def _keys(layer: Any) -> list[tuple[str, str]]:
+    """The variables of a layer, and a name for each that is unique within it."""
+    own = [_operation(v) for v in getattr(layer, "weights", [])]
+    last = [name.rpartition("/")[2] for name in own]
+    if len(set(last)) == len(last):
+        return list(zip(own, last, strict=True))
+    marker = f"{layer.name}/"
+    return [(name, name.partition(marker)[2] or name) for name in own]
+
+
+def _outputs(layer: Any, graph: Any) -> tuple[str, ...]:
+    """What came out of a layer at each of its calls, where that is one tensor."""
+    found = []
+    for node in getattr(layer, "_inbound_nodes", []):
+        tensors = _flat(node.outputs)
+        if len(tensors) == 1 and tensors[0].graph is graph:
+            found.append(tensors[0].name)
+    return tuple(found)
+
+
+def phase_feed(net: Net, training: bool) -> dict[str, bool]:
+    """What the placeholder of the learning phase is fed.
+
+    Raises
+    ------
+    UnsupportedError
+        If the model was built for the other phase alone.
+    """
+    phase = net.keras.phase
+    if isinstance(phase, bool):
+        if phase != training:
+            raise UnsupportedError(
+                message(
+                    "The model was built under K.set_learning_phase, for one phase alone.",
+                    got=f"training={training}",
+                    expected=f"training={phase}",
+                )
+            )
+        return {}
+    return {} if phase is None else {phase: training}
+
+
+def sample_weights(batch: Batch) -> list[Array | None]:
+    """One array of weights per target, class weights included; None where neither is given."""
+    targets = [np.asarray(leaf) for leaf in leaves_of(batch.y)]
+    given = [np.asarray(leaf) for leaf in leaves_of(batch.sample_weight)]
+    found: list[Array | None] = [*given, *[None] * (len(targets) - len(given))]
+    if batch.class_weight is None:
+        return found
+    if len(targets) != 1:
+        raise InputError(message("class_weight= is for models with one target.", got=f"{len(targets)} targets"))
+    labels = targets[0].argmax(-1) if targets[0].ndim > 1 and targets[0].shape[-1] > 1 else targets[0]
+    labels = labels.reshape(len(labels), -1)[:, 0].astype(int)
+    weights = np.array([dict(batch.class_weight).get(int(label), 1.0) for label in labels])
+    return [weights if found[0] is None else weights * found[0]]

@@ -1,0 +1,107 @@
+"""What is said of a loop besides its tensors: its kind, its mask, which way it runs, what its cell is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import tensorflow.compat.v1 as tf
+
+from ...errors import message
+from .anatomy import Anatomy
+from .borders import Course, Read, course_of
+from .found import Border, FoundCell, Loop
+from .frames import Frame, Variable, ancestors
+from .match import Match
+
+
+def known_cell(match: Match) -> FoundCell:
+    """The cell that was recognised, as the adapter is told of it."""
+    options = {name: value for name, value in match.options.items() if value is not None}
+    return FoundCell(match.cell.kind, match.units, match.cell, options, match.weights)
+
+
+def kind_of(frame: Frame) -> Literal["v1", "v2"]:
+    """The control flow of a loop."""
+    return "v1" if frame.kind == "v1" else "v2"
+
+
+def masking(anatomy: Anatomy) -> dict[str, Any]:
+    """Lengths and mask, where the loop says them."""
+    mask = anatomy.mask
+    if mask is None:
+        return {}
+    steps = None if mask.steps is None else flat_mask(mask.steps.stacked, mask.inverted)
+    return {"lengths": mask.lengths, "mask": steps}
+
+
+def flat_mask(stacked: Any, inverted: bool) -> Any:
+    """(time, sample) of bool; made in the copy where the loop's own has another axis, or says the contrary."""
+    with stacked.graph.as_default():
+        flat = tf.reshape(stacked, tf.shape(stacked)[:2]) if stacked.shape.rank != 2 else stacked
+        return tf.logical_not(flat) if inverted else flat
+
+
+def course_words(course: Course) -> dict[str, Any]:
+    """Which way a loop runs, as a :class:`Loop` has it."""
+    return {"direction": course.direction, "turned_by": course.turned_by, "time_major": course.time_major}
+
+
+def common_scope(names: Iterable[str]) -> str:
+    """The scope that all names share."""
+    paths = [name.split("/")[:-1] for name in names]
+    if not paths:
+        return ""
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return "/".join(shared)
+
+
+def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], reason: str) -> Loop:
+    """A loop whose steps cannot be run by themselves."""
+    words = message(
+        f"The loop {frame.name!r} is run by a cell that rnnlens does not know, and its steps cannot be run one by one.",
+        got=reason,
+        expected="a step that is a function of its input, the states before it and weights, sample by sample",
+        hint='dynamic_rnn with a cell of tf.nn.rnn_cell or of your own; other layers by layers=["..."]',
+    )
+    reads = [read for read in found if read.value.dtype.is_floating]
+    source = Border((reads[0].stacked,), ((reads[0].reader,),), stacked=True) if reads else Border(())
+    course = course_words(course_of(reads[0].stacked)) if reads else {}
+    units = states[0].before.shape[-1] if states[0].before.shape.rank else None
+    return Loop(
+        frame.name,
+        kind_of(frame),
+        FoundCell("unknown", int(units or 0), refused=words),
+        tuple(Border((v.entry,), ((v.reader,),)) for v in states),
+        tuple(Border((v.exit,)) for v in states if v.exit is not None),
+        source,
+        None,
+        **course,
+    )
+
+
+#: Whole recurrences as one operation: their steps are nowhere in the graph.
+_FUSED = frozenset(
+    {"BlockLSTM", "BlockLSTMV2", "CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", "LSTMBlockCell", "GRUBlockCell"}
+)
+
+
+def fused(ends: Iterable[Any]) -> list[Loop]:
+    """Refused: recurrences that are one operation, and cells that are, outside of a loop."""
+    found: dict[str, Loop] = {}
+    for op in ancestors(ends):
+        if op.type in _FUSED:
+            scope = op.name.rpartition("/")[0] or op.name
+            words = message(
+                f"The recurrence {scope!r} is one operation, and its steps are not in the graph.",
+                got=op.type,
+                expected="a loop of steps",
+                hint="tf.nn.dynamic_rnn with tf.nn.rnn_cell.LSTMCell or GRUCell, on the same weights",
+            )
+            cell = FoundCell("unknown", 0, refused=words)
+            found.setdefault(scope, Loop(scope, "unrolled", cell, (), (), Border(()), None, scope=scope))
+    return list(found.values())

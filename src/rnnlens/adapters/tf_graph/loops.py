@@ -1,0 +1,102 @@
+"""The recurrences of a graph: every loop that leads to what is asked for, with its borders and the cell within."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .anatomy import Anatomy, output_of, read_by, take_apart
+from .apart import taken_apart
+from .borders import course_of, sequences
+from .found import Border, Loop
+from .frames import Frame, frames_of
+from .labels import common_scope, course_words, fused, kind_of, known_cell, masking, refused
+from .unrolled import unrolled
+
+
+def find(graph: Any, ends: Iterable[Any]) -> list[Loop]:
+    """The recurrences among the ancestors of some tensors, in the order in which they were built.
+
+    Parameters
+    ----------
+    graph
+        Our copy of the user's graph.
+    ends
+        Outputs and loss; loops that lead to none of them (those of gradients, of input pipelines) are left out.
+    """
+    ends = list(ends)
+    loops = [loop for frame in frames_of(graph, ends) for loop in _loops(frame)]
+    return [*_paired(loops), *unrolled(ends), *fused(ends)]
+
+
+def _loops(frame: Frame) -> list[Loop]:
+    """The recurrences of one loop: none where nothing is carried from step to step but what is put out."""
+    if frame.nested:
+        floats = [v for v in frame.variables if v.before.dtype.is_floating and v.before.shape.rank != 0]
+        return [refused(frame, floats, sequences(frame), "a loop within its body")] if floats else []
+    anatomy = take_apart(frame)
+    if not anatomy.states:
+        return []
+    known = _known(anatomy) if anatomy.whole else None
+    return taken_apart(anatomy) if known is None else [known]
+
+
+def _known(anatomy: Anatomy) -> Loop | None:
+    """A loop that is one known cell and nothing else, as it stands; None for any other."""
+    frame, match = anatomy.frame, anatomy.matches[0]
+    read = read_by(anatomy, match.source)
+    output = output_of(anatomy, anatomy.pairs[match.states[0]][1])
+    understood = anatomy.mask is not None or not anatomy.masked
+    in_one = any(columns is not None for _, columns in anatomy.owners)
+    if read is None or output is None or not understood or in_one:
+        return None
+    owners = [anatomy.owners[i][0] for i in match.states]
+    return Loop(
+        frame.name,
+        kind_of(frame),
+        known_cell(match),
+        tuple(Border((v.entry,), ((v.reader,),)) for v in owners),
+        tuple(Border((v.exit,)) for v in owners),
+        Border((read.stacked,), ((read.reader,),), stacked=True),
+        output[0],
+        **masking(anatomy),
+        **course_words(course_of(read.stacked)),
+        masked_output=output[1],
+        steps=read.stacked.shape[0],
+        scope=common_scope(piece.variable for pieces in match.weights.values() for piece in pieces),
+    )
+
+
+# Two directions, one layer.
+
+_HALVES = (
+    re.compile(r"^(?P<stem>.*?)(?:^|/)(?:fw|forward)\w*(?:/.*)?$"),
+    re.compile(r"^(?P<stem>.*?)(?:^|/)(?:bw|backward)\w*(?:/.*)?$"),
+)
+
+
+def _paired(loops: Sequence[Loop]) -> list[Loop]:
+    """Loops of the two directions of one layer under one name."""
+    found = list(loops)
+    for i, one in enumerate(loops):
+        for k, other in enumerate(loops):
+            stem = _stem(one, other)
+            if stem is not None and not found[i].bidirectional and not found[k].bidirectional:
+                found[i] = replace(one, name=stem, bidirectional=True)
+                found[k] = replace(other, name=stem, bidirectional=True)
+    return found
+
+
+def _stem(forward: Loop, backward: Loop) -> str | None:
+    """The scope of a layer whose halves these are; None where they are none."""
+    if (forward.direction, backward.direction) != ("forward", "backward"):
+        return None
+    if forward.cell.cell is not backward.cell.cell or forward.cell.units != backward.cell.units:
+        return None
+    names = [pattern.match(loop.name) for pattern, loop in zip(_HALVES, (forward, backward), strict=True)]
+    if any(name is None for name in names) or len({name["stem"] for name in names if name}) != 1:
+        return None
+    same_source = course_of(forward.input.tensors[0]).source is course_of(backward.input.tensors[0]).source
+    return names[0]["stem"] if same_source and names[0] is not None else None

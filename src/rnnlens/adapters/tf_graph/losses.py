@@ -1,0 +1,192 @@
+"""The scalar that is differentiated: a tensor of the user's graph, or one that is built in a copy from a loss given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from ...errors import InputError, UnsupportedError, message, raised_by, shown
+from ...trees import leaves_of
+from ...typing import Array
+from ..protocol import Batch
+from .public import Net, scalar, tensor_of
+
+#: A tensor of a copy by its name in the user's graph.
+Get = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss in a copy.
+
+    Attributes
+    ----------
+    tensor
+        The scalar, with what layers add to it.
+    targets, weights
+        Placeholders of a loss that was built; empty for one of the user's graph.
+    """
+
+    tensor: Any
+    targets: tuple[Any, ...] = ()
+    weights: tuple[Any, ...] = field(default=())
+
+
+def is_built(net: Net, batch: Batch) -> bool:
+    """Whether the loss is no tensor of the user's graph."""
+    if batch.loss is None:
+        return _weighs_anew(net, batch)
+    return not isinstance(batch.loss, str) or (net.keras is not None and not _is_name(batch.loss))
+
+
+def _weighs_anew(net: Net, batch: Batch) -> bool:
+    """Whether samples are weighed, and Keras made no place for weights when it compiled the model."""
+    weighed = batch.sample_weight is not None or batch.class_weight is not None
+    return weighed and net.keras is not None and not net.keras.weights
+
+
+def _is_name(text: str) -> bool:
+    return ":" in text or "/" in text
+
+
+def key_of(batch: Batch) -> Any:
+    """What a loss that was built depends on: equal calls use it again."""
+    shapes = tuple((np.ndim(leaf), str(np.asarray(leaf).dtype)) for leaf in leaves_of(batch.y))
+    weighed = batch.sample_weight is not None or batch.class_weight is not None
+    loss = batch.loss if not isinstance(batch.loss, Mapping | list) else tuple(leaves_of(batch.loss))
+    return ("loss", loss, shapes, weighed, tuple(np.ndim(w) for w in leaves_of(batch.sample_weight)))
+
+
+def loss_in(net: Net, graph: Any, get: Get, batch: Batch, built: dict[Any, Any]) -> Loss:
+    """The loss of a batch in a copy of the net's graph; ``get`` finds its tensors, ``built`` is what was built before.
+
+    Raises
+    ------
+    InputError
+        If there is none, or it is not one number.
+    """
+    if not is_built(net, batch):
+        return Loss(_of_graph(net, get, batch))
+    key = key_of(batch)
+    if key not in built:
+        with graph.as_default(), tf.name_scope("rnnlens/loss"):
+            built[key] = _built(net, get, batch)
+    found: Loss = built[key]
+    return found
+
+
+def _of_graph(net: Net, get: Get, batch: Batch) -> Any:
+    given = net.loss if batch.loss is None else scalar(tensor_of(net.graph, "loss", batch.loss))
+    if given is None:
+        hint = "model.compile(loss=...)" if net.keras is not None else "rl.tf1.graph(..., loss=tensor)"
+        raise InputError(message("There is no loss.", expected="loss=, or a model that has one", hint=hint))
+    return get(given.name)
+
+
+def _built(net: Net, get: Get, batch: Batch) -> Loss:
+    outputs = [get(tensor.name) for tensor in net.outputs.values()]
+    arrays = [np.asarray(leaf) for leaf in leaves_of(batch.y)]
+    if net.keras is None:
+        targets = _places(arrays, outputs)
+        with raised_by("loss"):
+            value = batch.loss(*targets, *outputs)
+        return Loss(_one_number(value), targets)
+    from . import keras_v1
+
+    terms = _terms(net, batch, outputs, len(arrays))
+    targets = _places(arrays, [term.output for term in terms])
+    weights = [None if w is None else np.asarray(w) for w in keras_v1.sample_weights(batch)]
+    places = tuple(tf.placeholder(outputs[0].dtype, [None] * w.ndim) for w in weights if w is not None)
+    spare = iter(places)
+    given = [None if w is None else next(spare) for w in weights]
+    value = _keras_loss(net, get, terms, targets, given)
+    return Loss(_one_number(value), targets, places)
+
+
+def _places(arrays: Sequence[Array], outputs: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(tf.placeholder(_kind(a, out), [None] * a.ndim) for a, out in zip(arrays, outputs, strict=False))
+
+
+def _kind(array: Array, output: Any) -> Any:
+    return output.dtype if array.dtype.kind == "f" else tf.as_dtype(array.dtype)
+
+
+@dataclass(frozen=True)
+class _Term:
+    """What one output adds to a loss of Keras: its loss as given, its mask by name, what it is multiplied by."""
+
+    output: Any
+    loss: Any
+    mask: str | None
+    scale: float
+
+
+def _terms(net: Net, batch: Batch, outputs: Sequence[Any], count: int) -> list[_Term]:
+    """One for each output that has a loss, which are those that have a target."""
+    names = net.keras
+    compiled = batch.loss is None
+    scales = names.scales if compiled and names.scales != () else [1.0] * len(outputs)
+    if scales is None:
+        what, hint = "loss_weights of a compiled model are tensors, and samples are weighed.", "loss_weights of numbers"
+        raise UnsupportedError(message(what, hint=hint))
+    masks = [*names.masks, *[None] * len(outputs)]
+    losses = _by_output(names.loss if compiled else batch.loss, list(net.outputs), len(outputs))
+    every = zip(outputs, losses, masks, scales, strict=False)
+    terms = [_Term(*one) for one in every if one[1] is not None]
+    if len(terms) != count:
+        expected = f"{len(terms)}, one for each output that has a loss"
+        raise InputError(message("y does not fit the loss.", got=f"{count} arrays", expected=expected))
+    return terms
+
+
+def _keras_loss(net: Net, get: Get, terms: Sequence[_Term], targets: Sequence[Any], weights: Sequence[Any]) -> Any:
+    """What ``compile(loss=)`` would make of it: masks, weights, reduction, and the losses that layers add."""
+    parts = []
+    with raised_by("loss"):
+        for i, (target, term) in enumerate(zip(targets, terms, strict=True)):
+            part = _of_output(get, target, term, weights[i] if i < len(weights) else None)
+            parts.append(term.scale * (tf.reduce_sum(part) if part.shape.rank else part))
+    parts += [tf.reduce_sum(tf.cast(get(name), terms[0].output.dtype)) for name in net.keras.extra]
+    return tf.add_n(parts)
+
+
+def _of_output(get: Get, target: Any, term: _Term, weight: Any) -> Any:
+    from tf_keras.src.engine import training_utils_v1
+    from tf_keras.src.utils import losses_utils
+
+    function: Any = training_utils_v1.get_loss_function(term.loss)
+    if term.mask is not None and hasattr(function, "call"):
+        mask = tf.cast(get(term.mask), term.output.dtype)
+        each = function.call(target, term.output)
+        weight = losses_utils.apply_valid_mask(each, weight, mask, function.reduction)
+    return function(target, term.output, **({} if weight is None else {"sample_weight": weight}))
+
+
+def _by_output(loss: Any, names: Sequence[str], count: int) -> list[Any]:
+    if isinstance(loss, Mapping):
+        return [loss.get(name) for name in names]
+    if isinstance(loss, list | tuple):
+        return list(loss)
+    return [loss] * count
+
+
+def _one_number(value: Any) -> Any:
+    if not hasattr(value, "op") or value.shape.rank not in (None, 0):
+        got = f"shape {value.shape}" if hasattr(value, "shape") else shown(value)
+        raise InputError(message("loss= has to return one number.", got=got, hint="tf.reduce_mean of it"))
+    return value
+
+
+def fed_to(loss: Loss, batch: Batch) -> dict[Any, Array]:
+    """What the placeholders of a loss that was built are fed."""
+    feed = dict(zip(loss.targets, (np.asarray(leaf) for leaf in leaves_of(batch.y)), strict=False))
+    if loss.weights:
+        from . import keras_v1
+
+        present = [w for w in keras_v1.sample_weights(batch) if w is not None]
+        feed |= dict(zip(loss.weights, present, strict=True))
+    return feed

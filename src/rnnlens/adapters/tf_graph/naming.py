@@ -1,0 +1,123 @@
+"""What layers and their weights are called: after their scopes, or as the Keras that built the graph calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ...errors import message
+from ..protocol import LayerInfo
+from .found import Loop, Piece
+
+#: The layer of variables that are in no scope.
+NO_SCOPE = "variables"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One recurrent Keras layer, or one half of a bidirectional one.
+
+    ``variables``: those of its cell, by the names of their operations. ``refusal``: why it cannot be traced, or "".
+    """
+
+    name: str
+    direction: Literal["forward", "backward"]
+    bidirectional: bool
+    variables: frozenset[str]
+    every_step: bool
+    refusal: str = ""
+    info: LayerInfo | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class KerasNames:
+    """What a tf_keras model says of the graph that it built, in names: nothing of it is kept alive.
+
+    ``owners``: by operation of a variable the layer and the key of the weight. ``outputs``: tensors by layer, one per
+    call. ``phase``: the placeholder of the learning phase. ``weights``: the placeholders of sample weights. ``extra``:
+    losses that the layers add. ``masks``: by output, the mask that goes with it. ``loss``: what the model was compiled
+    with. ``scales``: by output, what its loss is multiplied by there; None where tensors say so.
+    """
+
+    sites: tuple[Site, ...]
+    owners: tuple[tuple[str, tuple[str, str]], ...]
+    outputs: tuple[tuple[str, tuple[str, ...]], ...]
+    phase: str | bool | None = None
+    weights: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    masks: tuple[str | None, ...] = ()
+    optimizer: str = field(default="", compare=False)
+    loss: Any = field(default=None, compare=False)
+    scales: tuple[float, ...] | None = ()
+
+    def refusals(self, loops: Sequence[Loop]) -> dict[str, str]:
+        """The recurrent layers that cannot be looked into, and why."""
+        there = {loop.name.partition("#")[0] for loop in loops}
+        lost = "its steps were not found in the graph"
+        found = {s.name: s.refusal for s in self.sites if s.refusal}
+        missing = [site.name for site in self.sites if site.name not in there and site.name not in found]
+        return found | {
+            name: message(f"Layer {name!r} cannot be traced: {lost}.", hint="unroll=False; or a cell of Keras' own")
+            for name in missing
+        }
+
+
+def renamed(loops: Sequence[Loop], names: KerasNames | None) -> tuple[Loop, ...]:
+    """Loops by the layers whose variables they read; several calls of a layer are numbered."""
+    if names is None:
+        return tuple(loops)
+    placed = [(loop, _site_of(loop, names)) for loop in loops]
+    counts: dict[tuple[str, str], int] = {}
+    for _, site in placed:
+        if site is not None:
+            counts[site.name, site.direction] = counts.get((site.name, site.direction), 0) + 1
+    seen: dict[tuple[str, str], int] = {}
+    found = []
+    for loop, site in placed:
+        if site is None:
+            found.append(loop)
+            continue
+        key = (site.name, site.direction)
+        number = seen.get(key, 0)
+        seen[key] = number + 1
+        name = site.name if counts[key] == 1 else f"{site.name}#{number}"
+        output = loop.output
+        if output is not None and not site.every_step and (output.stacked or len(output.tensors) > 1):
+            output = replace(output, last=True)
+        # The steps of an unrolled loop are in the order of the run; which way that goes, the layer says.
+        direction = site.direction if loop.kind == "unrolled" else loop.direction
+        found.append(replace(loop, name=name, bidirectional=site.bidirectional, output=output, direction=direction))
+    return tuple(found)
+
+
+def variables_of(loop: Loop) -> frozenset[str]:
+    """Names of the variables that a loop reads."""
+    if loop.cell.body is not None:
+        return frozenset(loop.cell.body.variables)
+    return frozenset(piece.variable for pieces in loop.cell.weights.values() for piece in pieces)
+
+
+def _site_of(loop: Loop, names: KerasNames) -> Site | None:
+    """The layer whose cell a loop runs: the one that has its variables; of two the one that is named in its scope."""
+    read = variables_of(loop)
+    fitting = [site for site in names.sites if read and read <= site.variables]
+    fitting = [site for site in fitting if site.direction == loop.direction] or fitting
+    named = [site for site in fitting if site.name.rpartition("/")[2] in loop.name]
+    return next(iter(named or fitting), None)
+
+
+def owner_of(variable: str, names: KerasNames | None) -> tuple[str, str]:
+    """The layer that a variable belongs to, and its key there."""
+    if names is not None:
+        known: Mapping[str, Any] = dict(names.owners)
+        if variable in known:
+            layer, key = known[variable]
+            return str(layer), str(key)
+    scope, _, key = variable.rpartition("/")
+    return scope or NO_SCOPE, key
+
+
+def pieces_of(variable: str) -> tuple[Piece, ...]:
+    """A variable as it is."""
+    return (Piece(variable),)

@@ -1,0 +1,123 @@
+"""What the tensors of a body depend on: states, the present step, or neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .frames import Frame, Variable
+
+_SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+
+
+class Paths:
+    """Which tensors of a body follow from the states before the step, and which change from step to step.
+
+    What only asks for the shape of a tensor does not depend on it. Random numbers change from step to step.
+    """
+
+    def __init__(self, frame: Frame, states: Sequence[Variable]) -> None:
+        self.frame = frame
+        self._state_ids = {id(v.before) for v in states}
+        self._variables = {id(v.before): v for v in frame.variables}
+        self._found: dict[int, tuple[bool, bool]] = {}
+        self._settle_variables()
+
+    def by_state(self, tensor: Any) -> bool:
+        """Whether it follows from the states."""
+        return self._of(tensor)[0]
+
+    def is_variable(self, tensor: Any) -> bool:
+        """Whether it stands for a variable of the loop at the beginning of a step."""
+        return id(tensor) in self._variables
+
+    def by_step(self, tensor: Any) -> bool:
+        """Whether it changes from step to step."""
+        return self._of(tensor)[1]
+
+    def new_at_each_step(self, targets: Iterable[Any]) -> list[Any]:
+        """The largest floating tensors behind the targets that no state reaches and that change from step to step.
+
+        Others, as what chance says of each unit, are asked what they are computed from.
+        """
+        found: dict[int, Any] = {}
+        waiting, seen = list(targets), set()
+        while waiting:
+            tensor = waiting.pop(0)
+            if id(tensor) in seen or self.frame.outer.get(tensor) is not None:
+                continue
+            seen.add(id(tensor))
+            if not self.by_state(tensor):
+                if self.by_step(tensor):
+                    behind = [] if tensor.dtype.is_floating else [t for t in tensor.op.inputs if self.by_step(t)]
+                    if behind and not self.is_variable(tensor):
+                        waiting.extend(behind)
+                    else:
+                        found[id(tensor)] = tensor
+            elif id(tensor) not in self._variables and tensor.op.type not in _SHAPES:
+                waiting.extend(tensor.op.inputs)
+        return list(found.values())
+
+    def carried(self, targets: Iterable[Any]) -> list[Variable]:
+        """The variables of the loop that lie behind the targets, and those behind what these become."""
+        found: dict[int, Variable] = {}
+        waiting = list(targets)
+        while waiting:
+            for variable in self.directly(waiting.pop()):
+                if id(variable) not in found:
+                    found[id(variable)] = variable
+                    waiting.append(variable.after)
+        return [v for v in self.frame.variables if id(v) in found]
+
+    def directly(self, target: Any) -> list[Variable]:
+        """The variables of the loop that lie behind a tensor."""
+        found: dict[int, Variable] = {}
+        waiting, seen = [target], set()
+        while waiting:
+            tensor = waiting.pop()
+            if id(tensor) in seen or self.frame.outer.get(tensor) is not None:
+                continue
+            seen.add(id(tensor))
+            if id(tensor) in self._variables:
+                found[id(tensor)] = self._variables[id(tensor)]
+            elif tensor.op.type not in _SHAPES:
+                waiting.extend(tensor.op.inputs)
+        return list(found.values())
+
+    def _settle_variables(self) -> None:
+        """Variables that become what the states make of them are states to all that reads them."""
+        while True:
+            self._found = {}
+            more = {i for i, v in self._variables.items() if i not in self._state_ids and self.by_state(v.after)}
+            if not more:
+                return
+            self._state_ids |= more
+
+    def _of(self, tensor: Any) -> tuple[bool, bool]:
+        waiting = [tensor]
+        while waiting:
+            current = waiting[-1]
+            inputs = self._inputs(current)
+            needed = [t for t in inputs if id(t) not in self._found]
+            if needed and id(current) not in self._found:
+                waiting.extend(needed)
+                continue
+            waiting.pop()
+            if id(current) not in self._found:
+                self._found[id(current)] = self._judged(current, inputs)
+        return self._found[id(tensor)]
+
+    def _inputs(self, tensor: Any) -> list[Any]:
+        leaf = id(tensor) in self._variables or self.frame.outer.get(tensor) is not None
+        return [] if leaf or tensor.op.type in _SHAPES else list(tensor.op.inputs)
+
+    def _judged(self, tensor: Any, inputs: list[Any]) -> tuple[bool, bool]:
+        if id(tensor) in self._variables:
+            return id(tensor) in self._state_ids, True
+        if self.frame.outer.get(tensor) is not None:
+            return False, False
+        state = any(self._found[id(t)][0] for t in inputs)
+        random = tensor.op.op_def.is_stateful and tensor.op.type.startswith(
+            ("Random", "Stateful", "Truncated", "Multinomial")
+        )
+        return state, random or any(self._found[id(t)][1] for t in inputs)

@@ -1,0 +1,148 @@
+"""The user's graph as it stands: a copy of its own, without a tap, and one ``tf.gradients``.
+
+What the certificates hold our numbers against. Nothing of the capture or the pull-back is used here: names and layouts
+of weights are read once more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from ...errors import CertificateError
+from ...trees import leaves_of
+from ...typing import Array
+from ..protocol import Batch, Cotangents, PlainRun
+from .definition import definition
+from .graph_copy import GraphCopy, cone
+from .losses import fed_to, is_built, key_of, loss_in
+from .opened import Opened, fed, fed_in, names_of_inputs, opened
+from .public import Net
+from .variables import is_variable, read
+from .weights import layers_of, name_of
+
+_GRAPHS: weakref.WeakKeyDictionary[Any, dict[Any, _Plain]] = weakref.WeakKeyDictionary()
+_MOST = 4
+
+
+class _Plain:
+    """A bare copy, and in it the gradients of one tensor or of the outputs."""
+
+    def __init__(self, net: Net, batch: Batch, *, of_loss: bool, gradients: bool) -> None:
+        self.copy = GraphCopy(definition(net.graph), batch.seed or 0, getattr(net.session, "_config", None))
+        self.graph = self.copy.graph
+        with self.graph.as_default():
+            get = self.graph.get_tensor_by_name
+            self.outputs = [get(tensor.name) for tensor in net.outputs.values()]
+            self.built: dict[Any, Any] = {}
+            self.loss = loss_in(net, self.graph, get, batch, self.built).tensor if of_loss else None
+            self.variables = {op.name: op for op in self.graph.get_operations() if is_variable(op)}
+            ends = [*self.outputs, *([] if self.loss is None else [self.loss])]
+            used = set(cone(ends))
+            self.used = [name for name, op in self.variables.items() if op in used]
+            self.inputs = {name: [get(t.name) for t in alike] for name, alike in net.inputs.items()}
+            self.given = [tf.placeholder(t.dtype.base_dtype, t.shape) for t in self.outputs]
+            self.found: dict[Any, Any] = self._differentiated() if gradients else {}
+
+    def _differentiated(self) -> dict[Any, Any]:
+        sources: dict[Any, Any] = {("weight", name): self.variables[name].outputs[0] for name in self.used}
+        for name, alike in self.inputs.items():
+            sources |= {("input", name, i): tensor for i, tensor in enumerate(alike)}
+        sources = {key: t for key, t in sources.items() if t.dtype.base_dtype.is_floating or t.dtype == tf.resource}
+        floats = [i for i, t in enumerate(self.outputs) if t.dtype.base_dtype.is_floating]
+        starts = [self.outputs[i] for i in floats] if self.loss is None else [self.loss]
+        given = [self.given[i] for i in floats] if self.loss is None else None
+        found = tf.gradients(starts, list(sources.values()), grad_ys=given)
+        dense = {key: _dense(gradient) for key, gradient in zip(sources, found, strict=True)}
+        return {key: gradient for key, gradient in dense.items() if gradient is not None}
+
+
+def _refuse_other_draws(found: Opened, batch: Batch, outputs: Mapping[int, Array]) -> None:
+    """Refuse where random numbers that count were drawn within loops of ours: not those of the user's loop."""
+    given = fed(found, batch)
+    mine = found.copy.run(dict(enumerate(found.outputs)), given, found.variables(found.outputs, given))
+    if not all(np.allclose(mine[i], outputs[i], rtol=1e-3, atol=1e-5) for i in outputs):
+        raise CertificateError("dropout within a loop draws other numbers when the loop is looked into")
+
+
+def plain(
+    net: Net, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True, regularised: bool = False
+) -> PlainRun:
+    """See :meth:`Adapter.plain`; penalties on weights are in the loss where the user's graph has them there."""
+    del regularised
+    if batch.initial_state:
+        raise CertificateError("the graph by itself starts from the states that it is fed or makes")
+    found = opened(net, batch.seed)
+    of_loss = cotangents is None and (bool(leaves_of(batch.y)) or batch.loss is not None)
+    bare = _bare(net, batch, of_loss, gradients)
+    feed = fed_in(net, bare.graph, batch)
+    if of_loss and is_built(net, batch):
+        feed |= fed_to(loss_in(net, bare.graph, bare.graph.get_tensor_by_name, batch, bare.built), batch)
+    values = read(net.session, bare.used)
+    if any(loop.redrawn for loop in found.loops):
+        _refuse_other_draws(found, batch, bare.copy.run(dict(enumerate(bare.outputs)), feed, values))
+    asked = dict(bare.found) | {("output", i): tensor for i, tensor in enumerate(bare.outputs)}
+    asked |= {} if bare.loss is None else {"loss": bare.loss}
+    if cotangents is not None:
+        given = [np.asarray(value) for value in bare.copy.run(dict(enumerate(bare.outputs)), feed, values).values()]
+        every = zip(bare.given, cotangents(given), given, strict=True)
+        feed |= {place: np.zeros_like(out) if c is None else np.asarray(c, out.dtype) for place, c, out in every}
+    got = bare.copy.run(asked, feed, values)
+    outputs = [np.asarray(got["output", i]) for i in range(len(bare.outputs))]
+    names = names_of_inputs(net, batch.x)
+    return PlainRun(
+        outputs,
+        float(got["loss"]) if "loss" in got else None,
+        [_summed([got.get(("input", name, i)) for i in range(len(bare.inputs[name]))]) for name in names],
+        _weights(found, got, values) if gradients else {},
+        tuple(names) if isinstance(batch.x, Mapping) else (),
+    )
+
+
+def _bare(net: Net, batch: Batch, of_loss: bool, gradients: bool) -> _Plain:
+    kept = _GRAPHS.setdefault(net.graph, {})
+    ends = tuple(tensor.name for tensor in net.outputs.values())
+    inputs = tuple((name, tuple(t.name for t in alike)) for name, alike in net.inputs.items())
+    loss = (None if net.loss is None else net.loss.name, key_of(batch)) if of_loss else None
+    key = (net.graph.version, ends, inputs, loss, gradients, batch.seed or 0)
+    for stale in [other for other in kept if other[0] != net.graph.version]:
+        del kept[stale]
+    if key not in kept:
+        while len(kept) >= _MOST:
+            del kept[next(iter(kept))]
+        kept[key] = _Plain(net, batch, of_loss=of_loss, gradients=gradients)
+    return kept[key]
+
+
+def _dense(gradient: Any) -> Any:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows = tf.cast(gradient.dense_shape, tf.int64)[0]
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)
+
+
+def _summed(parts: list[Any]) -> Array | None:
+    present = [np.asarray(part) for part in parts if part is not None]
+    return None if not present else np.sum(present, axis=0)
+
+
+def _weights(found: Any, got: Mapping[Any, Any], values: Mapping[str, Array]) -> dict[str, Array | None]:
+    """Gradients by the names of :func:`weights.name_of`: blocks of variables, as they lie there."""
+    made: dict[str, Array | None] = {}
+    for layer in layers_of(found).values():
+        for key, pieces in layer.weights.items():
+            if not any(("weight", piece.variable) in got for piece in pieces):
+                made[name_of(pieces, key)] = None
+                continue
+            parts = []
+            for piece in pieces:
+                whole = got.get(("weight", piece.variable))
+                whole = np.zeros_like(values[piece.variable]) if whole is None else np.asarray(whole)
+                index = (Ellipsis, piece.columns) if piece.rows is None else (piece.rows, piece.columns)
+                parts.append(whole[index] if whole.ndim else whole)
+            made[name_of(pieces, key)] = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    return made

@@ -1,0 +1,211 @@
+"""Where a port sits in the copy: the tensors that are there, and how they are laid out as the contract has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from ...errors import InputError, LayerNotFoundError, did_you_mean, message
+from ..protocol import Batch, Port
+from .found import Border, Loop, Piece
+from .opened import Opened, loss_tensor, names_of_inputs
+from .variables import dtype_of, is_variable
+from .weights import LayerVariables, layers_of
+
+
+@dataclass(frozen=True)
+class Spot:
+    """One port in the graph.
+
+    Attributes
+    ----------
+    value
+        A tensor, as the contract has it.
+    sources
+        The tensors by which is differentiated; the gradient is put together from theirs.
+    loop, border
+        Where it lies at the border of a loop.
+    pieces
+        Of a weight: the blocks of variables that it is; their gradients are cut out of those of the variables.
+    stop
+        Tensors that differentiation stops at, so that the gradient by the port is the direct one.
+    """
+
+    value: Any
+    sources: tuple[Any, ...]
+    loop: Loop | None = None
+    border: Border | None = None
+    pieces: tuple[Piece, ...] = ()
+    stop: tuple[Any, ...] = ()
+    halves: tuple[Spot, ...] = ()
+
+
+def chronological(loop: Loop, border: Border) -> Any:
+    """What lies at a border of a loop, as (sample, time, ...), the first step first."""
+    if not border.stacked and len(border.tensors) == 1:
+        return border.tensors[0]
+    if border.last:
+        return border.tensors[0][-1] if border.stacked else border.tensors[-1]
+    found = tf.stack(border.tensors, axis=1) if not border.stacked else swapped(border.tensors[0])
+    return turned(loop, found)
+
+
+def swapped(tensor: Any) -> Any:
+    """Time and sample change places."""
+    rank = tensor.shape.rank or 3
+    return tf.transpose(tensor, [1, 0, *range(2, rank)])
+
+
+def turned(loop: Loop, tensor: Any) -> Any:
+    """(sample, time, ...) from the order of the run to that of time, or back."""
+    if loop.direction == "forward":
+        return tensor
+    if loop.turned_by is None:
+        return tf.reverse(tensor, [1])
+    return tf.reverse_sequence(tensor, tf.cast(loop.turned_by, tf.int64), seq_axis=1, batch_axis=0)
+
+
+def as_run(loop: Loop, border: Border, array: Any) -> list[Any]:
+    """The inverse of :func:`chronological`: one tensor for each of the border."""
+    if not border.stacked and len(border.tensors) == 1:
+        return [array]
+    if border.last and border.stacked:
+        return [tf.pad(array[None], [[tf.shape(border.tensors[0])[0] - 1, 0], [0, 0], [0, 0]])]
+    if border.last:
+        return [*map(tf.zeros_like, border.tensors[:-1]), array]
+    array = turned(loop, array)
+    return [swapped(array)] if border.stacked else tf.unstack(array, len(border.tensors), axis=1)
+
+
+class Spots:
+    """Finds ports in the copy of a graph; its tensors are made once for each."""
+
+    def __init__(self, found: Opened, batch: Batch) -> None:
+        self._opened, self._batch = found, batch
+        self._layers: dict[str, LayerVariables] = layers_of(found)
+
+    def __call__(self, port: Port) -> Spot:
+        """The place of a port.
+
+        Raises
+        ------
+        LayerNotFoundError, InputError
+            If there is none.
+        """
+        with self._opened.copy.graph.as_default(), tf.name_scope("rnnlens/ports"):
+            if port.kind == "weight":
+                return self._weight(port)
+            return self._of_model(port) if port.layer is None else self._of_layer(port)
+
+    def _of_model(self, port: Port) -> Spot:
+        if port.kind == "loss":
+            loss = loss_tensor(self._opened, self._batch)
+            return Spot(loss, (loss,))
+        if port.kind == "output":
+            if port.index >= len(self._opened.outputs):
+                known = ", ".join(self._opened.net.outputs) or "none: rl.tf1.graph(..., outputs={...})"
+                raise InputError(message(f"The graph has no output number {port.index}.", expected=known))
+            output = self._opened.outputs[port.index]
+            return Spot(output, (output,))
+        if port.kind == "input":
+            names = names_of_inputs(self._opened.net, self._batch.x)
+            alike = self._opened.inputs[list(self._opened.net.inputs).index(names[port.index])]
+            return Spot(alike[0], alike)
+        raise InputError(message(f"A graph has no {port.kind}.", hint="name a recurrent layer"))
+
+    def _of_layer(self, port: Port) -> Spot:
+        loops = self._opened.layer(str(port.layer))
+        if not loops:
+            return self._of_tensor(port)
+        if port.direction is not None:
+            loops = [loop for loop in loops if loop.direction == port.direction]
+        if len(loops) > 1:
+            return self._of_both(port, loops)
+        if not loops:
+            raise InputError(message(f"Layer {port.layer!r} does not run {port.direction}."))
+        return at_border(loops[0], port)
+
+    def _of_both(self, port: Port, loops: Sequence[Loop]) -> Spot:
+        """Both halves of a layer: their inputs are one tensor, in two orders."""
+        if port.kind != "input":
+            raise InputError(
+                message(
+                    f"{port.kind} of the bidirectional layer {port.layer!r} exists once per half.",
+                    hint='direction="forward" or direction="backward"',
+                )
+            )
+        halves = tuple(at_border(loop, port) for loop in loops)
+        return Spot(halves[0].value, (), halves=halves)
+
+    def _of_tensor(self, port: Port) -> Spot:
+        tensor = self._named(str(port.layer))
+        if port.kind != "output" or tensor is None:
+            known = [*(loop.name for loop in self._opened.loops), *self._layers]
+            raise LayerNotFoundError(
+                message(f"No layer is called {port.layer!r}.", hint=did_you_mean(str(port.layer), known))
+            )
+        return Spot(_read(tensor), (tensor,))
+
+    def _named(self, name: str) -> Any:
+        """A tensor by its own name, or what comes out of a scope."""
+        if ":" in name:
+            try:
+                return self._opened.copy.tensor(name)
+            except (KeyError, ValueError):
+                return None
+        return self._layers[name].output if name in self._layers else None
+
+    def _weight(self, port: Port) -> Spot:
+        layer = self._layers.get(str(port.layer))
+        key = port.key if port.direction is None or "/" in port.key else f"{port.direction}/{port.key}"
+        pieces = None if layer is None else layer.weights.get(key) or layer.weights.get(port.key)
+        if pieces is None:
+            known = [] if layer is None else list(layer.weights)
+            raise LayerNotFoundError(
+                message(f"There is no weight {port.key!r} in {port.layer!r}.", hint=did_you_mean(port.key, known))
+            )
+        names = dict.fromkeys(piece.variable for piece in pieces)
+        graph = self._opened.copy.graph
+        held = tuple(graph.get_operation_by_name(name).outputs[0] for name in names)
+        return Spot(None, held, pieces=pieces)
+
+
+def _read(tensor: Any) -> Any:
+    """A tensor, or what reads it where it is a variable."""
+    if not is_variable(tensor.op) or tensor.op.type != "VarHandleOp":
+        return tensor
+    return tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype_of(tensor.op))
+
+
+def at_border(loop: Loop, port: Port) -> Spot:
+    """A port of one loop."""
+    border: Border | None = None
+    stop: tuple[Any, ...] = ()
+    index = port.index
+    if port.kind == "input":
+        border = loop.input
+    elif port.kind == "output" and not port.index:
+        border = loop.output or loop.final[0]
+        stop = every_state(loop) if loop.kind == "unrolled" else ()
+    elif port.kind in ("final_state", "output"):
+        index = port.index - (port.kind == "output")
+        border = loop.final[index] if index < len(loop.final) else None
+        stop = every_state(loop) if loop.kind == "unrolled" else ()
+    elif port.kind == "initial_state":
+        border = loop.initial[index] if index < len(loop.initial) else None
+    if border is None:
+        raise InputError(
+            message(f"Layer {port.layer!r} has no {port.kind} number {index}.", expected=f"0 to {len(loop.final) - 1}")
+        )
+    # A loop whose steps nobody reads puts out its last state: what arrives there is counted once.
+    counted = port.kind == "final_state" and index == 0 and loop.output is None
+    return Spot(chronological(loop, border), () if counted else border.tensors, loop, border, stop=stop)
+
+
+def every_state(loop: Loop) -> tuple[Any, ...]:
+    """All tensors by which an unrolled loop goes on from one step to the next."""
+    output = () if loop.output is None else loop.output.tensors
+    return (*output, *(tensor for border in loop.final for tensor in border.tensors))

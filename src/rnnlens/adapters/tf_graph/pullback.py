@@ -1,0 +1,200 @@
+"""One run of the copy, kept so that any port can be differentiated with respect to any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from ...errors import InputError, message
+from ...typing import Array
+from ..protocol import Batch, Port, Pullback
+from .capture import joined
+from .differentiate import gradients
+from .errors import said_clearly
+from .losses import key_of
+from .opened import fed, opened
+from .ports import Spot, Spots, as_run
+from .public import Net
+from .weights import block
+
+_VARIANTS = (tf.resource, tf.variant, tf.string)
+
+
+@dataclass
+class _Built:
+    """What was added to the copy for some cotangents: where they are fed, gradients by port, what can be kept.
+
+    ``kept``: the tensors of the forward pass that the backward pass reads, where all of them can be fed: then a second
+    cotangent takes the backward pass alone. None where they cannot.
+    """
+
+    given: dict[Port, Any]
+    found: dict[Any, Any] = field(default_factory=dict)
+    kept: list[Any] | None = None
+
+
+class GraphPullback:
+    """Implements :class:`rnnlens.adapters.protocol.Pullback`."""
+
+    def __init__(
+        self, net: Net, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
+    ) -> None:
+        self._net, self._opened = net, opened(net, batch.seed)
+        self._key = (
+            tuple(of),
+            tuple(wrt),
+            tuple(cut),
+            key_of(batch),
+            tuple(map(str, batch.x)) if isinstance(batch.x, Mapping) else (),
+        )
+        self._feed = fed(self._opened, batch)
+        self._spots: dict[Port, Spot] = self._once("spots", lambda: self._find(batch, (*of, *wrt, *cut)))
+        self._of, self._wrt, self._cut = tuple(of), tuple(wrt), tuple(cut)
+        self.outputs = len(self._opened.outputs)
+        fetches = {port: self._spots[port].value for port in (*of, *wrt) if port.kind != "weight"}
+        self._variables = self._opened.variables(list(fetches.values()), self._feed)
+        with said_clearly(net):
+            values = self._opened.copy.run(fetches, self._feed, self._variables)
+        #: What the forward pass left, by what was built.
+        self._forward: dict[int, dict[Any, Array]] = {}
+        weights = {port: block(self._spots[port].pieces, self._held(port)) for port in wrt if port.kind == "weight"}
+        self.values: Mapping[Port, Array] = {port: np.asarray(value) for port, value in values.items()} | weights
+
+    def _once(self, name: str, make: Any) -> Any:
+        built = self._opened.copy.built
+        key = ("pullback", self._key, name)
+        if key not in built:
+            built[key] = make()
+        return built[key]
+
+    def _find(self, batch: Batch, ports: Sequence[Port]) -> dict[Port, Spot]:
+        spots = Spots(self._opened, batch)
+        return {port: spots(port) for port in ports}
+
+    def _held(self, port: Port) -> dict[str, Array]:
+        """Values of the variables that a weight lies in."""
+        names = [piece.variable for piece in self._spots[port].pieces]
+        missing = [name for name in names if name not in self._variables]
+        self._variables |= self._opened.read(missing) if missing else {}
+        return {name: self._variables[name] for name in names}
+
+    def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
+        """See :meth:`Pullback.vjp`."""
+        for port, cotangent in cotangents.items():
+            self._check(port, cotangent)
+        chosen = tuple(cotangents)
+        built: _Built = self._once(f"vjp {chosen}", lambda: self._build(chosen))
+        count = len(next(iter(cotangents.values())))
+        rows = [self._row(built, {port: c[k] for port, c in cotangents.items()}) for k in range(count)]
+        return {port: self._stacked(port, built, rows) for port in self._wrt}
+
+    def _check(self, port: Port, cotangent: Array) -> None:
+        if port not in self._of:
+            raise InputError(message("A cotangent was given for a port that is not among of=.", got=port))
+        shape = tuple(self.values[port].shape)
+        if tuple(cotangent.shape)[1:] != shape:
+            raise InputError(
+                message("A cotangent does not fit its port.", got=tuple(cotangent.shape), expected=("K", *shape))
+            )
+
+    def _build(self, of: Sequence[Port]) -> _Built:
+        """Add the backward pass from some ports to the copy."""
+        graph = self._opened.copy.graph
+        before = set(graph.get_operations())
+        ys, given, placeholders = [], [], {}
+        with graph.as_default(), tf.name_scope("rnnlens/pullback"):
+            for port in of:
+                spot = self._spots[port]
+                placeholder = tf.placeholder(spot.value.dtype.base_dtype, spot.value.shape)
+                placeholders[port] = placeholder
+                for tensor, part in self._starts(spot, placeholder):
+                    ys.append(tensor)
+                    given.append(part)
+            built = _Built(placeholders)
+            stop = [tensor for port in self._cut for tensor in _border(self._spots[port])]
+            together = [port for port in self._wrt if not self._spots[port].stop]
+            apart = [port for port in self._wrt if self._spots[port].stop]
+            self._add(built, together, ys, given, stop)
+            for port in apart:
+                self._add(built, [port], ys, given, [*stop, *self._spots[port].stop])
+        built.kept = self._keepable(built, set(graph.get_operations()) - before)
+        return built
+
+    def _starts(self, spot: Spot, cotangent: Any) -> list[tuple[Any, Any]]:
+        """The tensors that differentiation starts from, and the cotangent of each."""
+        spot = spot.halves[0] if spot.halves else spot
+        if spot.border is None or spot.loop is None:
+            return [(spot.value, cotangent)]
+        return list(zip(spot.border.tensors, as_run(spot.loop, spot.border, cotangent), strict=True))
+
+    def _add(self, built: _Built, ports: Sequence[Port], ys: list[Any], given: list[Any], stop: list[Any]) -> None:
+        sources: dict[Any, Any] = {}
+        for port in ports:
+            for h, spot in enumerate(self._spots[port].halves or (self._spots[port],)):
+                sources |= {(port, h, j): source for j, source in enumerate(spot.sources)}
+        made = dict(
+            zip(sources, gradients(self._opened.copy.graph, ys, list(sources.values()), given, stop), strict=True)
+        )
+        for port in ports:
+            spots = self._spots[port].halves or (self._spots[port],)
+            if port.kind == "weight":
+                names = dict.fromkeys(piece.variable for piece in spots[0].pieces)
+                parts = {name: made[port, 0, j] for j, name in enumerate(names)}
+                built.found |= {(port, name): g for name, g in parts.items() if g is not None}
+                continue
+            halves = [joined(s, [made[port, h, j] for j in range(len(s.sources))]) for h, s in enumerate(spots)]
+            present = [half for half in halves if half is not None]
+            if present:
+                built.found[port] = tf.add_n(present) if len(present) > 1 else present[0]
+
+    def _keepable(self, built: _Built, added: set[Any]) -> list[Any] | None:
+        """What the backward pass reads of the forward one; None where some of it cannot be fed."""
+        graph, own = self._opened.copy.graph, {tensor.ref() for tensor in built.given.values()}
+        read: dict[Any, Any] = {}
+        for op in added:
+            read |= {tensor.ref(): tensor for tensor in op.inputs if tensor.op not in added and tensor.ref() not in own}
+        borders = list(read.values())
+        plain = all(t.dtype not in _VARIANTS and not t.dtype._is_ref_dtype and graph.is_feedable(t) for t in borders)
+        inside = any(op._get_control_flow_context() is not None for op in added)
+        return borders if plain and not inside else None
+
+    def _row(self, built: _Built, cotangents: Mapping[Port, Array]) -> dict[Any, Array]:
+        given = {built.given[port]: np.asarray(c) for port, c in cotangents.items()}
+        copy = self._opened.copy
+        with said_clearly(self._net):
+            if built.kept is None:
+                variables = self._opened.variables(list(built.found.values()), self._feed)
+                return copy.run(built.found, {**self._feed, **given}, self._variables | variables)
+            if id(built) not in self._forward:
+                variables = self._opened.variables(built.kept, self._feed)
+                left = copy.run(dict(enumerate(built.kept)), self._feed, self._variables | variables)
+                self._forward[id(built)] = {tensor: left[i] for i, tensor in enumerate(built.kept)}
+            return copy.run(built.found, {**self._forward[id(built)], **given}, {})
+
+    def _stacked(self, port: Port, built: _Built, rows: Sequence[Mapping[Any, Array]]) -> Array | None:
+        if port.kind != "weight":
+            return np.stack([row[port] for row in rows]) if port in built.found else None
+        names = list(dict.fromkeys(piece.variable for piece in self._spots[port].pieces))
+        if not any((port, name) in built.found for name in names):
+            return None
+        whole = {
+            name: np.stack([row[port, name] for row in rows])
+            if (port, name) in built.found
+            else np.zeros((len(rows), *self._held(port)[name].shape), self._held(port)[name].dtype)
+            for name in names
+        }
+        return block(self._spots[port].pieces, whole)
+
+    def __enter__(self) -> Pullback:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._forward = {}
+
+
+def _border(spot: Spot) -> tuple[Any, ...]:
+    return spot.border.tensors if spot.border is not None else (spot.value,)

@@ -1,0 +1,229 @@
+"""The weights of a graph: by the layer that has them, ours as blocks of variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...recurrence.cells import Cell
+from ...typing import Array
+from ..protocol import LayerWeights, Place
+from .found import Loop, Piece
+from .graph_copy import cone
+from .naming import owner_of, pieces_of
+from .opened import Opened
+from .variables import dtype_of, is_variable, trainable_names
+
+#: What batch normalisation keeps for itself.
+_STATISTICS = ("moving_mean", "moving_variance", "renorm_mean", "renorm_stddev")
+_LOOKUPS = ("Gather", "GatherV2", "ResourceGather", "SparseMatMul")
+_PASSING = ("Identity", "ReadVariableOp", "Enter")
+
+
+@dataclass
+class LayerVariables:
+    """What a layer has: its weights as blocks of variables, and what comes out of its scope, where that is one tensor.
+
+    ``loops``: those whose cell it is; none for a layer that is not recurrent. ``calls``: its output, one per call.
+    """
+
+    weights: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
+    loops: list[Loop] = field(default_factory=list)
+    calls: tuple[Any, ...] = ()
+
+    @property
+    def output(self) -> Any:
+        """What comes out of it; None where that is not one tensor."""
+        return self.calls[0] if len(self.calls) == 1 else None
+
+
+def layers_of(found: Opened) -> dict[str, LayerVariables]:
+    """All layers with weights that outputs or loss depend on, in the order of the graph."""
+    layers: dict[str, LayerVariables] = found.copy.built.get("layers") or _layers(found)
+    found.copy.built["layers"] = layers
+    return layers
+
+
+def _layers(found: Opened) -> dict[str, LayerVariables]:
+    ends = [found.copy.same(tensor) for tensor in found.net.ends]
+    taps = [tensor for loop in found.loops for border in (*loop.final, loop.input) for tensor in border.tensors]
+    operations = set(cone([*ends, *taps]))
+    variables = [op for op in found.copy.graph.get_operations() if op in operations and is_variable(op)]
+    owners = {
+        name: base(loop) for loop in found.loops for pieces in weights_of(loop).values() for name in _held(pieces)
+    }
+    layers: dict[str, LayerVariables] = {}
+    for variable in variables:
+        name = owners.get(variable.name)
+        scope, key = (name, "") if name is not None else owner_of(variable.name, found.net.keras)
+        if scope not in layers:
+            layers[scope] = _recurrent(found.first_call(scope))
+        if name is None:
+            layers[scope].weights[key] = pieces_of(variable.name)
+    for loop in found.loops:  # without a variable of its own, or with those of another
+        layers.setdefault(base(loop), _recurrent(found.first_call(base(loop))))
+    made = {} if found.net.keras is None else dict(found.net.keras.outputs)
+    for scope, tensors in made.items():  # layers without weights have an output all the same
+        layers.setdefault(scope, LayerVariables()).calls = tuple(map(found.copy.tensor, tensors))
+    for scope, layer in layers.items():
+        if not layer.loops and found.net.keras is None:
+            output = _output(scope, operations, ends)
+            layer.calls = () if output is None else (output,)
+    return layers
+
+
+def base(loop: Loop) -> str:
+    """The layer that a loop is a call of."""
+    return loop.name.partition("#")[0]
+
+
+def _recurrent(loops: Sequence[Loop]) -> LayerVariables:
+    """The weights of the cells of a layer, those of a direction behind its name."""
+    lead = {loop.direction: f"{loop.direction}/" if len(loops) > 1 else "" for loop in loops}
+    weights = {lead[loop.direction] + key: pieces for loop in loops for key, pieces in weights_of(loop).items()}
+    return LayerVariables(weights, list(loops))
+
+
+def weights_of(loop: Loop) -> Mapping[str, tuple[Piece, ...]]:
+    """The weights of one cell: by our names, or of an unknown one by those of its variables within its scope."""
+    if loop.cell.body is None:
+        return loop.cell.weights
+    return {short(loop, name): (Piece(name),) for name in loop.cell.body.variables}
+
+
+def short(loop: Loop, variable: str) -> str:
+    """The name of a variable within the layer, one word: ``gates.kernel`` for ``rnn/my_cell/gates/kernel``."""
+    for scope in (loop.scope, loop.name):
+        if scope and variable.startswith(f"{scope}/"):
+            variable = variable[len(scope) + 1 :]
+            break
+    return variable.replace("/", ".")
+
+
+def _held(pieces: Sequence[Piece]) -> list[str]:
+    return [piece.variable for piece in pieces]
+
+
+def _output(scope: str, operations: set[Any], ends: Sequence[Any]) -> Any:
+    """The one tensor of floats that leaves a scope; None where there are several."""
+    last = {tensor.ref() for tensor in ends}
+    leaving = []
+    for operation in operations:
+        if not operation.name.startswith(f"{scope}/") or is_variable(operation):
+            continue
+        for tensor in operation.outputs:
+            readers = [op for op in tensor.consumers() if op in operations]
+            outside = [op for op in readers if not op.name.startswith((f"{scope}/", "gradients"))]
+            floats = tensor.dtype.base_dtype.is_floating and not _is_weight(tensor)
+            if floats and (tensor.ref() in last or any(op.type not in ("Shape", "Size") for op in outside)):
+                leaving.append(tensor)
+    return leaving[0] if len(leaving) == 1 else None
+
+
+def _is_weight(tensor: Any) -> bool:
+    """Whether a tensor is the value of a variable."""
+    while tensor.op.type in _PASSING and tensor.op.inputs:
+        tensor = tensor.op.inputs[0]
+    return is_variable(tensor.op)
+
+
+def block(pieces: Sequence[Piece], values: Mapping[str, Array], *, added: bool = False) -> Array:
+    """A weight of ours, or its gradient, cut out of variables; with ``added`` also what the graph adds to them.
+
+    Leading axes stay.
+    """
+    parts = []
+    for piece in pieces:
+        part = np.asarray(values[piece.variable])
+        if piece.rows is not None:
+            part = part[..., piece.rows, piece.columns]
+        elif piece.columns != slice(None):
+            part = part[..., piece.columns]
+        parts.append(part + np.asarray(piece.plus, part.dtype) if added and piece.plus else part)
+    return np.concatenate(parts, axis=-1) if len(parts) > 1 else np.array(parts[0])
+
+
+def known_cell(loop: Loop, values: Mapping[str, Array], constants: Mapping[str, Array]) -> Cell:
+    """The cell of a loop whose equations are known, with these values of the variables."""
+    arrays = {key: block(pieces, values, added=True) for key, pieces in loop.cell.weights.items()}
+    assert loop.cell.cell is not None
+    return loop.cell.cell(**arrays, **constants, **loop.cell.options)
+
+
+def listed(found: Opened) -> dict[str, LayerWeights]:
+    """What :meth:`Adapter.weights` returns."""
+    layers = layers_of(found)
+    graph, trainable = found.copy.graph, trainable_names(found.net.graph)
+    names = dict.fromkeys(n for layer in layers.values() for pieces in layer.weights.values() for n in _held(pieces))
+    values = found.read(names)
+    floats = {name for name in names if dtype_of(graph.get_operation_by_name(name)).is_floating}
+    made = {}
+    for scope, layer in layers.items():
+        present = {key: pieces for key, pieces in layer.weights.items() if floats.issuperset(_held(pieces))}
+        if not present and not layer.loops:
+            continue  # a layer without weights
+        made[scope] = LayerWeights(
+            values={key: block(pieces, values) for key, pieces in present.items()},
+            trainable={key: trainable.issuperset(_held(pieces)) for key, pieces in present.items()},
+            cells=_cells(found, layer, values),
+            statistics=frozenset(key for key in present if key in _STATISTICS),
+            tables=frozenset(key for key, pieces in present.items() if is_table(graph, pieces)),
+        )
+    return made
+
+
+def _cells(found: Opened, layer: LayerVariables, values: Mapping[str, Array]) -> dict[str, Cell]:
+    known = [loop for loop in layer.loops if loop.cell.cell is not None]
+    alike = {(loop.cell.cell, loop.cell.units, frozenset(loop.cell.weights)) for loop in known}
+    if len(known) < len(layer.loops) or len(alike) != 1:
+        return {}
+    return {loop.direction: known_cell(loop, values, found.constants(loop)) for loop in known}
+
+
+def is_table(graph: Any, pieces: Sequence[Piece]) -> bool:
+    """Whether the rows of a variable are looked up by integers."""
+    waiting, seen = [graph.get_operation_by_name(pieces[0].variable).outputs[0]], set()
+    while waiting:
+        tensor = waiting.pop()
+        for reader in tensor.consumers():
+            if reader.type in _LOOKUPS and reader.inputs[0] is tensor:
+                return True
+            if reader.type in _PASSING and reader not in seen:
+                seen.add(reader)
+                waiting += reader.outputs
+    return False
+
+
+def name_of(pieces: Sequence[Piece], key: str) -> str:
+    """The name of a weight as a framework's weight of its own: that of the variable, or of the block of several."""
+    if len(pieces) == 1 and pieces[0].rows is None and pieces[0].columns == slice(None):
+        return pieces[0].variable
+    blocks = [f"{p.variable}[{_window(p.rows)}{_window(p.columns)}]".replace(",]", "]") for p in pieces]
+    return "+".join(blocks) if blocks else key
+
+
+def _window(part: slice | int | None) -> str:
+    if part is None:
+        return ""
+    if isinstance(part, int):
+        return f"{part},"
+    ends = ["" if end is None else str(end) for end in (part.start, part.stop)]
+    return ":".join(ends) + ","
+
+
+def place_of(found: Opened, layer: str, direction: str | None, key: str) -> Place | None:
+    """See :meth:`Adapter.place`: our weights are blocks that no two of them share, each a weight of its own."""
+    layers = layers_of(found)
+    own = layers.get(layer)
+    if own is None:
+        return None
+    full = key if direction is None or "/" in key else f"{direction}/{key}"
+    pieces = own.weights.get(full) or own.weights.get(key)
+    if pieces is None:
+        return None
+    name = name_of(pieces, key)
+    users = [n for n, other in layers.items() for k, p in other.weights.items() if name_of(p, k) == name]
+    return Place(name, lambda gradient: gradient, tied=len(users) > 1)

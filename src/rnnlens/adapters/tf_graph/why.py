@@ -1,0 +1,204 @@
+"""Why TensorFlow gives no gradient between two tensors of a graph: read off the graph, without running it.
+
+The walk goes from the target back. A tensor lets gradients through unless the operation that made it says otherwise,
+and the operation that does is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+from tensorflow.python.framework import ops
+
+from ..protocol import Batch, Obstacle, Port
+from .graph_copy import cone
+from .opened import Opened
+from .ports import Spots
+from .variables import is_variable
+from .weights import layers_of
+
+_STOPS = ("StopGradient", "PreventGradient")
+_PYTHON = ("PyFunc", "PyFuncStateless")
+#: Flat, or made anew from the shape alone: a gradient that is registered, and is None or zero.
+_FLAT = ("Round", "Rint", "Floor", "Ceil", "Sign", "FloorDiv", "FloorMod", "ZerosLike", "OnesLike")
+#: What they give depends on sizes alone.
+_SIZES = ("Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike")
+_ASSIGNS = ("Assign", "AssignAdd", "AssignSub", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
+_STATISTICS = ("moving_mean", "moving_variance")
+
+#: A code, and the sentence about the operation.
+_Block = tuple[str, str, str]
+
+
+def blocked(found: Opened, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
+    """What is in the way from targets to a tensor; None where the graph shows nothing that is."""
+    spots = Spots(found, batch)
+    targets = [tensor for port in of for tensor in _ends(found, spots, port)]
+    sources = _sources(found, spots, wrt)
+    if not sources or not targets:
+        return None
+    own = {tensor.ref() for tensor in sources}
+    integers = [t for t in sources if not (t.dtype.base_dtype.is_floating or t.dtype == tf.resource)]
+    if len(integers) == len(sources):
+        return _integer_input(found, integers[0])
+    above = _dependent(cone(targets), own)
+    if not above and not own.intersection(t.ref() for t in targets):
+        return _through_state(found, targets, sources, of, wrt)
+    return _first_block(targets, above, own)
+
+
+def _ends(found: Opened, spots: Spots, port: Port) -> Sequence[Any]:
+    spot = None if _of_loop(found, port) else spots(port)
+    return _leaving(found, port) if spot is None else (spot.value,)
+
+
+def _sources(found: Opened, spots: Spots, port: Port) -> list[Any]:
+    return list(_leaving(found, port) if _of_loop(found, port) else spots(port).sources)
+
+
+def _of_loop(found: Opened, port: Port) -> bool:
+    return port.kind == "output" and bool(found.layer(str(port.layer)))
+
+
+def _leaving(found: Opened, port: Port) -> list[Any]:
+    """All that a recurrence puts out: whatever depends on something within depends on one of these."""
+    loops = found.layer(str(port.layer))
+    borders = [border for loop in loops for border in (*loop.final, *([] if loop.output is None else [loop.output]))]
+    return [tensor for border in borders for tensor in border.tensors]
+
+
+def _dependent(operations: Iterable[Any], sources: set[Any]) -> set[Any]:
+    """Those of some operations that any of the sources leads to."""
+    every = list(operations)
+    known = set(every)
+    found: set[Any] = set()
+    waiting = [op for op in every if any(tensor.ref() in sources for tensor in op.inputs)]
+    while waiting:
+        operation = waiting.pop()
+        if operation in found or operation.type in _SIZES:
+            continue
+        found.add(operation)
+        waiting += [reader for tensor in operation.outputs for reader in tensor.consumers() if reader in known]
+    return found
+
+
+def _first_block(targets: Sequence[Any], above: set[Any], sources: set[Any]) -> Obstacle | None:
+    """Walk back from the targets along tensors that pass gradients; the last thing in the way is what is said."""
+    waiting, seen, blocks = [t for t in targets if t.op in above], set(), []
+    while waiting:
+        tensor = waiting.pop(0)
+        if tensor.ref() in seen:
+            continue
+        seen.add(tensor.ref())
+        block = _block(tensor)
+        if block is not None:
+            blocks.append(block)
+            continue
+        if any(given.ref() in sources for given in tensor.op.inputs):
+            return None
+        waiting += [given for given in tensor.op.inputs if given.op in above]
+    if not blocks:
+        return None
+    code, sentence, remedy = min(blocks, key=lambda block: _ORDER.index(block[0]))
+    return Obstacle(code, sentence, remedy)
+
+
+_ORDER = (
+    "stop_gradient",
+    "py_func",
+    "no_back_prop",
+    "no_gradient_registered",
+    "integers_on_the_way",
+    "non_differentiable",
+)
+
+
+def _block(tensor: Any) -> _Block | None:
+    """What the operation that made a tensor does to gradients; None where it passes them."""
+    operation, kind = tensor.op, tensor.dtype.base_dtype
+    named = f"{operation.name!r} ({operation.type})"
+    if operation.type in _STOPS:
+        return (
+            "stop_gradient",
+            f"tf.stop_gradient stands in the way: {named}.",
+            "leave it out, or ask for what it returns",
+        )
+    if operation.type in _PYTHON:
+        remedy = "tf.custom_gradient around it, or the same in TensorFlow operations (tf.py_function has gradients)"
+        return "py_func", f"A Python function stands in the way: {named} has no gradient.", remedy
+    context = operation._get_control_flow_context()
+    if operation.type == "Exit" and not getattr(context, "back_prop", True):
+        sentence = f"The loop {context.name!r} was built with back_prop=False: TensorFlow kept nothing to go back by."
+        return "no_back_prop", sentence, "build it with back_prop=True (swap_memory=True where memory is short)"
+    if kind == tf.bool:
+        return "non_differentiable", f"A comparison stands in the way: {named} gives yes or no.", _SMOOTH
+    if kind.is_integer or kind == tf.string:
+        sentence = f"Integers stand in the way: {named} gives {kind.name}, and TensorFlow, 1.8 as today, says None."
+        return "integers_on_the_way", sentence, _SMOOTH
+    if operation.type in ("OneHot", "Cast") and not operation.inputs[0].dtype.is_floating:
+        return None  # what gave it the integers is what is named
+    if operation.type in _FLAT:
+        return "non_differentiable", f"{named} is flat: it has no gradient.", _SMOOTH
+    return _unregistered(operation, named)
+
+
+_SMOOTH = "ask for the tensor behind it, or put something smooth in its place (a softmax for argmax, a sigmoid for >)"
+
+
+def _unregistered(operation: Any, named: str) -> _Block | None:
+    if not operation.inputs or operation.type in ("While", "StatelessWhile", "If", "StatelessIf") or _own(operation):
+        return None
+    try:
+        function = ops.gradient_registry.lookup(operation.type)
+    except LookupError:
+        sentence = f"TensorFlow knows no gradient of {named}."
+        return "no_gradient_registered", sentence, "another operation for the same (LSTMCell for LSTMBlockCell)"
+    return None if function is not None else ("non_differentiable", f"{named} has no gradient.", _SMOOTH)
+
+
+def _own(operation: Any) -> bool:
+    """Whether the user gave the operation a gradient of its own, or it is a function."""
+    try:
+        operation.get_attr("_gradient_op_type")
+    except ValueError:
+        return "PartitionedCall" in operation.type or operation.type == "SymbolicGradient"
+    return True
+
+
+def _integer_input(found: Opened, tensor: Any) -> Obstacle:
+    tables = [name for name, layer in layers_of(found).items() if layer.output is not None and "embed" in name]
+    remedy = " or ".join(f'wrt="{name}.output"' for name in tables) or "the tensor that it is looked up to, by its name"
+    sentence = f"{tensor.name} holds integers ({tensor.dtype.base_dtype.name}): nothing can be differentiated by them."
+    return Obstacle("integer_input", f"{sentence} TensorFlow, 1.8 as today, says None and no more.", remedy)
+
+
+def _through_state(
+    found: Opened, targets: Sequence[Any], sources: Sequence[Any], of: Sequence[Port], wrt: Port
+) -> Obstacle:
+    """Nothing leads there; or what leads there goes through the value of a variable that something assigns."""
+    read = {op for op in cone(targets) if is_variable(op)}
+    own = {tensor.ref() for tensor in sources}
+    for operation in found.copy.graph.get_operations():
+        if operation.type not in _ASSIGNS or operation.name.startswith("rnnlens") or operation.inputs[0].op not in read:
+            continue
+        given = operation.inputs[1]
+        if given.ref() in own or _dependent(cone([given]), own):
+            name = operation.inputs[0].op.name
+            sentence = f"The value goes through the variable {name!r}, which {operation.name!r} assigns between runs."
+            return Obstacle("through_state", sentence, "the tensor that is assigned, in place of the variable")
+    where = f"{wrt.layer}/{wrt.key}" if wrt.kind == "weight" else sources[0].name
+    if wrt.key in _STATISTICS:
+        sentence = f"{where} is not read here: the layer takes the statistics of the batch itself."
+        return Obstacle("batch_statistics", sentence, "feed the phase in which the layer takes what it keeps")
+    ends = ", ".join(dict.fromkeys(_named(port) for port in of))
+    sentence = f"{where} is not on the way to {ends}: no operation leads from the one to the other."
+    return Obstacle("not_on_path", sentence, "leave it out of wrt=, or ask for a target above it")
+
+
+def _named(port: Port) -> str:
+    """How users name a target."""
+    if port.layer is None:
+        return "the loss" if port.kind == "loss" else f"output[{port.index}]" if port.index else "output"
+    return port.layer if ":" in port.layer else f"{port.layer}.{port.kind}"

@@ -1,0 +1,145 @@
+"""Recurrent calls that were heard in a training step, run again by themselves: same weights, inputs, states, dropout.
+
+What stood above and below them is not run. The direct gradients that arrived in the user's own backward pass take the
+place of what was above: the loss of the replay is their inner product with what the calls return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ...errors import UnsupportedError, message
+from .heard import HeardCall
+from .heard_weights import unscaled
+from .inputs import on_leaves
+
+#: Largest deviation of what a replayed call returns, relative to the largest number: another kernel, other rounding.
+CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+
+
+class Again(nn.Module):  # type: ignore[misc]
+    """A model of nothing but the recurrent calls of one step; its input is only counted.
+
+    Parameters
+    ----------
+    calls
+        In the order of the forward pass.
+    scale
+        That a GradScaler had put on the loss.
+
+    Raises
+    ------
+    UnsupportedError
+        For dropout inside a stack on another device than the CPU: its generator is not ours to set back.
+    """
+
+    def __init__(self, calls: Sequence[HeardCall], scale: float = 1.0) -> None:
+        super().__init__()
+        self._calls, self._scale = list(calls), scale
+        self._modules_by_path: dict[str, Any] = {}
+        self.deviation = 0.0
+        for call in self._calls:
+            if call.random is not None and call.returned[0].device.type != "cpu":
+                raise _unseen_dropout(call)
+            if call.path not in self._modules_by_path:
+                self._modules_by_path[call.path] = self._put(call)
+
+    def forward(self, *_inputs: Any) -> list[Any]:
+        """What every call returned: its output, then its final states."""
+        returned = []
+        for call in self._calls:
+            module = self._modules_by_path[call.path]
+            if call.random is not None:
+                torch.set_rng_state(call.random)
+            with _autocast(call):
+                first, finals = module(*on_leaves(call.args, _same), **on_leaves(call.kwargs, _same))
+            first = first.data if isinstance(first, PackedSequence) else first
+            returned.append([first, finals] if isinstance(finals, Tensor) else [first, *finals])
+        return returned
+
+    def loss(self, returned: list[list[Tensor]]) -> Tensor:
+        """The inner product of what was returned with the gradient that arrived there; its gradients are the step's."""
+        total = None
+        for call, tensors in zip(self._calls, returned, strict=True):
+            self._compare(call, tensors)
+            for place, tensor in enumerate(tensors):
+                if place in call.grads:
+                    term = (tensor.float() * unscaled(call.grads[place], self._scale)).sum()
+                    total = term if total is None else total + term
+        assert total is not None
+        return total
+
+    def _compare(self, call: HeardCall, tensors: Sequence[Tensor]) -> None:
+        """Hold the replay against the training step itself."""
+        for tensor, before in zip(tensors, call.returned, strict=True):
+            size = float(before.abs().max()) or 1.0
+            far = float((tensor.detach().float() - before.float()).abs().max()) / size
+            self.deviation = max(self.deviation, far)
+            if not far <= CLOSE.get(before.dtype, 1e-4):
+                raise UnsupportedError(
+                    message(
+                        f"The calls of {call.path!r} in the step cannot be run again: they return other numbers.",
+                        got=f"a deviation of {far:.1g} of the largest number, from a {type(call.module).__name__}",
+                        expected="a layer whose output is that of torch's own kernel",
+                        hint="the direct gradients are those of the step all the same; probe mode shows the rest",
+                    )
+                )
+
+    def _put(self, call: HeardCall) -> nn.Module:
+        """A fresh module with the weights of the step, under the path that it has in the user's model."""
+        module = _fresh(call)
+        holder: nn.Module = self
+        *above, last = call.path.split(".")
+        for name in above:
+            if name not in holder._modules:
+                holder.add_module(name, nn.Module())
+            holder = holder._modules[name]
+        holder.add_module(last, module)
+        return module
+
+
+def _fresh(call: HeardCall) -> nn.Module:
+    user: Any = call.module
+    kind = next(kind for kind in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(user, kind))
+    options: dict[str, Any] = {
+        name: getattr(user, name) for name in ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
+    }
+    if kind is nn.LSTM:
+        options["proj_size"] = user.proj_size
+    elif kind is nn.RNN:
+        options["nonlinearity"] = user.nonlinearity
+    module: Any = kind(user.input_size, user.hidden_size, device="meta", **options)
+    for (layer, direction), weights in call.weights.items():
+        suffix = f"_l{layer}" + ("_reverse" if direction == "backward" else "")
+        for slot, weight in weights.items():
+            setattr(module, slot + suffix, nn.Parameter(weight.clone()))
+    module.train(call.training)
+    return module
+
+
+@contextmanager
+def _autocast(call: HeardCall) -> Iterator[None]:
+    device = call.returned[0].device.type
+    with torch.autocast(device, dtype=call.autocast, enabled=call.autocast is not None):
+        yield
+
+
+def _same(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _unseen_dropout(call: HeardCall) -> UnsupportedError:
+    return UnsupportedError(
+        message(
+            f"Dropout between the stacked layers of {call.path!r} was drawn by a generator of the device's own.",
+            got=f"dropout={call.module.dropout} on {call.returned[0].device.type}",
+            expected="dropout=0, or training on the CPU",
+            hint="one nn module per layer with nn.Dropout between them; output_grad is known all the same",
+        )
+    )

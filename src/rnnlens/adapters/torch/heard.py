@@ -1,0 +1,213 @@
+"""The recurrent calls of somebody's training step, overheard: nothing is run, replaced or kept in the graph.
+
+A forward hook sees what each call was fed and returned; a hook on the returned tensors hears the gradient that arrives
+there in the user's own backward pass, which is the direct gradient: a fused kernel returns each step once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from .discover import recurrent_modules, unwrapped
+from .heard_weights import WeightListener
+from .inputs import on_leaves
+from .record import autocast_around
+from .weights import cell_weights
+
+
+@dataclass(eq=False)
+class HeardCall:
+    """One call of a fused recurrent module in a training step: what it was fed, what it returned, what came back.
+
+    Attributes
+    ----------
+    args, kwargs
+        Detached copies; empty where only what came back is wanted.
+    weights
+        By layer index and direction, in torch's words; copies where a replay is wanted: the step changes the user's.
+    random
+        State of the generator that dropout between stacked layers drew from; None where none acted.
+    returned
+        Detached: the output (of a packed sequence its data), then the final states.
+    grads
+        By the place in ``returned``: the sum over the backward passes that came through. As torch had it: times the
+        scale of a GradScaler.
+    """
+
+    path: str
+    module: Any
+    training: bool
+    weights: dict[tuple[int, str], dict[str, Tensor]]
+    returned: list[Tensor]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    packed: PackedSequence | None = None
+    random: Tensor | None = None
+    autocast: torch.dtype | None = None
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    backwards: set[int] = field(default_factory=set)
+    number: int = 0
+
+
+class Listener:
+    """Hears the fused recurrent layers of a model while it trains.
+
+    Parameters
+    ----------
+    model
+        Left as it is; :meth:`remove` takes the hooks away.
+    layers
+        Names of layers, or None for all.
+    whole
+        Keep what a replay needs: inputs, weights, the state of the random generator.
+
+    Attributes
+    ----------
+    calls
+        Those that a gradient has arrived at, since :meth:`forget`. A forward whose graph dies without one, as in a
+        validation, leaves nothing.
+    passes, carried
+        Backward passes that are accumulated in ``.grad``; whether it held gradients from before this step.
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[str] | None, *, whole: bool) -> None:
+        self.model, self.whole = unwrapped(model), whole
+        self._on = False
+        self.calls: list[HeardCall] = []
+        self.forwards = self.evaluations = self.without_graph = 0
+        self.passes, self.carried = 0, False
+        self._forward = self._task = 0
+        self._states: dict[int, Tensor] = {}
+        self._handles: list[Any] = []
+        self.others = [path for path, m in recurrent_modules(self.model) if not isinstance(m, nn.RNNBase)]
+        self.heard = [(path, m) for path, m in recurrent_modules(self.model) if isinstance(m, nn.RNNBase)]
+        if layers is not None:
+            wanted = {name.partition("[")[0] for name in layers}
+            self.heard = [(path, m) for path, m in self.heard if path in wanted]
+        self.weights = WeightListener(self.heard, self.model.parameters())
+        for path, module in self.heard:
+            self._handles.append(module.register_forward_pre_hook(self._before(path), prepend=True))
+            self._handles.append(module.register_forward_hook(self._after(path), with_kwargs=True))
+
+    @property
+    def on(self) -> bool:
+        """Whether to listen at all; a hook that does not listen returns at once."""
+        return self._on
+
+    @on.setter
+    def on(self, value: bool) -> None:
+        self._on = self.weights.on = value
+
+    def remove(self) -> None:
+        """Take every hook away; what is heard of graphs that still live is dropped."""
+        for handle in self._handles:
+            handle.remove()
+        self.weights.remove()
+        self.on = False
+        self.forget()
+
+    def forget(self) -> None:
+        """A step is over."""
+        self.calls, self.passes, self.carried = [], 0, False
+        self.weights.forget()
+        self.forwards = self.evaluations = self.without_graph = 0
+
+    def _before(self, path: str) -> Any:
+        def hook(module: Any, args: Any) -> None:
+            if self.on and self.whole and module.training and module.dropout and module.num_layers > 1:
+                self._states[id(module)] = torch.get_rng_state()
+
+        return hook
+
+    def _after(self, path: str) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            if self.on:
+                self._hear(path, module, args, kwargs, output)
+
+        return hook
+
+    def _hear(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self.forwards += 1
+        state = self._states.pop(id(module), None)
+        if not self.model.training:
+            self.evaluations += 1
+            return
+        first, finals = output
+        tensors = [first.data if isinstance(first, PackedSequence) else first]
+        tensors += [finals] if isinstance(finals, Tensor) else list(finals)
+        if not any(tensor.requires_grad for tensor in tensors):
+            self.without_graph += 1
+            return
+        self._forward += 1
+        weights = _weights(module, _copied if self.whole else Tensor.detach)
+        call = HeardCall(path, module, bool(module.training), weights, [t.detach() for t in tensors])
+        call.number, call.random, call.autocast = self._forward, state, autocast_around(tensors[0])
+        call.packed = first if isinstance(first, PackedSequence) else None
+        if self.whole:
+            call.args, call.kwargs = on_leaves(args, _copied), on_leaves(kwargs, _copied)
+        for place, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                tensor.register_hook(self._arrival(call, place))
+
+    def _arrival(self, call: HeardCall, place: int) -> Any:
+        # The hook alone keeps the call alive: it dies with the graph of a forward that nobody differentiates.
+        listener = weakref.ref(self)
+
+        def hook(grad: Tensor | None) -> None:
+            here = listener()
+            # None: the call has a gradient, at another of the tensors that it returned.
+            if grad is not None and here is not None and here.on:
+                here._arrived(call, place, grad.detach().clone())
+
+        return hook
+
+    def _arrived(self, call: HeardCall, place: int, grad: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin(task, call)
+        if call not in self.calls:
+            self.calls.append(call)
+        call.backwards.add(task)
+        call.grads[place] = grad if place not in call.grads else call.grads[place] + grad
+
+    def _begin(self, task: int, call: HeardCall) -> None:
+        """A backward pass has reached a layer: the first of this step, or one more, perhaps through a new forward."""
+        self._task = task
+        fresh = self.weights.is_fresh()
+        self.carried = not fresh if not self.passes else self.carried and not fresh
+        self.passes = 1 if fresh else self.passes + 1
+        if self.calls and not any(call is known for known in self.calls) and call.number > self.calls[-1].number:
+            self.calls = []
+            self.weights.forget_own()
+        _queue(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        # Once more to the end of the queue: processes that train together average their gradients there.
+        _queue(self._gradients_are_there)
+
+    def _gradients_are_there(self) -> None:
+        if self.on:
+            self.weights.accumulated()
+
+
+def _queue(function: Callable[[], None]) -> None:
+    """Have a function called when the backward pass that runs is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def _weights(module: Any, taken: Callable[[Tensor], Tensor]) -> dict[tuple[int, str], dict[str, Tensor]]:
+    return {
+        (layer, direction): {slot: taken(weight) for slot, weight in weights.items()}
+        for layer, direction, weights in cell_weights(module)
+    }
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

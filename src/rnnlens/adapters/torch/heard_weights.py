@@ -1,0 +1,171 @@
+"""The gradients of the recurrent weights in somebody's training step: of each backward pass, accumulated, and applied.
+
+They are read where torch keeps them, and copied: ``.grad`` is the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .discover import node_name
+from .weights import NAMES, cell_weights, class_of, ours
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter belongs: the name of the layer in a result, its direction, and torch's word for the weight."""
+
+    layer: str
+    direction: str
+    slot: str
+    cell: Any
+
+    @property
+    def key(self) -> str:
+        """Our word for the weight."""
+        return NAMES[self.slot]
+
+
+@dataclass
+class WeightGradients:
+    """By parameter: gradients of the loss itself, any scale divided out.
+
+    ``own``: of the forward passes that were heard, as this process computed it. ``accumulated``: what ``.grad`` held
+    when the last backward pass of the step was over, with the passes before it, and averaged over processes where
+    these train together. ``applied``: what the optimizer was given, after clipping.
+    ``whole``: the norms of the gradients of all weights of the model, ``grad_norm`` and ``grad_norm_clipped``.
+    """
+
+    own: dict[Slot, Tensor] = field(default_factory=dict)
+    accumulated: dict[Slot, Tensor] = field(default_factory=dict)
+    applied: dict[Slot, Tensor] = field(default_factory=dict)
+    whole: dict[str, float] = field(default_factory=dict)
+
+    def norms(self) -> dict[str, float]:
+        """Euclidean norms by the name of a scalar.
+
+        ``grad_norm`` and ``grad_norm_clipped`` of the whole model, ``lstm/weight_grad_norm/kernel`` and
+        ``lstm/weight_grad_norm_clipped/kernel`` of one weight: before clipping, and as the optimizer was given them.
+        """
+        found = dict(self.whole)
+        for word, grads in (("weight_grad_norm", self.accumulated), ("weight_grad_norm_clipped", self.applied)):
+            for slot, grad in grads.items():
+                found[f"{_prefix(slot, grads)}/{word}/{slot.key}"] = float(torch.linalg.vector_norm(grad.double()))
+        return found
+
+    def clipped(self, tolerance: float = 1e-5) -> bool:
+        """Whether the optimizer was given something else than what was accumulated."""
+        return any(
+            slot in self.applied and not torch.allclose(self.applied[slot], grad, rtol=tolerance, atol=0.0)
+            for slot, grad in self.accumulated.items()
+        )
+
+    def by_layer(self, which: str = "own") -> dict[str, dict[str, dict[str, Tensor]]]:
+        """By layer, direction and our word, in our layout."""
+        found: dict[str, dict[str, dict[str, Tensor]]] = {}
+        for slot, grad in getattr(self, which).items():
+            there = found.setdefault(slot.layer, {}).setdefault(slot.direction, {})
+            there[slot.key] = ours(slot.cell, slot.slot, grad).contiguous()
+        return found
+
+
+def _prefix(slot: Slot, grads: Iterable[Slot]) -> str:
+    both = any(other.layer == slot.layer and other.direction != slot.direction for other in grads)
+    return f"{slot.layer}/{slot.direction}" if both else slot.layer
+
+
+class WeightListener:
+    """Hears the gradients of the parameters of recurrent modules, as a part of :class:`~.heard.Listener`.
+
+    Parameters
+    ----------
+    modules
+        Recurrent modules by path, of which single gradients are kept. A weight that is computed from others, or
+        frozen, has no gradient of its own here.
+    everything
+        All weights of the model.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, Any]], everything: Iterable[nn.Parameter]) -> None:
+        self.on = False
+        self._everything = list(everything)
+        self._norm = 0.0
+        self.slots: dict[int, Slot] = {}
+        self.parameters: dict[int, nn.Parameter] = {}
+        self._own: dict[int, Tensor] = {}
+        self._accumulated: dict[int, Tensor] = {}
+        for path, module in modules:
+            self._know(path, module)
+        self._handles = [p.register_hook(self._arrival(key)) for key, p in self.parameters.items()]
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self.forget()
+
+    def forget(self) -> None:
+        """A step is over."""
+        self._own, self._accumulated = {}, {}
+
+    def forget_own(self) -> None:
+        """Another forward pass begins within the step."""
+        self._own = {}
+
+    def is_fresh(self) -> bool:
+        """Whether nothing is accumulated: no gradient anywhere, or zeros."""
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        return not grads or not bool(min(grads, key=Tensor.numel).any())
+
+    def accumulated(self) -> None:
+        """A backward pass is over: note what ``.grad`` holds now."""
+        self._accumulated, self._norm = self._held(), self._whole()
+
+    def read(self, scale: float, applied_scale: float = 1.0) -> WeightGradients:
+        """All three, now that the optimizer has its gradients; ``applied_scale`` is still on them."""
+        return WeightGradients(
+            self._by_slot(self._own, scale),
+            self._by_slot(self._accumulated, scale),
+            self._by_slot(self._held(), applied_scale),
+            {"grad_norm": self._norm / scale, "grad_norm_clipped": self._whole() / applied_scale},
+        )
+
+    def _whole(self) -> float:
+        """The norm of all gradients of the model together."""
+        grads = [p.grad.detach() for p in self._everything if p.grad is not None]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32).cpu() for grad in grads]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+    def _held(self) -> dict[int, Tensor]:
+        return {key: p.grad.detach().clone() for key, p in self.parameters.items() if p.grad is not None}
+
+    def _by_slot(self, grads: Mapping[int, Tensor], scale: float) -> dict[Slot, Tensor]:
+        return {self.slots[key]: unscaled(grad, scale) for key, grad in grads.items()}
+
+    def _know(self, path: str, module: Any) -> None:
+        known = class_of(module)
+        assert known is not None
+        for layer, direction, weights in cell_weights(module):
+            for slot, weight in weights.items():
+                if isinstance(weight, nn.Parameter) and weight.requires_grad:
+                    self.slots.setdefault(id(weight), Slot(node_name(path, module, layer), direction, slot, known[0]))
+                    self.parameters[id(weight)] = weight
+
+    def _arrival(self, key: int) -> Any:
+        def hook(grad: Tensor) -> None:
+            if self.on:
+                known = self._own.get(key)
+                self._own[key] = grad.detach().clone() if known is None else known + grad.detach()
+
+        return hook
+
+
+def unscaled(grad: Tensor, scale: float) -> Tensor:
+    """A gradient of the loss from that of the scaled loss, in float32 at least."""
+    wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+    return wide if scale == 1.0 else wide / scale

@@ -1,0 +1,185 @@
+"""``rnnlens tail``: a training while it runs, from its run on disk: a live table in a terminal, lines in a pipe."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import FileError, message
+from . import console
+
+if TYPE_CHECKING:
+    from ..results.run import Run
+
+_BARS = "▁▂▃▄▅▆▇█"
+#: Records that a row of bars shows, and rows of scalars that a table shows.
+_WIDE, _LONG = 32, 24
+
+
+def tail(
+    path: Annotated[Path, typer.Argument(help="The run that a training writes.", metavar="RUN.zarr")],
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for a run that is not there yet.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="How often to look.")] = 1.0,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Only numbers with this in their name; repeat.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Show what is there now, and end.")] = False,
+) -> None:
+    """Follow a training from another terminal; Ctrl-C leaves it alone."""
+    states = _states(path, wait=wait, every=every, once=once)
+    names = tuple(only or ())
+    if sys.stdout.isatty():
+        _live(states, names)
+    else:
+        _lines(states, names)
+
+
+def _states(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[Run]:
+    """The run again and again, until it has ended.
+
+    Raises
+    ------
+    FileError
+        If it is not there, and is not waited for.
+    """
+    from ..results.run import is_run
+
+    while not is_run(path):
+        if path.exists() and not path.is_dir():
+            raise FileError(message("This is no run.", got=str(path), expected="a folder that a training writes"))
+        if not wait:
+            hint = "--wait, if the training is yet to begin"
+            raise FileError(message("There is no run here.", got=str(path), hint=hint))
+        time.sleep(every)
+    while True:
+        run = _read(path)
+        if run is not None:
+            yield run
+            if once or run.ended is not None:
+                return
+        time.sleep(every)
+
+
+def _read(path: Path) -> Run | None:
+    """The run as it is now; None where its writer is just at it."""
+    from ..results.run import read_run
+
+    for attempt in (1, 2, 3):
+        try:
+            return read_run(path)
+        except (FileNotFoundError, KeyError, ValueError):
+            if not path.is_dir():
+                raise FileError(message("The run is gone.", got=str(path))) from None
+            time.sleep(0.05 * attempt)
+    return None
+
+
+def _lines(states: Iterator[Run], only: tuple[str, ...]) -> None:
+    """One plain line per record that is new, and how it ended."""
+    told, last = 0, None
+    for run in states:
+        for i in range(told, run.steps.size):
+            numbers = (f"{name}={value:.6g}" for name, value in _numbers(run, i, only))
+            head = f"step={int(run.steps[i])} epoch={int(run.scalars['epoch'][i])}"
+            console.print_plain(" ".join([head, *numbers]))
+        told, last = run.steps.size, run
+    if last is not None and last.ended is not None:
+        console.print_plain(f"ended={last.ended} records={told}")
+
+
+def _numbers(run: Run, i: int, only: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+    for name in _chosen(run, only):
+        value = float(run.scalars[name].values[i])
+        if not math.isnan(value) or name == "loss":
+            yield name, value
+
+
+def _chosen(run: Run, only: tuple[str, ...]) -> list[str]:
+    present = list(map(str, run.scalars.data_vars))
+    return [name for name in present if not only or any(word in name for word in only)]
+
+
+def _live(states: Iterator[Run], only: tuple[str, ...]) -> None:
+    """A table that is drawn anew as the run grows; the last one stays."""
+    out = console.out()
+    with Live(console=out, auto_refresh=False, transient=False) as live:
+        try:
+            for run in states:
+                live.update(picture(run, only, height=out.height), refresh=True)
+        except KeyboardInterrupt:
+            out.file.write("\x1b[1A")  # the word that said so went one line down: the table is drawn over it
+            raise
+
+
+def picture(run: Run, only: tuple[str, ...] = (), *, height: int = 40) -> Group:
+    """The state of a run: where it is, its latest numbers, how they came about, and what was noted."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title, side in (("", "left"), ("latest", "right"), ("first", "right"), ("over training", "left")):
+        table.add_column(title, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    names, room = _chosen(run, only), max(3, min(_LONG, height - 6))
+    for name in names[:room]:
+        values = [float(v) for v in run.scalars[name].values]
+        if values:
+            table.add_row(Text(name), _number(values[-1]), _number(values[0]), bars(values))
+    parts: list[Any] = [_headline(run), table]
+    if len(names) > room:
+        parts.append(Text(f"... and {len(names) - room} more; --only selects", style="dim"))
+    parts += [Text(note, style="yellow") for note in run.notes[-3:]]
+    return Group(*parts)
+
+
+def _headline(run: Run) -> Text:
+    from ..results.run import age
+
+    count = run.steps.size
+    words = Text("run" if run.path is None else run.path.name, style="bold", no_wrap=True, overflow="ellipsis")
+    words.append(f"  {count} {'record' if count == 1 else 'records'}", style="not bold")
+    if count:
+        words.append(f", step {int(run.steps[-1])}, epoch {int(run.scalars['epoch'][-1])}", style="not bold")
+    if run.ended is not None:
+        words.append(f"  {run.ended}", style="not bold green" if run.ended == "finished" else "not bold red")
+    elif count:
+        words.append(f"  last record {_ago(age(run))} ago", style="not bold dim")
+    else:
+        words.append("  nothing recorded yet", style="not bold dim")
+    return words
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 100:
+        return f"{max(seconds, 0):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _number(value: float) -> Text:
+    return Text(f"{value:.4g}", style="" if math.isfinite(value) else "bold red")
+
+
+def bars(values: list[float], wide: int = _WIDE) -> Text:
+    """Numbers over training as a row of bars, the latest at the right; a mark where one is not finite.
+
+    >>> bars([0.0, 1.0, 2.0, float("inf"), 7.0]).plain
+    '▁▂▃!█'
+    """
+    count = min(wide, len(values))
+    picked = [values[round(i * (len(values) - 1) / max(count - 1, 1))] for i in range(count)]
+    finite = [value for value in picked if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    span = (high - low) or 1.0
+    drawn = Text()
+    for value in picked:
+        if math.isfinite(value):
+            drawn.append(_BARS[min(7, int(8 * (value - low) / span))])
+        else:
+            drawn.append("!", style="bold red")
+    return drawn

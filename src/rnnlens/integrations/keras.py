@@ -1,0 +1,329 @@
+"""``rl.keras``: what only Keras users need: a callback of ``fit`` that follows training.
+
+>>> import rnnlens as rl  # doctest: +SKIP
+>>> model.fit(x, y, callbacks=[rl.keras.Watch("runs/a.zarr", probe=(xv, yv), every=50)])  # doctest: +SKIP
+>>> rl.open("runs/a.zarr")["lstm"].adjoint_profile  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from typing import Any
+
+from ..adapters.keras.training import (
+    Heard,
+    batches_per_execution,
+    largest_weight,
+    listen,
+    notes_of_training,
+    steps_taken,
+    synchronised,
+    weights_of,
+    worker,
+)
+from ..adapters.registry import adapter_for
+from ..errors import InputError, TrackingWarning, message, shown
+from ..tracking.alerts import Alerts
+from ..tracking.incidents import Incidents, checked_on_nonfinite, is_finite
+from ..tracking.loggers import beside
+from ..tracking.loggers import sinks as sinks_of
+from ..tracking.probe import Probe
+from ..tracking.recorder import Recorder
+from ..tracking.records import Record, Sink
+from ..tracking.schedule import Every, Schedule
+from ..tracking.store import Store
+from ..tracking.trained import TrainedBatch, direct_trace
+
+__all__ = ["Watch"]
+
+
+class _Callback:
+    """All that ``fit`` calls on a callback, doing nothing: of Keras 3 and of ``tf_keras``, without loading either."""
+
+    async_safe = False
+    _supports_tf_logs = True
+    model: Any = None
+
+    def __init__(self) -> None:
+        self.params: dict[str, Any] = {}
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """How ``fit`` was called: epochs, steps."""
+        self.params = params
+
+    def set_model(self, model: Any) -> None:
+        """The model that is trained."""
+        self.model = model
+
+    def _implements_train_batch_hooks(self) -> bool:
+        return True
+
+    def _implements_test_batch_hooks(self) -> bool:
+        return False
+
+    def _implements_predict_batch_hooks(self) -> bool:
+        return False
+
+
+def _nothing(*arguments: Any, **more: Any) -> None:
+    """A hook that is not used."""
+
+
+#: Keras runs steps ahead of its callbacks where no hook is anything but a default one.
+_nothing._is_default = True  # type: ignore[attr-defined]
+
+for _when in ("begin", "end"):
+    for _what in ("train", "test", "predict", "epoch", "batch", "train_batch", "test_batch", "predict_batch"):
+        setattr(_Callback, f"on_{_what}_{_when}", staticmethod(_nothing))
+
+
+class Watch(_Callback):
+    """A callback that follows training: on a probe between the steps, or on the batches that are trained on.
+
+    Parameters
+    ----------
+    path
+        Where the run is kept, ending in ``.zarr``; :func:`rnnlens.open` reads it, also meanwhile. None keeps nothing on
+        disk: for ``on_batch``, ``latest`` and loggers alone.
+    probe
+        ``(x, y)`` or ``(x, y, sample_weight)``: a batch that is not trained on, traced in evaluation mode.
+    every
+        When to record: a number of steps, with 0 for never; ``"powers of two"``; or a function ``(step, epoch) ->
+        bool``. The probe is recorded before training as well.
+    epochs
+        Epochs, from 0, at whose end the probe is recorded as well.
+    batches
+        When to look at the batch that was just trained on, in the words of ``every``. Unless given: never where there
+        is a probe, otherwise as ``every`` says.
+    on_batch
+        Called with a :class:`TrainedBatch` after each batch that ``batches`` names; ``latest`` holds it as well.
+    direct
+        Names of layers whose direct gradients are taken from the step itself (TensorFlow; torch that is not compiled):
+        ``batch.traced(layers="lstm", quantities="output_grad")`` then runs nothing again. Elsewhere it is computed.
+    layers
+        Names of the layers that are recorded; all recurrent ones unless given.
+    keep
+        Quantities that are recorded whole, such as ``"hidden_grad"`` (step, sample, time, unit).
+    loggers
+        More places for the records: a ``SummaryWriter`` of ``tf.summary`` or another, a run of ``wandb`` or ``mlflow``,
+        ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, an object with ``write(record)`` and ``close(reason)``, or a list.
+    stop_on
+        Findings that end training: ``"exploding"``, ``"vanishing"``, ``"saturated"``. All three are logged once with
+        their step, whether they end it or not; see :mod:`rnnlens.tracking.alerts` for the rule.
+    on_nonfinite
+        ``"report"``: the first batch whose loss, or whose update, is not finite is written to ``runs/a.nonfinite.nc``
+        with the weights that it met, and where the fault begins is logged. Every batch is then listened to, and the
+        loss of each is read.
+    resume
+        Go on with a run that is there; False replaces it.
+    points
+        Most points of a profile over time that are kept; None keeps every step.
+
+    Attributes
+    ----------
+    latest
+        The last batch that was looked at, as a :class:`TrainedBatch`; None before. Callbacks that read it stand behind
+        the watch in the list.
+    record
+        The last record.
+
+    Raises
+    ------
+    InputError
+        If there is nothing to look at, or an argument is none of those above.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        probe: Sequence[Any] | None = None,
+        every: Every = 50,
+        epochs: Collection[int] = (),
+        batches: Every | None = None,
+        on_batch: Callable[[TrainedBatch], object] | None = None,
+        direct: str | Iterable[str] = (),
+        layers: Sequence[str] | None = None,
+        keep: Iterable[str] = (),
+        loggers: Any = None,
+        stop_on: str | Iterable[str] = (),
+        on_nonfinite: str | None = None,
+        resume: bool = True,
+        points: int | None = 64,
+    ) -> None:
+        super().__init__()
+        self._path, self._resume, self._points = path, resume, points
+        self._layers, self._keep, self._loggers = layers, tuple(keep), loggers
+        self._probe = None if probe is None else _probe(probe, layers, self._keep)
+        self._schedule = Schedule(every if probe is not None else 0, epochs if probe is not None else ())
+        self._batches = Schedule(batches if batches is not None else 0 if probe is not None else every)
+        self._on_batch, self._alerts = on_batch, Alerts(stop_on)
+        self._incidents = None if checked_on_nonfinite(on_nonfinite) is None else Incidents(path)
+        self._direct = (direct,) if isinstance(direct, str) else tuple(direct)
+        self._recorder: Recorder | None = None
+        self._said: tuple[str, ...] = ()
+        self._listening: Any = None
+        self._step = self._start = self._epoch = self._in_epoch = 0
+        self.latest: TrainedBatch | None = None
+        if not self._active:
+            vars(self).update(on_train_batch_begin=_nothing, on_train_batch_end=_nothing)
+
+    @property
+    def _active(self) -> bool:
+        return not (self._schedule.off and self._batches.off and self._incidents is None)
+
+    @property
+    def record(self) -> Record | None:
+        """The last record; None before the first."""
+        return None if self._recorder is None else self._recorder.latest
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Open the run, and record the probe before training."""
+        if not self._active:
+            return
+        rank, workers = worker(self.model)
+        self._recorder = self._opened(rank)
+        self._said = (f"Worker {rank} of {workers} writes, of its own samples.",) if workers > 1 else ()
+        self._step = self._start
+        self._recorder.start(self._step)
+        if not (self._batches.off and self._incidents is None) and self._recorder.writes:
+            self._listening = listen(self.model, self._direct)
+        if self._probe is not None and not self._schedule.off and self._recorder.writes and not self._is_recorded:
+            self._write(self._probe.record(self.model, self._step, self._epoch))
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Which epoch the steps belong to."""
+        self._epoch, self._in_epoch = epoch, 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Say whether the next execution is to be listened to."""
+        if self._listening is not None:
+            self._listening.wanted = self._is_due() or self._reports
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Record the probe where it is due."""
+        if self._recorder is None:
+            return
+        due = self._is_due()
+        heard = None if self._listening is None else self._listening.taken()
+        # The last execution of an epoch may be shorter than ``batch`` says.
+        through = min(batch + 1, self.params.get("steps") or batch + 1)
+        before = self._step
+        self._step += through - self._in_epoch if heard is None else heard.batches
+        self._in_epoch = through
+        if heard is not None:
+            trained = self._trained(heard, before + 1)
+            if due:
+                self._look(trained)
+            if self._reports:
+                self._report(trained, logs)
+        if self._probe is not None and any(
+            self._recorder.due(s, self._epoch) for s in range(before + 1, self._step + 1)
+        ):
+            self._record_probe()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Record the probe where an epoch is named."""
+        if self._recorder is not None and self._probe is not None and self._schedule.due_after(epoch):
+            latest = self._recorder.latest
+            if latest is None or latest.step != self._step:
+                self._record_probe()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Close the run; warn if nothing is in it."""
+        if self._recorder is None:
+            return
+        if self._listening is not None:
+            self._listening.remove()
+            self._listening = None
+        stopped = getattr(self.model, "stop_training", False)
+        self._recorder.close("stopped" if stopped else "finished", steps=self._step - self._start)
+
+    def _opened(self, rank: int) -> Recorder:
+        """Where the records of this training go; sets the step from which it goes on."""
+        sinks: list[Sink] = []
+        if rank == 0:
+            sinks += sinks_of(self._loggers, beside(self._path))
+        self._start, self._is_recorded = 0, False
+        if self._path is not None and rank == 0:
+            adapter = adapter_for(self.model)
+            store = Store(
+                self._path, resume=self._resume, points=self._points, provenance=adapter.provenance(self.model)
+            )
+            self._resume = True  # a second fit of the same callback goes on
+            self._start = store.go_on(steps_taken(self.model))
+            self._is_recorded = store.last_step_of("probe") == self._start
+            sinks.insert(0, store)
+        schedule = self._schedule if self._probe is not None else self._batches
+        return Recorder(sinks, schedule, rank=rank, alerts=self._alerts)
+
+    def _record_probe(self) -> None:
+        assert self._recorder is not None
+        assert self._probe is not None
+        synchronised(self.model)
+        self._written(partial(self._probe.record, self.model, self._step, self._epoch))
+
+    def _write(self, record: Record) -> None:
+        assert self._recorder is not None
+        said, self._said = self._said, ()
+        self._recorder.write(replace(record, notes=(*record.notes, *said)))
+        if self._recorder.stop is not None:
+            self.model.stop_training = True
+
+    def _written(self, made: Callable[[], Record]) -> None:
+        """Record, or say once why not: training is not ended by what looks at it."""
+        assert self._recorder is not None
+        try:
+            self._write(made())
+        except Exception as error:
+            if self._recorder.missed(f"{type(error).__name__}: {error}"):
+                what = f"Step {self._step} was not recorded; training goes on."
+                warnings.warn(message(what, got=f"{type(error).__name__}: {error}"), TrackingWarning, stacklevel=2)
+
+    @property
+    def _reports(self) -> bool:
+        """Whether a batch that is not finite is still looked for."""
+        return self._incidents is not None and self._incidents.written is None
+
+    def _is_due(self) -> bool:
+        """Whether a batch of the next execution is to be recorded."""
+        steps = range(self._step + 1, self._step + batches_per_execution(self.model) + 1)
+        return any(self._batches.due(step, self._epoch) for step in steps)
+
+    def _trained(self, heard: Heard, step: int) -> TrainedBatch:
+        """The batch that was heard, with the variables that it met."""
+        synchronised(self.model)
+        data = (heard.x, heard.y, heard.sample_weight)
+        notes = notes_of_training(self.model, heard)
+        told = direct_trace(self.model, heard.direct, heard.loss)
+        return TrainedBatch(self.model, data, (step, self._epoch), heard.before.again, notes=notes, heard=told)
+
+    def _look(self, trained: TrainedBatch) -> None:
+        """Record a batch, and hand it on."""
+        recorder, self.latest = self._recorder, trained
+        assert recorder is not None
+        if recorder.sinks:
+            self._written(partial(trained.record, layers=self._layers, keep=self._keep))
+        else:
+            recorder.counted()
+        if self._on_batch is not None:
+            self._on_batch(trained)
+
+    def _report(self, trained: TrainedBatch, logs: Any) -> None:
+        """Write a batch whose loss or whose update is not finite."""
+        loss = dict(logs or {}).get("loss")
+        if is_finite(loss) and is_finite(largest_weight(self.model)):
+            return
+        assert self._incidents is not None
+        self._incidents.report_trained(trained, lambda: weights_of(self.model), loss)
+
+
+def _probe(given: Any, layers: Sequence[str] | None, keep: tuple[str, ...]) -> Probe:
+    if not isinstance(given, tuple | list) or not 1 <= len(given) <= 3:
+        raise InputError(message("probe= is a batch.", got=shown(given), expected="(x, y) or (x, y, sample_weight)"))
+    x, y, weight = (*given, None, None)[:3]
+    return Probe(x, y, weight, layers, keep)

@@ -1,0 +1,193 @@
+"""Marks on lines: names at their ends, what lies below a logarithmic axis, the last step of an axis."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.ticker import FixedLocator, Formatter, Locator, LogLocator, MaxNLocator, NullFormatter
+
+from ._data import Numbers
+
+#: Of an Axes whose horizontal axis counts time steps: its ``mark`` finds it by this.
+OVER_TIME = "over time"
+#: Inches of one letter of the size in which ends are named.
+_LETTER = 0.058
+_LINE = 0.125
+
+
+@dataclass(frozen=True)
+class End:
+    """A line's last point, in data coordinates, and what is written there."""
+
+    x: float
+    y: float
+    words: str
+    colour: Any
+
+
+def name_ends(ax: Any, ends: Sequence[End], *, left: bool = False) -> None:
+    """Write the name of each line beside its end, in its colour, none over another; the axis grows to hold them.
+
+    Call it when the limits of the value axis are final. A line without a finite end is named at the lower border.
+    """
+    if not ends:
+        return
+    size = ax.get_window_extent().width / ax.figure.dpi, ax.get_window_extent().height / ax.figure.dpi
+    low, high = ax.get_xlim()
+    lines = [re.sub(r"\$.*?\$", "dL/dh", line) for end in ends for line in end.words.split("\n")]
+    gutter = min(0.55, (_LETTER * max(map(len, lines)) + 0.12) / max(size[0], 0.5))
+    room = (high - low) * gutter / (1 - gutter)
+    ax.set_xlim(low - room if left else low, high if left else high + room)
+    ticks = [tick for tick in ax.get_xticks() if low <= tick <= high]
+    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    tall = _LINE * max(1 + end.words.count("\n") for end in ends) / max(size[1], 0.5)
+    heights = _apart([float(np.clip(_height(ax, end.y), 0.6 * tall, 1 - 0.6 * tall)) for end in ends], tall)
+    for end, height in zip(ends, heights, strict=True):
+        ax.annotate(
+            end.words,
+            (low if left else high, height),
+            xycoords=ax.get_xaxis_transform(),
+            xytext=(-3 if left else 3, 0),
+            textcoords="offset points",
+            ha="right" if left else "left",
+            va="center",
+            linespacing=1.05,
+            fontsize="x-small",
+            color=end.colour,
+            gid="end",
+        )
+
+
+def _height(ax: Any, y: float) -> float:
+    """Place of a value on the axis, 0 to 1; the lower border where it has none."""
+    if not math.isfinite(y) or (ax.get_yscale() == "log" and y <= 0):
+        return 0.02
+    low, high = ax.transData.transform([(0, limit) for limit in ax.get_ylim()])[:, 1]
+    return float(np.clip((ax.transData.transform((0, y))[1] - low) / (high - low), 0.02, 0.98))
+
+
+def _apart(wanted: Sequence[float], gap: float) -> list[float]:
+    """Heights in the same order as ``wanted`` and near to it, at least ``gap`` apart where they fit."""
+    order = np.argsort(wanted, kind="stable")
+    gap = min(gap, 0.96 / max(1, len(wanted) - 1))
+    placed = np.asarray(wanted, dtype=float)[order]
+    for i in range(1, len(placed)):
+        placed[i] = max(placed[i], placed[i - 1] + gap)
+    over = placed[-1] - 0.98
+    if over > 0:
+        placed[-1] -= over
+        for i in range(len(placed) - 2, -1, -1):
+            placed[i] = min(placed[i], placed[i + 1] - gap)
+    found = np.empty(len(placed))
+    found[order] = placed
+    return found.tolist()
+
+
+def mark_below(ax: Any, x: Numbers, values: Numbers, colour: Any = "0.3") -> None:
+    """Triangles at the lower border where a value is finite and below it, 0 among them, and how low that border is.
+
+    Call it when the limits of the axis are final.
+    """
+    floor = ax.get_ylim()[0]
+    below = np.isfinite(values) & (values < floor)
+    if not below.any():
+        return
+    places = np.asarray(x)[below]
+    look: dict[str, Any] = {"marker": "v", "markersize": 3, "linestyle": "", "clip_on": False, "zorder": 4}
+    limits = ax.get_xlim()
+    ax.plot(places, np.zeros(len(places)), transform=ax.get_xaxis_transform(), color=colour, gid="below", **look)
+    ax.set_xlim(*limits)
+    if not any(text.get_gid() == "below" for text in ax.texts):
+        words = f"below {power_of_ten(floor)}"
+        ax.annotate(
+            words,
+            (float(places.mean()), 0),
+            xycoords=ax.get_xaxis_transform(),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize="x-small",
+            color=colour,
+            gid="below",
+        )
+
+
+def power_of_ten(value: float) -> str:
+    """``1e-10``, ``0.01``: as short as it can be said."""
+    if 1e-3 <= value < 1e4:
+        return f"{value:.2g}"
+    number, _, exponent = f"{value:.1e}".partition("e")
+    return f"{number.removesuffix('.0')}e{int(exponent)}"
+
+
+def step_axis(ax: Any, axis: str, steps: Numbers, *, time: bool = True) -> None:
+    """Ticks at whole steps, the last of them among these."""
+    steps = np.asarray(steps, dtype=float)
+    if not steps.size:
+        return
+    first, last = float(steps.min()), float(steps.max())
+    ticks = list(MaxNLocator(nbins=6, integer=True, min_n_ticks=1).tick_values(first, last))
+    gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
+    kept = [tick for tick in ticks if first <= tick <= last - 0.6 * gap]
+    getattr(ax, f"{axis}axis").set_major_locator(FixedLocator([*kept, last]))
+    if axis == "x" and time:
+        ax.set_gid(OVER_TIME)
+
+
+class Powers(Locator):
+    """Ticks of a logarithmic axis, ``most`` at most: powers of ten, with 2 and 5 or more between them where few fit."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def __call__(self) -> list[float]:
+        axis: Any = self.axis
+        low, high = axis.get_view_interval()
+        return self.tick_values(low, high)
+
+    def tick_values(self, vmin: float, vmax: float) -> list[float]:
+        """Those within the limits."""
+        low, high = sorted((vmin, vmax))
+        if not 0 < low < high < math.inf:
+            return []
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        fewer: list[float] = []
+        for parts in ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
+            found = [part * 10.0**power for power in powers for part in parts]
+            found = [tick for tick in found if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+            if len(fewer) == 2 and len(found) > self.most:
+                return fewer
+            if len(found) > 2:
+                return found[:: -max(1, -(-len(found) // self.most))][::-1]  # the highest is always there
+            fewer = found
+        if len(fewer) == 2:
+            return fewer
+        return [float(tick) for tick in MaxNLocator(3).tick_values(low, high) if low <= tick <= high]
+
+
+class Short(Formatter):
+    """``0.01`` where an axis spans few decades, a power of ten where it spans many."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        axis: Any = self.axis
+        low, high = axis.get_view_interval()
+        exponent = round(math.log10(x)) if x > 0 else 0
+        wide = 0 < low < high and math.log10(high / low) >= 3
+        if (wide or not -3 <= exponent <= 3) and x > 0 and math.isclose(x, 10.0**exponent):
+            return f"$\\mathdefault{{10^{{{exponent}}}}}$"
+        return f"{x:g}"
+
+
+def log_ticks(ax: Any, axis: str = "y", *, most: int = 7) -> None:
+    """Labels of a logarithmic axis that cannot run into each other."""
+    place = getattr(ax, f"{axis}axis")
+    place.set_major_locator(Powers(most))
+    place.set_major_formatter(Short())
+    place.set_minor_locator(LogLocator(subs="auto"))
+    place.set_minor_formatter(NullFormatter())

@@ -1,0 +1,175 @@
+"""The first number of a recurrence that is not finite: forward by steps, backward from the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .adjoint import Adjoint
+from .arrays import Array
+from .cells import affine
+from .run import Run
+
+#: Arrays of NumPy: a search for one number is done where any library's are read alike.
+Values = np.ndarray[Any, Any]
+
+#: Dimensions of what a recurrence computes, by rank.
+_DIMS = {2: ("sample", "unit"), 3: ("sample", "time", "unit"), 4: ("sample", "time", "gate", "unit")}
+
+
+@dataclass(frozen=True)
+class Spot:
+    """One number: what it is of, its index by dimension, and its value."""
+
+    quantity: str
+    index: Mapping[str, int]
+    value: float
+
+
+def largest(dtype: object) -> float:
+    """The largest number of a precision.
+
+    >>> largest("float16"), largest("float32") > 1e38
+    (65504.0, True)
+    """
+    name = str(dtype).rpartition(".")[2]
+    return {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float64": float(np.finfo(np.float64).max)}.get(
+        name, float(np.finfo(np.float32).max)
+    )
+
+
+def broken(array: Values, limit: float) -> Values:
+    """Where an array is not finite, or larger than ``limit``."""
+    with np.errstate(all="ignore"):
+        bad: Values = ~np.isfinite(array) | (np.abs(array) > limit)
+    return bad
+
+
+def first(quantity: str, array: Values, dims: Sequence[str], limit: float) -> Spot | None:
+    """The first number of an array, in the order of its axes, that is not finite or larger than ``limit``."""
+    bad = broken(array, limit)
+    if not bad.any():
+        return None
+    place = np.unravel_index(int(np.argmax(bad)), array.shape)
+    return Spot(quantity, dict(zip(dims, map(int, place), strict=True)), float(array[place]))
+
+
+def first_forward(run: Run, limit: float) -> Spot | None:
+    """The first in order of computation: by step; within a step input, pre-activations, gates, states, output.
+
+    Masked steps compute nothing that counts.
+    """
+    for index, state in enumerate(run.initial_state):
+        spot = first(f"initial_{run.cell.state_names[index]}", on_cpu(state), ("sample", "unit"), limit)
+        if spot is not None:
+            return spot
+    return _first_by_step(run, list(_forward(run)), limit)
+
+
+def _forward(run: Run) -> Iterator[tuple[str, Array]]:
+    """What a step computes, in its order, of all steps."""
+    yield "input", run.input
+    if run.record is not None:
+        yield "gate_preactivation", run.record.preactivation
+        yield "gates", run.record.gates
+    # The state that the layer returns is made last: h_t of an LSTM from its c_t.
+    yield from reversed(list(zip(run.cell.state_names, run.states, strict=True)))
+    if run.step_output is not None:
+        yield "output", run.step_output
+
+
+def on_cpu(array: Array) -> Values:
+    """As NumPy has it."""
+    return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
+
+
+def _first_by_step(
+    run: Run, arrays: Sequence[tuple[str, Array]], limit: float, *, reverse: bool = False
+) -> Spot | None:
+    plain = [(name, on_cpu(array)) for name, array in arrays]
+    bad: list[Any] = [broken(array, limit).any(axis=tuple(range(2, array.ndim))) for _, array in plain]
+    if run.mask is not None:
+        bad = [b & on_cpu(run.mask) for b in bad]
+    for t in run.steps(reverse=reverse):
+        for (name, array), where in zip(plain, bad, strict=True):
+            if where[:, t].any():
+                sample = int(np.argmax(where[:, t]))
+                return _at(name, array, sample, t, limit)
+    return None
+
+
+def _at(name: str, array: Values, sample: int, t: int, limit: float) -> Spot:
+    dims = _DIMS[array.ndim]
+    spot = first(name, array[sample, t], dims[2:], limit)
+    assert spot is not None
+    return Spot(name, {"sample": sample, "time": t, **spot.index}, spot.value)
+
+
+def first_backward(run: Run, swept: Adjoint, direct: Mapping[str, Values], limit: float) -> Spot | None:
+    """The first in order of the sweep: from the last step; within a step direct gradient, states, gates, input.
+
+    ``direct``: (sample, time, unit) gradients from above, by name.
+    """
+    named: list[tuple[str, Any]] = list(direct.items())
+    named += [(f"{n}_grad", g) for n, g in zip(run.cell.state_names, swept.state_grads, strict=True)]
+    if swept.gate_grad is not None:
+        named.append(("gate_preactivation_grad", swept.gate_grad))
+    named.append(("input_grad", swept.input_grad))
+    return _first_by_step(run, named, limit, reverse=True)
+
+
+@dataclass(frozen=True)
+class Term:
+    """One product in a sum: an operand, where it comes from, and the weight that it is multiplied by."""
+
+    source: str
+    position: int
+    operand: float
+    weight: float
+
+    def __str__(self) -> str:
+        if self.source == "bias":
+            return f"bias {self.weight:.3g}"
+        by, dim = ("kernel", "feature") if self.source == "input" else ("recurrent_kernel", "unit")
+        return f"{self.source} {self.operand:.3g} at {dim} {self.position} times {by} {self.weight:.3g}"
+
+
+def largest_term(run: Run, spot: Spot) -> Term | None:
+    """The largest product in the pre-activation at a spot: of an input with the kernel, or of the state before.
+
+    None where the cell's pre-activation is no such sum.
+    """
+    weights, index = run.cell.weights(), spot.index
+    kernel, recurrent = weights.get("kernel"), weights.get("recurrent_kernel")
+    if kernel is None or len(kernel.shape) != 2:
+        return None
+    column = index.get("gate", 0) * run.cell.units + index["unit"]
+    before = run.state_before(index["time"])[0][index["sample"]]
+    sums = [("input", run.input[index["sample"], index["time"]], kernel)]
+    if recurrent is not None and len(recurrent.shape) == 2:
+        sums.append((run.cell.state_names[0], before, recurrent))
+    terms = [Term("bias", 0, 1.0, float(b[column])) for b in _biases(weights, column)]
+    for source, operands, matrix in sums:
+        values, by = on_cpu(operands).astype(np.float64), on_cpu(matrix).astype(np.float64)
+        if by.shape[0] != len(values) or column >= by.shape[1]:
+            return None
+        with np.errstate(all="ignore"):
+            position = int(np.argmax(np.nan_to_num(np.abs(values * by[:, column]), nan=np.inf)))
+        terms.append(Term(source, position, float(values[position]), float(by[position, column])))
+    return max(terms, key=lambda term: abs(term.operand * term.weight))
+
+
+def _biases(weights: Mapping[str, Array], column: int) -> list[Array]:
+    found = [weights[name] for name in ("bias", "recurrent_bias") if name in weights]
+    return [bias for bias in found if len(bias.shape) == 1 and column < bias.shape[0]]
+
+
+def magnitude_by_step(run: Run, sample: int) -> Values:
+    """(time,): the largest magnitude in one sample at each step, of pre-activations or, of cells without, states."""
+    values = run.states[-1] if run.record is None else affine.join_gates(run.record.preactivation, run.xp)
+    with np.errstate(all="ignore"):
+        largest_there: Values = np.max(np.abs(on_cpu(values)[sample]), axis=-1)
+    return largest_there

@@ -1,0 +1,203 @@
+"""``rl.report``: one HTML file that says what was found, shows what it rests on, and needs nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import xarray as xr
+
+from ..arguments import anything, checked, listed, loss, names, seed, text, whole
+from ..arguments import path as path_of
+from ..errors import FileError, InputError, message, shown
+from ..results.base import Result
+from ..verbs.axes import an_axes_table
+from ..verbs.turns import in_turn
+from .material import Material, Question, look, look_at
+from .page import Made, render
+
+__all__ = ["check_path", "report"]
+
+
+@checked(
+    model=anything,
+    x=anything,
+    y=anything,
+    path=path_of,
+    baseline=anything,
+    loss=loss,
+    layers=names,
+    samples=whole(least=1),
+    diagnosis=anything,
+    jacobian=anything,
+    tokens=anything,
+    title=text,
+    seed=seed,
+    axes=an_axes_table,
+)
+@in_turn
+def report(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    path: str | PathLike[str] = "report.html",
+    *,
+    baseline: Any = None,
+    loss: str | Callable[..., Any] | None = None,
+    layers: str | Iterable[str] | None = None,
+    samples: int = 64,
+    diagnosis: Any = True,
+    jacobian: Any = True,
+    tokens: Sequence[str] | Mapping[int, str] | Callable[[int], str] | None = None,
+    title: str | None = None,
+    seed: int = 0,
+    axes: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write one HTML file to look at, to print and to send: findings, their evidence, and every step of every layer.
+
+    Nothing in it is loaded from elsewhere, and it can be read without scripts. At most 2 MB: what does not fit is
+    merged or left out by a rule that the page states.
+
+    Parameters
+    ----------
+    model
+        A Keras model (any engine) or ``torch.nn.Module``, left exactly as found. Or a finished result, such as a
+        :class:`~rnnlens.results.trace.Trace` or a diagnosis, or a list of them: then there is no ``x``.
+    x, y
+        Held-out samples; or a data set whose batches are (x, y). Without y, and without a ``loss`` that needs none,
+        there are no gradients and no findings, which the page says.
+    path
+        Of the file, ending in ``.html``; one that is there is replaced.
+    baseline
+        What the switch of the page compares with: ``"init"``, the same model with fresh weights; another model of the
+        same layers, such as this one before training; or a trace of one.
+    loss
+        As for :func:`rnnlens.trace`.
+    layers
+        Names of the layers to show; all recurrent layers by default.
+    samples
+        At most so many are shown, the first. The diagnosis uses all.
+    diagnosis
+        True: :func:`rnnlens.diagnose` is called. False: no findings. Or its result, which takes no time.
+    jacobian
+        True: the time Jacobian of a few samples. False: none. Or a result of :func:`rnnlens.jacobian`.
+    tokens
+        What integer inputs stand for: texts by number, or a function of the number.
+    title
+        Heading of the page; the name of the model's class by default.
+    seed
+        Of everything that draws random numbers.
+    axes
+        As in :func:`rnnlens.trace`.
+
+    Returns
+    -------
+    Path
+        The file that was written.
+
+    Raises
+    ------
+    FileError
+        If nothing can be written there, which is found out first.
+    InputError
+        If the data or the baseline does not fit.
+    """
+    target = check_path(Path(path))
+    given = {"baseline": baseline, "loss": loss, "layers": layers, "tokens": tokens, "axes": axes}
+    results = _results(model)
+    if results is not None:
+        if x is not None or y is not None:
+            raise InputError(message("A finished result takes no data.", got="x or y beside it", hint="leave them out"))
+        material, code = look_at(results), f"rl.report(result, path={str(path)!r})"
+    else:
+        if x is None:
+            raise InputError(message("A report of a model needs data.", got="x=None", hint="rl.report(model, x, y)"))
+        names = (layers,) if isinstance(layers, str) else None if layers is None else tuple(layers)
+        material = look(
+            model,
+            Question(x, y, baseline, loss, names, samples, diagnosis, jacobian, tokens, seed, axes),
+        )
+        code = _call(path, y is not None, samples, seed, given, diagnosis, jacobian)
+    write(target, material, Made(title or _name(model, results), code, _arguments(given, samples, seed), _now()))
+    return target
+
+
+def write(target: Path, material: Material, made: Made) -> None:
+    """Render, and replace the file in one step."""
+    text = render(material, made)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, "utf-8")
+        os.replace(partial, target)
+    except OSError as error:
+        raise FileError(message("The report cannot be written.", got=f"{target}: {error}")) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_path(path: Path) -> Path:
+    """Find out now that no report could be written to ``path``, rather than after a long computation.
+
+    Raises
+    ------
+    FileError
+        If it does not end in ``.html``, or its folder does not exist or cannot be written to.
+    """
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise FileError(message("A report is an HTML file.", got=str(path), expected="a path ending in .html"))
+    if not path.parent.is_dir():
+        raise FileError(message("There is no such folder.", got=str(path.parent), hint="create it first"))
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise FileError(message("The report cannot be written.", got=str(path), expected="a file in a writable folder"))
+    return path
+
+
+def _results(model: Any) -> list[Any] | None:
+    """The finished results that were given in place of a model."""
+    if isinstance(model, Result | xr.DataArray):
+        return [model]
+    found = listed(model) if isinstance(model, list | tuple) else None
+    if found is None:
+        return None
+    if not found or not all(isinstance(one, Result | xr.DataArray) for one in found):
+        raise InputError(
+            message("This is neither a model nor results.", got=shown(model), expected="results of rnnlens")
+        )
+    return found
+
+
+def _name(model: Any, results: Sequence[Any] | None) -> str:
+    """The kinds of the results, or of the model."""
+    return ", ".join(dict.fromkeys(type(one).__name__ for one in ([model] if results is None else results)))
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _call(
+    path: Any, has_target: bool, samples: int, seed: int, given: Mapping[str, Any], diagnosis: Any, jacobian: Any
+) -> str:
+    """The call that was made, as far as words go."""
+    words = [f"path={str(path)!r}"]
+    words += [f"{name}={_word(value, name)}" for name, value in given.items() if value is not None]
+    words += [f"samples={samples}"] * (samples != 64) + [f"seed={seed}"]
+    for name, value in (("diagnosis", diagnosis), ("jacobian", jacobian)):
+        words += [f"{name}={value!r}" if isinstance(value, bool) else f"{name}={name}"] * (value is not True)
+    return f"rl.report(model, x{', y' if has_target else ''}, {', '.join(words)})"
+
+
+def _arguments(given: Mapping[str, Any], samples: int, seed: int) -> dict[str, str]:
+    words = {name: _word(value, name) for name, value in given.items() if value is not None}
+    return {**words, "samples": str(samples), "seed": str(seed)}
+
+
+def _word(value: Any, name: str) -> str:
+    """A plain value as it is written, a function by its name, anything else by the name of its argument."""
+    if isinstance(value, str | int | float | tuple | list):
+        return shown(value) if not isinstance(value, str) else repr(value)
+    return str(getattr(value, "__name__", None) or name)

@@ -1,0 +1,143 @@
+// The bar above the figures, the strip and the text of the input.
+function toggle(label, key, on, off) {
+  const button = make('button', {type: 'button', 'aria-pressed': state[key] === on, title: label, onclick: () => set({[key]: state[key] === on ? off : on})}, label);
+  listen([key], () => button.setAttribute('aria-pressed', state[key] === on));
+  return button;
+}
+
+function sampleWords(index) {
+  const sample = D.samples[index];
+  const loss = sample.loss === null ? (D.by_loss ? ', loss not finite' : '') : `, loss ${words(sample.loss)}`;
+  return `sample ${sample.number}${loss}${sample.target ? `, target ${sample.target}` : ''}`;
+}
+
+function picker() {
+  const row = make('div', {class: 'rowline'}), kinds = {};
+  for (const [name, index] of [['typical', D.typical], ['hardest', D.hardest], ['easiest', D.easiest]]) {
+    if (!D.order.includes(index) || Object.values(kinds).some(other => other === index)) continue;
+    kinds[name] = index;
+    const button = make('button', {type: 'button', class: `pick-${name}`, onclick: () => set({sample: index})}, name);
+    const press = () => button.setAttribute('aria-pressed', state.sample === index);
+    listen(['sample'], press); press();
+    row.append(button);
+  }
+  const choose = make('select', {id: 'sample', 'aria-label': 'sample, by loss', onchange: event => set({sample: Number(event.target.value)})});
+  for (const index of D.order) choose.append(make('option', {value: index}, sampleWords(index)));
+  listen(['sample'], () => { choose.value = state.sample; });
+  choose.value = state.sample;
+  const step = way => { const place = D.order.indexOf(state.sample) + way; if (D.order[place] !== undefined) set({sample: D.order[place]}); };
+  row.append(make('button', {type: 'button', 'aria-label': 'sample of smaller loss', onclick: () => step(-1)}, '‹'), choose,
+    make('button', {type: 'button', 'aria-label': 'sample of larger loss', onclick: () => step(1)}, '›'));
+  return row;
+}
+
+/* A bar for each sample, by loss: click one. */
+function losses() {
+  const wide = 1000, height = 26, svg = make('svg', {class: 'losses', viewBox: `0 0 ${wide} ${height}`, preserveAspectRatio: 'none', 'aria-hidden': 'true'});
+  const known = D.samples.map(s => s.loss).filter(v => v !== null), high = Math.max(...known, 0), low = Math.min(...known, 0), room = wide / D.order.length;
+  const bars = D.order.map((index, i) => {
+    const loss = D.samples[index].loss, share = loss === null ? 1 : (loss - low) / ((high - low) || 1), tall = Math.max(3, share * height);
+    const bar = make('rect', {x: i * room, y: height - tall, width: Math.max(1, room - Math.min(2, room * .2)), height: tall}, make('title', {}, sampleWords(index)));
+    const press = () => bar.setAttribute('class', state.sample === index ? 'on' : loss === null ? 'bad' : '');
+    listen(['sample'], press); press();
+    return bar;
+  });
+  svg.append(...bars);
+  svg.addEventListener('click', event => {
+    const box = svg.getBoundingClientRect(), place = Math.floor((event.clientX - box.left) / box.width * D.order.length);
+    set({sample: D.order[Math.max(0, Math.min(D.order.length - 1, place))]});
+  });
+  return svg;
+}
+
+function controls() {
+  const bar = document.getElementById('controls');
+  if (!bar || !D.samples.length) return;
+  const sortable = new Set(D.tracks.flatMap(track => Object.keys(track.keys)));
+  const sort = make('select', {id: 'sort', onchange: event => set({sort: event.target.value})}, make('option', {value: 'index'}, 'number'));
+  for (const [key, text] of [['reach', 'reach of its gradient'], ['saturation', 'saturation of its gates'], ['timescale', 'time constant'], ['norm', 'norm of its weights']]) {
+    if (sortable.has(key)) sort.append(make('option', {value: key}, text));
+  }
+  const time = make('input', {type: 'range', id: 'time', min: 0, max: Math.max(0, D.steps - 1), step: 1, value: 0, oninput: event => set({t: Number(event.target.value)})});
+  listen(['t'], () => { if (state.t !== null) time.value = state.t; });
+  const view = make('div', {class: 'rowline'});
+  if (D.moments.length > 1) {
+    const group = make('span', {class: 'choices', role: 'group', id: 'moments'});
+    D.moments.forEach((name, i) => {
+      const button = make('button', {type: 'button', 'aria-pressed': i === state.moment, onclick: () => set({moment: i})}, name);
+      listen(['moment'], () => button.setAttribute('aria-pressed', state.moment === i));
+      group.append(button);
+    });
+    view.append(group);
+  }
+  view.append(make('span', {class: 'choices', role: 'group'}, toggle('log', 'log', true, true), toggle('linear', 'log', false, false)));
+  view.append(make('span', {class: 'choices', role: 'group'}, toggle('absolute', 'own', false, false), toggle('by own peak', 'own', true, true)));
+  view.append(make('label', {}, 'units by', sort), make('label', {class: 'time'}, 'time step', time));
+  const readout = make('p', {id: 'readout', 'aria-live': 'off'});
+  const say = () => {
+    readout.replaceChildren(make('b', {}, sampleWords(state.sample)));
+    if (state.t !== null) readout.append(` · step ${state.t}${D.words && D.words[state.sample] ? ` “${D.words[state.sample][state.t]}”` : ''}`);
+    if (state.unit) readout.append(` · unit ${state.unit.unit} of ${D.tracks[state.unit.track].title}${keysOf(state.unit)}${state.pinned ? ' (click it again to let it go)' : ''}`);
+  };
+  listen(['t', 'unit', 'sample', 'pinned'], say);
+  bar.append(picker(), ...(D.order.length > 1 && D.by_loss ? [losses()] : []), view, readout);
+  bar.hidden = false;
+  say();
+  document.addEventListener('keydown', event => {
+    if (/INPUT|SELECT|TEXTAREA/.test(event.target.tagName) || event.ctrlKey || event.metaKey || event.altKey) return;
+    const way = {ArrowLeft: -1, ArrowRight: 1}[event.key];
+    if (way) { set({t: Math.min(D.steps - 1, Math.max(0, (state.t === null ? 0 : state.t) + way))}); event.preventDefault(); }
+    if (event.key === 'Escape') set({unit: null, pinned: false});
+  });
+}
+
+function keysOf({track, unit}) {
+  return Object.entries(D.tracks[track].keys).map(([name, values]) => `, ${name} ${words(values[unit])}`).join('');
+}
+
+/* The input, coloured by the row of the time Jacobian that was picked, or by the gradient where there is none. */
+function strip() {
+  const host = document.getElementById('input-section'), map = panels.jacobian;
+  if (!host || (!map && !D.words)) return;
+  const title = make('p', {class: 'words'}), canvas = make('canvas', {id: 'strip', width: 1, height: 1}), text = make('div', {class: 'tokens', id: 'tokens'});
+  canvas.style.cssText = 'width:100%;height:22px;display:block;image-rendering:pixelated;border-radius:3px';
+  const box = make('div', {class: 'figure strip'}, make('strong', {}, 'Input step by step'), ' ', title, canvas, ...(D.words ? [text] : []));
+  host.querySelector('.intro, .figures').before(box);
+  const act = async () => {
+    let shares;
+    if (map) {
+      await map.load();
+      const row = state.row;
+      shares = step => { const c = Math.floor(map.own(step) / map.spec.bin); return map.later(row, c) ? null : map.share(map.codes[row * map.spec.width + c]); };
+      title.textContent = `coloured by how much each step moves output step ${map.spec.out[row]}; click a row of the time Jacobian for another.`;
+    } else shares = () => null;
+    canvas.width = D.steps;
+    const brush = canvas.getContext('2d');
+    for (let t = 0; t < D.steps; t++) {
+      const share = shares(t);
+      brush.fillStyle = share === null ? 'rgba(128,128,128,.25)' : `#${palettes.size[Math.round(250 * share)].toString(16).padStart(6, '0')}`;
+      brush.fillRect(t, 0, 1, 1);
+    }
+    canvas.hidden = !map;
+    canvas.dataset.row = state.row;
+    if (!D.words) return;
+    const said = D.words[state.sample];
+    text.replaceChildren(...(said || []).map((word, t) => {
+      const share = shares(t), span = make('span', {title: `step ${t}`, onpointerenter: () => set({t})}, word);
+      span.style.background = share === null ? '' : `color-mix(in srgb, var(--accent) ${Math.round(share * 70)}%, transparent)`;
+      return span;
+    }));
+  };
+  listen(['row', 'sample', 'log'], act);
+  listen(['t'], () => { for (const [t, span] of [...text.children].entries()) span.classList.toggle('at', t === state.t); });
+  act();
+}
+
+function theme() {
+  const button = document.querySelector('.theme'), root = document.documentElement;
+  const dark = () => root.dataset.theme ? root.dataset.theme === 'dark' : matchMedia('(prefers-color-scheme: dark)').matches;
+  const say = () => { button.textContent = dark() ? 'light' : 'dark'; };
+  button.addEventListener('click', () => { root.dataset.theme = dark() ? 'light' : 'dark'; say(); });
+  button.hidden = false;
+  say();
+}

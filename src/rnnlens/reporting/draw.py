@@ -1,0 +1,228 @@
+"""Drawings that need no script: inline SVG, in the colours of the page's style sheet.
+
+The script draws the same figures again, as wide as the window is; these are what is printed without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from markupsafe import Markup
+
+from ..typing import Array
+from .encode import Scale
+
+#: From a number to pixels.
+Place = Callable[[float], float]
+
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 62, 12, 8, 34
+_PLOT = WIDTH - LEFT - RIGHT
+#: What is smaller than the largest value by more than so many decades is drawn at the border, with a mark.
+_DECADES = 8
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve, and a band around a middle; each (point,), or None."""
+
+    name: str
+    x: Array
+    y: Array | None = None
+    middle: Array | None = None
+    low: Array | None = None
+    high: Array | None = None
+
+
+def lines(
+    drawn: Sequence[Line],
+    *,
+    x: str,
+    y: str,
+    log: bool = False,
+    unit_range: bool = False,
+    marks: Sequence[tuple[float, str]] = (),
+    height: int = 190,
+) -> Markup:
+    """Curves with bands, legend and axes; ``marks`` are vertical lines with a word."""
+    every = [v for line in drawn for v in (line.y, line.middle, line.low, line.high) if v is not None]
+    low, high = (0.0, 1.0) if unit_range else _range(every, log)
+    bottom = height - BOTTOM
+    last = max((float(line.x[-1]) for line in drawn if len(line.x)), default=1.0)
+    first = min((float(line.x[0]) for line in drawn if len(line.x)), default=0.0)
+
+    def across(value: float) -> float:
+        return LEFT + (value - first) / ((last - first) or 1.0) * _PLOT
+
+    def down(value: float) -> float:
+        measured = math.log10(value) if log and value > 0 else low if log else value
+        share = min(max((measured - low) / ((high - low) or 1.0), 0.0), 1.0)
+        return bottom - share * (bottom - TOP)
+
+    parts = [*_axes(low, high, log, down), *_ticks_below(first, last, across, bottom, x)]
+    for number, line in enumerate(drawn):
+        colour = f"l{number % 6}"
+        if line.low is not None and line.high is not None:
+            parts += _band(line, colour, across, down)
+        if line.middle is not None:
+            parts.append(_path(line.x, line.middle, f"median {colour}", across, down))
+        if line.y is not None:
+            parts.append(_path(line.x, line.y, f"line {colour}", across, down))
+    if log and any((line.y < 10**low * 0.999).any() for line in drawn if line.y is not None):
+        below = Markup('<text class="below" x="{}" y="{}">▾ below {:.0e}</text>')
+        parts.append(below.format(LEFT + 4, bottom - 4, 10**low))
+    for place, word in marks:
+        spot = across(place)
+        parts.append(Markup('<path class="mark" d="M{:.1f} {}V{}"/>').format(spot, TOP, bottom))
+        anchor = "end" if spot > WIDTH / 2 else "start"
+        parts.append(
+            Markup('<text class="word" x="{:.1f}" y="{}" text-anchor="{}">{}</text>').format(
+                spot + (-4 if anchor == "end" else 4), TOP + 11, anchor, word
+            )
+        )
+    label = Markup('<text class="axis" transform="translate(13 {}) rotate(-90)" text-anchor="middle">{}</text>')
+    parts.append(label.format((TOP + bottom) / 2, y))
+    legend = Markup("").join(
+        Markup('<span class="key l{}">{}</span>').format(i % 6, line.name) for i, line in enumerate(drawn)
+    )
+    return Markup('{}<p class="legend">{}</p>').format(_svg(height, parts), legend)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Axes around an image.
+
+    Attributes
+    ----------
+    x, y
+        Labels.
+    rows, steps
+        How many there are down and across.
+    columns
+        Words below the columns, in place of steps.
+    names
+        Of the rows; their positions by default.
+    hatched
+        Whether the half above the diagonal is marked as what cannot be.
+    """
+
+    x: str
+    y: str
+    rows: int
+    steps: int
+    columns: Sequence[str] = ()
+    names: Array | None = None
+    hatched: bool = False
+
+
+def picture(url: str, id: str, scale: Scale, axes: Axes, *, palette: str, label: str = "") -> Markup:
+    """An image between axes, rows from the top, with its colour scale below."""
+    height = TOP + map_height(axes.rows) + BOTTOM
+    bottom = height - BOTTOM
+    shape = Markup('<image id="{}" href="{}" x="{}" y="{}" width="{}" height="{}" preserveAspectRatio="none"/>')
+    parts = [shape.format(id, url, LEFT, TOP, _PLOT, bottom - TOP)]
+    if axes.hatched:
+        parts.append(Markup('<path class="hatched" d="M{} {}H{}V{}Z"/>').format(LEFT, TOP, WIDTH - RIGHT, bottom))
+    for row in sorted({0, axes.rows - 1}):
+        spot = TOP + (row + 0.5) / axes.rows * (bottom - TOP) + 4
+        name = row if axes.names is None else int(axes.names[row])
+        parts.append(Markup('<text x="{}" y="{:.1f}" text-anchor="end">{}</text>').format(LEFT - 6, spot, name))
+    side = Markup('<text class="axis" transform="translate(13 {}) rotate(-90)" text-anchor="middle">{}</text>')
+    parts.append(side.format((TOP + bottom) / 2, axes.y))
+    if axes.columns:
+        room, word = _PLOT / len(axes.columns), Markup('<text x="{:.1f}" y="{}" text-anchor="middle">{}</text>')
+        for place, text in enumerate(axes.columns):
+            parts.append(word.format(LEFT + (place + 0.5) * room, bottom + 14 + place % 2 * 13, text))
+    else:
+        steps = axes.steps
+        parts += _ticks_below(0, steps - 1, lambda v: LEFT + (v + 0.5) / steps * _PLOT, bottom, axes.x)
+    low, high = (10**scale.low, 10**scale.high) if scale.log else (scale.low, scale.high)
+    key = Markup('<p class="legend"><span>{}</span><span class="ramp {}">{} <i></i> {}</span></p>')
+    least = f"≤ {low:.2g}" if scale.log else f"{low:.2g}"
+    return Markup("{}{}").format(_svg(height, parts), key.format(label, palette, least, f"{high:.2g}"))
+
+
+def map_height(rows: int) -> int:
+    """Pixels for so many rows."""
+    return int(min(max(rows * 6, 72), 260))
+
+
+def _svg(height: int, parts: Sequence[Markup]) -> Markup:
+    head = Markup('<svg viewBox="0 0 {} {}" role="img" class="static">').format(WIDTH, height)
+    return head + Markup("").join(parts) + Markup("</svg>")
+
+
+def _range(every: Sequence[Array], log: bool) -> tuple[float, float]:
+    values = np.concatenate([np.ravel(v) for v in every]) if every else np.zeros(0)
+    values = values[np.isfinite(values)]
+    if log:
+        values = values[values > 0]
+        if not values.size:
+            return -1.0, 0.0
+        high = float(np.log10(values.max()))
+        low = max(float(np.log10(values.min())), high - _DECADES)
+        return math.floor(low), max(math.ceil(high), math.floor(low) + 1)
+    if not values.size:
+        return 0.0, 1.0
+    low, high = float(values.min()), float(values.max())
+    return (low, high) if high > low else (low - 0.5, low + 0.5)
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers between two bounds."""
+    span = high - low
+    if not span > 0:
+        return [low]
+    step = 10 ** math.floor(math.log10(span / about))
+    step *= next((m for m in (1, 2, 5, 10) if span / (step * m) <= about), 10)
+    return [round(step * k, 12) for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def _axes(low: float, high: float, log: bool, down: Place) -> list[Markup]:
+    if log:
+        every = max(1, math.ceil((high - low) / 6))
+        marked = [(10.0**k, f"1e{k}" if abs(k) > 3 else f"{10.0**k:g}") for k in range(int(low), int(high) + 1, every)]
+    else:
+        marked = [(v, f"{v:g}") for v in ticks(low, high, 4)]
+    parts = []
+    for value, text in marked:
+        spot = down(value)
+        parts.append(Markup('<path class="grid" d="M{} {:.1f}H{}"/>').format(LEFT, spot, WIDTH - RIGHT))
+        parts.append(Markup('<text x="{}" y="{:.1f}" text-anchor="end">{}</text>').format(LEFT - 6, spot + 4, text))
+    return parts
+
+
+def _ticks_below(first: float, last: float, across: Place, bottom: float, label: str) -> list[Markup]:
+    marked = [v for v in ticks(first, last, 8) if v == int(v)]
+    marked = [v for v in marked if last - v > (last - first) * 0.06] + [last]  # the last step always has its number
+    number = Markup('<text x="{:.1f}" y="{}" text-anchor="middle">{:g}</text>')
+    name = Markup('<text class="axis" x="{}" y="{}" text-anchor="middle">{}</text>')
+    parts = [number.format(across(value), bottom + 14, value) for value in dict.fromkeys(marked)]
+    return [*parts, name.format(LEFT + _PLOT / 2, bottom + 29, label)]
+
+
+def _path(x: Array, y: Array, kind: str, across: Place, down: Place) -> Markup:
+    commands: list[str] = []
+    pen = "M"
+    for place, value in zip(x, y, strict=True):
+        if not math.isfinite(value):
+            pen = "M"
+            continue
+        commands.append(f"{pen}{across(place):.1f} {down(value):.1f}")
+        pen = "L"
+    if commands and commands[-1].startswith("M"):  # a lone point is drawn by its round cap
+        commands.append("h0")
+    return Markup('<path class="{}" d="{}"/>').format(kind, "".join(commands))
+
+
+def _band(line: Line, colour: str, across: Place, down: Place) -> list[Markup]:
+    assert line.low is not None
+    assert line.high is not None
+    kept = np.flatnonzero(np.isfinite(line.low) & np.isfinite(line.high))
+    if len(kept) < 2:
+        return []
+    upper = [f"{across(line.x[i]):.1f} {down(line.high[i]):.1f}" for i in kept]
+    lower = [f"{across(line.x[i]):.1f} {down(line.low[i]):.1f}" for i in kept[::-1]]
+    return [Markup('<path class="band {}" d="M{}Z"/>').format(colour, "L".join([*upper, *lower]))]

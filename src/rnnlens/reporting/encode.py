@@ -1,0 +1,125 @@
+"""Numbers as few bytes of text: quantised, as an indexed PNG or as base64.
+
+A map is shipped as a PNG whose palette is its colour scale. Any browser shows it as it is; the script reads the numbers
+back from the colours, since no two codes of a palette look the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from PIL import Image
+
+from ..typing import Array
+
+#: Codes of a map: the scale itself, then a step that is padding, then a value that is not finite.
+LEVELS, PADDING, BROKEN = 250, 254, 255
+#: The same of curves, in 16 bits.
+FINE, FINE_PADDING, FINE_BROKEN = 65_000, 65_534, 65_535
+#: A logarithmic scale ends so many decades below the largest value.
+DECADES = 12
+
+_MAPS = {"size": "magma", "signed": "RdBu_r", "gate": "viridis"}
+_PADDING_COLOUR, _BROKEN_COLOUR = (154, 160, 166), (255, 0, 60)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From codes to values: ``low`` at code 0 and ``high`` at the last, of the logarithm (base 10) where ``log``.
+
+    On a logarithmic scale code 0 stands for whatever is smaller than ``low``, zero included.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+
+    def codes(self, values: Array, levels: int) -> Array:
+        """Codes 0 to ``levels``; what is not finite gets 0 here, and has to be marked by the caller."""
+        span = self.high - self.low or 1.0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            measured = np.log10(values) if self.log else np.asarray(values, dtype=np.float64)
+        share = np.nan_to_num((measured - self.low) / span, nan=0.0, posinf=0.0, neginf=0.0)
+        return np.clip(np.rint(share * levels), 0, levels)
+
+    def to_json(self) -> list[Any]:
+        """``[low, high, log]``."""
+        return [float(f"{self.low:.7g}"), float(f"{self.high:.7g}"), self.log]
+
+
+def scale_of(values: Array, *, log: bool = False, signed: bool = False) -> Scale:
+    """The scale that holds all finite values: symmetric about 0 where ``signed``."""
+    finite = np.asarray(values, dtype=np.float64)
+    finite = finite[np.isfinite(finite)]
+    if log:
+        positive = finite[finite > 0]
+        if not positive.size:
+            return Scale(-1.0, 0.0, log=True)
+        high = float(np.log10(positive.max()))
+        low = max(float(np.log10(positive.min())), high - DECADES)
+        return Scale(low if low < high else high - 1, high, log=True)
+    if not finite.size:
+        return Scale(-1.0 if signed else 0.0, 1.0)
+    if signed:
+        most = float(np.abs(finite).max()) or 1.0
+        return Scale(-most, most)
+    low, high = float(finite.min()), float(finite.max())
+    return Scale(low, high if high > low else low + 1)
+
+
+def image(values: Array, palette: str, scale: Scale, padded: Array | None = None) -> str:
+    """A map (row, column) as the data URL of an indexed PNG; ``padded`` (column,) marks steps that are no data."""
+    codes = scale.codes(values, LEVELS)
+    codes[~np.isfinite(values)] = BROKEN
+    if padded is not None:
+        codes[:, padded] = PADDING
+    picture = Image.fromarray(codes.astype(np.uint8), mode=None).convert("L")
+    picture = Image.frombytes("P", picture.size, picture.tobytes())
+    picture.putpalette(bytes(colours(palette).ravel()))
+    stream = io.BytesIO()
+    picture.save(stream, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+
+
+def row_codes(values: Array, scale: Scale, padded: Array | None = None) -> str:
+    """Curves (row, step) as base64 of little-endian 16-bit codes; ``padded`` has their shape."""
+    codes = scale.codes(values, FINE)
+    codes[~np.isfinite(values)] = FINE_BROKEN
+    if padded is not None:
+        codes[padded] = FINE_PADDING
+    return base64.b64encode(codes.astype("<u2").tobytes()).decode()
+
+
+@cache
+def colours(palette: str) -> Array:
+    """(256, 3) of uint8: a colour for each code, no two the same."""
+    shades = colormaps[_MAPS[palette]](np.linspace(0, 1, LEVELS + 1))[:, :3]
+    table = np.zeros((256, 3), dtype=np.int64)
+    table[: LEVELS + 1] = np.rint(shades * 255)
+    table[PADDING], table[BROKEN] = _PADDING_COLOUR, _BROKEN_COLOUR
+    taken = {tuple(table[PADDING]), tuple(table[BROKEN])}
+    for code in range(LEVELS + 1):
+        colour = table[code].copy()
+        for nudge in _nudges():
+            tried = tuple(int(c) for c in np.clip(colour + nudge, 0, 255))
+            if tried not in taken:
+                table[code] = tried
+                taken.add(tried)
+                break
+    return table.astype(np.uint8)
+
+
+def hex_colours(palette: str) -> str:
+    """All colours of a palette in one string, six digits each."""
+    return bytes(colours(palette).ravel()).hex()
+
+
+def _nudges() -> list[tuple[int, int, int]]:
+    steps = [(r, g, b) for r in (0, 1, -1, 2) for g in (0, 1, -1) for b in (0, 1, -1, 2)]
+    return sorted(steps, key=lambda step: sum(map(abs, step)))

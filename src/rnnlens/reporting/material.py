@@ -1,0 +1,326 @@
+"""What a report shows of a model: everything is asked of the verbs here, and nothing after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from .. import data
+from ..adapters.protocol import Adapter, Batch, CaptureRequest
+from ..adapters.registry import adapter_for
+from ..diagnosis import diagnose
+from ..errors import InputError, RnnlensError, TooLargeError, message, shown
+from ..measures.profiles import attribution
+from ..recurrence.cells import kinds
+from ..results.diagnosis import Diagnosis
+from ..results.schema import plain
+from ..results.trace import Trace
+from ..results.weights import Weights
+from ..typing import Array
+from ..verbs.layers import layers as find_layers
+from ..verbs.trace import trace
+from ..verbs.weights import weights
+from ..vocabulary import QUANTITIES
+from .samples import Data, Ranking, losses, ranked, read
+from .time_map import TimeMap, of_array, of_model
+from .tracks import Track, norms, tracks_of
+
+
+@dataclass(frozen=True)
+class Question:
+    """What ``rl.report`` was asked, each argument as its docstring has it."""
+
+    x: Any = None
+    y: Any = None
+    baseline: Any = None
+    loss: Any = None
+    layers: Any = None
+    samples: int = 64
+    diagnosis: Any = True
+    jacobian: Any = True
+    tokens: Any = None
+    seed: int = 0
+    axes: Any = None
+
+
+@dataclass
+class Moment:
+    """A model at one moment: what was traced of it, on the samples of the report."""
+
+    name: str
+    tracks: list[Track]
+    loss: float | None = None
+    input: Array | None = None
+    input_gradient: Array | None = None
+
+    @property
+    def sensitivity(self) -> Array | None:
+        """(sample, time): norm over features of dL/dx_t times the standard deviation of the input over samples.
+
+        Of one sample, which has no deviation, the norm alone.
+        """
+        if self.input_gradient is None or self.input is None:
+            return None
+        if len(self.input) == 1 or not np.isfinite(self.input).all():
+            return norms(self.input_gradient)
+        return np.sqrt(attribution(self.input_gradient, self.input))
+
+
+@dataclass
+class Material:
+    """All that goes into a report.
+
+    Attributes
+    ----------
+    moments
+        The model itself, and the baseline where there is one.
+    numbers
+        Positions of the samples in the data.
+    losses
+        (sample,), or None with ``why_no_losses``.
+    """
+
+    moments: list[Moment] = field(default_factory=list)
+    trace: Trace | None = None
+    diagnosis: Diagnosis | None = None
+    weights: Weights | None = None
+    time_map: TimeMap | None = None
+    layers: Any = None
+    numbers: list[int] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+    losses: Array | None = None
+    why_no_losses: str = ""
+    ranking: Ranking | None = None
+    words: list[list[str]] | None = None
+    total: int | None = None
+    left_out: list[str] = field(default_factory=list)
+    others: list[Any] = field(default_factory=list)
+
+
+_WANTED = (
+    "input",
+    "mask",
+    "hidden",
+    "cell",
+    "gates",
+    "output",
+    "hidden_grad",
+    "cell_grad",
+    "output_grad",
+    "input_grad",
+)
+
+
+def look(model: Any, question: Question) -> Material:
+    """Trace a model and its baseline on the same samples, rank these, and ask for everything else."""
+    adapter = adapter_for(model)
+    held, why_one = read(adapter, model, question.x, question.y, question.axes)
+    material = Material(total=held.count, layers=find_layers(model))
+    if why_one:
+        material.left_out.append(f"Samples are not told apart: {why_one}")
+    _trace(material, adapter, model, held, question)
+    _rank(material, adapter, model, held, question)
+    _baseline(material, adapter, model, held, question)
+    material.words = _words(held, material.numbers, question.tokens)
+    _weights(material, model, question)
+    _time_map(material, adapter, model, held, question)
+    _diagnose(material, model, held, question)
+    return material
+
+
+def look_at(results: Sequence[Any]) -> Material:
+    """The same of results that are already there, as far as they go."""
+    material = Material()
+    for result in results:
+        if isinstance(result, Trace):
+            if material.trace is not None:
+                material.moments.append(moment("baseline", result))
+                continue
+            material.trace = result
+            material.moments.insert(0, moment("this model", result))
+        elif isinstance(result, Diagnosis):
+            material.diagnosis = result
+        elif isinstance(result, Weights):
+            material.weights = result
+        elif isinstance(result, xr.DataArray) and "in_time" in result.dims:
+            material.time_map = of_array(result)
+        else:
+            material.others.append(result)
+    if material.moments and material.moments[0].tracks:
+        tracks = material.moments[0].tracks
+        material.numbers = list(range(tracks[0].samples))
+        material.targets = [""] * len(material.numbers)
+        material.why_no_losses = "a saved result has no loss of single samples"
+        material.ranking = ranked(_gradient_sizes(tracks, len(material.numbers)))
+    return material
+
+
+def moment(name: str, found: Trace) -> Moment:
+    """What a trace holds, as the report shows it."""
+    tracks = tracks_of(found)
+    first = next((found.dataset(layer) for layer in found.layers if "input" in found.dataset(layer)), None)
+    if first is None:
+        return Moment(name, tracks, found.loss)
+    gradient = first["input_grad"].values if "input_grad" in first else None
+    return Moment(name, tracks, found.loss, first["input"].values, gradient)
+
+
+def _trace(material: Material, adapter: Adapter, model: Any, held: Data, question: Question) -> None:
+    """As many samples as were asked for, or as fit the memory granted."""
+    count = held.count if held.count is not None else 0
+    chosen = list(range(min(question.samples, count))) if held.count is not None else []
+    while True:
+        x, y = held.take(chosen)
+        try:
+            material.trace = _traced(model, x, y, question)
+            break
+        except TooLargeError:
+            if len(chosen) < 2:
+                raise
+            chosen = chosen[: len(chosen) // 2]
+    material.moments.append(moment("this model", material.trace))
+    tracks = material.moments[0].tracks
+    if held.count is None:
+        chosen = list(range(tracks[0].samples if tracks else 0))
+    elif len(chosen) < count:
+        material.left_out.append(f"{len(chosen)} of {count} samples, the first, are shown.")
+    material.numbers, material.targets = chosen, held.targets(chosen)
+
+
+def _traced(model: Any, x: Any, y: Any, question: Question) -> Trace:
+    """States, gates and gradients; also the states of cells that only they know."""
+    options: dict[str, Any] = {
+        "layers": question.layers,
+        "loss": question.loss,
+        "seed": question.seed,
+        "axes": question.axes,
+    }
+    if all(info.cell in kinds() for info in find_layers(model)):  # of other cells, only they know the states
+        states = {state for kind in kinds().values() for state in kind.states if state in QUANTITIES}
+        named = [*_WANTED, *states, *(f"{state}_grad" for state in states)]
+        has_loss = y is not None or question.loss is not None
+        options["quantities"] = [name for name in named if has_loss or not name.endswith("_grad")]
+    return trace(model, x, y, **options)
+
+
+def _rank(material: Material, adapter: Adapter, model: Any, held: Data, question: Question) -> None:
+    tracks = material.moments[0].tracks
+    if not tracks:
+        return
+    found, why = losses(adapter, model, held, material.numbers, question.loss, question.seed)
+    material.losses, material.why_no_losses = found, why
+    material.ranking = ranked(_gradient_sizes(tracks, len(material.numbers)) if found is None else found)
+
+
+def _gradient_sizes(tracks: Sequence[Track], count: int) -> Array:
+    """(sample,): peak of the gradient of each sample; 0 without gradients, so that samples keep their order."""
+    for track in reversed(tracks):
+        for gradient in track.gradients.values():
+            return np.nan_to_num(norms(gradient), nan=np.inf).max(axis=1)
+    return np.zeros(count)
+
+
+def _baseline(material: Material, adapter: Adapter, model: Any, held: Data, question: Question) -> None:
+    given = question.baseline
+    if given is None:
+        return
+    if isinstance(given, Trace):
+        material.moments.append(moment("baseline", given))
+    elif isinstance(given, str) and given != "init":
+        expected = '"init", another model, or a trace'
+        raise InputError(message("baseline= is not understood.", got=shown(given), expected=expected))
+    else:
+        other = adapter.untrained(model, question.seed) if isinstance(given, str) else given
+        x, y = held.take(material.numbers)
+        name = "before training" if isinstance(given, str) else "baseline"
+        material.moments.append(moment(name, _traced(other, x, y, question)))
+    after, before = material.moments
+    if _shape(after) != _shape(before):
+        raise InputError(
+            message(
+                "The baseline does not fit the model.",
+                got="; ".join(f"{t.title} of {t.units} units, {t.steps} steps" for t in before.tracks) or "no layers",
+                expected="; ".join(f"{t.title} of {t.units} units, {t.steps} steps" for t in after.tracks),
+                hint="a model with the same layers, traced on the same samples",
+            )
+        )
+    if isinstance(given, str):
+        after.name = "after training"
+
+
+def _shape(found: Moment) -> list[tuple[str, int, int, int]]:
+    return [(track.title, track.units, track.steps, track.samples) for track in found.tracks]
+
+
+def _words(held: Data, numbers: Sequence[int], tokens: Any) -> list[list[str]] | None:
+    """What each step of each sample is called: of integer inputs, by ``tokens``, or by their number."""
+    if held.count is None:
+        return None
+    leaf = np.asarray(data.leaves_of(held.x)[0])
+    if leaf.dtype.kind not in "iu" or leaf.ndim != 2:
+        return None
+    rows = leaf[np.asarray(numbers, dtype=int)]
+    if callable(tokens):
+        return [[str(tokens(int(i))) for i in row] for row in rows]
+    if tokens is None:
+        return [[str(int(i)) for i in row] for row in rows]
+    try:
+        return [[str(tokens[int(i)]) for i in row] for row in rows]
+    except (KeyError, IndexError, TypeError) as error:
+        expected = "a list or mapping from number to text, or a function"
+        raise InputError(message("tokens= has no text for a token.", got=shown(error), expected=expected)) from error
+
+
+def _weights(material: Material, model: Any, question: Question) -> None:
+    names = [info.name for info in material.layers if question.layers is None or info.name in question.layers]
+    try:
+        material.weights = weights(model, layers=names) if names else None
+    except RnnlensError as error:
+        material.left_out.append(f"No weights: {_reason(error)}")
+
+
+def _time_map(material: Material, adapter: Adapter, model: Any, held: Data, question: Question) -> None:
+    if isinstance(question.jacobian, xr.DataArray):
+        material.time_map = of_array(question.jacobian)
+        return
+    if not question.jacobian or not material.moments[0].tracks or material.ranking is None:
+        return
+    chosen = [material.numbers[i] for i in material.ranking.telling[:8]] if held.count is not None else []
+    try:
+        x, _ = held.take(chosen[:1])
+        request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
+        outputs = data.leaves_of(adapter.capture(model, Batch(x, seed=question.seed), request).outputs)
+        shapes = [tuple(np.shape(plain(leaf))) for leaf in outputs]
+        material.time_map = of_model(
+            model, lambda count: held.take(chosen[:count])[0], len(chosen), material.moments[0].tracks, shapes, question
+        )
+    except RnnlensError as error:
+        material.left_out.append(f"No time Jacobian: {_reason(error)}")
+
+
+def _diagnose(material: Material, model: Any, held: Data, question: Question) -> None:
+    if isinstance(question.diagnosis, Diagnosis):
+        material.diagnosis = question.diagnosis
+        return
+    if not question.diagnosis:
+        return
+    baseline = None if isinstance(question.baseline, Trace) else question.baseline
+    everything = range(held.count) if held.count is not None else []
+    x, y = held.take(everything)
+    try:
+        material.diagnosis = diagnose(
+            model, x, y, baseline=baseline, loss=question.loss, seed=question.seed, axes=question.axes
+        )
+    except RnnlensError as error:
+        material.left_out.append(f"No findings: {_reason(error)}")
+
+
+def _reason(error: RnnlensError) -> str:
+    """What went wrong in one line, with what was got where that was said."""
+    what, *rest = str(error).splitlines()
+    got = next((line.partition("got:")[2].strip() for line in rest if line.strip().startswith("got:")), "")
+    return f"{what.rstrip('.')}: {got}" if got else what

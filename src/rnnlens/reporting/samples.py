@@ -1,0 +1,134 @@
+"""The samples of a report: read once, each with its own loss, sorted by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import data
+from ..adapters.protocol import Adapter, Batch, CaptureRequest
+from ..arguments.data import is_source
+from ..diagnosis.orientation import Orientation
+from ..diagnosis.samples import read_samples
+from ..errors import InputError, RnnlensError, UnsupportedError
+from ..results.schema import plain
+from ..typing import Array
+
+#: Of a source of batches so many samples are read.
+FROM_SOURCE = 512
+
+
+@dataclass
+class Data:
+    """Samples as the model takes them.
+
+    Attributes
+    ----------
+    x, y
+        All of them; samples lie where the model wants them.
+    count
+        How many there are; None where that is not known, as of a packed sequence: then they cannot be told apart.
+    """
+
+    x: Any
+    y: Any
+    count: int | None
+    lie: Orientation | None = None
+
+    def take(self, chosen: Sequence[int]) -> tuple[Any, Any]:
+        """X and y of some samples."""
+        if self.count is None:
+            return self.x, self.y
+        rows = np.asarray(chosen)
+        x = data.map_leaves(lambda leaf: leaf[rows], self.x)
+        y = None if self.y is None else data.map_leaves(lambda leaf: leaf[rows], self.y)
+        if self.lie is None or self.lie.inputs is None:
+            return x, y
+        return self.lie.as_given(x), None if y is None else self.lie.target_as_given(y)
+
+    def targets(self, chosen: Sequence[int]) -> list[str]:
+        """What is asked of each sample, in a word; empty where it is more than a number."""
+        if self.count is None or self.y is None:
+            return [""] * len(chosen)
+        leaves = data.leaves_of(self.y)
+        y = np.asarray(leaves[0])
+        if len(leaves) > 1 or y.shape[0] != self.count or y.size != self.count:
+            return [""] * len(chosen)
+        return [f"{y.reshape(-1)[i]:.4g}" for i in chosen]
+
+
+def read(adapter: Adapter, model: Any, x: Any, y: Any, axes: Any) -> tuple[Data, str]:
+    """The data, and why their samples cannot be told apart where they cannot."""
+    most = FROM_SOURCE if is_source(x) else 2**40
+    orientation: list[Orientation] = []
+
+    def orient(batch: Any) -> Orientation:
+        orientation.append(Orientation(adapter, model, batch, axes))
+        return orientation[0]
+
+    try:
+        found = read_samples(x, y, most, orient)
+    except (InputError, UnsupportedError) as error:
+        if is_source(x):
+            raise
+        leaves = data.leaves_of(x)
+        if not adapter.samples_first and any(data.is_packed(leaf) for leaf in leaves):
+            return Data(x, y, None), str(error).splitlines()[0]
+        count = len(leaves[0])
+        return Data(_numpy(x), _numpy(y), count), ""
+    return Data(found.x, found.y, found.count, orientation[0]), ""
+
+
+def _numpy(tree: Any) -> Any:
+    return None if tree is None else data.map_leaves(lambda leaf: np.asarray(plain(leaf)), tree)
+
+
+def losses(
+    adapter: Adapter, model: Any, held: Data, chosen: Sequence[int], loss: Any, seed: int
+) -> tuple[Array | None, str]:
+    """The loss of each chosen sample by itself, (sample,); None, and the reason, where it cannot be told."""
+    if held.count is None:
+        return None, "samples cannot be told apart"
+    if held.y is None and loss is None:
+        return None, "no target was given"
+    request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, loss=True)
+    found = []
+    for i in chosen:
+        x, y = held.take([i])
+        try:
+            value = adapter.capture(model, Batch(x, y, loss=loss, seed=seed), request).loss
+        except RnnlensError as error:
+            return None, str(error).splitlines()[0]
+        if value is None:
+            return None, "the model gave none"
+        found.append(float(value))
+    return np.asarray(found), ""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Samples by loss: ``order`` from the smallest; one without a finite loss counts as the hardest."""
+
+    order: tuple[int, ...]
+    typical: int
+    hardest: int
+    easiest: int
+
+    @property
+    def telling(self) -> tuple[int, ...]:
+        """All samples, those that tell most first: typical, hardest, easiest, quartiles, then ever finer."""
+        count = len(self.order)
+        places = [(count - 1) // 2, count - 1, 0]
+        for parts in (4, 8, 16, 32, 64, 128):
+            places += [round((count - 1) * k / parts) for k in range(1, parts)]
+        places += range(count)
+        return tuple(self.order[place] for place in dict.fromkeys(places))
+
+
+def ranked(sizes: Array) -> Ranking:
+    """By the size of each sample: its loss or, where that is not known, its gradient."""
+    order = np.argsort(np.where(np.isfinite(sizes), sizes, np.inf), kind="stable")
+    return Ranking(tuple(int(i) for i in order), int(order[(len(order) - 1) // 2]), int(order[-1]), int(order[0]))

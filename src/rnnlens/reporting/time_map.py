@@ -1,0 +1,130 @@
+"""The time Jacobian of a report: which input step moved which output step, at a price that a reader will wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+from ..errors import InputError
+from ..results.schema import plain
+from ..settings import options
+from ..typing import Array
+from ..verbs.jacobian import jacobian
+from ..vocabulary import DIRECTION, IN_TIME, OUT_TIME, SAMPLE
+from .tracks import Track
+
+if TYPE_CHECKING:
+    from .material import Question
+
+#: Floating-point operations that it may take: some ten seconds of one core.
+_OPERATIONS = 3e11
+#: Beyond so many output units random probes take their place.
+_PROBES = 16
+#: Output steps, at most: a reader sees no more rows.
+_ROWS = 128
+
+
+@dataclass(frozen=True)
+class TimeMap:
+    """Norms of the time Jacobian, mean over samples.
+
+    Attributes
+    ----------
+    norms : (output step, input step)
+    out_times, in_times
+        Steps of the rows and columns, chronological.
+    words
+        What was differentiated by what, and how it was looked at.
+    code
+        The call that gives it.
+    causal
+        Whether nothing depends on what comes later: then the upper triangle is empty by construction.
+    """
+
+    norms: Array
+    out_times: Array
+    in_times: Array
+    words: str
+    code: str
+    causal: bool = True
+    estimated: int = 0
+
+
+def of_model(
+    model: Any,
+    take: Callable[[int], Any],
+    samples: int,
+    tracks: Sequence[Track],
+    outputs: Sequence[tuple[int, ...]],
+    question: Question,
+) -> TimeMap:
+    """Outputs by inputs; of a model that answers once at the end, the states of its last layer by the inputs.
+
+    Parameters
+    ----------
+    take
+        The first so many of ``samples`` samples, as the model takes them.
+    outputs
+        Shapes of the outputs of one sample.
+    """
+    last = tracks[-1]
+    every_step = any(len(shape) >= 3 and last.steps in shape[:2] for shape in outputs) and last.steps > 1
+    of = "output" if every_step else f"{last.layer}.{next(iter(last.states), 'hidden')}"
+    width = outputs[0][-1] if every_step else last.units
+    rows = min(width, _PROBES)
+    step_cost = sum(8 * t.units * (t.units + _width(tracks, i)) for i, t in enumerate(tracks))
+    per_row = 0.5 * last.steps * rows * step_cost
+    count = int(np.clip(_OPERATIONS / (per_row * min(last.steps, _ROWS)), 1, max(samples, 1)))
+    kept = int(np.clip(_OPERATIONS / (per_row * count), 8, min(last.steps, _ROWS)))
+    steps = np.unique(np.linspace(0, last.steps - 1, kept).round().astype(int))
+    asked: dict[str, Any] = {"measure": "norm", "across": "mean", "axes": question.axes, "seed": question.seed}
+    if len(steps) < last.steps:
+        asked["at"] = {OUT_TIME: steps.tolist()}
+    if width > _PROBES:
+        asked["sketch"] = _PROBES
+    x = take(count)
+    with options(certify="first"):
+        try:
+            found, wrt = jacobian(model, x, of=of, wrt="input", **asked), "input"
+        except InputError:  # of integers: by what the first layer is fed
+            wrt = f"{tracks[0].layer}.input"
+            found = jacobian(model, x, of=of, wrt=wrt, **asked)
+    shown = {key: value for key, value in asked.items() if value is not None and key not in ("seed", "at")}
+    thinned = ", at={...}" if "at" in asked else ""
+    arguments = "".join(f", {key}={value!r}" for key, value in shown.items())
+    code = f'rl.jacobian(model, x[:{count}], of="{of}", wrt="{wrt}"{arguments}{thinned})'
+    return _labelled(found, code, count, asked.get("sketch", 0), [track.direction for track in tracks])
+
+
+def of_array(found: xr.DataArray) -> TimeMap:
+    """The same of a time Jacobian that is already there."""
+    return _labelled(found, "", int(found.sizes.get(SAMPLE, 0)), 0, [])
+
+
+def _labelled(found: xr.DataArray, code: str, samples: int, probes: int, directions: Sequence[str]) -> TimeMap:
+    values: xr.DataArray = found
+    rest = [dim for dim in values.dims if dim not in (SAMPLE, OUT_TIME, IN_TIME)]
+    if rest:  # the norm over units, and over both directions
+        values = (abs(values) ** 2).sum(rest) ** 0.5
+    if SAMPLE in values.dims:
+        values = values.mean(SAMPLE)
+    if OUT_TIME not in values.dims:
+        values = values.expand_dims({OUT_TIME: [int(values[IN_TIME][-1])]})
+    norms = np.asarray(plain(values.transpose(OUT_TIME, IN_TIME).values), dtype=np.float64)
+    words = str(found.attrs.get("long_name", "time Jacobian"))
+    if samples:
+        words += f", mean over {samples} {'sample' if samples == 1 else 'samples'}"
+    if probes:
+        words += f", estimated from {probes} random probes"
+    causal = DIRECTION not in found.dims and not any(d for d in directions)
+    later = values[IN_TIME].values[None, :] > values[OUT_TIME].values[:, None]
+    causal = causal and not np.nan_to_num(norms)[later].any()
+    return TimeMap(norms, values[OUT_TIME].values, values[IN_TIME].values, words, code, causal, probes)
+
+
+def _width(tracks: Sequence[Track], place: int) -> int:
+    return tracks[place - 1].units if place else 1

@@ -1,0 +1,180 @@
+"""What a trace holds, as a reader looks at it: one track for each direction of each layer, over one axis of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import xarray as xr
+
+from ..measures.facts import gate_timescale
+from ..recurrence.measures import finite_mean, mean_lag, safe_norm, saturation_share
+from ..results.trace import Trace, describe_layer
+from ..typing import Array
+from ..vocabulary import BACKWARD, DIRECTION, GATE, SAMPLE, TIME
+
+#: What a track does not show: it is shown once for all, or follows from what is.
+_ELSEWHERE = ("input", "input_grad", "mask", "output", "output_grad", "gate_preactivation", "gate_grad")
+_SYMBOLS = {"hidden": "h", "cell": "c"}
+
+
+@dataclass
+class Track:
+    """One direction of one layer.
+
+    Attributes
+    ----------
+    states, gradients
+        (sample, time, unit) by name of the state: its values, and the total gradient of the loss by them.
+    gates
+        (sample, time, gate, unit), or None.
+    mask
+        (sample, time) of bool, False where a step is padding, or None.
+    """
+
+    layer: str
+    direction: str
+    words: str
+    states: dict[str, Array] = field(default_factory=dict)
+    gradients: dict[str, Array] = field(default_factory=dict)
+    gates: Array | None = None
+    gate_names: tuple[str, ...] = ()
+    mask: Array | None = None
+
+    @property
+    def title(self) -> str:
+        """Layer, and direction where there are two."""
+        return f"{self.layer} · {self.direction}" if self.direction else self.layer
+
+    @property
+    def steps(self) -> int:
+        """Number of time steps."""
+        return int(next(iter(self._arrays())).shape[1])
+
+    @property
+    def units(self) -> int:
+        """Number of units of the first state."""
+        return int(next(iter(self._arrays())).shape[-1])
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return int(next(iter(self._arrays())).shape[0])
+
+    def _arrays(self) -> list[Array]:
+        return [*self.states.values(), *self.gradients.values(), *([] if self.gates is None else [self.gates])]
+
+
+def symbol(state: str) -> str:
+    """A state as it is written in formulas: h, c; by its own name where it has no letter."""
+    return _SYMBOLS.get(state, state.replace("_", " "))
+
+
+def tracks_of(trace: Trace) -> list[Track]:
+    """All tracks of a trace, layers in the order of their calls."""
+    found = []
+    for name in trace.layers:
+        dataset = trace.dataset(name)
+        both = DIRECTION in dataset.dims
+        for direction in [str(d) for d in dataset[DIRECTION].values] if both else [""]:
+            track = _track(name, dataset.sel(direction=direction) if both else dataset, direction)
+            if track._arrays():
+                found.append(track)
+    return found
+
+
+def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
+    track = Track(name, direction, describe_layer(dataset))
+    for key, array in dataset.data_vars.items():
+        variable, plain = str(key), array.dims[:2] == (SAMPLE, TIME)
+        if variable == "gates" and plain:
+            track.gates, track.gate_names = array.values, tuple(map(str, dataset[GATE].values))
+        elif variable == "mask":
+            track.mask = np.asarray(array.values, dtype=bool)
+        elif plain and array.ndim == 3 and variable not in _ELSEWHERE:
+            side = track.gradients if variable.endswith("_grad") else track.states
+            side[variable.removesuffix("_grad")] = array.values
+    if not track._arrays():  # a layer that is not recurrent has what it returns
+        for variable, side in (("output", track.states), ("output_grad", track.gradients)):
+            if variable in dataset and dataset[variable].dims[:2] == (SAMPLE, TIME) and dataset[variable].ndim == 3:
+                side["output"] = dataset[variable].values
+    if track.mask is not None and bool(track.mask.all()):
+        track.mask = None
+    return track
+
+
+def norms(values: Array) -> Array:
+    """(sample, time, unit) to the norm over units, (sample, time), in float64."""
+    size: Array = safe_norm(np.asarray(values, dtype=np.float64), axis=-1)
+    return size
+
+
+def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
+    """By what the units of a track may be sorted: one number per unit each, largest first when sorted.
+
+    Parameters
+    ----------
+    kernels
+        Norm of each unit's own weights, (unit,), or None.
+
+    Returns
+    -------
+    ``reach``: mean distance in steps, from the end at which the recurrence of the layer ends, of the gradient of the
+    hidden state; ``saturation``: share of (sample, time, gate) below 0.1 or above 0.9; ``norm`` of the unit's weights;
+    ``timescale`` of its forget gate; whichever exist.
+    """
+    keys: dict[str, Array] = {}
+    state = next(iter(track.gradients), None)
+    if state is not None:
+        size = np.abs(np.asarray(track.gradients[state], dtype=np.float64))
+        peak = np.where(np.isfinite(size), size, 0.0).max(axis=(1, 2), keepdims=True)
+        profile = finite_mean(size / np.where(peak > 0, peak, 1.0), axis=0)
+        keys["reach"] = mean_lag(profile if track.direction == BACKWARD else profile[::-1], axis=0)
+    if track.gates is not None:
+        where = None if track.mask is None else track.mask[:, :, None, None]
+        low, high = saturation_share(np.asarray(track.gates), axis=(0, 1, 2), where=where)
+        keys["saturation"] = low + high
+        if "forget" in track.gate_names:
+            forget = np.asarray(track.gates)[:, :, track.gate_names.index("forget")]
+            keys["timescale"] = gate_timescale(forget, track.mask)
+    if kernels is not None and len(kernels) == track.units:
+        keys["norm"] = kernels
+    return {name: value for name, value in keys.items() if len(value) == track.units}
+
+
+def binned(values: Array, width: int, *, size: bool = False) -> Array:
+    """(sample, time, ...) with ``width`` steps merged into one: their mean, or where ``size`` their root mean square.
+
+    A bin in which any value is not finite is NaN: it must not look healthy.
+    """
+    if width == 1:
+        return np.asarray(values, dtype=np.float64)
+    values = np.asarray(values, dtype=np.float64)
+    starts = np.arange(0, values.shape[1], width)
+    counts = np.diff([*starts, values.shape[1]]).reshape(-1, *[1] * (values.ndim - 2))
+    if not size:
+        return np.add.reduceat(values, starts, axis=1) / counts
+    peak = np.maximum.reduceat(np.abs(values), starts, axis=1)  # so that no square under- or overflows
+    unit = np.where(np.isfinite(peak) & (peak > 0), peak, 1.0)
+    share = values / np.repeat(unit, counts.ravel(), axis=1)
+    mean: Array = np.sqrt(np.add.reduceat(share**2, starts, axis=1) / counts) * unit
+    return mean
+
+
+def quartiles(curves: Array) -> Array:
+    """Median between its quartiles over samples, (3, time), of what is finite; NaN where nothing is."""
+    kept = np.where(np.isfinite(curves), curves, np.nan)
+    empty = ~np.isfinite(kept).any(axis=0)
+    kept[:, empty] = 0.0
+    found = np.nanquantile(kept, [0.25, 0.5, 0.75], axis=0)
+    found[:, empty] = np.nan
+    return found
+
+
+def by_own_peak(curves: Array) -> Array:
+    """Each sample divided by its largest finite value; one that is 0 throughout is NaN."""
+    finite = np.where(np.isfinite(curves), curves, 0.0)
+    peak = finite.max(axis=1, keepdims=True, initial=0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative: Array = np.where(peak > 0, curves / peak, np.nan)
+    return relative

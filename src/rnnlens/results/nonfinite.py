@@ -1,0 +1,189 @@
+"""The result of ``rl.find_nonfinite``: the first number that is not finite, where it is, and what fed it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import xarray as xr
+
+from ..vocabulary import GATE, SAMPLE, TIME, UNIT
+from .base import Result
+
+Phase = Literal["data", "weights", "forward", "loss", "backward"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One number that is not finite, or too large for the precision it was computed in, though what made it was not.
+
+    Attributes
+    ----------
+    phase
+        When it appears: in the ``"data"``, in the ``"weights"``, in the ``"forward"`` pass, in the ``"loss"``, in the
+        ``"backward"`` pass.
+    layer
+        Name of the layer, or ``"input"``, ``"output"``, ``"y"``, ``"sample_weight"``, ``"loss"``.
+    quantity
+        What of it: ``"gate_preactivation"``, ``"hidden"``, ``"kernel"``, ``"hidden_grad"``, ...
+    value
+        The number. Finite where it overflows the precision that its layer computes in.
+    index
+        Where it is, by dimension: ``{"sample": 12, "time": 37, "unit": 5}``.
+    fed_by
+        What it was made of, in words.
+    gate, direction
+        Name of the gate, and which half of a bidirectional layer, where there are any.
+    precision
+        The dtype that it overflowed; ``""`` where the number itself is not finite.
+    """
+
+    phase: Phase
+    layer: str
+    quantity: str
+    value: float
+    index: Mapping[str, int] = field(default_factory=dict)
+    fed_by: str = ""
+    gate: str = ""
+    direction: str = ""
+    precision: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """One line.
+
+        >>> where = {"sample": 12, "time": 37, "unit": 5}
+        >>> Origin("forward", "lstm_1", "gate_preactivation", float("inf"), where, gate="forget").sentence
+        'first at step 37 of sample 12: forget gate of lstm_1, unit 5 (pre-activation inf)'
+        """
+        place = [f"{word} {self.index[dim]}" for dim, word in ((TIME, "step"), (SAMPLE, "sample")) if dim in self.index]
+        at = " of ".join(place)
+        head = f"first at {at}: " if at else f"first {_WHEN[self.phase]}: "
+        rest = [f"{dim} {i}" for dim, i in self.index.items() if dim not in (TIME, SAMPLE, GATE)]
+        where = ", ".join([self._what, *rest])
+        number = f"{_WORDS.get(self.quantity, self.quantity)} {self.value:.3g}"
+        number += f", beyond {self.precision}" if self.precision else ""
+        return f"{head}{where} ({number})" + (f"; fed by {self.fed_by}" if self.fed_by else "")
+
+    @property
+    def _what(self) -> str:
+        half = f" ({self.direction})" if self.direction else ""
+        if self.phase == "data" or self.layer in ("loss", "output"):
+            return self.layer
+        return f"{self.gate} gate of {self.layer}{half}" if self.gate else f"{self.layer}{half}"
+
+
+_WHEN = {
+    "data": "in the data",
+    "weights": "in the weights, before anything runs",
+    "forward": "in the forward pass",
+    "loss": "in the loss",
+    "backward": "in the backward pass",
+}
+_WORDS = {"gate_preactivation": "pre-activation", "gates": "gate"}
+
+
+class NonFinite(Result, kind="nonfinite"):
+    """What ``rl.find_nonfinite`` returns: false where every number is finite, and then it prints "none".
+
+    ``found["lstm"].magnitude`` is the largest magnitude of the quantity at each step of that sample, on the way to the
+    fault.
+
+    Attributes
+    ----------
+    origin : :class:`Origin`, or None
+        The first in order of computation.
+    reaches
+        Which of ``"outputs"``, ``"loss"``, ``"gradients"`` are not finite.
+    looked_at
+        What was looked at, in words.
+    layer, quantity, gate, step, unit, sample, value, fed_by, phase
+        Those of the origin; None in a healthy result.
+    """
+
+    def __init__(
+        self,
+        datasets: Mapping[str, xr.Dataset] | xr.DataTree,
+        *,
+        origin: Origin | Mapping[str, Any] | None = None,
+        reaches: Iterable[str] = (),
+        looked_at: Iterable[str] = (),
+        **common: Any,
+    ) -> None:
+        super().__init__(datasets, **common)
+        self.origin = _read(origin) if isinstance(origin, Mapping) else origin
+        self.reaches, self.looked_at = tuple(reaches), tuple(looked_at)
+
+    def __bool__(self) -> bool:
+        return self.origin is not None
+
+    @property
+    def sentence(self) -> str:
+        """What ``print`` shows first."""
+        if self.origin is None:
+            return f"none: every number is finite ({', '.join(self.looked_at)})"
+        reach = (
+            f"It reaches {', '.join(self.reaches)}." if self.reaches else "It reaches nothing that leaves the model."
+        )
+        return f"{self.origin.sentence}. {reach}"
+
+    @property
+    def phase(self) -> str | None:
+        """When it appears."""
+        return None if self.origin is None else self.origin.phase
+
+    @property
+    def layer(self) -> str | None:
+        """Where it appears."""
+        return None if self.origin is None else self.origin.layer
+
+    @property
+    def quantity(self) -> str | None:
+        """What of the layer it is."""
+        return None if self.origin is None else self.origin.quantity
+
+    @property
+    def gate(self) -> str | None:
+        """Name of the gate, if it is in one."""
+        return None if self.origin is None else self.origin.gate or None
+
+    @property
+    def value(self) -> float | None:
+        """The number."""
+        return None if self.origin is None else self.origin.value
+
+    @property
+    def fed_by(self) -> str | None:
+        """What it was made of, in words."""
+        return None if self.origin is None else self.origin.fed_by
+
+    @property
+    def step(self) -> int | None:
+        """Time step, counted from the first."""
+        return self._at(TIME)
+
+    @property
+    def sample(self) -> int | None:
+        """Sample of the batch."""
+        return self._at(SAMPLE)
+
+    @property
+    def unit(self) -> int | None:
+        """Unit of the layer."""
+        return self._at(UNIT)
+
+    def _at(self, dim: str) -> int | None:
+        return None if self.origin is None else self.origin.index.get(dim)
+
+    def _meta(self) -> dict[str, Any]:
+        origin = None if self.origin is None else {**asdict(self.origin), "value": repr(self.origin.value)}
+        return {**super()._meta(), "origin": origin, "reaches": self.reaches, "looked_at": self.looked_at}
+
+    def _headline(self) -> str:
+        return self.sentence
+
+
+def _read(origin: Mapping[str, Any]) -> Origin:
+    """JSON has no word for NaN."""
+    return Origin(**{**origin, "value": float(origin["value"])})

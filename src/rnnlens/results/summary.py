@@ -1,0 +1,109 @@
+"""Any result in a mapping that JSON can hold: what ``--json`` prints, and what the table of the command line shows."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import xarray as xr
+
+from .array import ResultArray
+from .base import Part, Result
+from .diagnosis import Diagnosis
+from .profiles import of
+from .schema import plain
+
+#: Version of the layout; it grows when a field is renamed or removed.
+SCHEMA = 1
+
+
+def parts_of(result: Any) -> list[Part]:
+    """Name, words and data of what any result is made of: layers, tensors, or itself."""
+    if isinstance(result, Result):
+        return result._parts()
+    return [(str(getattr(result, "name", None) or "values"), "", result)]
+
+
+def summary_of(result: Any) -> dict[str, Any]:
+    """``schema``, ``kind``, ``headline``, ``layers`` with their curves, ``checks``, ``certificate``, ``provenance``.
+
+    A diagnosis is what its ``to_json`` says, with its kind; a lone array has ``dims`` and ``attributes``.
+    """
+    if isinstance(result, Diagnosis):
+        return {"kind": "diagnosis", **json.loads(result.to_json())}
+    parts = parts_of(result)
+    curves = {name: {way or "all": curve.to_json() for way, curve in of(data).items()} for name, _, data in parts}
+    if isinstance(result, Result):
+        layers = [
+            {"name": name, "words": words, "variables": _variables(data), "profiles": curves[name]}
+            for name, words, data in parts
+        ]
+        loss = getattr(result, "loss", None)
+        head = {"schema": SCHEMA, "kind": result.kind, "headline": result._headline()}
+        loss_words = {"loss": _finite(loss)} if isinstance(loss, float) else {}
+        return {**head, **loss_words, "layers": layers, **_trust(result), "notes": result.notes}
+    sizes = {"dims": _sizes(result)}
+    kind = "array" if isinstance(result, xr.DataArray) else "dataset"
+    attributes = {str(key): value for key, value in result.attrs.items() if isinstance(value, str | int | float)}
+    trust = _trust(result) if isinstance(result, ResultArray) else {}
+    attributes.pop("record", None)
+    named = {"name": str(result.name)} if kind == "array" else {}
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        **named,
+        **sizes,
+        "attributes": _clean(attributes),
+        "profiles": curves,
+    } | trust
+
+
+def values_of(array: xr.DataArray) -> dict[str, Any]:
+    """One variable with all its numbers; null for what is not finite."""
+    return {
+        "schema": SCHEMA,
+        "kind": "array",
+        "name": str(array.name),
+        "dims": _sizes(array),
+        "attributes": _clean({str(k): v for k, v in array.attrs.items() if isinstance(v, str | int | float)}),
+        "coords": {str(dim): plain(array[dim].values).tolist() for dim in array.dims if dim in array.coords},
+        "values": _clean(plain(array.values).tolist()),
+    }
+
+
+def _trust(result: Any) -> dict[str, Any]:
+    certificate = result.certificate
+    stored = (
+        None if certificate is None else {**certificate.to_dict(), "checks": [_check(c) for c in certificate.checks]}
+    )
+    own = [check for check in result.checks if certificate is None or check not in certificate.checks]
+    return {"checks": [_check(c) for c in own], "certificate": stored, "provenance": dict(result.provenance)}
+
+
+def _variables(data: xr.Dataset | xr.DataArray | None) -> dict[str, dict[str, int]]:
+    if data is None:
+        return {}
+    if isinstance(data, xr.DataArray):
+        return {str(data.name): _sizes(data)}
+    return {str(name): _sizes(array) for name, array in data.data_vars.items()}
+
+
+def _check(check: Any) -> dict[str, Any]:
+    return {**_clean(check.to_dict()), "ok": check.ok}
+
+
+def _sizes(array: Any) -> dict[str, int]:
+    return {str(dim): int(size) for dim, size in array.sizes.items()}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, float):
+        return _finite(value)
+    if isinstance(value, dict):
+        return {key: _clean(item) for key, item in value.items()}
+    return [_clean(item) for item in value] if isinstance(value, list) else value

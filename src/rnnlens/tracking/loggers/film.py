@@ -1,0 +1,68 @@
+"""The film of the adjoint as pixels: one row per record, one column per time step, colour by its logarithm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import xarray as xr
+
+from ...typing import Array
+from ...vocabulary import DIRECTION
+from ..records import Record
+from .named import PROFILE, ROOM
+
+#: Decades below the peak of a record that have a colour of their own.
+DECADES = 6.0
+#: Pixels that the shorter side has at least.
+PIXELS = 240
+
+
+class Film:
+    """Keeps the adjoint profiles of the records of each layer, and draws them."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[Array]] = {}
+        self._count = 0
+
+    def add(self, record: Record) -> bool:
+        """Take the profiles of a record. True when a new picture is due: at 2, 4, 8, ... records."""
+        found = False
+        for layer, arrays in record.layers.items():
+            if PROFILE in arrays:
+                found = True
+                for side, row in _sides(arrays[PROFILE]):
+                    name = f"{ROOM}/{record.kind}/{layer}{side}/film"
+                    self._rows.setdefault(name, []).append(row)
+        self._count += found
+        return found and self._count >= 2 and math.log2(self._count).is_integer()
+
+    def pictures(self) -> dict[str, Array]:
+        """By name, (height, width, 3) of bytes: the first record on top, the first time step on the left."""
+        return {name: _drawn(rows) for name, rows in self._rows.items() if len(rows) > 1}
+
+
+def _sides(profile: xr.DataArray) -> Iterator[tuple[str, Array]]:
+    """The profile over time, of each direction by itself."""
+    if DIRECTION not in profile.dims:
+        yield "", np.asarray(profile, dtype=np.float64)
+        return
+    for side in map(str, profile[DIRECTION].values):
+        yield f"/{side}", np.asarray(profile.sel({DIRECTION: side}), dtype=np.float64)
+
+
+def _drawn(rows: list[Array]) -> Array:
+    from matplotlib import colormaps
+
+    width = max(len(row) for row in rows)
+    image = np.full((len(rows), width), np.nan)
+    for index, row in enumerate(rows):
+        peak = np.max(row, where=np.isfinite(row), initial=0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            image[index, : len(row)] = np.log10(row / peak)
+    shades = np.clip(1 + image / DECADES, 0.0, 1.0)
+    colours = colormaps["magma"](np.ma.masked_invalid(np.where(np.isneginf(image), 0.0, shades)), bytes=True)[..., :3]
+    high, wide = (max(1, -(-PIXELS // size)) for size in image.shape)
+    pixels: Array = np.repeat(np.repeat(colours, high, axis=0), wide, axis=1)
+    return pixels

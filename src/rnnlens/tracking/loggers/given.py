@@ -1,0 +1,144 @@
+"""From what a user gives as ``loggers=`` to sinks: an object of theirs, the name of a tool, or a sink."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ...errors import InputError, MissingDependencyError, did_you_mean, message, shown
+from ..records import Sink
+
+#: name -> package, and how it is had
+TOOLS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
+
+
+def beside(path: str | PathLike[str] | None) -> Path:
+    """Where TensorBoard's files of a run go: ``runs/a`` for ``runs/a.zarr``, where TensorBoard looks by itself."""
+    return Path("runs") if path is None else Path(path).with_suffix("")
+
+
+def sinks(loggers: Any, directory: str | Path) -> list[Sink]:
+    """A sink for each logger.
+
+    Parameters
+    ----------
+    loggers
+        One, or a list, of: a ``SummaryWriter`` (torch, tensorboardX, ``tf.summary``); a run of ``wandb`` or ``mlflow``;
+        a logger of Lightning; ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, which use the run that is active and begin
+        one where none is; or any object with ``write(record)`` and ``close(reason)``.
+    directory
+        Where TensorBoard's files go if it is given by name.
+
+    Raises
+    ------
+    InputError
+        For anything else.
+    MissingDependencyError
+        If a tool was named that is not installed.
+    """
+    if loggers is None:
+        return []
+    given = loggers if isinstance(loggers, list | tuple | set) else [loggers]  # a run of mlflow can be iterated, too
+    return [_sink(logger, Path(directory)) for logger in given]
+
+
+def _sink(logger: Any, directory: Path) -> Sink:
+    if isinstance(logger, str):
+        return _by_name(logger, directory)
+    if _home(logger) == "lightning":
+        return _of_lightning(logger)
+    return _of(_home(logger), logger)
+
+
+def _of_lightning(logger: Any) -> Sink:
+    """What a logger of Lightning's writes through."""
+    inner = getattr(logger, "experiment", logger)
+    if _home(inner) == "mlflow":
+        from .mlflow import MLflow
+
+        return MLflow(inner.get_run(logger.run_id), client=inner)
+    return _of(_home(inner), inner)
+
+
+def _of(home: str, logger: Any) -> Sink:
+    if hasattr(logger, "add_scalar") or (home == "tensorflow" and hasattr(logger, "as_default")):
+        from .tensorboard import TensorBoard
+
+        return TensorBoard(logger)
+    if home == "wandb" and hasattr(logger, "define_metric"):
+        from .wandb import WandB
+
+        return WandB(logger)
+    if home == "mlflow" and hasattr(logger, "info"):
+        from .mlflow import MLflow
+
+        return MLflow(logger)
+    if isinstance(logger, Sink):
+        return logger
+    raise _unknown(logger)
+
+
+def _home(logger: Any) -> str:
+    """Whose object it is; all of Lightning's own loggers go by one name."""
+    for cls in type(logger).__mro__:
+        module = cls.__module__
+        if module.startswith(("lightning.", "pytorch_lightning.", "lightning_fabric.")):
+            return "lightning"
+    return type(logger).__module__.partition(".")[0]
+
+
+def _by_name(name: str, directory: Path) -> Sink:
+    if name not in TOOLS:
+        raise InputError(message("There is no logger of that name.", got=repr(name), hint=did_you_mean(name, TOOLS)))
+    try:
+        tool = importlib.import_module(name)
+    except ImportError as error:
+        raise MissingDependencyError(
+            message(
+                f"loggers={name!r}: its client is not installed.", got=str(error), hint=f"pip install {TOOLS[name]}"
+            )
+        ) from error
+    if name == "tensorboard":
+        from .tensorboard import TensorBoard
+
+        return TensorBoard(_event_writer(directory), owned=True)
+    if name == "wandb":
+        from .wandb import WandB
+
+        return WandB(tool.init(), owned=True) if tool.run is None else WandB(tool.run)
+    from .mlflow import MLflow
+
+    active = tool.active_run()
+    return MLflow(tool.start_run(), owned=True) if active is None else MLflow(active)
+
+
+def _event_writer(directory: Path) -> Any:
+    """A writer of event files, by the framework that is loaded anyway."""
+    if "torch" in sys.modules:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(directory))
+    if "tensorflow" in sys.modules:
+        import tensorflow as tf
+
+        return tf.summary.create_file_writer(str(directory))
+    raise MissingDependencyError(
+        message(
+            "TensorBoard's event files are written by torch or TensorFlow, and neither is loaded.",
+            hint="give a writer of your own, loggers=[writer], such as tensorboardX.SummaryWriter(directory)",
+        )
+    )
+
+
+def _unknown(logger: Any) -> InputError:
+    return InputError(
+        message(
+            "loggers= holds what is no logger.",
+            got=f"{type(logger).__module__}.{type(logger).__qualname__}: {shown(logger)}",
+            expected="a SummaryWriter, a run of wandb or mlflow, 'tensorboard', 'wandb', 'mlflow', "
+            "or an object with write(record) and close(reason)",
+        )
+    )

@@ -1,0 +1,71 @@
+"""Probe mode: a fixed batch, traced between two steps of training. Nothing in the training knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..settings import options
+from ..verbs.trace import trace
+from ..verbs.weight_norms import weight_norms
+from .records import Record
+from .summary import summary
+
+#: What the profiles and scalars of a record are made of.
+NEEDED = ("hidden", "hidden_grad", "gates", "mask")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A held-out batch, and what is looked at in it.
+
+    Attributes
+    ----------
+    x, y, sample_weight
+        As in :func:`rnnlens.trace`.
+    layers
+        Names of the layers; all recurrent ones where None.
+    keep
+        Quantities that are recorded whole, such as ``"hidden_grad"``.
+    loss
+        As in :func:`rnnlens.trace`.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    layers: Sequence[str] | None = None
+    keep: tuple[str, ...] = ()
+    loss: str | Callable[..., Any] | None = None
+
+    def record(self, model: Any, step: int, epoch: int) -> Record:
+        """Trace the batch with the weights of this moment, in evaluation mode; the model is left as it was found."""
+        with options(certify="first"):
+            found = trace(
+                model,
+                self.x,
+                self.y,
+                layers=self.layers,
+                quantities=None if self.keep else wanted(self.y is not None or self.loss is not None),
+                loss=self.loss,
+                sample_weight=self.sample_weight,
+            )
+        scalars, layers = summary(found, keep=self.keep)
+        return Record(step, epoch, "probe", scalars | norms_of_weights(model, list(found)), layers, tuple(found.notes))
+
+
+def wanted(has_loss: bool) -> list[str]:
+    """The quantities that a record needs."""
+    return [name for name in NEEDED if has_loss or name != "hidden_grad"]
+
+
+def norms_of_weights(model: Any, layers: Sequence[str]) -> dict[str, float]:
+    """Frobenius norm of each weight of ``layers``: ``"lstm/weight_norm/kernel"``."""
+    names = dict.fromkeys(layer.partition("#")[0] for layer in layers)
+    rows = weight_norms(model, layers=[*names])
+    found = {}
+    for name, norm in rows.data_vars.items():
+        layer, _, weight = str(name).rpartition("/")
+        found[f"{layer}/weight_norm/{weight}"] = float(norm.values[-1])
+    return found

@@ -1,0 +1,106 @@
+"""Takes records and hands them to their sinks; says once why there were none."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from ..errors import TrackingWarning
+from .alerts import Alerts
+from .records import Record, Sink
+from .schedule import Schedule
+
+
+class Recorder:
+    """The end of a watch: everything that a callback or a loop records goes through here.
+
+    Parameters
+    ----------
+    sinks
+        The store, loggers, alerts, in the order in which they are told.
+    schedule
+        When a record is due; only asked, and named where nothing was recorded.
+    rank
+        Number of this worker among those that train together; only the first writes.
+    alerts
+        Looks at every record before the sinks, and may end training: see :attr:`stop`.
+    """
+
+    def __init__(
+        self,
+        sinks: Iterable[Sink],
+        schedule: Schedule,
+        *,
+        rank: int = 0,
+        alerts: Alerts | None = None,
+    ) -> None:
+        self.sinks = list(sinks)
+        self.schedule = schedule
+        self.writes = rank == 0
+        self.alerts = alerts
+        self.latest: Record | None = None
+        self.closed = False
+        self._trained = 0  # records of training itself, which that of step 0 is not
+        self._reasons: dict[str, None] = {}
+        self._first: int | None = None
+
+    def start(self, step: int) -> None:
+        """Training starts, or goes on, after ``step`` batches."""
+        self.closed, self._trained, self._first = False, 0, step
+        self._reasons.clear()
+
+    def due(self, step: int, epoch: int) -> bool:
+        """Whether this worker is to record now."""
+        return self.writes and self.schedule.due(step, epoch)
+
+    def write(self, record: Record) -> None:
+        """Hand a record to every sink; one that fails does not keep it from the others."""
+        if self.alerts is not None:
+            record = self.alerts.look(record)
+        self.latest = record
+        self._trained += record.kind == "batch" or record.step != self._first
+        errors: list[Exception] = []
+        for sink in self.sinks:
+            try:
+                sink.write(record)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    @property
+    def stop(self) -> str | None:
+        """Why training is to end now (``stop_on=``); None while it goes on."""
+        return None if self.alerts is None else self.alerts.stop
+
+    def counted(self) -> None:
+        """Something was looked at, though there is nowhere to record it."""
+        self._trained += 1
+
+    def missed(self, reason: str) -> bool:
+        """Remember why a record that was due could not be made; whether that is news."""
+        news = reason not in self._reasons
+        self._reasons[reason] = None
+        return news
+
+    def close(self, reason: str, *, steps: int = 0) -> None:
+        """Training ends after ``steps`` batches of this run; a second call does nothing.
+
+        Warns
+        -----
+        TrackingWarning
+            If nothing was recorded, and why.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        for sink in self.sinks:
+            sink.close(reason)
+        if self.writes and not self.schedule.off and not self._trained:
+            warnings.warn(self._nothing(steps), TrackingWarning, stacklevel=3)
+
+    def _nothing(self, steps: int) -> str:
+        why = (
+            "; ".join(self._reasons) or f"{steps} batches were trained on, and {self.schedule} was due at none of them"
+        )
+        return f"Nothing of this training was recorded: {why}."

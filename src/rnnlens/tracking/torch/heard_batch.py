@@ -1,0 +1,200 @@
+"""What was heard of one training step, as the results that ``rl.trace`` and ``rl.weights`` give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ...adapters.protocol import Capture
+from ...adapters.registry import adapter_for
+from ...adapters.torch.again import Again
+from ...adapters.torch.direct import direct_calls
+from ...adapters.torch.heard import HeardCall
+from ...adapters.torch.heard_weights import WeightGradients
+from ...results.checks import Check
+from ...results.trace import LayerTrace, Trace
+from ...results.weights import Weights
+from ...settings import options
+from ...verbs.trace import trace
+from ...verbs.tracing.datasets import recurrent_datasets
+from ...verbs.tracing.wanted import Wanted
+from ...verbs.weight_labels import label_cell, node_dataset
+from ..probe import norms_of_weights
+
+#: What needs no replay.
+DIRECT = frozenset({"output", "output_grad", "final_state_grad"})
+
+
+class HeardBatch:
+    """One batch as it was trained on, before the update: ``batch["lstm"].output_grad`` and all that ``rl.trace`` has.
+
+    The direct gradients are those that the step itself computed. Everything else is found when it is first asked for,
+    by a replay of the recurrent calls alone, with the weights, inputs, states and dropout of that step.
+
+    Attributes
+    ----------
+    step, epoch
+        It was the ``step``-th batch of this training, in ``epoch``.
+    loss
+        Of the batch, where the training told it.
+    scale
+        That a GradScaler had put on the loss; it is divided out everywhere.
+    passes
+        Backward passes whose gradients were accumulated for this step; the batch is the last of them.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        calls: Sequence[HeardCall],
+        weights: WeightGradients,
+        *,
+        step: int,
+        scale: float = 1.0,
+        passes: int = 1,
+        notes: Iterable[str] = (),
+    ) -> None:
+        self._model = model
+        self._calls = sorted(calls, key=lambda call: call.number)
+        self._gradients = weights
+        self.step, self.scale, self.passes = step, scale, passes
+        self.loss: float | None = None
+        self.epoch = 0
+        self.notes = [*notes, *_notes(self._calls, scale, passes)]
+
+    @cached_property
+    def direct(self) -> Trace:
+        """Outputs and direct gradients, as the step computed them: a trace of these quantities."""
+        adapter = adapter_for(self._model)
+        wanted = Wanted.of(None, DIRECT, True)
+        capture = Capture(direct_calls(self._calls, self.scale))
+        provenance = adapter.provenance(self._model)
+        datasets, _ = recurrent_datasets(adapter.describe(self._model), capture, wanted, provenance, None)
+        return Trace(datasets, loss=self.loss, quantities=sorted(DIRECT), provenance=provenance, notes=self.notes)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """States, gates, direct and total gradients of the batch: what ``rl.trace`` would have given in that step.
+
+        Raises
+        ------
+        UnsupportedError
+            Where the calls cannot be run again: dropout between stacked layers on a GPU, a subclass with a forward of
+            its own.
+        """
+        return self.traced()
+
+    def traced(
+        self, *, layers: str | Iterable[str] | None = None, quantities: str | Iterable[str] | None = None
+    ) -> Trace:
+        """As :attr:`trace`, of some layers and quantities."""
+        again = Again(self._calls, self.scale)
+        with options(certify="never"):
+            found = trace(again, np.zeros((1, 1)), loss=again.loss, training=True, layers=layers, quantities=quantities)
+        return Trace(
+            {name: found.dataset(name) for name in found},
+            loss=self.loss,
+            quantities=found.quantities,
+            provenance=adapter_for(self._model).provenance(self._model),
+            notes=[*found.notes, *self.notes],
+            checks=[*found.checks, _as_check(again)],
+        )
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Weights of the recurrent layers before the update, and the gradients of this batch: ``kernel_grad``.
+
+        Also ``kernel_grad_accumulated``, with the backward passes before it, and ``kernel_grad_applied``, what the
+        optimizer was given after clipping; as torch has them, any loss scale divided out.
+        """
+        adapter = adapter_for(self._model)
+        provenance = adapter.provenance(self._model)
+        before = adapter.weights(Again(self._calls))
+        labelled = {
+            name: label_cell({side: cell.weights() for side, cell in entry.cells.items()}, entry.cells)
+            for name, entry in before.items()
+        }
+        for which, suffix in (("own", "_grad"), ("accumulated", "_grad_accumulated"), ("applied", "_grad_applied")):
+            for name, by_direction in self._gradients.by_layer(which).items():
+                if name in labelled and set(by_direction) == set(before[name].cells):
+                    labelled[name] |= label_cell(by_direction, before[name].cells, suffix=suffix)
+        datasets = {name: node_dataset(name, variables, provenance) for name, variables in labelled.items()}
+        return Weights(datasets, loss=self.loss, provenance=provenance, notes=self.notes)
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the layers whose direct gradients were heard."""
+        return list(self.direct)
+
+    def __iter__(self) -> Any:
+        return iter(self.direct)
+
+    def __len__(self) -> int:
+        return len(self.direct)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.layers or name in self.trace
+
+    def __getitem__(self, name: str) -> LayerOfBatch:
+        return LayerOfBatch(self, name)
+
+    @property
+    def clipped(self) -> bool:
+        """Whether the optimizer was given other gradients than were accumulated."""
+        return self._gradients.clipped()
+
+    def norms(self) -> dict[str, float]:
+        """Norms of the weight gradients, before and after clipping, by the name of a scalar."""
+        return self._gradients.norms()
+
+    def weight_norms(self) -> dict[str, float]:
+        """Norms of the recurrent weights before the update, by the name of a scalar."""
+        return norms_of_weights(Again(self._calls), list(self.weights))
+
+    def __repr__(self) -> str:
+        return f"<rnnlens HeardBatch> batch {self.step}, layers {', '.join(self.layers)}; .trace and .weights have all"
+
+
+class LayerOfBatch:
+    """One layer of a :class:`HeardBatch`: a variable is what was heard, or else found by replay."""
+
+    def __init__(self, batch: HeardBatch, name: str) -> None:
+        self._batch, self.name = batch, name
+
+    def __getattr__(self, name: str) -> xr.DataArray:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[name]
+
+    def __getitem__(self, name: str) -> xr.DataArray:
+        return self._layer(name)[name]
+
+    def _layer(self, quantity: str) -> LayerTrace:
+        direct = self._batch.direct
+        if quantity in DIRECT and self.name in direct and quantity in direct[self.name]:
+            return direct[self.name]
+        return self._batch.trace[self.name]
+
+    def __repr__(self) -> str:
+        return repr(self._batch.trace[self.name])
+
+
+def _as_check(again: Again) -> Check:
+    return Check("training step", "all layers", again.deviation, 1e-4)
+
+
+def _notes(calls: Sequence[HeardCall], scale: float, passes: int) -> list[str]:
+    found = []
+    if passes > 1:
+        found.append(
+            f"Weight gradients are accumulated over {passes} backward passes; states and gradients are of the last."
+        )
+    if any(len(call.backwards) > 1 for call in calls):
+        found.append("Several backward passes went through this forward; gradients are their sum.")
+    if scale != 1.0:
+        found.append(f"The loss was scaled by {scale:g}; it is divided out.")
+    return found

@@ -1,0 +1,116 @@
+"""What a user asked of a watch, checked once; every trainer's watch is made from one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from ...errors import InputError, message, shown
+from ...verbs.tracing.wanted import Wanted
+from ..alerts import checked_stop_on
+from ..incidents import checked_on_nonfinite
+from ..probe import NEEDED
+from ..schedule import Every, Schedule
+from .heard_batch import DIRECT
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The arguments of :func:`rnnlens.torch.watch`, of which trainers tell some by themselves.
+
+    Raises
+    ------
+    InputError
+        For a schedule, a probe, a quantity or an optimizer that is none.
+    """
+
+    path: str | PathLike[str] | None = None
+    probe: Sequence[Any] | None = None
+    loss: Callable[..., Any] | str | None = None
+    every: Every = 50
+    epochs: Collection[int] = ()
+    batches: Every | None = None
+    on_batch: Callable[[Any], object] | None = None
+    quantities: str | Iterable[str] | None = None
+    optimizer: Any = None
+    scaler: Any = None
+    layers: str | Iterable[str] | None = None
+    keep: str | Iterable[str] = ()
+    loggers: Any = None
+    stop_on: str | Iterable[str] = ()
+    on_nonfinite: str | None = None
+    resume: bool = True
+    points: int | None = 64
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be followed before anything is opened."""
+        for name in ("layers", "quantities"):
+            object.__setattr__(self, name, listed(getattr(self, name)))
+        object.__setattr__(self, "keep", listed(self.keep) or ())
+        object.__setattr__(self, "stop_on", checked_stop_on(self.stop_on))
+        checked_on_nonfinite(self.on_nonfinite)
+        for names in (self.quantities, self.keep):
+            Wanted.of(None, names, True)
+        _check_probe(self.probe, self.loss)
+        Schedule(self.every, tuple(self.epochs))  # made, and with that checked
+        Schedule(0 if self.batches is None else self.batches)
+
+    @property
+    def probes(self) -> Schedule:
+        """When the probe is traced."""
+        return Schedule(self.every, tuple(self.epochs)) if self.probe is not None else Schedule(0)
+
+    @property
+    def heard(self) -> Schedule:
+        """When the batch itself is listened to: as ``every`` says where there is no probe."""
+        if self.batches is not None:
+            return Schedule(self.batches)
+        return Schedule(self.every) if self.probe is None else Schedule(0)
+
+    @property
+    def off(self) -> bool:
+        """Whether nothing is ever due."""
+        return self.probes.off and self.heard.off and self.on_nonfinite is None
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """What of the batch is recorded."""
+        return (*(NEEDED if self.quantities is None else self.quantities), *self.keep)
+
+    @property
+    def only_direct(self) -> bool:
+        """Whether no replay is needed."""
+        return set(self.recorded) <= DIRECT
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those given."""
+        if self.optimizer is None:
+            return []
+        return list(self.optimizer) if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+
+
+def listed(value: Any) -> tuple[str, ...] | None:
+    """One name or several as a tuple; None for None."""
+    if value is None:
+        return None
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _check_probe(probe: Any, loss: Any) -> None:
+    if probe is None:
+        return
+    if not isinstance(probe, tuple | list) or not 1 <= len(probe) <= 3:
+        raise InputError(message("probe= is a batch.", got=shown(probe), expected="(x, y) or (x, y, sample_weight)"))
+    if loss is None:
+        raise InputError(
+            message(
+                "A probe of a torch model needs a loss.",
+                got="loss=None",
+                expected="loss=callable(output, target)",
+                hint="loss=torch.nn.functional.cross_entropy",
+            )
+        )

@@ -1,0 +1,351 @@
+"""A training in torch followed from beside it: hooks while a block lasts, records, and nothing left behind."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Self
+
+from ...adapters.registry import adapter_for
+from ...adapters.torch.heard import Listener
+from ...errors import InputError, TrackingWarning, message
+from ..alerts import Alerts
+from ..incidents import Incidents
+from ..loggers import beside, sinks
+from ..probe import Probe
+from ..recorder import Recorder
+from ..records import Record
+from ..store import Store
+from .heard_batch import HeardBatch
+from .lookout import Lookout
+from .making import record_of
+from .parallel import plain_model, rank_and_world
+from .plan import Plan, listed
+from .silence import NO_STEP, refuse_unheard, why_unheard
+from .steps import Steps, scaler_on_stack, steps_taken
+
+
+class Watch:
+    """Follows a training within a ``with`` block; :func:`rnnlens.torch.watch` makes one.
+
+    Attributes
+    ----------
+    latest
+        The last batch that was heard, None before: ``watch.latest["lstm"].output_grad``.
+    steps
+        Batches trained on so far.
+    loss
+        Set by a loop that wants the loss of its batches recorded, before ``optimizer.step()``.
+    target
+        Set by a loop that wants the target of a batch in the report of ``on_nonfinite=``, likewise.
+    """
+
+    def __init__(self, model: Any, plan: Plan) -> None:
+        self.model, self.plan = plain_model(model), plan
+        self.latest: HeardBatch | None = None
+        self.loss: Any = None
+        self.steps = self._begun = 0
+        self._epoch = 0
+        self._open = self._taken = False
+        self._said: set[str] = set()
+        self._listener: Listener | None = None
+        self._steps: Steps | None = None
+        self._store: Store | None = None
+        self._lookout: Lookout | None = None
+        self.fed: Any = None
+        self.target: Any = None
+
+    # ---- the block
+
+    def __enter__(self) -> Self:
+        if self._open:
+            raise InputError(message("This watch is open already.", hint="one with block at a time"))
+        adapter_for(self.model)
+        self.rank, self.world = rank_and_world()
+        scheduled = self.plan.heard if self.plan.probes.off else self.plan.probes
+        self._recorder = Recorder([], scheduled, rank=self.rank, alerts=Alerts(stop_on=self.plan.stop_on))
+        self._open = True
+        try:
+            if not self.plan.off:
+                self._begin()
+        except BaseException as error:
+            self._open = False
+            self._unhook()
+            for sink in self._recorder.sinks:
+                sink.close(type(error).__name__)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        (self.close if kind is None else self.fail)(reason_of(kind))
+
+    def close(self, reason: str = "finished") -> None:
+        """End: every hook is taken away, and all that was recorded is on disk. A second call does nothing."""
+        if not self._open:
+            return
+        if reason in ("finished", "stopped"):
+            self._end_epoch()
+        self._open = False
+        self._unhook()
+        if self.steps == self._begun:
+            self._recorder.missed(NO_STEP)
+        self._recorder.close(reason, steps=self.steps - self._begun)
+
+    def fail(self, reason: str) -> None:
+        """End because of an error: that nothing was recorded is no news beside it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TrackingWarning)
+            self.close(reason)
+
+    def _begin(self) -> None:
+        if self.rank == 0:
+            self._open_sinks()
+        self.steps = self._begun = self._trained_before()
+        self._recorder.start(self.steps)
+        if not self.plan.heard.off:
+            self._hear()
+        if self.plan.on_nonfinite is not None and self._recorder.writes:
+            provenance = adapter_for(self.model).provenance(self.model)
+            self._lookout = Lookout(self.model, self.plan.loss, Incidents(self.plan.path, provenance))
+        heard = () if self._listener is None else self._listener.weights.slots
+        self._steps = Steps(self.model, heard, self.plan.optimizers, before=self._step_begins, after=self._stepped)
+        if self._store is None or self._store.last_step_of("probe") != self.steps:
+            self._record_probe_if_due()
+        self._prepare()
+
+    def _open_sinks(self) -> None:
+        found: list[Any] = []
+        self._recorder.sinks = found
+        if self.plan.path is not None:
+            provenance = adapter_for(self.model).provenance(self.model)
+            self._store = Store(self.plan.path, resume=self.plan.resume, points=self.plan.points, provenance=provenance)
+            found.append(self._store)
+        found.extend(sinks(self.plan.loggers, beside(self.plan.path)))
+
+    def _trained_before(self) -> int:
+        """Batches trained on before: as given or as the optimizers say, else as far as the run goes.
+
+        What was recorded of weights that are gone is dropped.
+        """
+        if self.plan.step is not None:
+            if self._store is not None:
+                self._store.cut(self.plan.step)
+            return self.plan.step
+        taken = steps_taken(self.plan.optimizers)
+        return taken if self._store is None else self._store.go_on(taken)
+
+    def _hear(self) -> None:
+        self._listener = Listener(self.model, self.plan.layers, whole=not self.plan.only_direct)
+        refuse_unheard(self._listener)
+
+    def _unhook(self) -> None:
+        for part in (self._listener, self._steps, self._lookout):
+            if part is not None:
+                part.remove()
+
+    # ---- what the loop tells
+
+    @property
+    def listens(self) -> bool:
+        """Whether the batch that comes, or runs, is looked at."""
+        return self._listener is not None and self._listener.on
+
+    @property
+    def reports(self) -> bool:
+        """Whether a batch that is not finite is still looked for."""
+        return self._lookout is not None and self._lookout.looks
+
+    @property
+    def record(self) -> Record | None:
+        """The last record; None before the first."""
+        return self._recorder.latest
+
+    @property
+    def stop(self) -> str | None:
+        """Why training is to end now, once a finding of ``stop_on=`` was made: ``if watch.stop: break``."""
+        return self._recorder.stop
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is trained, from 0; set it where records should name it."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        if int(value) != self._epoch:
+            self._end_epoch()
+        self._epoch = int(value)
+        self._prepare()
+
+    def _end_epoch(self) -> None:
+        latest = None if not self._open else self._recorder.latest
+        told = latest is not None and latest.kind == "probe" and latest.step == self.steps
+        if self._open and not told and self.steps > self._begun and self.plan.probes.due_after(self._epoch):
+            self._record_probe(self._epoch)
+
+    def counted(self, steps: int) -> None:
+        """A trainer says how many steps it has counted, also those in which no optimizer stepped."""
+        if self._open and steps != self.steps:
+            self.steps = steps
+            self._record_probe_if_due()
+            self._prepare()
+
+    def take(self) -> None:
+        """The gradients are complete and clipped: what a trainer tells that has a moment for it.
+
+        With a loss scale they are not yet what the optimizer will be given, and are taken when it steps.
+        """
+        if self._listener is not None and self._listener.on and self._listener.calls and self.plan.scaler is None:
+            self._take()
+
+    def look(self) -> None:
+        """All gradients of the step are there, and the weights have not moved: what a trainer tells, for its closures.
+
+        A batch that is not finite is written, where ``on_nonfinite=`` asks for it.
+        """
+        if self._lookout is not None:
+            when = {"step": self.steps + 1, "epoch": self._epoch, "loss": _number(self.loss)}
+            self._lookout.look(when, self.fed, self.target)
+
+    def step(self, loss: Any = None) -> None:
+        """One step of a loop without a torch optimizer is over; with one this is not needed.
+
+        Parameters
+        ----------
+        loss
+            Of the batch, to be recorded with it.
+
+        Raises
+        ------
+        InputError
+            If an optimizer has counted the steps already.
+        """
+        if self._steps is None:
+            return
+        if self._steps.counted:
+            raise InputError(
+                message(
+                    "watch.step() counts a step that optimizer.step() has counted already.",
+                    hint="leave it out; watch.loss = loss before optimizer.step() records the loss",
+                )
+            )
+        self.loss = loss
+        self._stepped()
+
+    # ---- what the hooks tell
+
+    def _prepare(self) -> None:
+        """Whether the next batch is listened to."""
+        if self._listener is not None:
+            self._listener.on = self._open and self.plan.heard.due(self.steps + 1, self._epoch)
+
+    def _step_begins(self, optimizer: Any, applied_scale: float) -> None:
+        # A closure runs the batch within the step: there is nothing to be looked at yet.
+        if not (self._steps is not None and self._steps.runs_batch):
+            self.look()
+        if self._listener is not None and self._listener.on and self._listener.calls and not self._taken:
+            self._take(applied_scale)
+
+    def _take(self, applied_scale: float = 1.0) -> None:
+        """The optimizer is given its gradients: this was the batch."""
+        assert self._listener is not None
+        scaler = self.plan.scaler or scaler_on_stack()
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        batch = HeardBatch(
+            self.model,
+            self._listener.calls,
+            self._listener.weights.read(scale, applied_scale),
+            step=self.steps + 1,
+            scale=scale,
+            passes=self._listener.passes,
+            notes=self._standing(),
+        )
+        batch.loss, batch.epoch = _number(self.loss), self._epoch
+        self.latest, self._taken = batch, True
+
+    def _standing(self) -> list[str]:
+        notes = []
+        if self.world > 1:
+            notes.append(
+                f"Rank {self.rank} of {self.world} writes, of its own samples; accumulated and applied weight "
+                "gradients are those that the processes averaged."
+            )
+        if self._listener is not None and self._listener.others and self.plan.layers is None:
+            cells = ", ".join(self._listener.others)
+            notes.append(f"Cells in a loop are not heard in batch mode: {cells}. A probe shows them.")
+        if self._listener is not None and self._listener.carried:
+            notes.append("Weight gradients were not set to zero before the step: those of earlier steps are in them.")
+        return notes
+
+    def _stepped(self) -> None:
+        """A step is over, and the weights have moved."""
+        if not self._open:
+            return
+        listener = self._listener
+        if listener is not None and listener.on:
+            late = not self._taken or (self._steps is not None and self._steps.runs_batch)
+            if listener.calls and late:
+                self._take()
+            self.steps += 1
+            self._record_batch()
+        else:
+            self.steps += 1
+        self._record_probe_if_due()
+        self.loss, self._taken = None, False
+        self._prepare()
+
+    # ---- records
+
+    def _record_batch(self) -> None:
+        assert self._listener is not None
+        batch = self.latest
+        if not self._taken or batch is None:
+            self._recorder.missed(why_unheard(self._listener))
+        elif self._recorder.writes and self._recorder.sinks:
+            self._try(lambda: self._write(record_of(batch, self.plan)))
+        else:
+            self._recorder.counted()
+        self._listener.forget()
+        if self._taken and self.plan.on_batch is not None:
+            self.plan.on_batch(batch)
+
+    def _record_probe_if_due(self) -> None:
+        if not self.plan.probes.off and self.plan.probes.due(self.steps, self._epoch):
+            self._record_probe(self._epoch)
+
+    def _record_probe(self, epoch: int) -> None:
+        if self._recorder.writes:
+            self._try(lambda: self._write(self._probe().record(self.model, self.steps, epoch)))
+
+    def _probe(self) -> Probe:
+        x, y, weight = (*(self.plan.probe or ()), None, None)[:3]
+        return Probe(x, y, weight, listed(self.plan.layers), tuple(self.plan.keep), self.plan.loss)
+
+    def _write(self, record: Record) -> None:
+        """Hand a record on; a note is written once."""
+        fresh = tuple(note for note in record.notes if note not in self._said)
+        self._said.update(fresh)
+        self._recorder.write(replace(record, notes=fresh))
+
+    def _try(self, made: Callable[[], None]) -> None:
+        """A record that fails is told, and training goes on; before the first step it is an error."""
+        try:
+            made()
+        except Exception as error:
+            if self.steps == self._begun:
+                raise
+            if self._recorder.missed(f"{type(error).__name__}: {error}"):
+                what = f"Step {self.steps} was not recorded; training goes on."
+                warnings.warn(message(what, got=f"{type(error).__name__}: {error}"), TrackingWarning, stacklevel=2)
+
+
+def _number(loss: Any) -> float | None:
+    return None if loss is None else float(loss.detach() if hasattr(loss, "detach") else loss)
+
+
+def reason_of(kind: type[BaseException] | None) -> str:
+    """Why a training ended, from what left its block."""
+    if kind is None:
+        return "finished"
+    return "interrupted" if issubclass(kind, KeyboardInterrupt) else kind.__name__

@@ -1,0 +1,164 @@
+"""``rl.find_nonfinite``: the first number that is not finite, by layer, gate, step and sample, and what fed it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ..adapters.protocol import NOT_LOOKED_INTO, Batch
+from ..adapters.registry import adapter_for
+from ..arguments import anything, checked, class_weights, examples, one_batch, seed_or_none, states, switch
+from ..arguments import loss as a_loss
+from ..recurrence.nonfinite import magnitude_by_step
+from ..results.nonfinite import NonFinite, Origin
+from .axes import an_axes_table
+from .nonfinite.backward import in_the_backward_pass, reaches
+from .nonfinite.forward import in_the_forward_pass
+from .nonfinite.given import in_the_data, in_the_weights
+from .nonfinite.looked import Looked
+from .nonfinite.loss import in_the_loss
+from .turns import in_turn
+
+
+@checked(
+    model=anything,
+    x=one_batch,
+    y=examples,
+    loss=a_loss,
+    sample_weight=examples,
+    class_weight=class_weights,
+    training=switch,
+    initial_state=states,
+    seed=seed_or_none,
+    axes=an_axes_table,
+)
+@in_turn
+def find_nonfinite(
+    model: Any,
+    x: Any,
+    y: Any = None,
+    *,
+    loss: str | Callable[..., Any] | None = None,
+    sample_weight: Any = None,
+    class_weight: Mapping[int, float] | None = None,
+    training: bool = False,
+    initial_state: Mapping[str, Sequence[Any]] | None = None,
+    seed: int | None = 0,
+    axes: Mapping[str, Any] | None = None,
+) -> NonFinite:
+    """Find the first number that is not finite, or that its precision cannot hold, and what fed it.
+
+    In order of computation: weights and data before anything runs; layers in the order of their calls, recurrent ones
+    step by step (pre-activations, gates, states); what the model returns; the loss; then backwards the gradients from
+    above, the adjoints from the last step to the first, and the gradients of weights. The recurrence is replayed, so
+    that a fused kernel hides nothing.
+
+    Parameters
+    ----------
+    model
+        A Keras model (any engine) or ``torch.nn.Module``; left exactly as found.
+    x
+        One batch, as the model takes it.
+    y
+        Target. Without it, and without a ``loss`` that needs none, only the forward pass is looked at.
+    loss
+        Keras: ``loss(y_true, y_pred)``, a Keras loss or its name; the compiled loss by default.
+        torch: ``loss(output, target)``.
+    sample_weight, class_weight
+        As in training.
+    training
+        Run in training mode: dropout acts. State, statistics and random state are restored.
+    initial_state
+        By layer name: the states to start from, one (sample, unit) array each.
+    seed
+        Of the random numbers drawn on the way; None goes on from where the generators are.
+    axes
+        What the axes of a tensor count, where that cannot be found out, as in :func:`rnnlens.trace`.
+
+    Returns
+    -------
+    NonFinite
+        False where every number is finite. Else ``.layer .quantity .gate .step .unit .sample .value .fed_by .phase``,
+        and the sentence that ``print`` shows.
+
+    Raises
+    ------
+    InputError, ModelError, UnsupportedError
+        As :func:`rnnlens.trace`.
+
+    Notes
+    -----
+    A number in the data that reaches nothing, as NaN in padding that is masked, is not reported but noted. A loss scale
+    is not applied: what overflows by it alone is a step that the optimizer skips.
+    """
+    adapter = adapter_for(model)
+    has_loss = y is not None or loss is not None
+    batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
+    looked = Looked(adapter, model, batch, has_loss, axes)
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # threads of the recurrence have error states of their own
+        origin, notes = _first(looked)
+        reached = () if origin is None else _reached(looked)
+        dataset = {} if origin is None else _way_there(looked, origin)
+    return NonFinite(
+        dataset,
+        origin=origin,
+        reaches=reached,
+        looked_at=("data", "weights", "forward", *(("loss", "backward") if has_loss else ())),
+        provenance=adapter.provenance(model),
+        notes=[*notes, *_left_out(looked)],
+    )
+
+
+def _first(looked: Looked) -> tuple[Origin | None, list[str]]:
+    """The first, and notes on numbers in the data that go nowhere."""
+    weights = next(in_the_weights(looked), None)
+    if weights is not None:
+        return weights, []
+    given = next(in_the_data(looked), None)
+    if given is None:
+        return next(_computed(looked), None), []
+    if any(reaches(looked).values()):
+        return given, []
+    note = f"{given.layer} holds {given.value} ({given.sentence}), which reaches nothing: it is masked, or not used."
+    return next(_computed(looked), None), [note]
+
+
+def _computed(looked: Looked) -> Iterator[Origin]:
+    steps = [in_the_forward_pass(looked)]
+    if looked.has_loss:
+        steps += [in_the_loss(looked), in_the_backward_pass(looked)]
+    return chain.from_iterable(steps)
+
+
+def _left_out(looked: Looked) -> list[str]:
+    told = looked.attempt(lambda: looked.capture.notes) or []
+    return [note for note in told if note.startswith(NOT_LOOKED_INTO)]
+
+
+def _reached(looked: Looked) -> tuple[str, ...]:
+    told = looked.attempt(lambda: reaches(looked)) or {}
+    return tuple(name for name, sick in told.items() if sick)
+
+
+def _way_there(looked: Looked, origin: Origin) -> dict[str, xr.Dataset]:
+    """The largest magnitude of the recurrence at every step of that sample, where the origin lies in one."""
+    sample = origin.index.get("sample")
+    if origin.phase not in ("forward", "backward") or sample is None:
+        return {}
+    for node in looked.nodes:
+        for half in node.halves:
+            if node.name == origin.layer and origin.direction in ("", half.call.direction):
+                words = {
+                    "long_name": f"largest magnitude in {node.name} of sample {sample}",
+                    "units": "1",
+                    "definition": "max over gates and units of the pre-activations, of cells without: of the state",
+                }
+                size = xr.Variable(("time",), magnitude_by_step(half.run, sample), words)
+                return {node.name: xr.Dataset({"magnitude": size}, coords={"time": np.arange(size.sizes["time"])})}
+    return {}

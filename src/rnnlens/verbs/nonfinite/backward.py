@@ -1,0 +1,158 @@
+"""The backward pass: gradients at the outputs, layers from the top, recurrent ones from their last step, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ...adapters.protocol import Port
+from ...recurrence.adjoint import Adjoint
+from ...recurrence.cells.cell import has_gates
+from ...recurrence.nonfinite import Spot, first, first_backward
+from ...results.nonfinite import Origin
+from ...results.schema import plain
+from ...typing import Array
+from ...vocabulary import SAMPLE, TIME
+from ..sweep import sweep
+from .forward import origin_of
+from .given import name_of_input
+from .looked import Half, Looked
+from .loss import gradient_at_the_outputs
+
+
+def in_the_backward_pass(looked: Looked) -> Iterator[Origin]:
+    """Direct gradients from the top, adjoints step by step from the end, then what arrives at weights and inputs."""
+    if not is_sick(looked):
+        return
+    yield from gradient_at_the_outputs(looked)
+    above = "the loss"
+    for node in reversed(looked.nodes):
+        for half in node.halves:
+            yield from _in_recurrence(half, above)
+        for one in node.plain:
+            grad = None if one.output_grad is None else plain(one.output_grad)
+            spot = None if grad is None else looked.first(Port("output", one.layer), "output_grad", grad)
+            if spot is not None:
+                fed = f"the backward pass of {above}{_value_there(plain(one.output), grad)}"
+                yield Origin("backward", one.layer, "output_grad", spot.value, spot.index, fed_by=fed)
+        for half in node.halves:
+            yield from _at_weights(half)
+        above = node.name
+    yield from _at_the_borders(looked, above)
+
+
+def is_sick(looked: Looked) -> bool:
+    """Whether any gradient is not finite."""
+    capture = looked.capture
+    tensors: list[Any] = [*capture.input_grads, *capture.beside.values()]
+    for call in capture.calls:
+        tensors += [call.output_grad, *(call.final_state_grad or ()), *(call.weight_grads or {}).values()]
+    tensors += [one.output_grad for one in capture.plain]
+    if any(grad is not None and not np.all(np.isfinite(plain(grad))) for grad in tensors):
+        return True
+    # What half precision cannot hold, and what flows between steps only.
+    return any(_spot(half) is not None for node in looked.nodes for half in node.halves)
+
+
+def _swept(half: Half) -> Adjoint | None:
+    call = half.call
+    if call.output_grad is None:
+        return None
+    return sweep(call, half.run, call.output_grad, call.final_state_grad, call.state_grad)
+
+
+def _spot(half: Half) -> Spot | None:
+    """The first of one recurrence: what came from above, else what its steps make of it."""
+    call = half.call
+    if call.output_grad is None:
+        return None
+    direct = {"output_grad": plain(call.output_grad)}
+    if not call.returns_sequences:
+        spot = first("output_grad", direct.pop("output_grad"), ("sample", "unit"), half.limit)
+        if spot is not None:
+            return spot
+    for name, grad in zip(call.cell.state_names, call.final_state_grad or (), strict=False):
+        spot = first(f"final_{name}_grad", plain(grad), ("sample", "unit"), half.limit)
+        if spot is not None:
+            return spot
+    swept = _swept(half)
+    return None if swept is None else first_backward(half.run, swept, direct, half.limit)
+
+
+def _in_recurrence(half: Half, above: str) -> Iterator[Origin]:
+    spot = _spot(half)
+    if spot is None:
+        return
+    if spot.quantity in ("output_grad", *(f"final_{name}_grad" for name in half.call.cell.state_names)):
+        fed = f"the backward pass of {above}"
+    else:
+        fed = _carried(half, spot)
+    yield replace(origin_of(half, spot, "backward"), fed_by=fed)
+
+
+def _carried(half: Half, spot: Spot) -> str:
+    """What the step after this one sent back."""
+    swept, run, sample, t = _swept(half), half.run, spot.index[SAMPLE], spot.index[TIME]
+    assert swept is not None
+    after = t + 1 if run.order == "forward" else t - 1
+    parts = []
+    if 0 <= after < run.input.shape[1]:
+        for name, grad in zip(run.cell.state_names, swept.state_grads, strict=True):
+            size = np.max(np.abs(plain(grad)[sample, after]), initial=0.0)
+            parts.append(f"{name}_grad up to {size:.3g} at step {after}")
+    kernel = run.cell.weights().get("recurrent_kernel")
+    if kernel is not None:
+        parts.append(f"recurrent_kernel up to {np.max(np.abs(plain(kernel)), initial=0.0):.3g}")
+    return ", ".join(parts)
+
+
+def _value_there(output: Array, grad: Array) -> str:
+    """What the layer returned where the gradient is not finite."""
+    place = tuple(np.argwhere(~np.isfinite(grad))[0])
+    return f", where the output is {float(output[place]):.3g}" if output.shape == grad.shape else ""
+
+
+def _at_weights(half: Half) -> Iterator[Origin]:
+    """Gradients of the weights of a recurrent layer, whose adjoints are finite."""
+    cell = half.call.cell
+    for key, grad in (half.call.weight_grads or {}).items():
+        array, dims = plain(grad), tuple(f"axis_{i}" for i in range(len(grad.shape)))
+        if key in cell.parameters:
+            dims = tuple(cell.parameters[key].dims)
+            gated = has_gates(cell.parameters[key])
+            array = array.reshape(*array.shape[:-1], len(cell.gates), -1) if gated else array
+        spot = first(f"{key}_grad", array, dims, np.inf)
+        if spot is not None:
+            fed = "a sum over samples and steps of numbers that are finite"
+            yield replace(origin_of(half, spot, "backward"), fed_by=fed)
+
+
+def _at_the_borders(looked: Looked, above: str) -> Iterator[Origin]:
+    for i, grad in enumerate(looked.capture.input_grads):
+        spot = None if grad is None else looked.first(Port("input", index=i), "input_grad", plain(grad))
+        if spot is not None:
+            fed = f"the backward pass of {above}"
+            yield Origin("backward", name_of_input(looked, i), "input_grad", spot.value, spot.index, fed_by=fed)
+    for name, grad in looked.capture.beside.items():
+        array = None if grad is None else plain(grad)
+        spot = None if array is None else first("gradient", array, [f"axis_{i}" for i in range(array.ndim)], np.inf)
+        if spot is not None:
+            yield Origin("backward", name, "gradient", spot.value, spot.index, fed_by="finite gradients at the outputs")
+
+
+def reaches(looked: Looked) -> Mapping[str, bool]:
+    """Which of what leaves the model is not finite."""
+    found = {"outputs": any(not _fine(array) for array in looked.returned)}
+    if looked.capture.loss is not None:
+        found["loss"] = not np.isfinite(looked.capture.loss)
+        grads = [*looked.capture.input_grads, *looked.capture.beside.values()]
+        grads += [g for call in looked.capture.calls for g in (call.weight_grads or {}).values()]
+        found["gradients"] = any(grad is not None and not _fine(plain(grad)) for grad in grads)
+    return found
+
+
+def _fine(array: Array) -> bool:
+    return array.dtype.kind not in "fc" or bool(np.all(np.isfinite(array)))

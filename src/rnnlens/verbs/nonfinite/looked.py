@@ -1,0 +1,223 @@
+"""What one run of the model told, in the order of the calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ... import data
+from ...adapters.protocol import (
+    Adapter,
+    Batch,
+    Capture,
+    CaptureRequest,
+    Facts,
+    Outputs,
+    PlainCall,
+    Port,
+    RecurrentCall,
+)
+from ...autodiff import tensors
+from ...errors import RnnlensError
+from ...layout import dims_of
+from ...recurrence.nonfinite import Spot, first, first_forward, largest
+from ...recurrence.run import Run
+from ...results.schema import plain
+from ...typing import Array
+from ...vocabulary import FEATURE, SAMPLE, TIME
+from ..axes import Axes
+from ..host import on_host
+from ..names import catalogue
+from ..outside import Outside
+
+
+@dataclass
+class Half:
+    """One direction of one call of a recurrent layer, replayed."""
+
+    call: RecurrentCall
+    limit: float
+
+    @cached_property
+    def run(self) -> Run:
+        """Pre-activations, gates and states of every step."""
+        return Run.as_computed(self.call)
+
+    def first_forward(self) -> Spot | None:
+        """The first number of its forward pass that is not finite, or too large for what it computes in."""
+        return first_forward(self.run, self.limit)
+
+
+@dataclass
+class Node:
+    """One call of one layer: the halves of a recurrent one, or what any other returned."""
+
+    name: str
+    halves: list[Half] = field(default_factory=list)
+    plain: list[PlainCall] = field(default_factory=list)
+
+
+@dataclass
+class Looked:
+    """A model, one batch, and what its run told.
+
+    ``stated`` are the layouts that the user says; with ``has_loss`` there is a backward pass too.
+    """
+
+    adapter: Adapter
+    model: Any
+    batch: Batch
+    has_loss: bool = True
+    stated: Mapping[str, Any] | None = None
+
+    @cached_property
+    def facts(self) -> Facts:
+        """What is known of the model without running it."""
+        return self.adapter.facts(self.model)
+
+    @cached_property
+    def capture(self) -> Capture:
+        """One run of the model, forward and with a loss backward; every layer that runs is listened to."""
+        loss = self.has_loss
+        request = CaptureRequest(
+            tuple(self.facts.submodules), gradients=loss, weight_grads=loss, borders=loss, all_must_run=False
+        )
+        return self.adapter.capture(self.model, self.batch, request)
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """Calls of layers in the order in which they were finished."""
+        found: dict[str, Node] = {name: Node(name) for name in self.capture.order or self.facts.submodules}
+        for call in on_host(self.capture.calls):
+            dtype = call.compute_dtype or call.output.dtype
+            found.setdefault(call.layer, Node(call.layer)).halves.append(Half(call, largest(dtype)))
+        for one in self.capture.plain:
+            name = one.layer if one.layer in found else one.layer.rpartition("[")[0]
+            found.setdefault(name, Node(one.layer)).plain.append(one)
+        return [node for node in found.values() if node.halves or node.plain]
+
+    @property
+    def inputs(self) -> list[Array]:
+        """The leaves of x, as arrays."""
+        return [_array(leaf) for leaf in data.leaves_of(self.batch.x)]
+
+    @cached_property
+    def outputs(self) -> Outputs:
+        """What the model returns, in the framework's own structure: one more forward pass."""
+        return self.adapter.outputs_of(self.model, self.batch)
+
+    @cached_property
+    def returned(self) -> list[Array]:
+        """The leaves of what the model returned."""
+        return [_array(leaf) for leaf in data.leaves_of(self.capture.outputs)]
+
+    def first(self, port: Port, quantity: str, array: Array, limit: float = np.inf) -> Spot | None:
+        """The first number of a tensor that is not finite, by the names of its axes: the first step, then sample."""
+        array = np.asarray(array)
+        if array.dtype.kind not in "fc" or bool(np.all(np.isfinite(array) & (np.abs(array) <= limit))):
+            return None
+        opened, names = self._opened(port, array)
+        order = sorted(range(len(names)), key=lambda i: {TIME: 0, SAMPLE: 1}.get(names[i], 2))
+        spot = first(quantity, np.transpose(opened, order), [names[i] for i in order], limit)
+        assert spot is not None
+        return replace(spot, index={name: spot.index[name] for name in sorted(spot.index, key=_rank)})
+
+    def names(self, port: Port, array: Array) -> tuple[str, ...]:
+        """The names of the axes of a tensor, where none is folded; else its own."""
+        opened, names = self._opened(port, array)
+        return names if opened.shape == array.shape else dims_of(array.shape)
+
+    def element(self, port: Port, array: Array, index: tuple[int, ...]) -> Mapping[str, int]:
+        """The names of the axes of one element of a tensor, and where along each it is."""
+        where = np.zeros(np.shape(array), dtype=np.float64)
+        where[index] = np.nan
+        spot = self.first(port, "", where)
+        assert spot is not None
+        return spot.index
+
+    def _opened(self, port: Port, array: Array) -> tuple[Array, tuple[str, ...]]:
+        if port.kind == "input" and port.layer is None and data.is_packed(data.leaves_of(self.batch.x)[port.index]):
+            return array, dims_of(array.shape, last=FEATURE)
+        if port.kind == "input" and port.layer is None and port not in self._axes.stated and self._is_of_steps(array):
+            return array, (SAMPLE, TIME)
+        try:
+            self._axes.learn(self._quiet, [port])
+            opened, names = Outside(self._axes, self._axes.samples(self._quiet)).opened(port, array)
+        except RnnlensError:
+            opened, names = array, ()
+        if SAMPLE in names or self.adapter.samples_first:
+            return opened, names
+        return array, self._by_size(array)
+
+    def _is_of_steps(self, array: Array) -> bool:
+        """Whether a matrix beside a sequence has one number per step of it, as a mask has."""
+        sequences = [other for other in self.inputs if other.ndim > 2]
+        return array.ndim == 2 and any(other.shape[:2] == array.shape for other in sequences)
+
+    def _by_size(self, array: Array) -> tuple[str, ...]:
+        """Where nothing was found out: the sizes that the recurrent layers run on, samples before steps."""
+        names = list(dims_of(array.shape))
+        if self.capture.calls:
+            sample, time = (int(n) for n in self.capture.calls[0].input.shape[:2])
+            if array.shape[:2] == (time, sample) and time != sample and len(names) > 2:
+                names[:2] = [TIME, SAMPLE]
+        return tuple(names)
+
+    @cached_property
+    def _axes(self) -> Axes:
+        return Axes(self.adapter, self.model, self.stated, catalogue(self.adapter, self.model, self.batch.x))
+
+    @cached_property
+    def _quiet(self) -> Batch:
+        """The batch with numbers that are finite: what lies where is found out by moving them."""
+        return replace(self.batch, x=data.map_leaves(_finite, self.batch.x), y=None, loss=None)
+
+    def below(self, node: Node) -> Iterator[tuple[str, Port, Array]]:
+        """Tensors that were there before a layer ran, the nearest first: name, port, values."""
+        for other in reversed(self.nodes[: self.nodes.index(node)]):
+            for one in other.plain:
+                yield one.layer, Port("output", one.layer), plain(one.output)
+            for half in other.halves:
+                yield other.name, Port("output", other.name), plain(half.call.output)
+        for i, leaf in enumerate(self.inputs):
+            yield "input", Port("input", index=i), leaf
+
+    def value_at(self, port: Port) -> Array | None:
+        """What is at a border, by one more run; None where it cannot be had."""
+
+        def ask() -> Array:
+            with self.adapter.pullback(self.model, replace(self.batch, y=None, loss=None), [], [port]) as back:
+                return plain(back.values[port])
+
+        found: Array | None = self.attempt(ask)
+        return found
+
+    def attempt(self, ask: Callable[[], Any]) -> Any:
+        """What an adapter answers, or None where it refuses."""
+        try:
+            return ask()
+        except RnnlensError:
+            return None
+
+
+def _rank(name: str) -> int:
+    return {SAMPLE: 0, TIME: 1}.get(name, 2)
+
+
+def _array(leaf: Any) -> Array:
+    """An array of a leaf; of a packed sequence the padded one, samples first, in the order of the user."""
+    if data.is_packed(leaf):
+        return plain(data.padded(leaf))
+    return plain(leaf)
+
+
+def _finite(leaf: Any) -> Any:
+    """The same kind of array, with what is not finite, or huge, made small."""
+    if data.is_packed(leaf) or np.dtype(getattr(plain(leaf), "dtype", float)).kind != "f":
+        return leaf
+    values = np.clip(np.nan_to_num(plain(leaf), nan=0.0, posinf=1.0, neginf=-1.0), -1e3, 1e3)
+    return tensors.like(values, leaf)

@@ -1,0 +1,206 @@
+"""The first number that is not finite in Keras models, and what a watch does with it, on every engine."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import rnnlens as rl
+
+L = keras.layers
+
+
+def data(samples=4, steps=12):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(samples, steps, 3)).astype("f"), rng.normal(size=(samples, 1)).astype("f")
+
+
+def net(*parts, steps=12, loss="mse"):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((steps, 3)), *parts, L.Dense(1, name="head", dtype="float32")])
+    model.compile(loss=loss)
+    return model
+
+
+@keras.saving.register_keras_serializable()
+class Dividing(keras.layers.Layer):
+    """A cell of the user's own that divides by what it is fed."""
+
+    state_size = output_size = 3
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], 3), name="w")
+        self.built = True
+
+    def call(self, x, states, training=None):
+        h = ops.tanh(x @ self.w + states[0]) + 0.1 / x[:, :1]
+        return h, [h]
+
+
+def test_none_in_a_healthy_net_and_the_model_is_left_as_it_was():
+    x, y = data()
+    model = net(L.Dense(4), L.Bidirectional(L.GRU(3)))
+    before = [np.array(w) for w in model.weights]
+    found = rl.find_nonfinite(model, x, y)
+    assert not found
+    assert found.sentence == "none: every number is finite (data, weights, forward, loss, backward)"
+    assert all(np.array_equal(old, np.array(new)) for old, new in zip(before, model.weights, strict=True))
+
+
+def test_division_in_a_custom_cell():
+    x, y = data()
+    x[2, 7, 0] = 0.0
+    found = rl.find_nonfinite(net(L.RNN(Dividing(), name="mine")), x, y)
+    assert (found.phase, found.layer, found.sample, found.step) == ("forward", "mine", 2, 7)
+    assert "division by 0 in the cell, with input 0 at feature 0" in found.fed_by
+
+
+@pytest.mark.one_engine
+def test_a_gate_that_half_precision_cannot_hold():
+    """Only the forget gate of unit 2 has weights that make it too large."""
+    x, y = data()
+    x[1, 5, 2] = 5e4
+    lstm = L.LSTM(4, name="lstm", dtype="mixed_float16")
+    model = net(lstm)
+    kernel = np.full((3, 16), 0.01)
+    kernel[:, 4 + 2] = 4.0
+    lstm.cell.kernel.assign(kernel)
+    found = rl.find_nonfinite(model, x, y)
+    assert (found.layer, found.gate, found.unit, found.sample, found.step) == ("lstm", "forget", 2, 1, 5)
+    assert found.quantity == "gate_preactivation"
+    assert "input 5e+04 at feature 2 times kernel 4" in found.fed_by
+
+
+@pytest.mark.one_engine
+def test_the_adjoint_that_overflows_is_found_at_its_step():
+    """A linear RNN whose state is 0: the gradient grows by 1000 a step from 2e30 at the last, step 11."""
+    x, y = data()
+    rnn = L.SimpleRNN(4, activation="linear", kernel_initializer="zeros", name="rnn", dtype="float32")
+    model = net(rnn)
+    rnn.cell.recurrent_kernel.assign(1000.0 * np.eye(4))
+    model.get_layer("head").kernel.assign(2.0 * np.ones((4, 1)))
+    found = rl.find_nonfinite(model, x, y, loss=lambda y, p: ops.sum(p) * 1e30)
+    assert (found.phase, found.layer, found.step) == ("backward", "rnn", 8)  # 2e30, 2e33, 2e36, then 2e39
+    assert "recurrent_kernel up to 1e+03" in found.fed_by
+
+
+def test_the_loss_and_the_sample_that_it_cannot_take():
+    x, y = data()
+    model = net(L.LSTM(3))
+    model.get_layer("head").set_weights([np.zeros((3, 1)), np.zeros(1)])
+    found = rl.find_nonfinite(model, x, y, loss=lambda y, p: -ops.mean(ops.log(p)))
+    assert (found.phase, found.sample, found.unit) == ("loss", 0, 0)
+    assert "log of 0 in the loss: output 0" in found.fed_by
+
+
+@pytest.mark.one_engine
+def test_padding_that_reaches_nothing_is_noted_only():
+    """A layer that looks at the first steps alone."""
+    x, y = data()
+    x[0, 10:] = np.nan
+    found = rl.find_nonfinite(net(L.Cropping1D((0, 2)), L.LSTM(3)), x, y)
+    assert not found
+    assert "which reaches nothing" in found.notes[0]
+
+
+@pytest.mark.one_engine
+def test_saved_and_opened_again(tmp_path):
+    x, y = data()
+    x[1, 2, 0] = np.inf
+    found = rl.find_nonfinite(net(L.LSTM(3, name="lstm")), x, y)
+    found.save(tmp_path / "found.nc")
+    back = rl.open(tmp_path / "found.nc")
+    assert back.origin == found.origin
+    assert str(back) == str(found)
+
+
+def test_a_watch_writes_the_batch_and_the_weights_that_it_met(tmp_path, caplog):
+    """Batch 4 holds a NaN: what was written, put back, is that moment."""
+    x, y = data(24)
+    x[17, 5, 1] = np.nan
+    model = net(L.LSTM(3, name="lstm"), L.Dropout(0.2))
+    met = []
+
+    class Before(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 4 and keras.backend.backend() != "jax":  # there the weights are elsewhere during fit
+                met.extend(np.array(w) for w in self.model.weights)
+
+    watch = rl.keras.Watch(tmp_path / "a.zarr", every=0, on_nonfinite="report")
+    with caplog.at_level(logging.WARNING, "rnnlens"):
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[Before(), watch])
+    incident = rl.open(tmp_path / "a.nonfinite.nc")
+    assert incident.step == 5
+    np.testing.assert_array_equal(incident.x, x[16:20])
+    np.testing.assert_array_equal(incident.y, y[16:20])
+    for mine, theirs in zip(incident.weights.values(), met, strict=False):
+        np.testing.assert_array_equal(mine, theirs)
+    assert all(np.isfinite(w).all() for w in incident.weights.values())
+    model.set_weights(list(incident.weights.values()))
+    found = rl.find_nonfinite(model, incident.x, incident.y)
+    assert (found.layer, found.sample, found.step) == ("input", 1, 5)
+    assert "first at step 5 of sample 1: input, feature 1" in caplog.text
+
+
+def test_a_finding_ends_fit(tmp_path):
+    """At epoch 12 the recurrent kernel is made a hundred times as large."""
+    x, y = data(8)
+
+    class Spoil(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 12:
+                cell = self.model.get_layer("rnn").cell
+                cell.recurrent_kernel.assign(100.0 * np.eye(4))
+
+    model = net(L.SimpleRNN(4, name="rnn", activation="linear"))
+    watch = rl.keras.Watch(tmp_path / "a.zarr", probe=(x, y), every=1, stop_on="exploding")
+    history = model.fit(x, y, epochs=40, verbose=0, callbacks=[Spoil(), watch])
+    run = rl.open(tmp_path / "a.zarr")
+    assert 12 <= len(history.epoch) <= 16
+    assert run.ended == "stopped"
+    assert any("exploding since step" in note for note in run.notes)
+
+
+@pytest.mark.one_engine
+@pytest.mark.parametrize(("name", "value"), [("stop_on", "explodes"), ("on_nonfinite", "stop")])
+def test_what_a_watch_cannot_be_told(name, value):
+    with pytest.raises(rl.errors.InputError, match=name):
+        rl.keras.Watch(None, every=1, **{name: value})
+
+
+class Between(keras.Model):
+    """A logarithm that belongs to no layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = L.GRU(3, name="first"), L.Dense(1, name="last")
+
+    def call(self, x):
+        return self.last(ops.log(ops.relu(self.first(x) * 0)))
+
+
+@pytest.mark.one_engine
+def test_an_operation_between_the_layers():
+    x, y = data()
+    model = Between()
+    model(x)
+    model.compile(loss="mse")
+    found = rl.find_nonfinite(model, x, y)
+    assert (found.phase, found.layer, found.quantity) == ("forward", "last", "input")
+    assert "between layers, of first.output" in found.fed_by
+
+
+@pytest.mark.one_engine
+def test_a_layer_that_is_refused_is_left_out_and_named():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 4, 5, 3)).astype("f"), np.zeros((2, 1))
+    layers = [L.TimeDistributed(L.LSTM(3, name="inner"), name="each"), L.GRU(3, name="gru"), L.Dense(1)]
+    model = keras.Sequential([keras.Input((4, 5, 3)), *layers])
+    model.compile(loss="mse")
+    found = rl.find_nonfinite(model, x, y)
+    assert not found
+    assert found.notes[0].startswith("Not looked into: Layer 'each/inner'")
+    model.get_layer("each").layer.cell.bias.assign(np.full(12, np.inf))
+    assert rl.find_nonfinite(model, x, y).phase == "weights"

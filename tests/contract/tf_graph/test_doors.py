@@ -1,0 +1,119 @@
+"""What a graph cannot be asked is refused, by name and with what to do instead; tensors go wherever names go."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import rnnlens as rl
+
+X, Y = np.random.default_rng(0).normal(size=(2, 4, 3)), np.random.default_rng(1).normal(size=(2, 2))
+
+
+@pytest.fixture
+def parts(graph):
+    """Placeholders, state, output, loss and a session."""
+    x, y = tf.placeholder(tf.float64, [None, None, 3], name="x"), tf.placeholder(tf.float64, [None, 2], name="y")
+    _, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(2), x, dtype=tf.float64)
+    out = tf.layers.dense(state, 2, name="head")
+    loss = tf.reduce_mean(tf.square(out - y))
+    sess = tf.Session()
+    sess.run(tf.global_variables_initializer())
+    yield sess, x, y, state, out, loss
+    sess.close()
+
+
+def test_tensors_and_their_names_are_the_same(parts):
+    sess, _x, _y, state, out, loss = parts
+    net = rl.tf1.graph(sess, inputs={"x": "x:0"}, outputs={"out": out.name}, loss=loss.name, targets="y")
+    by_object = rl.gradients(net, X, of=state, reduce="sum", wrt="weights")
+    by_name = rl.gradients(net, X, of=state.name, reduce="sum", wrt="weights")
+    by_port = rl.gradients(net, X, of="rnn.final_hidden", reduce="sum", wrt="weights")
+    for key in ("rnn/kernel", "rnn/bias"):
+        np.testing.assert_allclose(by_object[key], by_name[key], rtol=0)
+        np.testing.assert_allclose(by_object[key], by_port[key], rtol=1e-12)
+    assert by_object.disconnected["head/kernel"].code == "not_on_path"
+
+
+def test_a_loss_of_the_graph_by_object(parts):
+    sess, x, y, _state, out, loss = parts
+    net = rl.tf1.graph(sess, inputs=x, outputs=out, targets=y)
+    assert rl.trace(net, X, Y, loss=loss).loss == pytest.approx(sess.run(loss, {x: X, y: Y}))
+
+
+def test_a_loss_as_a_function_is_built_in_our_copy(parts):
+    sess, x, y, _state, out, loss = parts
+    version = sess.graph.version
+    net = rl.tf1.graph(sess, inputs=x, outputs=out)
+    trace = rl.trace(net, X, Y, loss=lambda truth, output: tf.reduce_mean(tf.square(output - truth)))
+    assert trace.loss == pytest.approx(sess.run(loss, {x: X, y: Y}))
+    assert trace.certificate.state == "passed"
+    assert sess.graph.version == version
+
+
+def test_a_session_alone_shows_its_layers(parts):
+    sess, *_ = parts
+    assert [info.name for info in rl.layers(sess)] == ["rnn"]
+
+
+def test_what_is_wrong_with_a_net(parts):
+    sess, x, _y, _state, out, loss = parts
+    with pytest.raises(rl.errors.InputError, match="This is no session"):
+        rl.tf1.graph(out)
+    with pytest.raises(rl.errors.LayerNotFoundError, match="hed/BiasAdd:0") as caught:
+        rl.tf1.graph(sess, outputs={"out": "hed/BiasAdd:0"})
+    assert "head/BiasAdd" in str(caught.value)
+    with pytest.raises(rl.errors.InputError, match="A loss is one number"):
+        rl.tf1.graph(sess, loss=out)
+    with tf.Graph().as_default(), pytest.raises(rl.errors.InputError, match="another graph"):
+        rl.tf1.graph(sess, inputs=tf.constant(1.0))
+    net = rl.tf1.graph(sess, inputs=x, outputs=out, loss=loss)
+    with pytest.raises(rl.errors.InputError, match=r"targets=labels"):
+        rl.trace(net, X, Y)
+    with pytest.raises(rl.errors.UnsupportedError, match=r"feed=\{phase: True\}"):
+        rl.trace(net, X, training=True)
+
+
+def test_a_placeholder_that_is_not_fed_is_named(parts):
+    sess, x, _y, _state, out, _loss = parts
+    rate = tf.placeholder(tf.float64, [], name="rate")
+    net = rl.tf1.graph(sess, inputs=x, outputs=out * rate)
+    with pytest.raises(rl.errors.InputError, match="'rate' is not fed"):
+        rl.trace(net, X)
+
+
+def test_variables_without_values(parts):
+    _sess, x, _y, _state, out, _loss = parts
+    with tf.Session() as fresh, pytest.raises(rl.errors.ModelError, match="no value in this session"):
+        rl.trace(rl.tf1.graph(fresh, inputs=x, outputs=out), X)
+
+
+def test_a_queue_is_neither_emptied_nor_waited_for(graph):
+    queue = tf.FIFOQueue(3, [tf.float64], shapes=[[2, 4, 3]])
+    batch = queue.dequeue(name="batch")
+    _, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.BasicRNNCell(2), batch, dtype=tf.float64)
+    put = queue.enqueue(X)
+    with tf.Session() as sess:
+        sess.run([tf.global_variables_initializer(), put])
+        blind = rl.tf1.graph(sess, inputs=tf.placeholder(tf.float64, [2, 4, 3]), outputs=state)
+        with pytest.raises(rl.errors.UnsupportedError, match="batch tensor itself can be fed"):
+            rl.trace(blind, X)
+        net = rl.tf1.graph(sess, inputs={"batch": batch}, outputs=state)
+        assert rl.trace(net, X)["rnn"].hidden.shape == (2, 4, 2)
+        assert sess.run(queue.size()) == 1
+
+
+def test_initial_states_are_given_by_layer(parts):
+    sess, x, y, _state, out, loss = parts
+    net = rl.tf1.graph(sess, inputs=x, outputs=out, loss=loss, targets=y)
+    h = np.random.default_rng(2).normal(size=(2, 2))
+    given = rl.trace(net, X, Y, initial_state={"rnn": [h]})["rnn"]
+    plain = rl.trace(net, X, Y)["rnn"]
+    assert not np.allclose(given.hidden[:, 0], plain.hidden[:, 0])
+
+
+def test_several_batches_are_one(parts):
+    sess, x, y, _state, out, loss = parts
+    net = rl.tf1.graph(sess, inputs=x, outputs=out, loss=loss, targets=y)
+    whole = rl.gradients(net, X, of="output", reduce="sum", wrt="rnn/kernel")
+    parts = rl.gradients(net, X, of="output", reduce="sum", wrt="rnn/kernel", batch_size=1)
+    np.testing.assert_allclose(parts, whole, rtol=1e-12)

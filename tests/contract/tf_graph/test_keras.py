@@ -1,0 +1,346 @@
+"""tf_keras models of a disabled eager mode: against NumPy, by the complex step, and left as they were found."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+import tf_keras as keras
+from tf_keras import layers
+
+import rnnlens as rl
+
+#: Keras says so of every predict and evaluate in a graph.
+pytestmark = pytest.mark.filterwarnings("ignore:`Model.state_updates`:UserWarning")
+
+STEP = 1e-30
+X = np.random.default_rng(0).normal(size=(3, 6, 4))
+
+
+@pytest.fixture(autouse=True)
+def float64(graph):
+    """Keras' own graph is the default one, and computes in float64."""
+    keras.backend.set_floatx("float64")
+    session = tf.Session(graph=graph)
+    tf.keras.backend.set_session(session)
+    yield session
+    keras.backend.set_floatx("float32")
+    session.close()
+
+
+def sigmoid(z):
+    return 1 / (1 + np.exp(-z))
+
+
+def built(inner, steps=6, features=4, loss="mse", outputs=2):
+    """A functional model, compiled, its variables at random values that are given to it."""
+    inputs = keras.Input((steps, features))
+    model = keras.Model(inputs, layers.Dense(outputs, name="head")(inner(inputs)))
+    model.compile("sgd", loss)
+    random = np.random.default_rng(7)
+    model.set_weights([0.5 * random.normal(size=w.shape) for w in model.get_weights()])
+    return model
+
+
+def rnn(w, x, bump=None):
+    """States of a SimpleRNN."""
+    h, states = np.zeros((len(x), w[1].shape[0]), x.dtype), []
+    for t in range(x.shape[1]):
+        h = np.tanh(x[:, t] @ w[0] + h @ w[1] + w[2])
+        h = h if bump is None else h + bump.get(t, 0)
+        states.append(h)
+    return np.stack(states, 1)
+
+
+def gru(w, x, bump=None, reset_after=True):
+    """States of a GRU as Keras 2 has it: update, reset, candidate."""
+    n, states = w[1].shape[0], []
+    h = np.zeros((len(x), n), x.dtype)
+    inner = w[2][0] if reset_after else w[2]
+    for t in range(x.shape[1]):
+        a = x[:, t] @ w[0] + inner
+        if reset_after:
+            b = h @ w[1] + w[2][1]
+            z, r = sigmoid(a[:, :n] + b[:, :n]), sigmoid(a[:, n : 2 * n] + b[:, n : 2 * n])
+            c = np.tanh(a[:, 2 * n :] + r * b[:, 2 * n :])
+        else:
+            z, r = (sigmoid(a[:, i * n : (i + 1) * n] + h @ w[1][:, i * n : (i + 1) * n]) for i in (0, 1))
+            c = np.tanh(a[:, 2 * n :] + (r * h) @ w[1][:, 2 * n :])
+        h = z * h + (1 - z) * c
+        h = h if bump is None else h + bump.get(t, 0)
+        states.append(h)
+    return np.stack(states, 1)
+
+
+def lstm(w, x, bump=None):
+    """States h of an LSTM."""
+    n, states = w[1].shape[0], []
+    h = c = np.zeros((len(x), n), x.dtype)
+    for t in range(x.shape[1]):
+        i, f, g, o = np.split(x[:, t] @ w[0] + h @ w[1] + w[2], 4, axis=1)
+        c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+        h = sigmoid(o) * np.tanh(c)
+        h = h if bump is None else h + bump.get(t, 0)
+        states.append(h)
+    return np.stack(states, 1)
+
+
+KINDS = {
+    "rnn": (layers.SimpleRNN, rnn, {}),
+    "gru": (layers.GRU, gru, {}),
+    "gru, reset before": (layers.GRU, lambda *a: gru(*a, reset_after=False), {"reset_after": False}),
+    "lstm": (layers.LSTM, lstm, {}),
+}
+
+
+def total(step, w, head, x, y, units, last):
+    """dL/dh_t of the mean squared error, every unit of every step moved by itself."""
+    found = np.zeros((*x.shape[:2], units))
+    for t in range(x.shape[1]):
+        for k in range(units):
+            bump = np.zeros((len(x), units), complex)
+            bump[:, k] = 1j * STEP
+            h = step(w, x.astype(complex), {t: bump})
+            out = (h[:, -1] if last else h) @ head[0] + head[1]
+            each = ((out - y) ** 2).reshape(len(x), -1).sum(1) / y.size
+            found[:, t, k] = each.imag / STEP
+    return found
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_total_gradient_of_every_state(kind, last):
+    layer, step, options = KINDS[kind]
+    model = built(layer(5, return_sequences=not last, name="r", **options))
+    y = np.random.default_rng(1).normal(size=(3, 2) if last else (3, 6, 2))
+    trace = rl.trace(model, X, y)
+    *w, kernel, bias = model.get_weights()
+    truth = total(step, w, (kernel, bias), X, y, 5, last)
+    np.testing.assert_allclose(trace["r"].hidden_grad.values, truth, atol=1e-13)
+    assert trace["r"].output_grad.dims == (("sample", "unit") if last else ("sample", "time", "unit"))
+    assert trace.certificate.state == "passed"
+    assert trace.loss == pytest.approx(model.evaluate(X, y, verbose=0), rel=1e-12)
+
+
+def test_two_directions_and_one_layer_above():
+    """The network of quick starts: a bidirectional GRU, a GRU above it; each direction against the complex step."""
+    inputs = keras.Input((6, 4))
+    inner = layers.Bidirectional(layers.GRU(3, return_sequences=True), name="bi")(inputs)
+    model = keras.Model(inputs, layers.Dense(2)(layers.GRU(2, name="top")(inner)))
+    model.compile("adam", "mse")
+    w = model.get_weights()
+    y = np.random.default_rng(1).normal(size=(3, 2))
+    trace = rl.trace(model, X, y)
+
+    def loss(bump, direction):
+        there = gru(w[0:3], X.astype(complex), bump if direction == "forward" else None)
+        back = {5 - t: b for t, b in bump.items()} if direction == "backward" else None
+        back = gru(w[3:6], X[:, ::-1].astype(complex), back)[:, ::-1]
+        out = gru(w[6:9], np.concatenate([there, back], 2))[:, -1] @ w[9] + w[10]
+        return ((out - y) ** 2).sum(1) / y.size
+
+    for direction in ("forward", "backward"):
+        for t, unit in ((0, 0), (2, 1), (5, 2)):
+            bump = np.zeros((3, 3), complex)
+            bump[:, unit] = 1j * STEP
+            truth = loss({t: bump}, direction).imag / STEP
+            mine = trace["bi"].hidden_grad.sel(direction=direction, unit=unit).isel(time=t)
+            np.testing.assert_allclose(mine, truth, atol=1e-14)
+    assert [info.direction for info in rl.layers(model)] == ["bidirectional", "forward"]
+
+
+def test_stateful_with_an_embedding_that_is_frozen():
+    """The recorded state is started from, and kept; ids cannot be differentiated by, what they look up can."""
+    ids = keras.Input(batch_shape=(3, 6), dtype="int32")
+    embedded = layers.Embedding(9, 4, trainable=False, name="embedding")(ids)
+    hidden = layers.SimpleRNN(5, stateful=True, return_sequences=True, name="r")(embedded)
+    model = keras.Model(ids, hidden)
+    data = np.random.default_rng(2).integers(0, 9, (3, 6))
+    before = model.predict(data, batch_size=3)[:, -1]
+    table, *w = model.get_weights()
+    J = rl.jacobian(model, data, of="r.output", wrt="embedding.output")
+    z, h = table[data], before
+    truth = np.zeros((3, 6, 5, 6, 4))
+    partial = np.zeros((3, 5, 6, 4))
+    for t in range(6):
+        new = np.tanh(z[:, t] @ w[0] + h @ w[1] + w[2])
+        slope = (1 - new**2)[:, :, None, None]
+        partial = slope * np.einsum("nhsf,hk->nksf", partial, w[1])
+        partial[:, :, t] += slope[..., 0] * w[0].T[None]
+        truth[:, t], h = partial, new
+    np.testing.assert_allclose(J.values, truth, atol=1e-13)
+    with pytest.raises(rl.errors.DisconnectedError, match="integer_input"):
+        rl.gradients(model, data, of="r.output", reduce="mean", wrt="input")
+    again = model.predict(data, batch_size=3)  # goes on from where predict, not we, left it
+    np.testing.assert_allclose(again[:, 0], np.tanh(z[:, 0] @ w[0] + before @ w[1] + w[2]), atol=1e-12)
+
+
+def test_masked_steps_pass_the_state_on():
+    inputs = keras.Input((6, 4))
+    masked = layers.Masking()(inputs)
+    model = keras.Model(inputs, layers.Dense(2)(layers.GRU(3, name="r")(masked)))
+    model.compile("sgd", "mse")
+    *w, kernel, bias = model.get_weights()
+    x = X.copy()
+    x[0, 4:] = x[1, 2:] = 0
+    y = np.random.default_rng(1).normal(size=(3, 2))
+    trace = rl.trace(model, x, y)
+    assert trace["r"].mask.values.sum(1).tolist() == [4, 2, 6]
+    ends = np.stack([gru(w, x[n : n + 1, :length])[0, -1] for n, length in enumerate((4, 2, 6))])
+    np.testing.assert_allclose(trace["r"].hidden[:, -1], ends, atol=1e-13)
+    direct = 2 * (ends @ kernel + bias - y) / y.size @ kernel.T
+    np.testing.assert_allclose(trace["r"].output_grad, direct, atol=1e-13)
+    assert trace.certificate.state == "passed"
+
+
+def test_a_penalty_on_the_kernel_is_no_part_of_what_came_through_time():
+    model = built(layers.LSTM(3, kernel_regularizer="l2", name="r"))
+    y = np.random.default_rng(1).normal(size=(3, 2))
+    trace = rl.trace(model, X, y)
+    assert trace.certificate.state == "passed"
+    kernel = model.get_weights()[0]
+    whole = rl.gradients(model, X, y, wrt="r/kernel")
+    bare = built(layers.LSTM(3, name="r"))
+    bare.set_weights(model.get_weights())
+    plain = rl.gradients(bare, X, y, wrt="r/kernel")
+    np.testing.assert_allclose((whole - plain).values.reshape(kernel.shape), 0.02 * kernel, atol=1e-14)
+
+
+def test_a_loss_that_was_not_compiled_and_weights_of_samples():
+    model = built(layers.SimpleRNN(3, name="r"))
+    y = np.random.default_rng(1).normal(size=(3, 2))
+    weight = np.array([1.0, 0.0, 3.0])
+    weighed = rl.trace(model, X, y, sample_weight=weight)
+    out = model.predict(X)
+    assert weighed.loss == pytest.approx((((out - y) ** 2).mean(1) * weight).mean())
+    assert not weighed["r"].hidden_grad[1].values.any()
+    absolute = rl.trace(model, X, y, loss="mae")
+    assert absolute.loss == pytest.approx(np.abs(out - y).mean())
+    assert absolute.certificate.state == "passed"
+
+
+@pytest.mark.parametrize(
+    ("losses", "scales"),
+    [
+        ({"a": "mse", "b": "mse"}, {"a": 0.5, "b": 3.0}),
+        (["mse", "mse"], [0.5, 3.0]),
+        ("mse", None),
+        ({"b": "mse"}, {"b": 2.0}),
+    ],
+    ids=["by name", "in order", "one for both", "of one alone"],
+)
+def test_samples_are_weighed_and_so_are_outputs(losses, scales):
+    inputs = keras.Input((6, 4))
+    hidden = layers.SimpleRNN(5, name="r")(inputs)
+    model = keras.Model(inputs, [layers.Dense(2, name="a")(hidden), layers.Dense(1, name="b")(hidden)])
+    model.compile("sgd", losses, loss_weights=scales)
+    w, random = model.get_weights(), np.random.default_rng(1)
+    factor = {"a": 0.5, "b": 3.0} if scales in ({"a": 0.5, "b": 3.0}, [0.5, 3.0]) else scales or {"a": 1.0, "b": 1.0}
+    y = {name: random.normal(size=(3, 2 if name == "a" else 1)) for name in factor}
+    weight = {name: random.uniform(size=3) for name in factor}
+    heads = {"a": w[3:5], "b": w[5:7]}
+    trace = rl.trace(model, X, list(y.values()), sample_weight=list(weight.values()))
+
+    def loss(bump):
+        h = rnn(w, X.astype(complex), bump)[:, -1]
+        each = {name: ((h @ heads[name][0] + heads[name][1] - y[name]) ** 2).mean(1) for name in y}
+        return sum(factor[name] * weight[name] * each[name] for name in y) / 3
+
+    assert trace.loss == pytest.approx(loss(None).real.sum(), rel=1e-12)
+    for t, unit in ((0, 1), (5, 4)):
+        bump = np.zeros((3, 5), complex)
+        bump[:, unit] = 1j * STEP
+        np.testing.assert_allclose(trace["r"].hidden_grad[:, t, unit], loss({t: bump}).imag / STEP, atol=1e-14)
+    assert trace.certificate.state == "passed"
+
+
+def test_outputs_weighed_by_tensors_are_refused_where_samples_are_weighed():
+    inputs = keras.Input((6, 4))
+    model = keras.Model(inputs, layers.Dense(2)(layers.SimpleRNN(5)(inputs)))
+    model.compile("sgd", "mse", loss_weights=[keras.backend.variable(2.0)])
+    model.get_weights()
+    y = np.random.default_rng(1).normal(size=(3, 2))
+    with pytest.raises(rl.errors.UnsupportedError, match="loss_weights"):
+        rl.trace(model, X, y, sample_weight=np.ones(3))
+
+
+def test_dropout_acts_in_training_and_is_drawn_by_seed():
+    inputs = keras.Input((6, 4))
+    model = keras.Model(inputs, layers.Dropout(0.5)(layers.SimpleRNN(3, return_sequences=True, name="r")(inputs)))
+    model.compile("sgd", "mse")
+    model.predict(X)
+    y = np.zeros((3, 6, 3))
+    still = rl.trace(model, X, y)["r"].output_grad
+    one, same = (rl.trace(model, X, y, training=True, seed=1)["r"].output_grad for _ in range(2))
+    other = rl.trace(model, X, y, training=True, seed=2)["r"].output_grad
+    np.testing.assert_array_equal(one, same)
+    assert not np.allclose(one, other)
+    assert still.values.all()
+    assert not one.values.all()
+
+
+def test_nothing_is_added_and_no_value_moves(graph):
+    inputs = keras.Input((6, 4))
+    model = keras.Model(inputs, layers.Dense(2)(layers.LSTM(3, name="r")(inputs)))
+    model.compile("adam", "mse")
+    y = np.random.default_rng(1).normal(size=(3, 2))
+    model.train_on_batch(X, y)
+    before, version = model.get_weights(), graph.version
+    rl.trace(model, X, y)
+    rl.gradients(model, X, y, wrt="weights")
+    rl.weights(model, X, y)
+    assert graph.version == version
+    for one, two in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_a_model_without_values_says_how_to_get_them():
+    inputs = keras.Input((6, 4))
+    model = keras.Model(inputs, layers.GRU(3)(inputs))
+    with pytest.raises(rl.errors.ModelError, match="no value in this session"):
+        rl.trace(model, X)
+
+
+class Minimal(layers.Layer):
+    """A cell of one's own."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.units = self.state_size = self.output_size = units
+
+    def build(self, shape):
+        self.kernel = self.add_weight(name="kernel", shape=(shape[-1], self.units))
+        self.recurrent = self.add_weight(name="recurrent", shape=(self.units, self.units))
+        self.built = True
+
+    def call(self, x, states):
+        h = tf.matmul(x, self.kernel) + tf.matmul(tf.sin(states[0]), self.recurrent)
+        return h, [h]
+
+
+def test_a_cell_of_ones_own_in_a_subclass_after_fit():
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.rnn = layers.RNN(Minimal(5), return_sequences=True, name="mine")
+            self.head = layers.Dense(2)
+
+        def call(self, x):
+            return self.head(self.rnn(x))
+
+    model, y = Model(), np.random.default_rng(1).normal(size=(3, 6, 2))
+    model.compile("sgd", "mse")
+    model.fit(X, y, verbose=0)
+    trace = rl.trace(model, X, y)
+    by_name = {v.name.split(":")[0].rpartition("/")[2]: i for i, v in enumerate(model.weights)}
+    w = model.get_weights()
+    kernel, recurrent = w[by_name["recurrent"] - 1], w[by_name["recurrent"]]
+    head = w[-2:]
+
+    def step(_, x, bump):
+        h, states = np.zeros((3, 5), complex), []
+        for t in range(6):
+            h = x[:, t] @ kernel + np.sin(h) @ recurrent + bump.get(t, 0)
+            states.append(h)
+        return np.stack(states, 1)
+
+    truth = total(step, None, head, X, y, 5, last=False)
+    np.testing.assert_allclose(trace["mine"].hidden_grad.values, truth, atol=1e-13)

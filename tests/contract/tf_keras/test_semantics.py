@@ -1,0 +1,163 @@
+"""What Keras 2 does otherwise than Keras 3, held to TensorFlow's own tape and to NumPy; and what is refused by name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras as keras
+
+import rnnlens as rl
+from rnnlens import errors
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(3, 5, 2))
+Y = RANDOM.normal(size=(3, 1))
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_recorded_state_wins_over_a_given_one_as_soon_as_it_is_not_zero():
+    inputs, start = keras.Input(batch_shape=(3, 5, 2)), keras.Input(batch_shape=(3, 4))
+    layer = keras.layers.SimpleRNN(4, stateful=True, return_sequences=True, name="rnn")
+    model = keras.Model([inputs, start], layer(inputs, initial_state=start))
+    given = RANDOM.normal(size=(3, 4))
+    first = rl.trace(model, [X, given])["rnn"]
+    np.testing.assert_allclose(first.hidden, model([X, given]), rtol=1e-12)  # and now a state is recorded
+    recorded = layer.states[0].numpy()
+    second = rl.trace(model, [X, given])["rnn"]
+    np.testing.assert_array_equal(layer.states[0].numpy(), recorded)
+    kernel, recurrent, bias = layer.get_weights()
+    state, expected = recorded, []
+    for t in range(5):
+        state = np.tanh(X[:, t] @ kernel + state @ recurrent + bias)
+        expected.append(state)
+    np.testing.assert_allclose(second.hidden, np.stack(expected, 1), rtol=1e-12)
+    assert abs(second.hidden - first.hidden).max() > 0.01
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_hard_sigmoid_is_that_of_keras_2(kind):
+    layer = getattr(keras.layers, kind)(4, recurrent_activation="hard_sigmoid", return_sequences=True, name="rnn")
+    model = keras.Sequential([keras.Input((5, 2)), layer])
+    trace = rl.trace(model, 6 * X, loss=lambda y, p: tf.reduce_sum(p**2))
+    assert trace.certificate.state == "passed"
+    assert all(check.residual <= check.bound for check in trace.checks)
+    gates = np.asarray(trace["rnn"].dataset.gates)
+    pre = np.asarray(trace["rnn"].dataset.gate_preactivation)
+    which = 0  # the input gate of an LSTM, the update gate of a GRU
+    np.testing.assert_allclose(gates[:, :, which], np.clip(0.2 * pre[:, :, which] + 0.5, 0, 1), rtol=1e-12)
+    assert (np.abs(pre[:, :, which]) > 2.5).any()
+
+
+REFUSED = {
+    "changed activation": lambda: changed(),
+    "constants": lambda: constants(),
+    "own call": lambda: own_call(),
+    "CuDNN": lambda: cudnn(),
+    "ConvLSTM": lambda: keras.Sequential(
+        [keras.Input((5, 4, 4, 1)), keras.layers.ConvLSTM2D(2, 2, name="rnn"), keras.layers.Flatten()]
+    ),
+}
+SAYS = {
+    "changed activation": "Layer 'rnn' cannot be traced: LSTM was made for tanh and sigmoid",
+    "constants": "Layer 'rnn' cannot be traced: RNN hands constants to its cell.",
+    "own call": "Layer 'rnn' cannot be traced: Doubled has a call of its own.",
+    "CuDNN": "Layer 'rnn' cannot be traced: CuDNNLSTM is one kernel of cuDNN, which runs on a GPU only.",
+    "ConvLSTM": "Layer 'rnn' cannot be traced: ConvLSTM2D has states with axes of space.",
+}
+
+
+def changed():
+    layer = keras.layers.LSTM(3, name="rnn")
+    layer.cell.activation = keras.activations.relu
+    return keras.Sequential([keras.Input((5, 2)), layer])
+
+
+class WithConstants(keras.layers.Layer):
+    state_size = 2
+
+    def call(self, x, states, constants=None):
+        new = states[0] + tf.reduce_sum(x, -1, keepdims=True) + constants[0]
+        return new, [new]
+
+
+def constants():
+    inputs, constant = keras.Input((5, 2)), keras.Input((2,))
+    return keras.Model([inputs, constant], keras.layers.RNN(WithConstants(), name="rnn")(inputs, constants=constant))
+
+
+class Doubled(keras.layers.GRU):
+    def call(self, inputs, **kwargs):
+        return super().call(2 * inputs, **kwargs)
+
+
+def own_call():
+    return keras.Sequential([keras.Input((5, 2)), Doubled(3, name="rnn")])
+
+
+def cudnn():
+    layer = tf.compat.v1.keras.layers.CuDNNLSTM(3, name="rnn")
+    layer.build((None, 5, 2))
+    model = keras.Sequential([layer])
+    model.built = True
+    return model
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_right_is_refused_by_name(what):
+    with pytest.raises(errors.UnsupportedError, match=SAYS[what]):
+        rl.trace(REFUSED[what](), X, layers=["rnn"])
+
+
+def test_ragged_input_is_refused_by_name():
+    ragged = keras.layers.Lambda(lambda t: tf.RaggedTensor.from_tensor(t, lengths=[2, 1]))
+    model = keras.Sequential([keras.Input((3, 1)), ragged, keras.layers.LSTM(2)])
+    with pytest.raises(errors.UnsupportedError, match="its input is a RaggedTensor"):
+        rl.trace(model, np.ones((2, 3, 1)))
+
+
+def test_keras_3_is_not_loaded_for_a_model_of_keras_2():
+    import sys
+
+    model = keras.Sequential([keras.Input((5, 2)), keras.layers.GRU(2)])
+    rl.trace(model, X, loss=lambda y, p: tf.reduce_sum(p))
+    assert not [name for name in sys.modules if name == "keras" or name.startswith("keras.")]
+    assert "rnnlens.adapters.keras.keras3" not in sys.modules
+    assert (
+        str(rl.trace(model, X).provenance["framework"]).startswith("tf_keras 2.21")
+        if hasattr(rl.trace(model, X), "provenance")
+        else True
+    )
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("kind", ["LSTM", "SimpleRNN"])
+def test_time_as_the_first_axis_changes_nothing_in_results(kind, backwards):
+    """The same weights, run with samples first."""
+    options = {"return_sequences": True, "go_backwards": backwards, "name": "rnn"}
+    first = getattr(keras.layers, kind)(3, time_major=True, **options)
+    turn = lambda: keras.layers.Lambda(lambda t: tf.transpose(t, [1, 0, 2]))  # noqa: E731
+    model = keras.Sequential([keras.Input((5, 2)), turn(), first, turn()])
+    plain = keras.Sequential([keras.Input((5, 2)), getattr(keras.layers, kind)(3, **options)])
+    plain.set_weights(model.get_weights())
+
+    def loss(y_true, y_pred):
+        return tf.reduce_sum(tf.constant(np.arange(45.0).reshape(3, 5, 3)) * y_pred)
+
+    got, wanted = rl.trace(model, X, loss=loss)["rnn"], rl.trace(plain, X, loss=loss)["rnn"]
+    for name in ("input", "hidden", "output_grad", "hidden_grad", "input_grad"):
+        np.testing.assert_allclose(getattr(got, name), getattr(wanted, name), rtol=1e-12, err_msg=name)
+    by_input = rl.gradients(model, X, of="rnn.output", reduce="sum", wrt="rnn.input")
+    np.testing.assert_allclose(by_input, rl.gradients(plain, X, of="rnn.output", reduce="sum", wrt="rnn.input"))
+
+
+def test_a_version_that_nobody_tested_is_refused_by_name(monkeypatch):
+    import importlib
+
+    from rnnlens.adapters.keras import keras2
+
+    monkeypatch.setattr(keras, "__version__", "2.15.0")
+    with pytest.raises(errors.UnsupportedError, match=r"got: +tf_keras 2\.15\.0\n +expected: tf_keras 2\.21\.x"):
+        importlib.reload(keras2)

@@ -1,0 +1,148 @@
+"""The first number that is not finite in torch models, against where it was planted or a loop of NumPy has it."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+
+mse = nn.functional.mse_loss
+
+
+class Net(nn.Module):
+    def __init__(self, seed=0, end=None):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inp, self.rnn, self.head = nn.Linear(3, 5), nn.LSTM(5, 4, num_layers=2, batch_first=True), nn.Linear(4, 1)
+        self.end = end
+
+    def forward(self, x):
+        y = self.head(self.rnn(self.inp(x))[0][:, -1])
+        return y if self.end is None else self.end(y)
+
+
+def data(seed=0, samples=4, steps=20):
+    rng = np.random.default_rng(seed)
+    return torch.tensor(rng.normal(size=(samples, steps, 3)), dtype=torch.float32), torch.zeros(samples, 1)
+
+
+def test_none_in_a_healthy_net():
+    x, y = data()
+    found = rl.find_nonfinite(Net(), x, y, loss=mse)
+    assert not found
+    assert found.sentence.startswith("none")
+    assert found.origin is None
+
+
+def test_a_number_in_the_data():
+    x, y = data()
+    x[2, 7, 1] = torch.nan
+    found = rl.find_nonfinite(Net(), x, y, loss=mse)
+    assert (found.phase, found.layer, found.sample, found.step) == ("data", "input", 2, 7)
+    assert found.origin.index["feature"] == 1
+    assert found.reaches == ("outputs", "loss", "gradients")
+
+
+def test_a_weight_before_anything_runs():
+    x, y = data()
+    net = Net()
+    with torch.no_grad():
+        net.rnn.weight_hh_l1[5, 2] = torch.inf  # torch: rows are gate * unit, the second gate is forget
+    found = rl.find_nonfinite(net, x, y, loss=mse)
+    assert (found.phase, found.layer, found.gate, found.quantity) == ("weights", "rnn[1]", "forget", "recurrent_kernel")
+    assert found.origin.index == {"unit_in": 2, "unit": 1}
+
+
+def test_the_step_at_which_a_state_overflows():
+    x, y = data(1)
+    torch.manual_seed(1)
+    rnn = nn.RNN(3, 4, nonlinearity="relu", batch_first=True)
+    with torch.no_grad():
+        rnn.weight_hh_l0.copy_(1e4 * torch.eye(4))
+    net = nn.Sequential(rnn)
+    net.forward = lambda x: rnn(x)[0][:, -1, :1]
+    found = rl.find_nonfinite(net, x, y, loss=mse)
+    h = np.zeros((4, 4))
+    for step in range(20):  # in double precision, where nothing overflows
+        w, u = rnn.weight_ih_l0.detach().double().numpy(), rnn.weight_hh_l0.detach().double().numpy()
+        h = np.maximum(
+            0, x[:, step].double().numpy() @ w.T + h @ u.T + (rnn.bias_ih_l0 + rnn.bias_hh_l0).detach().numpy()
+        )
+        if (h > np.finfo(np.float32).max).any():
+            break
+    assert (found.step, found.sample) == (step, int(np.argmax((h > np.finfo(np.float32).max).any(axis=1))))
+    assert "recurrent_kernel 1e+04" in found.fed_by
+
+
+@pytest.mark.parametrize(
+    ("end", "loss", "why"),
+    [
+        (lambda y: torch.relu(y * 0), lambda p, y: -p.log().mean(), "log of 0"),
+        (lambda y: torch.relu(y * 0), lambda p, y: (1 / p).mean(), "division by 0"),
+        (lambda y: y * 0, lambda p, y: (p - 3).sqrt().mean(), "of a negative number"),
+    ],
+)
+def test_what_the_loss_cannot_take(end, loss, why):
+    x, y = data()
+    found = rl.find_nonfinite(Net(end=end), x, y, loss=loss)
+    assert (found.phase, found.layer, found.sample) == ("loss", "loss", 0)
+    assert why in found.fed_by
+
+
+def trained(path, *, broken, **options):
+    """Twelve steps of SGD, of which one is fed a NaN; the weights that it met, and the incident that was written."""
+    torch.manual_seed(0)
+    net, met = Net(), {}
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with rl.torch.watch(net, path, every=0, on_nonfinite="report", loss=mse, **options) as watch:
+        for i in range(12):
+            x, y = data(i)
+            if i == broken:
+                x[1, 4, 2] = torch.nan
+                met = {name: value.detach().clone() for name, value in net.state_dict().items()}
+            optimizer.zero_grad()
+            loss = mse(net(x), y)
+            loss.backward()
+            watch.loss, watch.target = loss, y
+            optimizer.step()
+    return net, met, rl.open(path.with_suffix(".nonfinite.nc"))
+
+
+def test_a_watch_writes_the_batch_and_the_weights_that_it_met(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "rnnlens"):
+        net, met, incident = trained(tmp_path / "a.zarr", broken=7)
+    x, y = data(7)
+    x[1, 4, 2] = torch.nan
+    assert incident.step == 8
+    np.testing.assert_array_equal(incident.x, x.numpy())
+    np.testing.assert_array_equal(incident.y, y.numpy())
+    assert list(incident.weights) == list(met)
+    for name, value in met.items():
+        np.testing.assert_array_equal(incident.weights[name], value.numpy())
+    assert "first at step 4 of sample 1: input, feature 2" in incident.found
+    assert len(caplog.messages) == 1
+    net.load_state_dict({name: torch.as_tensor(value) for name, value in incident.weights.items()})
+    found = rl.find_nonfinite(net, torch.as_tensor(incident.x), torch.as_tensor(incident.y), loss=mse)
+    assert (found.layer, found.step, found.sample) == ("input", 4, 1)
+
+
+def test_a_healthy_training_writes_nothing_and_is_not_disturbed(tmp_path):
+    def weights(path):
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        given = {"every": 0, "on_nonfinite": "report"} if path is not None else {"every": 0}
+        with rl.torch.watch(net, path, **given):
+            for i in range(5):
+                x, y = data(i)
+                optimizer.zero_grad()
+                mse(net(x), y).backward()
+                optimizer.step()
+        return net.state_dict()
+
+    plain, watched = weights(None), weights(tmp_path / "a.zarr")
+    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+    assert not (tmp_path / "a.nonfinite.nc").exists()

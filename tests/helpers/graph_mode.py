@@ -1,0 +1,29 @@
+"""One control flow per process: ``RNNLENS_CONTROL_FLOW=v1`` (the default) or ``v2``; never eager."""
+
+import os
+
+os.environ["TF_USE_LEGACY_KERAS"] = "1"
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+CONTROL_FLOW = os.environ.get("RNNLENS_CONTROL_FLOW", "v1")
+if CONTROL_FLOW == "v1":
+    tf.disable_v2_behavior()
+else:
+    tf.disable_eager_execution()
+tf.get_logger().setLevel("ERROR")
+
+
+@pytest.fixture(autouse=True)
+def graph():
+    """A default graph of its own for each test."""
+    with tf.Graph().as_default() as own:
+        tf.set_random_seed(1)
+        yield own
+
+
+@pytest.fixture
+def v1() -> bool:
+    """Whether loops are rings of Enter and Exit, not While."""
+    return CONTROL_FLOW == "v1"

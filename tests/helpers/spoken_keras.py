@@ -1,0 +1,91 @@
+"""The Keras that this process tests: Keras 3, or ``tf_keras`` where ``RNNLENS_TESTED_KERAS`` says so.
+
+Tests that both have to pass write Keras 3; what Keras 2 has under other names is named here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+PACKAGE = os.environ.get("RNNLENS_TESTED_KERAS", "keras")
+LEGACY = PACKAGE == "tf_keras"
+
+
+class _Legacy:
+    """``tf_keras`` with the names of Keras 3."""
+
+    def __init__(self) -> None:
+        import tensorflow as tf
+        import tf_keras
+
+        self._own = tf_keras
+        self.Variable = tf.Variable
+        self.ops = SimpleNamespace(
+            sum=tf.reduce_sum, mean=tf.reduce_mean, square=tf.square, multiply=tf.multiply, sigmoid=tf.sigmoid,
+            tanh=tf.tanh, matmul=tf.matmul, concatenate=tf.concat, zeros=tf.zeros, exp=tf.exp, abs=tf.abs,
+            convert_to_tensor=tf.convert_to_tensor, convert_to_numpy=lambda t: np.array(t), cast=tf.cast,
+        )  # fmt: skip
+        self.tree = tf.nest
+        self.DTypePolicy = tf_keras.mixed_precision.Policy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+keras: Any = _Legacy() if LEGACY else importlib.import_module("keras")
+
+
+def engine() -> str:
+    """What this Keras runs on."""
+    return "tensorflow" if LEGACY else str(keras.backend.backend())
+
+
+def the_adapter() -> Any:
+    """Of this Keras."""
+    package = importlib.import_module("rnnlens.adapters.keras")
+    return package.legacy if LEGACY else package.adapter
+
+
+def path_of(variable: Any) -> str:
+    """Such as ``"lstm/lstm_cell/kernel"``."""
+    return variable.name.partition(":")[0] if LEGACY else variable.path
+
+
+def states_of(model: Any) -> list[Any]:
+    """The recorded states of stateful layers."""
+    if not LEGACY:
+        return [v for v in model.variables if v.name == "rnn_state"]
+    layers = [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
+    return [v for layer in layers for v in keras.tree.flatten(getattr(layer, "states", [])) if v is not None]
+
+
+@contextmanager
+def untouched(model: Any) -> Iterator[None]:
+    """Within the block recorded states may move: they are put back. Keras 3 has scopes for that."""
+    states = states_of(model) if LEGACY else []
+    before = [v.numpy() for v in states]
+    yield
+    for variable, value in zip(states, before, strict=True):
+        variable.assign(value)
+
+
+def floatx() -> str:
+    """The dtype of floats."""
+    return keras.backend.floatx() if LEGACY else keras.config.floatx()
+
+
+def set_floats(dtype: str) -> None:
+    """The floating type of all that is made from now on."""
+    if LEGACY:
+        keras.backend.set_floatx(dtype)
+        keras.mixed_precision.set_global_policy(dtype)
+    else:
+        keras.config.set_floatx(dtype)
+        keras.config.set_dtype_policy(dtype)  # Keras keeps the policy that the first layer of the process was given

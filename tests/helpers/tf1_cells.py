@@ -1,0 +1,202 @@
+"""Cells of TensorFlow 1 in a loop of TensorFlow's, and the same cells called one step after the other by hand.
+
+The second is the oracle: nothing of it goes through a loop, so that every state is a tensor whose gradient TensorFlow
+gives. Both have the same variables, by name.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+import rnnlens as rl
+
+cell = tf.nn.rnn_cell
+SAMPLES, STEPS, FEATURES = 4, 6, 3
+LENGTHS = [6, 3, 1, 5]
+
+
+class Leaky(cell.RNNCell):
+    """A cell that nobody knows: masked recurrent weights, and three small steps in each."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.units = units
+
+    state_size = property(lambda self: self.units)
+    output_size = property(lambda self: self.units)
+
+    def call(self, x: Any, h: Any) -> tuple[Any, Any]:
+        kernel = tf.get_variable("kernel", [x.shape[-1], self.units], dtype=x.dtype)
+        recurrent = tf.get_variable("recurrent", [self.units, self.units], dtype=x.dtype)
+        allowed = tf.constant(np.tri(self.units), dtype=x.dtype)
+        for _ in range(3):
+            h = 0.8 * h + 0.2 * tf.tanh(tf.matmul(x, kernel) + tf.matmul(tf.nn.relu(h), recurrent * allowed))
+        return 2 * h, h
+
+
+#: By name: how to make the cell, and what rnnlens calls each of its layers.
+CELLS: Mapping[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "rnn": (lambda: cell.BasicRNNCell(4), ("simple_rnn",)),
+    "rnn_relu": (lambda: cell.BasicRNNCell(4, activation=tf.nn.relu), ("simple_rnn",)),
+    "gru": (lambda: cell.GRUCell(4), ("gru",)),
+    "gru_softsign": (lambda: cell.GRUCell(4, activation=tf.nn.softsign), ("gru",)),
+    "basic_lstm": (lambda: cell.BasicLSTMCell(4), ("lstm",)),
+    "basic_lstm_joined": (lambda: cell.BasicLSTMCell(4, forget_bias=0.5, state_is_tuple=False), ("lstm",)),
+    "lstm": (lambda: cell.LSTMCell(4, forget_bias=2.0, activation=tf.nn.elu), ("lstm",)),
+    "lstm_projected": (lambda: cell.LSTMCell(4, num_proj=2), ("lstm",)),
+    "lstm_peepholes": (lambda: cell.LSTMCell(4, use_peepholes=True, cell_clip=0.3), ("lstm_peephole",)),
+    "lstm_all": (
+        lambda: cell.LSTMCell(4, use_peepholes=True, num_proj=2, cell_clip=0.3, proj_clip=0.1),
+        ("lstm_peephole",),
+    ),
+    "stack": (lambda: cell.MultiRNNCell([cell.GRUCell(4), cell.LSTMCell(3)]), ("gru", "lstm")),
+    "stack_joined": (
+        lambda: cell.MultiRNNCell([cell.BasicLSTMCell(n, state_is_tuple=False) for n in (4, 3)], state_is_tuple=False),
+        ("lstm", "lstm"),
+    ),
+    "residual": (lambda: cell.ResidualWrapper(cell.GRUCell(FEATURES)), ("gru",)),
+    "dropout_of_one": (
+        lambda: cell.DropoutWrapper(
+            cell.GRUCell(4), input_keep_prob=tf.placeholder_with_default(tf.constant(1.0, _dtype()), [])
+        ),
+        ("gru",),
+    ),
+    "device": (lambda: cell.DeviceWrapper(cell.GRUCell(4), "/cpu:0"), ("gru",)),
+    "own": (lambda: Leaky(4), ("unknown",)),
+}
+
+_DTYPE = [tf.float64]
+
+
+def _dtype() -> Any:
+    return _DTYPE[0]
+
+
+@dataclass
+class ByHand:
+    """States (h, c, ...) after each step by layer, as they are made at real steps and as they are carried at others."""
+
+    loss: Any
+    states: dict[str, list[list[Any]]]
+
+
+def feed(dtype: Any, time_major: bool = False) -> Any:
+    """What both are given."""
+    x = np.random.default_rng(0).normal(size=(SAMPLES, STEPS, FEATURES)).astype(dtype.as_numpy_dtype)
+    return x.swapaxes(0, 1) if time_major else x
+
+
+def weighted(tensor: Any, seed: int) -> Any:
+    """A sum in which every number counts differently."""
+    draw = np.random.default_rng(seed)
+    weights = draw.normal(size=[d or SAMPLES for d in tensor.shape.as_list()])
+    return tf.reduce_sum(tensor * tf.constant(weights, tensor.dtype))
+
+
+def loops(names: Any, x: Any, lengths: Any, time_major: bool, both: bool) -> Any:
+    """The loss of all these cells in TensorFlow's loops."""
+    total = 0.0
+    for name in names:
+        make, _ = CELLS[name]
+        with tf.variable_scope(name, initializer=tf.random_uniform_initializer(-0.7, 0.7, seed=3)):
+            options: dict[str, Any] = {"dtype": x.dtype, "sequence_length": lengths, "time_major": time_major}
+            if both:
+                outputs, finals = tf.nn.bidirectional_dynamic_rnn(make(), make(), x, **options)
+            else:
+                outputs, finals = tf.nn.dynamic_rnn(make(), x, **options)
+                outputs = [outputs]
+        if time_major:
+            outputs = [tf.transpose(y, [1, 0, 2]) for y in outputs]
+        total += sum(weighted(y, 1) for y in outputs)
+        total += sum(weighted(s, 2) for s in tf.nest.flatten(finals))
+    return total
+
+
+def by_hand(names: Any, x: Any, lengths: Any, time_major: bool, both: bool) -> ByHand:
+    """The same, one step after the other."""
+    total, found = 0.0, {}
+    x = tf.transpose(x, [1, 0, 2]) if time_major else x
+    for name in names:
+        make, words = CELLS[name]
+        with tf.variable_scope(name):
+            if not both:
+                y, finals, states = _run("rnn", make(), x, lengths)
+                total += weighted(y, 1) + sum(weighted(s, 2) for s in tf.nest.flatten(finals))
+                found |= _by_layer(f"{name}/rnn", words, states)
+                continue
+            with tf.variable_scope("bidirectional_rnn"):
+                for direction in ("fw", "bw"):
+                    turned = x if direction == "fw" else _turned(x, lengths)
+                    y, finals, states = _run(direction, make(), turned, lengths)
+                    y = y if direction == "fw" else _turned(y, lengths)
+                    total += weighted(y, 1) + sum(weighted(s, 2) for s in tf.nest.flatten(finals))
+                    found |= _by_layer(f"{name}/bidirectional_rnn/{direction}", words, states)
+    return ByHand(total, found)
+
+
+def _turned(x: Any, lengths: Any) -> Any:
+    return tf.reverse(x, [1]) if lengths is None else tf.reverse_sequence(x, lengths, seq_axis=1, batch_axis=0)
+
+
+def _run(scope: str, made: Any, x: Any, lengths: Any) -> Any:
+    """Outputs (sample, time, unit), the states at the end, and by step all states as the cell made them."""
+    with tf.variable_scope(scope):
+        state, outputs, states = made.zero_state(SAMPLES, x.dtype), [], []
+        for t in range(STEPS):
+            y, new = made(x[:, t], state)
+            states.append([part for s in tf.nest.flatten(new) for part in _parts(s)])
+            if lengths is not None:
+                real = tf.expand_dims(t < lengths, 1)
+                y = tf.where_v2(real, y, tf.zeros_like(y))
+                new = tf.nest.map_structure(lambda s, k, real=real: tf.where_v2(real, s, k), new, state)
+            state = new
+            outputs.append(y)
+    return tf.stack(outputs, 1), state, states
+
+
+def _parts(state: Any) -> list[Any]:
+    """A state that is several states side by side, taken apart."""
+    if state.op.type != "ConcatV2":
+        return [state]
+    return [part for joined in state.op.inputs[:-1] for part in _parts(joined)]
+
+
+def _by_layer(name: str, words: tuple[str, ...], states: list[list[Any]]) -> dict[str, list[list[Any]]]:
+    """By the layer's name: h of all steps, and c where there is one. TensorFlow has c before h."""
+    found, at = {}, 0
+    for i, word in enumerate(words):
+        count = 2 if word.startswith("lstm") else 1
+        columns = [[step[at + k] for step in states] for k in range(count)][::-1]
+        found[name if len(words) == 1 else f"{name}/cell_{i}"] = columns
+        at += count
+    return found
+
+
+def of(names: Any, *, lengths: bool, time_major: bool = False, both: bool = False, dtype: Any = tf.float64) -> Any:
+    """A net of these cells in loops; and by layer the total gradients of all states, by hand: (sample, time, unit)."""
+    _DTYPE[0] = dtype
+    x = feed(dtype, time_major)
+    graph, session = tf.get_default_graph(), tf.Session()
+    ph = tf.placeholder(dtype, [None if n == SAMPLES else n for n in x.shape])
+    count = tf.placeholder(tf.int32, [None])
+    labels = tf.placeholder(dtype, [None])
+    loss = loops(names, ph, count if lengths else None, time_major, both) * tf.reduce_mean(labels)
+    session.run(tf.global_variables_initializer())
+    values = {v.op.name: session.run(v) for v in tf.global_variables()}
+    fed = {count: LENGTHS} if lengths else {}
+    net = rl.tf1.graph(session, inputs={"x": ph}, outputs={"loss": loss}, loss=loss, targets=labels, feed=fed)
+    assert net.graph is graph
+    with tf.Graph().as_default(), tf.Session() as plain:
+        truth = by_hand(names, tf.constant(x), tf.constant(LENGTHS) if lengths else None, time_major, both)
+        for variable in tf.global_variables():
+            variable.load(values[variable.op.name], plain)
+        grads = {
+            name: [tf.stack(tf.gradients(truth.loss, column), 1) for column in columns]
+            for name, columns in truth.states.items()
+        }
+        states = {name: [tf.stack(column, 1) for column in columns] for name, columns in truth.states.items()}
+        value, expected, made = plain.run([truth.loss, grads, states])
+    return net, x, float(value), expected, made

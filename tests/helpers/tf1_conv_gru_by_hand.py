@@ -1,0 +1,59 @@
+"""The graph of ``tf1_conv_gru`` in NumPy, step by step, and its derivatives by the complex step (Squire, Trapp 1998).
+
+No autodiff, no TensorFlow: what the numbers of rnnlens are held against, exact to the last digits of float64.
+"""
+
+import numpy as np
+
+STEP = 1e-30
+
+
+def sigmoid(z):
+    return 1 / (1 + np.exp(-z))
+
+
+def forward(w, x, h0, labels=None, bump=None):
+    """Output, every state and the loss of each sample; ``bump``: what is added to the state after a step, by step."""
+    used = np.sign(np.abs(x.real).max(axis=2))
+    lengths = used.sum(axis=1).astype(int)
+    kernel, steps = w["layer_cell/conv1d/kernel"], x.shape[1]
+    padded = np.pad(x, ((0, 0), (2, 2), (0, 0)))
+    z = sum(padded[:, i : i + steps] @ kernel[i] for i in range(5)) + w["layer_cell/conv1d/bias"]
+    norm = "layer_cell/batch_normalization/"
+    z = (z - w[norm + "moving_mean"]) / np.sqrt(w[norm + "moving_variance"] + 1e-3)
+    z = z * w[norm + "gamma"] + w[norm + "beta"]
+    z = np.where(z.real > 0, z, 0)
+    cell, h, states, outputs = "lstm_model/rnn/gru_cell/", h0.astype(z.dtype), [], []
+    for t in range(steps):
+        gates = np.concatenate([z[:, t], h], 1) @ w[cell + "gates/kernel"] + w[cell + "gates/bias"]
+        r, u = np.split(sigmoid(gates), 2, axis=1)
+        inner = np.concatenate([z[:, t], r * h], 1) @ w[cell + "candidate/kernel"] + w[cell + "candidate/bias"]
+        new = u * h + (1 - u) * np.tanh(inner)
+        real = (t < lengths)[:, None]
+        new = np.where(real, new, h)
+        if bump is not None:
+            new = new + bump.get(t, 0)
+        outputs.append(np.where(real, new, 0))
+        h = new
+        states.append(h)
+    out = (np.stack(outputs, 1) @ w["output/dense/kernel"] + w["output/dense/bias"]) * used[:, :, None]
+    each = None if labels is None else ((out - labels) ** 2).sum((1, 2)) / labels.size
+    return out, np.stack(states, 1), each
+
+
+def slope(function, values, name, direction):
+    """The derivative of ``function(values)`` along a direction of one of the values."""
+    moved = {**values, name: values[name] + 1j * STEP * direction}
+    return np.imag(function(moved)) / STEP
+
+
+def hidden_grad(w, x, h0, labels):
+    """dL/dh_t, (sample, time, unit): every unit of every step moved by itself."""
+    samples, steps, units = *x.shape[:2], h0.shape[1]
+    found = np.zeros((samples, steps, units))
+    for t in range(steps):
+        for k in range(units):
+            bump = np.zeros((samples, units), complex)
+            bump[:, k] = 1j * STEP
+            found[:, t, k] = forward(w, x, h0, labels, {t: bump})[2].imag / STEP
+    return found

@@ -1,0 +1,237 @@
+"""Graphs as they were written from 2016 to 2018: recognised, equal to TensorFlow's gradients, or refused by name."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import rnnlens as rl
+from rnnlens.errors import UnsupportedError
+
+cell = tf.nn.rnn_cell
+SAMPLES, STEPS, FEATURES, UNITS = 3, 5, 3, 4
+
+
+def lstm_with_a_variable_per_gate(x):
+    """Twelve variables, a Python loop, the input sliced once per gate."""
+    h = c = tf.zeros([SAMPLES, UNITS], x.dtype)
+    shapes = {"W": [FEATURES, UNITS], "U": [UNITS, UNITS], "b": [UNITS]}
+    w = {k + g: tf.get_variable(k + g, shape, x.dtype) for k, shape in shapes.items() for g in "ifoc"}
+    states = []
+    for t in range(STEPS):
+        a = {g: tf.matmul(x[:, t], w["W" + g]) + tf.matmul(h, w["U" + g]) + w["b" + g] for g in "ifoc"}
+        c = tf.sigmoid(a["f"]) * c + tf.sigmoid(a["i"]) * tf.tanh(a["c"])
+        h = tf.sigmoid(a["o"]) * tf.tanh(c)
+        states.append(h)
+    return states
+
+
+def char_rnn(x):
+    """An unrolled Elman network, its bias one row."""
+    w = tf.get_variable("Wxh", [FEATURES, UNITS], x.dtype)
+    u, b = tf.get_variable("Whh", [UNITS, UNITS], x.dtype), tf.get_variable("bh", [1, UNITS], x.dtype)
+    h, states = tf.zeros([SAMPLES, UNITS], x.dtype), []
+    for step in tf.unstack(x, axis=1):
+        h = tf.tanh(tf.matmul(step, w) + tf.matmul(h, u) + b)
+        states.append(h)
+    return states
+
+
+def penn_treebank(x):
+    """The tutorial's loop: variables made at the first step, then shared; the layer looked at is the upper one."""
+    stack = cell.MultiRNNCell([cell.BasicLSTMCell(UNITS, forget_bias=0.0) for _ in range(2)])
+    state, states = stack.zero_state(SAMPLES, x.dtype), []
+    with tf.variable_scope("RNN"):
+        for t in range(STEPS):
+            if t > 0:
+                tf.get_variable_scope().reuse_variables()
+            output, state = stack(x[:, t, :], state)
+            states.append(output)
+    return states
+
+
+def static(x):
+    """``static_rnn`` of a GRU, begun from what a dense layer makes of the input."""
+    start = tf.layers.dense(tf.reduce_mean(x, 1), UNITS)
+    return tf.nn.static_rnn(cell.GRUCell(UNITS), tf.unstack(x, axis=1), initial_state=start)[0]
+
+
+UNROLLED = {
+    lstm_with_a_variable_per_gate: ("m", "lstm"),
+    char_rnn: ("m", "simple_rnn"),
+    penn_treebank: ("m/RNN/multi_rnn_cell/cell_1", "lstm"),
+    static: ("m/rnn", "gru"),
+}
+
+
+def built(model, seed=0):
+    """x, states and loss of a model, in the present graph."""
+    x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
+    with tf.variable_scope("m", initializer=tf.random_uniform_initializer(-0.8, 0.8, seed=seed)):
+        found = model(x)
+    outputs = tf.stack(found, 1) if isinstance(found, list) else found
+    weights = np.random.default_rng(1).normal(size=[d or 1 for d in outputs.shape.as_list()])
+    return x, found, outputs, tf.reduce_sum(outputs * weights)
+
+
+def net_of(x, outputs, loss):
+    session, labels = tf.Session(), tf.placeholder(tf.float64, [None])
+    with tf.get_default_graph().as_default():
+        total = loss * tf.reduce_mean(labels)
+    session.run(tf.global_variables_initializer())
+    return rl.tf1.graph(session, inputs={"x": x}, outputs={"y": outputs}, loss=total, targets=labels)
+
+
+DATA = np.random.default_rng(0).normal(size=(SAMPLES, STEPS, FEATURES))
+ONES = np.ones(SAMPLES)
+
+
+@pytest.mark.parametrize("model", UNROLLED, ids=lambda model: model.__name__)
+def test_unrolled(model):
+    """Every state is a tensor of the user's graph, so TensorFlow says its total gradient itself."""
+    x, states, outputs, loss = built(model)
+    net = net_of(x, outputs, loss)
+    name, kind = UNROLLED[model]
+    trace = rl.trace(net, DATA, ONES)
+    assert {row.name: row.cell for row in rl.layers(net)}[name] == kind
+    assert trace.certificate.state == "passed"
+    truth = net.session.run(tf.stack(tf.gradients(loss, states), 1), {x: DATA})
+    assert np.abs(trace[name].hidden_grad.values - truth).max() < 1e-12
+
+
+def scan_of_an_lstm(x):
+    """``tf.scan`` over a tuple, all gates in one product."""
+    w = tf.get_variable("W", [FEATURES, 4 * UNITS], x.dtype)
+    u = tf.get_variable("U", [UNITS, 4 * UNITS], x.dtype)
+
+    def step(state, x):
+        h, c = state
+        i, f, g, o = tf.split(tf.matmul(x, w) + tf.matmul(h, u), 4, 1)
+        c = tf.sigmoid(f) * c + tf.sigmoid(i) * tf.tanh(g)
+        return tf.sigmoid(o) * tf.tanh(c), c
+
+    zero = tf.zeros([SAMPLES, UNITS], x.dtype)
+    return tf.transpose(tf.scan(step, tf.transpose(x, [1, 0, 2]), initializer=(zero, zero))[0], [1, 0, 2])
+
+
+def encoder_and_decoder(x):
+    """The last state of one is the first of the other."""
+    _, thought = tf.nn.dynamic_rnn(cell.GRUCell(UNITS), x, dtype=x.dtype, scope="encoder")
+    return tf.nn.dynamic_rnn(cell.GRUCell(UNITS), x[:, :-1], initial_state=thought, scope="decoder")[0]
+
+
+class Either(cell.RNNCell):
+    """Another activation in training than in use."""
+
+    state_size = output_size = UNITS
+
+    def call(self, x, h):
+        z = tf.layers.dense(tf.concat([x, h], 1), UNITS)
+        new = tf.cond(tf.placeholder_with_default(True, []), lambda: tf.tanh(z), lambda: tf.nn.relu(z))
+        return new, new
+
+
+LOOPS = {
+    scan_of_an_lstm: {"m/scan": "lstm"},
+    encoder_and_decoder: {"m/encoder": "gru", "m/decoder": "gru"},
+}
+
+
+@pytest.mark.parametrize("model", LOOPS, ids=lambda model: model.__name__)
+def test_loops(model):
+    """Held against finite differences in the user's own session, by the input."""
+    x, _, outputs, loss = built(model)
+    net = net_of(x, outputs, loss)
+    assert {row.name: row.cell for row in rl.layers(net)} == LOOPS[model]
+    trace = rl.trace(net, DATA, ONES)
+    assert trace.certificate.state == "passed"
+    first = next(iter(LOOPS[model]))
+    grad, size = trace[first].input_grad.values, 1e-6
+    if model is encoder_and_decoder:
+        grad = grad + np.pad(trace["m/decoder"].input_grad.values, [(0, 0), (0, 1), (0, 0)])
+    for at in [(0, 0, 0), (1, 2, 1), (2, 4, 2)]:
+        moved = [DATA.copy(), DATA.copy()]
+        moved[0][at] += size
+        moved[1][at] -= size
+        up, down = (net.session.run(loss, {x: m}) for m in moved)
+        assert grad[at] == pytest.approx((up - down) / (2 * size), rel=1e-6, abs=1e-8)
+
+
+def test_dropout_is_drawn_once_and_replayed():
+    """With random masks at both sides: what arrives at the states is what a sweep by hand makes of the same run."""
+    made = cell.DropoutWrapper(cell.BasicRNNCell(UNITS), input_keep_prob=0.6, output_keep_prob=0.5)
+    x, _, outputs, _ = built(lambda x: tf.nn.dynamic_rnn(made, x, dtype=x.dtype)[0])
+    net = net_of(x, outputs, tf.reduce_sum(outputs))
+    trace = rl.trace(net, DATA, ONES)
+    layer = trace["m/rnn"]
+    # Whether the plain run draws the masks of ours is up to TensorFlow; where it does not, nothing is accused.
+    assert trace.certificate.state in {"passed", "could not"}
+    kernel, _ = net.session.run(tf.global_variables())
+    recurrent, h = kernel[FEATURES:], layer.hidden.values
+    assert set(np.unique(layer.output_grad.values)) == {0.0, 2.0}
+    zeroed = layer.input.values == 0
+    assert 0 < zeroed.sum() < zeroed.size
+    assert np.allclose(layer.input.values[~zeroed], DATA[~zeroed] / 0.6)
+    total = np.zeros_like(h)
+    for t in reversed(range(STEPS)):
+        total[:, t] = layer.output_grad.values[:, t]
+        if t + 1 < STEPS:
+            total[:, t] += (total[:, t + 1] * (1 - h[:, t + 1] ** 2)) @ recurrent.T
+    assert np.abs(layer.hidden_grad.values - total).max() < 1e-12
+
+
+class Attention(cell.RNNCell):
+    """Looks at all steps of the input at every step."""
+
+    state_size = output_size = UNITS
+
+    def __init__(self, memory):
+        super().__init__()
+        self.memory = memory
+
+    def call(self, x, h):
+        score = tf.reduce_sum(self.memory * tf.layers.dense(h, FEATURES)[:, None], 2)
+        context = tf.reduce_sum(self.memory * tf.nn.softmax(score)[:, :, None], 1)
+        new = tf.layers.dense(tf.concat([x, h, context], 1), UNITS, tf.tanh)
+        return new, new
+
+
+class Inner(cell.RNNCell):
+    """Solves an equation by a loop of its own."""
+
+    state_size = output_size = UNITS
+
+    def call(self, x, h):
+        z = tf.layers.dense(x, UNITS)
+        _, h = tf.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h + 0.1 * (tf.tanh(z) - h)), (0, h))
+        return h, h
+
+
+REFUSED = {
+    "attention": (lambda x: tf.nn.dynamic_rnn(Attention(x), x, dtype=x.dtype)[0], "an axis of samples"),
+    "inner_loop": (lambda x: tf.nn.dynamic_rnn(Inner(), x, dtype=x.dtype)[0], "a loop within its body"),
+    "static_lengths": (
+        lambda x: tf.stack(
+            tf.nn.static_rnn(
+                cell.GRUCell(UNITS), tf.unstack(x, axis=1), dtype=x.dtype, sequence_length=tf.constant([5, 2, 3])
+            )[0],
+            1,
+        ),
+        "passed by under a condition",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name):
+    model, words = REFUSED[name]
+    x, _, outputs, loss = built(model)
+    net = net_of(x, outputs, loss)
+    with pytest.raises(UnsupportedError, match=words) as refusal:
+        rl.trace(net, DATA, ONES)
+    assert "try:" in str(refusal.value)
+
+
+def test_a_condition_within_the_step():
+    """Is run with the step, in either control flow."""
+    x, _, outputs, loss = built(lambda x: tf.nn.dynamic_rnn(Either(), x, dtype=x.dtype)[0])
+    assert rl.trace(net_of(x, outputs, loss), DATA, ONES).certificate.state == "passed"

@@ -1,0 +1,43 @@
+"""Every question runs as it was asked, in a process of its own, and ends by holding its answer against NumPy."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LEGACY = Path(__file__).resolve().parents[3] / "examples" / "legacy"
+SCRIPTS = sorted(LEGACY.glob("[a-e]_*_eager.py"))
+SAID = {
+    "a": ["mean of the last hidden state: equal", "mean of all hidden states: equal", "by the ids: "],
+    "b": ["training is the same without, to the last bit", "batch 15: direct", "batch 15: total"],
+    "c": ["d output[10] / d input: equal", "norms of the whole map: equal"],
+}
+
+
+def test_the_three_are_there():
+    assert [script.name[0] for script in SCRIPTS] == list("abc")
+
+
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_an_answer_is_equal_to_its_oracle(script, dtype):
+    done = subprocess.run(
+        [sys.executable, script, "--dtype", dtype],
+        env={**os.environ, "MPLBACKEND": "Agg", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(sentence in done.stdout for sentence in SAID[script.name[0]]), done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_at_most_six_lines_are_ours(script):
+    lines, ours, inside = script.read_text().splitlines(), 0, False
+    for line in lines:
+        inside = (inside or line == "# rnnlens") and line != "# ---"
+        ours += (inside and line != "# rnnlens") or line.endswith("# rnnlens")
+    assert 0 < ours <= 6

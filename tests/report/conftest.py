@@ -1,0 +1,85 @@
+"""The report of a small network on disk."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from browsers import chromium
+from report_pages import Classifier, Page
+from torch import nn
+
+import rnnlens as rl
+
+
+@pytest.fixture(scope="session")
+def batch():
+    """(x, y): 40 samples of 12 steps, 3 features and 3 classes; y is the sign of the first step."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 12, 3)).astype("float32")
+    return torch.tensor(x), torch.tensor(np.digitize(x[:, 0, 0], [-0.5, 0.5]))
+
+
+@pytest.fixture(scope="session")
+def model():
+    torch.manual_seed(1)
+    made = Classifier()
+    with torch.no_grad():  # unlike a fresh one, with which it is compared
+        for name, weight in made.rnn.named_parameters():
+            weight.add_(0.5 if "bias_ih" in name else 0.0)
+    return made
+
+
+@pytest.fixture(scope="session")
+def page(model, batch, tmp_path_factory):
+    """The report of the model beside an untrained copy."""
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    rl.report(model, *batch, path=path, loss=nn.functional.cross_entropy, baseline="init", title="A small LSTM")
+    return Page(path)
+
+
+@pytest.fixture
+def report_of(tmp_path):
+    """Makes a report, and reads it back."""
+
+    def make(*arguments, **options) -> Page:
+        return Page(rl.report(*arguments, path=tmp_path / "r.html", **options))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium, driven by Playwright; a failure where there is none, since what is left out is said elsewhere."""
+    from playwright.sync_api import sync_playwright
+
+    path = chromium()
+    assert path is not None, "no Chromium: apt-get install chromium"
+    with sync_playwright() as player:
+        running = player.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def reader(browser, page, tmp_path):
+    """Opens a report as a person does: from the disk, offline. What the browser complains about fails the test."""
+    complaints, contexts = [], []
+
+    def open_(path=None, **options):
+        context = browser.new_context(**{"offline": True, "viewport": {"width": 1280, "height": 900}, **options})
+        contexts.append(context)
+        sheet = context.new_page()
+        sheet.set_default_timeout(5000)
+        sheet.on("console", lambda said: complaints.append(said.text))
+        sheet.on("pageerror", lambda error: complaints.append(str(error)))
+        sheet.on("requestfailed", lambda request: complaints.append(f"asked for {request.url}"))
+        sheet.goto((path or page.path).as_uri())
+        if options.get("java_script_enabled", True):
+            sheet.wait_for_selector("html[data-ready]", state="attached")
+        return sheet
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert complaints == []

@@ -1,0 +1,332 @@
+"""What a person does with a report, in a real Chromium: open it offline, pick, point, click, switch, save, print."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import time
+
+import numpy as np
+import pytest
+import torch
+from report_pages import HOSTILE, Classifier, Page
+from torch import nn
+
+import rnnlens as rl
+
+pytestmark = pytest.mark.browser
+LOSS = nn.functional.cross_entropy
+
+
+def shown(sheet, id):
+    """A figure that was brought into the window, and drawn by the script."""
+    figure = sheet.locator(f"#{id}")
+    figure.scroll_into_view_if_needed()
+    figure.locator(".plot svg:not(.static)").wait_for()
+    return figure
+
+
+def point(sheet, figure, across, down):
+    """Move the pointer to a share of the plot's width and height, inside its axes."""
+    figure.locator(".plot > svg").scroll_into_view_if_needed()
+    box = figure.locator(".plot > svg").bounding_box()
+    left, right, top, bottom = 62, 12, 8, 34
+    x = box["x"] + left + across * (box["width"] - left - right)
+    y = box["y"] + top + down * (box["height"] - top - bottom)
+    sheet.mouse.move(x, y)
+    return x, y
+
+
+def until(sheet, expression, argument=None):
+    """Wait for something to be true; the page forbids what Playwright's own waiting does (``unsafe-eval``)."""
+    end = time.monotonic() + 5
+    while not sheet.evaluate(expression, argument):
+        assert time.monotonic() < end, f"never true: {expression}"
+        sheet.wait_for_timeout(20)
+
+
+def legend(figure):
+    return figure.locator(".legend").inner_text()
+
+
+def number(text):
+    return float(re.search(r"(-?[\d.]+(?:e[-+]?\d+)?)\s*$", text.strip())[1])
+
+
+def drawn(figure):
+    return figure.locator(".plot > svg").evaluate("svg => svg.outerHTML")
+
+
+def saved(sheet, figure, kind):
+    with sheet.expect_download() as waiting:
+        figure.locator(f"button.{kind}").click()
+    return waiting.value.suggested_filename, waiting.value.path().read_text("utf-8")
+
+
+def test_a_cursor_shows_the_values_of_the_typical_sample(reader, page, model, batch):
+    sheet = reader()
+    figure = shown(sheet, "track-1-gradient")
+    trace, typical = rl.trace(model, *batch, loss=LOSS), page.data["typical"]
+    want = np.linalg.norm(trace["rnn[1]"].hidden_grad.values[typical].astype(float), axis=-1)
+    for step in (0, 5, 11):
+        point(sheet, figure, (step + 0.5) / 12, 0.5)
+        until(sheet, f"document.getElementById('readout').innerText.includes('step {step}')")
+        found = number(figure.locator(".legend .key").first.inner_text())
+        assert found == pytest.approx(want[step], rel=0.01)
+
+
+def test_one_cursor_stands_in_every_panel(reader):
+    sheet = reader()
+    ids = ("input-size", "track-0-gradient", "track-0-hidden", "track-0-cell", "track-0-gates", "track-1-gradients")
+    figures = [shown(sheet, id) for id in ids]
+    point(sheet, figures[-1], 7.5 / 12, 0.5)
+    until(sheet, "document.getElementById('readout').innerText.includes('step 7')")
+    places = []
+    for figure in figures:
+        path = figure.locator(".cursor").get_attribute("d")
+        width = figure.locator(".plot > svg").bounding_box()["width"]
+        places.append((float(re.match(r"M([\d.]+)", path)[1]) - 62) / (width - 74))
+    assert places == pytest.approx([7.5 / 12] * len(ids), abs=0.01)
+
+
+def test_the_hardest_sample_is_one_click_away(reader, page, model, batch):
+    sheet = reader()
+    figure = shown(sheet, "track-1-gradient")
+    before = drawn(figure)
+    sheet.click(".pick-hardest")
+    until(sheet, "old => document.querySelector('#track-1-gradient .plot > svg').outerHTML !== old", before)
+    hardest = page.data["hardest"]
+    assert f"sample {hardest}, loss" in sheet.inner_text("#readout")
+    point(sheet, figure, 3.5 / 12, 0.5)
+    until(sheet, "document.getElementById('readout').innerText.includes('step 3')")
+    gradient = rl.trace(model, *batch, loss=LOSS)["rnn[1]"].hidden_grad.values[hardest, 3]
+    found = number(figure.locator(".legend .key").first.inner_text())
+    assert found == pytest.approx(np.linalg.norm(gradient.astype(float)), rel=0.01)
+
+
+def test_the_picker_goes_by_loss(reader, page):
+    sheet = reader()
+    values = sheet.locator("#sample option").evaluate_all("all => all.map(o => Number(o.value))")
+    losses = [page.data["samples"][i]["loss"] for i in values]
+    assert losses == sorted(losses)
+    assert int(sheet.input_value("#sample")) == page.data["typical"]
+    sheet.select_option("#sample", str(values[3]))
+    assert f"sample {values[3]}," in sheet.inner_text("#readout")
+
+
+def test_a_unit_lights_up_everywhere(reader, model, batch, page):
+    sheet = reader()
+    others = ["track-0-gradients", "track-0-cell", "track-0-gate-units", "track-0-weights", "track-0-kernel"]
+    figures = [shown(sheet, id) for id in others]
+    hidden = shown(sheet, "track-0-hidden")
+    x, y = point(sheet, hidden, 4.5 / 12, 2.5 / 6)
+    sheet.mouse.click(x, y)
+    until(sheet, "document.querySelectorAll('#track-0-weights .unit').length === 1")
+    for figure in figures:
+        boxes = figure.locator(".unit").evaluate_all(
+            "all => all.map(r => [+r.getAttribute('y'), +r.getAttribute('height')])"
+        )
+        tall = figure.locator(".plot > svg").evaluate("svg => svg.viewBox.baseVal.height")
+        top, height = boxes[0]
+        assert (top + height / 2 - 8) / (tall - 42) == pytest.approx(2.5 / 6, abs=0.02)
+    value = rl.trace(model, *batch, loss=LOSS)["rnn[0]"].hidden.values[page.data["typical"], 4, 2]
+    assert "unit 2, step 4" in legend(hidden)
+    assert number(hidden.locator(".legend span").first.inner_text()) == pytest.approx(value, abs=0.01)
+    row = figures[3].locator(".legend").inner_text()
+    want = np.linalg.norm(model.rnn.weight_ih_l0.detach().numpy()[2])  # the input gate of unit 2
+    assert f"W input {want:.2g}"[:-1] in row
+    assert shown(sheet, "track-0-gradient").locator(".single").count() == 2
+    assert shown(sheet, "track-1-hidden").locator(".unit").count() == 0  # units of another layer are others
+
+
+PIXELS = """async image => {
+    const picture = new Image();
+    picture.src = image.getAttribute('href');
+    await picture.decode();
+    const canvas = document.createElement('canvas'), brush = canvas.getContext('2d');
+    [canvas.width, canvas.height] = [picture.width, picture.height];
+    brush.drawImage(picture, 0, 0);
+    return Array.from(brush.getImageData(0, 0, picture.width, picture.height).data);
+}"""
+
+
+def test_sorting_moves_rows(reader, page):
+    sheet = reader()
+    figure = shown(sheet, "track-0-hidden")
+    before, image = drawn(figure), figure.locator("image")
+    rows = np.array(image.evaluate(PIXELS)).reshape(6, -1)
+    sheet.select_option("#sort", "norm")
+    until(sheet, "old => document.querySelector('#track-0-hidden .plot > svg').outerHTML !== old", before)
+    order = np.argsort(-np.array(page.data["tracks"][0]["keys"]["norm"]), kind="stable")
+    names = figure.locator(".plot > svg text[text-anchor=end]").all_text_contents()
+    assert [int(name) for name in names] == [int(unit) for unit in order][:: 6 // len(names)]
+    np.testing.assert_array_equal(np.array(image.evaluate(PIXELS)).reshape(6, -1), rows[order])
+
+
+def test_a_row_of_the_time_jacobian_colours_the_input(reader, model, batch, page):
+    sheet = reader()
+    figure = shown(sheet, "jacobian")
+    strip = sheet.locator("#strip")
+    before = strip.evaluate("c => c.toDataURL()")
+    x, y = point(sheet, figure, 2.5 / 12, 5.5 / 12)
+    sheet.mouse.click(x, y)
+    until(sheet, "document.getElementById('strip').dataset.row === '5'")
+    assert strip.evaluate("c => c.toDataURL()") != before
+    assert "output step 5" in sheet.inner_text("#input-section")
+    pixels = strip.evaluate("c => Array.from(c.getContext('2d').getImageData(0, 0, c.width, 1).data)")
+    alpha = pixels[3::4]
+    assert alpha[:6] == [255] * 6  # what can move output step 5
+    assert max(alpha[6:]) < 255  # what comes later
+    assert "output step 5, input step 2" in legend(figure)
+
+
+def test_the_switch_shows_the_baseline(reader, model, batch, page):
+    sheet = reader()
+    figure = shown(sheet, "track-0-gates")
+    point(sheet, figure, 6.5 / 12, 0.5)
+    until(sheet, "document.getElementById('readout').innerText.includes('step 6')")
+    after = figure.locator(".legend .key").nth(1).inner_text()
+    sheet.click("#moments button:nth-child(2)")
+    until(sheet, "old => !document.querySelector('#track-0-gates .legend').innerText.includes(old)", after)
+    before = figure.locator(".legend .key").nth(1).inner_text()
+    assert before.startswith("forget = ")
+    assert number(before) == pytest.approx(0.5, abs=0.1)  # small fresh weights: every gate half open
+    assert page.data["moments"] == ["after training", "before training"]
+
+
+@pytest.mark.parametrize("button", ["linear", "by own peak"])
+def test_axes_switch(reader, button):
+    sheet = reader()
+    figure = shown(sheet, "track-0-gradient")
+    before = drawn(figure)
+    sheet.get_by_role("button", name=button, exact=True).click()
+    until(sheet, "old => document.querySelector('#track-0-gradient .plot > svg').outerHTML !== old", before)
+    texts = figure.locator(".plot > svg text").all_text_contents()
+    if button == "linear":
+        ticks = [float(t) for t in figure.locator(".plot > svg text[text-anchor=end]").all_text_contents()]
+        assert np.allclose(np.diff(ticks), ticks[1] - ticks[0])
+    else:
+        assert "share of own peak" in texts
+
+
+def test_numbers_are_saved(reader, model, batch, page):
+    sheet = reader()
+    name, text = saved(sheet, shown(sheet, "track-0-cell"), "csv")
+    assert name == "track-0-cell.csv"
+    rows = list(csv.reader(io.StringIO(text)))
+    assert rows[0] == ["unit", *map(str, range(12))]
+    want = rl.trace(model, *batch, loss=LOSS)["rnn[0]"].cell.values[page.data["typical"]].T
+    np.testing.assert_allclose(np.array(rows[1:], dtype=float)[:, 1:], want, atol=np.abs(want).max() / 100)
+
+
+def test_a_figure_is_saved_as_it_looks(reader):
+    sheet = reader()
+    name, text = saved(sheet, shown(sheet, "track-0-gradient"), "svg")
+    assert name == "track-0-gradient.svg"
+    assert text.startswith("<svg ")
+    assert "stroke: rgb(31, 111, 235)" in text  # colours are written out: there is no style sheet in the file
+    assert "var(" not in text
+    assert "dL/dh_t" not in text or "<text" in text
+
+
+def test_it_is_read_without_scripts(reader):
+    sheet = reader(java_script_enabled=False)
+    for id in ("track-0-gradient", "track-1-hidden", "jacobian", "input-size"):
+        assert sheet.locator(f"#{id} svg.static").first.is_visible()
+    assert sheet.locator("#track-0-gradient path.line").count() == 2
+    assert sheet.locator("#track-0-gate-units image").count() == 4  # every gate, since nobody can switch
+    assert not sheet.locator("#controls").is_visible()
+    assert "picks samples" in sheet.inner_text("footer")
+
+
+def test_it_prints(reader):
+    sheet = reader()
+    paper = sheet.pdf(format="A4", print_background=True)
+    assert paper.startswith(b"%PDF")
+    assert 3 <= len(re.findall(rb"/Type\s*/Page\b(?!s)", paper)) <= 20
+    sheet.emulate_media(media="print")
+    assert not sheet.locator("#controls").is_visible()
+    assert sheet.locator("#track-0-gradient svg").first.is_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_can_be_read_in_both_schemes(reader, scheme):
+    sheet = reader(color_scheme=scheme)
+
+    def luminance(selector, what):
+        colour = sheet.locator(selector).first.evaluate(f"node => getComputedStyle(node).{what}")
+        channels = [int(c) / 255 for c in re.findall(r"\d+", colour)[:3]]
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    ground = luminance("body", "backgroundColor")
+    assert (ground < 0.1) == (scheme == "dark")
+    for selector in (".sentence", ".facts", ".badge", "figcaption .words", "a.evidence-link", "#controls label"):
+        light, dark = sorted((luminance(selector, "color"), ground), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, selector  # WCAG 2.1, level AA
+
+
+def test_the_theme_is_switched_by_hand(reader):
+    sheet = reader(color_scheme="light")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    before = sheet.evaluate(ground)
+    sheet.click(".theme")
+    assert sheet.evaluate(ground) != before
+
+
+@pytest.mark.parametrize("width", [1440, 820, 360])
+def test_nothing_is_wider_than_the_window(reader, width):
+    sheet = reader(viewport={"width": width, "height": 800})
+    shown(sheet, "track-1-kernel")
+    assert sheet.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_arrow_keys_move_the_cursor(reader):
+    sheet = reader()
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowRight"):
+        sheet.keyboard.press(key)
+    until(sheet, "document.getElementById('readout').innerText.includes('step 2')")
+
+
+def test_names_of_the_user_run_nothing(reader, batch, tmp_path):
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(9, 4)
+            self.layers = nn.ModuleDict({HOSTILE.replace(".", "_"): nn.GRU(4, 4, batch_first=True)})
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(next(iter(self.layers.values()))(self.embedding(x))[0][:, -1])
+
+    x = torch.randint(0, 9, (8, 5), generator=torch.Generator().manual_seed(0))
+    words = [f"<img src=x onerror=\"document.title='taken'\">{i}" for i in range(9)]
+    y = torch.arange(8) % 3
+    path = rl.report(Tokens(), x, y, tmp_path / "r.html", loss=LOSS, tokens=words, title=HOSTILE, diagnosis=False)
+    sheet = reader(path)
+    figure = shown(sheet, "track-0-hidden")
+    point(sheet, figure, 0.5, 0.5)
+    assert sheet.title() == HOSTILE
+    assert "<script>" in sheet.inner_text("h1")
+    typical = Page(path).data["typical"]
+    assert sheet.locator("#tokens span").all_text_contents() == [words[int(i)] for i in x[typical]]
+    assert sheet.locator("#tokens img").count() == 0
+
+
+def test_two_directions_and_nan_are_drawn(reader, batch, tmp_path):
+    model = Classifier(bidirectional=True)
+    with torch.no_grad():
+        model.rnn.weight_hh_l1_reverse[0, 0] = float("nan")
+    path = rl.report(model, *batch, tmp_path / "r.html", loss=LOSS, diagnosis=False)
+    sheet = reader(path)
+    sick = shown(sheet, "track-3-hidden")
+    trace, typical = rl.trace(model, *batch, loss=LOSS), Page(path).data["typical"]
+    grads = [trace["rnn[1]"][name].sel(direction="backward").values[typical] for name in ("hidden_grad", "cell_grad")]
+    broken = sum((~np.isfinite(grad).all(axis=-1)).sum() for grad in grads)
+    assert shown(sheet, "track-3-gradient").locator(".broken").count() == broken > 20
+    x, y = point(sheet, sick, 0.04, 0.04)  # the unit whose gate is NaN, at the step that runs last
+    sheet.mouse.click(x, y)
+    until(sheet, "document.querySelector('#track-3-hidden .legend').innerText.includes('unit 0, step 0')")
+    assert "NaN or infinite" in legend(sick)
+    assert "rnn[1] · backward" in sheet.inner_text("#track-3 h2")

@@ -1,0 +1,241 @@
+"""What is in the file, without a browser: numbers, words, and nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import io
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from report_pages import HOSTILE, Classifier
+from torch import nn
+
+import rnnlens as rl
+
+LOSS = nn.functional.cross_entropy
+
+
+class Tags(HTMLParser):
+    """Every tag with its attributes, and the text of no script."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.words, self._inside = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self._inside = tag
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside not in ("script", "style"):
+            self.words.append(data)
+
+
+def curve(held, row, levels=65_000):
+    """Values of one row of a curve, decoded here once more."""
+    codes = np.frombuffer(base64.b64decode(held["rows"]), "<u2").reshape(-1, held["width"])[row].astype(float)
+    low, high, log = held["scale"]
+    value = low + codes / levels * (high - low)
+    return 10**value if log else value
+
+
+def test_nothing_comes_from_elsewhere(page):
+    tags = Tags(page.text).found
+    addresses = [v for _, a in tags for k, v in a.items() if k in ("src", "href", "action", "data", "srcset") and v]
+    assert addresses
+    assert [a for a in addresses if not a.startswith(("#", "data:image/png;base64,"))] == []
+    assert not {"link", "iframe", "object", "embed", "base"} & {tag for tag, _ in tags}
+    assert "@import" not in page.text
+    policy = next(a["content"] for tag, a in tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+
+
+def test_curves_are_the_gradients_of_the_trace(page, model, batch):
+    trace = rl.trace(model, *batch, loss=LOSS)
+    for number, layer in enumerate(trace.layers):
+        figure = page.figure(f"track-{number}-gradient")
+        want = np.linalg.norm(trace[layer].hidden_grad.values.astype(float), axis=-1)
+        held = figure["lines"][0]["moments"][0]
+        for row, sample in enumerate(figure["samples"]):
+            np.testing.assert_allclose(curve(held, row), want[sample], rtol=1e-3)
+
+
+def test_bands_are_median_and_quartiles_over_all_samples(page, model, batch):
+    trace = rl.trace(model, *batch, loss=LOSS)
+    held = page.figure("track-0-gates")["lines"][1]["moments"][0]
+    want = np.quantile(trace["rnn[0]"].gates.sel(gate="forget").mean("unit").values, [0.25, 0.5, 0.75], axis=0)
+    found = [curve({**held, "rows": held["band"]}, row) for row in range(3)]
+    np.testing.assert_allclose(found, want, atol=1e-5)
+
+
+def test_maps_are_pictures_that_hold_the_values(page, model, batch):
+    trace = rl.trace(model, *batch, loss=LOSS)
+    figure, sample = page.figure("track-1-cell"), str(page.data["typical"])
+    low, high, log = figure["choices"][0]["moments"][0][sample][1]
+    url = next(a["href"] for tag, a in Tags(page.text).found if tag == "image" and a.get("id") == "track-1-cell-0")
+    codes = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))), dtype=float)
+    want = trace["rnn[1]"].cell.values[int(sample)].T
+    assert not log
+    np.testing.assert_allclose(low + codes / 250 * (high - low), want, atol=(high - low) / 400)
+
+
+def test_samples_are_sorted_by_their_own_loss(page, model, batch):
+    x, y = batch
+    want = LOSS(model(x), y, reduction="none").detach().numpy()
+    found = [sample["loss"] for sample in page.data["samples"]]
+    np.testing.assert_allclose(found, want, rtol=1e-4)
+    assert page.data["order"] == list(np.argsort(want, kind="stable"))
+    assert page.data["hardest"] == int(want.argmax())
+    assert page.data["easiest"] == int(want.argmin())
+    assert page.data["typical"] == int(np.argsort(want, kind="stable")[(len(want) - 1) // 2])
+
+
+def test_units_sort_by_the_norm_of_their_weights(page, model):
+    found = page.data["tracks"][0]["keys"]["norm"]
+    rows = [model.rnn.weight_ih_l0, model.rnn.weight_hh_l0]
+    want = np.sqrt(sum((w.detach().numpy().reshape(4, 6, -1) ** 2).sum((0, 2)) for w in rows))
+    np.testing.assert_allclose(found, want, rtol=1e-3)
+
+
+def test_units_sort_by_the_share_of_saturated_gates(page, model, batch):
+    gates = rl.trace(model, *batch, loss=LOSS)["rnn[0]"].gates.values
+    want = ((gates < 0.1) | (gates > 0.9)).mean(axis=(0, 1, 2))
+    np.testing.assert_allclose(page.data["tracks"][0]["keys"]["saturation"], want, rtol=1e-3)
+
+
+def test_the_time_jacobian_is_the_one_of_the_verb(page, model, batch):
+    figure = page.figure("jacobian")
+    typical = page.data["order"]
+    assert figure["causal"] is True
+    url = next(a["href"] for tag, a in Tags(page.text).found if tag == "image" and a.get("id") == "jacobian-0")
+    codes = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))), dtype=float)
+    low, high, _ = figure["scale"]
+    places = [(len(typical) - 1) // 2, len(typical) - 1, 0, *(round((len(typical) - 1) * k / 4) for k in (1, 2, 3))]
+    places += [round((len(typical) - 1) * k / 8) for k in range(1, 8)]
+    chosen = [typical[place] for place in dict.fromkeys(places)][:8]
+    found = rl.jacobian(model, batch[0][chosen], of="rnn[1].hidden", measure="norm", across="mean").values
+    lower = np.tril(np.ones_like(found, dtype=bool))
+    ratio = 10 ** (low + codes / 250 * (high - low)) / np.where(lower, found, 1)
+    np.testing.assert_allclose(ratio[lower], 1, rtol=10 ** ((high - low) / 400) - 1)
+
+
+def test_findings_are_linked_to_what_shows_them(page, model, batch):
+    words = Tags(page.text)
+    ids = {a["id"] for _, a in words.found if "id" in a}
+    links = [a["href"][1:] for tag, a in words.found if tag == "a" and a.get("class") == "evidence-link"]
+    diagnosis = rl.diagnose(model, *batch, loss=LOSS, baseline="init")
+    assert len(links) == len(diagnosis.findings) > 0
+    assert set(links) <= ids
+    for finding in diagnosis.findings:
+        assert finding.sentence in " ".join(" ".join(words.words).split())
+
+
+def test_how_it_was_made_can_be_made_again(page):
+    words = " ".join(Tags(page.text).words)
+    assert "rl.report(model, x, y, path=" in words
+    assert "baseline='init'" in words
+    assert "seed=0" in words
+    assert f"torch {torch.__version__}" in words
+    assert rl.__version__ in words
+
+
+def test_badges_say_the_residual(page, model, batch):
+    trace = rl.trace(model, *batch, loss=LOSS)
+    words = " ".join(" ".join(Tags(page.text).words).split())
+    assert "self-checks passed" in words
+    assert f"certified against {trace.certificate.against}" in words
+    assert f"largest residual {trace.certificate.worst.residual:.1g}" in words
+
+
+def test_names_from_the_user_are_text(report_of, batch):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleDict({HOSTILE.replace(".", "_"): nn.GRU(3, 4, batch_first=True)})
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(next(iter(self.layers.values()))(x)[0][:, -1])
+
+    page = report_of(Model(), *batch, loss=LOSS, title=HOSTILE)
+    tags = Tags(page.text).found
+    assert len([tag for tag, _ in tags if tag == "script"]) == 2  # the data, and ours
+    assert "taken" in " ".join(Tags(page.text).words)
+    assert "<script>document" not in page.text
+
+
+def test_tokens_are_text(report_of):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.rnn, self.head = nn.Embedding(9, 4), nn.GRU(4, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.rnn(self.embedding(x))[0][:, -1])
+
+    x = torch.randint(0, 9, (8, 5), generator=torch.Generator().manual_seed(0))
+    page = report_of(
+        Model(), x, torch.zeros(8, dtype=torch.long), loss=LOSS, tokens=[f"{HOSTILE}{i}" for i in range(9)]
+    )
+    assert "<script>document" not in page.text
+    first = page.data["typical"]
+    assert page.data["words"][str(first)] == [f"{HOSTILE}{int(i)}" for i in x[first]]
+
+
+def test_what_is_left_out_is_said(report_of, batch):
+    page = report_of(Classifier(), *batch, loss=LOSS, samples=5, diagnosis=False, jacobian=False)
+    words = " ".join(Tags(page.text).words)
+    assert "5 of 40 samples, the first, are shown." in words
+    assert "was not diagnosed" in words
+
+
+def test_without_a_target_there_is_no_loss_and_it_says_so(report_of, batch):
+    page = report_of(Classifier(), batch[0])
+    words = " ".join(" ".join(Tags(page.text).words).split())
+    assert "There is no loss, so there are no gradients in this report." in words
+    assert "Samples are not sorted by loss: no target was given." in words
+    assert not [figure for figure in page.data["figures"] if "gradient" in figure["id"]]
+
+
+def test_nan_is_counted_and_shown_as_nothing_else(report_of, batch):
+    sick = Classifier()
+    with torch.no_grad():
+        sick.rnn.weight_hh_l1[0, 0] = float("nan")
+    page = report_of(sick, *batch, loss=LOSS, jacobian=False)
+    words = " ".join(Tags(page.text).words)
+    assert "values of this sample are NaN or infinite: red." in words
+    assert page.data["samples"][0]["loss"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [("r.txt", "A report is an HTML file."), ("nowhere/r.html", "There is no such folder.")],
+)
+def test_a_path_that_cannot_be_is_refused_first(tmp_path, path, what):
+    with pytest.raises(rl.errors.FileError, match=what):
+        rl.report(object(), path=tmp_path / path)
+
+
+def test_a_model_without_data_is_refused():
+    with pytest.raises(rl.errors.InputError, match="A report of a model needs data"):
+        rl.report(Classifier())
+
+
+def test_a_baseline_of_another_shape_is_refused(tmp_path, batch):
+    with pytest.raises(rl.errors.InputError, match="The baseline does not fit the model"):
+        rl.report(Classifier(), *batch, tmp_path / "r.html", loss=LOSS, baseline=Classifier(units=4), diagnosis=False)
+
+
+def test_finished_results_make_a_page(report_of, model, batch):
+    trace = rl.trace(model, *batch, loss=LOSS)
+    diagnosis = rl.diagnose(model, *batch, loss=LOSS)
+    page = report_of([trace, diagnosis, rl.jacobian(model, batch[0], of="rnn[1].hidden", measure="norm")])
+    ids = {figure["id"] for figure in page.data["figures"]}
+    assert {"track-0-gradient", "track-1-cell", "transfer-0", "jacobian"} <= ids

@@ -1,0 +1,47 @@
+"""Where no browser is to be had, the run says what it did not test; in CI it fails instead."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SUITES = Path(__file__).resolve().parents[1] / "suites.py"
+
+
+@pytest.fixture
+def suites(monkeypatch):
+    """tests/suites.py on a machine without a browser."""
+    monkeypatch.setattr("shutil.which", lambda name: None)
+
+    def load(ci):
+        monkeypatch.setenv("CI", "1") if ci else monkeypatch.delenv("CI", raising=False)
+        spec = importlib.util.spec_from_file_location("suites", SUITES)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(__import__("sys").modules, "suites", module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def report_suite(module):
+    return next(suite for suite in module.SUITES if suite.name == "report")
+
+
+def test_it_is_said_by_name(suites, capsys):
+    module = suites(ci=False)
+    suite = report_suite(module)
+    assert "not browser and not full" in module.commands_of(suite, False)[0]
+    assert "not browser" in module.commands_of(suite, True)[0]
+    assert module.conclude([module.Outcome(suite, 0, 1.0, "1 passed in 1s")]) == 0
+    assert "NOT TESTED: report in a browser" in capsys.readouterr().out
+
+
+def test_in_ci_the_tests_run_and_fail(suites, capsys):
+    module = suites(ci=True)
+    suite = report_suite(module)
+    assert not any("not browser" in word for word in module.commands_of(suite, False)[0])
+    module.conclude([module.Outcome(suite, 1, 1.0, "1 failed in 1s")])
+    assert "NOT TESTED" not in capsys.readouterr().out

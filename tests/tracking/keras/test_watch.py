@@ -1,0 +1,265 @@
+"""Training that is followed is the training that there would have been, and what is told of it is what happened."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+from rnnlens.errors import InputError, TrackingWarning
+
+ENGINE = keras.backend.backend()
+STEPS, BATCH, EPOCHS = 6, 8, 2
+#: What is the same code on every engine is tested where nothing is compiled.
+once = pytest.mark.full if ENGINE != "torch" else lambda test: test
+
+
+@pytest.fixture(scope="module")
+def data():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(4 * BATCH, STEPS, 3)).astype("float32")
+    return x, random.normal(size=(4 * BATCH, 1)).astype("float32"), random.uniform(0.5, 2, 4 * BATCH).astype("float32")
+
+
+def network(optimizer="adam", dropout=0.3, **options):
+    """A model of users: dropout between and inside the layers, a batch statistic, a penalty, metrics."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((STEPS, 3)),
+            keras.layers.LSTM(5, return_sequences=True, dropout=dropout, recurrent_dropout=dropout, name="lstm"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dropout(dropout, name="drop"),
+            keras.layers.GRU(4, name="gru"),
+            keras.layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.01), name="head"),
+        ]
+    )
+    model.compile(optimizer, "mse", metrics=["mae"], weighted_metrics=["mse"], **options)
+    return model
+
+
+def fitted(model, data, callbacks=(), **options):
+    x, y, weight = data
+    keras.utils.set_random_seed(2)
+    given = {"batch_size": BATCH, "epochs": EPOCHS, "sample_weight": weight, "verbose": 0, **options}
+    history = model.fit(x, y, callbacks=list(callbacks), **given).history
+    return [np.array(keras.ops.convert_to_numpy(v)) for v in [*model.variables, *model.optimizer.variables]], history
+
+
+def watches(path, data):
+    """One of each kind, by name."""
+    x, y, _ = data
+    return {
+        "probe": lambda: rl.keras.Watch(path, probe=(x[:5], y[:5]), every=3, epochs=(1,)),
+        "batch": lambda: rl.keras.Watch(path, batches=2, on_batch=lambda batch: batch.weights),
+    }
+
+
+@pytest.mark.product(keep=("batch",))
+@pytest.mark.parametrize("kind", ["probe", "batch"])
+def test_training_is_not_disturbed(kind, tmp_path, data):
+    untouched, history = fitted(network(), data, validation_data=data[:2])
+    seen = []
+    lambdas = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(dict(logs)))
+    watch = watches(tmp_path / "a.zarr", data)[kind]()
+    followed, told = fitted(network(), data, [watch, lambdas], validation_data=data[:2])
+    for one, other in zip(untouched, followed, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert told == history
+    assert len(seen) == 8
+    assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == {"probe": [0, 3, 6, 8], "batch": [2, 4, 6, 8]}[kind]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["probe", "batch"])
+def test_two_hundred_steps_are_not_disturbed(kind, tmp_path, data):
+    untouched, history = fitted(network(), data, epochs=50)
+    followed, told = fitted(network(), data, [watches(tmp_path / "a.zarr", data)[kind]()], epochs=50)
+    for one, other in zip(untouched, followed, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert told == history
+
+
+class Weights(keras.callbacks.Callback):
+    """The trainable weights after every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.after = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        if hasattr(self.model, "jax_state_sync"):
+            self.model.jax_state_sync()
+        self.after.append({v.path: np.array(keras.ops.convert_to_numpy(v)) for v in self.model.trainable_variables})
+
+
+def test_the_gradients_are_those_that_the_optimizer_took(data):
+    """Plain descent moves each weight by the gradient of the very batch: its masks, weights and statistics."""
+    rate, found, states = 0.5, [], Weights()
+
+    def look(batch):
+        g = batch.gradients
+        found.append(
+            {name: np.asarray(g[name].values) for name in ("lstm/kernel", "gru/recurrent_kernel", "head/kernel")}
+        )
+
+    model = network(keras.optimizers.SGD(rate))
+    before = {v.path: np.array(keras.ops.convert_to_numpy(v)) for v in model.trainable_variables}
+    fitted(model, data, [rl.keras.Watch(batches=1, on_batch=look), states])
+    paths = {
+        "lstm/kernel": ("lstm/lstm_cell/kernel", (3, 4, 5)),
+        "gru/recurrent_kernel": ("gru/gru_cell/recurrent_kernel", (4, 3, 4)),
+        "head/kernel": ("head/kernel", (4, 1)),
+    }
+    path_of = lambda end: next(path for path in before if path.endswith(end))  # noqa: E731
+    assert len(found) == len(states.after) == 8
+    for gradients, after in zip(found, states.after, strict=True):
+        for name, (end, shape) in paths.items():
+            moved = (before[path_of(end)] - after[path_of(end)]).reshape(shape) / rate
+            largest = np.abs(gradients[name]).max()
+            assert largest > 1e-4
+            np.testing.assert_allclose(gradients[name], moved, rtol=0, atol=1e-5 * max(1.0, largest))
+        before = after
+
+
+def test_direct_total_and_gates_are_of_that_batch(data):
+    """Without dropout a batch can be traced by itself: from the weights that it found."""
+    x, y, _ = data
+    kept = []
+
+    def look(batch):
+        kept.append((batch.trace, np.asarray(keras.ops.convert_to_numpy(batch.x))))
+
+    model, twin = network(dropout=0.0), network(dropout=0.0)
+    fitted(model, data, [rl.keras.Watch(batches=lambda step, epoch: step == 1, on_batch=look)])
+    ((trace, seen),) = kept
+    rows = [int(np.flatnonzero((x == row).all((1, 2)))[0]) for row in seen]
+    assert rows != sorted(rows)  # shuffled
+    with rl.options(certify="never"):
+        alone = rl.trace(twin, x[rows], y[rows], sample_weight=data[2][rows], training=True)
+    assert trace.loss == pytest.approx(alone.loss, rel=1e-5)
+    for layer in ("lstm", "gru"):
+        for name in ("output_grad", "hidden_grad", "gates"):
+            expected = alone[layer][name].values
+            np.testing.assert_allclose(trace[layer][name], expected, atol=1e-5 * np.abs(expected).max())
+
+
+if ENGINE != "torch":  # where Keras has one batch per execution
+
+    def test_of_several_batches_per_execution_the_first_is_told(data):
+        seen = []
+
+        def look(batch):
+            seen.append((batch.step, float(batch.traced(quantities=["hidden"]).loss), batch.notes))
+
+        options = {"steps_per_execution": 3, "optimizer": "sgd"}
+        untouched, history = fitted(network(**options), data)
+        alone = []
+        fitted(network("sgd"), data, [rl.keras.Watch(batches=1, on_batch=lambda b: alone.append(b.trace.loss))])
+        followed, told = fitted(network(**options), data, [rl.keras.Watch(batches=1, on_batch=look)])
+        for one, other in zip(untouched, followed, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert told == history
+        assert [step for step, _, _ in seen] == [1, 4, 5, 8]
+        np.testing.assert_allclose([loss for _, loss, _ in seen], [alone[0], alone[3], alone[4], alone[7]], rtol=1e-5)
+        assert "first of 3 batches" in seen[0][2][-1]
+
+
+def test_direct_gradients_from_the_step_itself(data):
+    """They are those of the batch traced again, where nothing was heard; and no number of the training moves."""
+    untouched, history = fitted(network(), data)
+    pairs = []
+
+    def look(batch):
+        heard = batch.traced(layers=["lstm", "gru"], quantities="output_grad")
+        assert (ENGINE == "jax") != any("nothing was run again" in note for note in heard.notes)
+        pairs.append((heard, batch.trace))
+
+    followed, told = fitted(network(), data, [rl.keras.Watch(batches=1, on_batch=look, direct=["lstm", "gru"])])
+    for one, other in zip(untouched, followed, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert told == history
+    assert len(pairs) == 8
+    for heard, again in pairs:
+        assert heard.loss == pytest.approx(again.loss, rel=1e-5)
+        for layer in ("lstm", "gru"):
+            expected = again[layer].output_grad
+            assert heard[layer].output_grad.dims == expected.dims
+            scale = float(abs(expected).max())
+            np.testing.assert_allclose(heard[layer].output_grad, expected, rtol=0, atol=1e-5 * scale)
+
+
+@once
+def test_before_and_after_clipping_are_both_told(tmp_path, data):
+    clipping = keras.optimizers.SGD(0.1, global_clipnorm=0.05)
+    fitted(network(clipping), data, [rl.keras.Watch(tmp_path / "a.zarr", every=4)])
+    run = rl.open(tmp_path / "a.zarr")
+    assert (run.scalar("grad_norm") > 0.05).all()
+    np.testing.assert_allclose(run.scalar("grad_norm_clipped"), 0.05, rtol=1e-4)
+
+
+@once
+def test_accumulated_gradients_are_named_as_such(tmp_path, data):
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    fitted(network(optimizer), data, [rl.keras.Watch(tmp_path / "a.zarr", every=8)])
+    assert any("of this batch alone" in note for note in rl.open(tmp_path / "a.zarr").notes)
+
+
+@once
+def test_a_second_training_goes_on_with_the_run(tmp_path, data):
+    x, y, _ = data
+    model, path = network(), tmp_path / "a.zarr"
+    fitted(model, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=4)])
+    fitted(model, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=4)])
+    assert rl.open(path).steps.values.tolist() == [0, 4, 8, 12, 16]
+
+
+@once
+def test_a_model_of_before_drops_what_came_after(tmp_path, data):
+    x, y, _ = data
+    model, path = network(), tmp_path / "a.zarr"
+    fitted(model, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=4)])
+    model.save(tmp_path / "m.keras")
+    fitted(model, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=4)])
+    older = keras.models.load_model(tmp_path / "m.keras")
+    fitted(older, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=3)], epochs=1)
+    assert rl.open(path).steps.values.tolist() == [0, 4, 8, 9, 12]
+
+
+@once
+def test_nothing_recorded_is_said_once(tmp_path, data):
+    x, y, _ = data
+    watch = rl.keras.Watch(tmp_path / "a.zarr", probe=(x[:5], y[:5]), every=100)
+    with pytest.warns(TrackingWarning, match="8 batches were trained on, and every=100 was due at none") as told:
+        fitted(network(), data, [watch])
+    assert len([one for one in told if one.category is TrackingWarning]) == 1
+
+
+def test_off_does_nothing(tmp_path, data):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TrackingWarning)
+        watch = rl.keras.Watch(tmp_path / "a.zarr", probe=(data[0][:5], data[1][:5]), every=0)
+        fitted(network(), data, [watch])
+    assert not (tmp_path / "a.zarr").exists()
+    assert keras.src.utils.is_default(watch.on_train_batch_end)
+
+
+def test_the_model_gets_its_step_back(tmp_path, data):
+    model = network()
+    fitted(model, data, [rl.keras.Watch(batches=1)])
+    assert type(model.train_function).__module__.split(".")[0] != "rnnlens"
+
+    def fail(batch):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fitted(model, data, [rl.keras.Watch(batches=1, on_batch=fail)])
+    after, _ = fitted(model, data)
+    assert all(np.isfinite(value).all() for value in after)
+
+
+@pytest.mark.parametrize("probe", [3, (), (1, 2, 3, 4)])
+def test_what_is_no_probe(probe, tmp_path):
+    with pytest.raises(InputError, match="probe= is a batch"):
+        rl.keras.Watch(tmp_path / "a.zarr", probe=probe)

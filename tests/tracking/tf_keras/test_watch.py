@@ -1,0 +1,60 @@
+"""The same watch follows ``fit`` of tf_keras, whose dropout cannot be drawn again."""
+
+import numpy as np
+import pytest
+import tf_keras
+
+import rnnlens as rl
+from rnnlens.errors import UnsupportedError
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(32, 6, 3)).astype("float32")
+Y = RANDOM.normal(size=(32, 1)).astype("float32")
+RATE = 0.5
+
+
+class Kernels(tf_keras.callbacks.Callback):
+    """The kernel of the first layer after every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.after = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.after.append(self.model.get_weights()[0])
+
+
+def fitted(dropout, *callbacks):
+    tf_keras.utils.set_random_seed(1)
+    lstm = tf_keras.layers.LSTM(5, dropout=dropout, name="lstm")
+    model = tf_keras.Sequential([tf_keras.Input((6, 3)), lstm, tf_keras.layers.Dense(1)])
+    model.compile(tf_keras.optimizers.SGD(RATE), "mse")
+    kernels = Kernels()
+    kernels.before = model.get_weights()[0]
+    history = model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[*callbacks, kernels]).history
+    return kernels, history
+
+
+def test_a_probe_changes_nothing(tmp_path):
+    untouched, history = fitted(0.3)
+    followed, told = fitted(0.3, rl.keras.Watch(tmp_path / "a.zarr", probe=(X[:8], Y[:8]), every=3))
+    np.testing.assert_array_equal(untouched.after, followed.after)
+    assert told == history
+    assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [0, 3, 6]
+
+
+def test_the_gradients_are_those_that_the_optimizer_took():
+    found = []
+    watch = rl.keras.Watch(batches=1, on_batch=lambda batch: found.append(batch.gradients["lstm/kernel"].values))
+    kernels, _ = fitted(0.0, watch)
+    before = kernels.before
+    assert len(found) == 8
+    for gradient, after in zip(found, kernels.after, strict=True):
+        assert np.abs(gradient).max() > 1e-3
+        np.testing.assert_allclose(gradient.reshape(before.shape), (before - after) / RATE, rtol=0, atol=1e-6)
+        before = after
+
+
+def test_masks_that_cannot_be_drawn_again_are_refused():
+    with pytest.raises(UnsupportedError, match="Layer 'lstm' draws random numbers in training"):
+        fitted(0.3, rl.keras.Watch(batches=1))

@@ -1,0 +1,206 @@
+"""Lightning's own trainer, followed by a callback, under both of the names that the package has."""
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+from torch_trainings import Reader, data, same_weights
+
+import rnnlens as rl
+from rnnlens.errors import TrackingWarning
+
+pytestmark = [
+    # Lightning advises on the number of workers of a loader, and on what a GPU would do.
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*GPU available but not used:UserWarning"),
+    # Lightning 2.6 asks torch's trees in a way that torch 2.13 has replaced.
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+]
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+    "log_every_n_steps": 1,
+}
+
+
+def module(package, options):
+    class Module(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Reader(**options)
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, index):
+            x, y = batch
+            return mse_loss(self(x), y)
+
+        def validation_step(self, batch, index):
+            x, y = batch
+            return mse_loss(self(x), y)
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    return Module
+
+
+@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
+def package(request):
+    return importlib.import_module(request.param)
+
+
+def fit(package, callbacks=(), *, options=None, checkpoint=None, **trainer):
+    torch.manual_seed(0)
+    model = module(package, {"num_layers": 2, "dropout": 0.3} if options is None else options)()
+    x, y = data(64)
+    loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)
+    validation = DataLoader(TensorDataset(x[:16], y[:16]), batch_size=16)
+    torch.manual_seed(1)
+    maker = package.Trainer(callbacks=list(callbacks), **{"max_epochs": 3, **QUIET, **trainer})
+    maker.fit(model, loader, validation, ckpt_path=checkpoint)
+    return model, maker
+
+
+@pytest.mark.parametrize("probe", [False, True], ids=["batch", "probe"])
+def test_training_is_not_disturbed(package, tmp_path, probe):
+    alone, _ = fit(package, gradient_clip_val=0.2)
+    x, y = data(8, seed=4)
+    options = {"probe": (x, y), "loss": "mse"} if probe else {}
+    watch = rl.lightning.Watch(tmp_path / "a.zarr", every=2, **options)
+    watched, _ = fit(package, [watch], gradient_clip_val=0.2)
+    assert same_weights(alone, watched)
+    run = rl.open(tmp_path / "a.zarr")
+    assert run.steps.values.tolist() == [*([0] if probe else []), 2, 4, 6, 8, 10, 12]
+    assert run.scalars["epoch"].values.tolist()[-1] == 2
+    assert run.ended == "finished"
+    assert not any(m._forward_hooks for m in watched.modules())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"probe": data(8, seed=4), "loss": "mse"}, {}], ids=["probe", "batch"])
+def test_two_hundred_steps(tmp_path, options):
+    import lightning.pytorch as package
+
+    alone, _ = fit(package, max_epochs=50)
+    watched, trainer = fit(package, [rl.lightning.Watch(tmp_path / "a.zarr", every=9, **options)], max_epochs=50)
+    assert trainer.global_step == 200
+    assert same_weights(alone, watched)
+
+
+def test_what_the_trainer_did_is_what_is_recorded(tmp_path):
+    """The loss, accumulated and clipped gradients of a batch, as Lightning's own events show them."""
+    import lightning.pytorch as package
+
+    seen = []
+
+    class Ear(package.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            seen.append(float(pl_module.net.lstm.weight_hh_l0.grad.norm()))
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            losses.append(float(outputs["loss"]))
+
+    losses = []
+    watch = rl.lightning.Watch(tmp_path / "a.zarr", every=1)
+    fit(package, [watch, Ear()], options={}, gradient_clip_val=0.01, accumulate_grad_batches=2, max_epochs=1)
+    run = rl.open(tmp_path / "a.zarr")
+    before = run["lstm" if "lstm" in run else "net.lstm"].weight_grad_norm_recurrent_kernel
+    np.testing.assert_allclose(before, seen, rtol=1e-5)
+    np.testing.assert_allclose(run.scalars["grad_norm_clipped"], 0.01, rtol=1e-3)
+    np.testing.assert_allclose(run.loss, [2 * loss for loss in losses[1::2]], rtol=1e-5)
+    assert run.scalars["backward_passes"].values.tolist() == [2, 2]
+
+
+def test_a_restored_training_goes_on(tmp_path):
+    import lightning.pytorch as package
+
+    _, trainer = fit(package, [rl.lightning.Watch(tmp_path / "a.zarr", every=3)], max_epochs=2)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    fit(package, [rl.lightning.Watch(tmp_path / "a.zarr", every=3)], max_epochs=3, checkpoint=tmp_path / "a.ckpt")
+    assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [3, 6, 9, 12]
+
+
+@pytest.mark.parametrize("how", ["early", "error"])
+def test_an_end_before_its_time(tmp_path, how):
+    import lightning.pytorch as package
+
+    class Ends(package.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 5:
+                if how == "error":
+                    raise RuntimeError("enough")
+                trainer.should_stop = True
+
+    watch = rl.lightning.Watch(tmp_path / "a.zarr", every=2)
+    if how == "error":
+        with pytest.raises(RuntimeError, match="enough"):
+            fit(package, [watch, Ends()])
+    else:
+        fit(package, [watch, Ends()])
+    run = rl.open(tmp_path / "a.zarr")
+    assert run.steps.values.tolist() == [2, 4]
+    assert run.ended == ("RuntimeError" if how == "error" else "stopped")
+    assert not any(m._forward_hooks for m in watch.watch.model.modules())
+
+
+def test_silence_says_why(tmp_path):
+    import lightning.pytorch as package
+
+    with pytest.warns(TrackingWarning, match="12 batches were trained on, and every=50 was due at none of them"):
+        fit(package, [rl.lightning.Watch(tmp_path / "a.zarr")])
+
+
+def test_half_precision_is_the_trainers(tmp_path):
+    import lightning.pytorch as package
+
+    watch = rl.lightning.Watch(tmp_path / "a.zarr", every=4)
+    fit(package, [watch], precision="bf16-mixed", max_epochs=1)
+    assert np.isfinite(rl.open(tmp_path / "a.zarr").loss).all()
+    assert isinstance(watch.latest["net.lstm[0]"].hidden_grad.values, np.ndarray)
+    assert isinstance(watch.watch.model.net.lstm, nn.LSTM)
+
+
+def test_the_loggers_of_the_trainer(tmp_path):
+    import lightning.pytorch as package
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(str(tmp_path), name="", version="")
+    fit(package, [rl.lightning.Watch(every=4, loggers=True)], logger=logger, max_epochs=1)
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in found.Scalars("rnnlens/batch/net.lstm[0]/reach")] == [4]
+
+
+@pytest.mark.parametrize("through", ["the module itself", "a part of it"])
+def test_the_first_batch_that_is_not_finite_is_written(tmp_path, through):
+    package = importlib.import_module("lightning.pytorch")
+    torch.manual_seed(0)
+    made = module(package, {})
+    if through == "a part of it":
+        made.training_step = lambda self, batch, index: mse_loss(self.net(batch[0]), batch[1])
+    model = made()
+    x, y = data(64)
+    x[40, 3, 0] = torch.nan
+    watch = rl.lightning.Watch(tmp_path / "a.zarr", every=0, on_nonfinite="report", loss=mse_loss)
+    trainer = package.Trainer(callbacks=[watch], max_epochs=1, **QUIET)
+    loader = DataLoader(TensorDataset(x, y), batch_size=16)
+    trainer.fit(model, loader, DataLoader(TensorDataset(x[:16], y[:16]), batch_size=16))
+    incident = rl.open(tmp_path / "a.nonfinite.nc")
+    assert incident.step == 3
+    np.testing.assert_array_equal(incident.x, x[32:48].numpy())
+    np.testing.assert_array_equal(incident.y, y[32:48].numpy())
+    trained = dict(model.named_parameters())  # statistics of batches have moved with the forward pass
+    assert all(np.isfinite(incident.weights[name]).all() for name in trained)
+    assert np.isnan(incident.loss)
+    if through == "the module itself":
+        assert "first at step 3 of sample 8: input" in incident.found

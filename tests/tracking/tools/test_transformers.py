@@ -1,0 +1,146 @@
+"""Hugging Face's own Trainer, followed by a callback."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch_trainings import data, same_weights
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import rnnlens as rl
+from rnnlens.errors import TrackingWarning
+
+pytestmark = [
+    # The Trainer asks its loader to pin memory, which without a GPU torch warns of.
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+
+
+class Model(nn.Module):
+    """As the Trainer wants it: labels in, loss and predictions out."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 6, num_layers=2, dropout=0.3, batch_first=True)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x, labels=None):
+        sequence, _ = self.lstm(x)
+        predicted = self.head(self.dropout(sequence[:, -1]))
+        return {"loss": nn.functional.mse_loss(predicted, labels), "logits": predicted}
+
+
+def rows(samples=64):
+    x, y = data(samples)
+    return [{"x": x[i], "labels": y[i]} for i in range(samples)]
+
+
+def train(folder, callbacks=(), resume=None, **options):
+    torch.manual_seed(0)
+    model = Model()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        **{
+            "num_train_epochs": 3,
+            "per_device_train_batch_size": 16,
+            "learning_rate": 1e-2,
+            "save_strategy": "no",
+            **options,
+        },
+        report_to=[],
+        logging_strategy="steps",
+        logging_steps=1,
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=3,
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows(), callbacks=list(callbacks))
+    trainer.train(resume_from_checkpoint=resume)
+    return model, trainer
+
+
+@pytest.mark.parametrize("probe", [False, True], ids=["batch", "probe"])
+def test_training_is_not_disturbed(tmp_path, probe):
+    alone, _ = train(tmp_path / "t")
+    x, y = data(8, seed=4)
+    options = {"probe": {"x": x, "labels": y}} if probe else {}
+    watched, _ = train(tmp_path / "t", [rl.transformers.Watch(tmp_path / "a.zarr", every=2, **options)])
+    assert same_weights(alone, watched)
+    run = rl.open(tmp_path / "a.zarr")
+    assert run.steps.values.tolist() == [*([0] if probe else []), 2, 4, 6, 8, 10, 12]
+    assert run.scalars["epoch"].values.tolist()[-1] == 2
+    assert run.ended == "finished"
+    assert not any(m._forward_hooks for m in watched.modules())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("probe", [False, True], ids=["batch", "probe"])
+def test_two_hundred_steps(tmp_path, probe):
+    alone, _ = train(tmp_path / "t", num_train_epochs=50)
+    x, y = data(8, seed=4)
+    options = {"probe": {"x": x, "labels": y}} if probe else {}
+    watch = rl.transformers.Watch(tmp_path / "a.zarr", every=9, **options)
+    watched, trainer = train(tmp_path / "t", [watch], num_train_epochs=50)
+    assert trainer.state.global_step == 200
+    assert same_weights(alone, watched)
+
+
+def test_what_the_trainer_did_is_what_is_recorded(tmp_path):
+    clipped = []
+
+    class Ear(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            clipped.append(float(model.lstm.weight_hh_l0.grad.norm()))
+
+    watch = rl.transformers.Watch(tmp_path / "a.zarr", every=1)
+    _, trainer = train(
+        tmp_path / "t", [watch, Ear()], max_grad_norm=0.05, gradient_accumulation_steps=2, num_train_epochs=1
+    )
+    logs = [row for row in trainer.state.log_history if "grad_norm" in row]
+    run = rl.open(tmp_path / "a.zarr")
+    np.testing.assert_allclose(run["lstm[0]"].weight_grad_norm_clipped_recurrent_kernel, clipped, rtol=1e-5)
+    np.testing.assert_allclose(run.scalars["grad_norm"], [row["grad_norm"] for row in logs], rtol=1e-4)
+    np.testing.assert_allclose(run.scalars["grad_norm_clipped"], 0.05, rtol=1e-3)
+    assert run.scalars["backward_passes"].values.tolist() == [2, 2]
+    assert np.isfinite(run.loss).all()
+
+
+def test_a_restored_training_goes_on(tmp_path):
+    """From the checkpoint of step 6: what was recorded of weights behind it is recorded anew."""
+    options = {"save_strategy": "steps", "save_steps": 6}
+    train(tmp_path / "t", [rl.transformers.Watch(tmp_path / "a.zarr", every=2)], num_train_epochs=2, **options)
+    assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [2, 4, 6, 8]
+    watch = rl.transformers.Watch(tmp_path / "a.zarr", every=2)
+    train(tmp_path / "t", [watch], resume=str(tmp_path / "t" / "checkpoint-6"), **options)
+    assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [2, 4, 6, 8, 10, 12]
+
+
+def test_an_end_before_its_time(tmp_path):
+    class Ends(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 5
+
+    train(tmp_path / "t", [rl.transformers.Watch(tmp_path / "a.zarr", every=2), Ends()])
+    run = rl.open(tmp_path / "a.zarr")
+    assert run.steps.values.tolist() == [2, 4]
+    assert run.ended == "stopped"
+
+
+def test_an_error_leaves_what_was_written(tmp_path):
+    class Breaks(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), rl.transformers.Watch(tmp_path / "a.zarr", every=2) as watch:
+        train(tmp_path / "t", [watch, Breaks()])
+    run = rl.open(tmp_path / "a.zarr")
+    assert run.steps.values.tolist() == [2, 4]
+    assert run.ended == "interrupted"
+    assert not any(m._forward_hooks for m in watch.watch.model.modules())
+
+
+def test_silence_says_why(tmp_path):
+    with pytest.warns(TrackingWarning, match="12 batches were trained on, and every=50 was due at none of them"):
+        train(tmp_path / "t", [rl.transformers.Watch(tmp_path / "a.zarr")])

@@ -1,0 +1,269 @@
+"""Models and loops as strangers write them: what was heard is held against ``torch.autograd`` of an untouched copy."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+from torch_trainings import Reader, data
+
+import rnnlens as rl
+from rnnlens.errors import UnsupportedError
+
+
+class Packed(nn.Module):
+    """Sentences of unlike length, not sorted."""
+
+    lengths = torch.tensor([5, 12, 3, 9])
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(3, 5, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(10, 1)
+
+    def forward(self, x):
+        packed = pack_padded_sequence(x, self.lengths, batch_first=True, enforce_sorted=False)
+        found, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        return self.head(found.sum(1) / self.lengths[:, None])
+
+
+class LastState(nn.Module):
+    """Time first; what is above reads the last state of the upper layer, not the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(3, 5, num_layers=2)
+        self.head = nn.Linear(10, 1)
+
+    def forward(self, x):
+        _, (h, c) = self.rnn(x.transpose(0, 1))
+        return self.head(torch.cat([h[-1], c[-1]], dim=-1))
+
+
+class Translator(nn.Module):
+    """An encoder hands its states to a decoder, deep inside other modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"encoder": nn.ModuleList([nn.LSTM(3, 5, batch_first=True)])})
+        self.rnn = nn.LSTM(3, 5, batch_first=True)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x):
+        _, state = self.parts["encoder"][0](x)
+        return self.head(self.rnn(x.flip(1), state)[0].mean(1))
+
+
+class Checkpointed(nn.Module):
+    """The layer runs again in the backward pass, to save memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(3, 5, batch_first=True)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.head(checkpoint(lambda v: self.rnn(v)[0][:, -1], x, use_reentrant=False))
+
+
+class Tuned(nn.Module):
+    """Weights that are computed from others, a frozen layer below, in-place work above."""
+
+    def __init__(self):
+        super().__init__()
+        self.below = nn.GRU(3, 3, batch_first=True).requires_grad_(False)
+        self.rnn = nn.utils.parametrizations.weight_norm(nn.RNN(3, 5, batch_first=True), "weight_hh_l0")
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x):
+        sequence = self.rnn(self.below(x)[0])[0]
+        sequence = sequence * 2
+        sequence += 1
+        return self.head(sequence.relu_()[:, -3:].mean(1))
+
+
+MODELS = [Packed, LastState, Translator, Checkpointed, Tuned]
+
+
+def twin_of(model):
+    """The same weights in a model of its own: one that ran with computed weights cannot be copied."""
+    twin = type(model)()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def trained(model, x, y, steps=2, path=None):
+    """The last batch heard, and a copy of the model from before its update."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    with rl.torch.watch(model, path, every=1) as watch:
+        for _ in range(steps):
+            before = twin_of(model)
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+    return watch.latest, before
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_what_is_heard_is_what_a_trace_says(make):
+    torch.manual_seed(0)
+    model, (x, y) = make(), data(4)
+    batch, before = trained(model, x, y)
+    expected = rl.trace(before, x, y, loss=mse_loss, training=True)
+    assert expected.certificate.state == "passed"
+    heard = [name for name in expected if name in batch]
+    assert heard
+    for layer in heard:
+        for name in ("output", "output_grad", "hidden", "gates", "hidden_grad", "gate_grad", "input_grad"):
+            mine, theirs = batch[layer][name], expected[layer][name]
+            assert mine.dims == theirs.dims
+            scale = max(float(abs(theirs).max()), 1e-30)
+            np.testing.assert_allclose(mine.values, theirs.values, atol=1e-5 * scale, err_msg=f"{layer}.{name}")
+
+
+def test_a_direct_gradient_is_that_of_torch():
+    torch.manual_seed(0)
+    model, (x, y) = Translator(), data(4)
+    batch, before = trained(model, x, y)
+    seen = {}
+    twin = twin_of(before)
+    twin.rnn.register_forward_hook(lambda m, a, out: seen.update(output=out[0]))
+    twin.parts["encoder"][0].register_forward_hook(lambda m, a, out: seen.update(h=out[1][0], c=out[1][1]))
+    loss = mse_loss(twin(x), y)
+    output, h, c = torch.autograd.grad(loss, [seen["output"], seen["h"], seen["c"]])
+    np.testing.assert_allclose(batch["rnn"].output_grad, output, atol=1e-7)
+    final = batch["parts.encoder.0"].final_state_grad
+    np.testing.assert_allclose(final.values.reshape(-1), torch.stack([h[0], c[0]], 1).reshape(-1), atol=1e-7)
+
+
+def test_truncated_backpropagation():
+    """Chunks of one sequence: states go on detached, every chunk is a step; and undetached, two chunks in one step."""
+    torch.manual_seed(0)
+    rnn, head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 1)
+    model = nn.ModuleDict({"rnn": rnn, "head": head})
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = data(4)
+    with rl.torch.watch(model, every=1) as watch:
+        state = None
+        for part in x.split(4, dim=1):
+            optimizer.zero_grad()
+            sequence, state = rnn(part, state)
+            state = tuple(s.detach() for s in state)
+            mse_loss(head(sequence[:, -1]), y).backward()
+            optimizer.step()
+        assert watch.steps == 3
+        assert watch.latest["rnn"].hidden_grad.sizes["time"] == 4
+        optimizer.zero_grad()
+        _, state = rnn(x[:, :6])
+        sequence, _ = rnn(x[:, 6:], state)
+        mse_loss(head(sequence[:, -1]), y).backward()
+        optimizer.step()
+    assert list(watch.latest) == ["rnn#0", "rnn#1"]
+    assert float(abs(watch.latest["rnn#0"].hidden_grad).max()) > 0
+    assert float(abs(watch.latest["rnn#0"].final_state_grad).max()) > 0
+
+
+def test_a_step_that_a_loss_scale_skips_is_none():
+    torch.manual_seed(0)
+    model, (x, y) = Reader(), data(8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with rl.torch.watch(model, every=1, scaler=scaler) as watch:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = mse_loss(model(x), y) * (float("inf") if step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert watch.steps == 2
+    assert watch.latest.passes == 1
+    assert watch.latest.scale == 2.0**9
+    assert np.isfinite(watch.latest["lstm"].output_grad).all()
+
+
+class Loud(nn.LSTM):
+    """A layer of its own making: what it returns is not what torch's kernel does."""
+
+    def forward(self, x):
+        sequence, state = super().forward(x)
+        return sequence * 3, state
+
+
+def test_a_forward_of_its_own_has_direct_gradients_and_no_replay(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = Loud(3, 5, batch_first=True), nn.Linear(5, 1)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    batch, _ = trained(Model(), *data(4))
+    assert float(abs(batch["lstm"].output_grad).max()) > 0
+    with pytest.raises(UnsupportedError, match="cannot be run again: they return other numbers"):
+        batch["lstm"].hidden_grad  # noqa: B018  the access is what is tested
+    trained(Model(), *data(4), path=tmp_path / "a.zarr")
+    run = rl.open(tmp_path / "a.zarr")
+    assert (run["lstm"].direct > 0).all()
+    assert run.steps.values.tolist() == [1, 2]
+    assert [note for note in run.notes if "cannot be run again" in note] != []
+
+
+def test_gradients_of_an_earlier_step_are_named():
+    torch.manual_seed(0)
+    model, (x, y) = Reader(), data(8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with rl.torch.watch(model, every=1) as watch:
+        for _ in range(2):  # nobody sets them to zero
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert any("not set to zero" in note for note in watch.latest.notes)
+
+
+def test_a_fused_optimizer_unscales_by_itself():
+    torch.manual_seed(0)
+    model, (x, y) = Reader(), data(8)
+    model.dropout.p = 0.0
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    with rl.torch.watch(model, every=1) as watch:
+        before = copy.deepcopy(model)
+        scaler.scale(mse_loss(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    for module in before.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    grad = torch.autograd.grad(mse_loss(before(x), y), before.lstm.weight_hh_l0)[0]
+    weights = watch.latest.weights["lstm"]
+    for found in (weights.recurrent_kernel_grad, weights.recurrent_kernel_grad_applied):
+        assert np.linalg.norm(found) == pytest.approx(float(grad.norm()), rel=1e-4)
+
+
+class Half(nn.Module):
+    """A fused layer above a cell in a loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.lstm, self.head = nn.GRUCell(3, 4), nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 1)
+
+    def forward(self, x):
+        state, states = x.new_zeros(len(x), 4), []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            states.append(state)
+        return self.head(self.lstm(torch.stack(states, 1))[0][:, -1])
+
+
+def test_what_is_not_heard_is_named():
+    torch.manual_seed(0)
+    batch, _ = trained(Half(), *data(4))
+    assert list(batch) == ["lstm"]
+    assert any("not heard in batch mode: cell." in note for note in batch.notes)
+    with pytest.raises(UnsupportedError, match="cell"):
+        rl.torch.watch(Half(), every=1, layers="cell").__enter__()

@@ -1,0 +1,416 @@
+"""A plain loop in torch is followed: nothing of it changes, and what was heard is what torch itself would say."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch_trainings import Reader, data, model_and_optimizer, same_weights, train
+
+import rnnlens as rl
+from rnnlens.errors import InputError, TrackingWarning, UnsupportedError
+
+PROBE = tuple(t[:8] for t in data(seed=5))
+
+
+def hooks_of(model):
+    counts = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    return sum(counts) + sum(len(p._backward_hooks or ()) for p in model.parameters())
+
+
+def global_hooks():
+    from torch.optim import optimizer
+
+    return len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
+
+
+@pytest.mark.parametrize("probe", [False, True], ids=["batch", "probe"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_training_is_not_disturbed(tmp_path, probe, every):
+    alone = train(*model_and_optimizer(), clip=0.5, epochs=3)
+    model, optimizer = model_and_optimizer()
+    options = {"probe": PROBE, "loss": mse_loss} if probe else {}
+    watch = rl.torch.watch(model, tmp_path / "a.zarr", every=every, **options)
+    watched = train(model, optimizer, watch, clip=0.5, epochs=3)
+    assert same_weights(alone, watched)
+    assert hooks_of(model) == 0
+    assert global_hooks() == (0, 0)
+    assert len(rl.open(tmp_path / "a.zarr").steps) == (18 // every) + probe
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"probe": PROBE, "loss": mse_loss}, {"batches": 1}], ids=["probe", "batch"])
+def test_two_hundred_steps(tmp_path, options):
+    alone = train(*model_and_optimizer(), epochs=34)
+    model, optimizer = model_and_optimizer()
+    assert same_weights(
+        alone, train(model, optimizer, rl.torch.watch(model, tmp_path / "a.zarr", every=7, **options), epochs=34)
+    )
+
+
+def untouched(model, x, y, loss):
+    """dL by the output of every recurrent module and by all weights, from torch alone, in the mode of training."""
+    twin = copy.deepcopy(model)
+    twin.train()
+    seen = []
+    handle = twin.lstm.register_forward_hook(lambda m, a, out: seen.append(out[0]))
+    value = loss(twin(x), y)
+    handle.remove()
+    weights = dict(twin.named_parameters())
+    grads = torch.autograd.grad(value, [seen[0], *weights.values()])
+    return grads[0], dict(zip(weights, grads[1:], strict=True))
+
+
+KINDS = {
+    "lstm": lambda: Reader(),
+    "stacked with dropout": lambda: Reader(num_layers=2, dropout=0.4),
+    "bidirectional gru": lambda: Reader(nn.GRU, bidirectional=True),
+    "rnn relu": lambda: Reader(nn.RNN, nonlinearity="relu"),
+    "projected": lambda: Projected(),
+}
+
+
+class Projected(Reader):
+    def __init__(self):
+        super().__init__(units=6)
+        self.lstm = nn.LSTM(3, 9, batch_first=True, proj_size=6)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_batch_that_was_trained_on(kind):
+    model, optimizer = model_and_optimizer(KINDS[kind], lr=0.05)
+    x, y = data(16)
+    with rl.torch.watch(model, every=1) as watch:
+        for _ in range(3):
+            before, state = copy.deepcopy(model), torch.get_rng_state()
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+            after = torch.get_rng_state()
+            torch.set_rng_state(state)
+            output_grad, weight_grads = untouched(before, x, y, mse_loss)
+            torch.set_rng_state(after)
+    top = [name for name in watch.latest if name.startswith("lstm")][-1]
+    found = watch.latest[top].output_grad
+    sides = (
+        output_grad.detach().numpy().reshape(*found.shape)
+        if "direction" not in found.dims
+        else np.stack(np.split(output_grad.detach().numpy(), 2, axis=-1), axis=2)
+    )
+    scale = np.abs(sides).max()
+    assert scale > 0
+    np.testing.assert_allclose(found.values, sides, atol=1e-6 * scale)
+    weights = watch.latest.weights
+    for layer in range(model.lstm.num_layers):
+        node = weights[f"lstm[{layer}]" if model.lstm.num_layers > 1 else "lstm"]
+        theirs = weight_grads[f"lstm.weight_hh_l{layer}"].numpy()
+        mine = node.recurrent_kernel_grad
+        mine = mine.sel(direction="forward") if "direction" in mine.dims else mine
+        assert np.linalg.norm(mine.values) == pytest.approx(np.linalg.norm(theirs), rel=1e-5)
+
+
+def test_every_number_of_the_replay_is_that_of_the_step():
+    """Without anything random: ``rl.trace`` of the weights before the update says the same."""
+    model, optimizer = model_and_optimizer(lambda: Reader(num_layers=2), lr=0.05)
+    model.dropout.p = 0.0
+    x, y = data(16)
+    with rl.torch.watch(model, every=1) as watch:
+        for _ in range(2):
+            before = copy.deepcopy(model)
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+    theirs = rl.trace(before, x, y, loss=mse_loss, training=True)
+    mine = watch.latest.trace
+    assert list(mine) == list(theirs)
+    for layer in theirs:
+        for name in theirs[layer]:
+            a, b = mine[layer][name].values, theirs[layer][name].values
+            np.testing.assert_allclose(a, b, atol=1e-5 * max(np.abs(b).max(), 1e-30), err_msg=f"{layer}.{name}")
+    grads = rl.gradients(before, x, y, loss=mse_loss, wrt="lstm[0]/kernel", training=True)
+    mine = watch.latest.weights["lstm[0]"].kernel_grad.values
+    np.testing.assert_allclose(mine.reshape(grads.shape), grads.values, atol=1e-5 * np.abs(grads.values).max())
+
+
+def test_every_zero_leaves_no_hook(tmp_path):
+    model, _ = model_and_optimizer()
+    with rl.torch.watch(model, tmp_path / "a.zarr", every=0):
+        assert hooks_of(model) == 0
+        assert global_hooks() == (0, 0)
+    assert not (tmp_path / "a.zarr").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_end_in_the_middle_leaves_what_was_written(tmp_path, error):
+    model, optimizer = model_and_optimizer()
+
+    def stop(watch, x, y):
+        if watch.steps == 5:
+            raise error("enough")
+
+    with pytest.raises(error, match="enough"):
+        train(model, optimizer, rl.torch.watch(model, tmp_path / "a.zarr", every=2), each=stop)
+    assert hooks_of(model) == 0
+    assert global_hooks() == (0, 0)
+    run = rl.open(tmp_path / "a.zarr")
+    assert run.steps.values.tolist() == [2, 4]
+    assert run.ended == ("interrupted" if error is KeyboardInterrupt else "RuntimeError")
+
+
+def test_a_second_training_goes_on_in_the_same_run(tmp_path):
+    model, optimizer = model_and_optimizer()
+    for _ in range(2):
+        train(model, optimizer, rl.torch.watch(model, tmp_path / "a.zarr", every=3), epochs=1)
+    assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [3, 6, 9, 12]
+    train(model, optimizer, rl.torch.watch(model, tmp_path / "a.zarr", every=3, step=6), epochs=1)
+    assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [3, 6, 9, 12]
+    train(model, optimizer, rl.torch.watch(model, tmp_path / "a.zarr", every=6, resume=False), epochs=1)
+    assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [6]
+
+
+def test_a_validation_is_no_training():
+    """Somebody looks at a validation batch between the backward pass and the step, also at its gradients."""
+    model, optimizer = model_and_optimizer()
+    (x, y), (xv, yv) = data(16), data(8, seed=9)
+    with rl.torch.watch(model, every=1) as watch:
+        for _ in range(2):
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            model.eval()
+            torch.autograd.grad(mse_loss(model(xv), yv), model.head.weight)
+            torch.autograd.grad(mse_loss(model(xv.requires_grad_()), yv), xv)
+            with torch.no_grad():
+                model(xv)
+            model.train()
+            model(xv)  # a forward that nobody differentiates
+            optimizer.step()
+    assert list(watch.latest) == ["lstm[1]"]
+    assert watch.latest["lstm[1]"].output_grad.sizes["sample"] == 16
+    assert watch.latest.passes == 1
+
+
+SILENT = {
+    "too few batches": (lambda m: None, {"every": 500}, "every=500 was due at none of them"),
+    "evaluation mode": (lambda m: m.eval(), {"every": 1}, "evaluation mode"),
+    "frozen": (lambda m: m.lstm.requires_grad_(False), {"every": 1}, "needs no gradient"),
+}
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_silence_says_why_once(tmp_path, case):
+    prepare, options, words = SILENT[case]
+    model, optimizer = model_and_optimizer()
+    prepare(model)
+    with pytest.warns(TrackingWarning) as told:
+        train(model, optimizer, rl.torch.watch(model, tmp_path / "a.zarr", **options), epochs=1)
+    assert len(told) == 1
+    assert words in str(told[0].message)
+
+
+def test_no_step_at_all_is_said():
+    model, _ = model_and_optimizer()
+    watch = rl.torch.watch(model, every=1).__enter__()
+    with pytest.warns(TrackingWarning, match="no optimizer that holds weights of the model has stepped"):
+        watch.close()
+
+
+def test_layer_off_the_path_is_said():
+    model, _ = model_and_optimizer()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = rl.torch.watch(model, every=1).__enter__()
+    model(data(4)[0])
+    model.head(torch.zeros(4, 6)).sum().backward()
+    optimizer.step()
+    with pytest.warns(TrackingWarning, match="no gradient arrived at lstm"):
+        watch.close()
+
+
+def test_a_loop_without_an_optimizer(tmp_path):
+    model, _ = model_and_optimizer()
+    x, y = data(8)
+    with rl.torch.watch(model, tmp_path / "a.zarr", every=1) as watch:
+        for _ in range(3):
+            model.zero_grad()
+            loss = mse_loss(model(x), y)
+            loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.01 * p.grad
+            watch.step(loss)
+    run = rl.open(tmp_path / "a.zarr")
+    assert run.steps.values.tolist() == [1, 2, 3]
+    assert float(run.loss[-1]) == pytest.approx(float(loss.detach()), rel=1e-6)
+
+
+def test_a_step_is_not_counted_twice():
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(InputError, match="has counted already"):
+        train(model, optimizer, rl.torch.watch(model, every=1), each=lambda watch, x, y: watch.step())
+
+
+def test_clipping_is_recorded_as_what_it_is(tmp_path):
+    model, optimizer = model_and_optimizer()
+    norms = []
+
+    def loss(output, target):
+        return mse_loss(output, target) * 50
+
+    def each(watch, x, y):
+        grads = [p.grad for p in model.lstm.parameters()]
+        norms.append(float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))))
+
+    watch = rl.torch.watch(model, tmp_path / "a.zarr", every=1)
+    train(model, optimizer, watch, clip=0.25, each=each, loss=loss, epochs=1)
+    run = rl.open(tmp_path / "a.zarr")
+    applied = [run.scalars[name].values for name in run.scalars if "/weight_grad_norm_clipped/" in name]
+    before = [run.scalars[name].values for name in run.scalars if "/weight_grad_norm/" in name]
+    np.testing.assert_allclose(np.linalg.norm(applied, axis=0), norms, rtol=1e-5)
+    assert (np.linalg.norm(before, axis=0) > 2 * np.linalg.norm(applied, axis=0)).all()
+    np.testing.assert_allclose(run.scalars["grad_norm_clipped"], 0.25, rtol=1e-4)
+
+
+def test_accumulated_gradients_are_named(tmp_path):
+    model, optimizer = model_and_optimizer(lambda: Reader())
+    x, y = data(24)
+    with rl.torch.watch(model, tmp_path / "a.zarr", every=1) as watch:
+        for _ in range(2):
+            optimizer.zero_grad()
+            for part in range(3):
+                mse_loss(model(x[part * 8 :][:8]), y[part * 8 :][:8]).backward()
+                if part == 1:
+                    halfway = model.lstm.weight_hh_l0.grad.clone()
+            total = model.lstm.weight_hh_l0.grad.clone()
+            optimizer.step()
+    assert watch.latest.passes == 3
+    assert any("accumulated over 3 backward passes" in note for note in rl.open(tmp_path / "a.zarr").notes)
+    weights = watch.latest.weights["lstm"]
+    whole, last = weights.recurrent_kernel_grad_accumulated, weights.recurrent_kernel_grad
+    assert np.linalg.norm(whole) == pytest.approx(float(total.norm()), rel=1e-5)
+    assert np.linalg.norm(last) == pytest.approx(float((total - halfway).norm()), rel=1e-4)
+    assert watch.latest["lstm"].output_grad.sizes["sample"] == 8
+
+
+def test_a_scale_on_the_loss_is_divided_out():
+    found = []
+    for scaled in (False, True):
+        model, optimizer = model_and_optimizer()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        x, y = data(8)
+        with rl.torch.watch(model, every=1) as watch:
+            for _ in range(2):
+                optimizer.zero_grad()
+                scaler.scale(mse_loss(model(x), y)).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+        assert watch.latest.scale == (1024.0 if scaled else 1.0)
+        found.append((watch.latest["lstm[1]"].output_grad, watch.latest.norms(), watch.latest["lstm[0]"].hidden_grad))
+    plain, unscaled = found
+    for a, b in ((plain[0], unscaled[0]), (plain[2], unscaled[2])):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(abs(a).max()))
+    assert plain[1] == pytest.approx(unscaled[1], rel=1e-4)
+
+
+def test_half_precision():
+    model, optimizer = model_and_optimizer(lambda: Reader(num_layers=2, dropout=0.3))
+    x, y = data(8)
+    with rl.torch.watch(model, every=1) as watch:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+    assert watch.latest["lstm[1]"].output_grad.dtype == np.float32
+    assert float(abs(watch.latest["lstm[0]"].hidden_grad).max()) > 0
+
+
+def test_two_optimizers_and_several_forwards(tmp_path):
+    """A siamese step: one layer runs twice, and two optimizers each have a part of the model."""
+    torch.manual_seed(0)
+    model = Reader()
+    first = torch.optim.SGD(model.head.parameters(), 0.1)
+    second = torch.optim.Adam(model.lstm.parameters(), 0.01)
+    x, _ = data(8)
+    with rl.torch.watch(model, tmp_path / "a.zarr", every=1) as watch:
+        for _ in range(3):
+            model.zero_grad()
+            (model(x) - model(x.flip(1))).square().mean().backward()
+            first.step()
+            second.step()
+    assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [1, 2, 3]
+    assert list(watch.latest) == ["lstm#0", "lstm#1"]
+    assert watch.latest.passes == 1
+    assert set(watch.latest.trace) == {"lstm#0", "lstm#1"}
+
+
+def test_closures_are_heard():
+    torch.manual_seed(0)
+    model = Reader()
+    model.dropout.p = 0.0
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    x, y = data(8)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    with rl.torch.watch(model, every=1) as watch:
+        optimizer.step(closure)
+        optimizer.step(closure)
+    assert watch.steps == 2
+    assert watch.latest.passes == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models(backend):
+    model, optimizer = model_and_optimizer(lambda: Reader())
+    x, y = data(8)
+    compiled = torch.compile(model, backend=backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of how it compiles
+        with rl.torch.watch(compiled, every=1) as watch:
+            for _ in range(2):
+                optimizer.zero_grad()
+                mse_loss(compiled(x), y).backward()
+                optimizer.step()
+    assert watch.latest["lstm"].output_grad.shape == (8, 12, 6)
+
+
+def test_the_latest_batch_is_there_to_be_acted_on():
+    model, optimizer = model_and_optimizer(lambda: Reader())
+    seen = []
+    watch = rl.torch.watch(model, every=1, quantities="output_grad")
+    train(model, optimizer, watch, each=lambda w, x, y: seen.append(float(abs(w.latest["lstm"].output_grad).max())))
+    assert len(seen) == 12
+    assert min(seen) > 0
+
+
+REFUSED = {
+    "data parallel": (lambda: nn.DataParallel(Reader()), {}, UnsupportedError, "copies the model for every batch"),
+    "no module": (lambda: 3, {}, InputError, "Only a module can be watched"),
+    "probe without loss": (Reader, {"probe": PROBE}, InputError, "needs a loss"),
+    "probe of one": (Reader, {"probe": PROBE[0], "loss": "mse"}, InputError, "is a batch"),
+    "quantity": (Reader, {"quantities": "hiden"}, InputError, "no quantity"),
+    "schedule": (Reader, {"every": -1}, InputError, "no schedule"),
+    "logger": (Reader, {"loggers": ["tensorbord"]}, InputError, "tensorboard"),
+    "optimizer": (Reader, {"optimizer": 3}, InputError, "no optimizer"),
+    "nothing to hear": (lambda: nn.Linear(3, 1), {}, UnsupportedError, "nn.LSTM"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case):
+    make, options, error, words = REFUSED[case]
+    model = make()
+    with pytest.raises(error, match=words), rl.torch.watch(model, **options):
+        pass
+    assert global_hooks() == (0, 0)
+    if isinstance(model, nn.Module):
+        assert hooks_of(model) == 0

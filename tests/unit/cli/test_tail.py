@@ -1,0 +1,124 @@
+"""``rnnlens tail``: a run that grows, seen in a pipe and in a terminal."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from rnnlens.tracking.records import Record
+from rnnlens.tracking.store import Store
+
+TAIL = [sys.executable, "-m", "rnnlens.cli", "tail", "--every", "0.1"]
+
+
+def write(path, records, *, pause=0.0, end=True):
+    store = Store(path)
+    for i in range(records):
+        store.write(Record(10 * i, 0, "probe", {"loss": 1.0 / (1 + i), "lstm/reach": float(i)}))
+        time.sleep(pause)
+    if end:
+        store.close("finished")
+    return store
+
+
+def piped(*arguments):
+    return subprocess.run([*TAIL, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_line_per_record_and_how_it_ended(tmp_path):
+    write(tmp_path / "a.zarr", 3)
+    told = piped(tmp_path / "a.zarr")
+    assert told.returncode == 0
+    assert told.stdout.splitlines() == [
+        "step=0 epoch=0 loss=1 lstm/reach=0",
+        "step=10 epoch=0 loss=0.5 lstm/reach=1",
+        "step=20 epoch=0 loss=0.333333 lstm/reach=2",
+        "ended=finished records=3",
+    ]
+
+
+def test_only_some_of_the_numbers(tmp_path):
+    write(tmp_path / "a.zarr", 1)
+    assert piped(tmp_path / "a.zarr", "--only", "loss").stdout.splitlines()[0] == "step=0 epoch=0 loss=1"
+
+
+def test_no_run_is_one_clear_error(tmp_path):
+    told = piped(tmp_path / "none.zarr")
+    assert told.returncode == 2
+    assert "There is no run here." in told.stderr
+    assert "--wait" in told.stderr
+
+
+def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
+    writer = threading.Timer(1.0, write, (tmp_path / "late.zarr", 4), {"pause": 0.2})
+    writer.start()
+    told = piped(tmp_path / "late.zarr", "--wait")
+    writer.join()
+    assert told.stdout.splitlines()[-1] == "ended=finished records=4"
+
+
+def heed_ctrl_c():
+    """As in a terminal: a script tells its jobs in the background, and all that they start, to ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def in_a_terminal(command, until, then):
+    """Run a command on a pseudo-terminal; when ``until`` was shown, do ``then``; all that was shown, and the code."""
+    main, side = pty.openpty()
+    process = subprocess.Popen(
+        command, stdin=side, stdout=side, stderr=side, start_new_session=True, close_fds=True, preexec_fn=heed_ctrl_c
+    )
+    os.close(side)
+    shown, done, deadline = b"", False, time.time() + 60
+    while time.time() < deadline:
+        if select.select([main], [], [], 0.2)[0]:
+            try:
+                part = os.read(main, 65536)
+            except OSError:
+                break
+            if not part:
+                break
+            shown += part
+        if not done and re.search(until, shown):
+            then(process)
+            done = True
+    code = process.wait(10)
+    os.close(main)
+    return shown.decode(), code
+
+
+def test_a_terminal_shows_a_table_that_is_drawn_anew_and_ends_with_the_run(tmp_path):
+    writer = threading.Thread(target=write, args=(tmp_path / "a.zarr", 5), kwargs={"pause": 0.3})
+    writer.start()
+    shown, code = in_a_terminal([*TAIL, "--wait", str(tmp_path / "a.zarr")], rb"never", lambda process: None)
+    writer.join()
+    assert code == 0
+    assert "5 records, step 40" in shown
+    assert "finished" in shown
+    assert re.search("█[▁-▇]+", shown)
+    assert shown.count("lstm/reach") > 1
+    assert "\x1b[?25h" in shown.rpartition("\x1b[?25l")[2]  # the cursor is back
+
+
+def test_ctrl_c_leaves_the_training_alone(tmp_path):
+    store = write(tmp_path / "a.zarr", 2, end=False)
+    shown, code = in_a_terminal(
+        [*TAIL, str(tmp_path / "a.zarr")], rb"lstm/reach", lambda process: process.send_signal(signal.SIGINT)
+    )
+    assert code == 130
+    assert "Traceback" not in shown
+    assert "\x1b[?25h" in shown.rpartition("\x1b[?25l")[2]
+    store.write(Record(20, 0, "probe", {"loss": 0.1}))
+    store.close("finished")
+
+
+@pytest.mark.parametrize("words", [["--every", "0"], ["--every", "soon"]])
+def test_arguments_that_are_none(tmp_path, words):
+    assert piped(tmp_path / "a.zarr", *words).returncode == 2

@@ -1,0 +1,28 @@
+"""A made-up run with known profiles, as ``rl.open`` returns it."""
+
+import numpy as np
+import xarray as xr
+
+from rnnlens.results.run import Run
+
+STEPS = np.array([0, 50, 100, 150, 200])
+
+
+def a_run(layers=("lstm", "gru"), steps=STEPS, times=12, names=None, directions=0):
+    """Of record r at time t the profile is 10 ** -(times - 1 - t) * (r + 1): each record has its peak at the end."""
+    steps = np.asarray(steps)
+    shape = 10.0 ** -np.arange(times)[::-1]
+    values = (np.arange(len(steps)) + 1.0)[:, None] * shape[None, :]
+    coords = {"step": steps, "time": np.arange(times), "epoch": ("step", np.zeros(len(steps), int))}
+    dims = ("step", "time")
+    if directions:
+        values, dims = np.stack([values, values[:, ::-1]], axis=-1), ("step", "time", "direction")
+        coords |= {"direction": ["forward", "backward"]}
+    words = {"long_name": "total gradient of the hidden state by step", "units": "loss", "definition": "made up"}
+    profile = xr.DataArray(values, dims=dims, coords=coords, attrs=words)
+    names = names or {"loss": 1.0 / (1 + np.arange(len(steps)))}
+    scalars = xr.Dataset(
+        {name: ("step", np.asarray(v, dtype=float)) for name, v in names.items()},
+        {"step": steps, "epoch": ("step", np.zeros(len(steps), int)), "written": ("step", np.arange(len(steps)) * 1.0)},
+    )
+    return Run({name: xr.Dataset({"adjoint_profile": profile}) for name in layers}, scalars)

@@ -1,0 +1,137 @@
+"""``film`` and ``timeline``: what was drawn of a run whose numbers are known."""
+
+import numpy as np
+import pytest
+from tests.unit.plot.runs import STEPS, a_run
+
+import rnnlens as rl
+from rnnlens.errors import InputError
+
+
+def mesh(ax):
+    (found,) = [c for c in ax.collections if c.get_gid() == "film"]
+    return found
+
+
+def test_a_panel_per_layer_and_the_loss_below():
+    axes = rl.plot.film(a_run())
+    assert [ax.get_title() for ax in axes] == ["lstm", "gru", ""]
+    assert axes[-1].get_ylabel() == "loss"
+    assert axes[-1].get_xlabel() == "training step"
+
+
+def test_each_record_is_divided_by_its_own_peak():
+    """The last step is the peak of every record, though the records grow; each step back is a tenth."""
+    values = mesh(rl.plot.film(a_run(times=4))[0]).get_array()
+    np.testing.assert_allclose(values, np.outer([1e-3, 1e-2, 1e-1, 1.0], np.ones(len(STEPS))))
+
+
+def test_time_goes_down_and_training_across_from_record_to_record():
+    axes = rl.plot.film(a_run(times=4))
+    corners = mesh(axes[0]).get_coordinates()
+    np.testing.assert_allclose(corners[0, :, 0], [-25, 25, 75, 125, 175, 225])
+    np.testing.assert_allclose(corners[:, 0, 1], [-0.5, 0.5, 1.5, 2.5, 3.5])
+    assert axes[0].get_ylim() == (3.5, -0.5)
+    assert {ax.get_xlim() for ax in axes} == {(-25, 225)}
+
+
+def test_what_is_below_the_scale_is_white_and_what_is_no_number_grey():
+    run = a_run(layers=("lstm",), times=9)
+    run["lstm"].adjoint_profile.values[1, 2] = np.nan
+    drawn = mesh(rl.plot.film(run, decades=3)[0])
+    colours = drawn.to_rgba(drawn.get_array()).reshape(9, len(STEPS), 4)
+    np.testing.assert_allclose(colours[0, 0, :3], 1.0, atol=0.02)
+    assert np.ptp(colours[2, 1, :3]) < 0.01
+    assert colours[2, 1, 0] < 0.6
+    assert colours[8, 0, 0] > colours[8, 0, 2]  # orange
+
+
+def test_both_directions_have_a_panel_each():
+    axes = rl.plot.film(a_run(layers=("bi",), times=4, directions=2))
+    assert [ax.get_title() for ax in axes[:2]] == ["bi (forward)", "bi (backward)"]
+    np.testing.assert_allclose(mesh(axes[1]).get_array()[:, 0], [1.0, 1e-1, 1e-2, 1e-3])
+
+
+def test_records_that_are_denser_early_lie_on_a_logarithmic_axis():
+    axes = rl.plot.film(a_run(steps=[0, 1, 2, 4, 8, 16, 32]))
+    assert {ax.get_xscale() for ax in axes} == {"symlog"}
+    assert [t.get_text() for t in axes[-1].get_xticklabels()] == ["0", "1", "2", "5", "10", "20"]
+    assert rl.plot.film(a_run())[0].get_xscale() == "linear"
+
+
+def test_the_accuracy_comes_before_the_loss_and_any_scalar_by_name():
+    run = a_run(names={"loss": np.ones(5), "accuracy": np.linspace(0, 1, 5), "lstm/reach": np.arange(5)})
+    assert rl.plot.film(run)[-1].get_ylabel() == "accuracy"
+    assert rl.plot.film(run, below="lstm/reach")[-1].get_ylabel() == "reach"
+    assert len(rl.plot.film(run, layers="lstm", below="")) == 1
+
+
+def test_moments_are_marked_in_every_panel_and_named():
+    axes = rl.plot.film(a_run(), moments={"it begins": 60, "it can": 150})
+    for ax in axes:
+        assert [line.get_xdata()[0] for line in ax.lines if line.get_gid() == "moment"] == [60, 150]
+    assert "1 it begins (step 60); 2 it can (step 150)" in axes[-1].get_xlabel()
+
+
+def test_names_of_moments_stay_on_the_canvas(render):
+    names = {f"the moment at which it can do number {i}": 20 * i for i in range(1, 8)}
+    axes = rl.plot.film(a_run(), moments=names)
+    figure = render(axes)
+    extent = axes[-1].xaxis.label.get_window_extent()
+    assert extent.x0 >= 0
+    assert extent.x1 <= figure.bbox.width
+    axes = rl.plot.timeline(a_run(names=NAMES), moments=names)
+    figure = render(axes)
+    extent = figure._supxlabel.get_window_extent()
+    assert extent.x0 >= 0
+    assert extent.x1 <= figure.bbox.width
+    assert {ax.get_xlim() for ax in axes} == {(-25, 225)}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: rl.plot.film(np.zeros((3, 4))), "draws a run"),
+        (lambda: rl.plot.film(a_run(), layers="lstn"), "No layer 'lstn'"),
+        (lambda: rl.plot.film(a_run(), quantity="gates"), "No gates was recorded"),
+        (lambda: rl.plot.film(a_run(), below="acc"), "No scalar 'acc'"),
+        (lambda: rl.plot.film(a_run(), moments={"late": 900}), "'late' is not in this run"),
+        (lambda: rl.plot.film(a_run(), moments=[3]), "moments= names moments"),
+        (lambda: rl.plot.timeline(a_run(), "acc*"), "No scalar of this run is called 'acc*'"),
+        (lambda: rl.plot.timeline({}), "draws a run"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(call, words):
+    with pytest.raises(InputError) as error:
+        call()
+    assert words in str(error.value)
+
+
+NAMES = {
+    "loss": [1.0, 0.5, 0.1, 0.05, 0.01],
+    "lstm/reach": [3, 4, 5, 6, 7],
+    "gru/reach": [2, 2, 2, 2, 2],
+    "lstm/forget/near_1": [0, 0.1, 0.2, 0.3, np.nan],
+    "lstm/weight_norm/kernel": [1, 2, 3, 4, 5],
+}
+
+
+def test_a_panel_per_kind_of_number_and_a_line_per_layer():
+    axes = rl.plot.timeline(a_run(names=NAMES))
+    titles = ["loss", "steps that the gradient reaches", "share of gates near 1", "norm of weights"]
+    assert [ax.get_title() for ax in axes] == titles
+    lines = {line.get_label(): line.get_ydata() for line in axes[1].lines}
+    np.testing.assert_array_equal(lines["lstm"], [3, 4, 5, 6, 7])
+    np.testing.assert_array_equal(lines["gru"], [2, 2, 2, 2, 2])
+    assert axes[0].get_yscale() == "log"
+    assert axes[2].get_ylim() == (-0.03, 1.03)
+
+
+def test_what_is_not_finite_is_marked():
+    axes = rl.plot.timeline(a_run(names=NAMES), "*/near_1")
+    (marks,) = [line for line in axes[0].lines if line.get_gid() == "non-finite"]
+    assert list(marks.get_xdata()) == [200]
+
+
+def test_patterns_select():
+    assert len(rl.plot.timeline(a_run(names=NAMES), ["loss", "*/reach"])) == 2

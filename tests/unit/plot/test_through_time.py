@@ -1,0 +1,377 @@
+"""Figures of what flows through time: margins, gates, lifetimes, lags of dL/dW, inputs, texts, samples, eigenvalues."""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import rnnlens as rl
+from rnnlens.errors import InputError
+
+
+def suptitle(axes):
+    return axes[0].get_figure(root=True).get_suptitle().replace("\n", " ")
+
+
+def curve(ax, gid):
+    (line,) = [line for line in ax.lines if line.get_gid() == gid]
+    return np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
+
+
+def red(ax):
+    return ax.spines["top"].get_edgecolor()[:3] == pytest.approx((0.7529, 0, 0), abs=1e-3)
+
+
+# -- jacobian_margins
+
+
+def test_margins_are_the_profile_and_the_column_sums_of_what_is_drawn(jacobian, by_gid):
+    data = jacobian(samples=3, steps=12, decay=0.7) * xr.DataArray([1.0, 5.0, 1e3], dims="sample")
+    matrix, profile, columns = rl.plot.jacobian_margins(data, delays=(3, 8))
+    drawn = np.asarray(matrix.images[0].get_array())
+    np.testing.assert_allclose(drawn, jacobian(samples=1, steps=12, decay=0.7).values[0])
+    values, lags = curve(profile, "profile")
+    np.testing.assert_array_equal(lags, np.arange(12))
+    np.testing.assert_allclose(values, 0.7 ** np.arange(12.0))
+    np.testing.assert_allclose(curve(columns, "columns")[1], drawn.sum(axis=0))
+    assert [line.get_ydata()[0] - line.get_xdata()[0] for line in by_gid(matrix, "delay")] == [3, 8]
+    assert [line.get_ydata()[0] for line in by_gid(profile, "delay")] == [3, 8]
+    assert matrix.get_xlim() == columns.get_xlim()
+
+
+def test_margins_of_the_backward_half_look_ahead(jacobian, by_gid):
+    values = np.stack([jacobian(steps=8).values, jacobian(steps=8).values.transpose(0, 2, 1)])
+    both = xr.DataArray(
+        values,
+        dims=("direction", "sample", "out_time", "in_time"),
+        coords={"direction": ["forward", "backward"]},
+    )
+    axes = rl.plot.jacobian_margins(both, delays=2)
+    for profile in (axes[1], axes[4]):
+        np.testing.assert_allclose(curve(profile, "profile")[0], 0.5 ** np.arange(8.0))
+    (line,) = by_gid(axes[3], "delay")
+    assert line.get_ydata()[0] - line.get_xdata()[0] == -2
+
+
+def test_one_output_step_has_no_margins(jacobian):
+    with pytest.raises(InputError, match=r"plot\.time_jacobian draws the only row as a line"):
+        rl.plot.jacobian_margins(jacobian().isel(out_time=[-1]))
+
+
+# -- gates_over_time
+
+
+def test_gates_of_a_unit_are_lines_of_one_panel(layer, by_gid):
+    data = layer(samples=5, steps=7, units=3)
+    axes = rl.plot.gates_over_time(data)
+    assert [ax.get_title() for ax in axes] == ["unit 0", "unit 1", "unit 2"]
+    for unit, ax in enumerate(axes):
+        for gate in data.gate.values:
+            values = data.gates.sel(gate=gate).values[:, :, unit]
+            np.testing.assert_allclose(curve(ax, f"gate {gate}")[1], np.median(values, axis=0))
+            (band,) = by_gid(ax, f"band {gate}")
+            low, high = band.get_paths()[0].vertices[:, 1].min(), band.get_paths()[0].vertices[:, 1].max()
+            assert (low, high) == pytest.approx(
+                (np.quantile(values, 0.25, axis=0).min(), np.quantile(values, 0.75, axis=0).max())
+            )
+    (legend,) = axes[0].figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["input", "forget", "candidate", "output"]
+
+
+def test_padded_steps_of_gates_are_grey_and_count_in_nothing(layer, by_gid):
+    data = layer(samples=2, steps=6, units=1)
+    data["mask"] = (("sample", "time"), np.arange(6)[None] < np.array([4, 2])[:, None])
+    (ax,) = rl.plot.gates_over_time(data)
+    values = data.gates.sel(gate="forget").values[:, :, 0]
+    expected = [*values[:, :2].mean(axis=0), values[0, 2], values[0, 3], np.nan, np.nan]
+    np.testing.assert_allclose(curve(ax, "gate forget")[1], expected)
+    assert len(by_gid(ax, "padding")) == 2
+
+
+# -- saturation_arrows
+
+
+def test_arrows_lead_from_the_shares_before_to_those_after(layer, by_gid):
+    before, after = layer(samples=4, steps=9), layer(samples=4, steps=9)
+    after["gates"].values[..., 0, 1] = 0.95
+    after["gates"].values[..., 2, 2] = -0.95
+    axes = rl.plot.saturation_arrows(before, after)
+    for number, (ax, gate) in enumerate(zip(axes, before.gate.values, strict=True)):
+        low = -0.9 if gate == "candidate" else 0.1
+        shares = [
+            np.stack([(one.values > 0.9).mean(axis=(0, 1)), (one.values < low).mean(axis=(0, 1))], axis=1)
+            for one in (before.gates.isel(gate=number), after.gates.isel(gate=number))
+        ]
+        (arrows,) = by_gid(ax, "after")
+        np.testing.assert_allclose(arrows.get_offsets(), shares[0])
+        np.testing.assert_allclose(np.stack([arrows.U, arrows.V], axis=1), shares[1] - shares[0], atol=1e-12)
+    assert axes[0].get_xlabel() == "share near 1 (> 0.9)"
+    assert axes[2].get_ylabel() == "share near -1 (< -0.9)"
+
+
+def test_arrows_between_other_gates_are_refused(layer):
+    with pytest.raises(InputError, match="compares the same gates and units"):
+        rl.plot.saturation_arrows(layer(units=3), layer(units=4))
+
+
+# -- memory_lifetime
+
+
+def test_the_product_of_gates_lies_against_what_arrives(layer, initial, by_gid):
+    data = layer(samples=3, steps=6, units=3)
+    data["gates"].values[:, :, 1] = np.array([0.9, 0.5, 0.8])
+    (ax,) = rl.plot.memory_lifetime(data, initial(samples=3))
+    for step in (1, 3, 5):
+        (points,) = by_gid(ax, f"units {step}")
+        x, y = np.asarray(points.get_offsets()).T
+        np.testing.assert_allclose(x, np.array([0.9, 0.5, 0.8]) ** (step + 1))
+        np.testing.assert_allclose(y, 0.9 ** (step + 1))
+    (line,) = by_gid(ax, "identity")
+    np.testing.assert_array_equal(line.get_xdata(), line.get_ydata())
+
+
+def test_lifetimes_of_the_backward_half_count_from_the_end(layer, initial, by_gid):
+    data = layer(samples=2, steps=6, units=3, directions=True)
+    data["gates"].values[:, :, 1, 1] = 0.9
+    _, backward = rl.plot.memory_lifetime(data, initial(directions=True))
+    (points,) = by_gid(backward, "units 1")
+    np.testing.assert_allclose(points.get_offsets(), 0.9**5)
+
+
+def test_padding_keeps_everything(layer, initial, by_gid):
+    data = layer(samples=1, steps=6, units=3)
+    data["gates"].values[:, :, 1] = 0.9
+    data["mask"] = (("sample", "time"), np.array([[True] * 2 + [False] * 4]))
+    (ax,) = rl.plot.memory_lifetime(data, initial(samples=1))
+    (points,) = by_gid(ax, "units 5")
+    np.testing.assert_allclose(points.get_offsets()[:, 0], 0.81)
+
+
+def test_what_has_no_lifetime_is_refused(layer, initial):
+    with pytest.raises(InputError, match="The Jacobian does not fit the gates"):
+        rl.plot.memory_lifetime(layer(units=3), initial(units=4))
+    with pytest.raises(InputError, match="No gate of this cell keeps its state"):
+        rl.plot.memory_lifetime(layer().isel(gate=[0, 2, 3]), initial())
+
+
+# -- weight_lags
+
+
+def test_shares_of_a_geometric_gradient(weights_by_time, by_gid):
+    axes = rl.plot.weight_lags(weights_by_time(steps=10), delays=4)
+    assert [ax.get_title() for ax in axes] == ["kernel", "recurrent kernel", "bias"]
+    expected = np.cumsum(0.5 ** np.arange(10)) / np.sum(0.5 ** np.arange(10))
+    for ax in axes:
+        for gate in ("input", "forget", "candidate", "output"):
+            np.testing.assert_allclose(curve(ax, f"share {gate}")[1], expected)
+        assert by_gid(ax, "delay")[0].get_xdata()[0] == 4
+    norms = {
+        f"{name}_norm": np.sqrt((array**2).sum([d for d in array.dims if d not in ("time", "gate")]))
+        for name, array in weights_by_time(steps=10).items()
+    }
+    measured = rl.plot.weight_lags(xr.Dataset(norms, attrs={"layer": "lstm"}))
+    np.testing.assert_allclose(curve(measured[1], "share forget")[1], expected)
+
+
+def test_lags_of_the_backward_half_count_from_the_first_step(weights_by_time):
+    axes = rl.plot.weight_lags(weights_by_time(steps=10, directions=True))
+    np.testing.assert_allclose(curve(axes[4], "share input")[1], curve(axes[1], "share input")[1])
+
+
+def test_a_gate_without_a_gradient_is_named(weights_by_time, by_gid):
+    data = weights_by_time()
+    data["kernel_grad"].values[:, :, 1] = 0
+    axes = rl.plot.weight_lags(data)
+    assert by_gid(axes[0], "silent")[0].get_text() == "no share: forget"
+    with pytest.raises(InputError, match="needs gradients of the weights by time"):
+        rl.plot.weight_lags(data.isel(time=0, drop=True))
+
+
+# -- input_map
+
+
+def sensitivity(gradient, x):
+    return np.sqrt(((gradient * x.std(axis=0)) ** 2).sum(axis=-1))
+
+
+def test_gradients_count_by_how_much_their_input_varies(by_gid):
+    rng = np.random.default_rng(0)
+    gradient, x = rng.normal(size=(2, 5, 8, 2))
+    x[:, 3] = 1.0  # never varies
+    (ax,) = rl.plot.input_map(gradient, x)
+    values = sensitivity(gradient, x)
+    expected = np.median(values / values.max(axis=1, keepdims=True), axis=0)
+    np.testing.assert_allclose(curve(ax, "sensitivity")[1], expected)
+    assert curve(ax, "sensitivity")[1][3] == 0
+    (one,) = rl.plot.input_map(gradient, x, sample=2)
+    np.testing.assert_allclose(curve(one, "sensitivity")[1], values[2])
+
+
+def test_steps_are_pixels_row_by_row():
+    gradient, x = np.random.default_rng(0).normal(size=(2, 1, 64, 1))
+    (ax,) = rl.plot.input_map(gradient, shape=(8, 8))
+    np.testing.assert_allclose(ax.images[0].get_array(), np.abs(gradient).reshape(8, 8))
+    with pytest.raises(InputError, match=r"shape= is not that of the image\.\n  got:      shape=\(8, 9\)"):
+        rl.plot.input_map(gradient, x, shape=(8, 9))
+
+
+def test_tokens_are_shaded_by_their_gradient(by_gid):
+    gradient = np.array([0.0, 1.0, 4.0, 2.0])[None, :, None]
+    (ax,) = rl.plot.input_map(gradient, tokens=["a ", "long ", "short ", "end"])
+    (drawn,) = by_gid(ax, "tokens")
+    np.testing.assert_array_equal(drawn.get_array(), [0, 1, 4, 2])
+    widths = [path.vertices[:, 0].max() - path.vertices[:, 0].min() for path in drawn.get_paths()]
+    assert widths == [2, 5, 6, 3]
+    assert "".join(text.get_text() for text in ax.texts) == "a long short end"
+    with pytest.raises(InputError, match=r"one token for each step\.\n  got:      2 tokens\n  expected: 4 of them"):
+        rl.plot.input_map(gradient, tokens=["a", "b"])
+
+
+def test_one_sample_has_the_spread_of_its_steps():
+    gradient, x = np.random.default_rng(0).normal(size=(2, 1, 9, 2))
+    axes = rl.plot.input_map(gradient, x)
+    expected = np.sqrt(((gradient[0] * x[0].std(axis=0)) ** 2).sum(axis=-1))
+    np.testing.assert_allclose(curve(axes[0], "sensitivity")[1], expected)
+    assert "one sample: s.d. over its steps" in suptitle(axes)
+    with pytest.raises(InputError, match="x= is not the input of this gradient"):
+        rl.plot.input_map(gradient, x[:, 1:])
+
+
+# -- unit_over_text
+
+
+def test_letters_are_shaded_by_the_state_after_them(gradient, by_gid):
+    data = gradient(samples=2, steps=5, units=4) - 0.5
+    axes = rl.plot.unit_over_text(data, "12345", units=[3, 1], sample=1)
+    assert [ax.get_title(loc="left") for ax in axes] == ["unit 3", "unit 1"]
+    (drawn,) = by_gid(axes[0], "tokens")
+    np.testing.assert_allclose(drawn.get_array(), data.values[1, :, 3])
+    assert drawn.norm.vmin == -drawn.norm.vmax
+    with pytest.raises(InputError, match="There is no such unit"):
+        rl.plot.unit_over_text(data, "12345", units=4)
+    with pytest.raises(InputError, match="There is no such sample"):
+        rl.plot.unit_over_text(data, "12345", sample=2)
+
+
+def test_a_long_text_is_broken_and_cut_with_a_note(by_gid):
+    text = "word " * 1000
+    axes = rl.plot.unit_over_text(np.zeros((5000, 1)), text)
+    (drawn,) = by_gid(axes[0], "tokens")
+    shown = len(drawn.get_array())
+    assert 72 * 40 - 200 < shown <= 72 * 40
+    assert f"first {shown} of 5000 tokens" in suptitle(axes)
+
+
+# -- gradient_carriers
+
+
+def test_half_of_the_gradient_comes_from_one_of_four(by_gid):
+    data = np.array([1.0, 1.0, 1.0, 3.0])[:, None, None] * np.ones((4, 1, 1))
+    scatter, share = rl.plot.gradient_carriers(data, [0.1, 0.2, 0.3, 2.0])
+    (points,) = by_gid(scatter, "samples")
+    np.testing.assert_allclose(points.get_offsets(), [[0.1, 1], [0.2, 1], [0.3, 1], [2, 3]])
+    np.testing.assert_allclose(curve(share, "lorenz"), [[0, 0.25, 0.5, 0.75, 1], [0, 1 / 6, 2 / 6, 3 / 6, 1]])
+    assert "1 of 4 samples carry half of the gradient" in suptitle([scatter])
+    assert by_gid(scatter, "largest")[0].get_text() == "sample 3 (largest)"
+    assert by_gid(scatter, "typical")[0].get_text() == "sample 1 (typical)"
+    with pytest.raises(InputError, match="losses= has one number for each sample"):
+        rl.plot.gradient_carriers(data, [1.0])
+
+
+# -- eigenvalues
+
+
+def test_eigenvalues_lie_in_the_plane_and_their_moduli_beside(by_gid):
+    values = np.array([[1.1, 0.5j, -0.2], [0.9, 0.4j, 0.1]])
+    plane, moduli = rl.plot.eigenvalues(values)
+    (points,) = by_gid(plane, "eigenvalues")
+    found = np.asarray(points.get_offsets())
+    np.testing.assert_allclose(found[:, 0] + 1j * found[:, 1], values.reshape(-1))
+    np.testing.assert_allclose(curve(moduli, "moduli")[1], [1.0, 0.45, 0.15])
+    x, y = curve(plane, "unit circle")
+    np.testing.assert_allclose(x**2 + y**2, 1)
+    assert "1 of 6 outside the unit circle" in suptitle([plane])
+    with pytest.raises(InputError, match=r"rl\.step_eigenvalues\(model, x\)"):
+        rl.plot.eigenvalues("0.5")
+
+
+def test_fixed_points_have_eigenvalues(fixed_points, by_gid):
+    plane, _ = rl.plot.eigenvalues(fixed_points())
+    assert len(by_gid(plane, "eigenvalues")[0].get_offsets()) == 9
+
+
+# -- norm_history
+
+
+def test_rows_are_shapes_and_the_size_stands_beside(layer):
+    moments = {epoch: layer(samples=3, steps=8, units=4, decay=d) for epoch, d in ((0, 0.5), (5, 0.7), (20, 0.9))}
+    moments[20]["hidden_grad"] = moments[20].hidden_grad * 10
+    shapes, size = rl.plot.norm_history(moments)
+    expected = np.array([0.5, 0.7, 0.9])[:, None] ** np.arange(8)[::-1]
+    np.testing.assert_allclose(shapes.images[0].get_array(), expected)
+    assert [text.get_text() for text in shapes.get_yticklabels()] == ["0", "5", "20"]
+    assert shapes.images[0].origin == "lower"
+    np.testing.assert_allclose(curve(size, "size")[0], [2, 2, 20])
+
+
+def test_a_history_as_one_array(gradient):
+    data = xr.concat([gradient(), 2 * gradient()], "epoch").assign_coords(epoch=[1, 4])
+    shapes, _ = rl.plot.norm_history(data)
+    assert shapes.images[0].get_array().shape == (2, 5)
+    with pytest.raises(InputError, match="needs a training dimension"):
+        rl.plot.norm_history(gradient())
+    with pytest.raises(InputError, match="The moments differ in their steps"):
+        rl.plot.norm_history({0: gradient(), 1: gradient(steps=4)})
+
+
+# -- all of them
+
+
+def drawn(name, samples, units, directions, fixtures):
+    """The figure at a size; the forward half, the first sample and the first unit have one NaN."""
+    layer, initial, weights_by_time = fixtures
+    one = layer(samples=samples, steps=12, units=units, directions=directions)
+    one["hidden_grad"].values[(0, 3, *[0] * (one.hidden_grad.ndim - 2))] = np.nan
+    one["gates"].values[..., 1, 0][0, 3] = np.nan
+    total = one.hidden_grad
+    if name == "memory_lifetime":
+        arrived = initial(samples=samples, steps=12, units=units, directions=directions)
+        return rl.plot.memory_lifetime(one, arrived)
+    if name == "weight_lags":
+        data = weights_by_time(units=min(units, 64), directions=directions)
+        data["kernel_grad"].values[(0, 3, 0, 1, 0) if directions else (3, 0, 1, 0)] = np.nan
+        return rl.plot.weight_lags(data)
+    plain = total.isel(direction=0, drop=True) if directions else total
+    return {
+        "gates_over_time": lambda: rl.plot.gates_over_time(one),
+        "saturation_arrows": lambda: rl.plot.saturation_arrows(one, one),
+        "input_map": lambda: rl.plot.input_map(plain),
+        "unit_over_text": lambda: rl.plot.unit_over_text(total, "twelve steps"),
+        "gradient_carriers": lambda: rl.plot.gradient_carriers(total, np.arange(1.0, samples + 1)),
+        "norm_history": lambda: rl.plot.norm_history({0: one, 1: one}),
+        "gradient_flow": lambda: rl.plot.gradient_flow({"a": one, "b": one}),
+    }[name]()
+
+
+@pytest.mark.parametrize("directions", [False, True])
+@pytest.mark.parametrize(("samples", "units"), [(1, 512), (64, 6)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gates_over_time",
+        "saturation_arrows",
+        "memory_lifetime",
+        "weight_lags",
+        "input_map",
+        "unit_over_text",
+        "gradient_carriers",
+        "norm_history",
+        "gradient_flow",
+    ],
+)
+def test_every_size_is_drawn_and_a_nan_is_told(
+    name, samples, units, directions, layer, initial, weights_by_time, render
+):
+    axes = drawn(name, samples, units, directions, (layer, initial, weights_by_time))
+    render(axes)
+    assert "NaN: " in suptitle(axes)
+    assert axes[0].get_figure(root=True)._suptitle.get_color() == "#c00000"

@@ -1,0 +1,93 @@
+"""Alerts: a number is held against the run's own past."""
+
+import logging
+import math
+
+import numpy as np
+import pytest
+
+from rnnlens.errors import InputError
+from rnnlens.tracking.alerts import DEVIATIONS, Alerts
+from rnnlens.tracking.recorder import Recorder
+from rnnlens.tracking.records import Record
+from rnnlens.tracking.schedule import Schedule
+
+
+def watched(name, values, alerts=None):
+    alerts = alerts or Alerts()
+    for step, value in enumerate(values):
+        alerts.look(Record(step, 0, "probe", {name: value}))
+    return alerts
+
+
+def noise(count, level=1.0, spread=0.3, seed=0):
+    """Numbers whose logarithm is normal, as norms of gradients are."""
+    return list(level * np.exp(spread * np.random.default_rng(seed).normal(size=count)))
+
+
+@pytest.mark.parametrize("level", [1e-12, 1.0, 1e9])
+def test_no_size_is_too_large_by_itself(level):
+    assert not watched("lstm/adjoint", noise(200, level)).found
+
+
+def test_a_gradient_that_is_a_hundred_times_its_past_is_said_once_with_its_step():
+    alerts = watched("lstm/adjoint", noise(40) + noise(20, 100.0, seed=1))
+    assert [(a.finding, a.name, a.step) for a in alerts.found] == [("exploding", "lstm/adjoint", 40)]
+    assert alerts.found[0].usual == pytest.approx(1.0, rel=0.3)
+
+
+def test_one_record_out_of_line_is_no_finding():
+    assert not watched("lstm/adjoint", [*noise(40), 1e4, *noise(40, seed=1)]).found
+
+
+def test_a_gradient_that_is_not_finite_is_a_finding_at_once():
+    alerts = watched("lstm/adjoint", [*noise(10), math.inf])
+    assert [(a.finding, a.step) for a in alerts.found] == [("exploding", 10)]
+
+
+def test_a_slow_decline_is_no_finding():
+    """As the loss falls its gradient does."""
+    assert not watched("lstm/adjoint", list(np.exp(-np.arange(200) / 20))).found
+
+
+def test_a_reach_that_collapses():
+    alerts = watched("lstm/reach", [30, 31, 29, 32, 30, 33, 30, 31, 30, 30, 4, 3, 3])
+    assert [(a.finding, a.step) for a in alerts.found] == [("vanishing", 10)]
+
+
+def test_gates_that_saturate():
+    alerts = watched("lstm/forget/near_1", [0.02, 0.03, 0.02, 0.04, 0.03, 0.02, 0.03, 0.02, 0.03, 0.8, 0.82])
+    assert [(a.finding, a.step) for a in alerts.found] == [("saturated", 9)]
+
+
+def test_the_threshold_is_the_runs_own_spread():
+    """What is out of the ordinary of a calm run is not of a restless one."""
+    jump = math.exp(DEVIATIONS * 0.5)
+    assert watched("lstm/adjoint", noise(40, spread=0.1) + [jump] * 3).found
+    assert not watched("lstm/adjoint", noise(40, spread=1.0) + [jump] * 3).found
+
+
+def test_a_finding_is_logged_noted_and_ends_training(caplog):
+    taken = []
+
+    class Sink:
+        def write(self, record):
+            taken.append(record)
+
+        def close(self, reason):
+            pass
+
+    recorder = Recorder([Sink()], Schedule(1), alerts=Alerts(stop_on="exploding"))
+    with caplog.at_level(logging.WARNING, "rnnlens"):
+        for step, value in enumerate([*noise(20), 500.0, 600.0]):
+            assert recorder.stop is None
+            recorder.write(Record(step, 0, "probe", {"lstm/adjoint": value}))
+    assert recorder.stop.startswith("exploding since step 20: lstm/adjoint is 600")
+    assert caplog.messages == [recorder.stop]
+    assert [r.step for r in taken if r.notes] == [21]
+
+
+def test_stop_on_names_a_finding():
+    with pytest.raises(InputError, match="stop_on= names no finding") as error:
+        Alerts(stop_on=("explodng",))
+    assert "exploding" in str(error.value)

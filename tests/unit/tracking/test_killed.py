@@ -1,0 +1,63 @@
+"""A writer is killed at random moments: what it had finished is there, and nothing else."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rnnlens as rl
+from rnnlens.tracking.store import Store
+
+WRITER = """
+import sys
+sys.path.insert(0, sys.argv[3])
+from test_store import record
+from rnnlens.tracking.store import Store
+store = Store(sys.argv[1])
+step = 0 if store.last_step is None else store.last_step + 1
+done = open(sys.argv[2], "a", buffering=1)
+print("ready", flush=True)
+while True:
+    store.write(record(step, time=7 + step % 5, notes=(f"note {step}",)))
+    done.write(f"{step}\\n")
+    step += 1
+"""
+
+
+def killed_after(seconds, path, done):
+    here = str(Path(__file__).parent)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, path, done, here], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout.readline() == "ready\n"
+    time.sleep(seconds)
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    writer.stdout.close()
+
+
+@pytest.mark.parametrize("moments", [4, pytest.param(20, marks=pytest.mark.full)])
+def test_sigkill_leaves_every_complete_record(tmp_path, moments):
+    """One run, killed and gone on with again and again."""
+    random = np.random.default_rng(moments)
+    path, done = tmp_path / "a.zarr", tmp_path / "done"
+    for _ in range(moments):
+        killed_after(random.uniform(0, 0.4), str(path), str(done))
+        finished = [int(line) for line in done.read_text().split()]
+        run = rl.open(path)
+        steps = run.steps.values.tolist()
+        assert steps == list(range(len(steps)))
+        assert len(finished) <= len(steps) <= len(finished) + moments  # killed between a record and its line
+        np.testing.assert_allclose(run.loss, 1 / (1 + np.arange(len(steps))), rtol=1e-6)
+        for step in steps[-3:]:
+            profile = run["lstm"].adjoint_profile.sel(step=step).values
+            real = 7 + step % 5
+            np.testing.assert_allclose(profile[:real], 10.0 ** -np.arange(real) * (1 + step), rtol=2**-8)
+            assert np.isnan(profile[real:]).all()
+    store = Store(path)
+    assert store.last_step == steps[-1]
+    store.close("finished")
+    assert not list(path.rglob("*.partial"))

@@ -1,0 +1,165 @@
+"""A run on disk: what was written is what is read, whatever happened to the writer."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import rnnlens as rl
+from rnnlens.errors import FileError
+from rnnlens.tracking.records import Record
+from rnnlens.tracking.store import Store
+
+
+def record(step, *, time=7, kind="probe", loss=None, **rest):
+    profile = xr.DataArray(10.0 ** -np.arange(time) * (1 + step), dims="time", attrs={"long_name": "adjoint"})
+    gates = xr.DataArray(np.full((2, time), 0.25), dims=("gate", "time"), coords={"gate": ["input", "forget"]})
+    scalars = {"loss": 1 / (1 + step) if loss is None else loss, "lstm/reach": float(step), "lstm/forget/near_0": 0.5}
+    return Record(step, step // 10, kind, scalars, {"lstm": {"adjoint_profile": profile, "gates": gates}}, **rest)
+
+
+def written(path, steps, **options):
+    store = Store(path, **options)
+    for step in steps:
+        store.write(record(step))
+    return store
+
+
+def test_what_was_written_is_read(tmp_path):
+    written(tmp_path / "a.zarr", [0, 5, 10], provenance={"framework": "keras 3"}).close("finished")
+    run = rl.open(tmp_path / "a.zarr")
+    assert list(run) == ["lstm"]
+    assert run.ended == "finished"
+    np.testing.assert_array_equal(run.steps, [0, 5, 10])
+    np.testing.assert_allclose(run.loss, [1, 1 / 6, 1 / 11], rtol=1e-6)
+    profile = run["lstm"].adjoint_profile
+    assert profile.dims == ("step", "time")
+    np.testing.assert_allclose(profile.sel(step=5), 10.0 ** -np.arange(7) * 6, rtol=2**-8)
+    assert list(run["lstm"].gates.gate.values) == ["input", "forget"]
+    np.testing.assert_array_equal(run["lstm"].reach, [0, 5, 10])
+    assert run["lstm"].forget_near_0.dims == ("step",)
+    assert run.provenance["framework"] == "keras 3"
+    assert "3 probe records, steps 0 to 10" in repr(run)
+
+
+def test_a_run_is_read_while_it_is_written(tmp_path):
+    store = written(tmp_path / "a.zarr", [0])
+    run = rl.open(tmp_path / "a.zarr")
+    assert run.ended is None
+    store.write(record(5))
+    assert run.steps.size == 1
+    assert run.refresh().steps.size == 2
+
+
+def test_resuming_appends(tmp_path):
+    written(tmp_path / "a.zarr", [0, 5]).close("KeyboardInterrupt")
+    again = Store(tmp_path / "a.zarr")
+    assert again.last_step == 5
+    again.write(record(10))
+    np.testing.assert_array_equal(rl.open(tmp_path / "a.zarr").steps, [0, 5, 10])
+
+
+WRITER = (
+    "import sys; from rnnlens.tracking.store import Store; s = Store(sys.argv[1]); print('open', flush=True); input()"
+)
+
+
+def test_two_processes_cannot_write_one_run(tmp_path):
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "a.zarr")]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "open\n"
+    with pytest.raises(FileError, match="Another process is writing"):
+        Store(tmp_path / "a.zarr")
+    other.communicate("\n")
+    written(tmp_path / "a.zarr", [0]).close("finished")
+
+
+def test_a_store_that_was_dropped_is_not_in_the_way(tmp_path):
+    written(tmp_path / "a.zarr", [0])
+    np.testing.assert_array_equal(rl.open(tmp_path / "a.zarr").steps, [0])
+    written(tmp_path / "a.zarr", [5]).close("finished")
+    np.testing.assert_array_equal(rl.open(tmp_path / "a.zarr").steps, [0, 5])
+
+
+def test_what_an_interrupted_training_left_open_is_gone_on_with(tmp_path):
+    left = written(tmp_path / "a.zarr", [0, 5])
+    again = written(tmp_path / "a.zarr", [10])
+    np.testing.assert_array_equal(rl.open(tmp_path / "a.zarr").steps, [0, 5, 10])
+    with pytest.raises(FileError, match="This run is closed"):
+        left.write(record(6))
+    again.close("finished")
+    assert rl.open(tmp_path / "a.zarr").ended == "finished"
+
+
+def test_what_is_no_run_is_not_written_to(tmp_path):
+    (tmp_path / "full.zarr").mkdir()
+    (tmp_path / "full.zarr" / "mine").write_text("mine")
+    with pytest.raises(FileError, match="no run is in the way"):
+        Store(tmp_path / "full.zarr")
+    with pytest.raises(FileError, match=r"ending in \.zarr"):
+        Store(tmp_path / "a.nc")
+    assert (tmp_path / "full.zarr" / "mine").read_text() == "mine"
+
+
+def test_a_run_is_replaced_on_request(tmp_path):
+    written(tmp_path / "a.zarr", [0, 5]).close("finished")
+    written(tmp_path / "a.zarr", [3], resume=False).close("finished")
+    np.testing.assert_array_equal(rl.open(tmp_path / "a.zarr").steps, [3])
+
+
+@pytest.mark.parametrize("suffix", ["nc", "zarr"])
+def test_a_run_is_saved_as_one_file(tmp_path, suffix):
+    written(tmp_path / "a.zarr", [0, 5, 10]).close("finished")
+    run = rl.open(tmp_path / "a.zarr")
+    run.save(tmp_path / f"copy.{suffix}")
+    copy = rl.open(tmp_path / f"copy.{suffix}")
+    assert type(copy) is type(run)
+    xr.testing.assert_identical(copy.scalars, run.scalars)
+    xr.testing.assert_equal(copy["lstm"].adjoint_profile, run["lstm"].adjoint_profile)
+
+
+def test_probe_and_batch_records_are_kept_apart(tmp_path):
+    store = written(tmp_path / "a.zarr", [0, 5])
+    store.write(record(3, kind="batch"))
+    store.close("finished")
+    run = rl.open(tmp_path / "a.zarr")
+    assert (run.of, run.batch.of, run.batch.probe.of) == ("probe", "batch", "probe")
+    assert run.batch.steps.values.tolist() == [3]
+
+
+def test_long_profiles_are_averaged_over_equal_stretches(tmp_path):
+    store = Store(tmp_path / "a.zarr", points=4)
+    ramp = xr.DataArray(np.arange(8.0), dims="time")
+    store.write(Record(0, 0, "probe", {}, {"lstm": {"ramp": ramp}}))
+    store.close("finished")
+    kept = rl.open(tmp_path / "a.zarr")["lstm"]["ramp"].isel(step=0)
+    np.testing.assert_array_equal(kept, [0.5, 2.5, 4.5, 6.5])
+    np.testing.assert_array_equal(kept.time, [0.5, 2.5, 4.5, 6.5])
+
+
+def test_a_thousand_records_of_two_large_layers_are_below_a_megabyte(tmp_path):
+    """Profiles and scalars as they come from two layers of 256 units on 200 steps; some of them, for time."""
+    random, count = np.random.default_rng(0), 96
+    store = Store(tmp_path / "a.zarr")
+    for step in range(count):
+        store.write(_of_two_layers(step, random))
+    store.close("finished")
+    size = sum(path.stat().st_size for path in (tmp_path / "a.zarr").rglob("*") if path.is_file())
+    assert size / count * 1000 < 1e6
+
+
+def _of_two_layers(step, random):
+    noise = lambda *shape: 1 + 0.05 * random.normal(size=shape)  # noqa: E731
+    lags = np.exp(-np.arange(200) * (0.1 - 0.0003 * step))
+    layers = {
+        name: {
+            "adjoint_profile": xr.DataArray(lags[::-1] * noise(200), dims="time"),
+            "lag_profile": xr.DataArray(lags * noise(200), dims="lag"),
+            "gates": xr.DataArray(0.5 * noise(4, 200), dims=("gate", "time")),
+        }
+        for name in ("lstm", "lstm_1")
+    }
+    names = [f"{name}/{i}" for name in layers for i in range(13)]
+    return Record(step, 0, "probe", {"loss": 1.0, **{name: float(random.normal()) for name in names}}, layers)
