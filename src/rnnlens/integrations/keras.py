@@ -28,12 +28,13 @@ from ..adapters.keras.training import (
 from ..adapters.registry import adapter_for
 from ..errors import InputError, TrackingWarning, message, shown
 from ..tracking.alerts import Alerts
+from ..tracking.asked import listed, quantities_of, refuse_idle
 from ..tracking.incidents import Incidents, checked_on_nonfinite, is_finite
 from ..tracking.loggers import beside
 from ..tracking.loggers import sinks as sinks_of
 from ..tracking.probe import Probe
 from ..tracking.recorder import Recorder
-from ..tracking.records import Record, Sink
+from ..tracking.records import Record
 from ..tracking.schedule import Every, Schedule
 from ..tracking.store import Store
 from ..tracking.trained import TrainedBatch, direct_trace
@@ -147,8 +148,8 @@ class Watch(_Callback):
         batches: Every | None = None,
         on_batch: Callable[[TrainedBatch], object] | None = None,
         direct: str | Iterable[str] = (),
-        layers: Sequence[str] | None = None,
-        keep: Iterable[str] = (),
+        layers: str | Iterable[str] | None = None,
+        keep: str | Iterable[str] = (),
         loggers: Any = None,
         stop_on: str | Iterable[str] = (),
         on_nonfinite: str | None = None,
@@ -157,24 +158,28 @@ class Watch(_Callback):
     ) -> None:
         super().__init__()
         self._path, self._resume, self._points = path, resume, points
-        self._layers, self._keep, self._loggers = layers, tuple(keep), loggers
-        self._probe = None if probe is None else _probe(probe, layers, self._keep)
-        self._schedule = Schedule(every if probe is not None else 0, epochs if probe is not None else ())
+        self._layers, self._keep, self._loggers = listed(layers), quantities_of(keep) or (), loggers
+        self._probe = None if probe is None else _probe(probe, self._layers, self._keep)
+        asked = Schedule(every, epochs)
+        self._schedule = asked if probe is not None else Schedule(0)
         self._batches = Schedule(batches if batches is not None else 0 if probe is not None else every)
         self._on_batch, self._alerts = on_batch, Alerts(stop_on)
-        self._incidents = None if checked_on_nonfinite(on_nonfinite) is None else Incidents(path)
-        self._direct = (direct,) if isinstance(direct, str) else tuple(direct)
+        self._reports_asked = checked_on_nonfinite(on_nonfinite) is not None
+        self._incidents: Incidents | None = None
+        self._direct = listed(direct) or ()
+        refuse_idle(probe, batches, asked.epochs, {"on_batch": on_batch, "direct": direct})
         self._recorder: Recorder | None = None
         self._said: tuple[str, ...] = ()
         self._listening: Any = None
         self._step = self._start = self._epoch = self._in_epoch = 0
+        self._due = False
         self.latest: TrainedBatch | None = None
         if not self._active:
             vars(self).update(on_train_batch_begin=_nothing, on_train_batch_end=_nothing)
 
     @property
     def _active(self) -> bool:
-        return not (self._schedule.off and self._batches.off and self._incidents is None)
+        return not (self._schedule.off and self._batches.off and not self._reports_asked)
 
     @property
     def record(self) -> Record | None:
@@ -186,11 +191,23 @@ class Watch(_Callback):
         if not self._active:
             return
         rank, workers = worker(self.model)
-        self._recorder = self._opened(rank)
+        schedule = self._schedule if self._probe is not None else self._batches
+        self._recorder = Recorder([], schedule, rank=rank, alerts=self._alerts)
         self._said = (f"Worker {rank} of {workers} writes, of its own samples.",) if workers > 1 else ()
+        try:
+            self._begin()
+        except BaseException as error:
+            self._deaf()
+            self._recorder.fail(type(error).__name__)
+            raise
+
+    def _begin(self) -> None:
+        """Open what is written to, listen, and record the probe before training."""
+        assert self._recorder is not None
+        self._open()
         self._step = self._start
         self._recorder.start(self._step)
-        if not (self._batches.off and self._incidents is None) and self._recorder.writes:
+        if not (self._batches.off and not self._reports_asked) and self._recorder.writes:
             self._listening = listen(self.model, self._direct)
         if self._probe is not None and not self._schedule.off and self._recorder.writes and not self._is_recorded:
             self._write(self._probe.record(self.model, self._step, self._epoch))
@@ -202,13 +219,13 @@ class Watch(_Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Say whether the next execution is to be listened to."""
         if self._listening is not None:
-            self._listening.wanted = self._is_due() or self._reports
+            self._due = self._is_due()  # asked once: a schedule that is a function may count, or draw
+            self._listening.wanted = self._due or self._reports
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Record the probe where it is due."""
         if self._recorder is None:
             return
-        due = self._is_due()
         heard = None if self._listening is None else self._listening.taken()
         # The last execution of an epoch may be shorter than ``batch`` says.
         through = min(batch + 1, self.params.get("steps") or batch + 1)
@@ -217,7 +234,7 @@ class Watch(_Callback):
         self._in_epoch = through
         if heard is not None:
             trained = self._trained(heard, before + 1)
-            if due:
+            if self._due:
                 self._look(trained)
             if self._reports:
                 self._report(trained, logs)
@@ -237,29 +254,32 @@ class Watch(_Callback):
         """Close the run; warn if nothing is in it."""
         if self._recorder is None:
             return
-        if self._listening is not None:
-            self._listening.remove()
-            self._listening = None
+        self._deaf()
         stopped = getattr(self.model, "stop_training", False)
         self._recorder.close("stopped" if stopped else "finished", steps=self._step - self._start)
 
-    def _opened(self, rank: int) -> Recorder:
-        """Where the records of this training go; sets the step from which it goes on."""
-        sinks: list[Sink] = []
-        if rank == 0:
-            sinks += sinks_of(self._loggers, beside(self._path))
+    def _deaf(self) -> None:
+        """The model has its own step back."""
+        if self._listening is not None:
+            self._listening.remove()
+            self._listening = None
+
+    def _open(self) -> None:
+        """Where the records of this training go, and the step from which it goes on."""
+        assert self._recorder is not None
         self._start, self._is_recorded = 0, False
-        if self._path is not None and rank == 0:
-            adapter = adapter_for(self.model)
-            store = Store(
-                self._path, resume=self._resume, points=self._points, provenance=adapter.provenance(self.model)
-            )
+        if not self._recorder.writes:
+            return
+        self._recorder.sinks = sinks = sinks_of(self._loggers, beside(self._path))
+        provenance = adapter_for(self.model).provenance(self.model)
+        if self._reports_asked and self._incidents is None:
+            self._incidents = Incidents(self._path, provenance)
+        if self._path is not None:
+            store = Store(self._path, resume=self._resume, points=self._points, provenance=provenance)
             self._resume = True  # a second fit of the same callback goes on
             self._start = store.go_on(steps_taken(self.model))
             self._is_recorded = store.last_step_of("probe") == self._start
             sinks.insert(0, store)
-        schedule = self._schedule if self._probe is not None else self._batches
-        return Recorder(sinks, schedule, rank=rank, alerts=self._alerts)
 
     def _record_probe(self) -> None:
         assert self._recorder is not None
@@ -281,8 +301,7 @@ class Watch(_Callback):
             self._write(made())
         except Exception as error:
             if self._recorder.missed(f"{type(error).__name__}: {error}"):
-                what = f"Step {self._step} was not recorded; training goes on."
-                warnings.warn(message(what, got=f"{type(error).__name__}: {error}"), TrackingWarning, stacklevel=2)
+                _warn(f"Step {self._step} was not recorded; training goes on.", error)
 
     @property
     def _reports(self) -> bool:
@@ -319,7 +338,15 @@ class Watch(_Callback):
         if is_finite(loss) and is_finite(largest_weight(self.model)):
             return
         assert self._incidents is not None
-        self._incidents.report_trained(trained, lambda: weights_of(self.model), loss)
+        try:
+            self._incidents.report_trained(trained, lambda: weights_of(self.model), loss)
+        except Exception as error:
+            self._incidents, self._reports_asked = None, False
+            _warn(f"Step {self._step} is not finite, and could not be written; training goes on.", error)
+
+
+def _warn(what: str, error: Exception) -> None:
+    warnings.warn(message(what, got=f"{type(error).__name__}: {error}"), TrackingWarning, stacklevel=3)
 
 
 def _probe(given: Any, layers: Sequence[str] | None, keep: tuple[str, ...]) -> Probe:

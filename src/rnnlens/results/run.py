@@ -230,7 +230,7 @@ def _told(group: zarr.Group, arrays: Mapping[str, zarr.Array], count: int, commo
 
 
 def _labelled(array: zarr.Array, name: str, count: int, scalars: xr.Dataset) -> xr.DataArray:
-    values = np.full((count, *array.shape[1:]), np.nan, dtype=array.dtype)
+    values = np.full((count, *array.shape[1:]), array.fill_value, dtype=array.dtype)
     values[: min(count, array.shape[0])] = array[: min(count, array.shape[0])]
     attrs = dict(array.attrs)
     labels = attrs.pop("labels", {})

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any, Literal
 
 from ..errors import InputError, did_you_mean, message, shown
+from .asked import listed
 from .records import Record
 
 Finding = Literal["exploding", "vanishing", "saturated"]
@@ -73,7 +74,7 @@ def checked_stop_on(value: str | Iterable[str]) -> tuple[Finding, ...]:
     InputError
         If one is none.
     """
-    given = (value,) if isinstance(value, str) else tuple(value)
+    given = listed(value) or ()
     for name in given:
         if name not in FINDINGS:
             hint = did_you_mean(str(name), FINDINGS)

@@ -115,7 +115,8 @@ def told(ask: Callable[[], str]) -> str:
     try:
         return ask()
     except Exception as error:
-        return f"where it begins could not be told ({type(error).__name__}: {str(error).splitlines()[0]})"
+        said = str(error).partition("\n")[0]
+        return f"where it begins could not be told ({type(error).__name__}{f': {said}' if said else ''})"
 
 
 def _unpacked(value: Any) -> Any:

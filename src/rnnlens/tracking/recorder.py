@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..errors import TrackingWarning
 from .alerts import Alerts
@@ -59,14 +59,7 @@ class Recorder:
             record = self.alerts.look(record)
         self.latest = record
         self._trained += record.kind == "batch" or record.step != self._first
-        errors: list[Exception] = []
-        for sink in self.sinks:
-            try:
-                sink.write(record)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        self._each(lambda sink: sink.write(record))
 
     @property
     def stop(self) -> str | None:
@@ -94,10 +87,31 @@ class Recorder:
         if self.closed:
             return
         self.closed = True
+        try:
+            self._each(lambda sink: sink.close(reason))
+        finally:
+            self._tell_nothing(steps)
+
+    def fail(self, reason: str) -> None:
+        """Training did not even begin: that nothing was recorded is no news beside what kept it."""
+        self.closed = True
+        self._each(lambda sink: sink.close(reason))
+
+    def _each(self, told: Callable[[Sink], None]) -> None:
+        """Tell every sink; what fails of one reaches the others all the same, and is raised at the end."""
+        errors: list[Exception] = []
         for sink in self.sinks:
-            sink.close(reason)
+            try:
+                told(sink)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _tell_nothing(self, steps: int) -> None:
+        """Warn where nothing was recorded."""
         if self.writes and not self.schedule.off and not self._trained:
-            warnings.warn(self._nothing(steps), TrackingWarning, stacklevel=3)
+            warnings.warn(self._nothing(steps), TrackingWarning, stacklevel=4)
 
     def _nothing(self, steps: int) -> str:
         why = (

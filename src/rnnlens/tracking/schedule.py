@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from ..errors import InputError, message, shown
@@ -36,8 +37,7 @@ class Schedule:
         InputError
             For a negative number, another word, or epochs that are no whole numbers.
         """
-        whole = isinstance(self.every, int) and not isinstance(self.every, bool) and self.every >= 0
-        if not (whole or self.every == POWERS or callable(self.every)):
+        if not (_is_whole(self.every) or self.every == POWERS or callable(self.every)):
             raise InputError(
                 message(
                     "every= is no schedule.",
@@ -45,14 +45,15 @@ class Schedule:
                     expected=f"a number of steps (0: never), {POWERS!r}, or a function (step, epoch) -> bool",
                 )
             )
-        bad: Any = [e for e in self.epochs if not isinstance(e, int) or isinstance(e, bool) or e < 0]
-        if bad:
-            raise InputError(message("epochs= are whole numbers from 0.", got=shown(bad[0])))
+        given: Any = self.epochs
+        if not (isinstance(given, Collection) and not isinstance(given, str) and all(map(_is_whole, given))):
+            raise InputError(message("epochs= are whole numbers from 0.", got=shown(given), expected="such as (4, 9)"))
+        object.__setattr__(self, "epochs", tuple(map(int, given)))
 
     @property
     def off(self) -> bool:
         """Whether nothing is ever due."""
-        return isinstance(self.every, int) and self.every == 0 and not self.epochs
+        return _is_whole(self.every) and self.every == 0 and not self.epochs
 
     def due(self, step: int, epoch: int) -> bool:
         """Whether a record is due once ``step`` batches were trained on, in ``epoch``."""
@@ -60,7 +61,7 @@ class Schedule:
             return bool(self.every(step, epoch))
         if isinstance(self.every, str):
             return step > 0 and step & (step - 1) == 0
-        return self.every > 0 and step % self.every == 0
+        return self.every > 0 and step % int(self.every) == 0
 
     def due_after(self, epoch: int) -> bool:
         """Whether a record is due at the end of ``epoch``."""
@@ -69,3 +70,8 @@ class Schedule:
     def __str__(self) -> str:
         words = self.every if isinstance(self.every, str) else getattr(self.every, "__name__", self.every)
         return f"every={words}" + (f", epochs={sorted(self.epochs)}" if self.epochs else "")
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it counts something: also NumPy's integers do."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0

@@ -20,6 +20,7 @@ from ..verbs.find_nonfinite import find_nonfinite
 from ..verbs.gradients import gradients
 from ..verbs.trace import trace
 from ..verbs.weights import weights
+from .asked import listed
 from .probe import norms_of_weights, wanted
 from .records import Record
 from .summary import summary
@@ -69,10 +70,9 @@ class TrainedBatch:
         self, *, layers: str | Iterable[str] | None = None, quantities: str | Iterable[str] | None = None
     ) -> Trace:
         """As :attr:`trace`, of some layers and quantities; what the step itself told is not computed anew."""
-        if self._heard is not None and layers is not None and quantities is not None:
-            wanted_layers, names = _names(layers), _names(quantities)
-            if all(layer in self._heard for layer in wanted_layers) and set(names) <= {"output", "output_grad"}:
-                return _part(self._heard, wanted_layers, names)
+        told, of, names = self._heard, listed(layers) or (), listed(quantities) or ()
+        if told is not None and of and names and set(of) <= set(told) and set(names) <= set(told.quantities or ()):
+            return _part(told, of, names)
         return self._asked(trace, layers=layers, quantities=quantities)  # type: ignore[no-any-return]
 
     @cached_property
@@ -133,10 +133,6 @@ class TrainedBatch:
         lines = [f"<rnnlens TrainedBatch> step {self.step}, epoch {self.epoch}"]
         lines += [f"  computed  {', '.join(done) or 'nothing yet: .trace, .weights, .gradients'}"]
         return "\n".join([*lines, *(f"  note      {note}" for note in self.notes)])
-
-
-def _names(given: str | Iterable[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
 
 
 def _part(found: Trace, layers: Sequence[str], names: Sequence[str]) -> Trace:

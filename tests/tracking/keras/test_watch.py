@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rnnlens as rl
-from rnnlens.errors import InputError, TrackingWarning
+from rnnlens.errors import InputError, LayerNotFoundError, TrackingWarning
 
 ENGINE = keras.backend.backend()
 STEPS, BATCH, EPOCHS = 6, 8, 2
@@ -263,3 +263,62 @@ def test_the_model_gets_its_step_back(tmp_path, data):
 def test_what_is_no_probe(probe, tmp_path):
     with pytest.raises(InputError, match="probe= is a batch"):
         rl.keras.Watch(tmp_path / "a.zarr", probe=probe)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep": "hiden_grad"}, "no quantity"),
+        ({"keep": ["hiden_grad"]}, "no quantity"),
+        ({"probe": (1, 2), "on_batch": print}, "on_batch= is of batches"),
+        ({"probe": (1, 2), "direct": "lstm"}, "direct= is of batches"),
+        ({"epochs": (1,)}, "there is none"),
+        ({"probe": (1, 2), "epochs": 3}, "epochs= are whole numbers"),
+        ({"every": -1, "batches": 2}, "no schedule"),
+    ],
+)
+@once
+def test_what_would_be_ignored_is_refused(options, words):
+    with pytest.raises(InputError, match=words):
+        rl.keras.Watch(**options)
+
+
+@once
+def test_one_name_is_a_name(tmp_path, data):
+    x, y, _ = data
+    fitted(network(), data, [rl.keras.Watch(tmp_path / "a.zarr", probe=(x[:5], y[:5]), every=4, keep="hidden_grad")])
+    assert rl.open(tmp_path / "a.zarr")["lstm"].hidden_grad.dims == ("step", "sample", "time", "unit")
+
+
+@once
+def test_a_schedule_that_counts_is_asked_once(data):
+    asked, seen = [], []
+
+    def every_other(step, epoch):
+        asked.append(step)
+        return len(asked) % 2 == 0
+
+    fitted(network(), data, [rl.keras.Watch(batches=every_other, on_batch=lambda batch: seen.append(batch.step))])
+    assert asked == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert seen == [2, 4, 6, 8]
+
+
+@once
+def test_what_cannot_begin_leaves_the_model_and_the_run(tmp_path, data):
+    x, y, _ = data
+    model, path = network(), tmp_path / "a.zarr"
+    with pytest.raises(LayerNotFoundError):
+        fitted(model, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), batches=2, layers="nope")])
+    assert type(model.train_function).__module__.split(".")[0] != "rnnlens"
+    assert rl.open(path).ended == "LayerNotFoundError"
+
+
+@once
+def test_a_report_that_cannot_be_written_does_not_end_training(tmp_path, data, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nonfinite.nc").mkdir()  # in the way of the report
+    x, y, weight = data
+    broken = np.array(x)
+    broken[0, 0, 0] = np.nan
+    with pytest.warns(TrackingWarning, match="is not finite, and could not be written"):
+        fitted(network(), (broken, y, weight), [rl.keras.Watch(batches=0, on_nonfinite="report")])

@@ -316,6 +316,80 @@ def test_a_scale_on_the_loss_is_divided_out():
     assert plain[1] == pytest.approx(unscaled[1], rel=1e-4)
 
 
+class Worded(nn.Module):
+    """A table of words with sparse gradients, below a recurrent layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(10, 3, sparse=True)
+        self.lstm = nn.LSTM(3, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(self.words(x))[0][:, -1]
+
+
+def one_step(model, x, loss, **options):
+    """One step of plain gradient descent, watched."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rl.torch.watch(model, every=1, **options) as watch:
+        value = loss(model(x))
+        value.backward()
+        watch.loss = value
+        optimizer.step()
+    return watch
+
+
+def test_double_precision_stays_what_it_is():
+    torch.manual_seed(0)
+    model, x = Reader().double(), data()[0][:8].double()
+    model.dropout.p = 0.0
+    asked = rl.trace(model, x, loss=lambda out: out.pow(2).sum(), training=True)["lstm"].hidden_grad.values
+    heard = one_step(model, x, lambda out: out.pow(2).sum()).latest.trace["lstm"].hidden_grad.values
+    assert heard.dtype == np.float64
+    np.testing.assert_allclose(heard, asked, rtol=0, atol=1e-13 * np.abs(asked).max())
+
+
+def test_sparse_gradients_are_counted():
+    torch.manual_seed(0)
+    model, x = Worded(), torch.randint(0, 10, (4, 7))
+    twin = copy.deepcopy(model)
+    twin(x).pow(2).mean().backward()
+    squares = [p.grad.to_dense().double().pow(2).sum() for p in twin.parameters()]
+    watch = one_step(model, x, lambda out: out.pow(2).mean(), on_nonfinite="report")
+    assert watch.latest.norms()["grad_norm"] == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-6)
+
+
+def test_a_batch_that_is_not_finite_is_replayed():
+    x = data()[0][:8].clone()
+    x[1, 4, 0] = torch.nan
+    model = nn.Sequential()
+    model.add_module("lstm", nn.LSTM(3, 4, batch_first=True))
+    broken = ~np.isfinite(one_step(model, x, lambda out: out[0].sum()).latest.trace["lstm"].hidden.values)
+    assert broken[1, 4:].all()
+    assert broken.sum() == broken[1, 4:].size
+
+
+def test_gradients_that_no_square_can_hold(tmp_path):
+    one_step(Reader(), data()[0][:8], lambda out: 1e-25 * out.sum(), path=tmp_path / "a.zarr", quantities="output_grad")
+    profile = rl.open(tmp_path / "a.zarr")["lstm"].direct_profile.values[0]
+    assert (profile[:-1] == 0).all()
+    assert 0 < profile[-1] < 1e-24
+
+
+def test_the_loss_is_one_number():
+    with rl.torch.watch(Reader(), every=0) as watch, pytest.raises(InputError, match="is one number"):
+        watch.loss = torch.zeros(3)
+
+
+def test_what_cannot_be_reported_does_not_end_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nonfinite.nc").mkdir()  # in the way of the report
+    x = data()[0][:8].clone()
+    x[0, 0, 0] = torch.nan
+    with pytest.warns(TrackingWarning, match="Step 1 is not finite, and could not be written"):
+        one_step(Reader(), x, lambda out: out.sum(), batches=0, on_nonfinite="report")
+
+
 def test_half_precision():
     model, optimizer = model_and_optimizer(lambda: Reader(num_layers=2, dropout=0.3))
     x, y = data(8)
@@ -398,6 +472,14 @@ REFUSED = {
     "probe without loss": (Reader, {"probe": PROBE}, InputError, "needs a loss"),
     "probe of one": (Reader, {"probe": PROBE[0], "loss": "mse"}, InputError, "is a batch"),
     "quantity": (Reader, {"quantities": "hiden"}, InputError, "no quantity"),
+    "epochs of one": (Reader, {"probe": PROBE, "loss": "mse", "epochs": 5}, InputError, "epochs= are whole numbers"),
+    "epochs of nothing": (Reader, {"epochs": (1,)}, InputError, "there is none"),
+    "batches of a probe": (
+        Reader,
+        {"probe": PROBE, "loss": "mse", "on_batch": print},
+        InputError,
+        "on_batch= is of batches",
+    ),
     "schedule": (Reader, {"every": -1}, InputError, "no schedule"),
     "logger": (Reader, {"loggers": ["tensorbord"]}, InputError, "tensorboard"),
     "optimizer": (Reader, {"optimizer": 3}, InputError, "no optimizer"),

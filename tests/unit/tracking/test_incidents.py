@@ -8,7 +8,7 @@ import pytest
 import rnnlens as rl
 from rnnlens.adapters.protocol import Batch
 from rnnlens.errors import InputError
-from rnnlens.tracking.incidents import Incidents, checked_on_nonfinite, is_finite
+from rnnlens.tracking.incidents import Incidents, checked_on_nonfinite, is_finite, told
 
 WEIGHTS = {"lstm/lstm_cell/kernel": np.ones((2, 3), "f"), "lstm/lstm_cell/bias": np.arange(3.0)}
 
@@ -59,3 +59,10 @@ def test_what_is_finite():
     assert is_finite(None)
     assert is_finite(np.float32(1))
     assert not is_finite(np.inf)
+
+
+def test_an_error_without_words_is_told_by_its_name():
+    def ask():
+        raise KeyError
+
+    assert told(ask) == "where it begins could not be told (KeyError)"

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import UnsupportedError, message
 from .heard import HeardCall
-from .heard_weights import unscaled
+from .heard_weights import unscaled, widened
 from .inputs import on_leaves
 
 #: Largest deviation of what a replayed call returns, relative to the largest number: another kernel, other rounding.
@@ -70,7 +70,7 @@ class Again(nn.Module):  # type: ignore[misc]
             self._compare(call, tensors)
             for place, tensor in enumerate(tensors):
                 if place in call.grads:
-                    term = (tensor.float() * unscaled(call.grads[place], self._scale)).sum()
+                    term = (widened(tensor) * unscaled(call.grads[place], self._scale)).sum()
                     total = term if total is None else total + term
         assert total is not None
         return total
@@ -78,8 +78,7 @@ class Again(nn.Module):  # type: ignore[misc]
     def _compare(self, call: HeardCall, tensors: Sequence[Tensor]) -> None:
         """Hold the replay against the training step itself."""
         for tensor, before in zip(tensors, call.returned, strict=True):
-            size = float(before.abs().max()) or 1.0
-            far = float((tensor.detach().float() - before.float()).abs().max()) / size
+            far = _deviation(widened(tensor.detach()), widened(before))
             self.deviation = max(self.deviation, far)
             if not far <= CLOSE.get(before.dtype, 1e-4):
                 raise UnsupportedError(
@@ -121,6 +120,14 @@ def _fresh(call: HeardCall) -> nn.Module:
             setattr(module, slot + suffix, nn.Parameter(weight.clone()))
     module.train(call.training)
     return module
+
+
+def _deviation(again: Tensor, before: Tensor) -> float:
+    """Largest difference relative to the largest number; NaN where one is finite and the other is not."""
+    alike = (again == before) | (again.isnan() & before.isnan())  # infinities of one sign are, and leave no difference
+    far = float(torch.where(alike, 0.0, (again - before).abs()).max())
+    largest = float(torch.where(before.isfinite(), before.abs(), 0.0).max())
+    return far / (largest or 1.0)
 
 
 @contextmanager

@@ -137,8 +137,9 @@ class WeightListener:
 
     def _whole(self) -> float:
         """The norm of all gradients of the model together."""
-        grads = [p.grad.detach() for p in self._everything if p.grad is not None]
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32).cpu() for grad in grads]
+        grads = [entries(p.grad.detach()) for p in self._everything if p.grad is not None]
+        wide = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+        norms = [torch.linalg.vector_norm(grad).cpu().double() for grad in wide]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def _held(self) -> dict[int, Tensor]:
@@ -165,7 +166,16 @@ class WeightListener:
         return hook
 
 
+def entries(grad: Tensor) -> Tensor:
+    """What a gradient holds: of a sparse one, as embeddings have it, the rows that are there."""
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """In float32 at least."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def unscaled(grad: Tensor, scale: float) -> Tensor:
     """A gradient of the loss from that of the scaled loss, in float32 at least."""
-    wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
-    return wide if scale == 1.0 else wide / scale
+    return widened(grad) if scale == 1.0 else widened(grad) / scale

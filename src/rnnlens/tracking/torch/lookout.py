@@ -12,6 +12,7 @@ from torch import nn
 from ...adapters.protocol import Batch
 from ...adapters.registry import adapter_for
 from ...adapters.threads import hook_here
+from ...adapters.torch.heard_weights import entries
 from ...verbs.find_nonfinite import find_nonfinite
 from ..incidents import Incidents, is_finite, told
 
@@ -64,12 +65,13 @@ class Lookout:
 
     def _gradients_are_finite(self) -> bool:
         """One number of all gradients, so that a device is asked once."""
-        sums = [p.grad.detach().float().sum() for p in self._model.parameters() if p.grad is not None]
+        grads = [entries(p.grad.detach()) for p in self._model.parameters() if p.grad is not None]
+        sums = [grad.float().sum() for grad in grads]
         whole = torch.stack([s.to(sums[0].device) for s in sums]).sum() if sums else torch.zeros(())
         if bool(torch.isfinite(whole)):
             return True
         # A sum overflows before its parts do.
-        return all(bool(torch.isfinite(p.grad).all()) for p in self._model.parameters() if p.grad is not None)
+        return all(bool(torch.isfinite(grad).all()) for grad in grads)
 
     def _sentence(self, fed: Any, target: Any) -> str:
         adapter_for(self._model)

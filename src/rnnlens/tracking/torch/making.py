@@ -53,7 +53,8 @@ def direct_profiles(found: Trace) -> tuple[dict[str, float], dict[str, dict[str,
         grad: Any = found.dataset(name).get("output_grad")
         if grad is None:
             continue
-        square: Any = (grad * grad).mean([dim for dim in (SAMPLE, UNIT) if dim in grad.dims], dtype=np.float64)
+        wide = grad.astype(np.float64)  # squares of float32 vanish below 1e-22
+        square: Any = (wide * wide).mean([dim for dim in (SAMPLE, UNIT) if dim in grad.dims])
         sides = [None] if DIRECTION not in square.dims else [str(side) for side in square[DIRECTION].values]
         for side in sides:
             half = square if side is None else square.sel({DIRECTION: side})

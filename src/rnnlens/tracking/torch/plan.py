@@ -8,8 +8,8 @@ from os import PathLike
 from typing import Any
 
 from ...errors import InputError, message, shown
-from ...verbs.tracing.wanted import Wanted
 from ..alerts import checked_stop_on
+from ..asked import listed, quantities_of, refuse_idle
 from ..incidents import checked_on_nonfinite
 from ..probe import NEEDED
 from ..schedule import Every, Schedule
@@ -47,21 +47,25 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be followed before anything is opened."""
-        for name in ("layers", "quantities"):
-            object.__setattr__(self, name, listed(getattr(self, name)))
-        object.__setattr__(self, "keep", listed(self.keep) or ())
-        object.__setattr__(self, "stop_on", checked_stop_on(self.stop_on))
+        checked = {
+            "layers": listed(self.layers),
+            "quantities": quantities_of(self.quantities),
+            "keep": quantities_of(self.keep) or (),
+            "stop_on": checked_stop_on(self.stop_on),
+            "epochs": Schedule(self.every, self.epochs).epochs,
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         checked_on_nonfinite(self.on_nonfinite)
-        for names in (self.quantities, self.keep):
-            Wanted.of(None, names, True)
         _check_probe(self.probe, self.loss)
-        Schedule(self.every, tuple(self.epochs))  # made, and with that checked
-        Schedule(0 if self.batches is None else self.batches)
+        Schedule(0 if self.batches is None else self.batches)  # made, and with that checked
+        of_batches = {"on_batch": self.on_batch, "quantities": self.quantities}
+        refuse_idle(self.probe, self.batches, self.epochs, of_batches)
 
     @property
     def probes(self) -> Schedule:
         """When the probe is traced."""
-        return Schedule(self.every, tuple(self.epochs)) if self.probe is not None else Schedule(0)
+        return Schedule(self.every, self.epochs) if self.probe is not None else Schedule(0)
 
     @property
     def heard(self) -> Schedule:
@@ -91,13 +95,6 @@ class Plan:
         if self.optimizer is None:
             return []
         return list(self.optimizer) if isinstance(self.optimizer, list | tuple) else [self.optimizer]
-
-
-def listed(value: Any) -> tuple[str, ...] | None:
-    """One name or several as a tuple; None for None."""
-    if value is None:
-        return None
-    return (value,) if isinstance(value, str) else tuple(value)
 
 
 def _check_probe(probe: Any, loss: Any) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from numbers import Real
 from typing import Any, Self
 
 from ...adapters.registry import adapter_for
 from ...adapters.torch.heard import Listener
-from ...errors import InputError, TrackingWarning, message
+from ...errors import InputError, TrackingWarning, message, shown
 from ..alerts import Alerts
+from ..asked import listed
 from ..incidents import Incidents
 from ..loggers import beside, sinks
 from ..probe import Probe
@@ -21,7 +23,7 @@ from .heard_batch import HeardBatch
 from .lookout import Lookout
 from .making import record_of
 from .parallel import plain_model, rank_and_world
-from .plan import Plan, listed
+from .plan import Plan
 from .silence import NO_STEP, refuse_unheard, why_unheard
 from .steps import Steps, scaler_on_stack, steps_taken
 
@@ -35,8 +37,6 @@ class Watch:
         The last batch that was heard, None before: ``watch.latest["lstm"].output_grad``.
     steps
         Batches trained on so far.
-    loss
-        Set by a loop that wants the loss of its batches recorded, before ``optimizer.step()``.
     target
         Set by a loop that wants the target of a batch in the report of ``on_nonfinite=``, likewise.
     """
@@ -44,7 +44,7 @@ class Watch:
     def __init__(self, model: Any, plan: Plan) -> None:
         self.model, self.plan = plain_model(model), plan
         self.latest: HeardBatch | None = None
-        self.loss: Any = None
+        self._loss: Any = None
         self.steps = self._begun = 0
         self._epoch = 0
         self._open = self._taken = False
@@ -72,8 +72,7 @@ class Watch:
         except BaseException as error:
             self._open = False
             self._unhook()
-            for sink in self._recorder.sinks:
-                sink.close(type(error).__name__)
+            self._recorder.fail(type(error).__name__)
             raise
         return self
 
@@ -115,13 +114,11 @@ class Watch:
         self._prepare()
 
     def _open_sinks(self) -> None:
-        found: list[Any] = []
-        self._recorder.sinks = found
+        self._recorder.sinks = found = sinks(self.plan.loggers, beside(self.plan.path))
         if self.plan.path is not None:
             provenance = adapter_for(self.model).provenance(self.model)
             self._store = Store(self.plan.path, resume=self.plan.resume, points=self.plan.points, provenance=provenance)
-            found.append(self._store)
-        found.extend(sinks(self.plan.loggers, beside(self.plan.path)))
+            found.insert(0, self._store)
 
     def _trained_before(self) -> int:
         """Batches trained on before: as given or as the optimizers say, else as far as the run goes.
@@ -167,6 +164,19 @@ class Watch:
         return self._recorder.stop
 
     @property
+    def loss(self) -> Any:
+        """The loss of the batch, a number; set it before ``optimizer.step()`` to have it recorded."""
+        return self._loss
+
+    @loss.setter
+    def loss(self, value: Any) -> None:
+        one = value is None or (value.numel() == 1 if hasattr(value, "numel") else isinstance(value, Real))
+        if not one:
+            got = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else shown(value)
+            raise InputError(message("watch.loss is one number.", got=got, hint="watch.loss = loss.mean()"))
+        self._loss = value
+
+    @property
     def epoch(self) -> int:
         """The epoch that is trained, from 0; set it where records should name it."""
         return self._epoch
@@ -206,7 +216,12 @@ class Watch:
         """
         if self._lookout is not None:
             when = {"step": self.steps + 1, "epoch": self._epoch, "loss": _number(self.loss)}
-            self._lookout.look(when, self.fed, self.target)
+            try:
+                self._lookout.look(when, self.fed, self.target)
+            except Exception as error:
+                self._lookout.remove()
+                self._lookout = None
+                _warn(f"Step {self.steps + 1} is not finite, and could not be written; training goes on.", error)
 
     def step(self, loss: Any = None) -> None:
         """One step of a loop without a torch optimizer is over; with one this is not needed.
@@ -336,8 +351,11 @@ class Watch:
             if self.steps == self._begun:
                 raise
             if self._recorder.missed(f"{type(error).__name__}: {error}"):
-                what = f"Step {self.steps} was not recorded; training goes on."
-                warnings.warn(message(what, got=f"{type(error).__name__}: {error}"), TrackingWarning, stacklevel=2)
+                _warn(f"Step {self.steps} was not recorded; training goes on.", error)
+
+
+def _warn(what: str, error: Exception) -> None:
+    warnings.warn(message(what, got=f"{type(error).__name__}: {error}"), TrackingWarning, stacklevel=3)
 
 
 def _number(loss: Any) -> float | None:
