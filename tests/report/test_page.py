@@ -233,6 +233,20 @@ def test_a_baseline_of_another_shape_is_refused(tmp_path, batch):
         rl.report(Classifier(), *batch, tmp_path / "r.html", loss=LOSS, baseline=Classifier(units=4), diagnosis=False)
 
 
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"diagnosis": "yes"}, "diagnosis= is not understood"),
+        ({"jacobian": 3}, "jacobian= is not understood"),
+        ({"tokens": "words"}, "tokens= gives no text"),
+        ({"tokens": ["a"], "diagnosis": False, "jacobian": False}, "tokens= is for inputs of integers"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(tmp_path, batch, given, what):
+    with pytest.raises(rl.errors.InputError, match=what):
+        rl.report(Classifier(), *batch, tmp_path / "r.html", loss=LOSS, **given)
+
+
 def test_finished_results_make_a_page(report_of, model, batch):
     trace = rl.trace(model, *batch, loss=LOSS)
     diagnosis = rl.diagnose(model, *batch, loss=LOSS)

@@ -57,8 +57,9 @@ def _bound(
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        known = [name for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD]
+        known = [n for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD and n != "self"]
         strange = next((name for name in kwargs if name not in known), None)
-        what = f"{function.__name__} cannot be called like this: {error}."
-        hint = f"{function.__name__}({', '.join(known)})" if strange is None else did_you_mean(strange, known)
+        called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+        what = f"{called} cannot be called like this: {error}."
+        hint = f"{called}({', '.join(known)})" if strange is None else did_you_mean(strange, known)
         raise CallError(message(what, hint=hint)) from None

@@ -1,4 +1,4 @@
-"""The command line: ``rnnlens layers``, ``rnnlens trace``, ``rnnlens diagnose``, ``rnnlens show``, ``rnnlens demo``.
+"""The command line: ``rnnlens layers``, ``trace``, ``diagnose``, ``report``, ``show``, ``tail``, ``demo``.
 
 Ends with 0 when all went well, 1 on an error that nobody foresaw, 2 on wrong arguments and on what rnnlens refuses,
 3 on a finding that ``diagnose --fail-on`` named, 130 on Ctrl-C. A traceback is shown with ``--debug`` only.

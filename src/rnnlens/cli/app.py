@@ -15,6 +15,7 @@ from .diagnose import diagnose
 from .report import report
 from .show import print_summary, show
 from .tail import tail
+from .words import LARGEST_SEED, AsJson, Imports, LayerNames, Loss, Memory, Model, Saved, Unsafe, Weights, split
 
 app = typer.Typer(
     name="rnnlens",
@@ -24,22 +25,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Model = Annotated[str, typer.Argument(help="A .keras file, or package.module:factory.", metavar="MODEL")]
-Weights = Annotated[Path | None, typer.Option(help="Weights for a factory's model: a torch state dict.")]
-Imports = Annotated[
-    list[str] | None,
-    typer.Option("--import", metavar="MODULE", help="Module to import first, where custom layers are defined."),
-]
-Memory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Largest size that a file may take in memory, such as '4 GiB'.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Unsafe = Annotated[bool, typer.Option("--unsafe", help="Load also what could run code that the file contains.")]
-
-
-#: NumPy's and Keras' own bound.
-_LARGEST_SEED = 2**32 - 1
 
 
 def _print_version(wanted: bool) -> None:
@@ -93,13 +78,9 @@ def layers(
 def trace(
     model: Model,
     data: Annotated[Path, typer.Argument(help="A .npz file with arrays x and, for gradients, y.", metavar="DATA.npz")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to save: .nc or .zarr.")] = None,
-    loss: Annotated[
-        str | None, typer.Option(help="Name of a loss, or package.module:function. Default: the compiled one.")
-    ] = None,
-    layer_names: Annotated[
-        list[str] | None, typer.Option("--layers", "-l", metavar="NAME", help="Only this layer; repeat.")
-    ] = None,
+    output: Saved = None,
+    loss: Loss = None,
+    layer_names: LayerNames = None,
     quantities: Annotated[
         list[str] | None,
         typer.Option("--quantities", "-q", metavar="NAME", help="Only this variable, such as hidden_grad; repeat."),
@@ -113,7 +94,7 @@ def trace(
     ] = None,
     samples: Annotated[int | None, typer.Option("--samples", "-n", help="Only the first so many samples.")] = None,
     training: Annotated[bool, typer.Option("--training", help="Run in training mode: dropout acts.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Seed of the dropout.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the dropout.")] = 0,
     as_json: AsJson = False,
     memory: Memory = None,
     weights: Weights = None,
@@ -132,7 +113,7 @@ def trace(
         check_path(output)
     batch = read_data(data, x, y, sample_weight).head(samples)
     loaded = load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
-    wanted = {"layers": _split(layer_names), "quantities": _split(quantities)}
+    wanted = {"layers": split(layer_names), "quantities": split(quantities)}
     result = on_data(run, loaded, batch, loss=loss_of(loss), training=training, seed=seed, **wanted)
     print_summary(result, as_json=as_json)
     if output is not None:
@@ -145,7 +126,7 @@ def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the figures.")] = Path("demo-output"),
     epochs: Annotated[int | None, typer.Option(help="Passes over the training digits.")] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=_LARGEST_SEED, help="Of the split, the initial weights and the batches.")
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Of the split, the initial weights and the batches.")
     ] = 0,
 ) -> None:
     """Train three networks on real digits, and see what they learn through time."""
@@ -158,8 +139,3 @@ app.command()(diagnose)
 app.command()(report)
 app.command()(show)
 app.command()(tail)
-
-
-def _split(names: list[str] | None) -> list[str] | None:
-    """Names that were given one by one, or with commas between."""
-    return [part.strip() for name in names for part in name.split(",") if part.strip()] if names else None

@@ -9,6 +9,7 @@ import typer
 
 from ..errors import InputError, did_you_mean, message
 from . import console
+from .words import AsJson, Imports, Model, Saved, Unsafe, Weights, split
 
 #: Exit code where a finding that was named with --fail-on was made.
 FOUND = 3
@@ -34,24 +35,19 @@ CODES = (
 
 
 def diagnose(
-    model: Annotated[str, typer.Argument(help="A .keras file, or package.module:factory.", metavar="MODEL")],
+    model: Model,
     data: Annotated[Path, typer.Argument(help="A .npz file with held-out arrays x and y.", metavar="DATA.npz")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to save: .nc or .zarr.")] = None,
+    output: Saved = None,
     fail_on: Annotated[
         list[str] | None, typer.Option("--fail-on", metavar="CODE", help="End with code 3 on this finding; repeat.")
     ] = None,
     baseline: Annotated[bool, typer.Option("--baseline", help="Show the memory at initialisation beside.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     samples: Annotated[int, typer.Option("--samples", "-n", help="At most so many samples.")] = 512,
     seed: Annotated[int, typer.Option(help="Of exchanged prefixes, directions and resampling.")] = 0,
-    weights: Annotated[Path | None, typer.Option(help="Weights for a factory's model: a torch state dict.")] = None,
-    imports: Annotated[
-        list[str] | None,
-        typer.Option("--import", metavar="MODULE", help="Module to import first, where custom layers are defined."),
-    ] = None,
-    unsafe: Annotated[
-        bool, typer.Option("--unsafe", help="Load also what could run code that the file contains.")
-    ] = False,
+    weights: Weights = None,
+    imports: Imports = None,
+    unsafe: Unsafe = False,
 ) -> None:
     """Say how much of its past a trained network uses, what it misses, and why."""
     from ..diagnosis import diagnose as run
@@ -75,7 +71,7 @@ def diagnose(
 
 
 def _codes(named: list[str] | None) -> list[str]:
-    asked = [code.strip().upper() for text in named or () for code in text.split(",") if code.strip()]
+    asked = [code.upper() for code in split(named) or ()]
     for code in asked:
         if code not in CODES:
             raise InputError(message("There is no such finding.", got=code, hint=did_you_mean(code, CODES)))

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import FileError, InputError, message
 from ..settings import options
 from . import console
+from .words import LARGEST_SEED, Imports, LayerNames, Loss, Memory, Unsafe, Weights, split
+
+if TYPE_CHECKING:
+    from .data import Data
 
 _SAVED = (".nc", ".zarr")
+#: Options that say something to a model alone.
+_OF_MODELS = (
+    "loss",
+    "layer_names",
+    "samples",
+    "tokens",
+    "diagnosis",
+    "jacobian",
+    "seed",
+    "weights",
+    "imports",
+    "unsafe",
+)
 
 
 def report(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(help="A .keras file, package.module:factory, or a saved result (.nc, .zarr).", metavar="MODEL"),
@@ -28,12 +46,8 @@ def report(
         str | None,
         typer.Option(metavar="MODEL", help="'init' for fresh weights, another model, or a saved trace, to switch to."),
     ] = None,
-    loss: Annotated[
-        str | None, typer.Option(help="Name of a loss, or package.module:function. Default: the compiled one.")
-    ] = None,
-    layer_names: Annotated[
-        list[str] | None, typer.Option("--layers", "-l", metavar="NAME", help="Only this layer; repeat.")
-    ] = None,
+    loss: Loss = None,
+    layer_names: LayerNames = None,
     samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="At most so many samples are shown.")] = 64,
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
     tokens: Annotated[
@@ -41,19 +55,12 @@ def report(
     ] = None,
     diagnosis: Annotated[bool, typer.Option("--diagnosis/--no-diagnosis", help="Say what was found.")] = True,
     jacobian: Annotated[bool, typer.Option("--jacobian/--no-jacobian", help="Show the time Jacobian.")] = True,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of everything that draws random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of everything that draws random numbers.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Largest size that a file may take in memory, such as '4 GiB'.")
-    ] = None,
-    weights: Annotated[Path | None, typer.Option(help="Weights for a factory's model: a torch state dict.")] = None,
-    imports: Annotated[
-        list[str] | None,
-        typer.Option("--import", metavar="MODULE", help="Module to import first, where custom layers are defined."),
-    ] = None,
-    unsafe: Annotated[
-        bool, typer.Option("--unsafe", help="Load also what could run code that the file contains.")
-    ] = False,
+    memory: Memory = None,
+    weights: Weights = None,
+    imports: Imports = None,
+    unsafe: Unsafe = False,
 ) -> None:
     """Write one HTML file with the findings, their evidence, and every step of every layer."""
     from ..reporting import check_path
@@ -62,18 +69,15 @@ def report(
     options(memory=memory)
     check_path(output)
     if Path(model).suffix in _SAVED:
+        _refuse_of_models(context)
         written = run(_saved(model, data, baseline), path=output, title=title)
     else:
-        from .data import read_data
         from .models import load_model
         from .on_data import loss_of, on_data
 
-        if data is None:
-            hint = "rnnlens report MODEL DATA.npz; or a saved result instead of a model"
-            raise InputError(message("A report of a model needs data.", got="no DATA", hint=hint))
-        batch = replace(read_data(data), sample_weight=None)
+        batch = _data(data)
         loaded = load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
-        given: dict[str, Any] = {"layers": layer_names or None, "title": title or Path(model).name}
+        given: dict[str, Any] = {"layers": split(layer_names), "title": title or Path(model).name}
         given |= {"samples": samples, "diagnosis": diagnosis, "jacobian": jacobian, "seed": seed}
         if baseline is not None:
             given["baseline"] = _baseline(baseline, imports, unsafe)
@@ -84,6 +88,28 @@ def report(
         console.print_json({"report": str(written), "bytes": written.stat().st_size})
     else:
         console.say(f"wrote {written}")
+
+
+def _refuse_of_models(context: typer.Context) -> None:
+    """What is asked of a model has no answer in a saved result."""
+    told = [name for name in _OF_MODELS if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    for parameter in context.command.params:
+        if parameter.name in told:
+            got, hint = parameter.opts[0], "leave it out, or report on the model and its data"
+            raise InputError(message("A saved result is shown as it is.", got=got, hint=hint))
+
+
+def _data(path: Path | None) -> Data:
+    """The samples of a file, without their weights: a report counts every sample once."""
+    from .data import read_data
+
+    if path is None:
+        hint = "rnnlens report MODEL DATA.npz; or a saved result instead of a model"
+        raise InputError(message("A report of a model needs data.", got="no DATA", hint=hint))
+    batch = read_data(path)
+    if batch.sample_weight is not None:
+        console.say("sample_weight is left out: a report counts every sample once")
+    return replace(batch, sample_weight=None)
 
 
 def _saved(path: str, data: Path | None, baseline: str | None) -> list[Any]:

@@ -12,15 +12,14 @@ from rich.text import Text
 from ..errors import InputError, did_you_mean, message
 from ..settings import options
 from . import console
+from .words import Memory
 
 
 def show(
     path: Annotated[Path, typer.Argument(help="A saved result.", metavar="RUN.nc")],
     name: Annotated[str | None, typer.Argument(help="A layer, or layer.quantity.", metavar="[LAYER]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; of one quantity all its numbers.")] = False,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Largest size that a file may take in memory, such as '4 GiB'.")
-    ] = None,
+    memory: Memory = None,
 ) -> None:
     """Print what is in a saved result."""
     from ..results.files import open as read

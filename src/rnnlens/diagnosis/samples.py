@@ -118,7 +118,11 @@ def refuse_without_time(x: Any) -> None:
     if not any(len(shape) >= 2 and min(shape[:2]) >= 2 for shape in shapes):
         got = ", ".join(map(str, shapes))
         raise InputError(
-            message("There is no time to look back over.", got=got, expected="x of shape (sample, time, ...)")
+            message(
+                "There is no time to look back over, or no other sample to compare with.",
+                got=got,
+                expected="x of shape (sample, time, ...), at least 2 samples of at least 2 steps",
+            )
         )
 
 

@@ -28,7 +28,7 @@ from ..adapters.keras.training import (
 from ..adapters.registry import adapter_for
 from ..errors import InputError, TrackingWarning, message, shown
 from ..tracking.alerts import Alerts
-from ..tracking.asked import listed, quantities_of, refuse_idle
+from ..tracking.asked import at_the_door, listed, quantities_of, refuse_idle, refuse_unknown
 from ..tracking.incidents import Incidents, checked_on_nonfinite, is_finite
 from ..tracking.loggers import beside
 from ..tracking.loggers import sinks as sinks_of
@@ -138,6 +138,7 @@ class Watch(_Callback):
         If there is nothing to look at, or an argument is none of those above.
     """
 
+    @at_the_door
     def __init__(
         self,
         path: str | PathLike[str] | None = None,
@@ -204,6 +205,7 @@ class Watch(_Callback):
     def _begin(self) -> None:
         """Open what is written to, listen, and record the probe before training."""
         assert self._recorder is not None
+        refuse_unknown(self._layers, adapter_for(self.model), self.model)
         self._open()
         self._step = self._start
         self._recorder.start(self._step)

@@ -13,6 +13,7 @@ from os import PathLike
 from typing import Any
 
 from ..errors import MissingDependencyError, message
+from ..tracking.asked import at_the_door
 from ..tracking.lightning import Following
 from ..tracking.schedule import Every
 from ..tracking.torch.plan import Plan
@@ -56,6 +57,7 @@ class Watch(Following, *_callbacks()):  # type: ignore[misc]
         The last batch that was looked at: ``callback.latest["net.lstm"].output_grad``.
     """
 
+    @at_the_door
     def __init__(
         self,
         path: str | PathLike[str] | None = None,

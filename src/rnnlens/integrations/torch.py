@@ -12,6 +12,7 @@ from os import PathLike
 from typing import Any
 
 from ..adapters.torch.public import cell, step
+from ..tracking.asked import at_the_door
 from ..tracking.schedule import Every
 from ..tracking.torch.plan import Plan
 from ..tracking.torch.watch import Watch
@@ -19,6 +20,7 @@ from ..tracking.torch.watch import Watch
 __all__ = ["cell", "step", "watch"]
 
 
+@at_the_door
 def watch(
     model: Any,
     path: str | PathLike[str] | None = None,

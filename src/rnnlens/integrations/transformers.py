@@ -11,6 +11,7 @@ from os import PathLike
 from typing import Any
 
 from ..errors import MissingDependencyError, message
+from ..tracking.asked import at_the_door
 from ..tracking.schedule import Every
 from ..tracking.torch.plan import Plan
 from ..tracking.transformers import Following, own_loss
@@ -46,6 +47,7 @@ class Watch(Following, TrainerCallback):
         The last batch that was looked at: ``callback.latest["lstm"].output_grad``.
     """
 
+    @at_the_door
     def __init__(
         self,
         path: str | PathLike[str] | None = None,

@@ -11,16 +11,36 @@ from typing import Any
 
 import xarray as xr
 
-from ..arguments import anything, checked, listed, loss, names, seed, text, whole
+from ..arguments import Check, anything, checked, either, listed, loss, names, seed, switch, text, whole
 from ..arguments import path as path_of
 from ..errors import FileError, InputError, message, shown
 from ..results.base import Result
+from ..results.diagnosis import Diagnosis
 from ..verbs.axes import an_axes_table
 from ..verbs.turns import in_turn
 from .material import Material, Question, look, look_at
 from .page import Made, render
 
 __all__ = ["check_path", "report"]
+
+
+def _switch_or(kind: type, expected: str) -> Check:
+    """A switch, or a finished result."""
+
+    def finished(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise InputError(message(f"{name}= is not understood.", got=shown(value)))
+        return value
+
+    return either(switch, finished, expected=expected)
+
+
+def _tokens(name: str, value: Any) -> Any:
+    """From number to text."""
+    if not (callable(value) or isinstance(value, Mapping | Sequence)) or isinstance(value, str):
+        expected = "a list or mapping from number to text, or a function"
+        raise InputError(message(f"{name}= gives no text.", got=shown(value), expected=expected))
+    return value
 
 
 @checked(
@@ -32,9 +52,9 @@ __all__ = ["check_path", "report"]
     loss=loss,
     layers=names,
     samples=whole(least=1),
-    diagnosis=anything,
-    jacobian=anything,
-    tokens=anything,
+    diagnosis=_switch_or(Diagnosis, "True, False, or what rl.diagnose returned"),
+    jacobian=_switch_or(xr.DataArray, "True, False, or what rl.jacobian returned"),
+    tokens=_tokens,
     title=text,
     seed=seed,
     axes=an_axes_table,

@@ -262,6 +262,9 @@ def _words(held: Data, numbers: Sequence[int], tokens: Any) -> list[list[str]] |
         return None
     leaf = np.asarray(data.leaves_of(held.x)[0])
     if leaf.dtype.kind not in "iu" or leaf.ndim != 2:
+        if tokens is not None:
+            got = f"{leaf.dtype} of shape {leaf.shape}"
+            raise InputError(message("tokens= is for inputs of integers.", got=got, expected="(sample, time) of int"))
         return None
     rows = leaf[np.asarray(numbers, dtype=int)]
     if callable(tokens):

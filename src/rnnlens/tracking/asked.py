@@ -1,12 +1,49 @@
-"""What every watch is asked in the same words, checked alike."""
+"""What every watch is asked in the same words, checked alike at the door of each."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
-from ..errors import InputError, message
+from ..adapters.protocol import Adapter
+from ..arguments import Check, anything, called, checked, loss, names, path, switch, whole
+from ..errors import InputError, LayerNotFoundError, did_you_mean, message
 from ..verbs.tracing.wanted import Wanted
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _some_names(name: str, value: Any) -> Any:
+    """As ``names``; also none at all."""
+    return () if isinstance(value, list | tuple) and not value else names(name, value)
+
+
+def _points(name: str, value: Any) -> int | None:
+    return None if value is None else whole(least=1)(name, value)
+
+
+#: What is not here is looked at by what it is for: a schedule, a probe, a logger.
+_TABLE: dict[str, Check] = {
+    "path": path,
+    "loss": loss,
+    "on_batch": called,
+    "quantities": names,
+    "layers": names,
+    "keep": _some_names,
+    "direct": _some_names,
+    "stop_on": _some_names,
+    "resume": switch,
+    "points": _points,
+    "step": whole(least=0),
+}
+
+
+def at_the_door(function: Callable[P, R]) -> Callable[P, R]:
+    """Check what a watch is given, by the name of the argument, before anything is opened."""
+    given = [name for name in inspect.signature(function).parameters if name != "self"]
+    return checked(**{name: _TABLE.get(name, anything) for name in given})(function)
 
 
 def listed(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
@@ -24,9 +61,23 @@ def quantities_of(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
     InputError
         If one is none.
     """
-    names = listed(value)
-    Wanted.of(None, names, True)
-    return names
+    found = listed(value)
+    Wanted.of(None, found, True)
+    return found
+
+
+def refuse_unknown(layers: Iterable[str] | None, adapter: Adapter, model: Any) -> None:
+    """Refuse the name of a layer that the model does not have; one of several calls, ``"lstm#0"``, goes by its layer.
+
+    Raises
+    ------
+    LayerNotFoundError
+        With the names there are.
+    """
+    known = {info.name: None for info in adapter.describe(model)} | dict.fromkeys(adapter.facts(model).submodules)
+    for name in layers or ():
+        if name not in known and name.partition("#")[0] not in known:
+            raise LayerNotFoundError(message(f"No layer is called {name!r}.", hint=did_you_mean(name, known)))
 
 
 def refuse_idle(probe: Any, batches: Any, epochs: Collection[int], of_batches: Mapping[str, Any]) -> None:

@@ -21,8 +21,8 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
@@ -87,6 +87,10 @@ class Store:
     ) -> None:
         self.path = Path(path)
         self._points = points
+        with _said_as_ours(self.path):
+            self._open(resume, provenance)
+
+    def _open(self, resume: bool, provenance: Mapping[str, str] | None) -> None:
         _refuse_what_is_in_the_way(self.path)
         key = os.path.realpath(self.path)
         before = _OPEN.pop(key, None)
@@ -109,7 +113,7 @@ class Store:
         _OPEN[key] = self
         self._kinds: dict[str, _Kind] = {}
         for kind in (kind for kind in KINDS if kind in self._root):
-            self._kinds[kind] = _Kind(self._root[kind], points)
+            self._kinds[kind] = _Kind(self._root[kind], self._points)
 
     @property
     def last_step(self) -> int | None:
@@ -313,6 +317,18 @@ def _rounded(values: Array) -> Array:
     with np.errstate(over="ignore"):
         flat = np.ascontiguousarray(values, dtype=np.float32)
     return np.asarray(codec.decode(codec.encode(flat))).view(np.float32).reshape(values.shape)
+
+
+@contextmanager
+def _said_as_ours(path: Path) -> Iterator[None]:
+    """Within the block, what the system refuses becomes one error of ours."""
+    try:
+        yield
+    except FileError:
+        raise
+    except OSError as error:
+        got = f"{path}: {error.strerror or error}"
+        raise FileError(message("This run cannot be written.", got=got, expected="a folder to write to")) from error
 
 
 def _refuse_what_is_in_the_way(path: Path) -> None:

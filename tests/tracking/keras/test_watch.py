@@ -275,11 +275,15 @@ def test_what_is_no_probe(probe, tmp_path):
         ({"epochs": (1,)}, "there is none"),
         ({"probe": (1, 2), "epochs": 3}, "epochs= are whole numbers"),
         ({"every": -1, "batches": 2}, "no schedule"),
+        ({"evry": 3}, "Watch cannot be called like this.*did you mean 'every'"),
+        ({"path": 3}, "is the path of a file"),
+        ({"points": "many"}, "points= is a whole number"),
+        ({"batches": 1, "on_batch": 3}, "cannot be called"),
     ],
 )
 @once
 def test_what_would_be_ignored_is_refused(options, words):
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=f"(?s){words}"):
         rl.keras.Watch(**options)
 
 
@@ -307,10 +311,13 @@ def test_a_schedule_that_counts_is_asked_once(data):
 def test_what_cannot_begin_leaves_the_model_and_the_run(tmp_path, data):
     x, y, _ = data
     model, path = network(), tmp_path / "a.zarr"
-    with pytest.raises(LayerNotFoundError):
-        fitted(model, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), batches=2, layers="nope")])
+    with pytest.raises(LayerNotFoundError, match="No layer is called 'nope'"):
+        fitted(model, data, [rl.keras.Watch(path, batches=2, layers="nope")])
+    assert not path.exists()
+    with pytest.raises(InputError):
+        fitted(model, data, [rl.keras.Watch(path, probe=(x[:5, :, :2], y[:5]), batches=2)])
     assert type(model.train_function).__module__.split(".")[0] != "rnnlens"
-    assert rl.open(path).ended == "LayerNotFoundError"
+    assert rl.open(path).ended == "InputError"
 
 
 @once

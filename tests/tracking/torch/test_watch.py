@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from torch_trainings import Reader, data, model_and_optimizer, same_weights, train
 
 import rnnlens as rl
-from rnnlens.errors import InputError, TrackingWarning, UnsupportedError
+from rnnlens.errors import CallError, InputError, LayerNotFoundError, TrackingWarning, UnsupportedError
 
 PROBE = tuple(t[:8] for t in data(seed=5))
 
@@ -481,6 +481,14 @@ REFUSED = {
         "on_batch= is of batches",
     ),
     "schedule": (Reader, {"every": -1}, InputError, "no schedule"),
+    "keyword": (Reader, {"evry": 3}, CallError, "did you mean 'every'"),
+    "layer": (Reader, {"layers": "nope"}, LayerNotFoundError, "No layer is called 'nope'"),
+    "number for names": (Reader, {"layers": 3}, InputError, "layers= names nothing"),
+    "number for a path": (Reader, {"path": 3}, InputError, "is the path of a file"),
+    "points": (Reader, {"points": 0}, InputError, "points= is a whole number"),
+    "step": (Reader, {"step": "3"}, InputError, "step= is a whole number"),
+    "on_batch": (Reader, {"on_batch": 3}, InputError, "cannot be called"),
+    "stop_on": (Reader, {"stop_on": 3}, InputError, "stop_on= names nothing"),
     "logger": (Reader, {"loggers": ["tensorbord"]}, InputError, "tensorboard"),
     "optimizer": (Reader, {"optimizer": 3}, InputError, "no optimizer"),
     "nothing to hear": (lambda: nn.Linear(3, 1), {}, UnsupportedError, "nn.LSTM"),

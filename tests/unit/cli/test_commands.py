@@ -122,6 +122,24 @@ def test_a_report_that_cannot_be(rnnlens, folder, keras_files, arguments, what):
     assert not (folder / "report.html").exists()
 
 
+@pytest.mark.parametrize("option", [("--samples", 3), ("-l", "lstm"), ("--no-diagnosis",), ("--seed", 0)])
+def test_a_saved_result_is_reported_on_as_it_is(rnnlens, folder, keras_files, option):
+    rnnlens("trace", keras_files / "good.keras", "data.npz", "-o", "run.nc")
+    said = rnnlens("report", "run.nc", *option)
+    assert said.code == 2
+    assert said.err.startswith("A saved result is shown as it is.")
+
+
+def test_layers_of_a_report_and_weights_of_its_samples(rnnlens, folder, keras_files):
+    data = np.load(folder / "data.npz")
+    np.savez(folder / "weighed.npz", **data, sample_weight=np.ones(len(data["x"])))
+    options = ("-l", "lstm,nope", "--no-diagnosis", "--no-jacobian")
+    said = rnnlens("report", keras_files / "good.keras", "weighed.npz", *options)
+    assert said.code == 2
+    assert said.err.startswith("sample_weight is left out")
+    assert "'nope'" in said.err
+
+
 def test_trace_only_what_is_asked(rnnlens, folder, keras_files):
     arguments = ("-q", "hidden_grad,output", "-q", "mask", "-l", "lstm", "-n", 2, "--loss", "mae", "-o", "run.zarr")
     said = rnnlens("trace", keras_files / "good.keras", "data.npz", *arguments)

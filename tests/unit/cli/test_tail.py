@@ -73,7 +73,7 @@ HEEDS_CTRL_C = (
 
 
 def in_a_terminal(arguments, until, then):
-    """Run ``rnnlens tail`` on a pseudo-terminal; once ``until`` was shown, do ``then``; what was shown, and the code."""
+    """Run ``rnnlens tail`` on a pseudo-terminal; once ``until`` was shown, do ``then``; what was shown, the code."""
     main, side = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", HEEDS_CTRL_C, "tail", "--every", "0.1", *map(str, arguments)],

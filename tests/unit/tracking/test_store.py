@@ -103,6 +103,12 @@ def test_what_is_no_run_is_not_written_to(tmp_path):
     assert (tmp_path / "full.zarr" / "mine").read_text() == "mine"
 
 
+def test_what_the_system_refuses_is_one_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match="This run cannot be written"):
+        Store(tmp_path / "file" / "a.zarr")
+
+
 def test_a_run_is_replaced_on_request(tmp_path):
     written(tmp_path / "a.zarr", [0, 5]).close("finished")
     written(tmp_path / "a.zarr", [3], resume=False).close("finished")

@@ -12,7 +12,7 @@ from ...adapters.registry import adapter_for
 from ...adapters.torch.heard import Listener
 from ...errors import InputError, TrackingWarning, message, shown
 from ..alerts import Alerts
-from ..asked import listed
+from ..asked import listed, refuse_unknown
 from ..incidents import Incidents
 from ..loggers import beside, sinks
 from ..probe import Probe
@@ -61,7 +61,7 @@ class Watch:
     def __enter__(self) -> Self:
         if self._open:
             raise InputError(message("This watch is open already.", hint="one with block at a time"))
-        adapter_for(self.model)
+        refuse_unknown(self.plan.layers, adapter_for(self.model), self.model)
         self.rank, self.world = rank_and_world()
         scheduled = self.plan.heard if self.plan.probes.off else self.plan.probes
         self._recorder = Recorder([], scheduled, rank=self.rank, alerts=Alerts(stop_on=self.plan.stop_on))

@@ -1,0 +1,35 @@
+"""Arguments and options that several commands have, each said once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+#: NumPy's and Keras' own bound.
+LARGEST_SEED = 2**32 - 1
+
+Model = Annotated[str, typer.Argument(help="A .keras file, or package.module:factory.", metavar="MODEL")]
+Weights = Annotated[Path | None, typer.Option(help="Weights for a factory's model: a torch state dict.")]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option("--import", metavar="MODULE", help="Module to import first, where custom layers are defined."),
+]
+Unsafe = Annotated[bool, typer.Option("--unsafe", help="Load also what could run code that the file contains.")]
+Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Largest size that a file may take in memory, such as '4 GiB'.")
+]
+Saved = Annotated[Path | None, typer.Option("--output", "-o", help="Where to save: .nc or .zarr.")]
+Loss = Annotated[
+    str | None, typer.Option(help="Name of a loss, or package.module:function. Default: the compiled one.")
+]
+LayerNames = Annotated[
+    list[str] | None, typer.Option("--layers", "-l", metavar="NAME", help="Only this layer; repeat.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def split(names: list[str] | None) -> list[str] | None:
+    """Names that were given one by one, or with commas between."""
+    return [part.strip() for name in names for part in name.split(",") if part.strip()] if names else None
