@@ -78,20 +78,4 @@ class Watch(Following, *_callbacks()):  # type: ignore[misc]
         points: int | None = 64,
     ) -> None:
         super().__init__()
-        self.plan = Plan(
-            path=path,
-            probe=probe,
-            loss=loss,
-            every=every,
-            epochs=epochs,
-            batches=batches,
-            on_batch=on_batch,
-            quantities=quantities,
-            layers=layers,
-            keep=keep,
-            loggers=loggers,
-            stop_on=stop_on,
-            on_nonfinite=on_nonfinite,
-            resume=resume,
-            points=points,
-        )
+        self.plan = Plan.asked(locals())

@@ -120,5 +120,4 @@ def watch(
     TrackingWarning
         At the end, if nothing was recorded, with the reason; once for every record that failed.
     """
-    given = {name: value for name, value in locals().items() if name != "model"}
-    return Watch(model, Plan(**given))
+    return Watch(model, Plan.asked(locals()))

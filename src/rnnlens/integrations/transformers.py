@@ -70,20 +70,4 @@ class Watch(Following, TrainerCallback):
         super().__init__()
         if isinstance(probe, Mapping):
             probe, loss = (dict(probe),), own_loss if loss is None else loss
-        self.plan = Plan(
-            path=path,
-            probe=probe,
-            loss=loss,
-            every=every,
-            epochs=epochs,
-            batches=batches,
-            on_batch=on_batch,
-            quantities=quantities,
-            layers=layers,
-            keep=keep,
-            loggers=loggers,
-            stop_on=stop_on,
-            on_nonfinite=on_nonfinite,
-            resume=resume,
-            points=points,
-        )
+        self.plan = Plan.asked(locals())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,8 +118,3 @@ def census(array: Array) -> Census:
     finite = np.isfinite(values)
     small = finite & (values != 0) & (np.abs(values) < np.finfo(values.dtype).tiny)
     return Census(values.size, int(np.isnan(values).sum()), int(np.isinf(values).sum()), int(small.sum()))
-
-
-def first_nonfinite(arrays: Mapping[str, Array]) -> str | None:
-    """Name of the first array, in the order given, that holds NaN or an infinity."""
-    return next((name for name, array in arrays.items() if not np.isfinite(np.asarray(array)).all()), None)

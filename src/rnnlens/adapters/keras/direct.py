@@ -16,6 +16,7 @@ from ...typing import Array
 from .dialect import dialect_of
 from .discover import Site, places
 from .facts import facts
+from .hooks import overriding
 
 
 @dataclass
@@ -80,12 +81,6 @@ class Direct:
     @contextmanager
     def _listening(self, passing: Passing, tap: Callable[[Any, str, Passing], Any]) -> Iterator[None]:
         """Overrides methods on the instances of the layers, and of the model for its loss."""
-        saved: list[tuple[dict[str, Any], str, Any]] = []
-
-        def override(thing: Any, name: str, method: Any) -> None:
-            saved.append((vars(thing), name, vars(thing).get(name)))
-            vars(thing)[name] = method
-
         original_loss = self._model._compute_loss
 
         def compute_loss(*arguments: Any, **named: Any) -> Any:
@@ -93,17 +88,11 @@ class Direct:
             passing.loss.append(value)
             return value
 
-        try:
+        with overriding() as override:
             override(self._model, "_compute_loss", compute_loss)
             for site in self._sites:
                 override(site.layer, "inner_loop", _loop(site, passing, tap))
             yield
-        finally:
-            for own, name, old in reversed(saved):
-                if old is None:
-                    own.pop(name, None)
-                else:
-                    own[name] = old
 
 
 def _loop(site: Site, passing: Passing, tap: Callable[[Any, str, Passing], Any]) -> Callable[..., Any]:

@@ -34,6 +34,26 @@ class Call:
         return f"{self.place}|{self.half}|{self.index}"
 
 
+@contextmanager
+def overriding() -> Iterator[Callable[[Any, str, Any], None]]:
+    """Gives a function that puts a method on an instance; each has its own back at the end, whatever happened."""
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+
+    def put(thing: Any, name: str, method: Any) -> None:
+        own = vars(thing)
+        saved.append((own, name, own.get(name)))
+        own[name] = method
+
+    try:
+        yield put
+    finally:
+        for own, name, old in reversed(saved):
+            if old is None:
+                own.pop(name, None)
+            else:
+                own[name] = old
+
+
 @dataclass
 class Listener:
     """Records calls in the order in which they happen.
@@ -53,26 +73,17 @@ class Listener:
     def listening(self, sites: Sequence[Site], plain: Mapping[str, Any]) -> Iterator[None]:
         """Overrides methods on the instances; the caller restores ``vars`` of every layer (see ``found.py``)."""
         halves: dict[str, int] = {}
-        saved: list[tuple[dict[str, Any], str, Any]] = []
+        with overriding() as put:
 
-        def override(layer: Any, name: str, method: Any) -> None:
-            own = vars(layer)
-            saved.append((own, name, own.get(name)))
-            own[name] = heard_here(method, getattr(layer, name))
+            def override(layer: Any, name: str, method: Any) -> None:
+                put(layer, name, heard_here(method, getattr(layer, name)))
 
-        try:
             for site in sites:
                 half = halves[site.name] = halves.get(site.name, -1) + 1
                 site.keras.listen(self, site, half, override)
             for name, layer in plain.items():
                 override(layer, "call", self._plain(name, layer))
             yield
-        finally:
-            for own, name, old in reversed(saved):
-                if old is None:
-                    own.pop(name, None)
-                else:
-                    own[name] = old
 
     def _start(self, place: str, half: int = 0) -> Call:
         index = sum(call.place == place and call.half == half for call in self.calls)

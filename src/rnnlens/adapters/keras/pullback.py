@@ -11,7 +11,7 @@ import numpy as np
 from ...autodiff import Engine, Memo, Tap
 from ...errors import InputError, LayerNotFoundError, message, raised_by
 from ...typing import Array
-from ..protocol import Batch, Port, Pullback
+from ..protocol import Batch, Port, Pullback, refuse_misfits
 from . import loss as losses
 from .data import prepare
 from .dialect import Dialect, dialect_of
@@ -120,7 +120,8 @@ class KerasPullback:
         """K cotangents per ``of`` port, first axis K, to K gradients per ``wrt`` port; None where no path leads."""
         if self._linear is None:
             raise InputError(message("This pullback is closed.", hint="use it inside its with block"))
-        given = {self._spots.keys[p]: self._turned(p, self._checked(p, c), axis=2) for p, c in cotangents.items()}
+        refuse_misfits(cotangents, self._of, self.values)
+        given = {self._spots.keys[p]: self._turned(p, c, axis=2) for p, c in cotangents.items()}
         count = len(next(iter(given.values())))
         size = self._chunk(count)
         with raised_by("The backward pass of your model"):
@@ -136,16 +137,6 @@ class KerasPullback:
     def _chunk(self, count: int) -> int:
         per_row: int = sum(8 * math.prod(array.shape) for array in self.values.values()) * _AROUND
         return min(count, max(1, _CHUNK // max(per_row, 1)))
-
-    def _checked(self, port: Port, cotangent: Array) -> Array:
-        if port not in self._of:
-            raise InputError(message("A cotangent was given for a port that is not among of=.", got=port))
-        shape = tuple(self.values[port].shape)
-        if tuple(cotangent.shape)[1:] != shape:
-            raise InputError(
-                message("A cotangent does not fit its port.", got=tuple(cotangent.shape), expected=("K", *shape))
-            )
-        return cotangent
 
     def _turned(self, port: Port, array: Array, axis: int) -> Array:
         if port not in self._spots.turned:

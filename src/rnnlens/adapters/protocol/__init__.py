@@ -20,7 +20,7 @@ from __future__ import annotations
 from .adapter import Adapter, Cotangents, Rule
 from .captured import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, Outputs, PlainCall, PlainRun, RecurrentCall
 from .facts import ChainLink, Facts, LayerInfo, LayerWeights, Obstacle, Place, Role, Submodule
-from .ports import Port, Pullback
+from .ports import Port, Pullback, refuse_misfits
 
 __all__ = [
     "NOT_LOOKED_INTO",
@@ -44,4 +44,5 @@ __all__ = [
     "Role",
     "Rule",
     "Submodule",
+    "refuse_misfits",
 ]

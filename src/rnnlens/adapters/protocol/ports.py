@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from ...errors import InputError, message
 from ...typing import Array
 
 
@@ -46,3 +47,21 @@ class Pullback(Protocol):
 
     def __enter__(self) -> Pullback: ...
     def __exit__(self, *exc: object) -> None: ...
+
+
+def refuse_misfits(cotangents: Mapping[Port, Array], of: Sequence[Port], values: Mapping[Port, Array]) -> None:
+    """Refuse cotangents that a pull-back cannot take; each has the shape of its port behind one leading axis.
+
+    Raises
+    ------
+    InputError
+        For a port that is not among ``of``, or another shape.
+    """
+    for port, cotangent in cotangents.items():
+        if port not in of:
+            raise InputError(message("A cotangent was given for a port that is not among of=.", got=port))
+        shape = tuple(values[port].shape)
+        if tuple(cotangent.shape)[1:] != shape:
+            raise InputError(
+                message("A cotangent does not fit its port.", got=tuple(cotangent.shape), expected=("K", *shape))
+            )

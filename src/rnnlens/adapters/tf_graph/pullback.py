@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from ...errors import InputError, message
 from ...typing import Array
-from ..protocol import Batch, Port, Pullback
+from ..protocol import Batch, Port, Pullback, refuse_misfits
 from .capture import joined
 from .differentiate import gradients
 from .errors import said_clearly
@@ -84,22 +83,12 @@ class GraphPullback:
 
     def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
         """See :meth:`Pullback.vjp`."""
-        for port, cotangent in cotangents.items():
-            self._check(port, cotangent)
+        refuse_misfits(cotangents, self._of, self.values)
         chosen = tuple(cotangents)
         built: _Built = self._once(f"vjp {chosen}", lambda: self._build(chosen))
         count = len(next(iter(cotangents.values())))
         rows = [self._row(built, {port: c[k] for port, c in cotangents.items()}) for k in range(count)]
         return {port: self._stacked(port, built, rows) for port in self._wrt}
-
-    def _check(self, port: Port, cotangent: Array) -> None:
-        if port not in self._of:
-            raise InputError(message("A cotangent was given for a port that is not among of=.", got=port))
-        shape = tuple(self.values[port].shape)
-        if tuple(cotangent.shape)[1:] != shape:
-            raise InputError(
-                message("A cotangent does not fit its port.", got=tuple(cotangent.shape), expected=("K", *shape))
-            )
 
     def _build(self, of: Sequence[Port]) -> _Built:
         """Add the backward pass from some ports to the copy."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from os import PathLike
-from typing import Any
+from typing import Any, Self
 
 from ...errors import InputError, message, shown
 from ..alerts import checked_stop_on
@@ -44,6 +44,11 @@ class Plan:
     resume: bool = True
     points: int | None = 64
     step: int | None = None
+
+    @classmethod
+    def asked(cls, given: Mapping[str, Any]) -> Self:
+        """Of the arguments of a watch by name, ``locals()`` at its beginning; what is none of ours is left out."""
+        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
     def __post_init__(self) -> None:
         """Refuse what cannot be followed before anything is opened."""
