@@ -291,8 +291,7 @@ class Watch(_Callback):
 
     def _write(self, record: Record) -> None:
         assert self._recorder is not None
-        said, self._said = self._said, ()
-        self._recorder.write(replace(record, notes=(*record.notes, *said)))
+        self._recorder.write(replace(record, notes=(*record.notes, *self._said)))
         if self._recorder.stop is not None:
             self.model.stop_training = True
 
@@ -302,7 +301,7 @@ class Watch(_Callback):
         try:
             self._write(made())
         except Exception as error:
-            if self._recorder.missed(f"{type(error).__name__}: {error}"):
+            if self._recorder.failed(f"{type(error).__name__}: {error}"):
                 _warn(f"Step {self._step} was not recorded; training goes on.", error)
 
     @property

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from ..errors import TrackingWarning
 from .alerts import Alerts
@@ -42,21 +44,27 @@ class Recorder:
         self.closed = False
         self._trained = 0  # records of training itself, which that of step 0 is not
         self._reasons: dict[str, None] = {}
+        self._untold: Counter[str] = Counter()
+        self._said: set[tuple[str, str]] = set()
         self._first: int | None = None
 
     def start(self, step: int) -> None:
         """Training starts, or goes on, after ``step`` batches."""
         self.closed, self._trained, self._first = False, 0, step
         self._reasons.clear()
+        self._untold.clear()
 
     def due(self, step: int, epoch: int) -> bool:
         """Whether this worker is to record now."""
         return self.writes and self.schedule.due(step, epoch)
 
     def write(self, record: Record) -> None:
-        """Hand a record to every sink; one that fails does not keep it from the others."""
+        """Hand a record to every sink; one that fails does not keep it from the others. A note is written once."""
         if self.alerts is not None:
             record = self.alerts.look(record)
+        fresh = tuple(note for note in record.notes if (record.kind, note) not in self._said)
+        self._said.update((record.kind, note) for note in fresh)
+        record = replace(record, notes=fresh)
         self.latest = record
         self._trained += record.kind == "batch" or record.step != self._first
         self._each(lambda sink: sink.write(record))
@@ -70,8 +78,13 @@ class Recorder:
         """Something was looked at, though there is nowhere to record it."""
         self._trained += 1
 
-    def missed(self, reason: str) -> bool:
-        """Remember why a record that was due could not be made; whether that is news."""
+    def missed(self, reason: str) -> None:
+        """Remember why there was nothing to record of a batch that was due; told at the end."""
+        self._reasons[reason] = None
+        self._untold[reason] += 1
+
+    def failed(self, reason: str) -> bool:
+        """Remember why a record could not be made; whether that is news, to be told at once."""
         news = reason not in self._reasons
         self._reasons[reason] = None
         return news
@@ -82,7 +95,7 @@ class Recorder:
         Warns
         -----
         TrackingWarning
-            If nothing was recorded, and why.
+            If nothing was recorded of what was due, or not of every batch, and why.
         """
         if self.closed:
             return
@@ -90,7 +103,7 @@ class Recorder:
         try:
             self._each(lambda sink: sink.close(reason))
         finally:
-            self._tell_nothing(steps)
+            self._tell_what_is_missing(steps)
 
     def fail(self, reason: str) -> None:
         """Training did not even begin: that nothing was recorded is no news beside what kept it."""
@@ -108,10 +121,16 @@ class Recorder:
         if errors:
             raise errors[0]
 
-    def _tell_nothing(self, steps: int) -> None:
-        """Warn where nothing was recorded."""
-        if self.writes and not self.schedule.off and not self._trained:
+    def _tell_what_is_missing(self, steps: int) -> None:
+        """Warn where nothing was recorded, or not all that was due."""
+        if not self.writes or self.schedule.off:
+            return
+        if not self._trained:
             warnings.warn(self._nothing(steps), TrackingWarning, stacklevel=4)
+        elif self._untold:
+            why = "; ".join(f"{reason} ({count} times)" for reason, count in self._untold.items())
+            what = f"{self._untold.total()} of the batches that were due were not recorded: {why}."
+            warnings.warn(what, TrackingWarning, stacklevel=4)
 
     def _nothing(self, steps: int) -> str:
         why = (

@@ -33,7 +33,7 @@ class Following:
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         plan = replace(self.plan, optimizer=optimizer, step=int(state.global_step) or None)
         plan = replace(plan, scaler=getattr(optimizer, "scaler", None))
-        self.watch = Watch(model, plan).__enter__()
+        self.watch = Watch(model, plan, own_loss).__enter__()
         self._handle = None if plan.off else self.watch.model.register_forward_hook(self._told)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -61,8 +61,9 @@ class Following:
 
     def _told(self, model: Any, args: Any, output: Any) -> None:
         """The loss that a model of Hugging Face returns by itself."""
-        if self.watch is not None and self.watch.listens and model.training:
-            self.watch.loss = own_loss(output)
+        watch = self.watch
+        if watch is not None and (watch.listens or watch.reports) and model.training:
+            watch.loss = own_loss(output)
 
     def _close(self, reason: str, *, failed: bool = False) -> None:
         if self._handle is not None:

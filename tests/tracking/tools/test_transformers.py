@@ -1,5 +1,7 @@
 """Hugging Face's own Trainer, followed by a callback."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -31,12 +33,14 @@ class Model(nn.Module):
         return {"loss": nn.functional.mse_loss(predicted, labels), "logits": predicted}
 
 
-def rows(samples=64):
+def rows(samples=64, broken=None):
     x, y = data(samples)
+    if broken is not None:
+        x[broken, 3, 0] = torch.nan
     return [{"x": x[i], "labels": y[i]} for i in range(samples)]
 
 
-def train(folder, callbacks=(), resume=None, **options):
+def train(folder, callbacks=(), resume=None, broken=None, **options):
     torch.manual_seed(0)
     model = Model()
     arguments = TrainingArguments(
@@ -55,7 +59,7 @@ def train(folder, callbacks=(), resume=None, **options):
         disable_tqdm=True,
         seed=3,
     )
-    trainer = Trainer(model, arguments, train_dataset=rows(), callbacks=list(callbacks))
+    trainer = Trainer(model, arguments, train_dataset=rows(broken=broken), callbacks=list(callbacks))
     trainer.train(resume_from_checkpoint=resume)
     return model, trainer
 
@@ -144,3 +148,27 @@ def test_an_error_leaves_what_was_written(tmp_path):
 def test_silence_says_why(tmp_path):
     with pytest.warns(TrackingWarning, match="12 batches were trained on, and every=50 was due at none of them"):
         train(tmp_path / "t", [rl.transformers.Watch(tmp_path / "a.zarr")])
+
+
+@pytest.mark.parametrize("probe", [False, True], ids=["report alone", "beside a probe"])
+def test_the_first_batch_that_is_not_finite_is_written(tmp_path, probe):
+    """With the weights that it met, and where it begins; the loss is the one that the model itself returns."""
+    x, y = data(8, seed=4)
+    looked = {"probe": {"x": x, "labels": y}} if probe else {}
+    watch = rl.transformers.Watch(tmp_path / "a.zarr", every=2 * probe, on_nonfinite="report", **looked)
+    options = {"broken": 40, "num_train_epochs": 1, "lr_scheduler_type": "constant"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TrackingWarning)  # a probe of weights that are NaN
+        train(tmp_path / "t", [watch], **options)
+    incident = rl.open(tmp_path / "a.nonfinite.nc")
+    assert np.isnan(incident.loss)
+    assert np.isnan(incident.x["x"]).sum() == 1
+    (sample,) = np.flatnonzero(np.isnan(incident.x["x"]).any((1, 2)))
+    assert f"first at step 3 of sample {sample}: input[x], feature 0" in incident.found
+    assert all(np.isfinite(weight).all() for weight in incident.weights.values())
+    model = Model()
+    model.load_state_dict({name: torch.as_tensor(value) for name, value in incident.weights.items()})
+    found = rl.find_nonfinite(model, incident.x, loss=lambda output: output["loss"])
+    assert (found.phase, found.sample, found.step) == ("data", sample, 3)
+    alone, _ = train(tmp_path / "t", **options, max_steps=incident.step - 1)
+    assert same_weights(alone, model)

@@ -1,6 +1,7 @@
 """Models and loops as strangers write them: what was heard is held against ``torch.autograd`` of an untouched copy."""
 
 import copy
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -9,10 +10,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
-from torch_trainings import Reader, data
+from torch_trainings import Reader, data, same_weights
 
 import rnnlens as rl
-from rnnlens.errors import UnsupportedError
+from rnnlens.errors import TrackingWarning, UnsupportedError
 
 
 class Packed(nn.Module):
@@ -267,3 +268,115 @@ def test_what_is_not_heard_is_named():
     assert any("not heard in batch mode: cell." in note for note in batch.notes)
     with pytest.raises(UnsupportedError, match="cell"):
         rl.torch.watch(Half(), every=1, layers="cell").__enter__()
+
+
+class Adversaries(nn.Module):
+    """Two networks that train against each other, each with an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.maker, self.made = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 3)
+        self.judge, self.verdict = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 1)
+
+    def make(self, noise):
+        return self.made(self.maker(noise)[0])
+
+    def judged(self, x):
+        return self.verdict(self.judge(x)[0][:, -1])
+
+    def loss_of_judge(self, x, noise):
+        return mse_loss(self.judged(x), torch.ones(len(x), 1)) + self.judged(self.make(noise).detach()).square().mean()
+
+    def loss_of_maker(self, noise):
+        return mse_loss(self.judged(self.make(noise)), torch.ones(len(noise), 1))
+
+    def train_against(self, watched=None, followed="judge", steps=3):
+        """Weights before the last step of the one that is followed; what was heard."""
+        judge = torch.optim.Adam([*self.judge.parameters(), *self.verdict.parameters()], 1e-2)
+        maker = torch.optim.Adam([*self.maker.parameters(), *self.made.parameters()], 1e-2)
+        x, noise = data(8)[0], data(8, seed=9)[0]
+        options = {} if followed == "judge" else {"optimizer": maker}
+        seen, before = [], {}
+        with (
+            nullcontext()
+            if watched is None
+            else rl.torch.watch(self, watched, every=1, on_batch=seen.append, **options)
+        ):
+            for _ in range(steps):
+                before["judge"] = copy.deepcopy(self.state_dict())
+                judge.zero_grad()
+                self.loss_of_judge(x, noise).backward()
+                judge.step()
+                before["maker"] = copy.deepcopy(self.state_dict())
+                maker.zero_grad()
+                self.loss_of_maker(noise).backward()
+                maker.step()
+        twin = Adversaries()
+        twin.load_state_dict(before[followed])
+        return seen, twin
+
+
+@pytest.mark.parametrize("followed", ["judge", "maker"])
+def test_two_optimizers_with_backward_passes_of_their_own(tmp_path, followed):
+    """Each step that counts shows the backward pass that it was taken from, not that of the other optimizer."""
+    torch.manual_seed(0)
+    model, alone = Adversaries(), Adversaries()
+    alone.load_state_dict(model.state_dict())
+    alone.train_against()
+    seen, twin = model.train_against(tmp_path / "a.zarr", followed)
+    assert same_weights(model, alone)
+    layers = ["judge#0", "judge#1"] if followed == "judge" else ["maker", "judge"]
+    assert [list(batch) for batch in seen] == [layers] * 3
+    x, noise = data(8)[0], data(8, seed=9)[0]
+    loss = twin.loss_of_judge(x, noise) if followed == "judge" else twin.loss_of_maker(noise)
+    weight = {"judge": twin.judge, "maker": twin.maker}[followed].weight_hh_l0
+    expected = float(torch.autograd.grad(loss, weight)[0].norm())
+    norms = seen[-1].norms()
+    for name in (
+        f"{followed}/weight_grad_norm/recurrent_kernel",
+        f"{followed}/weight_grad_norm_clipped/recurrent_kernel",
+    ):
+        assert norms[name] == pytest.approx(expected, rel=1e-5)
+    other = {"judge": "maker", "maker": "judge"}[followed]
+    assert (f"{other}/weight_grad_norm/recurrent_kernel" in norms) == (
+        followed == "maker"
+    )  # its pass goes through both
+    notes = rl.open(tmp_path / "a.zarr").notes
+    assert any("Another optimizer stepped between" in note for note in notes) == (followed == "judge")
+
+
+def test_a_training_that_goes_on_in_evaluation_mode_is_named(tmp_path):
+    """Nobody called model.train() after the validation: some batches are there, and why the others are not is said."""
+    torch.manual_seed(0)
+    model, (x, y) = Reader(), data(8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    watch = rl.torch.watch(model, tmp_path / "a.zarr", every=1).__enter__()
+    for step in range(5):
+        if step == 2:
+            model.eval()
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    with pytest.warns(TrackingWarning, match=r"3 of the batches .* evaluation mode, .*model.train\(\) \(3 times\)"):
+        watch.close()
+    assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [1, 2]
+
+
+def test_a_layer_in_evaluation_mode_within_a_training():
+    """Its dropout does not act: neither in the step nor in the replay."""
+    torch.manual_seed(0)
+    model, (x, y) = Reader(num_layers=2, dropout=0.5), data(8)
+    model.dropout.p = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.lstm.eval()
+    with rl.torch.watch(model, every=1) as watch:
+        before = copy.deepcopy(model.state_dict())
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    twin = Reader(num_layers=2)
+    twin.dropout.p = 0.0
+    twin.load_state_dict(before)
+    expected = rl.trace(twin, x, y, loss=mse_loss, training=True)
+    for layer in expected:
+        theirs = expected[layer].hidden_grad
+        np.testing.assert_allclose(watch.latest[layer].hidden_grad, theirs, atol=1e-5 * float(abs(theirs).max()))

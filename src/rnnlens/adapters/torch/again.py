@@ -109,6 +109,8 @@ def _fresh(call: HeardCall) -> nn.Module:
     options: dict[str, Any] = {
         name: getattr(user, name) for name in ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
     }
+    if not call.training:  # a layer in evaluation mode within a model that trains; what replays it sets every mode anew
+        options["dropout"] = 0.0
     if kind is nn.LSTM:
         options["proj_size"] = user.proj_size
     elif kind is nn.RNN:

@@ -21,6 +21,9 @@ from .inputs import on_leaves
 from .record import autocast_around
 from .weights import cell_weights
 
+#: No backward pass: torch counts them from 0.
+NO_PASS = -1
+
 
 @dataclass(eq=False)
 class HeardCall:
@@ -73,6 +76,8 @@ class Listener:
     calls
         Those that a gradient has arrived at, since :meth:`forget`. A forward whose graph dies without one, as in a
         validation, leaves nothing.
+    backward
+        Torch's number of the last backward pass that reached a layer; :data:`NO_PASS` before the first.
     passes, carried
         Backward passes that are accumulated in ``.grad``; whether it held gradients from before this step.
     """
@@ -83,7 +88,7 @@ class Listener:
         self.calls: list[HeardCall] = []
         self.forwards = self.evaluations = self.without_graph = 0
         self.passes, self.carried = 0, False
-        self._forward = self._task = 0
+        self._forward, self.backward = 0, NO_PASS
         self._states: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self.others = [path for path, m in recurrent_modules(self.model) if not isinstance(m, nn.RNNBase)]
@@ -170,7 +175,7 @@ class Listener:
 
     def _arrived(self, call: HeardCall, place: int, grad: Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        if task != self._task:
+        if task != self.backward:
             self._begin(task, call)
         if call not in self.calls:
             self.calls.append(call)
@@ -179,10 +184,12 @@ class Listener:
 
     def _begin(self, task: int, call: HeardCall) -> None:
         """A backward pass has reached a layer: the first of this step, or one more, perhaps through a new forward."""
-        self._task = task
-        fresh = self.weights.is_fresh()
+        self.backward = task
+        fresh = self.weights.is_fresh(call.module)
         self.carried = not fresh if not self.passes else self.carried and not fresh
         self.passes = 1 if fresh else self.passes + 1
+        if fresh:
+            self.weights.begin()
         if self.calls and not any(call is known for known in self.calls) and call.number > self.calls[-1].number:
             self.calls = []
             self.weights.forget_own()

@@ -98,6 +98,7 @@ class WeightListener:
         self.slots: dict[int, Slot] = {}
         self.parameters: dict[int, nn.Parameter] = {}
         self._own: dict[int, Tensor] = {}
+        self._reached: set[int] = set()  # by what is accumulated: others may hold gradients of another step
         self._accumulated: dict[int, Tensor] = {}
         for path, module in modules:
             self._know(path, module)
@@ -112,14 +113,20 @@ class WeightListener:
     def forget(self) -> None:
         """A step is over."""
         self._own, self._accumulated = {}, {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Gradients are accumulated from here on."""
+        self._reached.clear()
 
     def forget_own(self) -> None:
         """Another forward pass begins within the step."""
         self._own = {}
 
-    def is_fresh(self) -> bool:
-        """Whether nothing is accumulated: no gradient anywhere, or zeros."""
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+    def is_fresh(self, module: nn.Module) -> bool:
+        """Whether nothing is accumulated at the weights of a module: no gradient anywhere, or zeros."""
+        mine = (p for p in module.parameters() if id(p) in self.parameters)
+        grads = [p.grad for p in mine if p.grad is not None]
         return not grads or not bool(min(grads, key=Tensor.numel).any())
 
     def accumulated(self) -> None:
@@ -143,7 +150,8 @@ class WeightListener:
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def _held(self) -> dict[int, Tensor]:
-        return {key: p.grad.detach().clone() for key, p in self.parameters.items() if p.grad is not None}
+        held = {key: self.parameters[key].grad for key in self.parameters if key in self._reached}
+        return {key: grad.detach().clone() for key, grad in held.items() if grad is not None}
 
     def _by_slot(self, grads: Mapping[int, Tensor], scale: float) -> dict[Slot, Tensor]:
         return {self.slots[key]: unscaled(grad, scale) for key, grad in grads.items()}
@@ -160,6 +168,7 @@ class WeightListener:
     def _arrival(self, key: int) -> Any:
         def hook(grad: Tensor) -> None:
             if self.on:
+                self._reached.add(key)
                 known = self._own.get(key)
                 self._own[key] = grad.detach().clone() if known is None else known + grad.detach()
 

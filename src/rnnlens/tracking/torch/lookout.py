@@ -28,10 +28,18 @@ class Lookout:
         ``loss(output, target)``, where it is known: with the target it says where in the loss a fault begins.
     incidents
         Where it is written.
+    own_loss
+        ``own_loss(output)``, the loss among what the model itself returns, if it does.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Any] | str | None, incidents: Incidents) -> None:
-        self._model, self._loss, self.incidents = model, loss, incidents
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Any] | str | None,
+        incidents: Incidents,
+        own_loss: Callable[..., Any] | None = None,
+    ) -> None:
+        self._model, self._loss, self._own_loss, self.incidents = model, loss, own_loss, incidents
         self._fed: Any = None
         self._handle = model.register_forward_pre_hook(hook_here(self._remember), with_kwargs=True)
 
@@ -77,7 +85,7 @@ class Lookout:
         adapter_for(self._model)
         if fed is None:
             return "the model itself was not called, so that what it was fed is not known"
-        loss = None if target is None else self._loss
+        loss = self._own_loss if target is None else self._loss
         found = find_nonfinite(self._model, fed, None if loss is None else target, loss=loss, training=True)
         if not found and loss is None:
             return "in the loss or behind it: set watch.target, and give the watch its loss, to be told where"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from numbers import Real
 from typing import Any, Self
 
@@ -41,14 +40,14 @@ class Watch:
         Set by a loop that wants the target of a batch in the report of ``on_nonfinite=``, likewise.
     """
 
-    def __init__(self, model: Any, plan: Plan) -> None:
-        self.model, self.plan = plain_model(model), plan
+    def __init__(self, model: Any, plan: Plan, own_loss: Callable[..., Any] | None = None) -> None:
+        self.model, self.plan, self._own_loss = plain_model(model), plan, own_loss
         self.latest: HeardBatch | None = None
         self._loss: Any = None
         self.steps = self._begun = 0
         self._epoch = 0
-        self._open = self._taken = False
-        self._said: set[str] = set()
+        self._open = False
+        self._taken: int | None = None  # the backward pass whose batch was taken for the step that comes, if one was
         self._listener: Listener | None = None
         self._steps: Steps | None = None
         self._store: Store | None = None
@@ -106,7 +105,8 @@ class Watch:
             self._hear()
         if self.plan.on_nonfinite is not None and self._recorder.writes:
             provenance = adapter_for(self.model).provenance(self.model)
-            self._lookout = Lookout(self.model, self.plan.loss, Incidents(self.plan.path, provenance))
+            incidents = Incidents(self.plan.path, provenance)
+            self._lookout = Lookout(self.model, self.plan.loss, incidents, self._own_loss)
         heard = () if self._listener is None else self._listener.weights.slots
         self._steps = Steps(self.model, heard, self.plan.optimizers, before=self._step_begins, after=self._stepped)
         if self._store is None or self._store.last_step_of("probe") != self.steps:
@@ -259,7 +259,8 @@ class Watch:
         # A closure runs the batch within the step: there is nothing to be looked at yet.
         if not (self._steps is not None and self._steps.runs_batch):
             self.look()
-        if self._listener is not None and self._listener.on and self._listener.calls and not self._taken:
+        listener = self._listener
+        if listener is not None and listener.on and listener.calls and self._taken != listener.backward:
             self._take(applied_scale)
 
     def _take(self, applied_scale: float = 1.0) -> None:
@@ -277,7 +278,7 @@ class Watch:
             notes=self._standing(),
         )
         batch.loss, batch.epoch = _number(self.loss), self._epoch
-        self.latest, self._taken = batch, True
+        self.latest, self._taken = batch, self._listener.backward
 
     def _standing(self) -> list[str]:
         notes = []
@@ -289,6 +290,11 @@ class Watch:
         if self._listener is not None and self._listener.others and self.plan.layers is None:
             cells = ", ".join(self._listener.others)
             notes.append(f"Cells in a loop are not heard in batch mode: {cells}. A probe shows them.")
+        if self._listener is not None and self._taken not in (None, self._listener.backward):
+            notes.append(
+                "Another optimizer stepped between two of these steps, on a backward pass of its own, which is not "
+                "shown; optimizer= names the one that is followed."
+            )
         if self._listener is not None and self._listener.carried:
             notes.append("Weight gradients were not set to zero before the step: those of earlier steps are in them.")
         return notes
@@ -299,15 +305,15 @@ class Watch:
             return
         listener = self._listener
         if listener is not None and listener.on:
-            late = not self._taken or (self._steps is not None and self._steps.runs_batch)
-            if listener.calls and late:
+            # A closure ran the batch within the step.
+            if listener.calls and self._taken != listener.backward:
                 self._take()
             self.steps += 1
             self._record_batch()
         else:
             self.steps += 1
         self._record_probe_if_due()
-        self.loss, self._taken = None, False
+        self.loss, self._taken = None, None
         self._prepare()
 
     # ---- records
@@ -315,14 +321,14 @@ class Watch:
     def _record_batch(self) -> None:
         assert self._listener is not None
         batch = self.latest
-        if not self._taken or batch is None:
+        if self._taken is None or batch is None:
             self._recorder.missed(why_unheard(self._listener))
         elif self._recorder.writes and self._recorder.sinks:
-            self._try(lambda: self._write(record_of(batch, self.plan)))
+            self._try(lambda: record_of(batch, self.plan))
         else:
             self._recorder.counted()
         self._listener.forget()
-        if self._taken and self.plan.on_batch is not None:
+        if self._taken is not None and self.plan.on_batch is not None:
             self.plan.on_batch(batch)
 
     def _record_probe_if_due(self) -> None:
@@ -331,26 +337,20 @@ class Watch:
 
     def _record_probe(self, epoch: int) -> None:
         if self._recorder.writes:
-            self._try(lambda: self._write(self._probe().record(self.model, self.steps, epoch)))
+            self._try(lambda: self._probe().record(self.model, self.steps, epoch))
 
     def _probe(self) -> Probe:
         x, y, weight = (*(self.plan.probe or ()), None, None)[:3]
         return Probe(x, y, weight, listed(self.plan.layers), tuple(self.plan.keep), self.plan.loss)
 
-    def _write(self, record: Record) -> None:
-        """Hand a record on; a note is written once."""
-        fresh = tuple(note for note in record.notes if note not in self._said)
-        self._said.update(fresh)
-        self._recorder.write(replace(record, notes=fresh))
-
-    def _try(self, made: Callable[[], None]) -> None:
-        """A record that fails is told, and training goes on; before the first step it is an error."""
+    def _try(self, made: Callable[[], Record]) -> None:
+        """Record; what fails is told, and training goes on, but before the first step it is an error."""
         try:
-            made()
+            self._recorder.write(made())
         except Exception as error:
             if self.steps == self._begun:
                 raise
-            if self._recorder.missed(f"{type(error).__name__}: {error}"):
+            if self._recorder.failed(f"{type(error).__name__}: {error}"):
                 _warn(f"Step {self.steps} was not recorded; training goes on.", error)
 
 
