@@ -172,6 +172,18 @@ def is_run(path: Path) -> bool:
         return False
 
 
+def refuse_newer(path: Path, attributes: Mapping[str, Any]) -> None:
+    """Refuse a run that a newer rnnlens wrote, whose layout is not known here.
+
+    Raises
+    ------
+    FileError
+        By its schema.
+    """
+    if attributes.get("rnnlens_schema", 0) > SCHEMA_VERSION:
+        raise FileError(message("This run was written by a newer rnnlens.", got=str(path), hint="upgrade rnnlens"))
+
+
 def read_run(path: Path, *, of: str | None = None, memory: int | None = None) -> Run:
     """Read the complete records of a run; by default those of the probe, where there are any.
 
@@ -184,8 +196,7 @@ def read_run(path: Path, *, of: str | None = None, memory: int | None = None) ->
     """
     root = zarr.open_group(path, mode="r", zarr_format=3)
     attrs = dict(root.attrs)
-    if attrs.get("rnnlens_schema", 0) > SCHEMA_VERSION:
-        raise FileError(message("This run was written by a newer rnnlens.", got=str(path), hint="upgrade rnnlens"))
+    refuse_newer(path, attrs)
     there = [kind for kind in _KINDS if kind in root]
     kind = of or (there[0] if there else "probe")
     if of is not None and of not in there:

@@ -23,37 +23,24 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import xarray as xr
 import zarr
-from numcodecs import BitRound
-from zarr.codecs import BloscCodec
 
 from ..errors import FileError, message
 from ..results.files import root_attrs
-from ..results.names import to_paths
-from ..typing import Array
+from ..results.run import is_run, refuse_newer
 from .records import KINDS, Record
+from .rows import Rows
 
 try:
     import fcntl
 except ImportError:  # Windows: two writers of one run are not told apart there
     fcntl = None  # type: ignore[assignment]
 
-_COMPRESSOR = BloscCodec(cname="zstd", clevel=5, shuffle="shuffle")
-#: Bytes of one chunk of a large array; records in one of small ones.
-_CHUNK, _RECORDS = 2**20, 64
-#: Rows that arrays grow by; those behind ``committed`` hold nothing yet, and are cut off at the end.
-_ADVANCE = 64
 #: Stores of this process that were not closed, by their folder.
 _OPEN: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
-#: Bits of the significand that a profile keeps: 1 part in 256.
-PROFILE_BITS = 7
 
 
 class Store:
@@ -106,14 +93,15 @@ class Store:
         if not (self.path / "zarr.json").is_file():  # with its attributes, so that it is a run from its first moment
             zarr.create_group(self.path, zarr_format=3, attributes=root_attrs("run", {}))
         self._root = zarr.open_group(self.path, mode="r+", zarr_format=3)
+        refuse_newer(self.path, self._root.attrs)
         began = {"time": time.time(), "provenance": dict(provenance or {})}
         sessions = [*self._root.attrs.get("sessions", []), began]
         self._root.attrs.update({**root_attrs("run", {}), "sessions": sessions, "ended": None})
         self._closed = False
         _OPEN[key] = self
-        self._kinds: dict[str, _Kind] = {}
+        self._kinds: dict[str, Rows] = {}
         for kind in (kind for kind in KINDS if kind in self._root):
-            self._kinds[kind] = _Kind(self._root[kind], self._points)
+            self._kinds[kind] = Rows(self._root[kind], self._points)
 
     @property
     def last_step(self) -> int | None:
@@ -161,7 +149,7 @@ class Store:
                 message("This run is closed.", got=str(self.path), hint="a path of its own for each training")
             )
         if record.kind not in self._kinds:
-            self._kinds[record.kind] = _Kind(self._root.require_group(record.kind), self._points)
+            self._kinds[record.kind] = Rows(self._root.require_group(record.kind), self._points)
         self._kinds[record.kind].append(record)
 
     def close(self, reason: str) -> None:
@@ -173,150 +161,6 @@ class Store:
         for kind in self._kinds.values():
             kind.close()
         self._unlock()
-
-
-class _Kind:
-    """The records of one kind: a group with a growing ``step``."""
-
-    def __init__(self, group: zarr.Group, points: int | None) -> None:
-        self._group, self._points = group, points
-        self._names: list[str] = list(group.attrs.get("scalars", []))
-        self._layers: list[str] = list(group.attrs.get("layers", []))
-        self._arrays: dict[str, zarr.Array] = {}
-        if "committed" not in group:
-            group.create_array("committed", shape=(), dtype="int64", fill_value=0)
-        self._committed = group["committed"]
-        self._count = int(self._committed[()])
-        for name, dtype in (("step", "int64"), ("epoch", "int64"), ("written", "float64")):
-            self._array(name, (), dtype, ("step",))
-        self._array("scalars", (len(self._names),), "float32", ("step", "scalar"))
-        self._arrays |= {path: group[path] for path in group.attrs.get("arrays", []) if path in group}
-        self._trim(self._count)
-        steps = self._arrays["step"][:]
-        self.last_step: int | None = int(steps[-1]) if self._count else None
-
-    def append(self, record: Record) -> None:
-        """All parts of a record, then their number."""
-        self._put("step", np.int64(record.step))
-        self._put("epoch", np.int64(record.epoch))
-        self._put("written", np.float64(record.time))
-        self._put_scalars(record.scalars)
-        if any(layer not in self._layers for layer in record.layers):
-            self._layers = list(dict.fromkeys([*self._layers, *record.layers]))
-            self._group.attrs.update({"layers": self._layers})
-        paths = to_paths(self._layers)
-        for layer, arrays in record.layers.items():
-            for name, array in arrays.items():
-                self._put_labelled(f"layers{paths[layer]}/{name}", array)
-        if record.notes:
-            notes = [*self._group.attrs.get("notes", []), *([record.step, note] for note in record.notes)]
-            self._group.attrs.update({"notes": notes})
-        self._count += 1
-        self._committed[()] = self._count
-        self.last_step = record.step
-
-    def cut(self, step: int) -> int:
-        """Drop records behind ``step``."""
-        kept = int(np.sum(self._arrays["step"][: self._count] <= step))
-        dropped = self._count - kept
-        if dropped:
-            self._committed[()] = self._count = kept
-            self._trim(kept)
-            self.last_step = int(self._arrays["step"][-1]) if kept else None
-        return dropped
-
-    def close(self) -> None:
-        """No rows but those of complete records."""
-        self._trim(self._count)
-
-    def _trim(self, count: int) -> None:
-        """Cut off what a process that died left half-written, and rows that were made in advance."""
-        for array in self._arrays.values():
-            if array.shape[0] > count:
-                array.resize((count, *array.shape[1:]))
-
-    def _put_scalars(self, scalars: Mapping[str, float]) -> None:
-        new = [name for name in scalars if name not in self._names]
-        if new:
-            self._names += new
-            self._group.attrs.update({"scalars": self._names})
-        row = np.array([scalars.get(name, np.nan) for name in self._names])
-        with np.errstate(over="ignore"):  # of a gradient that explodes: infinite is what it is
-            self._put("scalars", row.astype(np.float32))
-
-    def _put_labelled(self, path: str, array: xr.DataArray) -> None:
-        profile = "sample" not in array.dims
-        values = np.asarray(array.values)
-        labels = {str(dim): array[dim].values for dim in array.dims if dim in array.coords}
-        if profile:
-            values, labels = _thinned(values, list(map(str, array.dims)), labels, self._points)
-            values = _rounded(values)
-        if path not in self._arrays:
-            words = {key: value for key, value in array.attrs.items() if isinstance(value, str | int | float)}
-            axes = {dim: np.asarray(values_).tolist() for dim, values_ in labels.items()}
-            self._array(path, values.shape, str(values.dtype), ("step", *map(str, array.dims)))
-            self._arrays[path].attrs.update({**words, "labels": axes})
-        self._put(path, values)
-
-    def _put(self, path: str, values: Any) -> None:
-        """One row; axes grow where this record is longer than those before, and the rest of a shorter one is NaN."""
-        array = self._arrays[path]
-        shape = np.shape(values)
-        sizes = tuple(map(max, array.shape[1:], shape)) if shape else ()
-        if array.shape[0] <= self._count or array.shape[1:] != sizes:
-            rows = max(array.shape[0], self._count + _ADVANCE)  # not at every record: it writes a file as well
-            array.resize((rows, *sizes))
-        array[(self._count, *map(slice, shape))] = values
-
-    def _array(self, path: str, sizes: tuple[int, ...], dtype: str, dims: tuple[str, ...]) -> None:
-        if path in self._group:
-            self._arrays[path] = self._group[path]
-            self._list()
-            return
-        cell = int(np.prod(sizes, dtype=np.int64)) * np.dtype(dtype).itemsize or 1
-        chunks = (max(1, min(_RECORDS, _CHUNK // cell)), *(max(1, size) for size in sizes))
-        fill = np.nan if np.dtype(dtype).kind == "f" else 0
-        self._arrays[path] = self._group.create_array(
-            path,
-            shape=(0, *sizes),
-            chunks=chunks if len(chunks) > 1 else (1024,),
-            dtype=dtype,
-            fill_value=fill,
-            compressors=_COMPRESSOR,
-            dimension_names=dims,
-        )
-        self._list()
-
-    def _list(self) -> None:
-        """Have the group name its arrays: listing the folder would meet files that are being written."""
-        named = self._group.attrs.get("arrays", [])
-        if any(path not in named for path in self._arrays):
-            self._group.attrs.update({"arrays": list(dict.fromkeys([*named, *self._arrays]))})
-
-
-def _thinned(
-    values: Array, dims: list[str], labels: dict[str, Any], points: int | None
-) -> tuple[Array, dict[str, Any]]:
-    """Profiles of more than ``points`` steps, averaged over as many equal stretches, each labelled by its middle."""
-    for axis, dim in enumerate(dims):
-        size = values.shape[axis]
-        if dim not in ("time", "lag") or points is None or size <= points:
-            continue
-        edges = np.linspace(0, size, points + 1).round().astype(int)
-        parts = [values.take(range(a, b), axis=axis).mean(axis=axis) for a, b in pairwise(edges)]
-        values = np.stack(parts, axis=axis)
-        labels = {**labels, dim: (edges[:-1] + edges[1:] - 1) / 2}
-    return values, labels
-
-
-def _rounded(values: Array) -> Array:
-    """Float32 with zeros where nobody looks, which then take no room once compressed (Klöwer et al. 2021)."""
-    if values.dtype.kind != "f":
-        return values
-    codec = BitRound(keepbits=PROFILE_BITS)
-    with np.errstate(over="ignore"):
-        flat = np.ascontiguousarray(values, dtype=np.float32)
-    return np.asarray(codec.decode(codec.encode(flat))).view(np.float32).reshape(values.shape)
 
 
 @contextmanager
@@ -336,11 +180,8 @@ def _refuse_what_is_in_the_way(path: Path) -> None:
         raise FileError(message("A run is a folder of Zarr.", got=str(path), expected="a path ending in .zarr"))
     if path.is_file():
         raise FileError(message("A file is in the way of a run.", got=str(path), hint="another name"))
-    if path.is_dir() and any(path.iterdir()):
-        from ..results.run import is_run
-
-        if not is_run(path) and not _only_begun(path):
-            raise FileError(message("A folder that is no run is in the way.", got=str(path), hint="another name"))
+    if path.is_dir() and any(path.iterdir()) and not is_run(path) and not _only_begun(path):
+        raise FileError(message("A folder that is no run is in the way.", got=str(path), hint="another name"))
 
 
 def _only_begun(path: Path) -> bool:

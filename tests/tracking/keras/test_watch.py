@@ -13,6 +13,8 @@ ENGINE = keras.backend.backend()
 STEPS, BATCH, EPOCHS = 6, 8, 2
 #: What is the same code on every engine is tested where nothing is compiled.
 once = pytest.mark.full if ENGINE != "torch" else lambda test: test
+#: Steps of JAX cannot be heard from within: there it is all computed anew.
+heard_within = pytest.mark.full if ENGINE == "jax" else lambda test: test
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +294,24 @@ def test_one_name_is_a_name(tmp_path, data):
     x, y, _ = data
     fitted(network(), data, [rl.keras.Watch(tmp_path / "a.zarr", probe=(x[:5], y[:5]), every=4, keep="hidden_grad")])
     assert rl.open(tmp_path / "a.zarr")["lstm"].hidden_grad.dims == ("step", "sample", "time", "unit")
+
+
+@heard_within
+def test_a_layer_that_is_called_twice_has_the_gradients_of_both(data):
+    one, other, lstm = keras.Input((STEPS, 3)), keras.Input((STEPS, 3)), keras.layers.LSTM(4, name="lstm")
+    model = keras.Model([one, other], keras.layers.Dense(1)(lstm(one) + 2 * lstm(other)))
+    model.compile("sgd", "mse")
+    x, y, _ = data
+    seen = []
+
+    def look(batch):
+        seen.append((batch.traced(layers="lstm", quantities="output_grad"), batch.trace))
+
+    watch = rl.keras.Watch(batches=lambda step, epoch: step == 1, direct="lstm", on_batch=look)
+    model.fit([x, x[::-1]], y, batch_size=BATCH, verbose=0, callbacks=[watch])
+    told, whole = seen[0]
+    assert list(told) == list(whole) == ["lstm#0", "lstm#1"]
+    np.testing.assert_allclose(told["lstm#1"].output_grad, 2 * told["lstm#0"].output_grad, rtol=1e-5)
 
 
 @once

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 
 import rnnlens as rl
 from rnnlens.errors import FileError
@@ -107,6 +109,29 @@ def test_what_the_system_refuses_is_one_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match="This run cannot be written"):
         Store(tmp_path / "file" / "a.zarr")
+
+
+def test_a_run_of_another_network_is_not_gone_on_with(tmp_path):
+    written(tmp_path / "a.zarr", [0, 5]).close("finished")
+    store, other = Store(tmp_path / "a.zarr"), record(10)
+    sides = xr.DataArray(np.zeros((7, 2)), dims=("time", "direction"))
+    three = xr.DataArray(np.zeros((3, 7)), dims=("gate", "time"))
+    for name, array in {"adjoint_profile": sides, "gates": three}.items():
+        with pytest.raises(FileError, match="This run is of another network"):
+            store.write(replace(other, scalars={"new": 1.0}, layers={"lstm": {name: array}}))
+    store.write(record(15, time=9))
+    run = rl.open(tmp_path / "a.zarr")
+    assert run.steps.values.tolist() == [0, 5, 15]
+    assert "new" not in run.scalars
+
+
+def test_a_run_of_a_newer_rnnlens_is_left_alone(tmp_path):
+    written(tmp_path / "a.zarr", [0]).close("finished")
+    root = zarr.open_group(tmp_path / "a.zarr", mode="r+")
+    root.attrs["rnnlens_schema"] = 99
+    with pytest.raises(FileError, match="written by a newer rnnlens"):
+        Store(tmp_path / "a.zarr")
+    assert zarr.open_group(tmp_path / "a.zarr", mode="r").attrs["rnnlens_schema"] == 99
 
 
 def test_a_run_is_replaced_on_request(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from ...errors import LayerNotFoundError, UnsupportedError, did_you_mean, message
@@ -58,7 +59,7 @@ class Direct:
         self.loss = float(get(passing.loss[0])) if passing.loss else None
         self.heard = {}
         for site in self._sites:
-            if site.name in passing.gradients:
+            if site.name in passing.gradients and site.name in passing.outputs:
                 pair = {"output": passing.outputs[site.name], "output_grad": passing.gradients[site.name]}
                 arrays = {name: _turned(get(tensor), site) for name, tensor in pair.items()}
                 self.heard[site.name] = {**arrays, "output_grad": arrays["output_grad"] / scale}
@@ -96,10 +97,13 @@ class Direct:
 
 
 def _loop(site: Site, passing: Passing, tap: Callable[[Any, str, Passing], Any]) -> Callable[..., Any]:
-    original, layer = site.layer.inner_loop, site.layer
+    original, layer, calls = site.layer.inner_loop, site.layer, count()
 
     def inner_loop(*arguments: Any, **named: Any) -> Any:
         last, outputs, states = original(*arguments, **named)
+        if next(calls):  # of a layer that is called again nothing is told: each call has gradients of its own
+            passing.outputs.pop(site.name, None)
+            return last, outputs, states
         if layer.return_sequences:
             return last, tap(outputs, site.name, passing), states
         return tap(last, site.name, passing), outputs, states

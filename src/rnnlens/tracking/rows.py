@@ -1,0 +1,193 @@
+"""The records of one kind in a run on disk: arrays that grow by a row for each, and say how many rows are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import xarray as xr
+import zarr
+from numcodecs import BitRound
+from zarr.codecs import BloscCodec
+
+from ..errors import FileError, message
+from ..results.names import to_paths
+from ..typing import Array
+from .records import Record
+
+_COMPRESSOR = BloscCodec(cname="zstd", clevel=5, shuffle="shuffle")
+#: Bytes of one chunk of a large array; records in one of small ones.
+_CHUNK, _RECORDS = 2**20, 64
+#: Rows that arrays grow by; those behind ``committed`` hold nothing yet, and are cut off at the end.
+_ADVANCE = 64
+#: Axes that may be of any length in every record.
+_FREE = ("time", "lag", "sample")
+#: Bits of the significand that a profile keeps: 1 part in 256.
+PROFILE_BITS = 7
+
+
+class Rows:
+    """The records of one kind: a group with a growing ``step``."""
+
+    def __init__(self, group: zarr.Group, points: int | None) -> None:
+        self._group, self._points = group, points
+        self._names: list[str] = list(group.attrs.get("scalars", []))
+        self._layers: list[str] = list(group.attrs.get("layers", []))
+        self._arrays: dict[str, zarr.Array] = {}
+        if "committed" not in group:
+            group.create_array("committed", shape=(), dtype="int64", fill_value=0)
+        self._committed = group["committed"]
+        self._count = int(self._committed[()])
+        for name, dtype in (("step", "int64"), ("epoch", "int64"), ("written", "float64")):
+            self._array(name, (), dtype, ("step",))
+        self._array("scalars", (len(self._names),), "float32", ("step", "scalar"))
+        self._arrays |= {path: group[path] for path in group.attrs.get("arrays", []) if path in group}
+        self._trim(self._count)
+        steps = self._arrays["step"][:]
+        self.last_step: int | None = int(steps[-1]) if self._count else None
+
+    def append(self, record: Record) -> None:
+        """All parts of a record, then their number."""
+        self._refuse_another_network(record)
+        self._put("step", np.int64(record.step))
+        self._put("epoch", np.int64(record.epoch))
+        self._put("written", np.float64(record.time))
+        self._put_scalars(record.scalars)
+        if any(layer not in self._layers for layer in record.layers):
+            self._layers = list(dict.fromkeys([*self._layers, *record.layers]))
+            self._group.attrs.update({"layers": self._layers})
+        paths = to_paths(self._layers)
+        for layer, arrays in record.layers.items():
+            for name, array in arrays.items():
+                self._put_labelled(f"layers{paths[layer]}/{name}", array)
+        if record.notes:
+            notes = [*self._group.attrs.get("notes", []), *([record.step, note] for note in record.notes)]
+            self._group.attrs.update({"notes": notes})
+        self._count += 1
+        self._committed[()] = self._count
+        self.last_step = record.step
+
+    def _refuse_another_network(self, record: Record) -> None:
+        """What a layer is recorded by has the axes, and but for steps and samples the sizes, that it had before."""
+        paths = to_paths([*self._layers, *(layer for layer in record.layers if layer not in self._layers)])
+        for layer, arrays in record.layers.items():
+            for name, array in arrays.items():
+                there = self._arrays.get(f"layers{paths[layer]}/{name}")
+                if there is None:
+                    continue
+                before = dict(zip(there.metadata.dimension_names, there.shape, strict=True))
+                now = {"step": there.shape[0], **{str(dim): size for dim, size in array.sizes.items()}}
+                if list(before) != list(now) or any(before[dim] != now[dim] for dim in before if dim not in _FREE):
+                    raise FileError(
+                        message(
+                            "This run is of another network.",
+                            got=f"{layer}.{name} with {', '.join(f'{dim} {now[dim]}' for dim in list(now)[1:])}",
+                            expected=", ".join(f"{dim} {before[dim]}" for dim in list(before)[1:]),
+                            hint="a path of its own for each network, or resume=False",
+                        )
+                    )
+
+    def cut(self, step: int) -> int:
+        """Drop records behind ``step``."""
+        kept = int(np.sum(self._arrays["step"][: self._count] <= step))
+        dropped = self._count - kept
+        if dropped:
+            self._committed[()] = self._count = kept
+            self._trim(kept)
+            self.last_step = int(self._arrays["step"][-1]) if kept else None
+        return dropped
+
+    def close(self) -> None:
+        """No rows but those of complete records."""
+        self._trim(self._count)
+
+    def _trim(self, count: int) -> None:
+        """Cut off what a process that died left half-written, and rows that were made in advance."""
+        for array in self._arrays.values():
+            if array.shape[0] > count:
+                array.resize((count, *array.shape[1:]))
+
+    def _put_scalars(self, scalars: Mapping[str, float]) -> None:
+        new = [name for name in scalars if name not in self._names]
+        if new:
+            self._names += new
+            self._group.attrs.update({"scalars": self._names})
+        row = np.array([scalars.get(name, np.nan) for name in self._names])
+        with np.errstate(over="ignore"):  # of a gradient that explodes: infinite is what it is
+            self._put("scalars", row.astype(np.float32))
+
+    def _put_labelled(self, path: str, array: xr.DataArray) -> None:
+        profile = "sample" not in array.dims
+        values = np.asarray(array.values)
+        labels = {str(dim): array[dim].values for dim in array.dims if dim in array.coords}
+        if profile:
+            values, labels = _thinned(values, list(map(str, array.dims)), labels, self._points)
+            values = _rounded(values)
+        if path not in self._arrays:
+            words = {key: value for key, value in array.attrs.items() if isinstance(value, str | int | float)}
+            axes = {dim: np.asarray(values_).tolist() for dim, values_ in labels.items()}
+            self._array(path, values.shape, str(values.dtype), ("step", *map(str, array.dims)))
+            self._arrays[path].attrs.update({**words, "labels": axes})
+        self._put(path, values)
+
+    def _put(self, path: str, values: Any) -> None:
+        """One row; axes grow where this record is longer than those before, and the rest of a shorter one is NaN."""
+        array = self._arrays[path]
+        shape = np.shape(values)
+        sizes = tuple(map(max, array.shape[1:], shape)) if shape else ()
+        if array.shape[0] <= self._count or array.shape[1:] != sizes:
+            rows = max(array.shape[0], self._count + _ADVANCE)  # not at every record: it writes a file as well
+            array.resize((rows, *sizes))
+        array[(self._count, *map(slice, shape))] = values
+
+    def _array(self, path: str, sizes: tuple[int, ...], dtype: str, dims: tuple[str, ...]) -> None:
+        if path in self._group:
+            self._arrays[path] = self._group[path]
+            self._list()
+            return
+        cell = int(np.prod(sizes, dtype=np.int64)) * np.dtype(dtype).itemsize or 1
+        chunks = (max(1, min(_RECORDS, _CHUNK // cell)), *(max(1, size) for size in sizes))
+        fill = np.nan if np.dtype(dtype).kind == "f" else 0
+        self._arrays[path] = self._group.create_array(
+            path,
+            shape=(0, *sizes),
+            chunks=chunks if len(chunks) > 1 else (1024,),
+            dtype=dtype,
+            fill_value=fill,
+            compressors=_COMPRESSOR,
+            dimension_names=dims,
+        )
+        self._list()
+
+    def _list(self) -> None:
+        """Have the group name its arrays: listing the folder would meet files that are being written."""
+        named = self._group.attrs.get("arrays", [])
+        if any(path not in named for path in self._arrays):
+            self._group.attrs.update({"arrays": list(dict.fromkeys([*named, *self._arrays]))})
+
+
+def _thinned(
+    values: Array, dims: list[str], labels: dict[str, Any], points: int | None
+) -> tuple[Array, dict[str, Any]]:
+    """Profiles of more than ``points`` steps, averaged over as many equal stretches, each labelled by its middle."""
+    for axis, dim in enumerate(dims):
+        size = values.shape[axis]
+        if dim not in ("time", "lag") or points is None or size <= points:
+            continue
+        edges = np.linspace(0, size, points + 1).round().astype(int)
+        parts = [values.take(range(a, b), axis=axis).mean(axis=axis) for a, b in pairwise(edges)]
+        values = np.stack(parts, axis=axis)
+        labels = {**labels, dim: (edges[:-1] + edges[1:] - 1) / 2}
+    return values, labels
+
+
+def _rounded(values: Array) -> Array:
+    """Float32 with zeros where nobody looks, which then take no room once compressed (Klöwer et al. 2021)."""
+    if values.dtype.kind != "f":
+        return values
+    codec = BitRound(keepbits=PROFILE_BITS)
+    with np.errstate(over="ignore"):
+        flat = np.ascontiguousarray(values, dtype=np.float32)
+    return np.asarray(codec.decode(codec.encode(flat))).view(np.float32).reshape(values.shape)
