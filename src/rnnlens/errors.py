@@ -213,6 +213,15 @@ def runs_again(cell: str) -> Iterator[None]:
         raise UnsupportedError(no_function_of_its_own(cell, f"{type(error).__name__}: {_said(error)}")) from error
 
 
+def two_layers_called(name: str) -> str:
+    """What is said of a model whose layers cannot be told apart by name."""
+    return message(
+        f"Two different layers are called {name!r}.",
+        expected="a name of its own for each layer",
+        hint="pass name= when making the layers",
+    )
+
+
 def no_function_of_its_own(cell: str, got: str) -> str:
     """What to say of a cell that reads what only exists while its model runs."""
     return message(

@@ -344,3 +344,42 @@ def test_a_cell_of_ones_own_in_a_subclass_after_fit():
 
     truth = total(step, None, head, X, y, 5, last=False)
     np.testing.assert_allclose(trace["mine"].hidden_grad.values, truth, atol=1e-13)
+
+
+def test_steps_in_the_graph_below_a_loop():
+    """Recurrences are gone through in the order in which they feed each other, however each of them is run."""
+    inputs = keras.Input((6, 4))
+    below = layers.SimpleRNN(3, return_sequences=True, unroll=True, name="below")(inputs)
+    above = layers.SimpleRNN(2, return_sequences=True, name="above")(below)
+    model = keras.Model(inputs, layers.SimpleRNN(2, unroll=True, name="last")(above))
+    w = model.get_weights()
+    assert list(rl.trace(model, X)) == ["below", "above", "last"]
+
+    def last(x):
+        return rnn(w[6:9], rnn(w[3:6], rnn(w[0:3], x)))[:, -1]
+
+    truth = np.zeros((3, 2, 6, 4))
+    for t in range(6):
+        for k in range(4):
+            moved = X.astype(complex)
+            moved[:, t, k] += 1j * STEP
+            truth[:, :, t, k] = last(moved).imag / STEP
+    found = rl.jacobian(model, X)
+    assert found.certificate.state == "passed"
+    np.testing.assert_allclose(found, truth, atol=1e-14)
+
+
+def test_layers_of_one_name_are_refused():
+    class Twins(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = layers.GRU(3, return_sequences=True, name="rnn"), layers.LSTM(3, name="rnn")
+
+        def call(self, x):
+            return self.two(self.one(x))
+
+    model = Twins()
+    model.compile("sgd", "mse")
+    model.train_on_batch(X, np.zeros((3, 3)))
+    with pytest.raises(rl.errors.ModelError, match="Two different layers are called 'rnn'"):
+        rl.trace(model, X, np.zeros((3, 3)))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message
+from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message, two_layers_called
 from ..protocol import LayerInfo
 from .dialect import Dialect, dialect_of
 from .weights import kind_of, likeness
@@ -228,7 +228,7 @@ def _refusal_of_a_pair(name: str, forward: Any, backward: Any) -> str | None:
 
 def _add_unique(plain: dict[str, Any], name: str, layer: Any) -> None:
     if name in plain and plain[name] is not layer:
-        _raise_twins(name)
+        raise ModelError(two_layers_called(name))
     plain[name] = layer
 
 
@@ -236,17 +236,7 @@ def _refuse_twins(sites: Iterable[Site]) -> None:
     owners: dict[str, Any] = {}
     for site in sites:
         if owners.setdefault(site.name, site.owner) is not site.owner:
-            _raise_twins(site.name)
-
-
-def _raise_twins(name: str) -> None:
-    raise ModelError(
-        message(
-            f"Two different layers are called {name!r}.",
-            expected="a name of its own for each layer",
-            hint="pass name= when making the layers",
-        )
-    )
+            raise ModelError(two_layers_called(site.name))
 
 
 def _info(site: Site) -> LayerInfo:

@@ -49,10 +49,12 @@ class Frame:
     """One while loop.
 
     ``outer``: what each invariant of the body is outside. ``inside``: a tensor, or operations, to tell the body by.
+    ``built``: the number of its first operation, by which recurrences are in the order in which they were built.
     """
 
     name: str
     kind: str
+    built: int
     variables: tuple[Variable, ...]
     outer: Source
     graph: Any
@@ -84,7 +86,7 @@ def frames_of(graph: Any, ends: Iterable[Any]) -> Iterator[Frame]:
     for name, enters in old.items():
         if name in inner:
             continue  # told of with the loop around it
-        found.append((min(op._id for op in enters), partial(_old_frame, name, enters)))
+        found.append((_first(enters), partial(_old_frame, name, enters)))
     for _, make in sorted(found, key=lambda pair: pair[0]):
         yield make()
 
@@ -128,7 +130,11 @@ def _old_frame(name: str, enters: list[Any]) -> Frame:
             variables.append(_old_variable(enter, merge))
     ops = _inside([v.after for v in variables], {v.before.op.name for v in variables} | {e.name for e in enters})
     graph = enters[0].graph
-    return Frame(scope_of(name), "v1", tuple(variables), Source(outer), graph, readers, ops)
+    return Frame(scope_of(name), "v1", _first(enters), tuple(variables), Source(outer), graph, readers, ops)
+
+
+def _first(ops: Iterable[Any]) -> int:
+    return min(int(op._id) for op in ops)
 
 
 def _old_variable(enter: Any, merge: Any) -> Variable:
@@ -158,7 +164,7 @@ def _new_frame(op: Any, functions: dict[str, Any]) -> Frame:
         else:
             variables.append(Variable(op.inputs[i], before, after, op.outputs[i], (op, i)))
     ops = tuple(inner for inner in body.get_operations() if inner.type != "Placeholder")
-    return Frame(scope_of(op.name), "v2", tuple(variables), Source(outer), body, readers, ops)
+    return Frame(scope_of(op.name), "v2", op._id, tuple(variables), Source(outer), body, readers, ops)
 
 
 def body_graph(function: Any, inputs: Sequence[Any], home: Any) -> tuple[Any, list[Any], list[Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tf_keras.src import backend
 
-from ...errors import InputError, ModelError, UnsupportedError, message
+from ...errors import InputError, ModelError, UnsupportedError, message, two_layers_called
 from ...trees import leaves_of
 from ...typing import Array
 from ..protocol import Batch, LayerInfo
@@ -71,6 +71,8 @@ def _names(model: Any, graph: Any, outputs: list[Any]) -> KerasNames:
     owners: dict[str, tuple[str, str]] = {}
     made: dict[str, tuple[str, ...]] = {}
     for name, layer, wrapper in _walk(model):
+        if name in made:
+            raise ModelError(two_layers_called(name))
         sites += _sites(name, layer, wrapper)
         for variable, key in _keys(layer):
             owners.setdefault(variable, (name, key))

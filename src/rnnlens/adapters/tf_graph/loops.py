@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -27,8 +28,15 @@ def find(graph: Any, ends: Iterable[Any]) -> list[Loop]:
         Outputs and loss; loops that lead to none of them (those of gradients, of input pipelines) are left out.
     """
     ends = list(ends)
-    loops = [loop for frame in frames_of(graph, ends) for loop in _loops(frame)]
-    return [*_paired(loops), *unrolled(ends), *fused(ends)]
+    built = [(frame.built, loop) for frame in frames_of(graph, ends) for loop in _loops(frame)]
+    loops = zip((number for number, _ in built), _paired([loop for _, loop in built]), strict=True)
+    steps = [(_first_step(loop), loop) for loop in unrolled(ends)]
+    return [*(loop for _, loop in sorted([*loops, *steps], key=lambda pair: pair[0])), *fused(ends)]
+
+
+def _first_step(loop: Loop) -> float:
+    """The number of the operation that makes the first state of an unrolled loop; one that is refused comes last."""
+    return int(loop.states[0].tensors[0].op._id) if loop.states else math.inf
 
 
 def _loops(frame: Frame) -> list[Loop]:

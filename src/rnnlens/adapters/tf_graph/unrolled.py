@@ -54,7 +54,6 @@ def unrolled(ends: Iterable[Any]) -> list[Loop]:
         groups[key].append(step)
     chains = [chain for steps in groups.values() for chain in _chains(steps)]
     loops = [loop for chain in chains if (loop := _loop(forms, chain)) is not None]
-    loops.sort(key=lambda loop: loop.states[0].tensors[0].op._id)
     return [*loops, *_conditional(ops, {loop.scope for loop in loops}, groups.values())]
 
 
