@@ -7,6 +7,7 @@ import pytest
 from keras_eager import eagerly
 from spoken_keras import LEGACY, keras, the_adapter
 
+import rnnlens as rl
 from rnnlens import errors
 from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
 from rnnlens.adapters.registry import adapter_for
@@ -245,3 +246,35 @@ def test_a_mask_in_a_list_is_that_mask(kind):
     (call,) = adapter.capture(model, Batch([X, real], loss=square), CaptureRequest()).calls
     np.testing.assert_array_equal(call.mask, real)
     assert Run.from_call(call).residual < 1e-12
+
+
+class Loop(keras.layers.Layer):
+    """A cell of Keras' own in a loop by hand."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.cell = keras.layers.GRUCell(3, bias_initializer="random_normal", name="cell")
+
+    def call(self, x):
+        state = keras.ops.concatenate([0 * x[:, 0, :1]] * 3, axis=-1)
+        for t in range(4):
+            state, _ = self.cell(x[:, t], [state])
+        return state
+
+
+def test_the_two_biases_of_a_cell_in_a_loop_by_hand_are_one_weight():
+    """Shown as Keras has them, they were held against one row of the plain run's, and accused."""
+    model = keras.Sequential([keras.Input((4, 2)), Loop(name="loop"), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    found = rl.gradients(model, X, Y, wrt="weights")
+    assert found["loop/cell"].bias.shape == (2, 9)
+    assert found.certificate.state == "passed"
+
+
+def test_a_model_compiled_without_a_loss_says_so():
+    """As those with a train_step of their own are."""
+    model = keras.Sequential([keras.Input((4, 2)), keras.layers.GRU(3), keras.layers.Dense(2)])
+    model.compile("sgd")
+    with pytest.raises(errors.ModelError, match="was compiled without a loss"):
+        rl.trace(model, X, Y)
+    assert rl.trace(model, X, Y, loss="mse").certificate.state == "passed"

@@ -24,6 +24,13 @@ class Kernels(tf_keras.callbacks.Callback):
         self.after.append(self.model.get_weights()[0])
 
 
+class Shifted(tf_keras.__internal__.layers.BaseRandomLayer):
+    """Data moved by chance, as layers for augmentation do."""
+
+    def call(self, x, training=None):
+        return x + self._random_generator.random_uniform((1,)) if training else x
+
+
 def fitted(dropout, *callbacks):
     tf_keras.utils.set_random_seed(1)
     lstm = tf_keras.layers.LSTM(5, dropout=dropout, name="lstm")
@@ -58,3 +65,10 @@ def test_the_gradients_are_those_that_the_optimizer_took():
 def test_masks_that_cannot_be_drawn_again_are_refused():
     with pytest.raises(UnsupportedError, match="Layer 'lstm' draws random numbers in training"):
         fitted(0.3, rl.keras.Watch(batches=1))
+
+
+def test_so_is_a_layer_that_draws_without_a_rate():
+    model = tf_keras.Sequential([tf_keras.Input((6, 3)), Shifted(), tf_keras.layers.LSTM(2), tf_keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(UnsupportedError, match="Layer 'shifted' draws random numbers in training"):
+        model.fit(X, Y, verbose=0, callbacks=[rl.keras.Watch(batches=1)])

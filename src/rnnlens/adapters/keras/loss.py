@@ -87,7 +87,15 @@ def _compiled(model: Any, batch: Batch) -> Loss:
 
     def compiled(x: Any, y: Any, y_pred: Any, weight: Any) -> Any:
         _check_weight(keras, weight, y_pred)
-        return _scalar(keras, keras.whole_loss(model, x, y, y_pred, weight, batch.training))
+        value = keras.whole_loss(model, x, y, y_pred, weight, batch.training)
+        if value is None and not overridden:
+            raise ModelError(
+                message(
+                    f"Model {model.name!r} was compiled without a loss.",
+                    hint="model.compile(loss=...), or pass loss=, as a train_step of your own computes it",
+                )
+            )
+        return _scalar(keras, value)
 
     return compiled
 

@@ -194,20 +194,26 @@ def place(model: Any, layer: str, direction: str | None, key: str) -> Place | No
         sides = ("forward_layer", "backward_layer") if direction is not None else ()
         halves = [getattr(found, side, None) for side in sides]
         half = next((h for h in halves if h is not None and h.go_backwards == (direction == "backward")), found)
-        place = _within(model, getattr(half, "cell", half), key)
+        recurrent = isinstance(half, dialect_of(half).layers.RNN)
+        place = _of_cell(model, half.cell, key) if recurrent else _within(model, half, key)
         if place is not None:
             return place
     return None
 
 
-def _within(model: Any, owner: Any, key: str) -> Place | None:
-    """The variable of a cell or layer that a weight of ours is. Keras has the gates in the order that we have them."""
-    known = registration_of(owner)
+def _of_cell(model: Any, cell: Any, key: str) -> Place | None:
+    """The variable of a recurrent layer's cell that a weight of ours is, or the row of it."""
+    known = registration_of(cell)
     if known is not None:
-        return _registered_place(model, owner, known, key.rpartition("/")[2])
-    # Only cells of known equations have the rows of one variable as two weights.
-    both = has_two_biases(owner) and len(owner.bias.shape) == 2 and key in ("bias", "recurrent_bias")
-    wanted = "bias" if both else key.rpartition("/")[2]
+        return _registered_place(model, cell, known, key.rpartition("/")[2])
+    # Only within a recurrent layer two weights of ours are the rows of one variable.
+    both = has_two_biases(cell) and len(cell.bias.shape) == 2 and key in ("bias", "recurrent_bias")
+    return _within(model, cell, "bias" if both else key, ("bias", "recurrent_bias").index(key) if both else None)
+
+
+def _within(model: Any, owner: Any, key: str, row: int | None = None) -> Place | None:
+    """The variable of a cell or layer by its name. Keras has the gates in the order that we have them."""
+    wanted = key.rpartition("/")[2]
     keras, weights = dialect_of(model), list(getattr(owner, "weights", ()))
     below = [v for v in weights if keras.path(v).endswith(f"/{key}")]
     found = [v for v in weights if keras.variable_name(v) == wanted] or below
@@ -216,7 +222,6 @@ def _within(model: Any, owner: Any, key: str) -> Place | None:
     name = names_of(model).get(id(found[0])) if len(found) == 1 else None
     if name is None:
         return None
-    row = ("bias", "recurrent_bias").index(key) if both else None
     return Place(
         name,
         (lambda array: array) if row is None else (lambda array: array[row]),

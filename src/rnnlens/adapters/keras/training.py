@@ -264,8 +264,10 @@ def _torch_state() -> tuple[Any, list[Any]]:
 
 def _random_layer(model: Any) -> str | None:
     """A layer that draws random numbers in training."""
+    keras = dialect_of(model)
     for layer in model._flatten_layers():
-        if any((getattr(layer, name, 0) or 0) > 0 for name in ("rate", "dropout", "recurrent_dropout", "stddev")):
+        rates = [getattr(layer, name, 0) or 0 for name in ("rate", "dropout", "recurrent_dropout", "stddev")]
+        if any(rate > 0 for rate in rates) or (keras.draws(layer) and not hasattr(layer, "stddev")):
             return str(layer.name)
     return None
 
