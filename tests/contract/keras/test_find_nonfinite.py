@@ -1,15 +1,14 @@
-"""The first number that is not finite in Keras models, and what a watch does with it, on every engine."""
+"""The first number that is not finite in Keras models, of either Keras, and what a watch does with it."""
 
 import logging
 
-import keras
 import numpy as np
 import pytest
-from keras import ops
+from spoken_keras import LEGACY, engine, keras
 
 import rnnlens as rl
 
-L = keras.layers
+L, ops = keras.layers, keras.ops
 
 
 def data(samples=4, steps=12):
@@ -120,12 +119,12 @@ def test_a_watch_writes_the_batch_and_the_weights_that_it_met(tmp_path, caplog):
     """Batch 4 holds a NaN: what was written, put back, is that moment."""
     x, y = data(24)
     x[17, 5, 1] = np.nan
-    model = net(L.LSTM(3, name="lstm"), L.Dropout(0.2))
+    model = net(L.LSTM(3, name="lstm"), L.Dropout(0.0 if LEGACY else 0.2))  # Keras 2 cannot draw again
     met = []
 
     class Before(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
-            if batch == 4 and keras.backend.backend() != "jax":  # there the weights are elsewhere during fit
+            if batch == 4 and engine() != "jax":  # there the weights are elsewhere during fit
                 met.extend(np.array(w) for w in self.model.weights)
 
     watch = rl.keras.Watch(tmp_path / "a.zarr", every=0, on_nonfinite="report")

@@ -1,13 +1,13 @@
-"""A Keras cell of a user's own whose equations were registered, against Keras' differentiation of the loop by hand."""
+"""A cell of a user's own whose equations were registered, in either Keras, against the loop by hand differentiated."""
 
-import keras
 import numpy as np
 import pytest
-from keras import ops
+from spoken_keras import floatx, keras, set_floats
 
 import rnnlens as rl
 from rnnlens.testing import keras_autodiff
 
+ops = keras.ops
 UNITS, STEPS = 3, 5
 X = np.random.default_rng(0).normal(size=(2, STEPS, 2))
 MASK = np.array([[1, 1, 1, 0, 1], [0, 1, 1, 1, 0]])[:, :, None]
@@ -18,12 +18,14 @@ GATES = ("forget", "candidate", "output")
 class Coupled(keras.layers.Layer):
     """Input and forget gate are one; c_t moves the h_t of its own step."""
 
-    def __init__(self, units, **options):
+    def __init__(self, units, penalty=None, **options):
         super().__init__(**options)
         self.units, self.state_size, self.output_size = units, [units, units], units
+        self.penalty = keras.regularizers.get(penalty)
 
     def build(self, shape):
-        self.w = self.add_weight(shape=(shape[-1], 3 * self.units), initializer="glorot_uniform", name="w")
+        size = (shape[-1], 3 * self.units)
+        self.w = self.add_weight(shape=size, initializer="glorot_uniform", name="w", regularizer=self.penalty)
         self.u = self.add_weight(shape=(self.units, 3 * self.units), initializer="orthogonal", name="u")
         self.b = self.add_weight(shape=(3 * self.units,), initializer="random_normal", name="b")
 
@@ -57,12 +59,10 @@ rl.cells.register(Coupled, CoupledEquations, weights={"kernel": "w", "recurrent_
 
 @pytest.fixture(autouse=True)
 def in_float64():
-    before, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
+    before = floatx()
+    set_floats("float64")
     yield
-    keras.config.set_floatx(before)
-    keras.config.set_dtype_policy(policy)
+    set_floats(before)
 
 
 def build(layer, masked=False):
@@ -152,8 +152,6 @@ def test_other_equations_are_refused(sequences):
 
 @pytest.mark.one_engine
 def test_a_regularizer_of_a_registered_cell_is_refused():
-    cell = Coupled(UNITS)
-    model, x = build(keras.layers.RNN(cell, name="rnn"))
-    cell.w.regularizer = keras.regularizers.L2(0.1)
+    model, x = build(keras.layers.RNN(Coupled(UNITS, penalty="l2"), name="rnn"))
     with pytest.raises(rl.errors.UnsupportedError, match="'w' of its registered cell has a regularizer"):
         rl.weights(model, x, loss=loss)
