@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import html
 import io
+import re
 from html.parser import HTMLParser
 
 import numpy as np
@@ -245,6 +247,19 @@ def test_a_baseline_of_another_shape_is_refused(tmp_path, batch):
 def test_what_would_be_ignored_is_refused(tmp_path, batch, given, what):
     with pytest.raises(rl.errors.InputError, match=what):
         rl.report(Classifier(), *batch, tmp_path / "r.html", loss=LOSS, **given)
+
+
+def test_the_code_beside_a_figure_gives_it(page, model, batch):
+    """All but the report itself: it is made by the same call as the one that is tested."""
+    (x, y), loss = batch, LOSS
+    trace = rl.trace(model, x, y, loss=loss)
+    codes = re.findall("<code>(rl[.].*?)</code>", page.text)
+    assert len(codes) > 8
+    for code in dict.fromkeys(map(html.unescape, codes)):
+        if not code.startswith("rl.report"):
+            code = code.replace("diagnose(model, x, y)", "diagnose(model, x, y, loss=loss)")
+            assert eval(code, {"rl": rl, "model": model, "x": x, "trace": trace, "loss": loss, "y": y}) is not None
+    assert "loss=cross_entropy" in page.text
 
 
 def test_finished_results_make_a_page(report_of, model, batch):

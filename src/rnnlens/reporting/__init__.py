@@ -220,4 +220,5 @@ def _word(value: Any, name: str) -> str:
     """A plain value as it is written, a function by its name, anything else by the name of its argument."""
     if isinstance(value, str | int | float | tuple | list):
         return shown(value) if not isinstance(value, str) else repr(value)
-    return str(getattr(value, "__name__", None) or name)
+    called = str(getattr(value, "__name__", ""))
+    return called if called.isidentifier() else name

@@ -39,7 +39,7 @@ def _gradients(tracks: Sequence[Track], over: Over) -> list[Figure]:
         f"{prefix}-gradient",
         "Gradient of the loss through time",
         "Norm over units of the total gradient, also through the layer's own recurrence.",
-        f"rl.plot.gradient_flow(trace, layers=[{layer}])",
+        f"rl.plot.gradient_flow(trace[{layer}])",
     )
     sizes = {name: [norms(track.gradients[state]) for track in tracks] for name, state in names.items()}
     of_each = {name: (f"{prefix}-gradients", place) for place, name in enumerate(names)}
@@ -94,7 +94,7 @@ def of_weights(number: int, track: Track, weights: Weights | None) -> list[Figur
         found.append(of_units(head, np.stack(list(columns.values()), axis=1), list(columns), number))
     if square is not None and track.units <= LARGEST:
         words = "Recurrent kernel, root mean square over gates: row to unit, column from unit."
-        code = f"rl.plot.weights_heatmap(rl.weights(model), layers=[{layer}])"
+        code = f"rl.plot.weights_heatmap(rl.weights(model)[{layer}])"
         found.append(of_units(Head(f"{prefix}-kernel", "From unit to unit", words, code), square, [], number))
     return found
 

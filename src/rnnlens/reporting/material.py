@@ -299,7 +299,7 @@ def _time_map(material: Material, adapter: Adapter, model: Any, held: Data, ques
         outputs = data.leaves_of(adapter.capture(model, Batch(x, seed=question.seed), request).outputs)
         shapes = [tuple(np.shape(plain(leaf))) for leaf in outputs]
         material.time_map = of_model(
-            model, lambda count: held.take(chosen[:count])[0], len(chosen), material.moments[0].tracks, shapes, question
+            model, lambda count: held.take(chosen[:count])[0], chosen, material.moments[0].tracks, shapes, question
         )
     except RnnlensError as error:
         material.left_out.append(f"No time Jacobian: {_reason(error)}")

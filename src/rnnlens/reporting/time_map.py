@@ -57,7 +57,7 @@ class TimeMap:
 def of_model(
     model: Any,
     take: Callable[[int], Any],
-    samples: int,
+    samples: Sequence[int],
     tracks: Sequence[Track],
     outputs: Sequence[tuple[int, ...]],
     question: Question,
@@ -67,7 +67,9 @@ def of_model(
     Parameters
     ----------
     take
-        The first so many of ``samples`` samples, as the model takes them.
+        The first so many samples, as the model takes them.
+    samples
+        Their positions in the data; none where samples are not told apart.
     outputs
         Shapes of the outputs of one sample.
     """
@@ -78,7 +80,7 @@ def of_model(
     rows = min(width, _PROBES)
     step_cost = sum(8 * t.units * (t.units + _width(tracks, i)) for i, t in enumerate(tracks))
     per_row = 0.5 * last.steps * rows * step_cost
-    count = int(np.clip(_OPERATIONS / (per_row * min(last.steps, _ROWS)), 1, max(samples, 1)))
+    count = int(np.clip(_OPERATIONS / (per_row * min(last.steps, _ROWS)), 1, max(len(samples), 1)))
     kept = int(np.clip(_OPERATIONS / (per_row * count), 8, min(last.steps, _ROWS)))
     steps = np.unique(np.linspace(0, last.steps - 1, kept).round().astype(int))
     asked: dict[str, Any] = {"measure": "norm", "across": "mean", "axes": question.axes, "seed": question.seed}
@@ -96,7 +98,8 @@ def of_model(
     shown = {key: value for key, value in asked.items() if value is not None and key not in ("seed", "at")}
     thinned = ", at={...}" if "at" in asked else ""
     arguments = "".join(f", {key}={value!r}" for key, value in shown.items())
-    code = f'rl.jacobian(model, x[:{count}], of="{of}", wrt="{wrt}"{arguments}{thinned})'
+    given = f"x[{list(samples[:count])}]" if samples else "x"
+    code = f'rl.jacobian(model, {given}, of="{of}", wrt="{wrt}"{arguments}{thinned})'
     return _labelled(found, code, count, asked.get("sketch", 0), [track.direction for track in tracks])
 
 
