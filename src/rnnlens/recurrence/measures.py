@@ -92,11 +92,11 @@ def saturation_share(
     if where is not None:
         counted = counted & where
     kind = xp.float64 if gates.dtype == xp.float64 else xp.float32
-    number = xp.sum(xp.astype(counted, kind), axis=axis)
+    number = xp.astype(xp.count_nonzero(counted, axis=axis), kind)
     floor = xp.where(number > 0, number, xp.ones_like(number))
     shares = []
     for beyond in (gates < low, gates > high):
-        share = xp.sum(xp.astype(beyond & counted, kind), axis=axis) / floor
+        share = xp.astype(xp.count_nonzero(beyond & counted, axis=axis), kind) / floor
         shares.append(xp.where(number > 0, share, xp.full_like(share, math.nan)))
     return shares[0], shares[1]
 

@@ -49,10 +49,10 @@ def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, floa
         profiles: dict[str, list[xr.DataArray]] = {}
         for half, values in _halves(layer):
             prefix = name if half is None else f"{name}/{half}"
-            mask = _mask(layer)
-            for kind, profile in _profiles(values, mask, half).items():
+            mask, adjoint = _mask(layer), _adjoint(values)
+            for kind, profile in _profiles(values, adjoint, mask, half).items():
                 profiles.setdefault(kind, []).append(profile)
-            scalars |= {f"{prefix}/{key}": number for key, number in _scalars(values, mask, half).items()}
+            scalars |= {f"{prefix}/{key}": number for key, number in _scalars(values, adjoint, mask, half).items()}
         layers[name] = {kind: _side_by_side(parts) for kind, parts in profiles.items()}
         layers[name] |= {quantity: layer.dataset[quantity] for quantity in keep if quantity in layer}
     return scalars, layers
@@ -87,9 +87,10 @@ def _everywhere(mask: Array | None, shape: tuple[int, ...]) -> Array:
     return np.ones(shape, dtype=bool) if mask is None else mask
 
 
-def _profiles(values: Mapping[str, xr.DataArray], mask: Array | None, half: str | None) -> dict[str, xr.DataArray]:
+def _profiles(
+    values: Mapping[str, xr.DataArray], adjoint: Array | None, mask: Array | None, half: str | None
+) -> dict[str, xr.DataArray]:
     found: dict[str, xr.DataArray] = {}
-    adjoint = _adjoint(values)
     if adjoint is not None:
         where = _everywhere(mask, adjoint.shape)
         found["adjoint_profile"] = _labelled("adjoint_profile", masked_mean(adjoint, where, axis=0), (TIME,))
@@ -97,7 +98,7 @@ def _profiles(values: Mapping[str, xr.DataArray], mask: Array | None, half: str 
         found["lag_profile"] = _labelled("lag_profile", profile, (LAG,))
     gates = values.get("gates")
     if gates is not None and gates.dims == (SAMPLE, TIME, GATE, UNIT):
-        mean = np.asarray(gates.values, dtype=np.float64).mean(axis=-1)
+        mean = gates.values.mean(axis=-1, dtype=np.float64)
         where = _everywhere(mask, mean.shape[:2])[:, :, None]
         over_time = np.moveaxis(np.asarray(masked_mean(mean, where, axis=0)), 0, -1)
         found["gates"] = _labelled("gates", over_time, (GATE, TIME), {GATE: gates[GATE].values})
@@ -113,10 +114,11 @@ def _by_lag(adjoint: Array, where: Array, half: str | None) -> tuple[Array, Arra
     return moved, counted
 
 
-def _scalars(values: Mapping[str, xr.DataArray], mask: Array | None, half: str | None) -> dict[str, float]:
+def _scalars(
+    values: Mapping[str, xr.DataArray], adjoint: Array | None, mask: Array | None, half: str | None
+) -> dict[str, float]:
     """Numbers of one layer, or one direction of it."""
     found: dict[str, float] = {}
-    adjoint = _adjoint(values)
     if adjoint is not None:
         where = _everywhere(mask, adjoint.shape)
         moved, there = _by_lag(adjoint, where, half)

@@ -246,12 +246,143 @@ def test_a_fused_optimizer_unscales_by_itself():
         assert np.linalg.norm(found) == pytest.approx(float(grad.norm()), rel=1e-4)
 
 
-class Half(nn.Module):
-    """A fused layer above a cell in a loop."""
+class CellLoop(nn.Module):
+    """Cells in a loop below a fused layer: the state goes on, and every state is read by what is above."""
+
+    kind = nn.LSTMCell
 
     def __init__(self):
         super().__init__()
-        self.cell, self.lstm, self.head = nn.GRUCell(3, 4), nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 1)
+        self.cell, self.lstm, self.head = self.kind(3, 4), nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 1)
+
+    def forward(self, x):
+        state, states = None, []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            states.append(state[0] if isinstance(state, tuple) else state)
+        return self.head(self.lstm(torch.stack(states, 1))[0][:, -1])
+
+
+class GRULoop(CellLoop):
+    kind = nn.GRUCell
+
+
+class RNNLoop(CellLoop):
+    kind = nn.RNNCell
+
+
+class Decoder(nn.Module):
+    """Two cells, one above the other, that start from learned states; the last states alone are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.lower, self.upper, self.head = nn.LSTMCell(3, 4), nn.GRUCell(4, 5), nn.Linear(9, 1)
+        self.start = nn.Parameter(torch.randn(4) * 0.3)
+
+    def forward(self, x):
+        h = c = self.start.expand(len(x), 4)
+        above = x.new_zeros(len(x), 5)
+        for step in x.unbind(1):
+            h, c = self.lower(step, (h, c))
+            above = self.upper(torch.tanh(h), above)
+        return self.head(torch.cat([c, above], 1))
+
+
+class Attentive(nn.Module):
+    """What the cell is fed depends on the state that it was in."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.ask, self.head = nn.GRUCell(3, 4), nn.Linear(4, 3), nn.Linear(4, 1)
+
+    def forward(self, x):
+        state, total = x.new_zeros(len(x), 4), 0.0
+        for _ in range(x.shape[1]):
+            weights = torch.softmax(torch.einsum("ntf,nf->nt", x, self.ask(state)), 1)
+            state = self.cell(torch.einsum("ntf,nt->nf", x, weights), state)
+            total = total + self.head(state)
+        return total
+
+
+@pytest.mark.parametrize("make", [CellLoop, GRULoop, RNNLoop, Decoder, Attentive])
+def test_cells_in_a_loop_are_heard(make):
+    """Direct gradients of h and c, and all that a replay makes of them, as a trace of the weights before has them."""
+    torch.manual_seed(0)
+    model, (x, y) = make(), data(4)
+    batch, before = trained(model, x, y)
+    expected = rl.trace(before, x, y, loss=mse_loss, training=True)
+    assert expected.certificate.state == "passed"
+    assert list(batch) == list(expected)
+    assert not batch.notes
+    for layer in expected:
+        names = {"output", "output_grad", "final_state_grad", "hidden", "cell", "gates"}
+        names |= {"hidden_grad", "cell_grad", "gate_grad", "input_grad", "initial_state_grad"}
+        for name in names & set(expected[layer]):
+            mine, theirs = batch[layer][name], expected[layer][name]
+            assert mine.dims == theirs.dims, f"{layer}.{name}"
+            scale = max(float(abs(theirs).max()), 1e-30)
+            np.testing.assert_allclose(mine.values, theirs.values, atol=1e-5 * scale, err_msg=f"{layer}.{name}")
+    for name, slot in {"lower": "weight_hh", "cell": "weight_hh"}.items():
+        if hasattr(before, name):
+            weight = getattr(getattr(before, name), slot)
+            grad = torch.autograd.grad(mse_loss(before(x), y), weight)[0]
+            found = batch.weights[name].recurrent_kernel_grad
+            assert np.linalg.norm(found) == pytest.approx(float(grad.norm()), rel=1e-5)
+
+
+class Chunked(CellLoop):
+    """The state goes on, detached in the middle."""
+
+    def forward(self, x):
+        state, total = None, 0.0
+        for t, step in enumerate(x.unbind(1)):
+            state = self.cell(step, tuple(s.detach() for s in state) if t == 6 else state)
+            total = total + self.head(self.lstm(state[0][:, None])[0][:, 0])
+        return total
+
+
+class Masked(CellLoop):
+    """Samples of unlike length: the state is mixed with the one before at every step."""
+
+    kind = nn.GRUCell
+
+    def forward(self, x):
+        state, states = x.new_zeros(len(x), 4), []
+        for t, step in enumerate(x.unbind(1)):
+            real = (torch.arange(len(x)) + 5 > t)[:, None]
+            state = torch.where(real, self.cell(step, state), state)
+            states.append(state)
+        return self.head(self.lstm(torch.stack(states, 1))[0][:, -1])
+
+
+class Fed(CellLoop):
+    """The state is the next input as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+
+    def forward(self, x):
+        state = torch.zeros(len(x), 4) + x[:, 0, :1]
+        states = [state := self.cell(state, state) for _ in range(x.shape[1])]
+        return self.head(self.lstm(torch.stack(states, 1))[0][:, -1])
+
+
+class Own(nn.Module):
+    """A cell of somebody's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(7, 4)
+
+    def forward(self, x, state):
+        return torch.tanh(self.inside(torch.cat([x, state], 1)))
+
+
+class OwnLoop(CellLoop):
+    @staticmethod
+    def kind(features, units):
+        return Own()
 
     def forward(self, x):
         state, states = x.new_zeros(len(x), 4), []
@@ -261,13 +392,47 @@ class Half(nn.Module):
         return self.head(self.lstm(torch.stack(states, 1))[0][:, -1])
 
 
-def test_what_is_not_heard_is_named():
+def test_what_is_heard_of_a_loop_in_pieces_and_what_is_not_is_named():
     torch.manual_seed(0)
-    batch, _ = trained(Half(), *data(4))
+    batch, before = trained(Chunked(), *data(4))
+    expected = rl.trace(before, *data(4), loss=mse_loss, training=True)
+    assert any("its 12 calls are 2 recurrences of 6 to 6 steps" in note for note in batch.notes)
+    for name in ("cell#0", "cell#1"):
+        theirs = expected[name].hidden_grad
+        np.testing.assert_allclose(batch[name].hidden_grad, theirs, atol=1e-5 * float(abs(theirs).max()))
+    batch, _ = trained(Masked(), *data(4))
     assert list(batch) == ["lstm"]
-    assert any("not heard in batch mode: cell." in note for note in batch.notes)
+    assert any("cell: its state is changed between its steps" in note for note in batch.notes)
+    batch, _ = trained(Fed(), *data(4))
+    assert list(batch) == ["lstm"]
+    assert any("cell: it is fed its own state as an input" in note for note in batch.notes)
+    batch, _ = trained(OwnLoop(), *data(4))
+    assert list(batch) == ["lstm"]
+    assert any("not of torch's own making: cell." in note for note in batch.notes)
     with pytest.raises(UnsupportedError, match="cell"):
-        rl.torch.watch(Half(), every=1, layers="cell").__enter__()
+        rl.torch.watch(OwnLoop(), every=1, layers="cell").__enter__()
+
+
+def test_a_loop_of_cells_trains_as_it_would(tmp_path):
+    """Bit for bit; and a validation in between leaves nothing alive."""
+    trainings = []
+    for path in (None, tmp_path / "a.zarr"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Decoder())
+        optimizer = torch.optim.Adam(model.parameters())
+        x, y = data(16)
+        with nullcontext() if path is None else rl.torch.watch(model, path, every=1) as watch:
+            for _ in range(20):
+                optimizer.zero_grad()
+                mse_loss(model(x), y).backward()
+                model(x)  # nobody differentiates it
+                optimizer.step()
+        trainings.append(model)
+    assert same_weights(*trainings)
+    assert watch.latest.passes == 1
+    run = rl.open(tmp_path / "a.zarr")
+    assert len(run.steps) == 20
+    assert list(run) == ["0.lower", "0.upper"]
 
 
 class Adversaries(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import UnsupportedError, message
-from .heard import HeardCall
+from .heard_call import HeardCall
 from .heard_weights import unscaled, widened
 from .inputs import on_leaves
 
@@ -58,7 +58,11 @@ class Again(nn.Module):  # type: ignore[misc]
             if call.random is not None:
                 torch.set_rng_state(call.random)
             with _autocast(call):
-                first, finals = module(*on_leaves(call.args, _same), **on_leaves(call.kwargs, _same))
+                args, kwargs = on_leaves(call.args, _same), on_leaves(call.kwargs, _same)
+                if isinstance(module, nn.RNNCellBase):
+                    returned.append(_looped(module, *args))
+                    continue
+                first, finals = module(*args, **kwargs)
             first = first.data if isinstance(first, PackedSequence) else first
             returned.append([first, finals] if isinstance(finals, Tensor) else [first, *finals])
         return returned
@@ -103,7 +107,35 @@ class Again(nn.Module):  # type: ignore[misc]
         return module
 
 
+def _looped(cell: Any, inputs: Tensor, initial: tuple[Tensor, ...]) -> list[Tensor]:
+    """Every state of a cell by step (sample, time, unit)."""
+    state: Any = initial if len(initial) > 1 else initial[0]
+    states = []
+    for x in inputs.unbind(1):
+        state = cell(x, state)
+        states.append(state if isinstance(state, tuple) else (state,))
+    return [torch.stack(steps, 1) for steps in zip(*states, strict=True)]
+
+
 def _fresh(call: HeardCall) -> nn.Module:
+    made = _fresh_cell(call.module) if isinstance(call.module, nn.RNNCellBase) else _fresh_layer(call)
+    for (layer, direction), weights in call.weights.items():
+        suffix = f"_l{layer}" + ("_reverse" if direction == "backward" else "")
+        for slot, weight in weights.items():
+            name = slot if isinstance(made, nn.RNNCellBase) else slot + suffix
+            setattr(made, name, nn.Parameter(weight.clone()))
+    made.train(call.training)
+    return made
+
+
+def _fresh_cell(user: Any) -> nn.Module:
+    kind = next(kind for kind in (nn.LSTMCell, nn.GRUCell, nn.RNNCell) if isinstance(user, kind))
+    options = {"nonlinearity": user.nonlinearity} if kind is nn.RNNCell else {}
+    made: nn.Module = kind(user.input_size, user.hidden_size, bias=user.bias, device="meta", **options)
+    return made
+
+
+def _fresh_layer(call: HeardCall) -> nn.Module:
     user: Any = call.module
     kind = next(kind for kind in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(user, kind))
     options: dict[str, Any] = {
@@ -115,13 +147,8 @@ def _fresh(call: HeardCall) -> nn.Module:
         options["proj_size"] = user.proj_size
     elif kind is nn.RNN:
         options["nonlinearity"] = user.nonlinearity
-    module: Any = kind(user.input_size, user.hidden_size, device="meta", **options)
-    for (layer, direction), weights in call.weights.items():
-        suffix = f"_l{layer}" + ("_reverse" if direction == "backward" else "")
-        for slot, weight in weights.items():
-            setattr(module, slot + suffix, nn.Parameter(weight.clone()))
-    module.train(call.training)
-    return module
+    made: nn.Module = kind(user.input_size, user.hidden_size, device="meta", **options)
+    return made
 
 
 def _deviation(again: Tensor, before: Tensor) -> float:

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..protocol import RecurrentCall
 from .assemble import half
 from .discover import node_name
-from .heard import HeardCall
+from .heard_call import HeardCall
 from .heard_weights import unscaled
 from .record import Packing
 from .values import replayable
@@ -28,9 +28,37 @@ def direct_calls(calls: Sequence[HeardCall], scale: float) -> list[RecurrentCall
     for call in calls:
         suffix = f"#{seen[call.path]}" if count[call.path] > 1 else ""
         seen[call.path] += 1
+        if isinstance(call.module, nn.RNNCellBase):
+            found.append(_loop(call, call.path + suffix, scale))
+            continue
         name = node_name(call.path, call.module, call.module.num_layers - 1) + suffix
         found += [_call(call, name, side, scale) for side in range(2 if call.module.bidirectional else 1)]
     return found
+
+
+def _loop(call: HeardCall, name: str, scale: float) -> RecurrentCall:
+    """A loop of cells; its output is its first state."""
+    known = class_of(call.module)
+    assert known is not None
+    output, *_ = [replayable(state) for state in call.returned]
+    arrived, *others = [replayable(unscaled(call.grads[place], scale)) for place in range(len(call.returned))]
+    return RecurrentCall(
+        layer=name,
+        direction="forward",
+        bidirectional=False,
+        cell=known_cell(known[0], call.weights[0, "forward"], known[1]),
+        input=output,  # its number of steps and samples is what counts
+        initial_state=tuple(torch.zeros_like(state[:, 0]) for state in call.returned),
+        mask=None,
+        output=output,
+        output_grad=arrived,
+        final_state_grad=(torch.zeros_like(arrived[:, -1]), *(grad[:, -1] for grad in others)),
+        compute_dtype=_half(output),
+    )
+
+
+def _half(output: Tensor) -> str:
+    return str(output.dtype).removeprefix("torch.") if output.dtype.itemsize == 2 else ""
 
 
 def _call(call: HeardCall, name: str, side: int, scale: float) -> RecurrentCall:
@@ -55,7 +83,7 @@ def _call(call: HeardCall, name: str, side: int, scale: float) -> RecurrentCall:
         output=_steps(call, half(output, directions, side), packing),
         output_grad=_steps(call, half(arrived[0], directions, side), packing),
         final_state_grad=tuple(_state(call, grad, row, packing) for grad in arrived[1:]),
-        compute_dtype=str(output.dtype).removeprefix("torch.") if output.dtype.itemsize == 2 else "",
+        compute_dtype=_half(output),
     )
 
 

@@ -1,21 +1,24 @@
 """The recurrent calls of somebody's training step, overheard: nothing is run, replaced or kept in the graph.
 
 A forward hook sees what each call was fed and returned; a hook on the returned tensors hears the gradient that arrives
-there in the user's own backward pass, which is the direct gradient: a fused kernel returns each step once.
+there in the user's own backward pass, which is the direct gradient: a fused kernel returns each step once. Cells in a
+loop are heard by ``heard_loops.py``.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .discover import recurrent_modules, unwrapped
+from .discover import describe, recurrent_modules, unwrapped
+from .heard_call import HeardCall
+from .heard_loops import HeardLoop, Loops, joined, listen_inside
 from .heard_weights import WeightListener
 from .inputs import on_leaves
 from .record import autocast_around
@@ -25,42 +28,8 @@ from .weights import cell_weights
 NO_PASS = -1
 
 
-@dataclass(eq=False)
-class HeardCall:
-    """One call of a fused recurrent module in a training step: what it was fed, what it returned, what came back.
-
-    Attributes
-    ----------
-    args, kwargs
-        Detached copies; empty where only what came back is wanted.
-    weights
-        By layer index and direction, in torch's words; copies where a replay is wanted: the step changes the user's.
-    random
-        State of the generator that dropout between stacked layers drew from; None where none acted.
-    returned
-        Detached: the output (of a packed sequence its data), then the final states.
-    grads
-        By the place in ``returned``: the sum over the backward passes that came through. As torch had it: times the
-        scale of a GradScaler.
-    """
-
-    path: str
-    module: Any
-    training: bool
-    weights: dict[tuple[int, str], dict[str, Tensor]]
-    returned: list[Tensor]
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    packed: PackedSequence | None = None
-    random: Tensor | None = None
-    autocast: torch.dtype | None = None
-    grads: dict[int, Tensor] = field(default_factory=dict)
-    backwards: set[int] = field(default_factory=set)
-    number: int = 0
-
-
 class Listener:
-    """Hears the fused recurrent layers of a model while it trains.
+    """Hears torch's own recurrent layers, and cells, of a model while it trains.
 
     Parameters
     ----------
@@ -85,20 +54,23 @@ class Listener:
     def __init__(self, model: nn.Module, layers: Iterable[str] | None, *, whole: bool) -> None:
         self.model, self.whole = unwrapped(model), whole
         self._on = False
-        self.calls: list[HeardCall] = []
+        self.calls: list[HeardCall | HeardLoop] = []
         self.forwards = self.evaluations = self.without_graph = 0
         self.passes, self.carried = 0, False
         self._forward, self.backward = 0, NO_PASS
         self._states: dict[int, Tensor] = {}
         self._handles: list[Any] = []
-        self.others = [path for path, m in recurrent_modules(self.model) if not isinstance(m, nn.RNNBase)]
-        self.heard = [(path, m) for path, m in recurrent_modules(self.model) if isinstance(m, nn.RNNBase)]
+        self._loops = Loops()
+        self.heard = recurrent_modules(self.model)
+        own = dict(self.heard)
+        self.others = [row.name for row in describe(self.model) if row.name.partition("[")[0] not in own]
         if layers is not None:
             wanted = {name.partition("[")[0] for name in layers}
             self.heard = [(path, m) for path, m in self.heard if path in wanted]
         self.weights = WeightListener(self.heard, self.model.parameters())
         for path, module in self.heard:
-            self._handles.append(module.register_forward_pre_hook(self._before(path), prepend=True))
+            if isinstance(module, nn.RNNBase):
+                self._handles.append(module.register_forward_pre_hook(self._before(path), prepend=True))
             self._handles.append(module.register_forward_hook(self._after(path), with_kwargs=True))
 
     @property
@@ -109,6 +81,10 @@ class Listener:
     @on.setter
     def on(self, value: bool) -> None:
         self._on = self.weights.on = value
+
+    def batch(self) -> tuple[list[HeardCall], list[str]]:
+        """What was heard since :meth:`forget`, in the order of the forward pass, and what is to be said of it."""
+        return joined(sorted(self.calls, key=lambda call: call.number))
 
     def remove(self) -> None:
         """Take every hook away; what is heard of graphs that still live is dropped."""
@@ -134,26 +110,52 @@ class Listener:
     def _after(self, path: str) -> Any:
         def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             if self.on:
-                self._hear(path, module, args, kwargs, output)
+                hear = self._hear if isinstance(module, nn.RNNBase) else self._hear_cell
+                hear(path, module, args, kwargs, output)
 
         return hook
 
-    def _hear(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _trains(self, returned: Iterable[Tensor]) -> bool:
+        """Whether a call is one of training; counts it."""
         self.forwards += 1
-        state = self._states.pop(id(module), None)
-        if not self.model.training:
-            self.evaluations += 1
+        self.evaluations += not self.model.training
+        graph = any(tensor.requires_grad for tensor in returned)
+        self.without_graph += self.model.training and not graph
+        return self.model.training and graph
+
+    def _begun(self, path: str, module: Any, returned: Sequence[Tensor]) -> HeardCall:
+        """A call, as far as it is the same for a fused layer and for a loop of cells."""
+        self._forward += 1
+        weights = _weights(module, _copied if self.whole else Tensor.detach)
+        call = HeardCall(path, module, bool(module.training), weights, [t.detach() for t in returned])
+        call.number, call.autocast = self._forward, autocast_around(returned[0])
+        return call
+
+    def _hear_cell(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        new = [output] if isinstance(output, Tensor) else list(output)
+        if not self._trains(new):
             return
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        state = given.get("hx")
+        fed = given["input"], [] if state is None else [state] if isinstance(state, Tensor) else list(state)
+        loop = self._loops.step(fed, new, lambda: self._begun(path, module, new))
+        if self.whole:
+            loop.inputs.append(_copied(fed[0]))
+        listener = weakref.ref(self)
+        listen_inside(loop, fed, new, lambda: (here := listener()) is not None and here.on)
+        for place, tensor in enumerate(new):
+            if tensor.requires_grad:
+                tensor.register_hook(self._arrival(loop, (place, len(loop) - 1)))
+
+    def _hear(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        state = self._states.pop(id(module), None)
         first, finals = output
         tensors = [first.data if isinstance(first, PackedSequence) else first]
         tensors += [finals] if isinstance(finals, Tensor) else list(finals)
-        if not any(tensor.requires_grad for tensor in tensors):
-            self.without_graph += 1
+        if not self._trains(tensors):
             return
-        self._forward += 1
-        weights = _weights(module, _copied if self.whole else Tensor.detach)
-        call = HeardCall(path, module, bool(module.training), weights, [t.detach() for t in tensors])
-        call.number, call.random, call.autocast = self._forward, state, autocast_around(tensors[0])
+        call = self._begun(path, module, tensors)
+        call.random = state
         call.packed = first if isinstance(first, PackedSequence) else None
         if self.whole:
             call.args, call.kwargs = on_leaves(args, _copied), on_leaves(kwargs, _copied)
@@ -161,7 +163,7 @@ class Listener:
             if tensor.requires_grad:
                 tensor.register_hook(self._arrival(call, place))
 
-    def _arrival(self, call: HeardCall, place: int) -> Any:
+    def _arrival(self, call: HeardCall | HeardLoop, place: Any) -> Any:
         # The hook alone keeps the call alive: it dies with the graph of a forward that nobody differentiates.
         listener = weakref.ref(self)
 
@@ -173,7 +175,7 @@ class Listener:
 
         return hook
 
-    def _arrived(self, call: HeardCall, place: int, grad: Tensor) -> None:
+    def _arrived(self, call: Any, place: Any, grad: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if task != self.backward:
             self._begin(task, call)
@@ -182,10 +184,10 @@ class Listener:
         call.backwards.add(task)
         call.grads[place] = grad if place not in call.grads else call.grads[place] + grad
 
-    def _begin(self, task: int, call: HeardCall) -> None:
+    def _begin(self, task: int, call: HeardCall | HeardLoop) -> None:
         """A backward pass has reached a layer: the first of this step, or one more, perhaps through a new forward."""
         self.backward = task
-        fresh = self.weights.is_fresh(call.module)
+        fresh = self.weights.is_fresh((call.call if isinstance(call, HeardLoop) else call).module)
         self.carried = not fresh if not self.passes else self.carried and not fresh
         self.passes = 1 if fresh else self.passes + 1
         if fresh:

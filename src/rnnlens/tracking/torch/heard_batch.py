@@ -13,7 +13,7 @@ from ...adapters.protocol import Capture
 from ...adapters.registry import adapter_for
 from ...adapters.torch.again import Again
 from ...adapters.torch.direct import direct_calls
-from ...adapters.torch.heard import HeardCall
+from ...adapters.torch.heard_call import HeardCall
 from ...adapters.torch.heard_weights import WeightGradients
 from ...results.checks import Check
 from ...results.trace import LayerTrace, Trace
@@ -59,7 +59,7 @@ class HeardBatch:
         notes: Iterable[str] = (),
     ) -> None:
         self._model = model
-        self._calls = sorted(calls, key=lambda call: call.number)
+        self._calls = calls
         self._gradients = weights
         self.step, self.scale, self.passes = step, scale, passes
         self.loss: float | None = None

@@ -25,7 +25,7 @@ def refuse_unheard(listener: Listener) -> None:
     if not listener.heard:
         raise UnsupportedError(
             message(
-                "Batch mode hears nn.RNN, nn.LSTM and nn.GRU, and there is none among the layers watched.",
+                "Batch mode hears nn.RNN, nn.LSTM, nn.GRU and their cells, and there is none among the layers watched.",
                 got=", ".join(listener.others) or "no recurrent layer of torch's own",
                 hint="a probe shows every layer: rl.torch.watch(model, path, probe=(x, y), loss=loss)",
             )

@@ -268,14 +268,15 @@ class Watch:
         assert self._listener is not None
         scaler = self.plan.scaler or scaler_on_stack()
         scale = 1.0 if scaler is None else float(scaler.get_scale())
+        calls, notes = self._listener.batch()
         batch = HeardBatch(
             self.model,
-            self._listener.calls,
+            calls,
             self._listener.weights.read(scale, applied_scale),
             step=self.steps + 1,
             scale=scale,
             passes=self._listener.passes,
-            notes=self._standing(),
+            notes=[*self._standing(), *notes],
         )
         batch.loss, batch.epoch = _number(self.loss), self._epoch
         self.latest, self._taken = batch, self._listener.backward
@@ -289,7 +290,7 @@ class Watch:
             )
         if self._listener is not None and self._listener.others and self.plan.layers is None:
             cells = ", ".join(self._listener.others)
-            notes.append(f"Cells in a loop are not heard in batch mode: {cells}. A probe shows them.")
+            notes.append(f"Not heard in batch mode, since not of torch's own making: {cells}. A probe shows them.")
         if self._listener is not None and self._taken not in (None, self._listener.backward):
             notes.append(
                 "Another optimizer stepped between two of these steps, on a backward pass of its own, which is not "
