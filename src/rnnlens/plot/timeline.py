@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -38,7 +39,15 @@ _PANELS = {
     "near_1": "share of gates near 1",
     "dead_units": "share of dead units",
     "weight_norm": "norm of weights",
+    "direct": "size of the direct gradient",
+    "weight_grad_norm": "norm of the gradient of weights",
+    "grad_norm": "norm of the gradient of all weights",
+    "backward_passes": "backward passes accumulated",
 }
+#: ``lstm/weight_norm/kernel``, ``grad_norm_clipped``: layer, kind, whether it is after clipping, weight.
+_NORM = re.compile(
+    r"(?:(?P<layer>.+)/)?(?P<kind>weight_norm|weight_grad_norm|grad_norm)(?P<after>_clipped)?(?:/(?P<weight>\w+))?"
+)
 _SHARES = ("near_0", "near_1", "dead_units", "accuracy")
 
 
@@ -130,16 +139,17 @@ def _groups(chosen: Mapping[str, xr.DataArray]) -> dict[str, dict[str, xr.DataAr
 
 def _parted(name: str) -> tuple[str, str]:
     """``lstm/weight_norm/kernel``: a kind, and what tells its lines apart."""
-    before, found, after = name.partition("/weight_norm/")
-    if found:
-        return "weight_norm", f"{before} {after}"
+    norm = _NORM.fullmatch(name)
+    if norm is not None:
+        words = (norm["layer"], norm["weight"], norm["after"] and "clipped")
+        return norm["kind"], " ".join(word for word in words if word)
     rest, _, kind = name.rpartition("/")
     return kind, rest.replace("/", " ")
 
 
 def _draw(ax: Any, kind: str, lines: Mapping[str, xr.DataArray], keywords: Mapping[str, Any]) -> None:
     for (rest, scalar), colour in zip(lines.items(), line_colours(len(lines)), strict=True):
-        scalar_line(ax, scalar, label=rest or kind, colour=colour)
+        scalar_line(ax, scalar, label=rest or kind.replace("_", " "), colour=colour)
         ax.lines[-1].set(**keywords)
     if kind in _SHARES:
         ax.set_ylim(-0.03, 1.03)

@@ -127,6 +127,17 @@ def test_a_panel_per_kind_of_number_and_a_line_per_layer():
     assert axes[2].get_ylim() == (-0.03, 1.03)
 
 
+def test_norms_of_gradients_are_told_from_norms_of_weights():
+    norms = ["grad_norm", "grad_norm_clipped", "a/lstm/weight_norm/kernel", "a/lstm/weight_grad_norm/kernel"]
+    names = {name: [1.0] * 5 for name in [*norms, "bi/forward/weight_grad_norm_clipped/recurrent_kernel"]}
+    drawn = {ax.get_title(): [line.get_label() for line in ax.lines] for ax in rl.plot.timeline(a_run(names=names))}
+    assert drawn == {
+        "norm of weights": ["a/lstm kernel"],
+        "norm of the gradient of weights": ["a/lstm kernel", "bi/forward recurrent_kernel clipped"],
+        "norm of the gradient of all weights": ["grad norm", "clipped"],
+    }
+
+
 def test_what_is_not_finite_is_marked():
     axes = rl.plot.timeline(a_run(names=NAMES), "*/near_1")
     (marks,) = [line for line in axes[0].lines if line.get_gid() == "non-finite"]
