@@ -121,14 +121,10 @@ def test_keras_3_is_not_loaded_for_a_model_of_keras_2():
     import sys
 
     model = keras.Sequential([keras.Input((5, 2)), keras.layers.GRU(2)])
-    rl.trace(model, X, loss=lambda y, p: tf.reduce_sum(p))
+    trace = rl.trace(model, X, loss=lambda y, p: tf.reduce_sum(p))
     assert not [name for name in sys.modules if name == "keras" or name.startswith("keras.")]
     assert "rnnlens.adapters.keras.keras3" not in sys.modules
-    assert (
-        str(rl.trace(model, X).provenance["framework"]).startswith("tf_keras 2.21")
-        if hasattr(rl.trace(model, X), "provenance")
-        else True
-    )
+    assert str(trace.provenance["framework"]).startswith("tf_keras 2.21")
 
 
 @pytest.mark.usefixtures("float64")
@@ -161,3 +157,12 @@ def test_a_version_that_nobody_tested_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(keras, "__version__", "2.15.0")
     with pytest.raises(errors.UnsupportedError, match=r"got: +tf_keras 2\.15\.0\n +expected: tf_keras 2\.21\.x"):
         importlib.reload(keras2)
+
+
+def test_a_model_compiled_without_a_loss_says_so():
+    """As those with a train_step of their own are."""
+    model = keras.Sequential([keras.Input((5, 2)), keras.layers.GRU(3), keras.layers.Dense(1)])
+    model.compile("sgd")
+    with pytest.raises(errors.ModelError, match="was compiled without a loss"):
+        rl.trace(model, X, Y)
+    assert rl.trace(model, X, Y, loss="mse").certificate.state == "passed"
