@@ -117,3 +117,49 @@ def test_several_batches_are_one(parts):
     whole = rl.gradients(net, X, of="output", reduce="sum", wrt="rnn/kernel")
     parts = rl.gradients(net, X, of="output", reduce="sum", wrt="rnn/kernel", batch_size=1)
     np.testing.assert_allclose(parts, whole, rtol=1e-12)
+
+
+def test_a_variable_in_no_scope_is_no_layer_to_look_into(parts):
+    sess, x, y, state, _out, _loss = parts
+    alone = tf.get_variable("alone", [2, 2], tf.float64)
+    sess.run(alone.initializer)
+    net = rl.tf1.graph(sess, inputs=x, outputs=state @ alone, loss=tf.reduce_mean((state @ alone - y) ** 2), targets=y)
+    assert not rl.find_nonfinite(net, X, Y)
+    broken = X.copy()
+    broken[1, 2, 0] = np.nan
+    found = rl.find_nonfinite(net, broken, Y)
+    assert (found.layer, found.sample, found.step) == ("input", 1, 2)
+    with pytest.raises(rl.errors.LayerNotFoundError, match="one of: 'rnn', 'variables'"):
+        rl.trace(net, X, Y, layers="nope")
+
+
+def test_a_loop_that_is_refused_is_left_out_of_a_search_and_named(parts):
+    sess, x, *_ = parts
+
+    def both(before, now):  # a state that is no (sample, unit) numbers
+        hidden, summed = tf.unstack(before)
+        hidden = tf.tanh(now[:, :2] + hidden)
+        return tf.stack([hidden, summed + hidden])
+
+    states = tf.scan(both, tf.transpose(x, [1, 0, 2]), tf.zeros([2, 2, 2], tf.float64))
+    net = rl.tf1.graph(sess, inputs=x, outputs=states[-1])
+    assert "refused" in rl.layers(net)[0].options
+    found = rl.find_nonfinite(net, X)
+    assert not found
+    assert any(note.startswith("Not looked into") for note in found.notes)
+
+
+def test_what_a_graph_is_fed_wrongly_is_one_error(parts):
+    sess, x, y, _state, out, loss = parts
+    net = rl.tf1.graph(sess, inputs=x, outputs=out, loss=loss, targets=y)
+    with pytest.raises(rl.errors.InputError, match="x is empty"):
+        rl.trace(net, X[:0], Y[:0])
+    with pytest.raises(rl.errors.UserCodeError, match="Incompatible shapes"):
+        rl.trace(net, X, Y[[0, 1, 1]])
+    with pytest.raises(rl.errors.InputError, match="feed= is given by tensor"):
+        rl.tf1.graph(sess, inputs=x, feed=[1])
+    with pytest.raises(rl.errors.CallError, match="did you mean 'inputs'"):
+        rl.tf1.graph(sess, input=x)
+    sess.close()
+    with pytest.raises(rl.errors.InputError, match="The session is closed"):
+        rl.trace(net, X, Y)

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message
+from ...errors import UnsupportedError
 from ...typing import Array
 from ..protocol import Batch, Capture, CaptureRequest, PlainCall, Port, RecurrentCall
 from .cells import Renamed
+from .chosen import chosen, within_reach
 from .differentiate import gradients
 from .errors import said_clearly
 from .found import Border, Loop
@@ -33,6 +34,7 @@ class _Asked:
     fetches: dict[Any, Any] = field(default_factory=dict)
     loops: list[Loop] = field(default_factory=list)
     plain: dict[str, Spot] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def capture(net: Net, batch: Batch, request: CaptureRequest) -> Capture:
@@ -56,7 +58,8 @@ def _order(batch: Batch) -> tuple[str, ...]:
 def _ask(found: Opened, batch: Batch, request: CaptureRequest) -> _Asked:
     """Decide what to fetch, and build it."""
     asked = _Asked()
-    asked.loops, names = _chosen(found, request)
+    layers, asked.notes = within_reach(found, request)
+    asked.loops, names = chosen(found, layers)
     spots = Spots(found, batch)
     asked.plain = {name: spots(Port("output", name)) for name in names}
     with found.copy.graph.as_default(), tf.name_scope("rnnlens/capture"):
@@ -66,35 +69,6 @@ def _ask(found: Opened, batch: Batch, request: CaptureRequest) -> _Asked:
         if request.gradients:
             _fetch_gradients(found, asked, request, spots, batch)
     return asked
-
-
-def _chosen(found: Opened, request: CaptureRequest) -> tuple[list[Loop], list[str]]:
-    """The loops to look at, and the names of the other layers."""
-    infos = list(dict.fromkeys(loop.name for loop in found.loops))
-    layers = layers_of(found)
-    if request.layers is None:
-        if not infos and not (found.net.keras and found.net.keras.sites):
-            raise ModelError(
-                message("There is no recurrent loop on the way to the outputs or the loss.", hint="outputs= and loss=")
-            )
-        asked = infos
-    else:
-        asked = list(dict.fromkeys(request.layers))
-    refused = {} if found.net.keras is None else found.net.keras.refusals(found.loops)
-    for name in [*asked, *(refused if request.layers is None else ())]:
-        if name in refused:
-            raise UnsupportedError(refused[name])
-    loops = [loop for name in asked for loop in found.layer(name)]
-    for loop in loops:
-        if loop.cell.refused:
-            raise UnsupportedError(loop.cell.refused)
-    others = [name for name in asked if name not in infos]
-    for name in others:
-        if name not in layers and ":" not in name:
-            raise LayerNotFoundError(
-                message(f"No layer is called {name!r}.", hint=did_you_mean(name, [*infos, *layers]))
-            )
-    return loops, others
 
 
 def _fetch_values(found: Opened, asked: _Asked, request: CaptureRequest) -> None:
@@ -247,6 +221,7 @@ class _Told:
             PlainCall(name, np.asarray(get(("plain", name))), self._gradient(("plain_grad", name), ("plain", name)))
             for name in self.asked.plain
         ]
+        told.notes.extend(self.asked.notes)
         told.loss = None if "loss" not in self.values else float(self.values["loss"])
         outputs = {name: np.asarray(get(("model output", j))) for j, name in enumerate(self.found.net.outputs)}
         told.outputs = outputs if len(outputs) > 1 else next(iter(outputs.values()), None)

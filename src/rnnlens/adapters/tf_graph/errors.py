@@ -13,6 +13,9 @@ from .public import Net
 
 _UNFED = re.compile(r"You must feed a value for placeholder tensor '([^']+)'")
 
+#: Lines of an error of TensorFlow that say where, not what.
+_NOISE = ("Graph execution error", "Detected at node", "node ", "Node: ", "File ", "(0)", "(1)", "Errors may have")
+
 
 @contextmanager
 def said_clearly(net: Net) -> Iterator[None]:
@@ -35,7 +38,9 @@ def said_clearly(net: Net) -> Iterator[None]:
             raise InputError(
                 message(f"The placeholder {unfed[1]!r} is not fed.", expected="a value in every run", hint=hint)
             ) from error
-        first = next(iter((error.message or "").splitlines()), type(error).__name__)
+        said = [line.strip() for line in (error.message or "").splitlines() if line.strip()]
+        told = [line for line in said if not line.startswith(_NOISE)]
+        first = next(iter(told or said), type(error).__name__)
         raise UserCodeError(
             message("The graph failed on this batch.", got=f"{type(error).__name__}: {first}")
         ) from error

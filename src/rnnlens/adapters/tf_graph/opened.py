@@ -21,7 +21,7 @@ from .graph_copy import GraphCopy
 from .loops import find
 from .losses import fed_to, is_built, loss_in
 from .naming import renamed
-from .public import Net, refuse_remote
+from .public import Net, refuse_closed, refuse_remote
 from .variables import read
 
 _NONE: Mapping[tuple[Any, str], Array] = MappingProxyType({})
@@ -84,6 +84,7 @@ class Opened:
 
 def opened(net: Net, seed: int | None = None) -> Opened:
     """The net in a copy of the present version of its graph."""
+    refuse_closed(net.session)
     refuse_remote(net.session)
     graph = net.graph
     ends = net.ends
@@ -141,7 +142,11 @@ def fed_in(net: Net, graph: Any, batch: Batch) -> dict[Any, Array]:
     _refuse(net, batch)
     feed = {tensor.name: _fitting("feed", tensor, value) for tensor, value in net.feed.items()}
     for name, leaf in zip(names_of_inputs(net, batch.x), leaves_of(batch.x), strict=True):
-        feed |= {tensor.name: _fitting(f"x[{name!r}]", tensor, leaf) for tensor in net.inputs[name]}
+        given = {tensor.name: _fitting(f"x[{name!r}]", tensor, leaf) for tensor in net.inputs[name]}
+        if any(0 in array.shape for array in given.values()):
+            got, expected = f"x[{name!r}] of shape {np.shape(leaf)}", "at least 1 sample and 1 time step"
+            raise InputError(message("x is empty.", got=got, expected=expected))
+        feed |= given
     if net.keras is not None:
         from . import keras_v1
 

@@ -143,7 +143,7 @@ class Spots:
     def _of_tensor(self, port: Port) -> Spot:
         tensor = self._named(str(port.layer))
         if port.kind != "output" or tensor is None:
-            known = [*(loop.name for loop in self._opened.loops), *self._layers]
+            known = dict.fromkeys([*(loop.name for loop in self._opened.loops), *self._layers])
             raise LayerNotFoundError(
                 message(f"No layer is called {port.layer!r}.", hint=did_you_mean(str(port.layer), known))
             )

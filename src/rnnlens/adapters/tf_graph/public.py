@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from ...arguments import anything, checked
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message, shown
 
 __all__ = ["Net", "graph"]
@@ -70,6 +71,7 @@ class Net:
         return f"rl.tf1.graph(inputs={list(self.inputs)}, outputs={list(self.outputs)}{loss})"
 
 
+@checked(session=anything, inputs=anything, outputs=anything, loss=anything, targets=anything, feed=anything)
 def graph(
     session: Any,
     *,
@@ -118,6 +120,8 @@ def graph(
     >>> rl.gradients(net, x, of="lstm_model/rnn.final_hidden", reduce="sum")  # doctest: +SKIP
     """
     session = raw_session(session)
+    if not isinstance(feed, Mapping | None):
+        raise InputError(message("feed= is given by tensor.", got=shown(feed), expected="{tensor or its name: value}"))
     find = _Finder(session.graph)
     return Net(
         session,
@@ -145,9 +149,20 @@ def raw_session(session: Any) -> Any:
                 "This is no session.", got=shown(session), expected="tf.compat.v1.Session", hint="rl.tf1.graph(sess)"
             )
         )
-    if getattr(found, "_closed", False):
-        raise InputError(message("The session is closed, and its variables with it.", hint="an open session"))
+    refuse_closed(found)
     return found
+
+
+def refuse_closed(session: Any) -> None:
+    """Refuse a session that has been closed.
+
+    Raises
+    ------
+    InputError
+        If it has.
+    """
+    if getattr(session, "_closed", False):
+        raise InputError(message("The session is closed, and its variables with it.", hint="an open session"))
 
 
 def scalar(loss: Any) -> Any:
