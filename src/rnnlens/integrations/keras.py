@@ -135,7 +135,19 @@ class Watch(_Callback):
     Raises
     ------
     InputError
-        If there is nothing to look at, or an argument is none of those above.
+        If an argument is none of those above, does not fit, or would do nothing beside the others.
+    LayerNotFoundError
+        When training begins: if ``layers`` or ``direct`` names a layer that the model does not have.
+    UnsupportedError
+        When training begins: if the batches of this model cannot be heard.
+    FileError
+        When training begins: if something that is no run, or the run of a newer rnnlens, is in the way, another process
+        writes this run, or nothing can be written there.
+
+    Warns
+    -----
+    TrackingWarning
+        At the end, if nothing was recorded, with the reason; once for every reason that a record failed.
     """
 
     @at_the_door

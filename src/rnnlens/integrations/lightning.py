@@ -55,6 +55,11 @@ class Watch(Following, *_callbacks()):  # type: ignore[misc]
     ----------
     latest
         The last batch that was looked at: ``callback.latest["net.lstm"].output_grad``.
+
+    Raises
+    ------
+    InputError, LayerNotFoundError, UnsupportedError, FileError
+        As for :func:`rnnlens.torch.watch`; what depends on the model, when training begins.
     """
 
     @at_the_door

@@ -109,7 +109,9 @@ def watch(
     Raises
     ------
     InputError
-        If an argument does not fit.
+        If an argument does not fit, or would do nothing beside the others.
+    LayerNotFoundError
+        If ``layers`` names a layer that the model does not have.
     UnsupportedError
         For ``nn.DataParallel``, sharded models, and batch mode without a layer that can be heard.
     FileError

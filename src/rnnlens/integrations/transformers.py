@@ -45,6 +45,11 @@ class Watch(Following, TrainerCallback):
     ----------
     latest
         The last batch that was looked at: ``callback.latest["lstm"].output_grad``.
+
+    Raises
+    ------
+    InputError, LayerNotFoundError, UnsupportedError, FileError
+        As for :func:`rnnlens.torch.watch`; what depends on the model, when training begins.
     """
 
     @at_the_door
