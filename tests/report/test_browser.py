@@ -78,7 +78,8 @@ def test_a_cursor_shows_the_values_of_the_typical_sample(reader, page, model, ba
 
 def test_one_cursor_stands_in_every_panel(reader):
     sheet = reader()
-    ids = ("input-size", "track-0-gradient", "track-0-hidden", "track-0-cell", "track-0-gates", "track-1-gradients")
+    ids = ("input-size", "track-0-gradient", "track-0-hidden", "track-0-cell", "track-0-gates", "track-0-gate-gradient",
+           "track-1-gradients")  # fmt: skip
     figures = [shown(sheet, id) for id in ids]
     point(sheet, figures[-1], 7.5 / 12, 0.5)
     until(sheet, "document.getElementById('readout').innerText.includes('step 7')")

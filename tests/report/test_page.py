@@ -45,7 +45,7 @@ def curve(held, row, levels=65_000):
     codes = np.frombuffer(base64.b64decode(held["rows"]), "<u2").reshape(-1, held["width"])[row].astype(float)
     low, high, log = held["scale"]
     value = low + codes / levels * (high - low)
-    return 10**value if log else value
+    return np.where(codes > 0, 10**value, 0.0) if log else value
 
 
 def test_nothing_comes_from_elsewhere(page):
@@ -67,6 +67,18 @@ def test_curves_are_the_gradients_of_the_trace(page, model, batch):
         held = figure["lines"][0]["moments"][0]
         for row, sample in enumerate(figure["samples"]):
             np.testing.assert_allclose(curve(held, row), want[sample], rtol=1e-3)
+
+
+def test_the_gradients_of_the_gates_are_those_of_the_trace(page, model, batch):
+    trace = rl.trace(model, *batch, loss=LOSS)
+    for number, layer in enumerate(trace.layers):
+        figure = page.figure(f"track-{number}-gate-gradient")
+        want = np.linalg.norm(trace[layer].gate_grad.values.astype(float), axis=-1)
+        names = [f"|dL/dz_t| {gate}" for gate in trace[layer].gate.values]
+        assert [line["name"] for line in figure["lines"]] == names
+        for place, line in enumerate(figure["lines"]):
+            for row, sample in enumerate(figure["samples"]):
+                np.testing.assert_allclose(curve(line["moments"][0], row), want[sample, :, place], rtol=1e-3)
 
 
 def test_bands_are_median_and_quartiles_over_all_samples(page, model, batch):
@@ -268,3 +280,13 @@ def test_finished_results_make_a_page(report_of, model, batch):
     page = report_of([trace, diagnosis, rl.jacobian(model, batch[0], of="rnn[1].hidden", measure="norm")])
     ids = {figure["id"] for figure in page.data["figures"]}
     assert {"track-0-gradient", "track-1-cell", "transfer-0", "jacobian"} <= ids
+
+
+def test_a_sample_that_is_not_finite_is_kept_out_of_the_time_jacobian(report_of, model, batch):
+    x = batch[0].clone()
+    x[3, 7, 1] = float("nan")
+    page = report_of(model, x, batch[1], loss=LOSS)
+    assert "The time Jacobian is that of samples whose states are finite." in page.text
+    url = next(a["href"] for tag, a in Tags(page.text).found if tag == "image" and a.get("id") == "jacobian-0")
+    codes = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
+    assert codes.max() <= 250  # above are padding and what is not finite

@@ -269,7 +269,7 @@ def fixed_points(
 
 def _run(model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, Any] | None) -> tuple[str, Run]:
     adapter = adapter_for(model)
-    refuse_without_time(x)
+    refuse_without_time(x, least=1)
     lie = Orientation(adapter, model, x, axes)
     turned, _ = lie.turned(x, None)
     few = lie.as_given(data.map_leaves(lambda leaf: leaf[:most], turned))

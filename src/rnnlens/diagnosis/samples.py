@@ -101,8 +101,8 @@ def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Sam
     return Samples(x, y, steps, sequences, lie)
 
 
-def refuse_without_time(x: Any) -> None:
-    """Raise where no array has samples and steps, or they cannot be told apart."""
+def refuse_without_time(x: Any, *, least: int = 2) -> None:
+    """Raise where no array has ``least`` samples of ``least`` steps, or they cannot be told apart."""
     leaves = data.leaves_of(x)
     if any(data.is_packed(leaf) for leaf in leaves):
         raise UnsupportedError(
@@ -115,7 +115,7 @@ def refuse_without_time(x: Any) -> None:
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
     if not all(shapes):
         raise InputError(message("x holds what has no axes.", got=shown(x), expected="arrays with samples first"))
-    if not any(len(shape) >= 2 and min(shape[:2]) >= 2 for shape in shapes):
+    if not any(len(shape) >= 2 and min(shape[:2]) >= least for shape in shapes):
         got = ", ".join(map(str, shapes))
         raise InputError(
             message(

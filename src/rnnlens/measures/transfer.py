@@ -30,26 +30,35 @@ class Transfer:
     ----------
     log_ratio : (lag, sample)
         Natural logarithm of |cotangent at lag tau| / |cotangent at lag 0|, mean over directions; lag 0 is 0. Minus
-        infinity where nothing is left, NaN before the first step of a sample that ends earlier than others.
+        infinity where nothing is left, NaN before the first step of a sample that ends earlier than others, and where
+        the way back leads through a state that is not finite.
     """
 
     log_ratio: Array
 
     @property
     def kappa(self) -> Array:
-        """(lag,): median of the ratio, over the samples that reach so far back."""
-        ratio: Array = np.nanmedian(np.exp(self.log_ratio), axis=1)
-        return ratio
+        """(lag,): median of the ratio, over the samples that reach so far back; NaN where none does."""
+        found: Array = np.full(len(self.log_ratio), np.nan)
+        found[self._reached] = np.nanmedian(np.exp(self.log_ratio[self._reached]), axis=1)
+        return found
 
     def quartiles(self) -> tuple[Array, Array]:
         """(lag,) each: lower and upper quartile of the ratio."""
-        low, high = np.nanquantile(np.exp(self.log_ratio), [0.25, 0.75], axis=1)
-        return low, high
+        found = np.full((2, len(self.log_ratio)), np.nan)
+        found[:, self._reached] = np.nanquantile(np.exp(self.log_ratio[self._reached]), [0.25, 0.75], axis=1)
+        return found[0], found[1]
+
+    @property
+    def _reached(self) -> Array:
+        """(lag,): whether any sample reaches so far back."""
+        reached: Array = ~np.isnan(self.log_ratio).all(axis=1)
+        return reached
 
     @property
     def growth(self) -> float:
         """Decades by which the cotangent has grown at its largest: log10 of the largest kappa, 0 or more."""
-        return float(np.log10(self.kappa.max()))
+        return float(np.log10(np.nanmax(self.kappa)))
 
     def leading_exponent(self) -> tuple[float, float]:
         """lambda_1, the mean growth rate per step, and its standard error: the larger of that over samples and blocks.
@@ -78,11 +87,15 @@ class Transfer:
 
 
 def state_spread(run: Run) -> list[Array]:
-    """Standard deviation of each unit of each state over samples and steps, at least 1e-3 of the median unit's."""
+    """Standard deviation of each unit of each state over samples and steps, at least 1e-3 of the median unit's.
+
+    Steps of a sample whose state is not finite are left out.
+    """
     spreads = []
     for state in run.states:
         values = np.asarray(state, dtype=np.float64).reshape(-1, state.shape[-1])
-        spread = values.std(axis=0)
+        kept = values[np.isfinite(values).all(axis=1)]
+        spread = kept.std(axis=0) if len(kept) else np.ones(values.shape[1])
         spreads.append(np.maximum(spread, 1e-3 * (float(np.median(spread)) or 1.0)))
     return spreads
 
@@ -124,7 +137,7 @@ def state_transfer(
             moves = moves & np.asarray(run.mask[:, t])
         rows = new if moves.all() else [np.where(moves[:, None, None], a, b) for a, b in zip(new, rows, strict=True)]
         size = np.sqrt(sum(np.sum((r * s) ** 2, axis=-1, dtype=np.float64) for r, s in zip(rows, spreads, strict=True)))
-        alive = size > _TINY
+        alive = ~(size <= _TINY)  # so is what is NaN: it is no zero
         total = np.where(alive, total + np.log(np.where(alive, size, 1.0)), -np.inf)
         rows = [(r / np.where(alive, size, 1.0)[..., None]).astype(dtype) for r in rows]
         logs.append(total.mean(axis=1))

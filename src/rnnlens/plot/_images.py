@@ -157,7 +157,8 @@ def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "", *, among: Seque
     It has pointed ends where colours end before the values of ``drawn``, or of the images ``among`` which it is.
     """
     figure = axes[0].figure
-    bar = figure.colorbar(drawn, ax=list(axes), fraction=0.08, pad=0.02, extend=beyond(drawn.norm, among or [drawn]))
+    (share, slender), ends = _slender(axes), beyond(drawn.norm, among or [drawn])
+    bar = figure.colorbar(drawn, ax=list(axes), fraction=share, pad=0.02, aspect=slender, extend=ends)
     bar.ax.tick_params(labelsize="small" if label else "x-small")
     if label:
         bar.set_label(wrapped_label(label + scale_note(drawn.norm), 0.8 * figure.bbox.height / figure.dpi))
@@ -168,6 +169,15 @@ def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "", *, among: Seque
         bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
         bar.ax.yaxis.set_minor_locator(NullLocator())
     return bar
+
+
+def _slender(axes: Sequence[Any]) -> tuple[float, float]:
+    """Share of the width for a colour bar that is as tall as these axes and can be seen; its length by its width."""
+    boxes = [ax.get_window_extent() for ax in axes]
+    width = max(box.x1 for box in boxes) - min(box.x0 for box in boxes)
+    height = max(box.y1 for box in boxes) - min(box.y0 for box in boxes)
+    share = float(np.clip(0.2 * axes[0].figure.dpi / max(width, 1.0), 0.08, 0.3))
+    return share, max(20.0, height / (share * max(width, 1.0)))
 
 
 def beyond(norm: Any, images: Sequence[Any]) -> str:

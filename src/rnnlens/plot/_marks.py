@@ -30,29 +30,29 @@ class End:
     colour: Any
 
 
-def name_ends(ax: Any, ends: Sequence[End], *, left: bool = False) -> None:
-    """Write the name of each line beside its end, in its colour, none over another; the axis grows to hold them.
+def name_ends(ax: Any, ends: Sequence[End], *, left: bool = False, outside: bool = True) -> None:
+    """Write the name of each line beside its end, in its colour, none over another.
 
-    Call it when the limits of the value axis are final. A line without a finite end is named at the lower border.
+    Call it when the limits of the value axis are final. A line without a finite end is named at the lower border. Names
+    stand beside the panel, its ticks on the other side of it; on Axes of a caller's own, who has left no room for that,
+    within them: the axis grows to hold them.
     """
     if not ends:
         return
+    at = ax.get_xlim()[0 if left else 1]
     size = ax.get_window_extent().width / ax.figure.dpi, ax.get_window_extent().height / ax.figure.dpi
-    low, high = ax.get_xlim()
-    lines = [re.sub(r"\$.*?\$", "dL/dh", line) for end in ends for line in end.words.split("\n")]
-    gutter = min(0.55, (_LETTER * max(map(len, lines)) + 0.12) / max(size[0], 0.5))
-    room = (high - low) * gutter / (1 - gutter)
-    ax.set_xlim(low - room if left else low, high if left else high + room)
-    ticks = [tick for tick in ax.get_xticks() if low <= tick <= high]
-    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    if not outside:
+        _make_room(ax, ends, size[0], left=left)
+    elif left:
+        ax.yaxis.tick_right()
     tall = _LINE * max(1 + end.words.count("\n") for end in ends) / max(size[1], 0.5)
     heights = _apart([float(np.clip(_height(ax, end.y), 0.6 * tall, 1 - 0.6 * tall)) for end in ends], tall)
     for end, height in zip(ends, heights, strict=True):
         ax.annotate(
             end.words,
-            (low if left else high, height),
+            (at, height),
             xycoords=ax.get_xaxis_transform(),
-            xytext=(-3 if left else 3, 0),
+            xytext=(-4 if left else 4, 0),
             textcoords="offset points",
             ha="right" if left else "left",
             va="center",
@@ -61,6 +61,16 @@ def name_ends(ax: Any, ends: Sequence[End], *, left: bool = False) -> None:
             color=end.colour,
             gid="end",
         )
+
+
+def _make_room(ax: Any, ends: Sequence[End], width: float, *, left: bool) -> None:
+    """The axis longer by what the names take of a panel ``width`` inches wide; ticks where it was."""
+    low, high = ax.get_xlim()
+    lines = [re.sub(r"\$.*?\$", "dL/dh", line) for end in ends for line in end.words.split("\n")]
+    gutter = min(0.55, (_LETTER * max(map(len, lines)) + 0.12) / max(width, 0.5))
+    room = (high - low) * gutter / (1 - gutter)
+    ax.set_xlim(low - room if left else low, high if left else high + room)
+    ax.xaxis.set_major_locator(FixedLocator([tick for tick in ax.get_xticks() if low <= tick <= high]))
 
 
 def _height(ax: Any, y: float) -> float:
@@ -103,14 +113,15 @@ def mark_below(ax: Any, x: Numbers, values: Numbers, colour: Any = "0.3") -> Non
     ax.plot(places, np.zeros(len(places)), transform=ax.get_xaxis_transform(), color=colour, gid="below", **look)
     ax.set_xlim(*limits)
     if not any(text.get_gid() == "below" for text in ax.texts):
-        words = f"below {power_of_ten(floor)}"
+        words, middle = f"below {power_of_ten(floor)}", float(places.mean())
+        across = (middle - limits[0]) / (limits[1] - limits[0])
         ax.annotate(
             words,
-            (float(places.mean()), 0),
+            (middle, 0),
             xycoords=ax.get_xaxis_transform(),
             xytext=(0, 4),
             textcoords="offset points",
-            ha="center",
+            ha="left" if across < 0.2 else "right" if across > 0.8 else "center",
             va="bottom",
             fontsize="x-small",
             color=colour,
@@ -132,7 +143,8 @@ def step_axis(ax: Any, axis: str, steps: Numbers, *, time: bool = True) -> None:
     if not steps.size:
         return
     first, last = float(steps.min()), float(steps.max())
-    ticks = list(MaxNLocator(nbins=6, integer=True, min_n_ticks=1).tick_values(first, last))
+    most = 9 if first >= 0 and last <= 9 else 6  # one digit takes little room
+    ticks = list(MaxNLocator(nbins=most, integer=True, min_n_ticks=1).tick_values(first, last))
     gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
     kept = [tick for tick in ticks if first <= tick <= last - 0.6 * gap]
     getattr(ax, f"{axis}axis").set_major_locator(FixedLocator([*kept, last]))

@@ -18,6 +18,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
+from matplotlib.markers import CARETDOWNBASE
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from ..arguments import as_numbers, listed
@@ -107,8 +108,7 @@ class Drawing(np.ndarray[Any, Any]):
         for ax in places:
             for step in numbers:
                 ax.axvline(step, color="#111111", linewidth=0.9, linestyle=(0, (1, 2)), zorder=3, gid="mark")
-                ends = {"marker": "v", "markersize": 4, "color": "#111111", "clip_on": False, "zorder": 4}
-                ax.plot([step], [1.0], transform=ax.get_xaxis_transform(), gid="mark", **ends)
+                mark_top(ax, float(step), "mark")
         if label:
             look = {"xycoords": places[0].get_xaxis_transform(), "textcoords": "offset points", "gid": "mark"}
             at, room = (float(numbers[0]), 1.0), (-4, -3)
@@ -148,19 +148,20 @@ class Panels:
 
     def title(self, words: str, notes: Iterable[str | None] = ()) -> None:
         """Common title with the notes in lines below it, wrapped to the width of the figure."""
-        said = [note for note in notes if note]
-        parts = [words, "; ".join(said)]
+        said = [part for note in notes if note for part in note.split("; ")]
         for ax in self.axes:
             redden(ax)
         colour = {"color": ALARM} if any(_missing(note) for note in said) else {}
         if self.owners:
             width = max(24, int(_LETTERS_PER_INCH * _width(self.figure)))
-            self.figure.suptitle(_wrapped(parts, width), fontsize="medium", **colour)
+            if words or said:  # of an array without labels there is nothing to say
+                self.figure.suptitle(_wrapped(words, said, width), fontsize="medium", **colour)
             return
         first = self.axes[0]
         own = first.get_title()
         width = max(24, int(_LETTERS_PER_INCH * _width(first.figure) * first.get_position().width))
-        first.set_title(_wrapped([*parts, own], width), fontsize="medium", **colour)
+        whole = [_wrapped(words, said, width), textwrap.fill(own, width)]
+        first.set_title("\n".join(part for part in whole if part), fontsize="medium", **colour)
 
     def label(self, x: Sequence[str] | str, y: str) -> None:
         """Axis labels: once per half and once at the left where there are several panels, else on the Axes."""
@@ -250,8 +251,13 @@ def _width(figure: Any) -> float:
     return float(figure.bbox.width / figure.dpi)
 
 
-def _wrapped(parts: Iterable[str], width: int) -> str:
-    return "\n".join(textwrap.fill(part, width, break_long_words=True) for part in parts if part)
+def _wrapped(words: str, notes: Iterable[str], width: int) -> str:
+    """The words, and below them the notes: several to a line where they fit, none broken that fits by itself."""
+    lines: list[str] = []
+    for note in notes:
+        joined = f"{lines[-1]}; {note}" if lines else note
+        lines = [*lines[:-1], joined] if len(joined) <= width else [*lines, note]
+    return "\n".join(textwrap.fill(part, width, break_long_words=True) for part in [words, *lines] if part)
 
 
 def near_square(count: int, *, aspect: float = 1.5) -> tuple[int, int]:
@@ -385,6 +391,12 @@ def mark_steps(ax: Any, steps: Any) -> None:
             gid="non-finite",
             clip_on=False,
         )
+
+
+def mark_top(ax: Any, x: float, gid: str) -> None:
+    """A triangle at ``x`` that hangs from the upper border, where a title cannot cross it; light around it."""
+    ends = {"marker": CARETDOWNBASE, "markersize": 6, "color": "#111111", "markeredgecolor": "white", "zorder": 4}
+    ax.plot([x], [1.0], transform=ax.get_xaxis_transform(), gid=gid, markeredgewidth=0.5, **ends)
 
 
 def zero_line(ax: Any) -> None:

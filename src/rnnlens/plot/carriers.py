@@ -91,6 +91,8 @@ def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keyword
         largest = int(np.where(seen, norms, -1.0).argmax())
         for place, words in {int(typical_first(losses)[0]): "typical", largest: "largest"}.items():
             at = tuple(max(values[place], low) for values, (low, _) in zip((losses, norms), limits, strict=True))
+            ring = {"s": 45, "facecolor": "none", "edgecolor": "black", "linewidth": 0.9, "clip_on": False, "zorder": 3}
+            ax.scatter([at[0]], [at[1]], gid=f"ring {words}", **ring)
             text = f"sample {names[place]} ({words})"
             left = ax.transLimits.transform(ax.transScale.transform(at))[0] < 0.4
             way, side = ((4, -8), "left") if left else ((-4, 4), "right")

@@ -140,7 +140,7 @@ def before_after(
     missing = [
         f"{name}: {note}" for name, one in zip(names, given, strict=True) if (note := nonfinite_note(one.values))
     ]
-    panels.title(title or title_of(first) or "before and after", [thinned, merged, *missing])
+    panels.title(title or title_of(first), [thinned, merged, *missing])
     return panels.result()
 
 

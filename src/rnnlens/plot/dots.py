@@ -126,7 +126,7 @@ def points(
         panels.outer_ticks_only()
     _legend(panels.axes[-1], array, samples, keywords)
     alike = f"{samples} samples" if samples > MOST_NAMED else None
-    panels.title(title or title_of(array) or "points", [thinned, alike, nonfinite_note(array.values)])
+    panels.title(title or title_of(array), [thinned, alike, nonfinite_note(array.values)])
     return panels.result()
 
 

@@ -50,7 +50,9 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
     """
     keywords = checked(point, PathCollection, figure="eigenvalues", extra=("marker", "s"))
     found, colours, label, layer = _of(values)
-    panels = open_panels(2, name="eigenvalues", grid=Grid((3.7, 3.5), shape=(1, 2)), ax=ax, figure=figure)
+    panels = open_panels(
+        2, name="eigenvalues", grid=Grid((3.7, 3.2), shape=(1, 2), widths=(1.25, 1)), ax=ax, figure=figure
+    )
     finite = np.isfinite(found)
     outside = int((np.abs(found[finite]) > 1).sum())
     _plane(panels.axes[0], found, colours, label, keywords)

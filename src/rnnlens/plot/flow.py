@@ -98,7 +98,7 @@ def gradient_flow(
         shape.set_title(" · ".join(part for part in where if part), fontsize="small", pad=4)
     _scale(panels, values, shared=shared)
     for number, fadings in enumerate(values):
-        _finish(panels.axes[2 * number], fadings)
+        _finish(panels.axes[2 * number], fadings, outside=bool(panels.owners))
     _label(panels, values)
     notes = dict.fromkeys(note for fadings in values for fading in fadings for note in fading.notes)
     words = "gradient over time" if layers is None else "gradient over time, per layer"
@@ -198,22 +198,29 @@ def _scale(panels: Panels, content: list[list[Fading]], *, shared: bool) -> None
         log_ticks(size)
 
 
-def _finish(ax: Any, fadings: list[Fading]) -> None:
+def _finish(ax: Any, fadings: list[Fading], *, outside: bool) -> None:
     """Names at the ends where the lines come apart, reaches above, what is below the axis."""
     step_axis(ax, "x", np.concatenate([fading.steps for fading in fadings]))
-    runs_back = fadings[0].runs_back
+    runs_back, spans = fadings[0].runs_back, []
     for row, fading in enumerate([f for f in fadings if f.reach and f.size[1] > 0]):
         here, there = fading.span()
-        height = 0.975 - 0.025 * row
-        if not row:
-            side = {"ha": "left" if runs_back else "right", "va": "center", "fontsize": "x-small", "color": "0.3"}
-            at, way = (there, height), (3 if runs_back else -3, 0)
-            ax.annotate("reach", at, way, ax.get_xaxis_transform(), "offset points", gid="reach", **side)
+        spans.append((abs(there - here), there, 0.975 - 0.025 * row))
         look = {"color": fading.colour, "linewidth": 2, "solid_capstyle": "butt", "gid": "reach"}
-        ax.plot([here, there], [height] * 2, transform=ax.get_xaxis_transform(), **look)
+        ax.plot([here, there], [spans[-1][2]] * 2, transform=ax.get_xaxis_transform(), **look)
+    _name_reach(ax, spans, runs_back=runs_back)
     for fading in fadings:
         mark_below(ax, fading.steps, np.where(fading.median > 0, fading.median, np.nan), fading.colour)
-    name_ends(ax, [_end(fading) for fading in fadings], left=not runs_back)
+    name_ends(ax, [_end(fading) for fading in fadings], left=not runs_back, outside=outside)
+
+
+def _name_reach(ax: Any, spans: list[tuple[float, float, float]], *, runs_back: bool) -> None:
+    """The word beside the shortest bar (length, end, height), where the panel has room for it."""
+    length, there, height = min(spans, default=(math.inf, 0.0, 0.0))
+    if length > 0.8 * np.ptp(ax.get_xlim()):
+        return
+    side = {"ha": "left" if runs_back else "right", "va": "center", "fontsize": "x-small", "color": "0.3"}
+    way = (3 if runs_back else -3, 0)
+    ax.annotate("reach", (there, height), way, ax.get_xaxis_transform(), "offset points", gid="reach", **side)
 
 
 def _end(fading: Fading) -> End:
@@ -224,17 +231,13 @@ def _end(fading: Fading) -> End:
 
 
 def _label(panels: Panels, content: list[list[Fading]]) -> None:
-    """Words at the axes, ticks at the outer ones."""
+    """Words at the axes; on paper of our own once for all values, beyond the names of the lines."""
     words = [fading.time_label for fadings in content for fading in fadings]
-    label = max(set(words), key=words.count)
-    columns = {id(ax): _column(ax) for ax in panels.axes}
-    for number, (ax, _) in enumerate(zip(panels.axes[::2], content, strict=True)):
-        ax.set_xlabel(label, fontsize="small")
-        if not panels.owners or columns[id(ax)] == 0:
-            ax.set_ylabel("share of the sample's peak", fontsize="small")
-        panels.axes[2 * number + 1].set_xlabel("peak [loss]", fontsize="small")
-
-
-def _column(ax: Any) -> int:
-    spec = ax.get_subplotspec()
-    return 0 if spec is None else int(spec.colspan.start)
+    label, values = max(set(words), key=words.count), "share of the sample's peak"
+    for shape, size in zip(panels.axes[::2], panels.axes[1::2], strict=True):
+        shape.set_xlabel(label, fontsize="small")
+        size.set_xlabel("peak [loss]", fontsize="small")
+        if not panels.owners:
+            shape.set_ylabel(values, fontsize="small")
+    for owner in panels.owners:
+        owner.supylabel(values, fontsize="small")

@@ -127,7 +127,7 @@ def histogram(
         panels.outer_ticks_only()
     everything = None if len(layers) > 1 else nonfinite_note(first.values)
     clipped = f"tallest {clip_peaks} per panel cut off, with their count" if clip_peaks else None
-    panels.title(title or title_of(first) or "histogram", [thinned, everything, clipped])
+    panels.title(title or title_of(first), [thinned, everything, clipped])
     return panels.result()
 
 

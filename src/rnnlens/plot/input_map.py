@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ from ._padding import hidden
 from ._panels import Grid, mark_steps, open_panels
 from ._text import LETTER, height_of, shade_text, tokens_of, width_of
 
-_WORDS = "$|dL/dx_t|$ × s.d. of the input"  # noqa: RUF001  a product in words
+_SCALED = " × s.d. of the input"  # noqa: RUF001  a product in words
+#: What ``rl.gradients`` says that it differentiated.
+_TARGET = re.compile(r"gradient of (?P<of>.+) with respect to ")
 
 
 @figure_door(shape=anything, tokens=anything, sample=whole(least=0))
@@ -94,13 +97,18 @@ def input_map(
     if tokens is not None and sample is None:
         sample = 0
     one = _picked(values, sample)
-    words = _WORDS if x is not None else "$|dL/dx_t|$"
+    target = _target(array)
+    words = ("$|dL/dx_t|$" if target is None else f"|d {target} / $dx_t$|") + (_SCALED if x is not None else "")
     missing = nonfinite_note(np.where(real, values, 0.0))
     middle, low, high, said = _shape_of(one, real, sample)
     label = f"{words}, share of peak" if said else words
-    head = " · ".join(str(part) for part in (array.attrs.get("layer"), "what the loss hangs on") if part)
-    size = (5.2, 2.8) if shape is None else (3.4, 3.0)
+    head = " · ".join(str(part) for part in (array.attrs.get("layer"), f"what the {target or 'loss'} hangs on") if part)
+    size = (5.2, 2.8)
     words_of = None if tokens is None else tokens_of(tokens, len(middle), "input_map")
+    if shape is not None:  # so wide that the image fills the height, as its colour bar does
+        rows, columns = _sides(shape, len(middle))
+        wide = float(np.clip(3.0 * columns / rows, 1.5, 8.0))
+        size = (wide + 0.6, min(3.0, wide * rows / columns))
     size = size if words_of is None else (LETTER * width_of(words_of), height_of(words_of) + 0.1)
     panels = open_panels(1, name="input_map", grid=Grid(size), ax=ax, figure=figure)
     place, extra = panels.axes[0], None
@@ -108,7 +116,7 @@ def input_map(
     if words_of is not None:
         drawn, extra = shade_text(place, words_of, middle, look)
     elif shape is not None:
-        drawn = _image(place, middle, shape, look)
+        drawn = _image(place, middle, _sides(shape, len(middle)), look)
     else:
         extra = "band: quartiles" if said else None
         _line(place, positions(array, TIME), (middle, low, high), keywords, log=log)
@@ -171,15 +179,25 @@ def _shape_of(values: Numbers, real: Numbers, sample: int | None) -> tuple[Numbe
     return median, low, high, f"median of {len(values)} samples, each by its own peak"
 
 
-def _image(ax: Any, values: Numbers, shape: Any, look: dict[str, Any]) -> Any:
-    """The steps as pixels."""
+def _target(array: xr.DataArray) -> str | None:
+    """What was differentiated, by its name; None for the loss."""
+    found = _TARGET.match(str(array.attrs.get("long_name", "")))
+    return None if found is None or found["of"] == "loss" else found["of"]
+
+
+def _sides(shape: Any, count: int) -> tuple[int, int]:
+    """Rows and columns of an image of so many pixels."""
     sizes = np.atleast_1d(as_numbers("shape", shape)).astype(int)
-    if sizes.size != 2 or int(sizes.prod()) != values.size or (sizes < 1).any():
-        got = f"shape={tuple(sizes.tolist())} for {values.size} steps"
-        raise InputError(
-            message("shape= is not that of the image.", got=got, expected=f"rows x columns = {values.size}")
-        )
-    rows, columns = sizes
+    if sizes.size != 2 or int(sizes.prod()) != count or (sizes < 1).any():
+        got = f"shape={tuple(sizes.tolist())} for {count} steps"
+        raise InputError(message("shape= is not that of the image.", got=got, expected=f"rows x columns = {count}"))
+    return int(sizes[0]), int(sizes[1])
+
+
+def _image(ax: Any, values: Numbers, sides: tuple[int, int], look: dict[str, Any]) -> Any:
+    """The steps as pixels, close to their colour bar."""
+    rows, columns = sides
+    ax.set_anchor("E")
     grid = Matrix(values.reshape(rows, columns), np.arange(columns), np.arange(rows), over_time=False)
     drawn = draw_image(ax, grid, look={**look, "aspect": "equal"})
     ax.set(xlabel="column", ylabel="row")

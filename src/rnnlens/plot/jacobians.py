@@ -166,7 +166,7 @@ def _of_all(part: xr.DataArray, samples: str) -> tuple[xr.DataArray, str | None]
         sample_peaks(ordered.values if where is None else np.where(where, ordered.values, 0.0))
     )
     one = ordered.isel({SAMPLE: 0}, drop=True).drop_vars(MASKS, errors="ignore").copy(data=middle)
-    note = f"median over {count} samples, each by its own peak (these: {median:.2g}, quartiles {low:.2g} to {high:.2g})"
+    note = f"median over {count} samples, each by its own peak; peaks: {median:.2g}, quartiles {low:.2g} to {high:.2g}"
     return one.assign_coords(shown), note
 
 

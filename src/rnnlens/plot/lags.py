@@ -23,7 +23,7 @@ from ._keywords import checked
 from ._lines import log_limits
 from ._marks import End, mark_below, name_ends, step_axis
 from ._padding import hidden, notes_of
-from ._panels import Grid, log_values, open_panels
+from ._panels import Grid, log_values, mark_top, open_panels
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,17 @@ class _Curve:
     mean: Numbers
     low: Numbers | None
     high: Numbers | None
-    half_life: float
+    mean_lag: float
     horizon: int
     colour: Any = "#0072b2"
 
     @property
     def words(self) -> str:
-        """Half-life and horizon; a horizon at the last lag is only known to be no shorter."""
+        """Mean lag and horizon; a horizon at the last lag is only known to be no shorter."""
         if self.horizon < 0:
             return "0 at every lag"
-        life = "never falls to half" if math.isinf(self.half_life) else f"half-life {self.half_life:.3g}"
         last = int(np.flatnonzero(np.isfinite(self.mean))[-1])
-        return f"{life}, horizon {'≥ ' if self.horizon == last else ''}{self.horizon}"
+        return f"mean lag {self.mean_lag:.3g}\nhorizon {'≥ ' if self.horizon == last else ''}{self.horizon}"
 
 
 @figure_door(samples=one_of("median", "mean"))
@@ -62,12 +61,12 @@ def lag_profile(
     figure: Any = None,
     **line: Any,
 ) -> Any:
-    """Draw m(lag), the mean norm of the time Jacobian at each lag, with its half-life and horizon.
+    """Draw m(lag), the mean norm of the time Jacobian at each lag, with its mean lag and horizon.
 
     Of each sample the mean over its steps, divided by its own peak: the line is the median over samples, the band its
-    quartiles. The half-life (dotted) is the lag from the peak to half of it; the horizon (a triangle at the lower rim)
-    is the largest lag at which the profile is at least ``epsilon`` of its peak, "≥" where that is the last lag there
-    is.
+    quartiles. The mean lag (dotted) is that of the profile's weight, which one tall lag does not decide; the horizon (a
+    triangle at the lower rim) is the largest lag at which the profile is at least ``epsilon`` of its peak, "≥" where
+    that is the last lag there is.
 
     Parameters
     ----------
@@ -134,13 +133,15 @@ def lag_profile(
     curves = [replace(curve, colour=colour) for curve, colour in zip(curves, line_colours(len(curves)), strict=True)]
     for curve in curves:
         _draw(place, curve, keywords)
-    _scale(place, curves, delays)
+    _scale(place, curves, delays, outside=bool(panels.owners))
     of_peaks = samples == "median" and any(curve.low is not None for curve in curves)
     words = "mean norm of the time Jacobian" + (", share of the sample's peak" if of_peaks else "")
     panels.label("lag (output step - input step)", words)
     band = "quartiles of the samples" if samples == "median" else f"{confidence:.0%} bootstrap interval over samples"
     shown = f"band: {band}" if confidence > 0 and any(c.low is not None for c in curves) else None
-    panels.title(title or "lag profile", [shown, f"horizon: {100 * epsilon:g} % of the peak", *notes])
+    panels.title(
+        title or "lag profile", [shown, f"dotted: mean lag; triangle: horizon, {100 * epsilon:g} % of the peak", *notes]
+    )
     return panels.result()
 
 
@@ -159,7 +160,7 @@ def _rows(norms: Numbers, where: Numbers, times: tuple[Numbers, Numbers]) -> Num
 
 
 def _curve(name: str, rows: Numbers, samples: str, epsilon: float, confidence: float) -> _Curve:
-    """One line for all samples, its band, half-life and horizon."""
+    """One line for all samples, its band, mean lag and horizon."""
     low = high = None
     if len(rows) > 1 and samples == "median":
         found = peak_band(rows)
@@ -170,8 +171,8 @@ def _curve(name: str, rows: Numbers, samples: str, epsilon: float, confidence: f
             low, high = measures.bootstrap_interval(rows, axis=0, confidence=confidence, xp=np)
     if confidence == 0:
         low = high = None
-    life, reach = measures.half_life(middle, xp=np), measures.horizon(middle, epsilon=epsilon, xp=np)
-    return _Curve(name, middle, low, high, float(life), int(reach))
+    lag, reach = measures.mean_lag(middle, xp=np), measures.horizon(middle, epsilon=epsilon, xp=np)
+    return _Curve(name, middle, low, high, float(lag), int(reach))
 
 
 def _whole(times: Numbers) -> bool:
@@ -180,22 +181,21 @@ def _whole(times: Numbers) -> bool:
 
 
 def _draw(ax: Any, curve: _Curve, keywords: dict[str, Any]) -> None:
-    """One profile with its band, half-life and horizon."""
+    """One profile with its band, mean lag and horizon."""
     lags = np.arange(len(curve.mean))
     shown = np.where(curve.mean > 0, curve.mean, np.nan)
     if curve.low is not None and curve.high is not None:
         ax.fill_between(lags, curve.low, curve.high, color=curve.colour, alpha=0.25, linewidth=0, gid="band")
     look = {"label": curve.name, "gid": f"profile {curve.name}".strip(), "color": curve.colour, "linewidth": 1.4}
     ax.plot(lags, shown, **{**look, **keywords})
-    if math.isfinite(curve.half_life):
-        peak = int(np.nanargmax(np.where(np.isfinite(shown), shown, -1)))
-        ax.axvline(peak + curve.half_life, color=curve.colour, linewidth=0.9, linestyle=":", gid="half-life")
+    if math.isfinite(curve.mean_lag):
+        ax.axvline(curve.mean_lag, color=curve.colour, linewidth=0.9, linestyle=":", gid="mean lag")
     if curve.horizon >= 0:
         look = {"color": curve.colour, "markersize": 6, "transform": ax.get_xaxis_transform(), "gid": "horizon"}
         ax.plot([curve.horizon], [0.02], "^", **look)
 
 
-def _scale(ax: Any, curves: Sequence[_Curve], delays: Numbers) -> None:
+def _scale(ax: Any, curves: Sequence[_Curve], delays: Numbers, *, outside: bool) -> None:
     """Logarithmic value axis over what is finite and positive; delays, names at the ends."""
     log_values(ax)
     log_limits(ax, np.concatenate([curve.mean for curve in curves]), room=2)
@@ -205,15 +205,14 @@ def _scale(ax: Any, curves: Sequence[_Curve], delays: Numbers) -> None:
     ax.tick_params(labelsize="small")
     for delay in delays:
         ax.axvline(delay, color="#111111", linewidth=0.9, linestyle=(0, (1, 2)), zorder=0.8, gid="delay")
-        ends = {"marker": "v", "markersize": 4, "color": "#111111", "clip_on": False}
-        ax.plot([delay], [1.0], transform=ax.get_xaxis_transform(), gid="delay", **ends)
+        mark_top(ax, float(delay), "delay")
     for curve in curves:
         mark_below(ax, np.arange(len(curve.mean)), curve.mean, curve.colour)
-    name_ends(ax, [_end(curve) for curve in curves])
+    name_ends(ax, [_end(curve) for curve in curves], outside=outside)
 
 
 def _end(curve: _Curve) -> End:
     shown = np.flatnonzero(curve.mean > 0)
     y = float(curve.mean[shown[-1]]) if shown.size else float("nan")
-    words = curve.words.replace(", ", "\n")
-    return End(float(len(curve.mean) - 1), y, "\n".join(part for part in (curve.name, words) if part), curve.colour)
+    words = "\n".join(part for part in (curve.name, curve.words) if part)
+    return End(float(len(curve.mean) - 1), y, words, curve.colour)

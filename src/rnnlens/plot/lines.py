@@ -127,7 +127,7 @@ def curves(
     _finish(panels, array, shown, shared=shared, log=log)
     _name_lines(panels, array, along, lines, keywords)
     cloud = f"{len(lines)} {along}s, black: their median" if len(lines) > MOST_NAMED else None
-    panels.title(title or title_of(array) or "curves", [thinned, fewer, cloud, note, nonfinite_note(array.values)])
+    panels.title(title or title_of(array), [thinned, fewer, cloud, note, nonfinite_note(array.values)])
     return panels.result()
 
 

@@ -58,7 +58,8 @@ def heatmap(
 ) -> Any:
     """Draw units by time as colours, a panel per sample; gates above each other, directions side by side.
 
-    Steps that the layer's mask leaves out are grey.
+    Colours run from one sign to the other, or up from white where no value is negative; white is 0. Steps that the
+    layer's mask leaves out are grey.
 
     Parameters
     ----------
@@ -78,10 +79,9 @@ def heatmap(
         One colour scale for all panels, from the largest finite magnitude in the *whole* array, drawn or not; else
         each panel has its own scale and colour bar.
     limit
-        Colour scale from -limit to limit instead. Values beyond it take the end colours.
+        Colours up to this value instead, and down to its negative. Values beyond it take the end colours.
     log
-        Logarithmic colours over 4 decades, linear below, symmetric unless no value is negative: shows a gradient while
-        it vanishes.
+        Logarithmic colours over 4 decades, linear below: shows a gradient while it vanishes.
     max_panels, page
         More panels are thinned evenly; ``page`` shows the page-th run of them instead. The figure says so.
     as_computed
@@ -126,8 +126,7 @@ def heatmap(
         ax=ax,
         figure=figure,
     )
-    positive = (log or samples == "rms") and is_positive(array.values)
-    kind = _Kind(across, down, stacked, log, positive, _cells(len(picked)), keywords)
+    kind = _Kind(across, down, stacked, log, is_positive(array.values), _cells(len(picked)), keywords)
     drawn = []
     for half, axes in zip(shown, panels.halves, strict=True):
         for place, slot in zip(axes, [slots[i] for i in picked], strict=True):
@@ -140,7 +139,7 @@ def heatmap(
     if panels.owners:
         panels.outer_ticks_only()
     merged = merge_note(steps_for((rows, array.sizes[across]), kind.limits), down, across)
-    panels.title(title or title_of(array) or "heatmap", [thinned, merged, *notes])
+    panels.title(title or title_of(array), [thinned, merged, *notes])
     return panels.result()
 
 

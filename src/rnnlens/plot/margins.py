@@ -114,7 +114,8 @@ def _profile(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log
     ax.set_ylim(-0.5, len(profile) - 0.5)
     step_axis(ax, "y", lag)
     ax.yaxis.tick_left()
-    ax.set_title("by lag", fontsize="small", pad=3)
+    ax.set_ylabel("lag", fontsize="small")
+    ax.set_title("mean by lag", fontsize="small", pad=3)
     _value_axis(ax, "x", profile, log)
 
 

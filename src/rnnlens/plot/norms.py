@@ -90,7 +90,7 @@ def weight_norms(
     for place, (layer, members) in zip(panels.axes, layers.items(), strict=True):
         mine = everything if shared else np.concatenate(list(members.values()))
         used = _scale(place, mine, log=log) or used
-        _name(place, steps, members, drawn[layer])
+        _name(place, steps, members, drawn[layer], outside=bool(panels.owners))
     panels.label(words, "norm" + (", log scale" if used else ""))
     if shared and panels.owners:
         panels.outer_ticks_only()
@@ -197,7 +197,7 @@ def _scale(ax: Any, values: Numbers, *, log: bool) -> bool:
     return False
 
 
-def _name(ax: Any, steps: Numbers, members: dict[str, Numbers], drawn: dict[str, Any]) -> None:
+def _name(ax: Any, steps: Numbers, members: dict[str, Numbers], drawn: dict[str, Any], *, outside: bool) -> None:
     """Names at the ends of few lines, a legend for many; what is below a logarithmic axis."""
     if ax.get_yscale() == "log":
         for name, values in members.items():
@@ -212,4 +212,4 @@ def _name(ax: Any, steps: Numbers, members: dict[str, Numbers], drawn: dict[str,
         at = np.flatnonzero(np.isfinite(values))
         y = float(values[at[-1]]) if at.size else float("nan")
         found.append(End(float(steps[-1]), y, name.replace("_", " "), drawn[name].get_color()))
-    name_ends(ax, found)
+    name_ends(ax, found, outside=outside)

@@ -62,7 +62,8 @@ def scale_of(values: Array, *, log: bool = False, signed: bool = False) -> Scale
         if not positive.size:
             return Scale(-1.0, 0.0, log=True)
         high = float(np.log10(positive.max()))
-        low = max(float(np.log10(positive.min())), high - DECADES)
+        low = float(np.log10(positive.min()))
+        low = max(low - 0.6 * (high - low) / LEVELS, high - DECADES)  # the smallest is not code 0, which reads as 0
         return Scale(low if low < high else high - 1, high, log=True)
     if not finite.size:
         return Scale(-1.0 if signed else 0.0, 1.0)

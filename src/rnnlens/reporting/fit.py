@@ -68,7 +68,7 @@ def _size(found: Plan, tracks: Sequence[Track], features: int, moments: int) -> 
     total = features * (found.maps + 2) * _steps(tracks[0], found.map_bin)
     for track in tracks:
         gates = 0 if track.gates is None else len(track.gate_names)
-        lines = len(track.states) + len(track.gradients) + gates
+        lines = len(track.states) + len(track.gradients) + gates * (1 if track.gate_gradients is None else 2)
         total += lines * 2 * (found.curves + 6) * _steps(track, found.curve_bin)
         values = sum(a.shape[-1] for a in (*track.states.values(), *track.gradients.values()))
         values += gates * (0 if track.gates is None else track.gates.shape[-1])

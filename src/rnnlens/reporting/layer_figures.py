@@ -27,7 +27,10 @@ def of_track(number: int, tracks: Sequence[Track], shown: Shown) -> list[Figure]
     """Gradients, states and gates of one track; ``tracks`` are those of all moments."""
     over = Over(shown, number, [track.mask for track in tracks])
     found = [*_gradients(tracks, over), *_states(tracks, over)]
-    return [*found, *_gates(tracks, over)] if all(track.gates is not None for track in tracks) else found
+    if all(track.gates is not None for track in tracks):
+        found += _gates(tracks, over)
+        found += _gate_gradients(tracks, over) if all(track.gate_gradients is not None for track in tracks) else []
+    return found
 
 
 def _gradients(tracks: Sequence[Track], over: Over) -> list[Figure]:
@@ -77,6 +80,17 @@ def _gates(tracks: Sequence[Track], over: Over) -> list[Figure]:
     code = f"rl.plot.heatmap(trace[{layer}].gates.isel(gate=0))"
     by_unit = Head(f"{prefix}-gate-units", "Gates by unit", "Each gate of each unit, at each step.", code)
     return [lines(head, means, over, axis), maps(by_unit, choices, over)]
+
+
+def _gate_gradients(tracks: Sequence[Track], over: Over) -> list[Figure]:
+    code = f"rl.plot.curves(trace[{tracks[0].layer!r}].gate_grad, log=True)"
+    words = "Norm over units of dL/dz_t, z the sum that goes into the gate's activation: what its weights learn from."
+    head = Head(f"track-{over.track}-gate-gradient", "Gradient of the gates through time", words, code)
+    sizes = {
+        f"|dL/dz_t| {name}": [norms(np.asarray(track.gate_gradients)[:, :, i]) for track in tracks]
+        for i, name in enumerate(tracks[0].gate_names)
+    }
+    return [lines(head, sizes, over, Axis("norm over units", log=True))]
 
 
 def _is_share(values: Array) -> bool:

@@ -110,6 +110,7 @@ _WANTED = (
     "output",
     "hidden_grad",
     "cell_grad",
+    "gate_grad",
     "output_grad",
     "input_grad",
 )
@@ -292,7 +293,7 @@ def _time_map(material: Material, adapter: Adapter, model: Any, held: Data, ques
         return
     if not question.jacobian or not material.moments[0].tracks or material.ranking is None:
         return
-    chosen = [material.numbers[i] for i in material.ranking.telling[:8]] if held.count is not None else []
+    chosen = [material.numbers[i] for i in _healthy(material)[:8]] if held.count is not None else []
     try:
         x, _ = held.take(chosen[:1])
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
@@ -303,6 +304,16 @@ def _time_map(material: Material, adapter: Adapter, model: Any, held: Data, ques
         )
     except RnnlensError as error:
         material.left_out.append(f"No time Jacobian: {_reason(error)}")
+
+
+def _healthy(material: Material) -> list[int]:
+    """The samples that tell most, without those whose states are not finite: one would be all of a mean."""
+    telling = list(material.ranking.telling) if material.ranking is not None else []
+    states = [state for track in material.moments[0].tracks for state in track.states.values()]
+    healthy = [i for i in telling if all(np.isfinite(state[i]).all() for state in states)]
+    if healthy and len(healthy) < len(telling):
+        material.left_out.append("The time Jacobian is that of samples whose states are finite.")
+    return healthy or telling
 
 
 def _diagnose(material: Material, model: Any, held: Data, question: Question) -> None:

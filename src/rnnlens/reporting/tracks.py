@@ -26,8 +26,8 @@ class Track:
     ----------
     states, gradients
         (sample, time, unit) by name of the state: its values, and the total gradient of the loss by them.
-    gates
-        (sample, time, gate, unit), or None.
+    gates, gate_gradients
+        (sample, time, gate, unit), or None: their values, and the gradient of the loss by their pre-activations.
     mask
         (sample, time) of bool, False where a step is padding, or None.
     """
@@ -38,6 +38,7 @@ class Track:
     states: dict[str, Array] = field(default_factory=dict)
     gradients: dict[str, Array] = field(default_factory=dict)
     gates: Array | None = None
+    gate_gradients: Array | None = None
     gate_names: tuple[str, ...] = ()
     mask: Array | None = None
 
@@ -89,6 +90,8 @@ def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
         variable, plain = str(key), array.dims[:2] == (SAMPLE, TIME)
         if variable == "gates" and plain:
             track.gates, track.gate_names = array.values, tuple(map(str, dataset[GATE].values))
+        elif variable == "gate_grad" and plain:
+            track.gate_gradients = array.values
         elif variable == "mask":
             track.mask = np.asarray(array.values, dtype=bool)
         elif plain and array.ndim == 3 and variable not in _ELSEWHERE:

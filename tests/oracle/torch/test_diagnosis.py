@@ -272,6 +272,7 @@ def test_compared_side_by_side():
     [
         ({"task": "regression"}, "task= is not understood"),
         ({"x": np.zeros((100,), "float32")}, "no time to look back over"),
+        ({"x": white()[:1]}, "no other sample to compare with"),
         ({"y": np.zeros((3, 1))}, "The target does not fit"),
         ({"baseline": "start"}, "baseline= is not understood"),
         ({"samples": 1}, "samples= is too small"),
@@ -281,6 +282,12 @@ def test_what_does_not_fit_is_one_clear_error(change, words):
     given = {"x": white(), "y": white()[:, 0], **change}
     with pytest.raises(InputError, match=words):
         rl.diagnose(shift_register({1: 1.0}), given.pop("x"), given.pop("y"), **given)
+
+
+def test_the_dynamics_of_one_sample():
+    net, x = shift_register({3: 1.0}), white()
+    several, alone = (rl.step_eigenvalues(net, x[:count]) for count in (2, 1))
+    np.testing.assert_array_equal(several.isel(sample=[0]), alone)
 
 
 def test_the_model_is_left_as_found():

@@ -50,6 +50,28 @@ def test_transfer_of_a_scaled_rotation(rate):
     assert transfer.kappa[60] == pytest.approx(rate**60, rel=0.5)
 
 
+def test_a_sample_that_is_not_finite_says_nothing_of_the_others():
+    cell, x = random_cell("simple_rnn"), np.random.default_rng(1).normal(size=(6, 120, 3))
+
+    def transfer_of(x):
+        return measures.state_transfer(replay(cell, x, (np.zeros((6, 7)),)))
+
+    expected = transfer_of(x)
+    x[2, 70] = np.nan
+    found = transfer_of(x)
+    assert np.isnan(found.log_ratio[1:, 2]).all()
+    others = [0, 1, 3, 4, 5]
+    np.testing.assert_allclose(found.log_ratio[:40, others], expected.log_ratio[:40, others], atol=0.3)
+    np.testing.assert_allclose(found.kappa, np.median(np.exp(found.log_ratio[:, others]), axis=1))
+    assert np.isfinite(found.quartiles()).all()
+    assert found.leading_exponent()[0] == pytest.approx(expected.leading_exponent()[0], abs=0.1)
+    x[:, 70] = np.nan
+    nothing = transfer_of(x)
+    assert nothing.kappa[0] == 1
+    assert np.isnan(nothing.kappa[1:]).all()
+    assert nothing.growth == 0
+
+
 def test_masked_steps_carry_everything():
     mask = np.ones((6, 120), bool)
     mask[:, 60:] = False

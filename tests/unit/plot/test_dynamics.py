@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import xarray as xr
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 import rnnlens as rl
 from rnnlens.errors import InputError
@@ -199,6 +201,40 @@ def test_networks_are_lines_of_one_panel_named_at_their_ends(layer):
     assert heights[1] > heights[0]
 
 
+@pytest.mark.parametrize("data", ["flow", "lags"])
+def test_names_stand_beside_the_panel_which_holds_nothing_but_its_steps(layer, jacobian, render, data):
+    if data == "flow":
+        axes = rl.plot.gradient_flow({"before training": layer(steps=30, decay=0.5), "after": layer(steps=30)})
+        assert axes[0].yaxis.get_ticks_position() == "right"
+    else:
+        axes = rl.plot.lag_profile({"before training": jacobian(steps=30), "after": jacobian(steps=30, decay=0.9)})
+    ax, figure = axes[0], render(axes)
+    assert ax.get_xlim() == (-0.5, 29.5)
+    panel, canvas = ax.get_window_extent(), figure.bbox
+    named = [text.get_window_extent() for text in ax.texts if text.get_gid() == "end"]
+    assert len(named) == 2
+    for box in named:
+        assert (box.x1 <= panel.x0) if data == "flow" else (box.x0 >= panel.x1)
+        assert canvas.x0 <= box.x0 < box.x1 <= canvas.x1
+    assert not named[0].overlaps(named[1])
+
+
+def test_on_axes_of_the_callers_own_the_names_stand_within(layer, render):
+    shape, size = Figure(figsize=(8, 4)).subplots(1, 2)
+    axes = rl.plot.gradient_flow({"before": layer(steps=30, decay=0.5), "after": layer(steps=30)}, ax=[shape, size])
+    render(axes)
+    panel = shape.get_window_extent()
+    assert all(text.get_window_extent().x0 >= panel.x0 for text in shape.texts if text.get_gid() == "end")
+
+
+def test_the_reach_is_named_where_there_is_room(layer):
+    words = [
+        [text.get_text() for text in rl.plot.gradient_flow(layer(steps=30, decay=decay))[0].texts]
+        for decay in (0.5, 1.0)
+    ]
+    assert ["reach" in found for found in words] == [True, False]
+
+
 def test_traces_of_several_layers_are_compared_layer_by_layer(layer):
     moments = {name: xr.DataTree.from_dict({"low": layer(decay=d), "top": layer(decay=0.9)}) for name, d in MOMENTS}
     networks = {name: {key: node.to_dataset() for key, node in tree.items()} for name, tree in moments.items()}
@@ -251,6 +287,19 @@ def test_steps_are_marked_on_every_panel_with_time(layer, gradient, by_gid):
         rl.plot.histogram(gradient()).mark(3)
     with pytest.raises(InputError, match="steps"):
         axes.mark("sixty")
+
+
+def test_marks_hang_within_the_panel_below_its_title(gradient):
+    plain, marked = (rl.plot.heatmap(gradient(samples=1, steps=30)) for _ in range(2))
+    marked.mark(14, 15)
+    pictures = []
+    for axes in (plain, marked):
+        canvas = FigureCanvasAgg(axes.figure)
+        canvas.draw()
+        pictures.append(np.asarray(canvas.buffer_rgba()).astype(int))
+    changed = np.flatnonzero(np.abs(pictures[1] - pictures[0]).sum(axis=(1, 2)))
+    top = len(pictures[0]) - marked[0].get_window_extent().y1
+    assert top - 1 <= changed.min() < top + 3
 
 
 def test_a_trace_without_loss_has_no_flow(layer):
@@ -315,7 +364,7 @@ def test_jacobian_is_inputs_across_and_outputs_upward(jacobian):
     np.testing.assert_allclose(image.get_array(), data.values[0])
     assert image.origin == "lower"
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("input time step", "output time step")
-    assert "median over 2 samples, each by its own peak (these: 1, quartiles 1 to 1)" in suptitle([ax])
+    assert "median over 2 samples, each by its own peak; peaks: 1, quartiles 1 to 1" in suptitle([ax])
     np.testing.assert_allclose(image.to_rgba(np.zeros((1, 1)))[0, 0], 1)
 
 
@@ -365,7 +414,7 @@ def test_samples_of_all_sizes_count_alike_in_a_jacobian(jacobian):
     data = jacobian(samples=3) * xr.DataArray([1.0, 10.0, 1e4], dims="sample")
     (ax,) = rl.plot.time_jacobian(data)
     np.testing.assert_allclose(ax.images[0].get_array(), jacobian().values[0])
-    assert "(these: 10, quartiles 5.5 to 5e+03)" in suptitle([ax])
+    assert "peaks: 10, quartiles 5.5 to 5e+03" in suptitle([ax])
     (ax,) = rl.plot.time_jacobian(data, samples="mean")
     np.testing.assert_allclose(ax.images[0].get_array(), jacobian().values[0] * 10011 / 3)
 
@@ -377,6 +426,14 @@ def test_missing_blocks_of_any_sample_are_crossed_out(jacobian, by_gid):
     (cross,) = by_gid(ax, "non-finite")
     assert (cross.get_xdata()[0], cross.get_ydata()[0]) == (2, 4)
     assert "NaN: 1 of 72 (1.39 %)" in suptitle([ax])
+
+
+def test_notes_are_broken_between_each_other(jacobian):
+    (ax,) = rl.plot.time_jacobian(jacobian(samples=3) * np.array([1.23, 45.6, 7.89])[:, None, None])
+    assert ax.get_figure(root=True).get_suptitle().splitlines()[-2:] == [
+        "median over 3 samples, each by its own peak",
+        "peaks: 7.9, quartiles 4.6 to 27",
+    ]
 
 
 def test_jacobian_panels_per_sample(jacobian):
@@ -397,15 +454,15 @@ def test_lag_profile_of_a_geometric_jacobian(jacobian, by_gid):
     lags, profile = curve(ax, "profile")
     np.testing.assert_array_equal(lags, np.arange(20))
     np.testing.assert_allclose(profile, 0.5 ** np.arange(20.0))
-    assert by_gid(ax, "half-life")[0].get_xdata()[0] == pytest.approx(1.0)
+    assert by_gid(ax, "mean lag")[0].get_xdata()[0] == pytest.approx(1.0, rel=1e-4)
     assert by_gid(ax, "horizon")[0].get_xdata()[0] == 6
-    assert ends(ax) == ["half-life 1: horizon 6"]
-    assert "horizon: 1 % of the peak" in suptitle([ax])
+    assert ends(ax) == ["mean lag 1: horizon 6"]
+    assert "dotted: mean lag; triangle: horizon, 1 % of the peak" in suptitle([ax])
 
 
 def test_a_horizon_at_the_last_lag_is_censored(jacobian):
     (ax,) = rl.plot.lag_profile(jacobian(steps=40, decay=0.99))
-    assert ends(ax) == ["never falls to half: horizon ≥ 39"]
+    assert ends(ax) == ["mean lag 18.2: horizon ≥ 39"]
 
 
 def test_a_hard_sample_does_not_decide_the_profile(jacobian):

@@ -262,6 +262,21 @@ def test_zero_is_white_and_the_scale_symmetric(gradient):
     assert image.to_rgba(np.zeros((1, 1)))[0, 0].tolist() == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("log", [False, True])
+def test_what_is_never_negative_has_colours_of_one_sign(gradient, log):
+    (image,) = rl.plot.heatmap(gradient(samples=1), log=log)[0].images
+    assert (image.norm.vmin, image.norm.vmax) == (0, gradient(samples=1).values.max())
+    assert image.to_rgba(np.zeros((1, 1)))[0, 0].tolist() == [1, 1, 1, 1]
+    assert image.cmap.name == "rnnlens.positive"
+
+
+@pytest.mark.parametrize("name", ["heatmap", "curves", "points", "histogram"])
+def test_an_array_without_labels_has_no_title(name):
+    values = np.random.default_rng(0).normal(size=(2, 5) if name == "points" else (2, 6, 5))
+    axes = getattr(rl.plot, name)(values)
+    assert axes[0].figure.get_suptitle() == ""
+
+
 def test_zero_is_white_on_a_log_scale_too(gradient):
     (image,) = rl.plot.heatmap(gradient(samples=1) - 0.5, log=True)[0].images
     assert isinstance(image.norm, SymLogNorm)
@@ -285,7 +300,8 @@ def test_one_colour_bar_when_shared_else_one_per_panel(gradient):
 
 
 def test_limit_fixes_the_scale(gradient):
-    assert rl.plot.heatmap(gradient(), limit=0.01)[0].images[0].norm.vmin == -0.01
+    scales = [rl.plot.heatmap(data, limit=0.01)[0].images[0].norm for data in (gradient() - 0.5, gradient())]
+    assert [(norm.vmin, norm.vmax) for norm in scales] == [(-0.01, 0.01), (0, 0.01)]
 
 
 def test_one_nan_neither_spoils_the_scale_nor_hides(gradient, by_gid):

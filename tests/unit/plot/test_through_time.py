@@ -206,12 +206,39 @@ def test_gradients_count_by_how_much_their_input_varies(by_gid):
     np.testing.assert_allclose(curve(one, "sensitivity")[1], values[2])
 
 
+def test_the_bar_of_a_narrow_margin_is_as_tall_as_it(render, jacobian):
+    axes = rl.plot.jacobian_margins(jacobian(steps=30))
+    figure = render(axes)
+    assert (axes[1].get_title(), axes[1].get_ylabel()) == ("mean by lag", "lag")
+    bar = next(one for one in figure.axes if one not in list(axes))
+    assert bar.get_window_extent().height > 0.9 * axes[1].get_window_extent().height
+
+
 def test_steps_are_pixels_row_by_row():
     gradient, x = np.random.default_rng(0).normal(size=(2, 1, 64, 1))
     (ax,) = rl.plot.input_map(gradient, shape=(8, 8))
     np.testing.assert_allclose(ax.images[0].get_array(), np.abs(gradient).reshape(8, 8))
     with pytest.raises(InputError, match=r"shape= is not that of the image\.\n  got:      shape=\(8, 9\)"):
         rl.plot.input_map(gradient, x, shape=(8, 9))
+
+
+def test_a_gradient_of_something_else_than_the_loss_says_so():
+    attrs = {"long_name": "gradient of output with respect to input", "layer": "model"}
+    gradient = xr.DataArray(np.ones((2, 5, 1)), dims=("sample", "time", "feature"), attrs=attrs)
+    (ax,) = rl.plot.input_map(gradient)
+    assert suptitle([ax]).startswith("model · what the output hangs on")
+    assert ax.get_ylabel().startswith("|d output / $dx_t$|")
+    (of_loss,) = rl.plot.input_map(gradient.assign_attrs(long_name="gradient of loss with respect to input"))
+    assert suptitle([of_loss]).startswith("model · what the loss hangs on")
+    assert of_loss.get_ylabel().startswith("$|dL/dx_t|$")
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (2, 32), (16, 4)])
+def test_an_image_is_as_tall_as_its_colour_bar(shape, render):
+    (ax,) = rl.plot.input_map(np.random.default_rng(0).normal(size=(3, 64, 1)), shape=shape)
+    figure = render([ax])
+    bar = next(one for one in figure.axes if one is not ax)
+    assert ax.get_window_extent().height > 0.85 * bar.get_window_extent().height
 
 
 def test_tokens_are_shaded_by_their_gradient(by_gid):

@@ -36,7 +36,7 @@ function words(value) {
   if (Number.isNaN(value)) return 'NaN or infinite';
   if (value === 0) return '0';
   const size = Math.abs(value);
-  return size >= 1e-3 && size < 1e5 ? String(Number(value.toPrecision(3))) : value.toExponential(2);
+  return size >= 1e-3 && size < 1e5 ? String(Number(value.toPrecision(3))) : value.toExponential(2).replace(/\.?0*e/, 'e');
 }
 
 function ticks(low, high, about) {

@@ -154,7 +154,8 @@ class Lines extends Panel {
       this.legend.append(make('span', {}, `unit ${unit}${value === null ? '' : ` ${this.spec.lines[i].name} = ${words(value)}`}`));
     }
     const other = D.moments[1 - state.moment];
-    this.legend.append(make('span', {}, `dashed: median of ${D.samples.length}${other ? `; dotted: ${other}` : ''}`));
+    const many = D.samples.length > 1 ? `dashed: median of ${D.samples.length}` : '', then = other ? `dotted: ${other}` : '';
+    if (many || then) this.legend.append(make('span', {}, [many, then].filter(Boolean).join('; ')));
   }
 
   csv() {
