@@ -128,12 +128,14 @@ class _Chain:
     ) -> dict[Port, Segment] | None:
         """Walk down to the next recurrent layer; None if a value on the way is not known."""
         block, found = None, {}
+        end = None if wrt is None else self._place(wrt)  # what one layer returns the next is fed: one place, two names
         for i in range(place, -2, -1):
             layer = self.layers[i] if i >= 0 else None
-            reached = Port("output", layer.name) if layer is not None else Port("input")
             recurrent = layer is not None and layer.kind == "recurrent"
-            if reached == wrt or recurrent:
-                found[reached] = _segment(tensors[top], tensors[reached], block)
+            reached = [wrt] if wrt is not None and i == end else []
+            reached += [Port("output", layer.name)] if layer is not None and recurrent else []
+            for port in reached:
+                found[port] = _segment(tensors[top], tensors[port], block)
             if layer is None or recurrent or layer.kind == "table":
                 break
             if layer.kind == "dense":
