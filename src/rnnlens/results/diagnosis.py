@@ -53,9 +53,12 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.code} ({self.severity}, {self.layer}): {self.sentence}" + (
-            f" Try: {self.remedy}" if self.remedy else ""
-        )
+        return f"{self.code} ({self.severity}, {self.layer}): {self.advice}"
+
+    @property
+    def advice(self) -> str:
+        """The sentence, and the remedy where there is one."""
+        return f"{self.sentence} Try: {self.remedy}" if self.remedy else self.sentence
 
 
 class Diagnosis(Result, kind="diagnosis"):
@@ -125,11 +128,11 @@ class Diagnosis(Result, kind="diagnosis"):
         return "\n".join([*self.sentences.values(), *map(str, self.findings), *(f"note: {n}" for n in self.notes)])
 
     def _rows(self) -> list[tuple[str, str]]:
-        return [*self.sentences.items(), *((f.code, f"{f.sentence} {f.remedy}".strip()) for f in self.findings)]
+        return [*self.sentences.items(), *((f.code, f.advice) for f in self.findings)]
 
     def _said(self) -> list[Said]:
         sentences = [Said("", "", sentence) for sentence in self.sentences.values()]
-        return sentences + [Said(f.severity, f.code, f"{f.sentence} {f.remedy}".strip()) for f in self.findings]
+        return sentences + [Said(f.severity, f.code, f.advice) for f in self.findings]
 
     def _parts(self) -> list[Part]:
         return [(name, "", self.dataset(name)) for name in self]
