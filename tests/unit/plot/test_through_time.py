@@ -233,7 +233,7 @@ def test_a_gradient_of_something_else_than_the_loss_says_so():
     assert of_loss.get_ylabel().startswith("$|dL/dx_t|$")
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (2, 32), (16, 4)])
+@pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4)])
 def test_an_image_is_as_tall_as_its_colour_bar(shape, render):
     (ax,) = rl.plot.input_map(np.random.default_rng(0).normal(size=(3, 64, 1)), shape=shape)
     figure = render([ax])
