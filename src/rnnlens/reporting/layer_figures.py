@@ -83,7 +83,7 @@ def _gates(tracks: Sequence[Track], over: Over) -> list[Figure]:
 
 
 def _gate_gradients(tracks: Sequence[Track], over: Over) -> list[Figure]:
-    code = f"rl.plot.curves(trace[{tracks[0].layer!r}].gate_grad, log=True)"
+    code = f"rl.plot.curves((trace[{tracks[0].layer!r}].gate_grad ** 2).sum('unit') ** 0.5, log=True)"
     words = "Norm over units of dL/dz_t, z the sum that goes into the gate's activation: what its weights learn from."
     head = Head(f"track-{over.track}-gate-gradient", "Gradient of the gates through time", words, code)
     sizes = {
