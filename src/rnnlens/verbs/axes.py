@@ -91,10 +91,14 @@ class Axes(Layouts):
     ----------
     stated
         What the user says, by the name of a tensor, or ``"y"`` and ``"sample_weight"``.
+    known
+        What these names may refer to; None where nothing is stated.
     """
 
-    def __init__(self, adapter: Adapter, model: Any, stated: Mapping[str, Layout] | None, known: Catalogue) -> None:
-        super().__init__(named_layouts(stated, known), adapter)
+    def __init__(
+        self, adapter: Adapter, model: Any, stated: Mapping[str, Layout] | None, known: Catalogue | None
+    ) -> None:
+        super().__init__({} if known is None else named_layouts(stated, known), adapter)
         self.adapter, self.model = adapter, model
         self.data = {name: layout for name, layout in (stated or {}).items() if name in DATA}
         #: How the inputs lie, where they are cut into batches; None where samples come first.

@@ -7,10 +7,13 @@ without any of our code in the model: outputs, loss, and one vector-Jacobian pro
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +26,8 @@ from ..results.checks import Check, coarser, residual, rounding_bound, underflow
 from ..results.schema import plain
 from ..settings import current
 from ..typing import Array
+
+T = TypeVar("T")
 
 #: Random combinations of a kernel's rows that are compared.
 PROBES = 8
@@ -53,23 +58,27 @@ def wanted(model: Any, verb: str, batch: Batch, *what: Any) -> bool:
 class Ours:
     """Numbers of ours to be compared.
 
-    ``weights`` by (layer, direction or None, name): kernels as random combinations of their rows where ``probed``.
+    ``weights`` by (layer, direction or None, name): kernels as random combinations of their rows where ``probed``;
+    ``scales`` by layer is what rounding in them goes by (:class:`adjoint.Rounding`).
     ``borders`` are pairs of what our sweep and the framework's differentiation brought to the border of a call, with
-    the name of the comparison and of the layer.
+    the name of the comparison and of the layer, and what rounding goes by.
     """
 
     capture: Capture
     weights: dict[tuple[str, str | None, str], Array] = field(default_factory=dict)
+    scales: dict[str, float] = field(default_factory=dict)
     incomplete: set[tuple[str, str | None, str]] = field(default_factory=set)
     probed: set[tuple[str, str | None, str]] = field(default_factory=set)
-    borders: list[tuple[str, str, list[tuple[Array, Array]]]] = field(default_factory=list)
+    borders: list[tuple[str, str, list[tuple[Array, Array]], float]] = field(default_factory=list)
     steps: int = 1
     dtype: str = ""
 
-    def add_weights(self, call: RecurrentCall, sums: Mapping[str, Array]) -> None:
+    def add_weights(self, call: RecurrentCall, sums: Mapping[str, Array], scale: float) -> None:
         """Add what one call contributed to its weights; they are incomplete where another call that has them is out."""
+        layer = call.layer.partition("#")[0]
+        self.scales[layer] = math.hypot(self.scales.get(layer, 0.0), scale)
         for name, array in sums.items():
-            key = (call.layer.partition("#")[0], call.direction if call.bidirectional else None, name)
+            key = (layer, call.direction if call.bidirectional else None, name)
             if call.weight_grads is None:
                 self.incomplete.add(key)
             if not call.cell.by_framework and len(array.shape) == 2:
@@ -99,29 +108,64 @@ class Comparisons:
         self.checks.append(Check(name, layer, worst, rounding_bound(kind, self.steps)))
 
 
-def certify(
-    adapter: Adapter, model: Any, batch: Batch, ours: Ours, words: Mapping[str, Any], engine: str
-) -> Certificate:
-    """Run the model plainly and compare; where the framework itself gives another answer each time, say so."""
-    altered = ours.capture.altered
-    gradients = bool(ours.capture.input_grads or ours.capture.beside) and not altered
-    if ours.capture.loss is None:
-        batch = replace(batch, y=None, loss=None, sample_weight=None, class_weight=None)
-    run, why = attempt(lambda: adapter.plain(model, batch, gradients=gradients))
+#: What is waited for: the plain run, or why there is none.
+Attempt = Callable[[], tuple[PlainRun | None, str]]
+
+
+@contextmanager
+def plainly(adapter: Adapter, model: Any, batch: Batch, ours: Ours | None) -> Iterator[Attempt]:
+    """The plain run: on its way while results are made of the capture, where the adapter has it in two parts.
+
+    Not before, so that no memory is taken for two runs at once. Nothing is run where nothing is to be compared.
+    """
+    if ours is None:
+        yield lambda: (None, "")
+        return
+    batch, gradients = _as_captured(batch, ours.capture), _has_gradients(ours.capture)
+    with ThreadPoolExecutor(1) as thread:
+        ready, why = attempt(lambda: adapter.prepared(model, batch, gradients=gradients))
+        if why:
+            yield lambda: (None, why)
+        elif ready is None:
+            yield lambda: attempt(lambda: adapter.plain(model, batch, gradients=gradients))
+        else:
+            yield thread.submit(attempt, ready).result
+
+
+def _as_captured(batch: Batch, capture: Capture) -> Batch:
+    """The batch, without what only a loss would read where there is none."""
+    if capture.loss is not None:
+        return batch
+    return replace(batch, y=None, loss=None, sample_weight=None, class_weight=None)
+
+
+def _has_gradients(capture: Capture) -> bool:
+    return bool(capture.input_grads or capture.beside) and not capture.altered
+
+
+def certify(adapter: Adapter, model: Any, batch: Batch, ours: Ours | None, made: Attempt, **words: Any) -> Certificate:
+    """Compare with the plain run; where the framework itself gives another answer each time, say so.
+
+    ``words`` as in :meth:`Certificate.of`. Without numbers of ours there is no certificate.
+    """
+    if ours is None:
+        return Certificate()
+    altered, engine = ours.capture.altered, adapter.engine
+    run, why = made()
     if run is None:
         return Certificate("could not", engine, why=why)
-    comparisons = compared(adapter, model, batch, ours, run, gradients=gradients)
+    comparisons = compared(adapter, model, batch, ours, run, gradients=_has_gradients(ours.capture))
     certificate = Certificate.of(engine, comparisons.checks, uncertified=tuple(comparisons.left_out), **words)
     if altered and certificate.state != "failed":
         return Certificate("could not", engine, why=altered)
     if certificate.state == "failed":
-        why = unsteady(adapter, model, batch, run)
+        why = unsteady(adapter, model, _as_captured(batch, ours.capture), run)
         if why:
             return Certificate("could not", engine, why=why)
     return certificate
 
 
-def attempt(run: Callable[[], PlainRun]) -> tuple[PlainRun | None, str]:
+def attempt(run: Callable[[], T]) -> tuple[T | None, str]:
     """A plain run, or why there is none: the user's model failed by itself, or would do something else."""
     try:
         return run(), ""
@@ -179,8 +223,8 @@ def compared(
         if any(_flags(x) for x, _, _ in sides):
             comparisons.left_out["inputs that hold nothing but 0 and 1"] = None
     _compare_weights(comparisons, adapter, model, ours, run)
-    for name, layer, pairs in ours.borders:
-        comparisons.compare(name, layer, pairs)
+    for name, layer, pairs, scale in ours.borders:
+        comparisons.compare(name, layer, pairs, scale=scale)
     return comparisons
 
 
@@ -211,7 +255,7 @@ def _compare_weights(comparisons: Comparisons, adapter: Adapter, model: Any, our
             theirs = probed(theirs)
         by_layer.setdefault(key[0], []).append((mine, theirs))
     for layer, pairs in by_layer.items():
-        comparisons.compare(WEIGHTS, layer, pairs)
+        comparisons.compare(WEIGHTS, layer, pairs, scale=ours.scales[layer])
     unfollowed = ours.capture.inside - swept - whole
     if any(run.weight_grads.get(name) is not None for name in unfollowed):
         comparisons.left_out["weights of recurrent layers whose gradients were not asked for"] = None

@@ -46,7 +46,7 @@ def certify_weights(
             mine, dims = _in_our_order(variable, found[layer])
             around = beside if found[layer].cells else {}
             pairs += list(named_pairs(adapter, model, run, tensor, mine, dims, around))
-        comparisons.compare(WEIGHTS, layer, pairs)
+        comparisons.compare(WEIGHTS, layer, pairs, scale=gradients.scales.get(layer, 0.0))
         norms += [str(name) for name in dataset.data_vars if str(name).endswith("_grad_norm")]
     certified = ("loss", *(["gradients of weights"] if any(c.name == WEIGHTS for c in comparisons.checks) else []))
     open_ends = ("norms of single steps",) if norms else ()

@@ -12,12 +12,11 @@ from ..adapters.protocol import Batch
 from ..adapters.registry import adapter_for
 from ..arguments import anything, checked, class_weights, examples, names, one_batch, seed_or_none, states, switch
 from ..arguments import loss as a_loss
-from ..results.certificate import Certificate
 from ..results.checks import warn_about
 from ..results.trace import Trace
 from ..settings import current
 from .axes import Axes, an_axes_table
-from .certify import Ours, certify
+from .certify import Ours, certify, plainly
 from .certify import wanted as asked_for
 from .loss_words import with_reduction
 from .names import catalogue
@@ -121,13 +120,12 @@ def trace(
     if wanted.has_loss:
         provenance = with_reduction(provenance, adapter, model, loss)
     ours, described = Ours(capture) if certified else None, adapter.describe(model)
-    datasets, checks = recurrent_datasets(described, capture, wanted, provenance, ours)
-    room = Axes(adapter, model, axes, catalogue(adapter, model, x))
-    datasets |= plain_datasets(capture.plain, room, batch, wanted, provenance)
-    wanted.refuse_absent(datasets, [info.name for info in described])
-    certificate = Certificate()
-    if ours is not None:
-        certificate = certify(adapter, model, batch, ours, _words(datasets, wanted.has_loss), adapter.engine)
+    with plainly(adapter, model, batch, ours) as made:
+        datasets, checks = recurrent_datasets(described, capture, wanted, provenance, ours)
+        room = Axes(adapter, model, axes, catalogue(adapter, model, x) if axes else None)
+        datasets |= plain_datasets(capture.plain, room, batch, wanted, provenance)
+        wanted.refuse_absent(datasets, [info.name for info in described])
+        certificate = certify(adapter, model, batch, ours, made, **_words(datasets, wanted.has_loss))
     warn_about([*checks, *certificate.checks])
     return Trace(
         datasets,

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, RecurrentCall
 from ..errors import TooLargeError, UnsupportedError, message
+from ..recurrence.adjoint import rounding_of
 from ..recurrence.run import Run
 from ..results.checks import Check
 from ..results.schema import plain
@@ -32,6 +33,8 @@ class FoundGradients:
         By layer and name, of layers that are not recurrent; a weight off the path has none.
     loss, checks, capture
         The loss of the batch, the self-checks of the sweeps, and what they started from.
+    scales
+        By recurrent layer what rounding in its gradients goes by.
     """
 
     recurrent: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
@@ -39,6 +42,7 @@ class FoundGradients:
     loss: float | None = None
     checks: list[Check] = field(default_factory=list)
     capture: Capture | None = None
+    scales: dict[str, float] = field(default_factory=dict)
 
 
 def find_gradients(
@@ -59,8 +63,9 @@ def find_gradients(
         found.loss = found.capture.loss
         for name in recurrent:
             calls = _of_layer(on_host(found.capture.calls), name, by_time)
-            found.recurrent[name], checks = _recurrent_gradients(calls, by_time)
-            found.checks += checks
+            found.recurrent[name], sums = _recurrent_gradients(calls, by_time)
+            found.checks += [entry.check() for entry in sums]
+            found.scales[name] = max((entry.scale for entry in sums), default=0.0)
     others = [name for name in weights if name not in recurrent]
     if others:
         ports = [Port("weight", layer, key=key) for layer in others for key in weights[layer].values]
@@ -101,8 +106,8 @@ def _of_layer(calls: Iterable[RecurrentCall], name: str, by_time: bool | str) ->
 
 def _recurrent_gradients(
     calls: Sequence[RecurrentCall], by_time: bool | str
-) -> tuple[dict[str, dict[str, Any]], list[Check]]:
-    """Gradients per direction, summed over the calls of a layer; and whether their sums equal the framework's.
+) -> tuple[dict[str, dict[str, Any]], list[WeightSum]]:
+    """Gradients per direction, summed over the calls of a layer; and their sums, to be held against the framework's.
 
     By time: calls of one layer are summed step by step. Those that the user's own loop makes follow each other instead.
     """
@@ -122,7 +127,7 @@ def _recurrent_gradients(
                 mine[name] = plain(grad) + mine[name]
         if not by_time and call.weight_grads is not None:  # dL/dW is over all that share W
             mine |= {name: plain(call.weight_grads[name]) for name in call.tied if name in whole}
-    return total, [entry.check() for entry in sums.values()]
+    return total, list(sums.values())
 
 
 def _of_call(call: RecurrentCall, by_time: bool | str, sums: dict[str, WeightSum]) -> Mapping[str, Any]:
@@ -132,7 +137,9 @@ def _of_call(call: RecurrentCall, by_time: bool | str, sums: dict[str, WeightSum
     whole = weights_of(call, run, result)
     if call.weight_grads is not None:
         alone = {name: grad for name, grad in call.weight_grads.items() if name not in call.tied}
-        sums.setdefault(call.direction, WeightSum(call, alone)).add(whole, int(call.input.shape[1]))
+        sums.setdefault(call.direction, WeightSum(call, alone)).add(
+            whole, int(call.input.shape[1]), rounding_of(run, result).weights
+        )
     if by_time == "norm":
         return weight_norms_by_time(run, result)
     return weights_of(call, run, result, by_time=True) if by_time else whole

@@ -67,6 +67,13 @@ def test_both_directions():
     assert words == {"basic_lstm/bidirectional_rnn": "lstm"}
 
 
+def test_two_stacks_are_no_layer_of_two_directions():
+    """The second cell of each stack reads what the first of the same stack put out."""
+    words = compare(("stack",), lengths=True, both=True)
+    halves = [f"stack/bidirectional_rnn/{half}/cell_{i}" for half in ("fw", "bw") for i in range(2)]
+    assert words == dict(zip(halves, ["gru", "lstm"] * 2, strict=True))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("lengths", [True, False], ids=["lengths", "whole"])
 @pytest.mark.parametrize("time_major", [True, False], ids=["time", "batch"])

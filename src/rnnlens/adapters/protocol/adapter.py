@@ -149,6 +149,13 @@ class Adapter(Rule, ABC):
         """
         return capture_by_borders(self, model, batch, request)
 
+    def prepared(self, model: Any, batch: Batch, *, gradients: bool = True) -> Callable[[], PlainRun] | None:
+        """``plain``, with all that touches the user's model done: what is left may run in another thread.
+
+        As it stands None: it does not come in two parts.
+        """
+        return None
+
     def layouts(self, model: Any, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, Layout]:
         """Which axis is what, of inputs and outputs of the model and of layers that are not recurrent.
 

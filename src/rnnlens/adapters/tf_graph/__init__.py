@@ -29,7 +29,7 @@ from .capture import capture
 from .differentiate import differentiate
 from .nudge import nudged
 from .opened import opened
-from .plain import plain
+from .plain import plain, prepared
 from .public import Net
 from .pullback import GraphPullback
 from .weights import listed, place_of
@@ -95,6 +95,10 @@ class TfGraphAdapter(Adapter):
     ) -> PlainRun:
         """Another copy, as it stands."""
         return plain(net_of(model), batch, cotangents, gradients=gradients, regularised=regularised)
+
+    def prepared(self, model: Any, batch: Batch, *, gradients: bool = True) -> Callable[[], PlainRun]:
+        """The other copy, ready to run."""
+        return prepared(net_of(model), batch, gradients=gradients)
 
     def differentiate(
         self, function: Callable[..., Any], arrays: Sequence[Array], model: Any

@@ -15,7 +15,7 @@ from .borders import course_of, same
 from .copying import CannotCopyError
 from .forms import Form
 from .found import Border, FoundCell, Loop
-from .labels import common_scope, course_words, flat_mask, kind_of, known_cell, refused
+from .labels import common_scope, course_words, flat_mask, kind_of, known_cell, refused, runs_through
 from .match import Match
 from .record import CannotRecordError, Carried, Recorder, rewire
 
@@ -56,7 +56,8 @@ class _Apart:
             self._put_out()
         else:
             found = [self._native()]
-        found[0] = replace(found[0], replaced=self.replaced, redrawn=self.recorder.drew)
+        cell = replace(found[0].cell, conditions=runs_through(anatomy, self.stacked))
+        found[0] = replace(found[0], cell=cell, replaced=self.replaced, redrawn=self.recorder.drew)
         return found
 
     # Borders.

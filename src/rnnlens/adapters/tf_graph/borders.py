@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import tensorflow.compat.v1 as tf
 from tensorflow.python.framework import tensor_util
 
 from .blocks import Source, constant_of
@@ -19,12 +20,13 @@ _READS = frozenset({"TensorArrayReadV3", "TensorListGetItem"})
 class Read:
     """A tensor with time in front of which the body reads one step at a time.
 
-    ``value``: the step within the body; ``reader``: the operation, and number of its input, that reads ``stacked``.
+    ``value``: the step within the body; ``reader``: the operation, and number of its input, that reads ``stacked``;
+    None where the body indexes the user's own tensor, which others may read too.
     """
 
     value: Any
     stacked: Any
-    reader: tuple[Any, int]
+    reader: tuple[Any, int] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +68,20 @@ def same(tensor: Any, outer: Source) -> Any:
 
 
 def clocks(frame: Frame) -> list[Variable]:
-    """The variables that count steps: integers that grow by one."""
-    return [v for v in frame.variables if v.before.dtype.is_integer and _is_next(v.after, v.before, frame.outer)]
+    """The variables that count steps: integers that grow by one, from 0."""
+    counters = [v for v in frame.variables if v.before.dtype.is_integer and _is_next(v.after, v.before, frame.outer)]
+    return [v for v in counters if constant_of(v.entry, Source()) == 0]
+
+
+def steps_run(frame: Frame) -> Any:
+    """How many steps a loop runs: a number, or a tensor outside; None where nothing counts them."""
+    if frame.bounds and all(isinstance(bound, np.ndarray) for bound in frame.bounds):
+        return min(int(bound) for bound in frame.bounds)
+    with frame.variables[0].entry.graph.as_default():
+        if frame.bounds:
+            return tf.reduce_min(tf.stack([tf.cast(bound, tf.int32) for bound in frame.bounds]))
+        ends = [clock.exit for clock in clocks(frame) if clock.exit is not None]
+        return tf.cast(ends[0], tf.int32) if ends else None
 
 
 def _is_next(after: Any, before: Any, outer: Source) -> bool:
@@ -83,6 +97,9 @@ def sequences(frame: Frame) -> list[Read]:
     times = [v.before for v in clocks(frame)]
     found = []
     for op in frame.ops:
+        axis = _indexed(op, frame, times)
+        if axis is not None:
+            found.append(Read(op.outputs[0], _taken(frame, frame.outer.get(op.inputs[0]), axis), None))
         if op.type not in _READS:
             continue
         place, source = (1, 2) if op.type == "TensorArrayReadV3" else (1, 0)
@@ -95,6 +112,42 @@ def sequences(frame: Frame) -> list[Read]:
         elif filled.op.type == "TensorListFromTensor":
             found.append(Read(op.outputs[0], filled.op.inputs[0], (filled.op, 0)))
     return found
+
+
+def _indexed(op: Any, frame: Frame, times: Sequence[Any]) -> int | None:
+    """The axis along which an operation takes the present step of an invariant, and all of the others: x[:, t]."""
+    if op.type not in ("StridedSlice", "GatherV2") or frame.outer.get(op.inputs[0]) is None:
+        return None
+    now = [any(same(t, frame.outer) is time for time in times) for t in _places(op, frame.outer)]
+    if op.type == "GatherV2":
+        axis = constant_of(op.inputs[2], frame.outer)
+        return int(axis) if now == [True] and axis in (0, 1) and op.inputs[1].shape.rank == 0 else None
+    kept = op.get_attr("begin_mask") & op.get_attr("end_mask")
+    marks = (op.get_attr("shrink_axis_mask"), kept, op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask"))
+    for axis in (0, 1):
+        others = sum(1 << i for i in range(len(now)) if i != axis)
+        if (
+            now == [i == axis for i in range(len(now))]
+            and marks[0] == 1 << axis
+            and marks[1] == others
+            and not marks[2]
+        ):
+            return axis
+    return None
+
+
+def _places(op: Any, outer: Source) -> list[Any]:
+    """What an operation that takes a part of a tensor goes by, axis by axis."""
+    begin = same(op.inputs[1], outer)
+    return list(begin.op.inputs) if begin.op.type == "Pack" else [begin]
+
+
+def _taken(frame: Frame, tensor: Any, axis: int) -> Any:
+    """The steps of a tensor that a loop takes one by one, time first."""
+    count = steps_run(frame)
+    with tensor.graph.as_default():
+        taken = tensor[:count] if axis == 0 else tensor[:, :count]
+        return taken if axis == 0 else tf.transpose(taken, [1, 0, *range(2, tensor.shape.rank)])
 
 
 def _made(tensor: Any) -> Any:

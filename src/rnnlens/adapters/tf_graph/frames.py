@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import tensorflow.compat.v1 as tf
-from tensorflow.python.framework import function_def_to_graph
+from tensorflow.python.framework import function_def_to_graph, tensor_util
 from tensorflow.python.ops import handle_data_util
 
 from .blocks import Source
@@ -48,8 +48,9 @@ class Variable:
 class Frame:
     """One while loop.
 
-    ``outer``: what each invariant of the body is outside. ``inside``: a tensor, or operations, to tell the body by.
-    ``built``: the number of its first operation, by which recurrences are in the order in which they were built.
+    ``outer``: what each invariant of the body is outside. ``built``: the number of its first operation, by which
+    recurrences are in the order in which they were built. ``bounds``: what counters from 0 are to stay below, as
+    tensors outside or numbers; empty where the loop ends by something else, or that is not known.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Frame:
     graph: Any
     readers: dict[int, tuple[Any, int]]
     ops: tuple[Any, ...]
+    bounds: tuple[Any, ...] = ()
 
     @property
     def nested(self) -> bool:
@@ -164,7 +166,29 @@ def _new_frame(op: Any, functions: dict[str, Any]) -> Frame:
         else:
             variables.append(Variable(op.inputs[i], before, after, op.outputs[i], (op, i)))
     ops = tuple(inner for inner in body.get_operations() if inner.type != "Placeholder")
-    return Frame(scope_of(op.name), "v2", op._id, tuple(variables), Source(outer), body, readers, ops)
+    bounds = _bounds(op, functions[op.get_attr("cond").name], {v.reader[1] for v in variables})
+    return Frame(scope_of(op.name), "v2", op._id, tuple(variables), Source(outer), body, readers, ops, bounds)
+
+
+def _bounds(loop: Any, condition: Any, changing: set[int]) -> tuple[Any, ...]:
+    """What the counters of a While stay below; ``changing``: which of its inputs are other ones at every step."""
+    _, given, (goes_on,) = body_graph(condition, loop.inputs, loop.graph)
+    place = {id(tensor): i for i, tensor in enumerate(given)}
+    found, waiting = [], [goes_on]
+    while waiting:
+        op = _unchanged(waiting.pop()).op
+        if op.type == "LogicalAnd":
+            waiting.extend(op.inputs)
+            continue
+        if op.type != "Less":
+            return ()
+        counter, bound = (_unchanged(t) for t in op.inputs)
+        i, k = (place.get(id(t)) for t in (counter, bound))
+        value = tensor_util.constant_value(bound) if k is None else loop.inputs[k]
+        if i is None or tensor_util.constant_value(loop.inputs[i]) != 0 or value is None or k in changing:
+            return ()
+        found.append(value)
+    return tuple(found)
 
 
 def body_graph(function: Any, inputs: Sequence[Any], home: Any) -> tuple[Any, list[Any], list[Any]]:

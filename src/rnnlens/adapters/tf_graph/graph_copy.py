@@ -6,6 +6,7 @@ session's random kernels, queues and iterators would move. So everything happens
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -21,10 +22,15 @@ from .variables import is_variable
 
 K = TypeVar("K", bound=Hashable)
 
-#: Operations that fill tables, and, below, those that take data from a queue or a pipeline.
+#: Of how many switches and rates it is kept in mind whether random draws count at them.
+_MOST_RATES = 64
+#: Operations that fill tables.
 _TABLES = ("InitializeTable", "LookupTableImport")
 #: Operations that run functions of the graph.
 _CALLS = ("While", "StatelessWhile", "If", "StatelessIf", "Case")
+#: Operations that give a variable another value; TensorArrays and lists hold the steps of loops.
+_ASSIGNS = re.compile(r"(?!Tensor).*(Assign|Scatter|Apply|CountUpTo)")
+#: Those that take data from a queue or a pipeline.
 _SOURCES = ("QueueDequeue", "IteratorGetNext", "ReaderRead", "Unstage", "MapUnstage", "OrderedMapUnstage")
 
 
@@ -46,10 +52,11 @@ def cone(ends: Iterable[Any], stop: Iterable[Any] = ()) -> list[Any]:
 
 @dataclass(frozen=True)
 class Behind:
-    """What tensors depend on: names of variables, and whether random numbers are drawn on the way."""
+    """What tensors depend on: names of variables; whether random numbers are drawn, or variables set, on the way."""
 
     variables: tuple[str, ...]
     draws: bool
+    assigns: bool
 
 
 class GraphCopy:
@@ -71,7 +78,6 @@ class GraphCopy:
         self.built: dict[Hashable, Any] = {}
         self._config, self._version = config, -1
         self._session: Any = None
-        self._drawn: tuple[int, bool] | None = None
         self._steady: dict[Hashable, bool] = {}
         self._loaded: dict[str, Array] = {}
         self._behind: dict[Any, Behind] = {}
@@ -99,37 +105,42 @@ class GraphCopy:
     def run(self, fetches: Mapping[K, Any], feed: Mapping[Any, Any], variables: Mapping[str, Array]) -> dict[K, Any]:
         """Values of tensors, in one run, with these values of the variables."""
         asked = list(fetches.values())
-        draws = self.behind(asked, feed).draws
+        behind = self.behind(asked, feed)
         if self._version != self.graph.version:
             self._restart()
         self._load({name: value for name, value in variables.items() if name in self._assign})
         if not asked:
             return {}
-        found = self._run(asked, dict(feed)) if draws else self._session.run(asked, dict(feed))
+        found = self._run(asked, dict(feed)) if behind.draws else self._session.run(asked, dict(feed))
+        if behind.assigns:
+            self._loaded = {}
         return dict(zip(fetches, found, strict=True))
 
     def _run(self, asked: Sequence[Any], feed: dict[Any, Any]) -> list[Any]:
-        """A run in which random numbers are drawn: the same as in the last such run.
-
-        Where a second draw changes nothing (dropout at a rate that is fed as 0), that is kept in mind, for these
-        switches and rates.
-        """
-        switches = tuple((tensor.name, np.asarray(v).item()) for tensor, v in feed.items() if not np.ndim(v))
-        key = (tuple(tensor.name for tensor in asked), switches)
-        if self._steady.get(key):
+        """A run in which random numbers are drawn: the same as in the last such run."""
+        if self.is_steady(asked, feed):
             return list(self._session.run(asked, feed))
-        self._redraw()
+        loaded, key = self._loaded, self._steady_key(asked, feed)
+        self._restart()  # in a new session random kernels start anew
+        self._load(loaded)
         found = list(self._session.run(asked, feed))
         if key not in self._steady:
             again = self._session.run(asked, feed)
+            if len(self._steady) >= _MOST_RATES:
+                self._steady.clear()
             self._steady[key] = all(np.array_equal(one, other) for one, other in zip(found, again, strict=True))
         return found
 
-    def _redraw(self) -> None:
-        """A new session, in which random kernels start anew, with the variables as they are."""
-        loaded = self._loaded
-        self._restart()
-        self._load(loaded)
+    def is_steady(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> bool:
+        """Whether a second draw of random numbers was seen to change nothing, at the present switches and rates."""
+        return self._steady.get(self._steady_key(asked, feed), False)
+
+    def _steady_key(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> Hashable:
+        """What decides whether draws count, as dropout at a rate of 0 does not: single numbers, fed or in variables."""
+        fed = tuple((tensor.name, np.asarray(v).item()) for tensor, v in feed.items() if not np.ndim(v))
+        held = [(name, self._loaded.get(name)) for name in self.behind(asked, feed).variables]
+        rates = tuple((name, v.item()) for name, v in held if v is not None and not np.ndim(v))
+        return (tuple(tensor.name for tensor in asked), fed, rates)
 
     def behind(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> Behind:
         """What some tensors depend on; walked once for equal tensors, feeds and version of the copy.
@@ -146,7 +157,8 @@ class GraphCopy:
             operations = cone(asked, feed)
             _refuse_sources(operations)
             variables = tuple(op.name for op in operations if is_variable(op))
-            self._behind[key] = Behind(variables, self._draws(operations))
+            types = self._types(operations)
+            self._behind[key] = Behind(variables, bool(types & RANDOM), any(map(_ASSIGNS.match, types)))
         return self._behind[key]
 
     def close(self) -> None:
@@ -159,29 +171,40 @@ class GraphCopy:
         """A new session: in it no While that ran has fewer outputs than the graph says."""
         self.close()
         self._session = tf.Session(graph=self.graph, config=self._config)
-        self._version = self.graph.version
+        self._version, self._loaded = self.graph.version, {}
         if self._tables:
             self._session.run(self._tables)
 
     def _load(self, variables: Mapping[str, Array]) -> None:
-        self._loaded = dict(variables)
-        given = {self._assign[name]: value for name, value in variables.items()}
-        if given:
-            feed = {placeholder: value for (placeholder, _), value in given.items()}
-            self._session.run([assign for _, assign in given], feed)
+        """Give variables their values, where they have others."""
+        old = self._loaded
+        new = {name: v for name, v in variables.items() if name not in old or not np.array_equal(v, old[name])}
+        if new:
+            places = {name: self._assign[name] for name in new}
+            feed = {placeholder: new[name] for name, (placeholder, _) in places.items()}
+            self._session.run([assign for _, assign in places.values()], feed)
+            self._loaded = {**old, **new}
 
-    def _draws(self, operations: Iterable[Any]) -> bool:
-        """Whether operations, or functions of the graph that they may call, draw random numbers."""
+    def _types(self, operations: Iterable[Any]) -> frozenset[str]:
+        """The types of operations, and of those in the functions that they call."""
         every = list(operations)
-        called = any(op.type in _CALLS or "PartitionedCall" in op.type for op in every)
-        return any(op.type in RANDOM for op in every) or (called and self._functions_draw())
+        found = {op.type for op in every}
+        called = [name for op in every if op.type in _CALLS or "PartitionedCall" in op.type for name in _called(op)]
+        functions = {f.signature.name: f for f in self.graph.as_graph_def().library.function} if called else {}
+        seen: set[str] = set()
+        while called:
+            name = called.pop()
+            if name in functions and name not in seen:
+                seen.add(name)
+                found |= {node.op for node in functions[name].node_def}
+                called += [other for node in functions[name].node_def for other in _called(node)]
+        return frozenset(found)
 
-    def _functions_draw(self) -> bool:
-        if self._drawn is None or self._drawn[0] != self.graph.version:
-            functions = self.graph.as_graph_def().library.function
-            drawn = any(node.op in RANDOM for function in functions for node in function.node_def)
-            self._drawn = (self.graph.version, drawn)
-        return self._drawn[1]
+
+def _called(operation: Any) -> list[str]:
+    """The names of the functions that an operation, or a node of a function, calls."""
+    attributes = getattr(operation, "node_def", operation).attr.values()
+    return [f.name for a in attributes for f in (a.func, *a.list.func) if f.name]
 
 
 def _assigned(operation: Any) -> tuple[Any, Any]:

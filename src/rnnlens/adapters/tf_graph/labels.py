@@ -9,8 +9,8 @@ import tensorflow.compat.v1 as tf
 
 from ...errors import message
 from .anatomy import Anatomy
-from .borders import Course, Read, course_of
-from .found import Border, FoundCell, Loop
+from .borders import Course, Read, course_of, steps_run
+from .found import Border, Condition, FoundCell, Loop
 from .frames import Frame, Variable, ancestors
 from .match import Match
 
@@ -42,6 +42,23 @@ def flat_mask(stacked: Any, inverted: bool) -> Any:
         return tf.logical_not(flat) if inverted else flat
 
 
+def runs_through(anatomy: Anatomy, stacked: Any) -> tuple[Condition, ...]:
+    """What has to hold in a run: that the loop goes through all steps of what it reads.
+
+    Behind the lengths that it is given it may end, since nothing happens there.
+    """
+    mask, count = anatomy.mask, steps_run(anatomy.frame)
+    if (mask is not None and mask.lengths is not None) or count is None:
+        return ()
+    words = message(
+        f"The loop {anatomy.frame.name!r} does not run through all steps of what it reads.",
+        expected="as many steps as its input has",
+        hint="cut the input to the steps that are run, or dynamic_rnn(sequence_length=)",
+    )
+    with stacked.graph.as_default():
+        return (Condition(count - tf.shape(stacked)[0], 0, words),)
+
+
 def course_words(course: Course) -> dict[str, Any]:
     """Which way a loop runs, as a :class:`Loop` has it."""
     return {"direction": course.direction, "turned_by": course.turned_by, "time_major": course.time_major}
@@ -68,7 +85,7 @@ def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], rea
         expected="a step that is a function of its input, the states before it and weights, sample by sample",
         hint='dynamic_rnn with a cell of tf.nn.rnn_cell or of your own; other layers by layers=["..."]',
     )
-    reads = [read for read in found if read.value.dtype.is_floating]
+    reads = [read for read in found if read.value.dtype.is_floating and read.reader is not None]
     source = Border((reads[0].stacked,), ((reads[0].reader,),), stacked=True) if reads else Border(())
     course = course_words(course_of(reads[0].stacked)) if reads else {}
     units = states[0].before.shape[-1] if states[0].before.shape.rank else None

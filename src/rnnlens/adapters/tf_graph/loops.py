@@ -13,7 +13,7 @@ from .apart import taken_apart
 from .borders import course_of, sequences
 from .found import Border, Loop
 from .frames import Frame, frames_of
-from .labels import common_scope, course_words, fused, kind_of, known_cell, masking, refused
+from .labels import common_scope, course_words, fused, kind_of, known_cell, masking, refused, runs_through
 from .unrolled import unrolled
 
 
@@ -58,13 +58,13 @@ def _known(anatomy: Anatomy) -> Loop | None:
     output = output_of(anatomy, anatomy.pairs[match.states[0]][1])
     understood = anatomy.mask is not None or not anatomy.masked
     in_one = any(columns is not None for _, columns in anatomy.owners)
-    if read is None or output is None or not understood or in_one:
+    if read is None or read.reader is None or output is None or not understood or in_one:
         return None
     owners = [anatomy.owners[i][0] for i in match.states]
     return Loop(
         frame.name,
         kind_of(frame),
-        known_cell(match),
+        replace(known_cell(match), conditions=runs_through(anatomy, read.stacked)),
         tuple(Border((v.entry,), ((v.reader,),)) for v in owners),
         tuple(Border((v.exit,)) for v in owners),
         Border((read.stacked,), ((read.reader,),), stacked=True),
@@ -79,9 +79,11 @@ def _known(anatomy: Anatomy) -> Loop | None:
 
 # Two directions, one layer.
 
+#: Not the cells of two stacks, of which each goes its own way.
+_WITHIN = r"(?:/(?!cell_\d+$).*)?$"
 _HALVES = (
-    re.compile(r"^(?P<stem>.*?)(?:^|/)(?:fw|forward)\w*(?:/.*)?$"),
-    re.compile(r"^(?P<stem>.*?)(?:^|/)(?:bw|backward)\w*(?:/.*)?$"),
+    re.compile(rf"^(?P<stem>.*?)(?:^|/)(?:fw|forward)\w*{_WITHIN}"),
+    re.compile(rf"^(?P<stem>.*?)(?:^|/)(?:bw|backward)\w*{_WITHIN}"),
 )
 
 

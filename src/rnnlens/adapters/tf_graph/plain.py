@@ -7,7 +7,7 @@ of weights are read once more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..protocol import Batch, Cotangents, PlainRun
 from .definition import definition
 from .graph_copy import GraphCopy, cone
 from .losses import fed_to, is_built, key_of, loss_in
-from .opened import Opened, fed, fed_in, names_of_inputs, opened
+from .opened import Opened, fed, fed_in, loss_tensor, names_of_inputs, opened
 from .public import Net
 from .variables import is_variable, read
 from .weights import layers_of, name_of
@@ -41,12 +41,14 @@ class _Plain:
             self.built: dict[Any, Any] = {}
             self.loss = loss_in(net, self.graph, get, batch, self.built).tensor if of_loss else None
             self.variables = {op.name: op for op in self.graph.get_operations() if is_variable(op)}
-            ends = [*self.outputs, *([] if self.loss is None else [self.loss])]
-            used = set(cone(ends))
+            self.ends = [*self.outputs, *([] if self.loss is None else [self.loss])]
+            used = set(cone(self.ends))
             self.used = [name for name, op in self.variables.items() if op in used]
             self.inputs = {name: [get(t.name) for t in alike] for name, alike in net.inputs.items()}
             self.given = [tf.placeholder(t.dtype.base_dtype, t.shape) for t in self.outputs]
-            self.found: dict[Any, Any] = self._differentiated() if gradients else {}
+            self.asked: dict[Any, Any] = self._differentiated() if gradients else {}
+        self.asked |= {("output", i): tensor for i, tensor in enumerate(self.outputs)}
+        self.asked |= {} if self.loss is None else {"loss": self.loss}
 
     def _differentiated(self) -> dict[Any, Any]:
         sources: dict[Any, Any] = {("weight", name): self.variables[name].outputs[0] for name in self.used}
@@ -61,10 +63,15 @@ class _Plain:
         return {key: gradient for key, gradient in dense.items() if gradient is not None}
 
 
-def _refuse_other_draws(found: Opened, batch: Batch, outputs: Mapping[int, Array]) -> None:
+def _refuse_other_draws(found: Opened, batch: Batch, bare: _Plain, feed: Mapping[Any, Any], values: Any) -> None:
     """Refuse where random numbers that count were drawn within loops of ours: not those of the user's loop."""
-    given = fed(found, batch)
-    mine = found.copy.run(dict(enumerate(found.outputs)), given, found.variables(found.outputs, given))
+    given, ends = fed(found, batch), list(found.outputs)
+    if bare.loss is not None:
+        ends.append(loss_tensor(found, batch))
+    if found.copy.is_steady(ends, given):
+        return
+    mine = found.copy.run(dict(enumerate(ends)), given, found.variables(ends, given))
+    outputs = bare.copy.run(dict(enumerate(bare.ends)), feed, values)
     if not all(np.allclose(mine[i], outputs[i], rtol=1e-3, atol=1e-5) for i in outputs):
         raise CertificateError("dropout within a loop draws other numbers when the loop is looked into")
 
@@ -74,6 +81,13 @@ def plain(
 ) -> PlainRun:
     """See :meth:`Adapter.plain`; penalties on weights are in the loss where the user's graph has them there."""
     del regularised
+    return prepared(net, batch, cotangents, gradients=gradients)()
+
+
+def prepared(
+    net: Net, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True
+) -> Callable[[], PlainRun]:
+    """The bare copy, what it is fed and the present values of its variables; what is returned is its run."""
     if batch.initial_state:
         raise CertificateError("the graph by itself starts from the states that it is fed or makes")
     found = opened(net, batch.seed)
@@ -84,18 +98,29 @@ def plain(
         feed |= fed_to(loss_in(net, bare.graph, bare.graph.get_tensor_by_name, batch, bare.built), batch)
     values = read(net.session, bare.used)
     if any(loop.redrawn for loop in found.loops):
-        _refuse_other_draws(found, batch, bare.copy.run(dict(enumerate(bare.outputs)), feed, values))
-    asked = dict(bare.found) | {("output", i): tensor for i, tensor in enumerate(bare.outputs)}
-    asked |= {} if bare.loss is None else {"loss": bare.loss}
-    if cotangents is not None:
-        given = [np.asarray(value) for value in bare.copy.run(dict(enumerate(bare.outputs)), feed, values).values()]
-        every = zip(bare.given, cotangents(given), given, strict=True)
-        feed |= {place: np.zeros_like(out) if c is None else np.asarray(c, out.dtype) for place, c, out in every}
-    got = bare.copy.run(asked, feed, values)
-    outputs = [np.asarray(got["output", i]) for i in range(len(bare.outputs))]
-    names = names_of_inputs(net, batch.x)
+        _refuse_other_draws(found, batch, bare, feed, values)
+
+    def run() -> PlainRun:
+        given = {} if cotangents is None else _pulled(bare, cotangents, feed, values)
+        got = bare.copy.run(bare.asked, feed | given, values)
+        return _told(found, bare, got, values, batch, gradients=gradients)
+
+    return run
+
+
+def _pulled(bare: _Plain, cotangents: Cotangents, feed: Mapping[Any, Any], values: Any) -> dict[Any, Array]:
+    """What the outputs are differentiated with, by the placeholders for it."""
+    given = [np.asarray(value) for value in bare.copy.run(dict(enumerate(bare.outputs)), feed, values).values()]
+    every = zip(bare.given, cotangents(given), given, strict=True)
+    return {place: np.zeros_like(out) if c is None else np.asarray(c, out.dtype) for place, c, out in every}
+
+
+def _told(
+    found: Opened, bare: _Plain, got: Mapping[Any, Any], values: Mapping[str, Array], batch: Batch, *, gradients: bool
+) -> PlainRun:
+    names = names_of_inputs(found.net, batch.x)
     return PlainRun(
-        outputs,
+        [np.asarray(got["output", i]) for i in range(len(bare.outputs))],
         float(got["loss"]) if "loss" in got else None,
         [_summed([got.get(("input", name, i)) for i in range(len(bare.inputs[name]))]) for name in names],
         _weights(found, got, values) if gradients else {},

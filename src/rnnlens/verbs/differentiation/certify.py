@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Adapter, PlainRun
 from ...errors import UnsupportedError
-from ...recurrence.adjoint import weight_gradients
+from ...recurrence.adjoint import rounding_of, weight_gradients
 from ...results.certificate import Certificate
 from ...results.schema import plain
 from ...typing import Array
@@ -190,9 +191,10 @@ def _compare_swept(
         penalties = known.weights[base].penalties if base in known.weights else {}
         if layer != base or (regularised and penalties):
             continue
-        pairs = []
+        pairs, scale = [], 0.0
         for half, swept in halves:
             call = half.call
+            scale = math.hypot(scale, rounding_of(half.run, swept).weights / question.scale)
             is_known = not call.cell.by_framework
             sums = weight_gradients(half.run, swept, probes=PROBES) if is_known else weights_of(call, half.run, swept)
             for key, mine in sums.items():
@@ -204,7 +206,7 @@ def _compare_swept(
                 theirs = place.take(run.weight_grads[place.name])
                 mine = plain(mine) / question.scale
                 pairs.append((mine, probed(theirs) if is_known and mine.ndim == 2 else theirs))
-        comparisons.compare(WEIGHTS, layer, pairs)
+        comparisons.compare(WEIGHTS, layer, pairs, scale=scale)
     inside = [name.text for name in question.wrt if name.what != "weight" and name.layer is not None]
     return list(dict.fromkeys(inside))
 

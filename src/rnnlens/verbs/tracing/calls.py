@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...adapters.protocol import RecurrentCall
+from ...recurrence.adjoint import Rounding, rounding_of
 from ...recurrence.run import Run
 from ...results.checks import REPLAY, Check, rounding_bound
 from ...typing import Array
@@ -17,11 +18,12 @@ from .weight_sum import WeightSum
 
 @dataclass
 class TracedCall:
-    """The arrays of a call, its checks, and its weight gradients where there was a sweep."""
+    """The arrays of a call, its checks, and of a sweep its weight gradients and what rounding goes by."""
 
     arrays: Arrays
     checks: list[Check]
     weights: Mapping[str, Array] | None = None
+    rounding: Rounding = field(default_factory=Rounding)
 
     def present(self, wanted: Wanted | None) -> Arrays:
         """What there is of it, and is wanted."""
@@ -51,9 +53,10 @@ def trace_call(call: RecurrentCall, wanted: Wanted, sums: dict[str, WeightSum]) 
     if not wanted.weighed:
         return traced
     traced.weights, reference = weights_to_check(call, run, result)
+    traced.rounding = rounding_of(run, result)
     if call.weight_grads is not None:
         key = call.weights_key or f"{call.layer}/{call.direction}"
-        sums.setdefault(key, WeightSum(call, reference)).add(traced.weights, steps)
+        sums.setdefault(key, WeightSum(call, reference)).add(traced.weights, steps, traced.rounding.weights)
     return traced
 
 

@@ -66,15 +66,16 @@ def _collect(ours: Ours, dataset: xr.Dataset, halves: Sequence[RecurrentCall], t
     for call, one in zip(halves, traced, strict=True):
         if one.weights is None:
             continue
-        ours.add_weights(call, weight_sums(dataset, call, PROBES) or one.weights)
+        ours.add_weights(call, weight_sums(dataset, call, PROBES) or one.weights, one.rounding.weights)
         grads = initial_state_gradients(dataset, call, call.cell.state_names)
         if call.framework_initial_state_grad is not None and grads is not None:
             pairs = zip(grads, call.framework_initial_state_grad, strict=True)
-            ours.borders.append((INITIAL, call.layer, [(mine, theirs) for mine, theirs in pairs]))
+            ours.borders.append((INITIAL, call.layer, list(pairs), one.rounding.initial))
     mine = input_gradient(dataset)
     theirs = [call.framework_input_grad for call in halves if call.framework_input_grad is not None]
     if theirs and mine is not None:
-        ours.borders.append((LAYER_INPUT, halves[0].layer, [(mine, sum(map(plain, theirs)))]))
+        scale = max(one.rounding.input for one in traced)
+        ours.borders.append((LAYER_INPUT, halves[0].layer, [(mine, sum(map(plain, theirs)))], scale))
 
 
 def plain_datasets(

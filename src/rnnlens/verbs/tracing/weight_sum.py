@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from ...adapters.protocol import RecurrentCall
@@ -16,13 +17,17 @@ class WeightSum:
         self.layer, self.reference, self.steps = call.layer.partition("#")[0], reference, 0
         self.dtype = call.compute_dtype or str(call.input.dtype)
         self.total: dict[str, Array] = {}
+        self.scale = 0.0
 
-    def add(self, grads: Mapping[str, Array], steps: int) -> None:
-        """Add what one call contributed."""
+    def add(self, grads: Mapping[str, Array], steps: int, scale: float) -> None:
+        """Add what one call contributed, and what rounding in it goes by (:class:`adjoint.Rounding`)."""
         self.steps += steps
+        self.scale = math.hypot(self.scale, scale)
         for name, grad in grads.items():
             self.total[name] = self.total[name] + grad if name in self.total else grad
 
     def check(self) -> Check:
         """Compare with the framework's dL/dW."""
-        return weight_sum_check(self.layer, self.total, self.reference, steps=self.steps, dtype=self.dtype)
+        return weight_sum_check(
+            self.layer, self.total, self.reference, steps=self.steps, dtype=self.dtype, scale=self.scale
+        )

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import rnnlens as rl
+from rnnlens.recurrence.cells import SimpleRNN
 
 
 class Plain(nn.Module):
@@ -53,6 +54,41 @@ def test_given_states_are_not_certified():
     certificate = traced(Plain(), initial_state={"rnn": [torch.ones(3, 4), torch.ones(3, 4)]})
     assert certificate.state == "could not"
     assert "initial states" in certificate.why
+
+
+@pytest.mark.parametrize(
+    ("verb", "cell"), [(rl.trace, nn.RNN), (rl.trace, nn.LSTM), (rl.weights, nn.RNN), (rl.weights, nn.GRU)]
+)
+def test_saturated_units_are_no_fault(verb, cell):
+    """1 - h^2 of a unit at 1 - 1e-7 has nine digits, and so has all that is made of it."""
+    torch.manual_seed(0)
+    model = Plain().double()
+    model.rnn = cell(3, 4, batch_first=True).double()
+    with torch.no_grad():
+        model.rnn.bias_ih_l0[:] = 8.0
+    x, y = torch.randn(3, 5, 3).double(), torch.randn(3, 2).double()
+    result = verb(model, x, y, loss=functional.mse_loss)
+    assert all(check.ok for check in result.checks)
+    assert result.certificate.state == "passed"
+
+
+def test_a_fault_in_saturated_units_is_found(monkeypatch):
+    """One part in a million of what is left of them."""
+    torch.manual_seed(0)
+    model = Plain().double()
+    model.rnn = nn.RNN(3, 4, batch_first=True).double()
+    with torch.no_grad():
+        model.rnn.bias_ih_l0[:] = 4.0
+    right = SimpleRNN.pull_back
+
+    def wrong(*given):
+        gates, states, own = right(*given)
+        return gates * (1 + 1e-6), states, own
+
+    monkeypatch.setattr(SimpleRNN, "pull_back", wrong)
+    with pytest.warns(rl.errors.SelfCheckWarning):
+        trace = rl.trace(model, torch.randn(3, 5, 3).double(), torch.randn(3, 2).double(), loss=functional.mse_loss)
+    assert trace.certificate.state == "failed"
 
 
 def test_dropout_is_drawn_alike():
