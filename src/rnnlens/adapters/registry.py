@@ -45,7 +45,7 @@ def adapter_for(model: Any) -> Adapter:
             message(
                 "This is not a model that rnnlens knows.",
                 got=f"{type(model).__module__}.{type(model).__qualname__}",
-                expected="a model or layer of Keras 3 or tf_keras, or a torch.nn.Module",
+                expected="a model or layer of Keras 3 or tf_keras, a torch.nn.Module, or a net of rl.tf1.graph",
                 hint="pass the model itself, not its path, its output or its weights",
             )
         )

@@ -162,7 +162,8 @@ def _refuse_depth(name: str, value: Any, depth: int = 0, seen: list[int] | None 
         raise InputError(message(f"{name} is nested too deeply.", got=type(value).__name__, expected=expected))
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise InputError(message(f"{name} is a dict whose keys are no names.", got=shown(value)))
+            got = ", ".join(shown(key) for key in list(value)[:3])
+            raise InputError(message(f"{name} is a dict whose keys are no names.", got=got, expected='{"name": array}'))
         value = list(value.values())
     if not isinstance(value, tuple | list):
         return

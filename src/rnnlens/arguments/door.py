@@ -16,6 +16,13 @@ R = TypeVar("R")
 Check = Callable[[str, Any], Any]
 
 
+#: What is an argument of another library's calls, and says itself here.
+_ELSEWHERE = {
+    "feed_dict": 'net = rl.tf1.graph(session, inputs={"x": placeholder}, outputs={"y": tensor}, loss=loss, '
+    "targets=labels, feed={keep_prob: 1.0}) says once what is fed to what; then rl.trace(net, x, y)",
+}
+
+
 def checked(**table: Check) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Check every argument that a caller gives, by the table, before the function runs; defaults need no check.
 
@@ -62,4 +69,6 @@ def _bound(
         called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
         what = f"{called} cannot be called like this: {error}."
         hint = f"{called}({', '.join(known)})" if strange is None else did_you_mean(strange, known)
+        if strange in _ELSEWHERE and not hint.startswith("did you mean"):
+            hint = _ELSEWHERE[strange]
         raise CallError(message(what, hint=hint)) from None

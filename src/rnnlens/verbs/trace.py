@@ -110,8 +110,8 @@ def trace(
     ----------
     Total gradients: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5.
     """
-    wanted = Wanted.of(layers, quantities, y is not None or loss is not None)
     adapter = adapter_for(model)
+    wanted = Wanted.of(layers, quantities, y is not None or loss is not None or adapter.has_own_loss(model))
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     certified = asked_for(model, "trace", batch)
     wanted = replace(wanted, weighed=certified or current().certify != "first")

@@ -81,6 +81,41 @@ def test_a_placeholder_that_is_not_fed_is_named(parts):
         rl.trace(net, X)
 
 
+def test_a_session_without_a_net(parts):
+    """Whichever way it is called, the answer is how to make one."""
+    sess, x, y, *_ = parts
+    calls = {
+        rl.errors.CallError: lambda: rl.trace(sess, feed_dict={x: X, y: Y}),
+        rl.errors.InputError: lambda: rl.trace(sess, X, Y),
+    }
+    for error, call in calls.items():
+        with pytest.raises(error, match=r"net = rl\.tf1\.graph\(session, inputs="):
+            call()
+
+
+def test_a_loss_that_needs_no_target(parts):
+    sess, x, _y, state, out, _loss = parts
+    net = rl.tf1.graph(sess, inputs=x, outputs=out, loss=tf.reduce_sum(state**2))
+    trace = rl.trace(net, X)
+    np.testing.assert_allclose(trace["rnn"].hidden_grad[:, -1], 2 * trace["rnn"].hidden[:, -1], rtol=1e-12)
+    assert trace.certificate.state == "passed"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"feed": {"x": "one"}}, "holds no numbers"),
+        ({"loss": tf.int32}, "no floating number"),
+        ({"loss": "head/BiasAd"}, "did you mean 'head/BiasAdd'"),
+    ],
+)
+def test_wrong_parts_of_a_net(parts, wrong, words):
+    sess, x, _y, _state, out, _loss = parts
+    wrong = {key: tf.constant(1) if value is tf.int32 else value for key, value in wrong.items()}
+    with pytest.raises(rl.errors.RnnlensError, match=words):
+        rl.trace(rl.tf1.graph(sess, **{"inputs": x, "outputs": out, **wrong}), X)
+
+
 def test_variables_without_values(parts):
     _sess, x, _y, _state, out, _loss = parts
     with tf.Session() as fresh, pytest.raises(rl.errors.ModelError, match="no value in this session"):

@@ -279,7 +279,6 @@ def refuses(made):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore::rnnlens.errors.SelfCheckWarning")  # says what is held to the reference here
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
 @pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])

@@ -149,6 +149,10 @@ class Adapter(Rule, ABC):
         """
         return capture_by_borders(self, model, batch, request)
 
+    def has_own_loss(self, model: Any) -> bool:
+        """Whether a model has a loss that needs no target."""
+        return False
+
     def prepared(self, model: Any, batch: Batch, *, gradients: bool = True) -> Callable[[], PlainRun] | None:
         """``plain``, with all that touches the user's model done: what is left may run in another thread.
 

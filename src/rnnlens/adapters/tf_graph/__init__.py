@@ -74,6 +74,10 @@ class TfGraphAdapter(Adapter):
         """A graph does not say."""
         return None
 
+    def has_own_loss(self, model: Any) -> bool:
+        """A loss of a net without targets, or with targets that are fed in every run."""
+        return net_of(model).has_own_loss
+
     def capture(self, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         """One run of our copy."""
         return capture(net_of(model), batch, request)

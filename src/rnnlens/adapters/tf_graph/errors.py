@@ -34,7 +34,8 @@ def said_clearly(net: Net) -> Iterator[None]:
         unfed = _UNFED.search(error.message or "")
         if unfed:
             known = [tensor.op.name for alike in net.targets for tensor in alike]
-            hint = "y, which is fed to targets=" if unfed[1] in known else f"feed={{{unfed[1]!r}: ...}} of rl.tf1.graph"
+            hint = f"of rl.tf1.graph: feed={{{unfed[1]!r}: ...}}, or targets={unfed[1]!r} if it is what y is fed to"
+            hint = "y, which is fed to targets=" if unfed[1] in known else hint
             raise InputError(
                 message(f"The placeholder {unfed[1]!r} is not fed.", expected="a value in every run", hint=hint)
             ) from error

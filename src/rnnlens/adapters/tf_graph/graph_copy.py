@@ -7,7 +7,7 @@ session's random kernels, queues and iterators would move. So everything happens
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -99,7 +99,12 @@ class GraphCopy:
             self._replaced |= loop.replaced
         with self.graph.as_default(), tf.name_scope("rnnlens"):
             self.loops = tuple(
-                replace(loop, input=_tapped(loop.input), initial=tuple(map(_tapped, loop.initial))) for loop in loops
+                replace(
+                    loop,
+                    input=_tapped(loop.input, tf.identity),
+                    initial=tuple(_tapped(border, _as_it_was) for border in loop.initial),
+                )
+                for loop in loops
             )
 
     def run(self, fetches: Mapping[K, Any], feed: Mapping[Any, Any], variables: Mapping[str, Array]) -> dict[K, Any]:
@@ -218,10 +223,16 @@ def _assigned(operation: Any) -> tuple[Any, Any]:
         return value, tf.raw_ops.Assign(ref=tensor, value=value, validate_shape=False)
 
 
-def _tapped(border: Border) -> Border:
+def _as_it_was(tensor: Any) -> Any:
+    """A copy in memory: of a variable of control flow v1 an identity is the variable, also when that was set since."""
+    with tensor.graph.gradient_override_map({"Snapshot": "Identity"}):
+        return tf.raw_ops.Snapshot(input=tensor)
+
+
+def _tapped(border: Border, copied: Callable[[Any], Any]) -> Border:
     tapped = []
     for tensor, readers in zip(border.tensors, border.readers, strict=True):
-        tap = tf.identity(tensor)
+        tap = copied(tensor)
         for operation, index in readers:
             operation._update_input(index, tap)
         tapped.append(tap)

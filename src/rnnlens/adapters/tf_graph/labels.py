@@ -85,8 +85,9 @@ def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], rea
         expected="a step that is a function of its input, the states before it and weights, sample by sample",
         hint='dynamic_rnn with a cell of tf.nn.rnn_cell or of your own; other layers by layers=["..."]',
     )
-    reads = [read for read in found if read.value.dtype.is_floating and read.reader is not None]
-    source = Border((reads[0].stacked,), ((reads[0].reader,),), stacked=True) if reads else Border(())
+    reads = [read for read in found if read.value.dtype.is_floating]
+    readers = tuple(read.reader for read in reads[:1] if read.reader is not None)
+    source = Border((reads[0].stacked,), (readers,), stacked=True) if readers else Border(())
     course = course_words(course_of(reads[0].stacked)) if reads else {}
     units = states[0].before.shape[-1] if states[0].before.shape.rank else None
     return Loop(

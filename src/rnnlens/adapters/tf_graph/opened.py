@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message, shown
 from ...trees import leaves_of
 from ...typing import Array
 from ..protocol import Batch
@@ -113,6 +113,15 @@ def names_of_inputs(net: Net, x: Any) -> list[str]:
         If x does not fit the inputs.
     """
     known = list(net.inputs)
+    if not known:
+        raise InputError(
+            message(
+                "A session by itself does not say what x is fed to.",
+                expected="a net: a part of its graph as a model, with names for what it is fed and what it returns",
+                hint='net = rl.tf1.graph(session, inputs={"x": placeholder}, outputs={"y": tensor}, loss=loss, '
+                "targets=labels, feed={keep_prob: 1.0}), and then rl.trace(net, x, y)",
+            )
+        )
     if isinstance(x, Mapping):
         unknown = [key for key in x if key not in known]
         if unknown or len(x) < len(known):
@@ -122,8 +131,7 @@ def names_of_inputs(net: Net, x: Any) -> list[str]:
         return list(x)
     if len(leaves_of(x)) != len(known):
         got, expected = f"{len(leaves_of(x))} arrays", f"{len(known)}: {', '.join(known)}"
-        hint = None if known else "rl.tf1.graph(session, inputs={...}) says what x is fed to"
-        raise InputError(message("x does not fit the inputs of the graph.", got=got, expected=expected, hint=hint))
+        raise InputError(message("x does not fit the inputs of the graph.", got=got, expected=expected))
     return known
 
 
@@ -140,7 +148,7 @@ def fed(found: Opened, batch: Batch) -> dict[Any, Array]:
 def fed_in(net: Net, graph: Any, batch: Batch) -> dict[Any, Array]:
     """What the tensors of any copy of the net's graph are fed, but for what was built there."""
     _refuse(net, batch)
-    feed = {tensor.name: _fitting("feed", tensor, value) for tensor, value in net.feed.items()}
+    feed = {tensor.name: _fitting(f"feed[{tensor.op.name!r}]", tensor, value) for tensor, value in net.feed.items()}
     for name, leaf in zip(names_of_inputs(net, batch.x), leaves_of(batch.x), strict=True):
         given = {tensor.name: _fitting(f"x[{name!r}]", tensor, leaf) for tensor in net.inputs[name]}
         if any(0 in array.shape for array in given.values()):
@@ -162,7 +170,8 @@ def _targets(net: Net, batch: Batch) -> dict[str, Array]:
     if not leaves:
         return {}
     if len(leaves) != len(net.targets):
-        got, expected = f"{len(leaves)} arrays", f"{len(net.targets)}, one for each of targets="
+        got = f"{len(leaves)} array{'s' * (len(leaves) != 1)}"
+        expected = f"{len(net.targets)}, one for each of targets=" if net.targets else "none: the net has no targets="
         hint = "rl.tf1.graph(..., targets=labels) says what y is fed to"
         raise InputError(message("y does not fit the targets of the graph.", got=got, expected=expected, hint=hint))
     pairs = list(zip(net.targets, leaves, strict=True))
@@ -226,6 +235,10 @@ def _fitting(where: str, tensor: Any, value: Any) -> Array:
     """
     dtype = tensor.dtype.base_dtype
     array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+    if array.dtype.kind in "OUS" and dtype != tf.string:
+        raise InputError(
+            message(f"{where} holds no numbers.", got=shown(value), expected=f"{tensor.name} {dtype.name}")
+        )
     if not tensor.shape.is_compatible_with(array.shape):
         got, expected = f"shape {array.shape}", f"{tensor.name} {tensor.shape}"
         raise InputError(message(f"{where} does not fit the graph.", got=got, expected=expected))

@@ -91,7 +91,8 @@ def prepared(
     if batch.initial_state:
         raise CertificateError("the graph by itself starts from the states that it is fed or makes")
     found = opened(net, batch.seed)
-    of_loss = cotangents is None and (bool(leaves_of(batch.y)) or batch.loss is not None)
+    has_loss = bool(leaves_of(batch.y)) or batch.loss is not None or net.has_own_loss
+    of_loss = cotangents is None and has_loss
     bare = _bare(net, batch, of_loss, gradients)
     feed = fed_in(net, bare.graph, batch)
     if of_loss and is_built(net, batch):

@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from ...arguments import anything, checked
-from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message, shown
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, message, shown
 
 __all__ = ["Net", "graph"]
 
@@ -59,6 +60,11 @@ class Net:
     def graph(self) -> Any:
         """The user's graph."""
         return self.session.graph
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether there is a loss that is not told its targets by y."""
+        return self.loss is not None and not self.targets
 
     @property
     def ends(self) -> list[Any]:
@@ -111,7 +117,9 @@ def graph(
     Raises
     ------
     InputError
-        If something is no tensor of the session's graph.
+        If something is no tensor of the session's graph, or the loss is not one floating number.
+    LayerNotFoundError
+        If a name is that of no tensor.
 
     Examples
     --------
@@ -166,13 +174,16 @@ def refuse_closed(session: Any) -> None:
 
 
 def scalar(loss: Any) -> Any:
-    """A loss that is one number.
+    """A loss that is one number that can be differentiated.
 
     Raises
     ------
     InputError
-        If it is several.
+        If it is several, or an integer.
     """
+    if not loss.dtype.base_dtype.is_floating:
+        got = f"{loss.name}, {loss.dtype.base_dtype.name}"
+        raise InputError(message("A loss that is no floating number has no gradient.", got=got, expected="a float"))
     if loss.shape.rank not in (None, 0):
         expected, hint = "one number", "tf.reduce_mean(loss), in your graph"
         raise InputError(
@@ -206,9 +217,16 @@ def _by_name(graph: Any, where: str, name: str) -> Any:
     try:
         return graph.get_tensor_by_name(full)
     except (KeyError, ValueError):
-        known = [operation.name for operation in graph.get_operations() if operation.outputs]
-        hint = did_you_mean(name.partition(":")[0], known)
+        hint = _similar(graph, name.partition(":")[0])
         raise LayerNotFoundError(message(f"{where}: no tensor of the graph is called {full!r}.", hint=hint)) from None
+
+
+def _similar(graph: Any, name: str) -> str:
+    """The names that could have been meant: a graph has thousands."""
+    known = [operation.name for operation in graph.get_operations() if operation.outputs]
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    where = "the name of a tensor: loss.name"
+    return f"did you mean {' or '.join(map(repr, close))}? Else {where}" if close else where
 
 
 class _Finder:

@@ -1,0 +1,231 @@
+"""Models as people write them, all of them in one graph: every state of every layer, against the same written by hand.
+
+By hand means one step after the other: then every state is a tensor, of which TensorFlow says the total gradient.
+"""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+from tf1_cells import weighted
+
+import rnnlens as rl
+
+cell = tf.nn.rnn_cell
+SAMPLES, STEPS, FEATURES, UNITS = 3, 5, 3, 4
+LENGTHS = [5, 3, 1]
+DATA = np.random.default_rng(0).normal(size=(SAMPLES, STEPS, FEATURES))
+
+
+class Written:
+    """Runs cells in loops of TensorFlow's, or by hand: then the states after each step are kept, by layer."""
+
+    def __init__(self, by_hand):
+        self.by_hand, self.states = by_hand, {}
+
+    def rnn(self, name, make, x, lengths=None, initial=None, scope="rnn"):
+        made = make()
+        if not self.by_hand:
+            dtype = x.dtype if initial is None else None
+            return tf.nn.dynamic_rnn(made, x, lengths, initial, dtype=dtype, scope=scope)
+        with tf.variable_scope(scope):
+            state = made.zero_state(SAMPLES, x.dtype) if initial is None else initial
+            outputs, states = [], []
+            for t in range(x.shape[1]):
+                output, new = made(x[:, t], state)
+                states.append(tf.nest.flatten(new))
+                if lengths is not None:
+                    real = tf.expand_dims(t < lengths, 1)
+                    output = tf.where_v2(real, output, tf.zeros_like(output))
+                    new = tf.nest.map_structure(lambda n, o, real=real: tf.where_v2(real, n, o), new, state)
+                state = new
+                outputs.append(output)
+            self.states[name] = states, lengths is not None
+            return tf.stack(outputs, 1), state
+
+    def loop(self, name, x, count, read):
+        """An Elman network in a while loop of its own, the input read step by step."""
+        shapes = {"W": [FEATURES, UNITS], "V": [UNITS, UNITS], "b": [UNITS]}
+        w = {key: tf.get_variable(key, shape, x.dtype) for key, shape in shapes.items()}
+
+        def step(now, h):
+            return tf.tanh(tf.matmul(now, w["W"]) + tf.matmul(h, w["V"]) + w["b"])
+
+        zero = tf.zeros([SAMPLES, UNITS], x.dtype)
+        if self.by_hand:
+            states = [zero]
+            for t in range(count):
+                states.append(step(x[:, t], states[-1]))
+            self.states[name] = [[h] for h in states[1:]], False
+            return tf.stack(states[1:], 1)
+
+        def body(t, h, outputs):
+            h = step(read(t), h)
+            return t + 1, h, outputs.write(t, h)
+
+        given = (0, zero, tf.TensorArray(x.dtype, count))
+        outputs = tf.transpose(tf.while_loop(lambda t, *_: t < count, body, given)[2].stack(), [1, 0, 2])
+        outputs.set_shape([SAMPLES, count, UNITS])
+        return outputs
+
+
+def tensor_array(run, x, lengths):
+    steps = tf.TensorArray(x.dtype, STEPS).unstack(tf.transpose(x, [1, 0, 2]))
+    return weighted(run.loop("tensor_array", x, STEPS, steps.read), 1)
+
+
+def index(run, x, lengths):
+    return weighted(run.loop("index", x, STEPS, lambda t: x[:, t]), 1)
+
+
+def index_of_some(run, x, lengths):
+    """Ends before its input does; the index is asked for by ``tf.gather``."""
+    return weighted(run.loop("index_of_some", x, STEPS - 2, lambda t: tf.gather(x, t, axis=1)), 1)
+
+
+def stacked_dropout(run, x, lengths):
+    keep = tf.placeholder_with_default(tf.constant(1.0, x.dtype), [])
+
+    def make():
+        return cell.MultiRNNCell([cell.DropoutWrapper(cell.LSTMCell(UNITS), output_keep_prob=keep) for _ in range(2)])
+
+    outputs, state = run.rnn("stacked_dropout/rnn", make, x, lengths)
+    return weighted(outputs, 1) + weighted(state[1].h, 2)
+
+
+def attention_after(run, x, lengths):
+    outputs, _ = run.rnn("attention_after/rnn", lambda: cell.GRUCell(UNITS), x, lengths)
+    score = tf.reduce_sum(tf.tanh(tf.layers.dense(outputs, UNITS)), 2)
+    return weighted(tf.reduce_sum(outputs * tf.nn.softmax(score)[:, :, None], 1), 1)
+
+
+def shared_by_two(run, x, lengths):
+    """One encoder for two inputs: one set of variables, two loops."""
+    ends = []
+    for name, given in (("encoder", x), ("encoder_1", 0.5 * x[:, ::-1])):
+        with tf.variable_scope("encoder", reuse=bool(ends)):
+            ends.append(run.rnn(f"shared_by_two/{name}/rnn", lambda: cell.BasicLSTMCell(UNITS), given, lengths)[1].h)
+    return weighted(tf.abs(ends[0] - ends[1]), 1)
+
+
+def scopes_of_one_name(run, x, lengths):
+    with tf.variable_scope("block"):
+        below, _ = run.rnn("scopes_of_one_name/block/rnn", lambda: cell.GRUCell(UNITS), x)
+    with tf.variable_scope("block_1"), tf.name_scope("block"):
+        above, _ = run.rnn("scopes_of_one_name/block_1/block/rnn", lambda: cell.GRUCell(UNITS), below)
+    return tf.reduce_sum(above**2)
+
+
+def masked_mean(run, x, lengths):
+    outputs, _ = run.rnn("masked_mean/rnn", lambda: cell.LSTMCell(UNITS), x, lengths)
+    error = tf.square(tf.layers.dense(outputs, 1)[..., 0] - 0.3)
+    mask = tf.sequence_mask(lengths, STEPS, dtype=x.dtype)
+    return tf.reduce_sum(error * mask) / tf.reduce_sum(mask)
+
+
+def last_relevant(run, x, lengths):
+    outputs, _ = run.rnn("last_relevant/rnn", lambda: cell.LSTMCell(UNITS, num_proj=2), x, lengths)
+    return weighted(tf.gather_nd(outputs, tf.stack([tf.range(SAMPLES), lengths - 1], 1)), 1)
+
+
+def encoder_decoder(run, x, lengths):
+    _, thought = run.rnn("encoder_decoder/e", lambda: cell.LSTMCell(UNITS), x, lengths, scope="e")
+    outputs, _ = run.rnn("encoder_decoder/d", lambda: cell.LSTMCell(UNITS), x[:, :-1], initial=thought, scope="d")
+    return weighted(tf.nn.softmax(tf.layers.dense(outputs, 3)), 1)
+
+
+def chosen_by_a_condition(run, x, lengths):
+    training = tf.placeholder_with_default(True, [])
+    given = tf.cond(training, lambda: 2.0 * x, lambda: x)
+    outputs, _ = run.rnn("chosen_by_a_condition/rnn", lambda: cell.GRUCell(UNITS), given, lengths)
+    return weighted(tf.cond(training, lambda: outputs[:, 0], lambda: outputs[:, 1]), 1)
+
+
+def carries_its_state_over(run, x, lengths):
+    """Starts from a variable, and leaves its last state there for the next batch.
+
+    A resource: TensorFlow differentiates a reference variable as it is after it was set.
+    """
+    drawn = tf.random_normal_initializer(seed=3)
+    held = tf.get_variable("held", [SAMPLES, UNITS], x.dtype, drawn, trainable=False, use_resource=True)
+    start = tf.identity(held)
+    outputs, state = run.rnn("carries_its_state_over/rnn", lambda: cell.GRUCell(UNITS), x, initial=start)
+    with tf.control_dependencies([tf.assign(held, state)]):
+        return weighted(tf.identity(outputs), 1)
+
+
+def looked_up(run, x, lengths):
+    ids = tf.cast(tf.floor(3 * tf.abs(x[..., 0])), tf.int32) % 7
+    rows = tf.nn.embedding_lookup(tf.get_variable("table", [7, FEATURES], x.dtype), ids)
+    return weighted(run.rnn("looked_up/rnn", lambda: cell.LSTMCell(UNITS, use_peepholes=True), rows, lengths)[0], 1)
+
+
+def residual_layers(run, x, lengths):
+    below, _ = run.rnn("residual_layers/a", lambda: cell.LSTMCell(FEATURES), x, lengths, scope="a")
+    above, _ = run.rnn("residual_layers/b", lambda: cell.LSTMCell(FEATURES), x + below, lengths, scope="b")
+    return weighted(below + above, 1)
+
+
+MODELS = (
+    *(tensor_array, index, index_of_some, stacked_dropout, attention_after, shared_by_two, scopes_of_one_name),
+    *(masked_mean, last_relevant, encoder_decoder, chosen_by_a_condition, carries_its_state_over, looked_up),
+    residual_layers,
+)
+
+
+def built(by_hand):
+    """The loss of all models, what is fed, and the states that are tensors."""
+    x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
+    lengths, run = tf.placeholder(tf.int32, [None]), Written(by_hand)
+    losses = []
+    for model in MODELS:
+        uniform = tf.random_uniform_initializer(-0.9, 0.9, seed=len(losses))
+        with tf.variable_scope(model.__name__, initializer=uniform):
+            losses.append(model(run, x, lengths))
+    return tf.add_n(losses), x, lengths, run.states
+
+
+def by_hand(values):
+    """By layer: states and total gradients, (sample, time, unit) each, by TensorFlow; and whether it has lengths."""
+    with tf.Graph().as_default(), tf.Session() as session:
+        loss, x, lengths, layers = built(by_hand=True)
+        for variable in tf.global_variables():
+            variable.load(values[variable.op.name], session)
+        asked = {}
+        for name, (steps, masked) in layers.items():
+            columns = list(map(list, zip(*steps, strict=True)))
+            grads = [tf.gradients(loss, column, unconnected_gradients="zero") for column in columns]
+            asked[name] = [tf.stack(c, 1) for c in columns], [tf.stack(g, 1) for g in grads], tf.constant(masked)
+        return session.run(asked, {x: DATA, lengths: LENGTHS})
+
+
+def test_every_state_of_every_model():
+    loss, x, lengths, _ = built(by_hand=False)
+    session = tf.Session()
+    session.run(tf.global_variables_initializer())
+    values = {variable.op.name: session.run(variable) for variable in tf.global_variables()}
+    net = rl.tf1.graph(session, inputs={"x": x}, outputs={"loss": loss}, loss=loss, feed={lengths: LENGTHS})
+    trace = rl.trace(net, DATA)
+    assert trace.certificate.state == "passed"
+    for variable in tf.global_variables():
+        np.testing.assert_array_equal(session.run(variable), values[variable.op.name])
+    for name, (states, grads, masked) in by_hand(values).items():
+        nodes = sorted(node for node in trace if node == name or node.startswith(f"{name}/cell_"))
+        names = ("cell", "hidden") if len(states) > len(nodes) else ("hidden",)
+        assert len(states) == len(nodes) * len(names), name
+        real = np.arange(states[0].shape[1]) < (np.array(LENGTHS)[:, None] if masked else STEPS)
+        real = np.broadcast_to(real, states[0].shape[:2])
+        found = [trace[node][quantity] for node in nodes for quantity in names]
+        total = [trace[node][f"{quantity}_grad"] for node in nodes for quantity in names]
+        for mine, truth in zip([*found, *total], [*states, *grads], strict=True):
+            np.testing.assert_allclose(mine.values[real], truth[real], rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+def test_a_loop_that_ends_before_what_it_reads_is_refused():
+    """The steps of a TensorArray are not known to the last; where the tensor is indexed, they are."""
+    x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
+    steps = tf.TensorArray(x.dtype, STEPS).unstack(tf.transpose(x, [1, 0, 2]))
+    loss = tf.reduce_sum(Written(by_hand=False).loop("", x, STEPS - 2, steps.read))
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        with pytest.raises(rl.errors.UnsupportedError, match="does not run through all steps"):
+            rl.trace(rl.tf1.graph(session, inputs=x, outputs=loss, loss=loss), DATA)
