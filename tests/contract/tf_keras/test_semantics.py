@@ -166,3 +166,11 @@ def test_a_model_compiled_without_a_loss_says_so():
     with pytest.raises(errors.ModelError, match="was compiled without a loss"):
         rl.trace(model, X, Y)
     assert rl.trace(model, X, Y, loss="mse").certificate.state == "passed"
+
+
+def test_an_untrained_copy_has_the_loss_of_the_model(tmp_path):
+    """Keras 2 clones a model without what ``compile`` was given."""
+    model = keras.Sequential([keras.Input((5, 2)), keras.layers.LSTM(3, name="lstm"), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    path = rl.report(model, X, Y, tmp_path / "r.html", baseline="init", diagnosis=False, jacobian=False)
+    assert "before training" in path.read_text("utf-8")

@@ -51,13 +51,14 @@ def test_sigkill_leaves_every_complete_record(tmp_path, moments):
         steps = run.steps.values.tolist()
         assert steps == list(range(len(steps)))
         assert len(finished) <= len(steps) <= len(finished) + moments  # killed between a record and its line
-        np.testing.assert_allclose(run.loss, 1 / (1 + np.arange(len(steps))), rtol=1e-6)
+        if steps:  # on a busy machine the first may be killed before its first record
+            np.testing.assert_allclose(run.loss, 1 / (1 + np.arange(len(steps))), rtol=1e-6)
         for step in steps[-3:]:
             profile = run["lstm"].adjoint_profile.sel(step=step).values
             real = 7 + step % 5
             np.testing.assert_allclose(profile[:real], 10.0 ** -np.arange(real) * (1 + step), rtol=2**-8)
             assert np.isnan(profile[real:]).all()
     store = Store(path)
-    assert store.last_step == steps[-1]
+    assert store.last_step == (steps[-1] if steps else None)
     store.close("finished")
     assert not list(path.rglob("*.partial"))

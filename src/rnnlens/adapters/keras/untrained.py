@@ -27,6 +27,7 @@ def untrained(model: Any, seed: int) -> Any:
             twin.build_from_config(model.get_build_config())
         if [tuple(v.shape) for v in twin.variables] != [tuple(v.shape) for v in model.variables]:
             raise ValueError("its weights have other shapes")
+        _compile_like(keras, twin, model)
     except Exception as error:
         raise UnsupportedError(
             message(
@@ -37,6 +38,13 @@ def untrained(model: Any, seed: int) -> Any:
         ) from error
     del seed  # Keras draws from the global state; the copy is untrained either way
     return twin
+
+
+def _compile_like(keras: Dialect, twin: Any, model: Any) -> None:
+    """The loss of the model for its copy; tf_keras copies none."""
+    loss = keras.compiled_loss(model) if isinstance(model, keras.Model) else None
+    if loss is not None and not keras.is_compiled(twin):
+        twin.compile(loss=keras.user_loss(model), loss_weights=loss._user_loss_weights)
 
 
 def _is_graph(keras: Dialect, model: Any) -> bool:
