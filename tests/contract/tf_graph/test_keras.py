@@ -383,3 +383,31 @@ def test_layers_of_one_name_are_refused():
     model.train_on_batch(X, np.zeros((3, 3)))
     with pytest.raises(rl.errors.ModelError, match="Two different layers are called 'rnn'"):
         rl.trace(model, X, np.zeros((3, 3)))
+
+
+def test_a_cell_in_a_layer_is_named_by_what_it_is():
+    """The labels of states and gates are those of the cell that was found, not of the layer around it."""
+    layer = layers.RNN(layers.LSTMCell(3, dropout=0.3), return_sequences=True, name="r")
+    model = built(layer)
+    assert [(row.name, row.cell) for row in rl.layers(model)] == [("r", "lstm")]
+    trace = rl.trace(model, X, np.zeros((3, 6, 2)))
+    assert trace.certificate.state == "passed"
+    assert list(trace["r"].gates.gate.values) == ["input", "forget", "candidate", "output"]
+    weights = tf.keras.backend.get_session().run(layer.cell.weights)
+    np.testing.assert_allclose(trace["r"].hidden, lstm(weights, X), atol=1e-13)
+
+
+def test_stacked_cells_are_refused_by_name():
+    model = built(layers.RNN([layers.LSTMCell(3), layers.SimpleRNNCell(2)], return_sequences=True, name="r"))
+    with pytest.raises(rl.errors.UnsupportedError, match="Layer 'r' cannot be traced: it stacks cells"):
+        rl.trace(model, X, np.zeros((3, 6, 2)))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "cells", [lambda: layers.GRUCell(3, recurrent_dropout=0.3), lambda: [layers.LSTMCell(3, recurrent_dropout=0.3)]]
+)
+def test_states_that_are_dropped_within_a_loop_are_refused(cells, training):
+    model = built(layers.RNN(cells(), return_sequences=True, name="r"))
+    with pytest.raises(rl.errors.UnsupportedError, match="Layer 'r' cannot be traced: its states are dropped"):
+        rl.trace(model, X, np.zeros((3, 6, 2)), training=training)

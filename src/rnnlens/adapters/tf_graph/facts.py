@@ -36,7 +36,10 @@ def _of_keras(found: Opened) -> list[LayerInfo]:
         if site.name in refused:
             options["refused"] = refused[site.name].splitlines()[0]
         masked = any(loop.lengths is not None or loop.mask is not None for loop in loops) if loops else None
-        rows.setdefault(site.name, replace(site.info, masked=masked, options=options))
+        # Of a cell that was found the labels are those of its equations, whatever layer is around it.
+        kinds = {loop.cell.kind for loop in loops if loop.cell.cell is not None}
+        cell = next(iter(kinds)) if len(kinds) == 1 else site.info.cell
+        rows.setdefault(site.name, replace(site.info, cell=cell, masked=masked, options=options))
     return list(rows.values())
 
 

@@ -168,7 +168,15 @@ def _refusal(name: str, layer: Any, wrapper: Any) -> str:
 
 
 def _of_steps(name: str, half: Any, owner: Any) -> str:
-    """Why steps that are all in the graph, one after the other, cannot be told apart there; or ""."""
+    """Why the steps of a layer, as Keras put them into the graph, cannot be run apart from each other; or ""."""
+    cell = getattr(half, "cell", None)
+    rates = [getattr(part, "recurrent_dropout", 0) or 0 for part in getattr(cell, "cells", [cell])]
+    if any(rates):
+        return message(
+            f"Layer {name!r} cannot be traced: its states are dropped within its loop.",
+            got=f"recurrent_dropout={max(rates)}, eager execution disabled",
+            hint="the same weights in a layer with recurrent_dropout=0, which is what evaluation runs; or run eagerly",
+        )
     if not getattr(half, "unroll", False) or not _is_masked(owner):
         return ""
     return message(

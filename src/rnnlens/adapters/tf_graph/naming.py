@@ -57,10 +57,26 @@ class KerasNames:
         lost = "its steps were not found in the graph"
         found = {s.name: s.refusal for s in self.sites if s.refusal}
         missing = [site.name for site in self.sites if site.name not in there and site.name not in found]
+        found |= {
+            name: message(
+                f"Layer {name!r} cannot be traced: it stacks cells, of which each is a recurrence of its own here.",
+                hint="a layer for each cell, which computes the same; or run eagerly",
+            )
+            for name in _stacked(loops)
+            if name in {site.name for site in self.sites} - found.keys()
+        }
         return found | {
             name: message(f"Layer {name!r} cannot be traced: {lost}.", hint="unroll=False; or a cell of Keras' own")
             for name in missing
         }
+
+
+def _stacked(loops: Sequence[Loop]) -> list[str]:
+    """The layers whose loops of one direction do not all run the same cell."""
+    cells: dict[tuple[str, str], set[frozenset[str]]] = {}
+    for loop in loops:
+        cells.setdefault((loop.name.partition("#")[0], loop.direction), set()).add(variables_of(loop))
+    return list(dict.fromkeys(name for (name, _), read in cells.items() if len(read) > 1))
 
 
 def renamed(loops: Sequence[Loop], names: KerasNames | None) -> tuple[Loop, ...]:
