@@ -149,7 +149,7 @@ def run(suite: Suite, full: bool) -> Outcome:
     """Run all commands of a suite, also after one failed."""
     quiet = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "MPLBACKEND": "Agg", "RNNLENS_SKIP_IS_FAILURE": "1"}
     # Tests compile many small programs and run each once: what XLA would gain by optimising costs more than it saves.
-    quiet["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    quiet |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
     environment = {**os.environ, **quiet, **suite.environment}
     start, code, output = time.perf_counter(), 0, []
     for command in commands_of(suite, full):

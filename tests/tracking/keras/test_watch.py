@@ -49,6 +49,21 @@ def fitted(model, data, callbacks=(), **options):
     return [np.array(keras.ops.convert_to_numpy(v)) for v in [*model.variables, *model.optimizer.variables]], history
 
 
+@pytest.fixture(scope="module")
+def untouched(data):
+    """The training that nobody follows: its variables after it, and its history."""
+    return fitted(network(), data, validation_data=data[:2])
+
+
+def small(**options):
+    """One layer: where each program is compiled several times over."""
+    keras.utils.set_random_seed(1)
+    lstm = keras.layers.LSTM(4, dropout=0.3, name="lstm")
+    model = keras.Sequential([keras.Input((STEPS, 3)), lstm, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", **options)
+    return model
+
+
 def watches(path, data):
     """One of each kind, by name."""
     x, y, _ = data
@@ -60,15 +75,14 @@ def watches(path, data):
 
 @pytest.mark.product(keep=("batch",))
 @pytest.mark.parametrize("kind", ["probe", "batch"])
-def test_training_is_not_disturbed(kind, tmp_path, data):
-    untouched, history = fitted(network(), data, validation_data=data[:2])
+def test_training_is_not_disturbed(kind, tmp_path, data, untouched):
     seen = []
     lambdas = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(dict(logs)))
     watch = watches(tmp_path / "a.zarr", data)[kind]()
     followed, told = fitted(network(), data, [watch, lambdas], validation_data=data[:2])
-    for one, other in zip(untouched, followed, strict=True):
+    for one, other in zip(untouched[0], followed, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert told == history
+    assert told == untouched[1]
     assert len(seen) == 8
     assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == {"probe": [0, 3, 6, 8], "batch": [2, 4, 6, 8]}[kind]
 
@@ -155,11 +169,10 @@ if ENGINE != "torch":  # where Keras has one batch per execution
         def look(batch):
             seen.append((batch.step, float(batch.traced(quantities=["hidden"]).loss), batch.notes))
 
-        options = {"steps_per_execution": 3, "optimizer": "sgd"}
-        untouched, history = fitted(network(**options), data)
+        untouched, history = fitted(small(steps_per_execution=3), data)
         alone = []
-        fitted(network("sgd"), data, [rl.keras.Watch(batches=1, on_batch=lambda b: alone.append(b.trace.loss))])
-        followed, told = fitted(network(**options), data, [rl.keras.Watch(batches=1, on_batch=look)])
+        fitted(small(), data, [rl.keras.Watch(batches=1, on_batch=lambda b: alone.append(b.trace.loss))])
+        followed, told = fitted(small(steps_per_execution=3), data, [rl.keras.Watch(batches=1, on_batch=look)])
         for one, other in zip(untouched, followed, strict=True):
             np.testing.assert_array_equal(one, other)
         assert told == history
@@ -168,9 +181,8 @@ if ENGINE != "torch":  # where Keras has one batch per execution
         assert "first of 3 batches" in seen[0][2][-1]
 
 
-def test_direct_gradients_from_the_step_itself(data):
+def test_direct_gradients_from_the_step_itself(data, untouched):
     """They are those of the batch traced again, where nothing was heard; and no number of the training moves."""
-    untouched, history = fitted(network(), data)
     pairs = []
 
     def look(batch):
@@ -178,10 +190,11 @@ def test_direct_gradients_from_the_step_itself(data):
         assert (ENGINE == "jax") != any("nothing was run again" in note for note in heard.notes)
         pairs.append((heard, batch.trace))
 
-    followed, told = fitted(network(), data, [rl.keras.Watch(batches=1, on_batch=look, direct=["lstm", "gru"])])
-    for one, other in zip(untouched, followed, strict=True):
+    watch = rl.keras.Watch(batches=1, on_batch=look, direct=["lstm", "gru"])
+    followed, told = fitted(network(), data, [watch], validation_data=data[:2])
+    for one, other in zip(untouched[0], followed, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert told == history
+    assert told == untouched[1]
     assert len(pairs) == 8
     for heard, again in pairs:
         assert heard.loss == pytest.approx(again.loss, rel=1e-5)
@@ -242,13 +255,13 @@ def test_off_does_nothing(tmp_path, data):
     with warnings.catch_warnings():
         warnings.simplefilter("error", TrackingWarning)
         watch = rl.keras.Watch(tmp_path / "a.zarr", probe=(data[0][:5], data[1][:5]), every=0)
-        fitted(network(), data, [watch])
+        fitted(small(), data, [watch])
     assert not (tmp_path / "a.zarr").exists()
     assert keras.src.utils.is_default(watch.on_train_batch_end)
 
 
 def test_the_model_gets_its_step_back(tmp_path, data):
-    model = network()
+    model = small()
     fitted(model, data, [rl.keras.Watch(batches=1)])
     assert type(model.train_function).__module__.split(".")[0] != "rnnlens"
 

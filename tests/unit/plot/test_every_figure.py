@@ -75,12 +75,12 @@ def test_draws_into_a_given_figure(name, cases):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_draws_into_a_subfigure_beside_other_things(name, cases, render):
+def test_draws_into_a_subfigure_beside_other_things(name, cases):
     figure = Figure(figsize=(14, 7), layout="constrained")
     left, right = figure.subfigures(1, 2)
     left.subplots().plot([1, 2])
     axes = getattr(rl.plot, name)(*cases[name][0], figure=right)
-    render(axes)
+    figure.draw_without_rendering()
     assert {ax.figure for ax in axes} == {right}
 
 
@@ -163,9 +163,10 @@ def test_own_title_replaces_the_made_one(name, cases, text_of):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_all_text_stays_on_the_canvas(name, cases, render):
+def test_all_text_stays_on_the_canvas(name, cases):
     axes = getattr(rl.plot, name)(*cases[name][0], title="a title that is far longer than the figure is wide " * 5)
-    figure = render(axes)
+    figure = axes[0].get_figure(root=True)
+    figure.draw_without_rendering()
     canvas = figure.bbox.padded(1.0)
     for text in [figure._suptitle, figure._supxlabel, figure._supylabel, *(ax.title for ax in axes)]:
         if text is not None and text.get_text():
