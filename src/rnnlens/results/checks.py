@@ -66,7 +66,7 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Check:
-    """One residual of one layer, relative to the largest value compared, and the bound that rounding explains."""
+    """One residual of one layer, relative to the largest value compared or a scale, and what rounding explains."""
 
     name: str
     layer: str

@@ -6,6 +6,7 @@ from itertools import count
 from typing import Any
 
 import tensorflow.compat.v1 as tf
+from tensorflow.core.protobuf import control_flow_pb2
 from tensorflow.python.framework import meta_graph
 
 from ...errors import UnsupportedError, message
@@ -90,7 +91,10 @@ def _rename_functions(definition: Any, own: set[str], mark: str) -> None:
 
 
 def seeded(meta: Any, seed: int) -> Any:
-    """The definition with seeds for operations that have none, so that equal calls draw equal numbers."""
+    """The definition with seeds for operations that have none, and loops of one step at a time.
+
+    So equal calls draw equal numbers: a loop that may run ahead draws for a later step first where it is ready first.
+    """
     nodes = [*meta.graph_def.node, *(node for f in meta.graph_def.library.function for node in f.node_def)]
     drawn = [node for node in nodes if node.op in RANDOM]
     if not drawn:
@@ -102,4 +106,16 @@ def seeded(meta: Any, seed: int) -> Any:
         unset = not node.attr["seed"].i and not node.attr["seed2"].i
         if unset or seed:
             node.attr["seed"].i = (node.attr["seed"].i or i + 1) + seed * _ANOTHER_DRAW
+    for node in nodes:
+        if "parallel_iterations" in node.attr:
+            node.attr["parallel_iterations"].i = 1
+    contexts = changed.collection_def["while_context"].bytes_list.value
+    contexts[:] = [_step_by_step(context) for context in contexts]
     return changed
+
+
+def _step_by_step(context: bytes) -> bytes:
+    """What control flow v1 keeps of a loop, for the loops of its gradient."""
+    found = control_flow_pb2.WhileContextDef.FromString(context)
+    found.parallel_iterations = 1
+    return bytes(found.SerializeToString())

@@ -76,6 +76,7 @@ class Recorder:
                 lambda i, *_: i < self.count,
                 self._body(wanted, carried, known, before or {}),
                 (tf.constant(0), outs, [c.start for c in carried]),
+                parallel_iterations=1,  # so that random numbers are drawn in the order of the steps
                 return_same_structure=True,
             )
             shapes = [t.shape for t in (*wanted, *(c.start for c in carried))]
