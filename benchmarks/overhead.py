@@ -5,8 +5,10 @@
 An LSTM of 256 units on batches of 64 sequences of 200 steps: a plain loop in torch, and ``fit`` of Keras on each
 engine, each in a process of its own, of at most four minutes. Trainings take turns, after one round that compiles: each
 way of following stands between two plain trainings, and a ratio is its time per batch by theirs. So are ratios of
-processor time, which other processes disturb less. Trainings have 10 batches, that with a probe 100 and three records,
-its neighbours 25 each; the opening of the run counts.
+processor time, which other processes disturb less. A training has 20 batches (Keras on torch, where one takes seconds:
+2); the opening of a run, and what compiling a step once more for a training takes, count. The training with a probe
+makes three records within that, as one of 100 batches does with ``every=50``; its ratio is told for 100: what the
+records and the opening took beyond a plain training, spread over so many.
 
 Bars: a probe every 50 steps at most 1.05; direct gradients of the layer, of every batch, at most 1.5 (torch and
 TensorFlow; stated for JAX); ``every=0`` within the noise of the plain training between two others, in the first row.
@@ -22,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,11 +40,12 @@ Seconds = tuple[float, float]
 Training = Callable[[int], None]
 
 
-def sizes(small: bool) -> dict[str, int]:
-    """Units, samples per batch, steps in time; batches per training, of the one with a probe, of those beside it."""
+def sizes(small: bool, engine: str) -> dict[str, int]:
+    """Units, samples per batch, steps in time; batches per training, and of the plain ones beside it."""
     if small:
-        return {"units": 8, "batch": 4, "time": 10, "steps": 4, "probed": 10, "beside": 5, "every": 5}
-    return {"units": 256, "batch": 64, "time": 200, "steps": 10, "probed": 100, "beside": 25, "every": 50}
+        return {"units": 8, "batch": 4, "time": 10, "steps": 4, "beside": 2}
+    steps = 2 if engine == "torch" else 20
+    return {"units": 256, "batch": 64, "time": 200, "steps": steps, "beside": steps // 2}
 
 
 def torch_loop(size: dict[str, int], folder: Path) -> dict[str, Training]:
@@ -83,7 +85,7 @@ def torch_loop(size: dict[str, int], folder: Path) -> dict[str, Training]:
     return {
         "plain": loop,
         "every=0": watched("never.zarr", every=0),
-        PROBE: watched("probe.zarr", every=size["every"], probe=(x, y), loss=loss),
+        PROBE: watched("probe.zarr", every=size["steps"] // 2, probe=(x, y), loss=loss),
         "output_grad of every batch": watched(
             None, every=1, quantities="output_grad", on_batch=lambda batch: batch["lstm"].output_grad
         ),
@@ -101,7 +103,7 @@ def keras_fit(size: dict[str, int], folder: Path) -> dict[str, Training]:
     )
     model.compile("adam", "mse")
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(size["batch"] * size["probed"], size["time"], 8)).astype("float32")
+    x = rng.normal(size=(size["batch"] * size["steps"], size["time"], 8)).astype("float32")
     y = x.mean((1, 2))[:, None]
     probe = x[: size["batch"]], y[: size["batch"]]
 
@@ -113,7 +115,7 @@ def keras_fit(size: dict[str, int], folder: Path) -> dict[str, Training]:
         batch.traced(layers="lstm", quantities="output_grad")["lstm"].output_grad  # noqa: B018  it is looked at
 
     def probed(steps: int) -> None:
-        fit(steps, rl.keras.Watch(folder / "probe.zarr", probe=probe, every=size["every"], resume=False))
+        fit(steps, rl.keras.Watch(folder / "probe.zarr", probe=probe, every=size["steps"] // 2, resume=False))
 
     return {
         "plain": fit,
@@ -130,27 +132,34 @@ def timed(run: Training, steps: int) -> Seconds:
     return (time.perf_counter() - clock) / steps, (time.process_time() - processor) / steps
 
 
-def ratios(run: Training, plain: Training, steps: int, beside: int) -> Seconds:
+def ratio(taken: Seconds, before: Seconds, after: Seconds) -> Seconds:
     """A training by the mean of the plain ones before and after it."""
-    before, found, after = timed(plain, beside), timed(run, steps), timed(plain, beside)
-    return tuple(2 * one / (a + b) for one, a, b in zip(found, before, after, strict=True))  # type: ignore[return-value]
+    return 2 * taken[0] / (before[0] + after[0]), 2 * taken[1] / (before[1] + after[1])
+
+
+def over_a_hundred(pair: Seconds, steps: int) -> Seconds:
+    """The ratios of a training of 100 batches that takes as much beyond a plain one as this, of ``steps``, did."""
+    return 1 + (pair[0] - 1) * steps / 100, 1 + (pair[1] - 1) * steps / 100
 
 
 def measure(engine: str, small: bool) -> None:
     """All trainings in turn; a row for each."""
     folder = Path(tempfile.mkdtemp(prefix="overhead-"))
-    size = sizes(small)
+    size = sizes(small, engine)
     try:
         runs = (torch_loop if engine == "torch-loop" else keras_fit)(size, folder)
-        found: dict[str, list[Seconds]] = {name: [] for name in runs}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", rl.errors.TrackingWarning)  # of two batches none is due
-            for run in runs.values():
-                run(2)
+        plain = runs.pop("plain")
+        found: dict[str, list[Seconds]] = {name: [] for name in BARS}
+        for run in (plain, *runs.values()):
+            run(size["steps"] // 2)
         for _ in range(2 if small else ROUNDS):
+            beside = [timed(plain, size["beside"])]
             for name, run in runs.items():
-                steps, beside = (size["probed"], size["beside"]) if name == PROBE else (size["steps"], size["steps"])
-                found[name].append(ratios(run, runs["plain"], steps, beside))
+                taken = timed(run, size["steps"])
+                beside.append(timed(plain, size["beside"]))
+                pair = ratio(taken, *beside[-2:])
+                found[name].append(over_a_hundred(pair, size["steps"]) if name == PROBE else pair)
+            found["plain"].append(ratio(beside[1], beside[0], beside[2]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for name, pairs in found.items():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rnnlens as rl
-from rnnlens.errors import InputError, LayerNotFoundError, TrackingWarning
+from rnnlens.errors import InputError, LayerNotFoundError, TrackingWarning, UnsupportedError
 
 ENGINE = keras.backend.backend()
 STEPS, BATCH, EPOCHS = 6, 8, 2
@@ -110,33 +110,173 @@ class Weights(keras.callbacks.Callback):
         self.after.append({v.path: np.array(keras.ops.convert_to_numpy(v)) for v in self.model.trainable_variables})
 
 
-def test_the_gradients_are_those_that_the_optimizer_took(data):
-    """Plain descent moves each weight by the gradient of the very batch: its masks, weights and statistics."""
-    rate, found, states = 0.5, [], Weights()
+#: Where each weight lies that gradients are held against: the end of its path, its shape by gate.
+KERNELS = {
+    "lstm/kernel": ("lstm/lstm_cell/kernel", (3, 4, 5)),
+    "gru/recurrent_kernel": ("gru/gru_cell/recurrent_kernel", (4, 3, 4)),
+    "head/kernel": ("head/kernel", (4, 1)),
+}
+RATE = 0.5
+
+
+def moved_by(model, data, tolerance=1e-5):
+    """Train by plain descent; every weight moves by the gradient of the very batch: its masks, weights, statistics."""
+    found, states = [], Weights()
 
     def look(batch):
-        g = batch.gradients
-        found.append(
-            {name: np.asarray(g[name].values) for name in ("lstm/kernel", "gru/recurrent_kernel", "head/kernel")}
-        )
+        found.append({name: np.asarray(batch.gradients[name].values) for name in KERNELS})
 
-    model = network(keras.optimizers.SGD(rate))
     before = {v.path: np.array(keras.ops.convert_to_numpy(v)) for v in model.trainable_variables}
     fitted(model, data, [rl.keras.Watch(batches=1, on_batch=look), states])
-    paths = {
-        "lstm/kernel": ("lstm/lstm_cell/kernel", (3, 4, 5)),
-        "gru/recurrent_kernel": ("gru/gru_cell/recurrent_kernel", (4, 3, 4)),
-        "head/kernel": ("head/kernel", (4, 1)),
-    }
     path_of = lambda end: next(path for path in before if path.endswith(end))  # noqa: E731
     assert len(found) == len(states.after) == 8
     for gradients, after in zip(found, states.after, strict=True):
-        for name, (end, shape) in paths.items():
-            moved = (before[path_of(end)] - after[path_of(end)]).reshape(shape) / rate
+        for name, (end, shape) in KERNELS.items():
+            moved = (before[path_of(end)] - after[path_of(end)]).reshape(shape) / RATE
             largest = np.abs(gradients[name]).max()
             assert largest > 1e-4
-            np.testing.assert_allclose(gradients[name], moved, rtol=0, atol=1e-5 * max(1.0, largest))
+            np.testing.assert_allclose(gradients[name], moved, rtol=0, atol=tolerance * max(1.0, largest))
         before = after
+
+
+def test_the_gradients_are_those_that_the_optimizer_took(data):
+    moved_by(network(keras.optimizers.SGD(RATE)), data)
+
+
+#: As users compile; torch's compiler takes minutes for a layer, and is left out there.
+COMPILED = {
+    "op by op": {"run_eagerly": True},
+    "jit_compile=False": {"jit_compile": False},
+    **({"jit_compile=True": {"jit_compile": True}} if ENGINE != "torch" else {}),
+}
+
+
+@pytest.mark.product(keep=() if ENGINE == "torch" else ("jit_compile=True",))
+@pytest.mark.parametrize("how", COMPILED)
+def test_however_the_step_is_compiled(how, data):
+    """On TensorFlow a compiled step draws masks of its own, so that a model with dropout is refused there."""
+    same_masks = ENGINE == "jax" or how != "jit_compile=True"
+    model = network(keras.optimizers.SGD(RATE), dropout=0.3 if same_masks else 0.0, **COMPILED[how])
+    moved_by(model, data)
+    for name, value in COMPILED[how].items():
+        assert getattr(model, name) == value
+
+
+if ENGINE != "jax":
+
+    def test_masks_that_only_a_compiled_step_can_draw_are_refused(data):
+        model = network(jit_compile=True)
+        with pytest.raises(UnsupportedError, match="Layer 'lstm' draws random numbers in a step that is compiled"):
+            fitted(model, data, [rl.keras.Watch(batches=1)])
+
+
+@pytest.fixture(params=["mixed_float16", "mixed_bfloat16"])
+def half(request):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(request.param)
+    yield request.param
+    keras.config.set_dtype_policy(before)
+
+
+@pytest.mark.product(keep=("mixed_float16",))
+def test_half_precision_is_that_of_the_step(half, tmp_path, data):
+    """The scale on the loss is not in what is told; what rounding in half precision leaves is."""
+    plain = keras.optimizers.SGD(RATE)
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE), initial_scale=256.0)
+    moved_by(network(scaled if half == "mixed_float16" else plain), data, tolerance=2e-2)
+    untouched, history = fitted(network(), data)
+    for kind in ("probe", "batch"):
+        followed, told = fitted(network(), data, [watches(tmp_path / f"{kind}.zarr", data)[kind]()])
+        for one, other in zip(untouched, followed, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert told == history
+
+
+class Penalised(keras.Model):
+    """A step of somebody's own around Keras' step."""
+
+    def train_step(self, *given):
+        return super().train_step(*given)
+
+
+@once
+def test_a_step_of_ones_own(data):
+    inside = network(keras.optimizers.SGD(RATE))
+    model = Penalised(inside.inputs, inside.outputs)
+    model.compile(keras.optimizers.SGD(RATE), "mse")
+    moved_by(model, data)
+
+
+@once
+def test_batches_of_a_generator_and_weights_of_classes(tmp_path):
+    """What the step was fed: ``class_weight`` is among the sample weights, whatever hands out the batches."""
+    random = np.random.default_rng(1)
+    x, labels = random.normal(size=(16, STEPS, 3)).astype("float32"), np.arange(16) % 3
+    cost = {0: 1.0, 1: 3.0, 2: 0.5}
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return x[index * 8 :][:8], labels[index * 8 :][:8]
+
+    def classifier():
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.GRU(4, name="gru"), keras.layers.Dense(3, activation="softmax", name="head")]
+        model = keras.Sequential([keras.Input((STEPS, 3)), *layers])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        return model
+
+    seen = []
+    first = lambda step, epoch: step == 1  # noqa: E731
+    watch = rl.keras.Watch(tmp_path / "a.zarr", batches=first, on_batch=lambda batch: seen.append(batch.trace))
+    classifier().fit(Batches(), class_weight=cost, verbose=0, shuffle=False, callbacks=[watch])
+    weight = np.array([cost[int(label)] for label in labels[:8]], dtype="float32")
+    alone = rl.trace(classifier(), x[:8], labels[:8], sample_weight=weight, training=True)
+    scale = float(abs(alone["gru"].hidden_grad).max())
+    np.testing.assert_allclose(seen[0]["gru"].hidden_grad, alone["gru"].hidden_grad, atol=1e-5 * scale)
+    assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [1]
+
+    def forever():
+        while True:
+            yield x[:8], labels[:8]
+
+    watch = rl.keras.Watch(tmp_path / "b.zarr", batches=2)
+    classifier().fit(forever(), steps_per_epoch=4, shuffle=False, verbose=0, callbacks=[watch])
+    assert rl.open(tmp_path / "b.zarr").steps.values.tolist() == [2, 4]
+
+
+@once
+def test_an_end_before_its_time(tmp_path, data):
+    """Early stopping is named; an error and Ctrl-C leave what was written readable, and the model its own step."""
+    early = keras.callbacks.EarlyStopping(monitor="loss", min_delta=100.0, patience=0)
+    fitted(network(), data, [rl.keras.Watch(tmp_path / "a.zarr", batches=2), early], epochs=9)
+    run = rl.open(tmp_path / "a.zarr")
+    assert run.ended == "stopped"
+    assert run.steps.values.tolist() == [2, 4, 6, 8]
+
+    def fail(batch, logs):
+        if batch == 2:
+            raise KeyboardInterrupt
+
+    model = network()
+    with pytest.raises(KeyboardInterrupt):
+        fitted(
+            model,
+            data,
+            [rl.keras.Watch(tmp_path / "b.zarr", batches=1), keras.callbacks.LambdaCallback(on_train_batch_end=fail)],
+        )
+    assert rl.open(tmp_path / "b.zarr").steps.values.tolist() == [1, 2, 3]
+    fitted(model, data, epochs=1)
+
+
+@once
+def test_a_note_is_written_once(tmp_path, data):
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    fitted(network(optimizer), data, [rl.keras.Watch(tmp_path / "a.zarr", every=2)])
+    notes = rl.open(tmp_path / "a.zarr").notes
+    assert len([note for note in notes if "of this batch alone" in note]) == 1
 
 
 def test_direct_total_and_gates_are_of_that_batch(data):

@@ -170,9 +170,29 @@ def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
                 hint="probe= instead of batches=",
             )
         )
+    _refuse_compiled_masks(model)
     if isinstance(model.train_function, TrainStep):
         model.train_function.remove()  # of a training that was interrupted
     return TrainStep(model, direct)
+
+
+def _refuse_compiled_masks(model: Any) -> None:
+    """Raise where a compiled step draws other random numbers from a seed than the same step does op by op.
+
+    XLA has generators of its own on TensorFlow, and so has torch's compiler; JAX draws the same either way.
+    """
+    keras = dialect_of(model)
+    random = _random_layer(model) if bool(getattr(model, "jit_compile", False)) else None
+    if keras.name != "keras" or keras.engine.name == "jax" or random is None:
+        return
+    raise UnsupportedError(
+        message(
+            f"Layer {random!r} draws random numbers in a step that is compiled, which cannot be drawn again outside.",
+            got=f"jit_compile=True on {keras.engine.name}",
+            expected="jit_compile=False, or a model without dropout",
+            hint="probe= instead of batches=",
+        )
+    )
 
 
 def batches_per_execution(model: Any) -> int:
@@ -266,8 +286,8 @@ def _random_layer(model: Any) -> str | None:
     """A layer that draws random numbers in training."""
     keras = dialect_of(model)
     for layer in model._flatten_layers():
-        rates = [getattr(layer, name, 0) or 0 for name in ("rate", "dropout", "recurrent_dropout", "stddev")]
-        if any(rate > 0 for rate in rates) or (keras.draws(layer) and not hasattr(layer, "stddev")):
+        names = [name for name in ("rate", "dropout", "recurrent_dropout", "stddev") if hasattr(layer, name)]
+        if any((getattr(layer, name) or 0) > 0 for name in names) or (keras.draws(layer) and not names):
             return str(layer.name)
     return None
 
