@@ -163,7 +163,8 @@ def test_however_the_step_is_compiled(how, data):
 
 
 if ENGINE != "jax":
-
+    # torch's compiler warns of what it imports itself.
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
     def test_masks_that_only_a_compiled_step_can_draw_are_refused(data):
         model = network(jit_compile=True)
         with pytest.raises(UnsupportedError, match="Layer 'lstm' draws random numbers in a step that is compiled"):
