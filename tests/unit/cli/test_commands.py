@@ -29,6 +29,11 @@ def keras_files(tmp_path_factory):
     return folder
 
 
+def arrays_of(path):
+    with np.load(path) as file:
+        return dict(file)
+
+
 def test_version_and_help(rnnlens):
     said = rnnlens("--version")
     assert (said.code, said.out) == (0, f"rnnlens {rl.__version__}\n")
@@ -53,7 +58,7 @@ def test_trace_and_show_a_keras_file(rnnlens, folder, keras_files):
     said = rnnlens("trace", keras_files / "good.keras", "data.npz", "-o", "run.nc")
     assert said.code == 0, said.err
     assert said.err == "wrote run.nc\n"
-    data = np.load(folder / "data.npz")
+    data = arrays_of(folder / "data.npz")
     model = keras.saving.load_model(keras_files / "good.keras")
     expected = rl.trace(model, data["x"], data["y"])
     saved = rl.open(folder / "run.nc")
@@ -131,7 +136,7 @@ def test_a_saved_result_is_reported_on_as_it_is(rnnlens, folder, keras_files, op
 
 
 def test_layers_of_a_report_and_weights_of_its_samples(rnnlens, folder, keras_files):
-    data = np.load(folder / "data.npz")
+    data = arrays_of(folder / "data.npz")
     np.savez(folder / "weighed.npz", **data, sample_weight=np.ones(len(data["x"])))
     options = ("-l", "lstm,nope", "--no-diagnosis", "--no-jacobian")
     said = rnnlens("report", keras_files / "good.keras", "weighed.npz", *options)
@@ -192,7 +197,7 @@ def test_trace_a_torch_module_with_weights(rnnlens, folder, module):
     model = own.make()
     torch.save(model.state_dict(), "state.pt")
     torch.save({"epoch": 3, "state_dict": model.state_dict()}, "checkpoint.pt")
-    data = {key: torch.from_numpy(value) for key, value in np.load("data.npz").items()}
+    data = {key: torch.from_numpy(value) for key, value in arrays_of("data.npz").items()}
     expected = rl.trace(model, data["x"], data["y"], loss=own.squared)
     losses = ("mse_loss", "mse", f"{name}:squared")
     for weights, loss in (("state.pt", losses[0]), ("checkpoint.pt", losses[1]), ("state.pt", losses[2])):
@@ -371,7 +376,7 @@ def test_a_keras_factory_takes_a_weights_file(rnnlens, folder, module):
     )
     model = __import__(name).make()
     model.save_weights("model.weights.h5")
-    data = np.load("data.npz")
+    data = arrays_of("data.npz")
     arguments = ("data.npz", "--weights", "model.weights.h5", "--loss", "mse", "-o", "run.nc")
     said = rnnlens("trace", f"{name}:make", *arguments)
     assert said.code == 0, said.err
