@@ -369,6 +369,18 @@ def test_steps_in_the_graph_below_a_loop():
     np.testing.assert_allclose(found, truth, atol=1e-14)
 
 
+@pytest.mark.parametrize("sequences", [False, True])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_direct_gradient_of_steps_in_the_graph_is_that_of_a_loop(sequences, backwards):
+    options = {"return_sequences": sequences, "go_backwards": backwards, "name": "r"}
+    one, other = (built(layers.LSTM(3, unroll=unroll, **options)) for unroll in (True, False))
+    y = np.random.default_rng(1).normal(size=(3, 6, 2) if sequences else (3, 2))
+    mine, theirs = rl.trace(one, X, y)["r"], rl.trace(other, X, y)["r"]
+    assert abs(theirs.output_grad).max() > 0
+    for name in ("output_grad", "hidden_grad", "cell_grad"):
+        np.testing.assert_allclose(getattr(mine, name), getattr(theirs, name), atol=1e-14, err_msg=name)
+
+
 def test_layers_of_one_name_are_refused():
     class Twins(keras.Model):
         def __init__(self):

@@ -161,6 +161,23 @@ def _is_state(loop: Loop) -> bool:
     }
 
 
+def _puts_out_states(loop: Loop) -> bool:
+    """Whether what an unrolled loop puts out is its first state, at every step or at the last."""
+    return loop.output is not None and loop.output.tensors[-1].ref() == loop.states[0].tensors[-1].ref()
+
+
+def _by_output(loop: Loop, output_grad: Array, states: dict[int, Array]) -> tuple[Array, dict[int, Array]]:
+    """What came to states that are put out, said of the output; what came to others is left."""
+    if 0 not in states:
+        return output_grad, states
+    first = states[0].copy()
+    if output_grad.ndim == first.ndim:
+        return output_grad + first, {j: grad for j, grad in states.items() if j}
+    last = 0 if loop.direction == "backward" else -1
+    found, first[:, last] = output_grad + first[:, last], 0
+    return found, {**states, 0: first}
+
+
 def joined(spot: Spot, parts: Sequence[Any]) -> Any:
     """The gradient by a port from those by its tensors, as the contract has it; None where there is none."""
     if all(part is None for part in parts):
@@ -239,6 +256,10 @@ class _Told:
         mask = self._mask(i, loop)
         final = tuple(np.asarray(get((i, "final", j))) for j in range(len(loop.final)))
         unrolled = loop.kind == "unrolled"
+        output_grad = self._gradient((i, "output_grad"), (i, "output")) if direct else None
+        state_grad = self._states(i, loop) if direct and unrolled else None
+        if output_grad is not None and state_grad is not None and _puts_out_states(loop):
+            output_grad, state_grad = _by_output(loop, output_grad, state_grad)
         return RecurrentCall(
             layer=loop.name,
             direction=loop.direction,
@@ -251,9 +272,9 @@ class _Told:
             output_from_state=None if mask is None else _moving(loop, mask),
             masked_output=loop.masked_output,
             final_state=None if unrolled else final,
-            output_grad=self._gradient((i, "output_grad"), (i, "output")) if direct else None,
+            output_grad=output_grad,
             final_state_grad=self._finals(i, loop) if direct and not unrolled else None,
-            state_grad=self._states(i, loop) if direct and unrolled else None,
+            state_grad=state_grad,
             between=unrolled,
             input_scale=get((i, "input_scale")),
             state_scale=get((i, "state_scale")),
