@@ -117,13 +117,9 @@ def refuse_without_time(x: Any, *, least: int = 2) -> None:
         raise InputError(message("x holds what has no axes.", got=shown(x), expected="arrays with samples first"))
     if not any(len(shape) >= 2 and min(shape[:2]) >= least for shape in shapes):
         got = ", ".join(map(str, shapes))
-        raise InputError(
-            message(
-                "There is no time to look back over, or no other sample to compare with.",
-                got=got,
-                expected="x of shape (sample, time, ...), at least 2 samples of at least 2 steps",
-            )
-        )
+        what = "There is no time to look back over" + (", or no other sample to compare with." if least > 1 else ".")
+        expected = f"x of shape (sample, time, ...), at least {least} of each"
+        raise InputError(message(what, got=got, expected=expected))
 
 
 def _batches(source: Any, most: int) -> list[tuple[Any, Any]]:
