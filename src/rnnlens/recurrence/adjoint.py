@@ -7,10 +7,9 @@ Werbos 1990, doi:10.1109/5.58337; in this notation Pascanu, Mikolov, Bengio 2013
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -146,67 +145,6 @@ def weight_gradients(
     for_each(work, large_parts(batch, len(range(time)[times]) * gates * units, xp=xp), xp=xp)
     first, *others = (found[start] for start in sorted(found))
     return {name: sum((part[name] for part in others), start=grad) for name, grad in first.items()}
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """What rounding in a sweep goes by.
-
-    The derivative of an activation, 1 - h^2, is exact to eps whatever is left of it, so that what comes out of
-    saturated units is no more exact than it would be without it (Higham, Accuracy and Stability of Numerical
-    Algorithms, 2nd ed., section 1.7).
-
-    Attributes
-    ----------
-    weights
-        For sums over time: the root of the sum of (|x_t| |dL/ds_t|)^2, since errors of many terms add up as a random
-        walk.
-    input
-        For gradients at the input: the largest |dL/ds_t| times the largest row of the kernel, 0 where there is none.
-    initial
-        For gradients at the first states: these times what digits are lost on the way to them, at every step as many as
-        the gradient of the weakest state falls short of that of the strongest one step later.
-    """
-
-    weights: float = 0.0
-    input: float = 0.0
-    initial: float = 0.0
-
-
-def rounding_of(run: Run, result: Adjoint) -> Rounding:
-    """The sizes by which differences from another sweep through the same run are to be judged."""
-    xp = run.xp
-    met = xp.sqrt(1.0 + sum(xp.sum(xp.abs(array) ** 2, axis=-1) for array in (run.input, *run.states)))
-    arrived = xp.max(xp.stack([xp.max(xp.abs(grad), axis=-1) for grad in result.state_grads]), axis=0)
-    kernels = {} if run.cell.by_framework else run.cell.weights()
-    rows = [_largest_row(kernels.get(name), xp) for name in ("kernel", "recurrent_kernel")]
-    terms = met * arrived
-    largest = float(xp.max(terms))
-    if not 0.0 < largest < math.inf:
-        return Rounding()
-    size = largest * math.sqrt(float(xp.sum((terms / largest) ** 2)))
-    return Rounding(size, rows[0] * float(xp.max(arrived)), max(rows[1], 1.0) * _at_the_start(run, result))
-
-
-def _at_the_start(run: Run, result: Adjoint) -> float:
-    """The largest gradient at a first state, times the root of the sum of squares of what is lost at single steps."""
-    xp = run.xp
-    by_state = []
-    for first, grad in zip(result.initial_state_grad, result.state_grads, strict=True):
-        later = xp.max(xp.abs(grad), axis=(0, 2))
-        later = later if run.order == "forward" else xp.flip(later)
-        by_state.append(xp.concat([xp.max(xp.abs(first))[None], later]))
-    sizes = xp.stack(by_state)  # (state, 1 + time)
-    weakest = xp.min(xp.where(sizes > 0, sizes, xp.full_like(sizes, math.inf)), axis=0)
-    lost = xp.max(sizes, axis=0)[1:] / weakest[:-1]
-    start = float(xp.max(sizes[:, 0]))
-    return start * math.sqrt(float(xp.sum(lost * lost))) if start else 0.0
-
-
-def _largest_row(kernel: Array | None, xp: Any) -> float:
-    if kernel is None or len(kernel.shape) != 2:
-        return 0.0
-    return float(xp.max(xp.sqrt(xp.sum(xp.abs(kernel) ** 2, axis=-1))))
 
 
 def probed(weights: Mapping[str, Array], probes: int) -> dict[str, Array]:

@@ -59,7 +59,7 @@ class Ours:
     """Numbers of ours to be compared.
 
     ``weights`` by (layer, direction or None, name): kernels as random combinations of their rows where ``probed``;
-    ``scales`` by layer is what rounding in them goes by (:class:`adjoint.Rounding`).
+    ``scales`` by layer is what rounding in them goes by (:class:`rounding.Rounding`).
     ``borders`` are pairs of what our sweep and the framework's differentiation brought to the border of a call, with
     the name of the comparison and of the layer, and what rounding goes by.
     """
@@ -95,7 +95,11 @@ class Comparisons:
         self.steps, self.dtype = steps, dtype
 
     def compare(self, name: str, layer: str, pairs: Iterable[tuple[Any, Any]], *, scale: float = 0.0) -> None:
-        """Arrays of ours and the framework's: the worst of them, relative to the largest of all, or to ``scale``."""
+        """Arrays of ours and the framework's: the worst of them, relative to the largest of all, or to ``scale``.
+
+        Where rounding in numbers of that scale is as large as all that is there, agreement proves nothing: that is left
+        out by name. What differs by more is a fault all the same.
+        """
         every = list(pairs)
         both = [(_array(a), _array(b)) for a, b in every]
         if not both:
@@ -103,9 +107,21 @@ class Comparisons:
         # Python's own numbers come from tensors of unknown dtype.
         kinds = ["float32" if isinstance(v, float) else str(_array(v).dtype) for pair in every for v in pair]
         kind = self.dtype or functools.reduce(coarser, kinds)
-        unit = max([scale, underflow_unit(kind, self.steps), *(_largest(b) for _, b in both)])
-        worst = max(_residual(a, b, unit) for a, b in both)
-        self.checks.append(Check(name, layer, worst, rounding_bound(kind, self.steps)))
+        bound, largest = rounding_bound(kind, self.steps), max(_largest(b) for _, b in both)
+        unit = max(scale, underflow_unit(kind, self.steps), largest)
+        check = Check(name, layer, max(_residual(a, b, unit) for a, b in both), bound)
+        if check.ok and 0.0 < largest <= bound * scale:
+            what = " ".join(part for part in (layer, name.removeprefix("plain ")) if part)
+            self.left_out[f"{what} (no larger than what rounding explains)"] = None
+        else:
+            self.checks.append(check)
+
+    def certificate(self, against: str, more: Iterable[Check] = (), **words: Any) -> Certificate:
+        """All comparisons together, with ``words`` as in :meth:`Certificate.of`."""
+        if self.left_out and not self.checks:
+            return Certificate("could not", against, why=", ".join(self.left_out))
+        words["uncertified"] = (*words.get("uncertified", ()), *self.left_out)
+        return Certificate.of(against, [*self.checks, *more], **words)
 
 
 #: What is waited for: the plain run, or why there is none.
@@ -155,7 +171,7 @@ def certify(adapter: Adapter, model: Any, batch: Batch, ours: Ours | None, made:
     if run is None:
         return Certificate("could not", engine, why=why)
     comparisons = compared(adapter, model, batch, ours, run, gradients=_has_gradients(ours.capture))
-    certificate = Certificate.of(engine, comparisons.checks, uncertified=tuple(comparisons.left_out), **words)
+    certificate = comparisons.certificate(engine, **words)
     if altered and certificate.state != "failed":
         return Certificate("could not", engine, why=altered)
     if certificate.state == "failed":

@@ -50,7 +50,7 @@ def certify_weights(
         norms += [str(name) for name in dataset.data_vars if str(name).endswith("_grad_norm")]
     certified = ("loss", *(["gradients of weights"] if any(c.name == WEIGHTS for c in comparisons.checks) else []))
     open_ends = ("norms of single steps",) if norms else ()
-    certificate = Certificate.of(engine, comparisons.checks, certified=certified, uncertified=open_ends)
+    certificate = comparisons.certificate(engine, certified=certified, uncertified=open_ends)
     reason = unsteady(adapter, model, batch, run) if certificate.state == "failed" else ""
     return Certificate("could not", engine, why=reason) if reason else certificate
 

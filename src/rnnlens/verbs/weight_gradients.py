@@ -10,7 +10,7 @@ import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, RecurrentCall
 from ..errors import TooLargeError, UnsupportedError, message
-from ..recurrence.adjoint import rounding_of
+from ..recurrence.rounding import rounding_of
 from ..recurrence.run import Run
 from ..results.checks import Check
 from ..results.schema import plain

@@ -88,3 +88,24 @@ def test_digits_that_underflow_are_no_fault(small, fails):
     comparisons.compare("gradient", "lstm", [(ours, theirs)])
     assert comparisons.checks[0].ok is not fails
     assert weight_sum_check("lstm", {"kernel": ours}, {"kernel": theirs}, steps=500).ok is not fails
+
+
+@pytest.mark.parametrize(("ours", "said"), [(0.0, "left out"), (1e-9, "left out"), (1.0, "failed")])
+def test_what_drowns_in_rounding_is_not_said_to_be_certified(ours, said):
+    from rnnlens.verbs.certify import Comparisons
+
+    comparisons = Comparisons(100, "float32")
+    comparisons.compare("plain loss", "", [(2.0, 2.0)])
+    comparisons.compare("plain initial state gradient", "lstm", [(np.float32([ours]), np.float32([1e-9]))], scale=1.0)
+    certificate = comparisons.certificate("torch", certified=("loss",))
+    assert certificate.state == ("failed" if said == "failed" else "passed")
+    left_out = ("lstm initial state gradient (no larger than what rounding explains)",)
+    assert certificate.uncertified == (left_out if said == "left out" else ())
+
+
+def test_what_stands_out_of_rounding_is_compared():
+    from rnnlens.verbs.certify import Comparisons
+
+    comparisons = Comparisons(100, "float32")
+    comparisons.compare("gradient", "lstm", [(np.float32([0.02]), np.float32([0.01]))], scale=1.0)
+    assert [check.ok for check in comparisons.checks] == [False]

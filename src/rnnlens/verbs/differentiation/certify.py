@@ -13,7 +13,8 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Adapter, PlainRun
 from ...errors import UnsupportedError
-from ...recurrence.adjoint import rounding_of, weight_gradients
+from ...recurrence.adjoint import weight_gradients
+from ...recurrence.rounding import rounding_of
 from ...results.certificate import Certificate
 from ...results.schema import plain
 from ...typing import Array
@@ -55,7 +56,7 @@ def certify_answer(question: Question, part: Part, answer: Answer) -> Certificat
         comparisons.compare(LOSS if of_loss else "plain target", "", [(answer.value, theirs)])
     certified = _compare_named(comparisons, question, outside, answer, run, data.leaves_of(batch.x))
     resting = _compare_swept(comparisons, question, answer, run, regularised)
-    certificate = Certificate.of(engine, comparisons.checks, certified=(("value", *certified)), resting=tuple(resting))
+    certificate = comparisons.certificate(engine, certified=("value", *certified), resting=tuple(resting))
     reason = ""
     if certificate.state == "failed":
         reason = unsteady(question.adapter, question.model, batch, run) or _without_a_share(question, part)

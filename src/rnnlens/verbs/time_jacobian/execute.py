@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from ...results.array import ResultArray
-from ...results.checks import REPLAY, Check, rounding_bound, warn_about
+from ...results.checks import warn_about
 from ...settings import Progress
 from ...vocabulary import DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
+from ..sweep import replay_check
 from .composed import compose_piece
 from .label import Labels
-from .linearised import Linearised
 from .pieces import Piece
 from .plan import IN_DIRECTION, Part, Plan
 from .sweep import sweep_piece
@@ -28,7 +28,7 @@ Advance = Callable[[], None]
 def execute(labels: Labels, out: str | PathLike[str] | None = None) -> ResultArray:
     """Everything that was planned, labelled; written to a file piece by piece where one is named."""
     plan, tally = labels.plan, Tally()
-    checks = [_check(one) for one in plan.network.recurrences]
+    checks = [replay_check(one.half.call, one.half.run) for one in plan.network.recurrences]
     if out is None:
         found = labels.array(numbers(plan, tally), tally, checks)
     else:
@@ -118,9 +118,3 @@ def _squeezed(part: Part, values: Values) -> Values:
     in_axis = lead + (1 if ends.measured_by is not None else 2)
     axes = ([lead] if ends.out_times is None else []) + ([in_axis] if ends.in_times is None else [])
     return np.squeeze(values, axis=tuple(axes)) if axes else values
-
-
-def _check(one: Linearised) -> Check:
-    call, run = one.half.call, one.half.run
-    bound = rounding_bound(call.compute_dtype or call.output.dtype, int(call.input.shape[1]))
-    return Check(REPLAY, call.layer, run.residual, bound)

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...adapters.protocol import RecurrentCall
-from ...recurrence.adjoint import Rounding, rounding_of
+from ...recurrence.rounding import Rounding, rounding_of
 from ...recurrence.run import Run
-from ...results.checks import REPLAY, Check, rounding_bound
+from ...results.checks import Check
 from ...typing import Array
 from ..assemble import Arrays
-from ..sweep import sweep, weights_to_check
+from ..sweep import replay_check, sweep, weights_to_check
 from .wanted import Wanted
 from .weight_sum import WeightSum
 
@@ -42,8 +42,7 @@ def trace_call(call: RecurrentCall, wanted: Wanted, sums: dict[str, WeightSum]) 
     run, steps = Run.from_call(call), int(call.input.shape[1])
     arrays |= dict(zip(names, run.states, strict=True))
     arrays |= {"gates": run.gates, "gate_preactivation": run.preactivation}
-    bound = rounding_bound(call.compute_dtype or call.output.dtype, steps)
-    traced = TracedCall(arrays, [Check(REPLAY, call.layer, run.residual, bound)])
+    traced = TracedCall(arrays, [replay_check(call, run)])
     if call.output_grad is None or not wanted.swept:
         return traced
     result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)

@@ -20,7 +20,7 @@ class WeightSum:
         self.scale = 0.0
 
     def add(self, grads: Mapping[str, Array], steps: int, scale: float) -> None:
-        """Add what one call contributed, and what rounding in it goes by (:class:`adjoint.Rounding`)."""
+        """Add what one call contributed, and what rounding in it goes by (:class:`rounding.Rounding`)."""
         self.steps += steps
         self.scale = math.hypot(self.scale, scale)
         for name, grad in grads.items():

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 import rnnlens as rl
 from rnnlens.recurrence.cells import SimpleRNN
+from rnnlens.recurrence.linear_cells import SimpleRnnSystem
 
 
 class Plain(nn.Module):
@@ -89,6 +90,63 @@ def test_a_fault_in_saturated_units_is_found(monkeypatch):
     with pytest.warns(rl.errors.SelfCheckWarning):
         trace = rl.trace(model, torch.randn(3, 5, 3).double(), torch.randn(3, 2).double(), loss=functional.mse_loss)
     assert trace.certificate.state == "failed"
+
+
+def of_its_bias(cell, bias, rows=slice(None), dtype=torch.float64):
+    """The plain model with one kind of layer, so that a bias drives it to where its activations are flat."""
+    torch.manual_seed(0)
+    model = Plain()
+    model.rnn = cell(3, 4, batch_first=True)
+    with torch.no_grad():
+        model.rnn.bias_ih_l0[rows] += bias
+    return model.to(dtype), torch.randn(3, 30, 3, dtype=dtype), torch.randn(3, 2, dtype=dtype)
+
+
+@pytest.mark.parametrize("measure", [None, "norm"])
+@pytest.mark.parametrize(("cell", "bias", "rows"), [(nn.RNN, 8.0, slice(None)), (nn.GRU, 12.0, slice(4, 8))])
+def test_a_jacobian_of_saturated_units_is_no_fault(cell, bias, rows, measure):
+    """A GRU whose update gate keeps all but 6e-6 of its state has lost five digits of what it adds."""
+    model, x, y = of_its_bias(cell, bias, rows)
+    jacobian, trace = rl.jacobian(model, x, measure=measure), rl.trace(model, x, y, loss=functional.mse_loss)
+    assert [result.certificate.state for result in (jacobian, trace)] == ["passed", "passed"]
+    assert all(check.ok for result in (jacobian, trace) for check in result.checks)
+
+
+@pytest.mark.parametrize("measure", [None, "norm"])
+def test_a_fault_in_a_jacobian_of_saturated_units_is_found(monkeypatch, measure):
+    """One part in a million of what is left of them."""
+    right = SimpleRnnSystem.__init__
+
+    def wrong(self, run):
+        right(self, run)
+        self.coefficient = self.coefficient * (1 + 1e-6)
+
+    monkeypatch.setattr(SimpleRnnSystem, "__init__", wrong)
+    model, x, _ = of_its_bias(nn.RNN, 5.0)
+    with pytest.warns(rl.errors.SelfCheckWarning):
+        assert rl.jacobian(model, x, measure=measure).certificate.state == "failed"
+
+
+def test_what_rounding_explains_altogether_is_not_said_to_be_certified():
+    model, x, y = of_its_bias(nn.RNN, 8.0, dtype=torch.float32)
+    assert rl.jacobian(model, x).certificate.sentence == (
+        "could not certify: jacobian (no larger than what rounding explains)"
+    )
+    certificate = rl.trace(model, x, y, loss=functional.mse_loss).certificate
+    assert certificate.state == "passed"
+    assert "rnn weight gradients (no larger than what rounding explains)" in certificate.uncertified
+
+
+@pytest.mark.parametrize(("dtype", "state"), [(torch.float64, "passed"), (torch.float32, "could not")])
+def test_chaos_is_no_fault(dtype, state):
+    """Two runs that differ by one rounding differ in all after some steps: in float32 of 50 no digit is left."""
+    model, x, _ = of_its_bias(nn.RNN, 0.0, dtype=dtype)
+    model.rnn = nn.RNN(3, 32, batch_first=True, dtype=dtype)
+    model.head = nn.Linear(32, 2, dtype=dtype)
+    with torch.no_grad():
+        model.rnn.weight_hh_l0.normal_(0.0, 3 / 32**0.5)
+    x = torch.randn(3, 60, 3, dtype=dtype)
+    assert rl.jacobian(model, x, measure="norm").certificate.state == state
 
 
 def test_dropout_is_drawn_alike():
