@@ -61,6 +61,8 @@ def adjoint(
     run: Run,
     state_cotangent: Array | Sequence[Array | None],
     final_state_cotangent: Sequence[Array] | None = None,
+    *,
+    spend: bool = False,
 ) -> Adjoint:
     """Sweep direct gradients back through the recurrence of a cell with equations.
 
@@ -70,6 +72,9 @@ def adjoint(
         dL/ds_t, direct: through what sits above the layer only. A lone array belongs to the first state, the output.
     final_state_cotangent : one (sample, size) array per state, optional
         What comes back through the states that the layer returned after its last step.
+    spend
+        Put ``gate_grad`` where the pre-activations of ``run`` were, which nobody needs any more: large memory that was
+        never touched takes longer to get than to fill.
     """
     if run.record is None:
         raise TypeError("adjoint() sweeps cells with equations; a cell of the framework goes through adjoint_custom()")
@@ -79,7 +84,7 @@ def adjoint(
     final = final_or_zero(run, final_state_cotangent)
     result = Adjoint(
         tuple(xp.empty_like(s) for s in run.states),
-        xp.empty_like(record.preactivation),
+        record.preactivation if spend else xp.empty_like(record.preactivation),
         xp.empty_like(run.input),
         tuple(xp.empty_like(s) for s in final),
         returned_grads=None if run.cell.autodiff is None else tuple(xp.empty_like(s) for s in run.states),

@@ -232,22 +232,25 @@ def carried(new: Array, old: Array, mask_t: Array | None, xp: Namespace) -> Arra
 def _replay_in_sequence(run: Run) -> None:
     xp, cell, state = run.xp, run.cell, run.initial_state
     projected = cell.project(run.input, run.input_scale, xp)
-    records: list[Record] = []
-    states: list[tuple[Array, ...]] = []
-    order = list(run.steps())
-    for t in order:
-        record, new = cell.taken(projected[:, t, :], state, run.state_scale, xp)
+    record: Record | None = None
+    states: tuple[Array, ...] = ()
+    for t in run.steps():
+        step, new = cell.taken(projected[:, t, :], state, run.state_scale, xp)
         mask_t = None if run.mask is None else run.mask[:, t]
         state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
-        records.append(record)
-        states.append(state)
-    if run.order == "backward":
-        records, states = records[::-1], states[::-1]
-    inner = None if records[0].inner is None else xp.stack([cast(Array, r.inner) for r in records], axis=1)
-    run.record = Record(
-        xp.stack([r.preactivation for r in records], axis=1), xp.stack([r.gates for r in records], axis=1), inner
-    )
-    run.states = tuple(xp.stack(list(column), axis=1) for column in zip(*states, strict=True))
+        if record is None:
+            time = int(run.input.shape[1])
+            record = step.map(lambda part, time=time: _of_all_steps(part, time, xp))  # type: ignore[misc]
+            states = tuple(_of_all_steps(part, time, xp) for part in state)
+        for whole, part in zip((*record, *states), (*step, *state), strict=True):
+            if whole is not None:
+                whole[:, t, ...] = part
+    run.record, run.states = record, states
+
+
+def _of_all_steps(part: Array, time: int, xp: Namespace) -> Array:
+    """Memory for what one step has, (sample, ...), of all steps: (sample, time, ...)."""
+    return xp.empty((part.shape[0], time, *part.shape[1:]), dtype=part.dtype, device=device(part))
 
 
 def _replay_at_once(run: Run, hidden: Array) -> None:

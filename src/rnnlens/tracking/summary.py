@@ -79,8 +79,8 @@ def _adjoint(values: Mapping[str, xr.DataArray]) -> Array | None:
     gradient = values.get("hidden_grad")
     if gradient is None or gradient.dims != (SAMPLE, TIME, UNIT):
         return None
-    array = np.asarray(gradient.values, dtype=np.float64)
-    return np.asarray(safe_norm(array, axis=-1) / np.sqrt(array.shape[-1]))
+    norm = np.asarray(safe_norm(gradient.values, axis=-1), dtype=np.float64)
+    return norm / np.sqrt(gradient.sizes[UNIT])
 
 
 def _everywhere(mask: Array | None, shape: tuple[int, ...]) -> Array:
@@ -98,7 +98,7 @@ def _profiles(
         found["lag_profile"] = _labelled("lag_profile", profile, (LAG,))
     gates = values.get("gates")
     if gates is not None and gates.dims == (SAMPLE, TIME, GATE, UNIT):
-        mean = gates.values.mean(axis=-1, dtype=np.float64)
+        mean = gates.values.mean(axis=-1).astype(np.float64)
         where = _everywhere(mask, mean.shape[:2])[:, :, None]
         over_time = np.moveaxis(np.asarray(masked_mean(mean, where, axis=0)), 0, -1)
         found["gates"] = _labelled("gates", over_time, (GATE, TIME), {GATE: gates[GATE].values})

@@ -29,6 +29,8 @@ def sweep(
     output_grad: Array | None = None,
     final_state_grad: Sequence[Array] | None = None,
     state_grad: Mapping[int, Array] | None = None,
+    *,
+    spend: bool = False,
 ) -> Adjoint:
     """Total gradients of a call from direct ones.
 
@@ -40,6 +42,8 @@ def sweep(
         What comes through the states that the layer returned.
     state_grad : (sample, time, size) by index of the state
         What is put on the states themselves, such as the cotangent of ``lstm.cell``.
+    spend
+        The pre-activations of ``run`` are not needed any more (:func:`~rnnlens.recurrence.adjoint.adjoint`).
     """
     states, own_output = _place_output(call, run, output_grad)
     for index, extra in (state_grad or {}).items():
@@ -47,7 +51,7 @@ def sweep(
         states[index] = extra if present is None else present + extra
     if call.cell.by_framework:
         return adjoint_custom(run, states, own_output, final_state_grad)
-    return adjoint(run, states, final_state_grad)
+    return adjoint(run, states, final_state_grad, spend=spend)
 
 
 def weights_of(call: RecurrentCall, run: Run, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:

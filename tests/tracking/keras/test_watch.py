@@ -307,7 +307,59 @@ def test_direct_total_and_gates_are_of_that_batch(data):
             np.testing.assert_allclose(trace[layer][name], expected, atol=1e-5 * np.abs(expected).max())
 
 
-if ENGINE != "torch":  # where Keras has one batch per execution
+if ENGINE == "torch":
+
+    def test_keras_itself_has_one_batch_per_execution_here(data):
+        with pytest.raises(ValueError, match="steps_per_execution"):
+            fitted(small(steps_per_execution=3), data, [rl.keras.Watch(batches=1)])
+
+
+if ENGINE == "tensorflow":
+
+    def test_a_strategy_of_tensorflow(tmp_path, data):
+        """A batch that is dealt to replicas is refused by name, before anything is trained; a probe changes nothing."""
+        import tensorflow as tf
+
+        def spread(**options):
+            with tf.distribute.MirroredStrategy(["cpu:0"]).scope():
+                return small(**options)
+
+        model = spread()
+        start = model.get_weights()
+        with pytest.raises(UnsupportedError, match=r"(?s)under a tf.distribute strategy.*MirroredStrategy.*probe="):
+            fitted(model, data, [rl.keras.Watch(batches=1)])
+        for before, after in zip(start, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(before, after)
+        alone, history = fitted(spread(), data)
+        watch = rl.keras.Watch(tmp_path / "a.zarr", probe=(data[0][:5], data[1][:5]), every=4)
+        followed, told = fitted(spread(), data, [watch])
+        for one, other in zip(alone, followed, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert told == history
+        assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [0, 4, 8]
+
+    def test_the_step_that_tells_direct_gradients_is_compiled_once(data):
+        """A later training, of another watch, runs the program of the first; a model compiled anew has its own."""
+        model, traces = small(), []
+        step = model.train_step
+        model.train_step = lambda given: (traces.append(1), step(given))[1]
+
+        def traced():
+            heard = []
+            look = lambda batch: heard.append(batch.traced(layers="lstm", quantities="output_grad"))  # noqa: E731
+            fitted(model, data, [rl.keras.Watch(batches=1, direct="lstm", on_batch=look)], epochs=1)
+            assert len(heard) == 4
+            assert float(abs(heard[-1]["lstm"].output_grad).max()) > 0
+            return len(traces)
+
+        first = traced()
+        assert first > 0
+        assert traced() == first
+        model.compile("sgd", "mse")
+        assert traced() > first
+
+
+if ENGINE != "torch":
 
     def test_of_several_batches_per_execution_the_first_is_told(data):
         seen = []

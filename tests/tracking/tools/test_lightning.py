@@ -42,11 +42,13 @@ def module(package, options):
 
         def training_step(self, batch, index):
             x, y = batch
-            return mse_loss(self(x), y)
+            loss = mse_loss(self(x), y)
+            self.log("loss", loss)
+            return loss
 
         def validation_step(self, batch, index):
             x, y = batch
-            return mse_loss(self(x), y)
+            self.log("val_loss", mse_loss(self(x), y))
 
         def configure_optimizers(self):
             return torch.optim.Adam(self.parameters(), lr=1e-2)
@@ -89,12 +91,27 @@ def test_training_is_not_disturbed(package, tmp_path, probe):
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{"probe": data(8, seed=4), "loss": "mse"}, {}], ids=["probe", "batch"])
 def test_two_hundred_steps(tmp_path, options):
+    """With metrics of the user, and a callback that looks at every batch and draws random numbers of its own."""
     import lightning.pytorch as package
 
-    alone, _ = fit(package, max_epochs=50)
-    watched, trainer = fit(package, [rl.lightning.Watch(tmp_path / "a.zarr", every=9, **options)], max_epochs=50)
-    assert trainer.global_step == 200
+    class Noting(package.Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.seen.append((float(outputs["loss"]), float(torch.rand(1))))
+
+    before, after = Noting(), Noting()
+    alone, plain = fit(package, [before], max_epochs=50)
+    watch = rl.lightning.Watch(tmp_path / "a.zarr", every=9, **options)
+    watched, trainer = fit(package, [watch, after], max_epochs=50)
+    assert trainer.global_step == len(after.seen) == 200
     assert same_weights(alone, watched)
+    assert before.seen == after.seen
+    assert {"loss", "val_loss"} <= set(trainer.callback_metrics)
+    assert {k: float(v) for k, v in plain.callback_metrics.items()} == {
+        k: float(v) for k, v in trainer.callback_metrics.items()
+    }
 
 
 def test_what_the_trainer_did_is_what_is_recorded(tmp_path):

@@ -40,7 +40,11 @@ def rows(samples=64, broken=None):
     return [{"x": x[i], "labels": y[i]} for i in range(samples)]
 
 
-def train(folder, callbacks=(), resume=None, broken=None, **options):
+def absolute_error(told):
+    return {"error": float(np.abs(told.predictions - told.label_ids).mean())}
+
+
+def train(folder, callbacks=(), resume=None, broken=None, metrics=None, **options):
     torch.manual_seed(0)
     model = Model()
     arguments = TrainingArguments(
@@ -59,7 +63,8 @@ def train(folder, callbacks=(), resume=None, broken=None, **options):
         disable_tqdm=True,
         seed=3,
     )
-    trainer = Trainer(model, arguments, train_dataset=rows(broken=broken), callbacks=list(callbacks))
+    held = {} if metrics is None else {"eval_dataset": rows(16), "compute_metrics": metrics}
+    trainer = Trainer(model, arguments, train_dataset=rows(broken=broken), callbacks=list(callbacks), **held)
     trainer.train(resume_from_checkpoint=resume)
     return model, trainer
 
@@ -81,13 +86,28 @@ def test_training_is_not_disturbed(tmp_path, probe):
 @pytest.mark.full
 @pytest.mark.parametrize("probe", [False, True], ids=["batch", "probe"])
 def test_two_hundred_steps(tmp_path, probe):
-    alone, _ = train(tmp_path / "t", num_train_epochs=50)
+    """With a metric of the user on other data, and a callback that draws random numbers of its own."""
+
+    class Noting(TrainerCallback):
+        def __init__(self):
+            self.seen = []
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            self.seen.append((float(model.head.bias), float(torch.rand(1))))
+
+    before, after = Noting(), Noting()
+    asked = {"num_train_epochs": 50, "metrics": absolute_error, "eval_strategy": "epoch"}
+    alone, plain = train(tmp_path / "t", [before], **asked)
     x, y = data(8, seed=4)
     options = {"probe": {"x": x, "labels": y}} if probe else {}
     watch = rl.transformers.Watch(tmp_path / "a.zarr", every=9, **options)
-    watched, trainer = train(tmp_path / "t", [watch], num_train_epochs=50)
-    assert trainer.state.global_step == 200
+    watched, trainer = train(tmp_path / "t", [watch, after], **asked)
+    assert trainer.state.global_step == len(after.seen) == 200
     assert same_weights(alone, watched)
+    assert before.seen == after.seen
+    errors = [[row.get("eval_error") for row in one.state.log_history] for one in (plain, trainer)]
+    assert len([error for error in errors[0] if error is not None]) == 50
+    assert errors[0] == errors[1]
 
 
 def test_what_the_trainer_did_is_what_is_recorded(tmp_path):

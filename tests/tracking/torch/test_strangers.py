@@ -186,6 +186,42 @@ def test_a_step_that_a_loss_scale_skips_is_none():
     assert np.isfinite(watch.latest["lstm"].output_grad).all()
 
 
+def test_autocast_and_a_loss_scale_at_once(tmp_path):
+    """What is recorded is of the loss itself: as torch and ``rl.gradients`` have it in the same half precision."""
+    torch.manual_seed(0)
+    model, (x, y) = Reader(), data(8)
+    model.dropout.p = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    half = torch.autocast("cpu", torch.bfloat16)
+    with rl.torch.watch(model, tmp_path / "a.zarr", every=1) as watch:
+        for _ in range(2):
+            before = twin_of(model)
+            optimizer.zero_grad()
+            with half:
+                loss = mse_loss(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+    before.dropout.p = 0.0
+    batch, asked = watch.latest, ["lstm.output", "lstm.hidden", "lstm/recurrent_kernel"]
+    assert batch.scale == 2.0**10
+    with half:
+        grads = torch.autograd.grad(mse_loss(before(x), y), list(before.parameters()))
+        found = rl.gradients(before, x, y, loss=mse_loss, wrt=asked, training=True)
+    assert found.certificate.state == "passed"  # within what rounding in half precision explains
+    heard = batch["lstm"].output_grad, batch["lstm"].hidden_grad, batch.weights["lstm"].recurrent_kernel_grad
+    for name, mine in zip(asked, heard, strict=True):
+        theirs = found[name].values.reshape(mine.shape)
+        assert np.abs(theirs).max() > 1e-4
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
+    run = rl.open(tmp_path / "a.zarr")
+    assert float(run.scalars["grad_norm"][-1]) == pytest.approx(float(torch.stack([g.norm() for g in grads]).norm()))
+    assert float(run.scalars["grad_norm_clipped"][-1]) == pytest.approx(0.05, rel=1e-3)
+
+
 class Loud(nn.LSTM):
     """A layer of its own making: what it returns is not what torch's kernel does."""
 
@@ -494,9 +530,12 @@ def test_two_optimizers_with_backward_passes_of_their_own(tmp_path, followed):
     assert [list(batch) for batch in seen] == [layers] * 3
     x, noise = data(8)[0], data(8, seed=9)[0]
     loss = twin.loss_of_judge(x, noise) if followed == "judge" else twin.loss_of_maker(noise)
-    weight = {"judge": twin.judge, "maker": twin.maker}[followed].weight_hh_l0
-    expected = float(torch.autograd.grad(loss, weight)[0].norm())
+    own, other = (twin.judge, twin.verdict), (twin.maker, twin.made)
+    weights = [p for part in (own if followed == "judge" else other) for p in part.parameters()]
+    grads = torch.autograd.grad(loss, weights)
+    expected, whole = float(grads[1].norm()), float(torch.stack([g.norm() for g in grads]).norm())
     norms = seen[-1].norms()
+    assert norms["grad_norm"] == norms["grad_norm_clipped"] == pytest.approx(whole, rel=1e-5)
     for name in (
         f"{followed}/weight_grad_norm/recurrent_kernel",
         f"{followed}/weight_grad_norm_clipped/recurrent_kernel",

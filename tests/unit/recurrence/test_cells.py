@@ -67,6 +67,14 @@ def close(actual, expected, tolerance=1e-10):
     assert np.abs(actual - expected).max() <= tolerance * max(np.abs(expected).max(), 1e-300)
 
 
+def same_when_spent(run, kept, spent):
+    """The gradients at the pre-activations may lie where these were: no number is another."""
+    assert np.shares_memory(spent.gate_grad, run.record.preactivation)
+    for name in ("state_grads", "initial_state_grad", "gate_grad", "input_grad"):
+        for one, other in zip(getattr(kept, name), getattr(spent, name), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("variant", list(variants()), ids=lambda v: "-".join(str(x) for x in v.values()))
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("order", ["forward", "backward"])
@@ -89,6 +97,7 @@ def test_adjoint_equals_dense_reference(variant, masked, order, known_hidden):
         close(got, want)
     close(result.input_grad, expected.input_grad)
     assert run.residual <= 1e-12
+    same_when_spent(run, result, adjoint(run, dy, final, spend=True))
 
 
 @pytest.mark.parametrize("variant", list(variants()), ids=lambda v: "-".join(str(x) for x in v.values()))
@@ -149,10 +158,12 @@ def test_adjoint_with_every_activation_of_the_reference(kind, activation):
     cell = make_cell(kind, rng=rng, activation=activation, recurrent_activation=recurrent)
     x, _, s0, dy, final = data(cell, rng, False)
     expected = reference.bptt(cell, x, s0, dy, final_state_grad=final)
-    result = adjoint(replay(cell, x, s0), dy, final)
+    run = replay(cell, x, s0)
+    result = adjoint(run, dy, final)
     for got, want in zip(result.state_grads, expected.state_grads, strict=True):
         close(got, want)
     close(result.input_grad, expected.input_grad)
+    same_when_spent(run, result, adjoint(run, dy, final, spend=True))
 
 
 def test_dropout_multipliers_per_gate_and_shared():

@@ -126,6 +126,9 @@ def test_gradients_equal_the_complex_step(name, masked, order):
         close(found[weight], expected)
         close(by_time[weight].sum(0), expected)
         close(combined[weight], probed({weight: expected}, 8)[weight])
+    spent = adjoint(run, direct, spend=True)
+    np.testing.assert_array_equal(spent.gate_grad, result.gate_grad)
+    np.testing.assert_array_equal(spent.input_grad, result.input_grad)
 
 
 @by_name

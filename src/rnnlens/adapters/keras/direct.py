@@ -19,6 +19,9 @@ from .discover import Site, places
 from .facts import facts
 from .hooks import overriding
 
+#: Where a step that Keras compiled holds those that were compiled beside it, by the layers that are listened to.
+_LISTENED = "_rnnlens_listened"
+
 
 @dataclass
 class Passing:
@@ -42,7 +45,6 @@ class Direct:
         engine = self._keras.engine.name
         compiled = engine == "torch" and bool(getattr(model, "jit_compile", False))
         self.available = self._keras.name == "keras" and engine != "jax" and batches == 1 and not compiled
-        self._compiled: Any = None
         self.heard: dict[str, dict[str, Array]] | None = None
         self.loss: float | None = None
 
@@ -51,10 +53,10 @@ class Direct:
         scale = facts(self._model).loss_scale
         if self._keras.engine.name == "torch":
             passing = Passing()
-            with self._listening(passing, _hooked):
+            with _listening(self._model, self._sites, passing, _hooked):
                 done = original(fed)
         else:
-            done, passing = self._on_tensorflow(fed)
+            done, passing = self._on_tensorflow(original, fed)
         get = self._keras.engine.to_array
         self.loss = float(get(passing.loss[0])) if passing.loss else None
         self.heard = {}
@@ -65,35 +67,46 @@ class Direct:
                 self.heard[site.name] = {**arrays, "output_grad": arrays["output_grad"] / scale}
         return done
 
-    def _on_tensorflow(self, fed: Any) -> tuple[Any, Passing]:
-        if self._compiled is None:
-            step = self._model.train_step
-
-            def listened(data: Any) -> Any:
-                passing = Passing()
-                with self._listening(passing, _tapped):
-                    logs = step(data)
-                return logs, vars(passing)
-
-            self._compiled = self._model._make_function(listened)
-        logs, found = self._compiled(fed)
+    def _on_tensorflow(self, original: Callable[..., Any], fed: Any) -> tuple[Any, Passing]:
+        """The step with the taps in it, compiled once for as long as Keras keeps its own: it lies with that one."""
+        compiled = vars(original).setdefault(_LISTENED, {})
+        names = tuple(site.name for site in self._sites)
+        if names not in compiled:
+            compiled[names] = _compiled(self._model, self._sites)
+        logs, found = compiled[names](fed)
         return logs, Passing(**found)
 
-    @contextmanager
-    def _listening(self, passing: Passing, tap: Callable[[Any, str, Passing], Any]) -> Iterator[None]:
-        """Overrides methods on the instances of the layers, and of the model for its loss."""
-        original_loss = self._model._compute_loss
 
-        def compute_loss(*arguments: Any, **named: Any) -> Any:
-            value = original_loss(*arguments, **named)
-            passing.loss.append(value)
-            return value
+def _compiled(model: Any, sites: Sequence[Site]) -> Callable[..., Any]:
+    """The step of ``model`` as Keras compiles it on TensorFlow, which also returns what passed."""
+    step = model.train_step
 
-        with overriding() as override:
-            override(self._model, "_compute_loss", compute_loss)
-            for site in self._sites:
-                override(site.layer, "inner_loop", _loop(site, passing, tap))
-            yield
+    def listened(data: Any) -> Any:
+        passing = Passing()
+        with _listening(model, sites, passing, _tapped):
+            logs = step(data)
+        return logs, vars(passing)
+
+    return model._make_function(listened)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _listening(
+    model: Any, sites: Sequence[Site], passing: Passing, tap: Callable[[Any, str, Passing], Any]
+) -> Iterator[None]:
+    """Overrides methods on the instances of the layers, and of the model for its loss."""
+    original_loss = model._compute_loss
+
+    def compute_loss(*arguments: Any, **named: Any) -> Any:
+        value = original_loss(*arguments, **named)
+        passing.loss.append(value)
+        return value
+
+    with overriding() as override:
+        override(model, "_compute_loss", compute_loss)
+        for site in sites:
+            override(site.layer, "inner_loop", _loop(site, passing, tap))
+        yield
 
 
 def _loop(site: Site, passing: Passing, tap: Callable[[Any, str, Passing], Any]) -> Callable[..., Any]:

@@ -80,6 +80,8 @@ class TrainStep:
         self._keras = dialect_of(model)
         self.wanted = False
         self.heard: Heard | None = None
+        self._fed: list[Any] = []
+        self._handed: Any = None  # a data set of what is in ``_fed``: making one takes longer than iterating it
         model.train_function = self
 
     def __call__(self, *arguments: Any) -> Any:
@@ -136,11 +138,12 @@ class TrainStep:
         import tensorflow as tf
 
         if not isinstance(source, tf.data.Iterator):
-            raise UnsupportedError(
-                message("Batches cannot be followed under a distribution strategy.", hint="probe= instead of batches=")
-            )
+            raise _spread(type(source).__name__)
         fed.extend(islice(source, batches_per_execution(self._model)))
-        return iter(tf.data.Dataset.from_generator(lambda: iter(fed), output_signature=source.element_spec))
+        self._fed = fed
+        if self._handed is None or self._handed.element_spec != source.element_spec:
+            self._handed = tf.data.Dataset.from_generator(lambda: iter(self._fed), output_signature=source.element_spec)
+        return iter(self._handed)
 
 
 def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
@@ -151,7 +154,8 @@ def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
     Raises
     ------
     UnsupportedError
-        If the model has a training loop of its own, or draws random numbers that cannot be drawn again.
+        If the model has a training loop of its own, is trained under a ``tf.distribute`` strategy, or draws random
+        numbers that cannot be drawn again.
     """
     if getattr(model, "train_function", None) is None:
         raise UnsupportedError(
@@ -161,6 +165,9 @@ def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
                 hint="probe= instead of batches=, or rl.trace within your loop",
             )
         )
+    strategy = getattr(model, "_distribute_strategy", None) or getattr(model, "_distribution_strategy", None)
+    if strategy is not None:
+        raise _spread(type(strategy).__name__)
     random = _random_layer(model) if dialect_of(model).name == "tf_keras" else None
     if random is not None:
         raise UnsupportedError(
@@ -174,6 +181,12 @@ def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
     if isinstance(model.train_function, TrainStep):
         model.train_function.remove()  # of a training that was interrupted
     return TrainStep(model, direct)
+
+
+def _spread(got: str) -> UnsupportedError:
+    """A batch that is dealt to replicas is in no one place, nor is what the step does with it."""
+    what = "Batches cannot be followed under a tf.distribute strategy."
+    return UnsupportedError(message(what, got=got, hint="probe= instead of batches="))
 
 
 def _refuse_compiled_masks(model: Any) -> None:

@@ -137,8 +137,10 @@ class TorchAdapter(Adapter):
         return untrained(model, seed)
 
     def provenance(self, model: Any) -> Mapping[str, str]:
-        """Versions, dtype and device as plain strings."""
+        """Versions, dtype and device as plain strings; within autocast the dtype that products are taken in."""
         device, dtype = home_of(model)
+        if dtype == torch.float32 and torch.is_autocast_enabled(device.type):  # which leaves float64 alone
+            dtype = torch.get_autocast_dtype(device.type)
         return {
             "framework": f"torch {torch.__version__}",
             "engine": f"torch {torch.__version__}",

@@ -5,7 +5,8 @@ They are read where torch keeps them, and copied: ``.grad`` is the user's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,21 +39,25 @@ class WeightGradients:
     ``own``: of the forward passes that were heard, as this process computed it. ``accumulated``: what ``.grad`` held
     when the last backward pass of the step was over, with the passes before it, and averaged over processes where
     these train together. ``applied``: what the optimizer was given, after clipping.
-    ``whole``: the norms of the gradients of all weights of the model, ``grad_norm`` and ``grad_norm_clipped``.
+    ``whole``: the norm of the gradient of every weight of the model by its id, before and after clipping.
     """
 
     own: dict[Slot, Tensor] = field(default_factory=dict)
     accumulated: dict[Slot, Tensor] = field(default_factory=dict)
     applied: dict[Slot, Tensor] = field(default_factory=dict)
-    whole: dict[str, float] = field(default_factory=dict)
+    whole: dict[str, dict[int, float]] = field(default_factory=dict)
 
-    def norms(self) -> dict[str, float]:
+    def norms(self, moved: Collection[int] | None = None) -> dict[str, float]:
         """Euclidean norms by the name of a scalar.
 
-        ``grad_norm`` and ``grad_norm_clipped`` of the whole model, ``lstm/weight_grad_norm/kernel`` and
-        ``lstm/weight_grad_norm_clipped/kernel`` of one weight: before clipping, and as the optimizer was given them.
+        ``grad_norm`` and ``grad_norm_clipped`` of the weights whose ids are in ``moved``, or of all of the model,
+        ``lstm/weight_grad_norm/kernel`` and ``lstm/weight_grad_norm_clipped/kernel`` of one weight: before clipping,
+        and as the optimizer was given them.
         """
-        found = dict(self.whole)
+        found = {
+            word: math.hypot(*(norm for key, norm in norms.items() if moved is None or key in moved))
+            for word, norms in self.whole.items()
+        }
         for word, grads in (("weight_grad_norm", self.accumulated), ("weight_grad_norm_clipped", self.applied)):
             for slot, grad in grads.items():
                 found[f"{_prefix(slot, grads)}/{word}/{slot.key}"] = float(torch.linalg.vector_norm(grad.double()))
@@ -94,7 +99,7 @@ class WeightListener:
     def __init__(self, modules: Iterable[tuple[str, Any]], everything: Iterable[nn.Parameter]) -> None:
         self.on = False
         self._everything = list(everything)
-        self._norm = 0.0
+        self._norms: dict[int, float] = {}
         self.slots: dict[int, Slot] = {}
         self.parameters: dict[int, nn.Parameter] = {}
         self._own: dict[int, Tensor] = {}
@@ -131,7 +136,7 @@ class WeightListener:
 
     def accumulated(self) -> None:
         """A backward pass is over: note what ``.grad`` holds now."""
-        self._accumulated, self._norm = self._held(), self._whole()
+        self._accumulated, self._norms = self._held(), self._whole()
 
     def read(self, scale: float, applied_scale: float = 1.0) -> WeightGradients:
         """All three, now that the optimizer has its gradients; ``applied_scale`` is still on them."""
@@ -139,15 +144,18 @@ class WeightListener:
             self._by_slot(self._own, scale),
             self._by_slot(self._accumulated, scale),
             self._by_slot(self._held(), applied_scale),
-            {"grad_norm": self._norm / scale, "grad_norm_clipped": self._whole() / applied_scale},
+            {
+                "grad_norm": {key: norm / scale for key, norm in self._norms.items()},
+                "grad_norm_clipped": {key: norm / applied_scale for key, norm in self._whole().items()},
+            },
         )
 
-    def _whole(self) -> float:
-        """The norm of all gradients of the model together."""
-        grads = [entries(p.grad.detach()) for p in self._everything if p.grad is not None]
-        wide = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
-        norms = [torch.linalg.vector_norm(grad).cpu().double() for grad in wide]
-        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+    def _whole(self) -> dict[int, float]:
+        """The norm of what ``.grad`` of every weight of the model holds, by its id."""
+        grads = {id(p): entries(p.grad.detach()) for p in self._everything if p.grad is not None}
+        wide = {key: grad.to(torch.promote_types(grad.dtype, torch.float32)) for key, grad in grads.items()}
+        norms = [torch.linalg.vector_norm(grad).cpu().double() for grad in wide.values()]
+        return dict(zip(grads, torch.stack(norms).tolist() if norms else [], strict=True))
 
     def _held(self) -> dict[int, Tensor]:
         held = {key: self.parameters[key].grad for key in self.parameters if key in self._reached}

@@ -64,6 +64,7 @@ class HeardBatch:
         self.step, self.scale, self.passes = step, scale, passes
         self.loss: float | None = None
         self.epoch = 0
+        self.moved: frozenset[int] | None = None
         self.notes = [*notes, *_notes(self._calls, scale, passes)]
 
     @cached_property
@@ -148,8 +149,11 @@ class HeardBatch:
         return self._gradients.clipped()
 
     def norms(self) -> dict[str, float]:
-        """Norms of the weight gradients, before and after clipping, by the name of a scalar."""
-        return self._gradients.norms()
+        """Norms of the weight gradients, before and after clipping, by the name of a scalar.
+
+        ``grad_norm`` is of the weights that the optimizer moved: what another left at those of its own is not in it.
+        """
+        return self._gradients.norms(self.moved)
 
     def weight_norms(self) -> dict[str, float]:
         """Norms of the recurrent weights before the update, by the name of a scalar."""

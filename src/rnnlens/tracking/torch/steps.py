@@ -64,11 +64,17 @@ class Steps:
             handle.remove()
         self._handles = []
 
+    @property
+    def moved(self) -> frozenset[int] | None:
+        """Ids of the weights that the optimizer that counts holds; None where there is none."""
+        counting = None if self.counting is None else self.counting()
+        return None if counting is None else frozenset(weights_in(counting))
+
     def _found(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Some optimizer of the process steps: listen to it if it moves weights of the model."""
         if optimizer in self._known:
             return
-        theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        theirs = weights_in(optimizer)
         if not theirs & self._own:
             self._known[optimizer] = False
             return
@@ -98,6 +104,11 @@ class Steps:
                 self._passed = False
                 return
             self._after()
+
+
+def weights_in(optimizer: Any) -> set[int]:
+    """Ids of the weights that an optimizer holds."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def steps_taken(optimizers: Iterable[Any]) -> int:

@@ -322,6 +322,8 @@ class Watch:
     def _record_batch(self) -> None:
         assert self._listener is not None
         batch = self.latest
+        if batch is not None and self._taken is not None and self._steps is not None:
+            batch.moved = self._steps.moved
         if self._taken is None or batch is None:
             self._recorder.missed(why_unheard(self._listener))
         elif self._recorder.writes and self._recorder.sinks:

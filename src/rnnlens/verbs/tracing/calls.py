@@ -45,7 +45,10 @@ def trace_call(call: RecurrentCall, wanted: Wanted, sums: dict[str, WeightSum]) 
     traced = TracedCall(arrays, [replay_check(call, run)])
     if call.output_grad is None or not wanted.swept:
         return traced
-    result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
+    spend = not wanted.has("gate_preactivation") and not wanted.weighed
+    result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad, spend=spend)
+    if spend:
+        arrays["gate_preactivation"] = None
     arrays |= {f"{name}_grad": grad for name, grad in zip(names, result.state_grads, strict=True)}
     arrays |= {"gate_grad": result.gate_grad if call.cell.gates else None, "input_grad": result.input_grad}
     arrays |= _border("initial", names, result.initial_state_grad)
