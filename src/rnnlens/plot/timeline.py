@@ -48,6 +48,10 @@ _PANELS = {
 _NORM = re.compile(
     r"(?:(?P<layer>.+)/)?(?P<kind>weight_norm|weight_grad_norm|grad_norm)(?P<after>_clipped)?(?:/(?P<weight>\w+))?"
 )
+#: What is no number (NaN) without anything being wrong: a gradient that is largest at its far end has no fall.
+_MAY_BE_NONE = {"decay": "does not fade"}
+#: The most names that a panel has room for, and one column beside it.
+_INSIDE, _BESIDE = 4, 12
 _SHARES = ("near_0", "near_1", "dead_units", "accuracy")
 
 
@@ -103,6 +107,7 @@ def timeline(
     marks = moments_of(moments, steps)
     for place, (kind, lines) in zip(panels.axes, groups.items(), strict=True):
         _draw(place, kind, lines, keywords)
+        _name(place, lines, beside=bool(panels.owners) and len(lines) > _INSIDE)
         training_axis(place, steps)
         place.set_xlim(*edges_of(steps)[[0, -1]])
     mark_moments(panels.axes, marks)
@@ -149,12 +154,20 @@ def _parted(name: str) -> tuple[str, str]:
 
 def _draw(ax: Any, kind: str, lines: Mapping[str, xr.DataArray], keywords: Mapping[str, Any]) -> None:
     for (rest, scalar), colour in zip(lines.items(), line_colours(len(lines)), strict=True):
-        scalar_line(ax, scalar, label=rest or kind.replace("_", " "), colour=colour)
+        drawn = scalar.dropna("step") if kind in _MAY_BE_NONE else scalar
+        none = "" if drawn.sizes["step"] else f" ({_MAY_BE_NONE[kind]})"
+        scalar_line(ax, drawn, label=(rest or kind.replace("_", " ")) + none, colour=colour)
         ax.lines[-1].set(**keywords)
     if kind in _SHARES:
         ax.set_ylim(-0.03, 1.03)
     else:
         log_where_it_helps(ax, [scalar.values for scalar in lines.values()])
     ax.set_title(_PANELS.get(kind, kind.replace("_", " ")), fontsize="small", pad=3)
+
+
+def _name(ax: Any, lines: Mapping[str, xr.DataArray], *, beside: bool) -> None:
+    """A legend where there is more than one line, or one of a layer; many names stand beside the panel."""
     if len(lines) > 1 or next(iter(lines)):
-        ax.legend(fontsize="x-small", frameon=False, loc="best", ncols=1 if len(lines) < 5 else 2)
+        where = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.05)} if beside else {"loc": "best"}
+        columns = 1 + len(lines) // _BESIDE if beside else 1 if len(lines) <= _INSIDE else 2
+        ax.legend(fontsize="x-small", frameon=False, ncols=columns, **where)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from tests.unit.plot.runs import STEPS, a_run
 
 import rnnlens as rl
@@ -142,6 +143,28 @@ def test_what_is_not_finite_is_marked():
     axes = rl.plot.timeline(a_run(names=NAMES), "*/near_1")
     (marks,) = [line for line in axes[0].lines if line.get_gid() == "non-finite"]
     assert list(marks.get_xdata()) == [200]
+
+
+def test_a_gradient_that_does_not_fade_is_no_fault():
+    """Where it is largest at its far end there is no fall to be told: a name without a line, and no red frame."""
+    names = {"bi/forward/decay": [0.9, 0.8, np.nan, 0.7, 0.6], "bi/backward/decay": [np.nan] * 5}
+    (ax,) = rl.plot.timeline(a_run(names=names))
+    assert [line.get_label() for line in ax.lines] == ["bi forward", "bi backward (does not fade)"]
+    assert list(ax.lines[0].get_xdata()) == [0, 50, 150, 200]
+    assert not [line for line in ax.lines if line.get_gid() == "non-finite"]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["a figure of ours", "axes of the user"])
+def test_many_names_stand_beside_the_panel(own):
+    names = {f"lstm/{gate}/near_0": [0.5] * 5 for gate in "abcdefg"}
+    (ax,) = rl.plot.timeline(a_run(names=names), ax=[Figure().add_subplot()] if own else None)
+    for _ in range(2):  # the layout settles
+        ax.figure.draw_without_rendering()
+    legend = ax.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == [f"lstm {gate}" for gate in "abcdefg"]
+    left = legend.get_window_extent().x0
+    assert (left >= ax.get_window_extent().x1) == (not own)
+    assert legend.get_window_extent().x1 <= ax.figure.bbox.x1
 
 
 def test_patterns_select():

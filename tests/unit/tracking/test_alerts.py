@@ -55,6 +55,37 @@ def test_a_reach_that_collapses():
     assert [(a.finding, a.step) for a in alerts.found] == [("vanishing", 10)]
 
 
+def test_a_memory_of_two_steps_that_is_lost():
+    """Its reach has no third to fall to."""
+    alerts = Alerts()
+    for step, (reach, decay) in enumerate([(2, 0.6), (2, 0.62), (3, 0.61)] * 4 + [(1, 0.02), (1, 0.03), (1, 0.03)]):
+        alerts.look(Record(step, 0, "probe", {"lstm/reach": reach, "lstm/decay": decay}))
+    assert [(a.finding, a.name, a.step) for a in alerts.found] == [("vanishing", "lstm/decay", 12)]
+
+
+def test_a_growing_memory_that_is_lost():
+    """While memory grows the spread of the reach is as large as the fall; what is kept per step is not."""
+    alerts = Alerts()
+    grown = [round(4 * 1.09**step) for step in range(32)]
+    assert not watched("lstm/reach", [*grown, 8, 8, 8]).found
+    for step, reach in enumerate([*grown, 8, 8, 8]):
+        alerts.look(Record(step, 0, "probe", {"lstm/reach": reach, "lstm/decay": 0.9 if step < 32 else 0.2}))
+    assert [(a.finding, a.step) for a in alerts.found] == [("vanishing", 32)]
+
+
+def test_what_two_numbers_show_is_said_once():
+    alerts = Alerts()
+    for step in range(20):
+        lost = step >= 12
+        scalars = {"reach": 3 if lost else 30, "decay": 0.1 if lost else 0.9, "adjoint": 1.0}
+        record = {f"{layer}/{name}": value for layer in ("a", "b") for name, value in scalars.items()}
+        alerts.look(Record(step, 0, "probe", record))
+    assert [(a.finding, a.name, a.step) for a in alerts.found] == [
+        ("vanishing", "a/reach", 12),
+        ("vanishing", "b/reach", 12),
+    ]
+
+
 def test_gates_that_saturate():
     alerts = watched("lstm/forget/near_1", [0.02, 0.03, 0.02, 0.04, 0.03, 0.02, 0.03, 0.02, 0.03, 0.8, 0.82])
     assert [(a.finding, a.step) for a in alerts.found] == [("saturated", 9)]
