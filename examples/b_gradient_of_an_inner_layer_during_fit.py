@@ -105,7 +105,7 @@ def adding_problem(count: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
 def main() -> None:
     """Train, watch, draw."""
     chosen = options(__doc__)
-    units, steps, epochs, count = (64, 50, 60, 4096) if chosen.full else (8, 12, 3, 128)
+    units, steps, epochs, count = (64, 50, 60, 4096) if chosen.full else (8, 12, 2, 128)
     keras.utils.set_random_seed(0)
     x, y = adding_problem(count, steps)
     model = Adder(units)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -12,11 +13,18 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-#: Frameworks are millions of objects that never die: tests take a tenth less if they are looked through less often.
 gc.set_threshold(100_000, 20, 100)
 
 #: Set by tests/suites.py. A framework that should be there and is not must fail, not skip.
 SKIP_IS_FAILURE = os.environ.get("RNNLENS_SKIP_IS_FAILURE") == "1"
+
+
+def pytest_configure():
+    """Graphs of TensorFlow are run once or twice here: what rewriting them gains costs more than it saves."""
+    if os.environ["KERAS_BACKEND"] == "tensorflow":
+        import tensorflow as tf
+
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -27,8 +35,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     does a test of what does not depend on the engine at all, marked `one_engine`.
     """
     for item in items:
-        if item.get_closest_marker("one_engine") and os.environ["KERAS_BACKEND"] != "torch":
-            item.add_marker("full")
+        for mark in item.iter_markers("one_engine"):
+            if os.environ["KERAS_BACKEND"] not in (mark.args or ("torch",)):
+                item.add_marker("full")
     found: dict[str, list[str]] = {}
     wanted: dict[str, tuple[str, ...]] = {}
     for item in items:
@@ -42,6 +51,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unknown = [f"{test}[{case}]" for test, keep in wanted.items() for case in keep if case not in found[test]]
     if unknown and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"product(keep=) names no case: {', '.join(unknown)}")
+
+
+def pytest_collection_finish():
+    """Frameworks are millions of objects that never die: no collection, least of all a test's own, looks at them."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """On TensorFlow numbers are held against an oracle op by op, as graphs where a test is marked `compiled`."""
+    marks = list(item.iter_markers("compiled"))
+    graphs = any(not mark.args or item.callspec.id in mark.args for mark in marks)
+    asked = "oracle" in item.path.parts or item.get_closest_marker("op_by_op")
+    if os.environ["KERAS_BACKEND"] != "tensorflow" or graphs or not asked:
+        context = nullcontext()
+    else:
+        from keras_eager import op_by_op
+
+        context = op_by_op()
+    with context:
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,6 +19,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
@@ -128,8 +129,8 @@ SUITES = (
     # Trainers and loggers of others: their imports are slow, and what they warn of is their own.
     Suite("tools", ("tests/tracking/tools",)),
     Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
-    # A process without a framework: its tests fork, which JAX' threads do not survive.
-    Suite("files", ("tests/under_fire/cli", "tests/under_fire/files", "tests/wheel")),
+    # Without a framework at first: tests of files fork, which JAX' threads do not survive; those of commands come last.
+    Suite("files", ("tests/under_fire/files", "tests/wheel", "tests/under_fire/cli")),
     Suite("report", ("tests/report",), environment={"KERAS_BACKEND": "torch"}, needs_browser=True),
     Suite("lint", commands=LINT),
 )
@@ -145,12 +146,34 @@ def commands_of(suite: Suite, full: bool) -> tuple[tuple[str, ...], ...]:
     return ((sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *wide, *suite.paths),)
 
 
+def environment_of(suite: Suite, compiled: str) -> dict[str, str]:
+    """The environment of its commands, which keep what JAX compiled in the folder ``compiled``."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "MPLBACKEND": "Agg",
+        "RNNLENS_SKIP_IS_FAILURE": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # none of what is installed is asked for
+        # Many small programs are compiled and run once: what XLA would gain by optimising costs more than it saves.
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
+        # The same small programs come again, in other tests and in the processes that tests start.
+        "JAX_COMPILATION_CACHE_DIR": compiled,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        **suite.environment,
+    }
+
+
 def run(suite: Suite, full: bool) -> Outcome:
     """Run all commands of a suite, also after one failed."""
-    quiet = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "MPLBACKEND": "Agg", "RNNLENS_SKIP_IS_FAILURE": "1"}
-    # Tests compile many small programs and run each once: what XLA would gain by optimising costs more than it saves.
-    quiet |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
-    environment = {**os.environ, **quiet, **suite.environment}
+    with TemporaryDirectory() as compiled:  # of this suite alone: JAX does not lock it
+        return run_in(suite, full, environment_of(suite, compiled))
+
+
+def run_in(suite: Suite, full: bool, environment: dict[str, str]) -> Outcome:
+    """See :func:`run`."""
     start, code, output = time.perf_counter(), 0, []
     for command in commands_of(suite, full):
         done = subprocess.run(

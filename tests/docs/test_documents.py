@@ -23,6 +23,9 @@ OTHER_NAMES_OF_PYTHON = {"py", "python3", "pycon", "ipython"}
 #: Control flow is chosen once per process: this page runs in the suites tf_graph-v1 and tf_graph-v2.
 ELSEWHERE = {ROOT / "docs" / "tensorflow-1.md"}
 
+#: A hundred epochs; `make gallery` draws it.
+GALLERY = ROOT / "docs" / "gallery.md"
+
 by_name = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 
 
@@ -33,17 +36,34 @@ def fresh_keras():
         keras.utils.clear_session()
 
 
+def run_snippets(document):
+    for example in SNIPPETS.parse(document).examples():
+        example.evaluate()
+
+
 # Lightning 2.6 asks torch's trees in a way that torch 2.13 has replaced; it is Lightning's to change.
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 # Lightning advises on the number of workers of a loader.
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 @pytest.mark.parametrize(
-    "document", [d for d in DOCUMENTS if d not in ELSEWHERE], ids=lambda path: path.relative_to(ROOT).as_posix()
+    "document",
+    [d for d in DOCUMENTS if d not in ELSEWHERE and list(SNIPPETS.parse(d).examples())],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
 )
 def test_python_snippets_run(document, fresh_keras, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for example in SNIPPETS.parse(document).examples():
-        example.evaluate()
+    if document == GALLERY:  # what its networks have learned is for the eye
+        import keras
+
+        fit = keras.Model.fit
+        monkeypatch.setattr(keras.Model, "fit", lambda *data, **how: fit(*data, **{**how, "epochs": 1}))
+    run_snippets(document)
+
+
+@pytest.mark.full
+def test_the_gallery_runs_with_all_its_trainings(fresh_keras, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_snippets(GALLERY)
 
 
 @by_name

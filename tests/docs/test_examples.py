@@ -13,7 +13,7 @@ SCRIPTS = sorted(EXAMPLES.glob("[a-f]_*.py"))
 #: What each says at the end, and the figures it draws.
 SAID = {
     "a": ("The last state still feels", {"a_hidden_states.png"}),
-    "b": ("6 batches watched", {"b_inner_layer.png", "b_inner_layer.zarr"}),
+    "b": ("4 batches watched", {"b_inner_layer.png", "b_inner_layer.zarr"}),
     "c": ("output 10 is moved most by input step", {"c_output_step_10.png"}),
     "d": ("head/kernel has no gradient [not_on_path]", {"d_new_state.png"}),
     "e": (

@@ -30,6 +30,14 @@ def site(tmp_path_factory) -> Path:
     return place
 
 
+@pytest.fixture(scope="module")
+def index(site):
+    """What the site's search looks through, but for the reference."""
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    pages = [entry for entry in entries if not entry["location"].startswith("reference")]
+    return lunr(ref="location", fields=[{"field_name": "title", "boost": 1000}, "text"], documents=pages)
+
+
 def hooks():
     spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site" / "hooks.py")
     module = importlib.util.module_from_spec(spec)
@@ -65,10 +73,7 @@ def test_reference_has_a_section_for_every_public_room():
         ("backpropagation through time formula adjoint", "mathematics.html"),
     ],
 )
-def test_search_leads_to_the_page(site, words, page):
-    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    pages = [entry for entry in entries if not entry["location"].startswith("reference")]
-    index = lunr(ref="location", fields=[{"field_name": "title", "boost": 1000}, "text"], documents=pages)
+def test_search_leads_to_the_page(index, words, page):
     best = [found["ref"].split("#")[0] for found in index.search(words)[:3]]
     assert page in best
 

@@ -16,3 +16,35 @@ def eagerly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "memo_for", lambda *_: None)
         yield
+
+
+@contextmanager
+def op_by_op() -> Iterator[None]:
+    """Within this block TensorFlow runs what is to become a graph at once, and as often as it is asked.
+
+    A graph is traced for each model of each test, and run once or twice: most of what such tests would take.
+    """
+    import tensorflow as tf
+
+    from rnnlens.autodiff import tensorflow as engine
+
+    def tensors(arguments):
+        return tf.nest.map_structure(lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), arguments)
+
+    def graph(function, arguments):
+        function(*tensors(arguments))  # as tracing it would
+        return lambda *given: function(*tensors(given))
+
+    def compiled(_, function, arguments, memo):
+        first = [function(*tensors(arguments))]
+
+        def run(*given):
+            again = not first or any(one is not other for one, other in zip(given, arguments, strict=True))
+            return function(*tensors(given)) if again else first.pop()
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_graph", graph)
+        patch.setattr(engine.Engine, "compile", compiled)
+        yield

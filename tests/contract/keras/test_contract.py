@@ -23,6 +23,8 @@ def data():
     return x
 
 
+@pytest.mark.op_by_op
+@pytest.mark.compiled("bidirectional", "shared", "subclassed")
 @pytest.mark.parametrize("name", MODELS)
 def test_contract(name):
     assert len(check_adapter(adapter, MODELS[name](keras), Batch(data(), loss=loss), rtol=1e-9)) == 7
@@ -40,6 +42,7 @@ def test_a_broken_adapter_is_found_out():
         check_adapter(Upside(PACKAGE), MODELS["stacked"](keras), Batch(data(), loss=loss), rtol=1e-9)
 
 
+@pytest.mark.op_by_op
 def test_names_of_nodes():
     def nodes(name):
         return [

@@ -10,6 +10,8 @@ import torch
 import rnnlens as rl
 from rnnlens.errors import InputError, LayerNotFoundError, ModelError, TooLargeError, UnsupportedError, UserCodeError
 
+pytestmark = pytest.mark.op_by_op
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(4, 5, 3))
 Y = RNG.normal(size=(4, 5, 2))

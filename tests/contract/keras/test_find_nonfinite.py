@@ -8,6 +8,8 @@ from spoken_keras import LEGACY, engine, keras
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.op_by_op
+
 L, ops = keras.layers, keras.ops
 
 

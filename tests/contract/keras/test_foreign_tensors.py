@@ -7,6 +7,8 @@ import torch
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.op_by_op
+
 RNG = np.random.default_rng(0)
 X, Y, WEIGHT = RNG.normal(size=(7, 5, 3)), RNG.integers(0, 3, size=7), RNG.uniform(size=7)
 

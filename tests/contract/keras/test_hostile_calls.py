@@ -8,6 +8,8 @@ import pytest
 import torch
 from hostile import diagnoses, faults, run, verbs
 
+pytestmark = pytest.mark.op_by_op
+
 FOREIGN = {
     "requires grad": lambda: torch.ones(2, 5, 3, requires_grad=True),
     "bfloat16": lambda: torch.ones(2, 5, 3, dtype=torch.bfloat16),

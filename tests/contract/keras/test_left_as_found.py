@@ -34,11 +34,25 @@ def build():
     inputs = keras.Input(batch_shape=(2, 4, 3))
     x = keras.layers.BatchNormalization(name="norm")(inputs)
     x = keras.layers.LSTM(3, return_sequences=True, stateful=True, dropout=0.3, recurrent_dropout=0.2, name="lstm")(x)
-    x = keras.layers.Bidirectional(keras.layers.GRU(2), name="bi")(x)
+    x = keras.layers.Bidirectional(keras.layers.SimpleRNN(2), name="bi")(x)
     x = Trap(name="trap")(keras.layers.Dropout(0.5)(x))
     outputs = keras.layers.Dense(2, kernel_regularizer="l2", activity_regularizer="l2", name="head")(x)
     model = keras.Model(inputs, outputs)
     model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    """For tests that leave it as it is: training it takes longer than they do."""
+    model = build()
+    model.fit(X, Y, epochs=1, batch_size=2, verbose=0)
+    return model
+
+
+def small():
+    model = keras.Sequential([keras.Input(batch_shape=(2, 4, 3)), keras.layers.LSTM(2, stateful=True, dropout=0.3)])
+    model.compile("adam", "mse")
     return model
 
 
@@ -127,10 +141,8 @@ ENDINGS = {
 )
 @pytest.mark.parametrize("way", ["compiled, fitted", "eager, fresh"])
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_capture(ending, way):
-    model, compiled = build(), "compiled" in way
-    if "fitted" in way:
-        model.fit(X, Y, epochs=1, batch_size=2, verbose=0)
+def test_capture(ending, way, fitted):
+    model, compiled = fitted if "fitted" in way else build(), "compiled" in way
     forward, loss = ENDINGS[ending]
     model.get_layer("trap").raised = forward
     before = everything(model)
@@ -150,6 +162,8 @@ def test_capture(ending, way):
     assert_same(before, everything(model))
 
 
+@pytest.mark.op_by_op
+@pytest.mark.compiled("ok")
 @pytest.mark.product(keep=("ok", "forward raises", "loss interrupted"))
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_pullback(ending):
@@ -188,7 +202,7 @@ def test_the_users_arrays_are_neither_changed_nor_shared():
 
 @pytest.mark.parametrize("use", ["capture", "pullback", "failing capture"])
 def test_nothing_keeps_the_model_alive(use):
-    model = build()
+    model = small()
     batch = Batch(X, Y)
     if use == "capture":
         adapter.capture(model, batch, CaptureRequest())

@@ -10,6 +10,8 @@ import tf_keras as keras
 import rnnlens as rl
 from rnnlens import errors
 
+pytestmark = pytest.mark.op_by_op
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(3, 5, 2))
 Y = RANDOM.normal(size=(3, 1))

@@ -139,6 +139,7 @@ def question_about(of):
     }
 
 
+@pytest.mark.compiled("loss")
 @pytest.mark.parametrize("of", ["loss", *(pytest.param(of, marks=pytest.mark.full) for of in net.TARGETS[1:])])
 def test_every_pair_equals_autodiff(model, of):
     scalar, target = question_about(of)

@@ -176,6 +176,7 @@ BODIES = {
 }
 
 
+@pytest.mark.compiled("residual_and_normalised")
 @pytest.mark.product(keep=("residual_and_normalised", "convolution_below", "two_stacked_then_last"))
 @pytest.mark.parametrize("body", BODIES)
 def test_whole_models(body):

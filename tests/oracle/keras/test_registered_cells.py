@@ -85,6 +85,7 @@ def by_hand(cell, x, taps, moves, mask):
     return loss(None, h)
 
 
+@pytest.mark.compiled
 def test_a_registered_cell_is_traced_as_one_of_ours():
     model, x = build(keras.layers.RNN(Coupled(UNITS, dtype="float64"), name="rnn", dtype="float64"), masked=True)
     cell = model.layers[-1].cell

@@ -53,6 +53,7 @@ def split(cell, name, flat):
     return {name: shaped}
 
 
+@pytest.mark.compiled("lstm-options1-False")
 @pytest.mark.product(keep=("lstm-options1-False", "gru-options3-True"))
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def watches(path, data):
     }
 
 
-@pytest.mark.product(keep=("batch",))
+@once  # elsewhere by tests below: what is told in them, and what is heard, is of a training that stays as it is
 @pytest.mark.parametrize("kind", ["probe", "batch"])
 def test_training_is_not_disturbed(kind, tmp_path, data, untouched):
     seen = []

@@ -50,6 +50,7 @@ def test_a_probe_changes_nothing(tmp_path):
     assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [0, 3, 6]
 
 
+@pytest.mark.op_by_op
 def test_the_gradients_are_those_that_the_optimizer_took():
     found = []
     watch = rl.keras.Watch(batches=1, on_batch=lambda batch: found.append(batch.gradients["lstm/kernel"].values))

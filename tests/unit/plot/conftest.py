@@ -51,7 +51,7 @@ def text_of():
     return read
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def gradient():
     """(sample, time, unit) with a value that tells its place: sample + time / 100 + unit / 10000."""
 
@@ -80,7 +80,7 @@ def gradient():
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def layer():
     """A layer of a trace: gates, direct and total gradients that decay by ``decay`` per step from the end."""
 
@@ -109,7 +109,7 @@ def layer():
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def weights():
     """Weights of an LSTM: every value tells kernel, row, gate and unit."""
 
@@ -130,7 +130,7 @@ def weights():
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def jacobian():
     """(sample, out_time, in_time) with norm ``decay ** lag``; 0 where the input comes after the output."""
 
@@ -147,7 +147,7 @@ def jacobian():
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def initial():
     """(sample, out_time, out_unit, in_feature): d(state)/d(initial state), a unit's own share 0.9 ** steps."""
 
@@ -164,7 +164,7 @@ def initial():
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def weights_by_time():
     """Gradients of an LSTM's weights by time: step t adds ``decay ** lag`` to every entry."""
 
@@ -197,7 +197,7 @@ def by_gid():
     return find
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def diagnosis():
     """A network that uses 11 of 40 steps and misses the one 25 steps back."""
 
@@ -237,7 +237,7 @@ def diagnosis():
 KAPPA = (("kappa", 1.0), ("kappa_low", 0.5), ("kappa_high", 2.0))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fixed_points():
     """Two stable points and a saddle between them, on a line in three dimensions."""
 

@@ -15,7 +15,7 @@ import rnnlens as rl
 from rnnlens.errors import InputError
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points, initial, weights_by_time):
     """Figure name -> arguments, and a misspelt keyword with what should be proposed."""
     history = {"lstm/kernel": [3.0, 2.0, 1.0], "lstm/bias": [1.0, 1.5, 2.0]}

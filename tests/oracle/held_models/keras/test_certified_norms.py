@@ -50,6 +50,7 @@ def asked(model, **options):
         return rl.jacobian(make(), x, **options)
 
 
+@pytest.mark.compiled("chain-norm")
 @pytest.mark.parametrize(
     ("model", "options"),
     [

@@ -14,6 +14,8 @@ import pytest
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.compiled
+
 X = np.random.default_rng(0).normal(size=(3, 5, 2)).astype("float32")
 Y = np.ones((3, 4), "float32")
 GAIN = {"value": 1.0}
@@ -246,6 +248,7 @@ def test_changed_back_is_the_first_answer():
     assert rl.trace(model, X, Y, loss=loss).loss == first
 
 
+@pytest.mark.one_engine("jax", "torch")
 def test_a_builtin_layer_is_reconfigured():
     model = lstm(keras.layers.Dense(3, name="head"))
     x = X * 3

@@ -208,6 +208,7 @@ def test_noticed(fault, monkeypatch):
     assert sentence.startswith("NOT certified"), sentence
 
 
+@pytest.mark.compiled("jacobian-stack")
 @pytest.mark.product(keep=("trace-stack", "jacobian-stack"))
 @pytest.mark.parametrize(("call", "model"), [*((call, "stack") for call in CALLS), ("trace", "twins")])
 def test_nothing_noticed_without_a_fault(call, model):

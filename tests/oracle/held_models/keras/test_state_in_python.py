@@ -11,6 +11,8 @@ import pytest
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.compiled
+
 X = np.random.default_rng(0).normal(size=(3, 5, 2)).astype("float32")
 Y = np.ones((3, 4), "float32")
 

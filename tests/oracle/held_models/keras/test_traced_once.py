@@ -15,6 +15,8 @@ from keras import layers
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.compiled
+
 #: On torch nothing is compiled: there a run is what elsewhere is a trace.
 COMPILES = keras.backend.backend() != "torch"
 RNG = np.random.default_rng(0)
@@ -128,6 +130,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.one_engine("jax", "torch")
 def test_a_setting_that_changes_is_traced_again(traces):
     model = sequential()
     VERBS["trace"](model)
