@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..adapters.torch.discover import recurrent_modules
 from .torch.plan import Plan
+from .torch.steps import weights_in
 from .torch.watch import Watch, reason_of
 
 
@@ -27,7 +30,9 @@ class Following:
         """Open the run; a training that was restored goes on from its step."""
         step = int(trainer.global_step) or None
         loggers = trainer.loggers if self.plan.loggers is True else self.plan.loggers
-        plan = replace(self.plan, optimizer=list(trainer.optimizers), loggers=loggers, step=self.plan.step or step)
+        plan = replace(
+            self.plan, optimizer=_in_order(trainer.optimizers, pl_module), loggers=loggers, step=self.plan.step or step
+        )
         if plan.scaler is None:
             plan = replace(plan, scaler=getattr(trainer.precision_plugin, "scaler", None))
         self.watch = Watch(pl_module, plan).__enter__()
@@ -73,3 +78,11 @@ class Following:
         """Leave nothing behind, whatever happened."""
         if self.watch is not None:
             self.watch.fail("interrupted")
+
+
+def _in_order(optimizers: Sequence[Any], module: Any) -> list[Any]:
+    """As configured, but those that move a recurrent layer first: the first is the one whose steps count."""
+    if len(optimizers) < 2:
+        return list(optimizers)
+    recurrent = {id(p) for _, layer in recurrent_modules(module) for p in layer.parameters()}
+    return sorted(optimizers, key=lambda optimizer: not weights_in(optimizer) & recurrent)

@@ -138,6 +138,37 @@ def test_what_the_trainer_did_is_what_is_recorded(tmp_path):
     assert run.scalars["backward_passes"].values.tolist() == [2, 2]
 
 
+def test_of_two_optimizers_the_one_that_moves_the_recurrent_layer_counts(tmp_path):
+    """And the norm of the gradient is that of its weights, whatever the other one, which is named first, holds."""
+    import lightning.pytorch as package
+
+    norms = []
+
+    class Two(module(package, {})):
+        automatic_optimization = False
+
+        def training_step(self, batch, index):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(mse_loss(self(batch[0]), batch[1]))
+            norms.append(float(torch.stack([p.grad.norm() for p in self.net.lstm.parameters()]).norm()))
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+        def configure_optimizers(self):
+            rest = [*self.net.norm.parameters(), *self.net.head.parameters()]
+            return [torch.optim.SGD(rest, 0.1), torch.optim.Adam(self.net.lstm.parameters(), 1e-2)]
+
+    torch.manual_seed(0)
+    x, y = data(64)
+    loader = DataLoader(TensorDataset(x, y), batch_size=16)
+    callback = rl.lightning.Watch(tmp_path / "a.zarr", every=1)
+    package.Trainer(callbacks=[callback], max_epochs=1, **QUIET).fit(Two(), loader, loader)
+    run = rl.open(tmp_path / "a.zarr")
+    assert run.steps.values.tolist() == [1, 2, 3, 4]
+    np.testing.assert_allclose(run.scalars["grad_norm"], norms, rtol=1e-5)
+
+
 def test_a_restored_training_goes_on(tmp_path):
     import lightning.pytorch as package
 
