@@ -104,7 +104,7 @@ class Watch(_Callback):
         Called with a :class:`TrainedBatch` after each batch that ``batches`` names; ``latest`` holds it as well.
     direct
         Names of layers whose direct gradients are taken from the step itself (TensorFlow; torch that is not compiled):
-        ``batch.traced(layers="lstm", quantities="output_grad")`` then runs nothing again. Elsewhere it is computed.
+        ``batch["lstm"].output_grad`` then runs nothing again. Elsewhere it is computed.
     layers
         Names of the layers that are recorded; all recurrent ones unless given.
     keep

@@ -21,6 +21,7 @@ from ..verbs.gradients import gradients
 from ..verbs.trace import trace
 from ..verbs.weights import weights
 from .asked import listed
+from .batches import Batch
 from .probe import norms_of_weights, wanted
 from .records import Record
 from .summary import summary
@@ -28,8 +29,8 @@ from .summary import summary
 T = TypeVar("T")
 
 
-class TrainedBatch:
-    """One batch that was trained on. What it is asked for is computed then, and kept.
+class TrainedBatch(Batch):
+    """One batch that was trained on: ``batch["lstm"].output_grad``. What it is asked for is computed then, and kept.
 
     The model is run once more on the batch in training mode, with its variables as they were before the step (weights,
     statistics, states, the random generators of dropout), so that the masks are the same; afterwards it has its new
@@ -60,6 +61,11 @@ class TrainedBatch:
         self.step, self.epoch = moment
         self.notes = list(notes)
         self._model, self._before, self._loss, self._heard = model, before, loss, heard
+
+    @property
+    def direct(self) -> Trace | None:
+        """Outputs and direct gradients of the layers that ``direct=`` named, where the step told them."""
+        return self._heard
 
     @cached_property
     def trace(self) -> Trace:

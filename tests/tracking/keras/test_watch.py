@@ -386,6 +386,11 @@ def test_direct_gradients_from_the_step_itself(data, untouched):
     def look(batch):
         heard = batch.traced(layers=["lstm", "gru"], quantities="output_grad")
         assert (ENGINE == "jax") != any("nothing was run again" in note for note in heard.notes)
+        mine = batch["lstm"].output_grad
+        assert ("trace" in vars(batch)) == (ENGINE == "jax")
+        np.testing.assert_array_equal(mine, (batch.trace if ENGINE == "jax" else heard)["lstm"].output_grad)
+        np.testing.assert_array_equal(batch["lstm"].hidden_grad, batch.trace["lstm"].hidden_grad)
+        assert list(batch) == ["lstm", "gru"]
         pairs.append((heard, batch.trace))
 
     watch = rl.keras.Watch(batches=1, on_batch=look, direct=["lstm", "gru"])

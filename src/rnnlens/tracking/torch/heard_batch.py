@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import xarray as xr
 
 from ...adapters.protocol import Capture
 from ...adapters.registry import adapter_for
@@ -16,20 +15,18 @@ from ...adapters.torch.direct import direct_calls
 from ...adapters.torch.heard_call import HeardCall
 from ...adapters.torch.heard_weights import WeightGradients
 from ...results.checks import Check
-from ...results.trace import LayerTrace, Trace
+from ...results.trace import Trace
 from ...results.weights import Weights
 from ...settings import options
 from ...verbs.trace import trace
 from ...verbs.tracing.datasets import recurrent_datasets
 from ...verbs.tracing.wanted import Wanted
 from ...verbs.weight_labels import label_cell, node_dataset
+from ..batches import DIRECT, Batch
 from ..probe import norms_of_weights
 
-#: What needs no replay.
-DIRECT = frozenset({"output", "output_grad", "final_state_grad"})
 
-
-class HeardBatch:
+class HeardBatch(Batch):
     """One batch as it was trained on, before the update: ``batch["lstm"].output_grad`` and all that ``rl.trace`` has.
 
     The direct gradients are those that the step itself computed. Everything else is found when it is first asked for,
@@ -76,6 +73,11 @@ class HeardBatch:
         provenance = adapter.provenance(self._model)
         datasets, _ = recurrent_datasets(adapter.describe(self._model), capture, wanted, provenance, None)
         return Trace(datasets, loss=self.loss, quantities=sorted(DIRECT), provenance=provenance, notes=self.notes)
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the layers whose direct gradients were heard."""
+        return list(self.direct)
 
     @cached_property
     def trace(self) -> Trace:
@@ -127,23 +129,6 @@ class HeardBatch:
         return Weights(datasets, loss=self.loss, provenance=provenance, notes=self.notes)
 
     @property
-    def layers(self) -> list[str]:
-        """Names of the layers whose direct gradients were heard."""
-        return list(self.direct)
-
-    def __iter__(self) -> Any:
-        return iter(self.direct)
-
-    def __len__(self) -> int:
-        return len(self.direct)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.layers or name in self.trace
-
-    def __getitem__(self, name: str) -> LayerOfBatch:
-        return LayerOfBatch(self, name)
-
-    @property
     def clipped(self) -> bool:
         """Whether the optimizer was given other gradients than were accumulated."""
         return self._gradients.clipped()
@@ -161,30 +146,6 @@ class HeardBatch:
 
     def __repr__(self) -> str:
         return f"<rnnlens HeardBatch> batch {self.step}, layers {', '.join(self.layers)}; .trace and .weights have all"
-
-
-class LayerOfBatch:
-    """One layer of a :class:`HeardBatch`: a variable is what was heard, or else found by replay."""
-
-    def __init__(self, batch: HeardBatch, name: str) -> None:
-        self._batch, self.name = batch, name
-
-    def __getattr__(self, name: str) -> xr.DataArray:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self[name]
-
-    def __getitem__(self, name: str) -> xr.DataArray:
-        return self._layer(name)[name]
-
-    def _layer(self, quantity: str) -> LayerTrace:
-        direct = self._batch.direct
-        if quantity in DIRECT and self.name in direct and quantity in direct[self.name]:
-            return direct[self.name]
-        return self._batch.trace[self.name]
-
-    def __repr__(self) -> str:
-        return repr(self._batch.trace[self.name])
 
 
 def _as_check(again: Again) -> Check:
