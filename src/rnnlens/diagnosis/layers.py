@@ -194,11 +194,12 @@ def _growth(norms: Array | None) -> float:
     norms = np.nan_to_num(norms)
     start = np.array([row[np.flatnonzero(row)[0]] if row.any() else np.nan for row in norms])
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.nanmedian(np.log10(norms.max(axis=1) / start)))
+        return float(np.nanmedian(np.log10(norms.max(axis=1)) - np.log10(start)))
 
 
 def _median_peak(norms: Array) -> float:
-    return float(np.median(np.nan_to_num(norms).max(axis=1)))
+    # Half of the largest number there is: the median of two of them is one.
+    return float(np.median(np.nan_to_num(norms, posinf=np.finfo(norms.dtype).max / 2).max(axis=1)))
 
 
 def _timescale(run: Run, mask: Array | None) -> Array | None:

@@ -15,6 +15,7 @@ from array_api_compat import array_namespace
 from ..typing import Array, Namespace
 
 
+@np.errstate(over="ignore")
 def safe_norm(array: Array, *, axis: int | tuple[int, ...], xp: Namespace | None = None) -> Array:
     """Euclidean norm that neither under- nor overflows: a gradient of 1e-30 in float32 has a norm, not 0.
 

@@ -144,13 +144,15 @@ def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[s
 def for_each(work: Callable[[slice], None], parts: Iterable[slice], *, xp: Namespace) -> None:
     """Call ``work`` for each part of the samples; for NumPy on as many threads as its matrix products may use.
 
-    Within a part everything runs in turn: ``work`` may call this function, but gets no further threads.
+    Within a part everything runs in turn: ``work`` may call this function, but gets no further threads. What overflows
+    is infinite, as in the framework, and NumPy does not warn of it.
     """
     parts = list(parts)
     if not is_numpy_namespace(xp):
         for part in parts:
             work(part)
         return
+    work = np.errstate(over="ignore", invalid="ignore")(work)
     with one_thread_each() as workers:
         if len(parts) == 1 or workers == 1 or _dealt.given_up is not None:
             for part in parts:

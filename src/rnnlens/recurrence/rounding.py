@@ -46,6 +46,7 @@ class Rounding:
     initial: float = 0.0
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def rounding_of(run: Run, result: Adjoint) -> Rounding:
     """The sizes by which differences from another sweep through the same run are to be judged."""
     xp = run.xp
@@ -82,6 +83,7 @@ def _largest_row(kernel: Array | None, xp: Any) -> float:
     return float(xp.max(xp.sqrt(xp.sum(xp.abs(kernel) ** 2, axis=-1))))
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def shaken(run: Run) -> Run:
     """The same run from an input that is off by one rounding, and then its gates and states by one more each.
 

@@ -13,19 +13,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from .. import data
 from ..adapters.protocol import Adapter, Batch, Capture, PlainRun, RecurrentCall
-from ..errors import CertificateError
 from ..recurrence.cells import affine
 from ..results.certificate import Certificate
-from ..results.checks import Check, coarser, residual, rounding_bound, underflow_unit
+from ..results.checks import Check, coarser, epsilon, residual, rounding_bound, underflow_unit
 from ..results.schema import plain
 from ..settings import current
 from ..typing import Array
+from .plain_run import Attempt, attempt, steadied
 
 T = TypeVar("T")
 
@@ -54,14 +55,21 @@ def wanted(model: Any, verb: str, batch: Batch, *what: Any) -> bool:
     return fresh
 
 
+class Border(NamedTuple):
+    """What our sweep and the framework's differentiation brought to the border of a call, and what rounding goes by."""
+
+    comparison: str
+    layer: str
+    pairs: list[tuple[Array, Array]]
+    scale: float
+
+
 @dataclass
 class Ours:
     """Numbers of ours to be compared.
 
     ``weights`` by (layer, direction or None, name): kernels as random combinations of their rows where ``probed``;
     ``scales`` by layer is what rounding in them goes by (:class:`rounding.Rounding`).
-    ``borders`` are pairs of what our sweep and the framework's differentiation brought to the border of a call, with
-    the name of the comparison and of the layer, and what rounding goes by.
     """
 
     capture: Capture
@@ -69,7 +77,7 @@ class Ours:
     scales: dict[str, float] = field(default_factory=dict)
     incomplete: set[tuple[str, str | None, str]] = field(default_factory=set)
     probed: set[tuple[str, str | None, str]] = field(default_factory=set)
-    borders: list[tuple[str, str, list[tuple[Array, Array]], float]] = field(default_factory=list)
+    borders: list[Border] = field(default_factory=list)
     steps: int = 1
     dtype: str = ""
 
@@ -85,6 +93,17 @@ class Ours:
                 self.probed.add(key)
             self.weights[key] = self.weights[key] + plain(array) if key in self.weights else plain(array)
 
+    def beside(self, moved: Ours) -> Ours:
+        """The same numbers; what rounding in them goes by is at least as much as rounding once more moved them."""
+        unit, scales = epsilon(self.dtype), dict(self.scales)
+        for key, array in self.weights.items():
+            scales[key[0]] = max(scales.get(key[0], 0.0), _apart(array, moved.weights[key]) / unit)
+        borders = []
+        for border, other in zip(self.borders, moved.borders, strict=True):
+            apart = [_apart(a, b) for (a, _), (b, _) in zip(border.pairs, other.pairs, strict=True)]
+            borders.append(border._replace(scale=max(border.scale, *(size / unit for size in apart))))
+        return replace(self, scales=scales, borders=borders)
+
 
 class Comparisons:
     """One comparison after the other, with the bound that rounding explains."""
@@ -94,6 +113,7 @@ class Comparisons:
         self.left_out: dict[str, None] = {}
         self.steps, self.dtype = steps, dtype
 
+    @np.errstate(invalid="ignore")  # infinity less infinity
     def compare(self, name: str, layer: str, pairs: Iterable[tuple[Any, Any]], *, scale: float = 0.0) -> None:
         """Arrays of ours and the framework's: the worst of them, relative to the largest of all, or to ``scale``.
 
@@ -122,10 +142,6 @@ class Comparisons:
             return Certificate("could not", against, why=", ".join(self.left_out))
         words["uncertified"] = (*words.get("uncertified", ()), *self.left_out)
         return Certificate.of(against, [*self.checks, *more], **words)
-
-
-#: What is waited for: the plain run, or why there is none.
-Attempt = Callable[[], tuple[PlainRun | None, str]]
 
 
 @contextmanager
@@ -159,10 +175,19 @@ def _has_gradients(capture: Capture) -> bool:
     return bool(capture.input_grads or capture.beside) and not capture.altered
 
 
-def certify(adapter: Adapter, model: Any, batch: Batch, ours: Ours | None, made: Attempt, **words: Any) -> Certificate:
+def certify(
+    adapter: Adapter,
+    model: Any,
+    batch: Batch,
+    ours: Ours | None,
+    made: Attempt,
+    off_by_rounding: Callable[[], Ours],
+    **words: Any,
+) -> Certificate:
     """Compare with the plain run; where the framework itself gives another answer each time, say so.
 
-    ``words`` as in :meth:`Certificate.of`. Without numbers of ours there is no certificate.
+    ``off_by_rounding`` makes our numbers once more for what sizes do not explain; ``words`` as in
+    :meth:`Certificate.of`. Without numbers of ours there is no certificate.
     """
     if ours is None:
         return Certificate()
@@ -170,52 +195,22 @@ def certify(adapter: Adapter, model: Any, batch: Batch, ours: Ours | None, made:
     run, why = made()
     if run is None:
         return Certificate("could not", engine, why=why)
-    comparisons = compared(adapter, model, batch, ours, run, gradients=_has_gradients(ours.capture))
-    certificate = comparisons.certificate(engine, **words)
+    held = partial(_held, adapter, model, batch, run, words)
+    certificate = held(ours)
+    if certificate.state == "failed":
+        certificate = held(ours.beside(off_by_rounding()))
+    if certificate.state == "failed":
+        certificate = steadied(certificate, adapter, model, _as_captured(batch, ours.capture), run)
     if altered and certificate.state != "failed":
         return Certificate("could not", engine, why=altered)
-    if certificate.state == "failed":
-        why = unsteady(adapter, model, _as_captured(batch, ours.capture), run)
-        if why:
-            return Certificate("could not", engine, why=why)
     return certificate
 
 
-def attempt(run: Callable[[], T]) -> tuple[T | None, str]:
-    """A plain run, or why there is none: the user's model failed by itself, or would do something else."""
-    try:
-        return run(), ""
-    except CertificateError as reason:
-        return None, str(reason)
-    except AttributeError as error:
-        if error.name == "plain":
-            return None, "the adapter of this framework cannot run a model plainly"
-        return None, _raised(error)
-    except Exception as error:
-        return None, _raised(error)
-
-
-def _raised(error: Exception) -> str:
-    first = next(iter(str(error).strip().splitlines()), "")
-    return f"the model, run plainly, raised {type(error).__name__}: {first}"
-
-
-def unsteady(adapter: Adapter, model: Any, batch: Batch, first: PlainRun) -> str:
-    """Why the plain run cannot be relied on: it differs from itself, or draws random numbers; "" where it can."""
-    again, _ = attempt(lambda: adapter.plain(model, batch, gradients=False))
-    if again is not None and not _same(again, first):
-        return "the model, run plainly twice, does not give the same numbers"
-    if batch.training:
-        other = replace(batch, seed=(batch.seed or 0) + 1)
-        again, _ = attempt(lambda: adapter.plain(model, other, gradients=False))
-        if again is not None and not _same(again, first):
-            return "the model draws random numbers in training mode, and drew others when it was looked into"
-    return ""
-
-
-def _same(one: PlainRun, other: PlainRun) -> bool:
-    pairs = zip((*one.outputs, one.loss or 0.0), (*other.outputs, other.loss or 0.0), strict=True)
-    return all(_residual(_array(a), _array(b), _largest(_array(b))) <= 1e-6 for a, b in pairs)
+def _held(
+    adapter: Adapter, model: Any, batch: Batch, run: PlainRun, words: Mapping[str, Any], ours: Ours
+) -> Certificate:
+    comparisons = compared(adapter, model, batch, ours, run, gradients=_has_gradients(ours.capture))
+    return comparisons.certificate(adapter.engine, **words)
 
 
 def compared(
@@ -239,8 +234,8 @@ def compared(
         if any(_flags(x) for x, _, _ in sides):
             comparisons.left_out["inputs that hold nothing but 0 and 1"] = None
     _compare_weights(comparisons, adapter, model, ours, run)
-    for name, layer, pairs, scale in ours.borders:
-        comparisons.compare(name, layer, pairs, scale=scale)
+    for border in ours.borders:
+        comparisons.compare(border.comparison, border.layer, border.pairs, scale=border.scale)
     return comparisons
 
 
@@ -316,6 +311,13 @@ def _array(value: Any) -> Array:
 def _largest(array: Array) -> float:
     largest = float(np.max(np.abs(array))) if array.size else 0.0
     return largest if np.isfinite(largest) else 0.0
+
+
+@np.errstate(invalid="ignore")
+def _apart(one: Array, other: Array) -> float:
+    """The largest difference that is finite."""
+    difference = np.abs(_array(one) - _array(other))
+    return float(np.max(difference, where=np.isfinite(difference), initial=0.0))
 
 
 def _residual(mine: Array, theirs: Array, unit: float) -> float:

@@ -11,9 +11,10 @@ from ..adapters.protocol import Adapter, Batch, Capture, LayerWeights
 from ..results.certificate import Certificate
 from ..typing import Array
 from ..vocabulary import GATE, TIME
-from .certify import LOSS, WEIGHTS, Comparisons, attempt, unsteady
+from .certify import LOSS, WEIGHTS, Comparisons
 from .differentiation.certify import named_pairs
 from .names import TensorName
+from .plain_run import attempt, steadied
 from .weight_gradients import FoundGradients
 
 
@@ -51,8 +52,7 @@ def certify_weights(
     certified = ("loss", *(["gradients of weights"] if any(c.name == WEIGHTS for c in comparisons.checks) else []))
     open_ends = ("norms of single steps",) if norms else ()
     certificate = comparisons.certificate(engine, certified=certified, uncertified=open_ends)
-    reason = unsteady(adapter, model, batch, run) if certificate.state == "failed" else ""
-    return Certificate("could not", engine, why=reason) if reason else certificate
+    return steadied(certificate, adapter, model, batch, run) if certificate.state == "failed" else certificate
 
 
 def _key(name: str, weights: LayerWeights) -> str | None:

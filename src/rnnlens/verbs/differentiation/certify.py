@@ -20,9 +20,10 @@ from ...results.schema import plain
 from ...typing import Array
 from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ..axes import in_order
-from ..certify import LOSS, PROBES, WEIGHTS, Comparisons, attempt, filled, probed, unsteady
+from ..certify import LOSS, PROBES, WEIGHTS, Comparisons, filled, probed
 from ..names import TensorName, uncalled
 from ..outside import Outside
+from ..plain_run import attempt, steadied
 from ..sweep import weights_of
 from .question import Answer, Part, Question
 
@@ -57,10 +58,12 @@ def certify_answer(question: Question, part: Part, answer: Answer) -> Certificat
     certified = _compare_named(comparisons, question, outside, answer, run, data.leaves_of(batch.x))
     resting = _compare_swept(comparisons, question, answer, run, regularised)
     certificate = comparisons.certificate(engine, certified=("value", *certified), resting=tuple(resting))
-    reason = ""
-    if certificate.state == "failed":
-        reason = unsteady(question.adapter, question.model, batch, run) or _without_a_share(question, part)
-    return Certificate("could not", engine, why=reason) if reason else certificate
+    if certificate.state != "failed":
+        return certificate
+    reason = _without_a_share(question, part)
+    if reason:
+        return Certificate("could not", engine, why=reason)
+    return steadied(certificate, question.adapter, question.model, batch, run)
 
 
 def _out_of_reach(question: Question, part: Part) -> str:

@@ -18,9 +18,10 @@ from ...results.checks import coarser, epsilon, residual, rounding_bound
 from ...results.schema import plain
 from ...typing import Array
 from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, SAMPLE, TIME, UNIT
-from ..certify import Comparisons, attempt, outputs_of, unsteady, wanted
+from ..certify import Comparisons, outputs_of, wanted
 from ..names import TensorName
 from ..outside import Outside
+from ..plain_run import attempt, steadied
 from .claim import LINEAR, Claim, pushed_through, taken_from
 from .ends import Ends
 from .execute import numbers
@@ -89,11 +90,11 @@ def certify(request: Request, plan: Plan, claim: Claim | Certificate) -> Certifi
     certificate = held(claim.spread)
     if certificate.state != "failed":
         return certificate
-    reason = unsteady(request.adapter, request.model, request.batch, run)
-    if reason:
-        return Certificate("could not", engine, why=reason)
     moved = _pulled(request, shaken=True) - _pulled(request)
-    return held(max(claim.spread, float(abs(moved).max()) / epsilon(_computed_in(request, plan))))
+    certificate = held(max(claim.spread, float(abs(moved).max()) / epsilon(_computed_in(request, plan))))
+    if certificate.state != "failed":
+        return certificate
+    return steadied(certificate, request.adapter, request.model, request.batch, run)
 
 
 def _held(request: Request, plan: Plan, claim: Claim, theirs: xr.DataArray, scale: float) -> Certificate:
@@ -107,11 +108,13 @@ def _pulled(request: Request, *, shaken: bool = False) -> xr.DataArray:
     """What the Jacobian makes of random signs, made anew; ``shaken``: off by one rounding inside recurrent layers."""
     with open_network(request, shaken=shaken) as network:
         plan = make_plan(request.options, network)
-        return _claimed(request, plan, xr.DataArray(numbers(plan, Tally()), dims=plan.dims)).pulled
+        is_linear = plan.ends.measure in LINEAR
+        jacobian = xr.DataArray(numbers(plan, Tally()), dims=plan.dims) if is_linear else None
+        return _claimed(request, plan, jacobian).pulled
 
 
-def _claimed(request: Request, plan: Plan, jacobian: xr.DataArray) -> Claim:
-    if plan.ends.measure in LINEAR:
+def _claimed(request: Request, plan: Plan, jacobian: xr.DataArray | None) -> Claim:
+    if plan.ends.measure in LINEAR and jacobian is not None:
         return taken_from(plan, jacobian)
     return pushed_through(plan, jacobian, request.options.memory, _computed_in(request, plan))
 

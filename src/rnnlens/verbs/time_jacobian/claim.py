@@ -55,6 +55,7 @@ class Claim:
     checks: tuple[Check, ...] = ()
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def taken_from(plan: Plan, jacobian: xr.DataArray) -> Claim:
     """The claim of a Jacobian that is linear in its rows."""
     signs = _signs(plan)
@@ -62,8 +63,9 @@ def taken_from(plan: Plan, jacobian: xr.DataArray) -> Claim:
     return Claim(plan.ends, _on_units(signs, plan.ends), _contracted(bare, signs), _spread(bare))
 
 
-def pushed_through(plan: Plan, jacobian: xr.DataArray, memory: int, dtype: str) -> Claim:
-    """The claim of a Jacobian that was measured: random signs go the way that its rows went.
+@np.errstate(over="ignore", invalid="ignore")
+def pushed_through(plan: Plan, jacobian: xr.DataArray | None, memory: int, dtype: str) -> Claim:
+    """The claim of a Jacobian that was measured: random signs go the way that its rows went; held against it if given.
 
     Raises
     ------
@@ -77,7 +79,7 @@ def pushed_through(plan: Plan, jacobian: xr.DataArray, memory: int, dtype: str) 
     modes = {part.mode for part in plan.parts}
     probe = plan_for(plan.network, ends, modes.pop() if len(modes) == 1 else "auto", None, memory, streamed=False)
     rows = xr.DataArray(numbers(probe, Tally()), dims=probe.dims)
-    check = _bound(plan, jacobian, rows, chosen, dtype)
+    check = () if jacobian is None else _bound(plan, jacobian, rows, chosen, dtype)
     pulled = rows.isel({OUT_UNIT: 0})
     pulled = pulled.sum(OUT_TIME) if OUT_TIME in rows.dims else pulled
     cotangent = xr.DataArray(weights[:, :, 0].astype(plan.dtype), dims=(SAMPLE, TIME, UNIT))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...adapters.protocol import RecurrentCall
@@ -31,7 +31,9 @@ class TracedCall:
         return found if wanted is None else {name: array for name, array in found.items() if wanted.has(name)}
 
 
-def trace_call(call: RecurrentCall, wanted: Wanted, sums: dict[str, WeightSum]) -> TracedCall:
+def trace_call(
+    call: RecurrentCall, wanted: Wanted, sums: dict[str, WeightSum], replayed: Callable[[RecurrentCall], Run]
+) -> TracedCall:
     """Replay a call, and sweep back through it where there is a loss; ``sums`` collects dL/dW by weights shared."""
     names = call.cell.state_names
     arrays: Arrays = {"input": call.input, "mask": call.mask, "output": call.output, "output_grad": call.output_grad}
@@ -39,7 +41,7 @@ def trace_call(call: RecurrentCall, wanted: Wanted, sums: dict[str, WeightSum]) 
         arrays |= _border("final", names, call.final_state_grad)
     if not wanted.replayed:
         return TracedCall(arrays, [])
-    run, steps = Run.from_call(call), int(call.input.shape[1])
+    run, steps = replayed(call), int(call.input.shape[1])
     arrays |= dict(zip(names, run.states, strict=True))
     arrays |= {"gates": run.gates, "gate_preactivation": run.preactivation}
     traced = TracedCall(arrays, [replay_check(call, run)])

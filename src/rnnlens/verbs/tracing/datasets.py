@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import xarray as xr
 
 from ...adapters.protocol import Batch, Capture, LayerInfo, PlainCall, Port, RecurrentCall
+from ...recurrence.run import Run
 from ...results.checks import Check, coarser
 from ...results.schema import layer_dataset, plain
 from ...typing import Array
 from ...vocabulary import FORWARD
 from ..assemble import join_directions
 from ..axes import Axes, in_order
-from ..certify import INITIAL, LAYER_INPUT, PROBES, Ours
+from ..certify import INITIAL, LAYER_INPUT, PROBES, Border, Ours
 from ..host import on_host
 from ..outside import Outside
 from ..relabelled import initial_state_gradients, input_gradient, weight_sums
@@ -23,7 +24,12 @@ from .weight_sum import WeightSum
 
 
 def recurrent_datasets(
-    infos: Sequence[LayerInfo], capture: Capture, wanted: Wanted, provenance: Mapping[str, str], ours: Ours | None
+    infos: Sequence[LayerInfo],
+    capture: Capture,
+    wanted: Wanted,
+    provenance: Mapping[str, str],
+    ours: Ours | None,
+    replayed: Callable[[RecurrentCall], Run] = Run.from_call,
 ) -> tuple[dict[str, xr.Dataset], list[Check]]:
     """One dataset per node, in the order of the calls, and the self-checks; ``ours`` collects what to certify."""
     described = {info.name: info for info in infos}
@@ -31,7 +37,7 @@ def recurrent_datasets(
     sums: dict[str, WeightSum] = {}
     datasets = {}
     for name, halves in _by_node(capture.calls).items():
-        traced = [trace_call(call, wanted, sums) for call in halves]
+        traced = [trace_call(call, wanted, sums, replayed) for call in halves]
         checks += [check for one in traced for check in one.checks]
         info = described.get(name) or described.get(name.rpartition("#")[0])
         dataset = layer_dataset(
@@ -70,12 +76,12 @@ def _collect(ours: Ours, dataset: xr.Dataset, halves: Sequence[RecurrentCall], t
         grads = initial_state_gradients(dataset, call, call.cell.state_names)
         if call.framework_initial_state_grad is not None and grads is not None:
             pairs = zip(grads, call.framework_initial_state_grad, strict=True)
-            ours.borders.append((INITIAL, call.layer, list(pairs), one.rounding.initial))
+            ours.borders.append(Border(INITIAL, call.layer, list(pairs), one.rounding.initial))
     mine = input_gradient(dataset)
     theirs = [call.framework_input_grad for call in halves if call.framework_input_grad is not None]
     if theirs and mine is not None:
         scale = max(one.rounding.input for one in traced)
-        ours.borders.append((LAYER_INPUT, halves[0].layer, [(mine, sum(map(plain, theirs)))], scale))
+        ours.borders.append(Border(LAYER_INPUT, halves[0].layer, [(mine, sum(map(plain, theirs)))], scale))
 
 
 def plain_datasets(

@@ -1,0 +1,40 @@
+"""Where the framework's own kernels differ by a rounding, and a chaotic network makes all of it, that is said."""
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+
+
+def network(gain):
+    keras.utils.set_random_seed(0)
+    recurrent = keras.initializers.RandomNormal(stddev=gain / 32**0.5)
+    layers = [keras.layers.SimpleRNN(32, recurrent_initializer=recurrent, name="rnn"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((100, 3)), *layers])
+    model.compile(loss="mse")
+    x = np.random.default_rng(0).normal(size=(4, 100, 3)).astype("float32")
+    return model, x, x.mean((1, 2))[:, None]
+
+
+def test_it_is_told_from_a_fault():
+    """The layer returns its last step only: the others are replayed, and are those of another trajectory."""
+    with pytest.warns(rl.errors.SelfCheckWarning, match="the sum over time"):
+        certificate = rl.weights(*network(3.0)).certificate
+    assert certificate.state == "could not"
+    assert "the model is chaotic" in certificate.why
+    assert rl.weights(*network(0.9)).certificate.state == "passed"
+
+
+def test_a_fault_of_a_steady_network_stays_one(monkeypatch):
+    from rnnlens.recurrence.cells import SimpleRNN
+
+    right = SimpleRNN.pull_back
+
+    def wrong(*given):
+        gates, states, own = right(*given)
+        return gates * (1 + 1e-3), states, own
+
+    monkeypatch.setattr(SimpleRNN, "pull_back", wrong)
+    with pytest.warns(rl.errors.SelfCheckWarning):
+        assert rl.weights(*network(0.9)).certificate.state == "failed"
