@@ -38,12 +38,13 @@ DEVIATIONS = 6.0
 #: Records in a row that have to be.
 PERSIST = 2
 #: The least change that matters: a gradient ten times as large; a third of the reach, or of what is kept per step back;
-#: the odds of saturation by e^1.5.
-EFFECT = {"exploding": math.log(10.0), "vanishing": math.log(3.0), "saturated": 1.5}
+#: the odds of saturation by e^3: from 5 % to half of the gate, from half to 95 %. A network that learns to hold a value
+#: saturates a third of its update gates, and is well.
+EFFECT = {"exploding": math.log(10.0), "vanishing": math.log(3.0), "saturated": 3.0}
 #: Spread that no run is taken to be below, on the same scales.
 _LEAST_SPREAD = {"exploding": 0.2, "vanishing": 0.15, "saturated": 0.2}
-#: Shares below this are noise of counting.
-_LEAST_SHARE = 0.05
+#: Shares below the first, and above the second, are noise of counting.
+_SHARES = (0.05, 0.99)
 
 _log = logging.getLogger("rnnlens")
 
@@ -192,7 +193,7 @@ def _log_of(value: float) -> float:
 
 
 def _logit(share: float) -> float:
-    inside = min(max(share, _LEAST_SHARE), 1.0 - _LEAST_SHARE)
+    inside = min(max(share, _SHARES[0]), _SHARES[1])
     return math.log(inside / (1.0 - inside))
 
 

@@ -93,7 +93,7 @@ def test_two_hundred_steps(tmp_path, probe):
             self.seen = []
 
         def on_step_end(self, args, state, control, model=None, **kwargs):
-            self.seen.append((float(model.head.bias), float(torch.rand(1))))
+            self.seen.append((float(model.head.bias.detach()), float(torch.rand(1))))
 
     before, after = Noting(), Noting()
     asked = {"num_train_epochs": 50, "metrics": absolute_error, "eval_strategy": "epoch"}

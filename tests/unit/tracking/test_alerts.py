@@ -91,6 +91,14 @@ def test_gates_that_saturate():
     assert [(a.finding, a.step) for a in alerts.found] == [("saturated", 9)]
 
 
+def test_gates_that_learn_to_hold_a_value_are_no_finding():
+    """As the update gates of a GRU whose loss just fell; half of a gate that closes altogether is one."""
+    learning = [0.0] * 20 + [0.02, 0.03, 0.11, 0.18, 0.21, 0.23, 0.25, 0.27, 0.3, 0.32] + [0.33] * 10
+    assert not watched("gru/update/near_1", learning).found
+    closing = [0.5, 0.52, 0.49, 0.5] * 4 + [0.97, 0.98, 0.99]
+    assert [(a.finding, a.step) for a in watched("gru/update/near_1", closing).found] == [("saturated", 16)]
+
+
 def test_the_threshold_is_the_runs_own_spread():
     """What is out of the ordinary of a calm run is not of a restless one."""
     jump = math.exp(DEVIATIONS * 0.5)
