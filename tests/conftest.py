@@ -20,11 +20,11 @@ SKIP_IS_FAILURE = os.environ.get("RNNLENS_SKIP_IS_FAILURE") == "1"
 
 
 def pytest_configure():
-    """Graphs of TensorFlow are run once or twice here: what rewriting them gains costs more than it saves."""
+    """Before a test is collected: helpers are found by then."""
     if os.environ["KERAS_BACKEND"] == "tensorflow":
-        import tensorflow as tf
+        import grappler
 
-        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+        grappler.off()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -96,8 +96,6 @@ TF_KERAS = ("option_product", "contract", "cells_and_losses", "left_as_found", "
 
 # The longest first, so that the cores finish together.
 SUITES = (
-    keras("jax"),
-    keras("tensorflow"),
     Suite(
         "torch",
         (
@@ -108,7 +106,17 @@ SUITES = (
             "tests/under_fire/torch",
         ),
     ),
+    Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
+    keras("tensorflow"),
+    keras("jax"),
     keras("torch"),
+    Suite(
+        "core",
+        ("tests/unit", "tests/property", "tests/surface", "tests/third_framework"),
+        environment={"KERAS_BACKEND": "jax"},
+    ),
+    graphs("v2"),
+    graphs("v1"),
     Suite(
         "tf_keras",
         (
@@ -119,20 +127,12 @@ SUITES = (
         # KERAS_BACKEND chooses which cases of a product are run, see tests/conftest.py.
         environment={"RNNLENS_TESTED_KERAS": "tf_keras", "TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "tensorflow"},
     ),
-    Suite(
-        "core",
-        ("tests/unit", "tests/property", "tests/surface", "tests/third_framework"),
-        environment={"KERAS_BACKEND": "jax"},
-    ),
-    graphs("v1"),
-    graphs("v2"),
-    # Trainers and loggers of others: their imports are slow, and what they warn of is their own.
-    Suite("tools", ("tests/tracking/tools",)),
-    Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
     # Without a framework at first: tests of files fork, which JAX' threads do not survive; those of commands come last.
     Suite("files", ("tests/under_fire/files", "tests/wheel", "tests/under_fire/cli")),
-    Suite("report", ("tests/report",), environment={"KERAS_BACKEND": "torch"}, needs_browser=True),
+    # Trainers and loggers of others: their imports are slow, and what they warn of is their own.
+    Suite("tools", ("tests/tracking/tools",)),
     Suite("lint", commands=LINT),
+    Suite("report", ("tests/report",), environment={"KERAS_BACKEND": "torch"}, needs_browser=True),
 )
 
 

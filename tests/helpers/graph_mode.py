@@ -4,6 +4,7 @@ import os
 
 os.environ["TF_USE_LEGACY_KERAS"] = "1"
 
+import grappler
 import pytest
 import tensorflow.compat.v1 as tf
 
@@ -13,6 +14,7 @@ if CONTROL_FLOW == "v1":
 else:
     tf.disable_eager_execution()
 tf.get_logger().setLevel("ERROR")
+grappler.off()
 
 
 @pytest.fixture(autouse=True)

@@ -66,8 +66,8 @@ class Variant:
         return layer
 
 
-#: Each of them has every value of every option, since no number of values is divided by five.
-PARTS = 5
+#: Each of them has every value of every option, since five and seven divide no number of values.
+PARTS = 5 if engine() == "torch" else 7
 
 
 def variants(cell, part):

@@ -151,6 +151,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.one_engine("tensorflow", "torch")  # JAX compiles its step in any case
 @pytest.mark.product(keep=() if ENGINE == "torch" else ("jit_compile=True",))
 @pytest.mark.parametrize("how", COMPILED)
 def test_however_the_step_is_compiled(how, data):
@@ -179,6 +180,7 @@ def half(request):
     keras.config.set_dtype_policy(before)
 
 
+@pytest.mark.one_engine("jax", "torch")
 @pytest.mark.product(keep=("mixed_float16",))
 def test_half_precision_is_that_of_the_step(half, data):
     """The scale on the loss is not in what is told; what rounding in half precision leaves is."""
