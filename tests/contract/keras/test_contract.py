@@ -52,3 +52,24 @@ def test_names_of_nodes():
     assert nodes("shared") == ["rnn#0", "rnn#1"]
     assert nodes("nested") == ["encoder/gru"]
     assert nodes("bidirectional") == ["bi", "bi"]
+
+
+class Spare(keras.Model):
+    """Two of its recurrent layers are never called, and have no weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = keras.layers.LSTM(3, name="one")
+        self.never = keras.layers.GRU(2, name="never")
+        self.both = keras.layers.Bidirectional(keras.layers.LSTM(2), name="both")
+
+    def call(self, x):
+        return self.one(x)
+
+
+@pytest.mark.filterwarnings("ignore:.build:UserWarning")  # Keras 3, of such layers
+def test_a_layer_that_nobody_calls_is_left_out():
+    model = Spare()
+    model(data())
+    assert [call.layer for call in adapter.capture(model, Batch(data(), loss=loss), CaptureRequest()).calls] == ["one"]
+    assert list(adapter.weights(model)) == ["one"]

@@ -415,11 +415,77 @@ def test_stacked_cells_are_refused_by_name():
         rl.trace(model, X, np.zeros((3, 6, 2)))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_that_are_dropped_in_training_are_seen_outside_of_it(kind, dropout):
+    layer, step, options = KINDS[kind]
+    rates = {"recurrent_dropout": 0.3, "dropout": dropout}
+    model = built(layer(5, return_sequences=True, name="r", **rates, **options))
+    y = np.random.default_rng(1).normal(size=(3, 6, 2))
+    trace = rl.trace(model, X, y)
+    *w, kernel, bias = model.get_weights()
+    truth = total(step, w, (kernel, bias), X, y, 5, last=False)
+    np.testing.assert_allclose(trace["r"].hidden_grad.values, truth, atol=1e-13)
+    assert trace.certificate.state == "passed"
+    with pytest.raises(rl.errors.UnsupportedError, match="cannot be looked into in training: its states are dropped"):
+        rl.trace(model, X, y, training=True)
+
+
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(
-    "cells", [lambda: layers.GRUCell(3, recurrent_dropout=0.3), lambda: [layers.LSTMCell(3, recurrent_dropout=0.3)]]
-)
-def test_states_that_are_dropped_within_a_loop_are_refused(cells, training):
-    model = built(layers.RNN(cells(), return_sequences=True, name="r"))
+def test_states_that_are_dropped_in_unrolled_steps_are_refused(training):
+    """What is done outside of training is read off loops alone."""
+    model = built(layers.LSTM(3, recurrent_dropout=0.3, unroll=True, name="r"))
     with pytest.raises(rl.errors.UnsupportedError, match="Layer 'r' cannot be traced: its states are dropped"):
-        rl.trace(model, X, np.zeros((3, 6, 2)), training=training)
+        rl.trace(model, X, np.zeros((3, 2)), training=training)
+
+
+class Spare(keras.Model):
+    """Two of its recurrent layers are never called, a third is called and used by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = layers.LSTM(5, name="one")
+        self.never, self.both = layers.GRU(3, name="never"), layers.Bidirectional(layers.LSTM(3), name="both")
+        self.unused, self.head = layers.GRU(3, name="unused", unroll=True), layers.Dense(2, name="head")
+
+    def call(self, x):
+        self.unused(x)
+        return self.head(self.one(x))
+
+
+def test_a_layer_that_nobody_calls_is_left_out_by_name():
+    model, y = Spare(), np.random.default_rng(1).normal(size=(3, 2))
+    model.compile("sgd", "mse")
+    model.test_on_batch(X, y)
+    trace = rl.trace(model, X, y)
+    assert list(trace) == ["one"]
+    assert trace.certificate.state == "passed"
+    assert trace.notes == ["Left out, since outputs and loss do not depend on it: never, both, unused."]
+    by_name = {v.name.removesuffix(":0").partition("/")[2]: model.get_weights()[i] for i, v in enumerate(model.weights)}
+    w = [by_name[f"one/lstm_cell/{key}"] for key in ("kernel", "recurrent_kernel", "bias")]
+    truth = total(lstm, w, [by_name["head/kernel"], by_name["head/bias"]], X, y, 5, last=True)
+    np.testing.assert_allclose(trace["one"].hidden_grad, truth, atol=1e-13)
+    assert {row.name for row in rl.layers(model)} == {"one", "never", "both", "unused"}
+    with pytest.raises(rl.errors.LayerNotFoundError, match="never"):
+        rl.trace(model, X, y, layers="never")
+
+
+@pytest.mark.parametrize("sequences", [False, True])
+@pytest.mark.parametrize("kind", ["gru", "lstm"])
+def test_a_loss_on_the_returned_state_alone(kind, sequences):
+    """What comes from above goes to the state that the layer returned, not to its output, which nobody reads."""
+    layer, step, _ = KINDS[kind]
+    returned = layer(5, return_sequences=sequences, return_state=True, name="r")
+    model = built(lambda inputs: returned(inputs)[1])
+    y = np.random.default_rng(1).normal(size=(3, 2))
+    trace = rl.trace(model, X, y)
+    *w, kernel, bias = model.get_weights()
+    states = step(w, X)
+    direct = 2 * (states[:, -1] @ kernel + bias - y) / y.size @ kernel.T
+    final = trace["r"].final_state_grad
+    np.testing.assert_allclose(final.isel(state=0) if "state" in final.dims else final, direct, atol=1e-14)
+    np.testing.assert_allclose(trace["r"].output, states if sequences else states[:, -1], atol=1e-13)
+    assert trace["r"].output_grad.dims == (("sample", "time", "unit") if sequences else ("sample", "unit"))
+    assert not trace["r"].output_grad.values.any()
+    np.testing.assert_allclose(trace["r"].hidden_grad, total(step, w, (kernel, bias), X, y, 5, last=True), atol=1e-13)
+    assert trace.certificate.state == "passed"

@@ -67,6 +67,8 @@ def places(model: Any) -> Places:
     sites: list[Site] = []
     plain: dict[str, Any] = {}
     for name, layer, wrapper in _walk(model):
+        if _is_recurrent(dialect_of(layer), layer) and not layer.built:
+            continue  # nobody has called it: it has no weights, and nothing depends on it
         found = list(_sites_of(name, layer, wrapper))
         if not found or found[0].bidirectional:
             _add_unique(plain, name, layer)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from .blocks import Source
-from .borders import Mask, Read, Written, clocks, is_zero, mask_of, same, sequences, written
+from .borders import Mask, Read, Written, clocks, is_filled_with, mask_of, same, sequences, written
 from .forms import Form, Forms, Value
 from .found import Border
 from .frames import Frame, Variable
 from .match import Match, recognised
 from .paths import Paths
+from .phase import Phase
 
 
 @dataclass(eq=False)
@@ -58,13 +60,18 @@ class Anatomy:
         return condition is self.condition[0] or (mine is not None and mine.agrees(other))
 
     @property
+    def covered(self) -> bool:
+        """Whether every state is one of a known cell."""
+        return sorted(i for match in self.matches for i in match.states) == list(range(len(self.pairs)))
+
+    @property
     def whole(self) -> bool:
         """Whether one known cell is all that the loop has."""
         return len(self.matches) == 1 and len(self.matches[0].states) == len(self.pairs)
 
 
-def take_apart(frame: Frame) -> Anatomy:
-    """Forms of all that a step makes, and the cells among them."""
+def take_apart(frame: Frame, phase: Any = None) -> Anatomy:
+    """Forms of all that a step makes, and the cells among them; as they are where ``phase`` is off, if it is given."""
     reads, writes = sequences(frame), written(frame)
     floats = _floats(frame)
     made = {id(v): unselected(v.after, v.before, frame.outer) for v in floats}
@@ -74,7 +81,7 @@ def take_apart(frame: Frame) -> Anatomy:
     new = {id(v): made[id(v)][0] if condition is not None else v.after for v in states}
     leaves: dict[int, Any] = {id(v.before): ("state", i) for i, v in enumerate(floats)}
     leaves |= {id(read.value): ("read", i) for i, read in enumerate(reads)}
-    forms = Forms(leaves, frame.outer)
+    forms = Forms(leaves, frame.outer, Phase(phase, frame.outer).off)
     pairs: list[tuple[Form, Form]] = []
     owners: list[tuple[Variable, tuple[int, int] | None]] = []
     for variable in states:
@@ -152,8 +159,11 @@ Output = tuple[Border | None, Literal["state", "output", "zero"]]
 def output_of(anatomy: Anatomy, hidden: Form) -> Output | None:
     """Where the steps of a state are stacked, and what stands at masked steps; None where another thing is put out."""
     writes = [w for w in anatomy.writes if w.stacked is not None]
-    if not writes:
-        return None, "state"
+    found = _output_of(anatomy, hidden, writes) if writes else None
+    return (None, "state") if found is None and not any(w.variable.read for w in writes) else found
+
+
+def _output_of(anatomy: Anatomy, hidden: Form, writes: Sequence[Written]) -> Output | None:
     if len(writes) > 1 or not at_present(anatomy.frame, writes[0]):
         return None
     form = anatomy.forms.form(writes[0].value)
@@ -179,7 +189,7 @@ def _instead(anatomy: Anatomy, other: Form, hidden: Form) -> Literal["state", "o
     if atom is None or atom[0] != "leaf" or atom[2] is not None:
         return None
     if atom[1][0] == "tensor":
-        return "zero" if is_zero(anatomy.forms.tensors[atom[1][1]], anatomy.frame.outer) else None
+        return "zero" if is_filled_with(0, anatomy.forms.tensors[atom[1][1]], anatomy.frame.outer) else None
     return _kept(anatomy, other, hidden) if atom[1][0] == "state" else None
 
 
@@ -189,7 +199,7 @@ def _kept(anatomy: Anatomy, other: Form, hidden: Form) -> Literal["state", "outp
         return "state"
     assert other.atom is not None
     variable = _floats(anatomy.frame)[other.atom[1][1]]
-    return "output" if is_zero(variable.entry, anatomy.frame.outer) else None
+    return "output" if is_filled_with(0, variable.entry, anatomy.frame.outer) else None
 
 
 def _floats(frame: Frame) -> list[Variable]:

@@ -49,8 +49,7 @@ class _Apart:
     def loops(self) -> list[Loop]:
         """Known cells one after the other, or all of it as one that is not known."""
         anatomy = self.anatomy
-        covered = sorted(i for match in anatomy.matches for i in match.states)
-        if covered == list(range(len(anatomy.pairs))):
+        if anatomy.covered:
             order = sorted(anatomy.matches, key=lambda m: len(anatomy.forms.mentioned(m.source)))
             found = [self._cell(match, i, len(order)) for i, match in enumerate(order)]
             self._put_out()
@@ -196,7 +195,7 @@ class _Apart:
     def _put_out(self) -> None:
         """Whatever the loop stacks, from the steps of the cells."""
         anatomy = self.anatomy
-        writes = [w for w in anatomy.writes if w.stacked is not None]
+        writes = [w for w in anatomy.writes if w.stacked is not None and w.variable.read]
         values = [w.value for w in writes]
         masked = self.mask != {}
         outside = [v for v in values if id(v) not in self.recorder.steps]
@@ -281,7 +280,7 @@ class _Apart:
     def _what_is_put_out(self) -> tuple[Any, bool]:
         """The output of a step where its states are not kept, and whether it is written; a state where nothing is."""
         anatomy = self.anatomy
-        writes = [w for w in anatomy.writes if w.stacked is not None and w.value.dtype.is_floating]
+        writes = [w for w in anatomy.writes if w.stacked is not None and w.variable.read and w.value.dtype.is_floating]
         if not writes:
             return anatomy.new[id(anatomy.states[0])], False
         value = writes[0].value

@@ -208,15 +208,15 @@ def mask_of(condition: Any, frame: Frame, reads: Sequence[Read]) -> Mask | None:
     return None
 
 
-def is_zero(tensor: Any, outer: Source) -> bool:
-    """Whether every number of a tensor is 0."""
+def is_filled_with(number: int, tensor: Any, outer: Source) -> bool:
+    """Whether every number of a tensor is this one, 0 or 1."""
     tensor = same(tensor, outer)
-    if tensor.op.type == "ZerosLike":
-        return True
+    if tensor.op.type in ("ZerosLike", "OnesLike"):
+        return bool((tensor.op.type == "OnesLike") == number)
     if tensor.op.type == "Fill":
-        return bool(constant_of(tensor.op.inputs[1], outer) == 0)
+        return bool(constant_of(tensor.op.inputs[1], outer) == number)
     value = tensor_util.constant_value(tensor) if tensor.op.type == "Const" else None
-    return value is not None and not bool(np.any(value))
+    return value is not None and bool(np.all(value == number))
 
 
 @dataclass(frozen=True)

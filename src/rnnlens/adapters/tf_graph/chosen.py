@@ -6,7 +6,19 @@ from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_
 from ..protocol import NOT_LOOKED_INTO, CaptureRequest
 from .found import Loop
 from .opened import Opened
-from .weights import base, layers_of
+from .weights import base, layers_of, variables_used
+
+
+def refusals(found: Opened) -> dict[str, str]:
+    """The recurrent layers of a Keras model that cannot be looked into, and why."""
+    names = found.net.keras
+    return {} if names is None else names.refusals(found.loops, variables_used(found))
+
+
+def uncalled(found: Opened) -> list[str]:
+    """A note that names the recurrent layers of a Keras model that outputs and loss do not depend on, if any."""
+    names = [] if found.net.keras is None else found.net.keras.uncalled(variables_used(found))
+    return [f"Left out, since outputs and loss do not depend on it: {', '.join(names)}."] if names else []
 
 
 def within_reach(found: Opened, request: CaptureRequest) -> tuple[tuple[str, ...] | None, list[str]]:
@@ -15,9 +27,8 @@ def within_reach(found: Opened, request: CaptureRequest) -> tuple[tuple[str, ...
     Variables in no scope of a layer, and scopes out of which nothing comes, have no output.
     """
     if request.all_must_run or request.layers is None:
-        return request.layers, []
-    refused = {} if found.net.keras is None else dict(found.net.keras.refusals(found.loops))
-    refused |= {loop.name: loop.cell.refused for loop in found.loops if loop.cell.refused}
+        return request.layers, [] if request.layers is not None else uncalled(found)
+    refused = refusals(found) | {loop.name: loop.cell.refused for loop in found.loops if loop.cell.refused}
     layers, kept = layers_of(found), dict[str, None]()
     for name in request.layers:
         calls = [loop.name for loop in found.loops if name in (loop.name, base(loop))]
@@ -31,15 +42,15 @@ def chosen(found: Opened, wanted: tuple[str, ...] | None) -> tuple[list[Loop], l
     """The loops to look at, and the names of the other layers."""
     infos = list(dict.fromkeys(loop.name for loop in found.loops))
     layers = layers_of(found)
+    refused = refusals(found)
     if wanted is None:
-        if not infos and not (found.net.keras and found.net.keras.sites):
+        if not infos and not refused:
             raise ModelError(
                 message("There is no recurrent loop on the way to the outputs or the loss.", hint="outputs= and loss=")
             )
         asked = infos
     else:
         asked = list(dict.fromkeys(wanted))
-    refused = {} if found.net.keras is None else found.net.keras.refusals(found.loops)
     for name in [*asked, *(refused if wanted is None else ())]:
         if name in refused:
             raise UnsupportedError(refused[name])

@@ -126,7 +126,7 @@ class Copier:
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
     def _call(self, op: Any, name: str, inputs: list[Any]) -> list[Any]:
-        function, home = _function(op.graph, name)
+        function, home = function_of(op.graph, name)
         _, taken, returned = body_graph(function, inputs, home)
         given = {id(p): self._made[id(t)] for p, t in zip(taken, inputs, strict=True)}
         copier = Copier(given, Source(), lambda t: t)
@@ -198,7 +198,7 @@ def _border_of(merge: Any) -> list[Any]:
     return found
 
 
-def _function(graph: Any, name: str) -> tuple[Any, Any]:
+def function_of(graph: Any, name: str) -> tuple[Any, Any]:
     """A function, and the graph that knows it; the graph of a function asks the one around it."""
     while graph is not None:
         for function in graph.as_graph_def().library.function:

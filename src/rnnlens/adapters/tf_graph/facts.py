@@ -9,6 +9,7 @@ from typing import Any, Literal
 import tensorflow.compat.v1 as tf
 
 from ..protocol import Facts, LayerInfo, Role, Submodule
+from .chosen import refusals
 from .found import Loop
 from .opened import Opened, opened
 from .public import Net
@@ -28,7 +29,7 @@ def describe(net: Net) -> list[LayerInfo]:
 def _of_keras(found: Opened) -> list[LayerInfo]:
     """The layers as Keras has them; masked where their loops are."""
     names = found.net.keras
-    refused = names.refusals(found.loops)
+    refused = refusals(found)
     rows: dict[str, LayerInfo] = {}
     for site in names.sites:
         loops = [loop for loop in found.loops if loop.name.partition("#")[0] == site.name]

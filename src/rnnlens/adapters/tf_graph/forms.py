@@ -18,6 +18,7 @@ import numpy as np
 from tensorflow.python.framework.tensor_util import constant_value
 
 from .blocks import Source, block_of, constant_of, window_of
+from .borders import is_filled_with
 
 #: What a form is a polynomial of. First word is the kind; see :class:`Forms`.
 Atom = tuple[Any, ...]
@@ -91,10 +92,12 @@ class Forms:
         By id of a tensor: what it is called, and not looked into.
     outer
         Loop invariants: what each tensor of the body is outside of the loop.
+    off
+        What stands for a tensor, as for a conditional that is left out; None for any other.
     """
 
-    def __init__(self, leaves: Mapping[int, Any], outer: Source) -> None:
-        self._leaves, self._outer = leaves, outer
+    def __init__(self, leaves: Mapping[int, Any], outer: Source, off: Callable[[Any], Any] = lambda _: None) -> None:
+        self._leaves, self._outer, self._off = leaves, outer, off
         self._interned: dict[frozenset[tuple[tuple[Atom, ...], float]], Form] = {}
         self._found: dict[int, Value] = {}
         self._leaves_of: dict[Form, frozenset[Any]] = {}
@@ -293,7 +296,9 @@ class Forms:
             return [outside] if not self._is_weight(tensor) else []
         if self._is_weight(tensor) or constant_of(tensor, self._outer) is not None:
             return []
-        op = tensor.op
+        op, instead = tensor.op, self._off(tensor)
+        if instead is not None:
+            return [instead]
         if op.type == "MatMul":
             return [op.inputs[0]]
         if op.type in _SELECT:
@@ -318,6 +323,9 @@ class Forms:
         number = constant_of(tensor, self._outer)
         if number is not None and tensor.dtype.is_floating:
             return self.scalar(float(number))
+        instead = self._off(tensor)
+        if instead is not None:
+            return self.scalar(1.0) if is_filled_with(1, instead, self._outer) else self._found[id(instead)]
         made, op = self._operation(tensor), tensor.op
         return self.leaf(("tensor", self._first_alike(tensor), op.type)) if made is None else made
 

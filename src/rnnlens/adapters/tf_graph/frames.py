@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,8 @@ class Variable:
         Within the body: at the beginning of a step, and at its end.
     reader
         The operation, and the number of its input, by which the loop reads ``entry``.
+    read
+        Whether what is asked for depends on it.
     """
 
     entry: Any
@@ -42,6 +44,7 @@ class Variable:
     after: Any
     exit: Any
     reader: tuple[Any, int]
+    read: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +87,15 @@ def frames_of(graph: Any, ends: Iterable[Any]) -> Iterator[Frame]:
         elif op.type in _WHILES:
             functions = functions or {f.signature.name: f for f in graph.as_graph_def().library.function}
             found.append((op._id, partial(_new_frame, op, functions)))
+    every: dict[str, list[Any]] = defaultdict(list)
+    for op in graph.get_operations() if old else ():
+        if op.type in _ENTERS:
+            every[op.get_attr("frame_name").decode()].append(op)
     inner = _inner(old)
     for name, enters in old.items():
         if name in inner:
             continue  # told of with the loop around it
-        found.append((_first(enters), partial(_old_frame, name, enters)))
+        found.append((_first(enters), partial(_old_frame, name, enters, every[name])))
     for _, make in sorted(found, key=lambda pair: pair[0]):
         yield make()
 
@@ -119,9 +126,11 @@ def _inner(old: dict[str, list[Any]]) -> set[str]:
     return found
 
 
-def _old_frame(name: str, enters: list[Any]) -> Frame:
+def _old_frame(name: str, enters: Sequence[Any], every: Sequence[Any] = ()) -> Frame:
+    """``enters``: those that lead to what is asked for; ``every``: all of the loop."""
     variables, outer, readers = [], {}, {}
-    for enter in sorted(enters, key=lambda op: op._id):
+    asked, entered = set(enters), sorted({*enters, *every}, key=lambda op: op._id)
+    for enter in entered:
         (out,) = enter.outputs
         if enter.get_attr("is_constant"):
             outer[id(out)] = enter.inputs[0]
@@ -129,10 +138,17 @@ def _old_frame(name: str, enters: list[Any]) -> Frame:
             continue
         merge = next((op for op in out.consumers() if op.type in ("Merge", "RefMerge")), None)
         if merge is not None:
-            variables.append(_old_variable(enter, merge))
-    ops = _inside([v.after for v in variables], {v.before.op.name for v in variables} | {e.name for e in enters})
-    graph = enters[0].graph
-    return Frame(scope_of(name), "v1", _first(enters), tuple(variables), Source(outer), graph, readers, ops)
+            variables.append(replace(_old_variable(enter, merge), read=enter in asked))
+    kept = _needed(variables)
+    ops = _inside([v.after for v in kept], {v.before.op.name for v in kept} | {e.name for e in entered})
+    return Frame(scope_of(name), "v1", _first(enters), kept, Source(outer), enters[0].graph, readers, ops)
+
+
+def _needed(variables: Sequence[Variable]) -> tuple[Variable, ...]:
+    """What is read; what is put out, also where nobody reads it, and what that was at the step before."""
+    writes = [v for v in variables if _unchanged(v.after).op.type == "TensorArrayWriteV3"]
+    put_out = {id(_unchanged(_unchanged(v.after).op.inputs[2])) for v in writes}
+    return tuple(v for v in variables if v.read or v in writes or id(_unchanged(v.after)) in put_out)
 
 
 def _first(ops: Iterable[Any]) -> int:

@@ -6,6 +6,7 @@ session's random kernels, queues and iterators would move. So everything happens
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,7 +77,7 @@ class GraphCopy:
         self._replaced: dict[str, Any] = {}
         #: What was built once for a question: see :mod:`ports` and :mod:`capture`.
         self.built: dict[Hashable, Any] = {}
-        self._config, self._version = config, -1
+        self._config, self._version = _shared(config), -1
         self._session: Any = None
         self._steady: dict[Hashable, bool] = {}
         self._loaded: dict[str, Array] = {}
@@ -204,6 +205,16 @@ class GraphCopy:
                 found |= {node.op for node in functions[name].node_def}
                 called += [other for node in functions[name].node_def for other in _called(node)]
         return frozenset(found)
+
+
+def _shared(config: Any) -> Any:
+    """The user's configuration; where he says nothing of threads, half of the cores: two of our copies run at once."""
+    own = tf.ConfigProto()
+    own.CopyFrom(config or own)
+    if not (own.inter_op_parallelism_threads or own.session_inter_op_thread_pool):
+        own.use_per_session_threads = True
+        own.inter_op_parallelism_threads = max(1, (os.cpu_count() or 1) // 2)
+    return own
 
 
 def _called(operation: Any) -> list[str]:

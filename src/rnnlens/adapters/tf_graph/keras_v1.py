@@ -149,7 +149,9 @@ def _site(name: str, half: Any, owner: Any, wrapper: Any) -> Site:
         owner is not half,
         frozenset() if cell is None else frozenset(_operation(v) for v in cell.weights),
         bool(half.return_sequences),
+        bool(half.built),
         _refusal(name, half, wrapper) or _of_steps(name, half, owner),
+        _dropped(name, half),
         _info(name, half, owner),
     )
 
@@ -167,16 +169,21 @@ def _refusal(name: str, layer: Any, wrapper: Any) -> str:
     return ""
 
 
-def _of_steps(name: str, half: Any, owner: Any) -> str:
-    """Why the steps of a layer, as Keras put them into the graph, cannot be run apart from each other; or ""."""
+def _dropped(name: str, half: Any) -> str:
+    """Why a layer whose states are dropped within its loop cannot be traced, where its cell is not known; or ""."""
     cell = getattr(half, "cell", None)
     rates = [getattr(part, "recurrent_dropout", 0) or 0 for part in getattr(cell, "cells", [cell])]
-    if any(rates):
-        return message(
-            f"Layer {name!r} cannot be traced: its states are dropped within its loop.",
-            got=f"recurrent_dropout={max(rates)}, eager execution disabled",
-            hint="the same weights in a layer with recurrent_dropout=0, which is what evaluation runs; or run eagerly",
-        )
+    if not any(rates):
+        return ""
+    return message(
+        f"Layer {name!r} cannot be traced: its states are dropped within its loop.",
+        got=f"recurrent_dropout={max(rates)}, eager execution disabled",
+        hint="the same weights in a layer with recurrent_dropout=0, which is what evaluation runs; or run eagerly",
+    )
+
+
+def _of_steps(name: str, half: Any, owner: Any) -> str:
+    """Why the steps of a layer, as Keras put them into the graph, cannot be run apart from each other; or ""."""
     if not getattr(half, "unroll", False) or not _is_masked(owner):
         return ""
     return message(

@@ -59,6 +59,16 @@ def runs_through(anatomy: Anatomy, stacked: Any) -> tuple[Condition, ...]:
         return (Condition(count - tf.shape(stacked)[0], 0, words),)
 
 
+def phase_off(frame: Frame, phase: Any) -> Condition:
+    """What has to hold in a run of a cell that is known outside of training alone."""
+    words = message(
+        f"The loop {frame.name!r} cannot be looked into in training: its states are dropped within it.",
+        got="recurrent_dropout, training=True, eager execution disabled",
+        hint="training=False; or run eagerly",
+    )
+    return Condition(phase, 0, words)
+
+
 def course_words(course: Course) -> dict[str, Any]:
     """Which way a loop runs, as a :class:`Loop` has it."""
     return {"direction": course.direction, "turned_by": course.turned_by, "time_major": course.time_major}

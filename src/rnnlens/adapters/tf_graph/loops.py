@@ -13,11 +13,11 @@ from .apart import taken_apart
 from .borders import course_of, sequences
 from .found import Border, Loop
 from .frames import Frame, frames_of
-from .labels import common_scope, course_words, fused, kind_of, known_cell, masking, refused, runs_through
+from .labels import common_scope, course_words, fused, kind_of, known_cell, masking, phase_off, refused, runs_through
 from .unrolled import unrolled
 
 
-def find(graph: Any, ends: Iterable[Any]) -> list[Loop]:
+def find(graph: Any, ends: Iterable[Any], phase: Any = None) -> list[Loop]:
     """The recurrences among the ancestors of some tensors, in the order in which they were built.
 
     Parameters
@@ -26,9 +26,11 @@ def find(graph: Any, ends: Iterable[Any]) -> list[Loop]:
         Our copy of the user's graph.
     ends
         Outputs and loss; loops that lead to none of them (those of gradients, of input pipelines) are left out.
+    phase
+        What is fed for the learning phase: a cell may be known where that is off alone.
     """
     ends = list(ends)
-    built = [(frame.built, loop) for frame in frames_of(graph, ends) for loop in _loops(frame)]
+    built = [(frame.built, loop) for frame in frames_of(graph, ends) for loop in _loops(frame, phase)]
     loops = zip((number for number, _ in built), _paired([loop for _, loop in built]), strict=True)
     steps = [(_first_step(loop), loop) for loop in unrolled(ends)]
     return [*(loop for _, loop in sorted([*loops, *steps], key=lambda pair: pair[0])), *fused(ends)]
@@ -39,7 +41,7 @@ def _first_step(loop: Loop) -> float:
     return int(loop.states[0].tensors[0].op._id) if loop.states else math.inf
 
 
-def _loops(frame: Frame) -> list[Loop]:
+def _loops(frame: Frame, phase: Any) -> list[Loop]:
     """The recurrences of one loop: none where nothing is carried from step to step but what is put out."""
     if frame.nested:
         floats = [v for v in frame.variables if v.before.dtype.is_floating and v.before.shape.rank != 0]
@@ -47,6 +49,16 @@ def _loops(frame: Frame) -> list[Loop]:
     anatomy = take_apart(frame)
     if not anatomy.states:
         return []
+    if phase is not None and not anatomy.covered:
+        untrained = take_apart(frame, phase)
+        if untrained.covered:
+            first, *others = _cells(untrained)
+            conditions = (*first.cell.conditions, phase_off(frame, phase))
+            return [replace(first, cell=replace(first.cell, conditions=conditions)), *others]
+    return _cells(anatomy)
+
+
+def _cells(anatomy: Anatomy) -> list[Loop]:
     known = _known(anatomy) if anatomy.whole else None
     return taken_apart(anatomy) if known is None else [known]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,7 +18,9 @@ NO_SCOPE = "variables"
 class Site:
     """One recurrent Keras layer, or one half of a bidirectional one.
 
-    ``variables``: those of its cell, by the names of their operations. ``refusal``: why it cannot be traced, or "".
+    ``variables``: those of its cell, by the names of their operations. ``built``: whether it has made them; nobody has
+    called a layer that has not. ``refusal``: why it cannot be traced, or "". ``dropped``: why it cannot unless its cell
+    is known where nothing is dropped, or "".
     """
 
     name: str
@@ -26,7 +28,9 @@ class Site:
     bidirectional: bool
     variables: frozenset[str]
     every_step: bool
+    built: bool = True
     refusal: str = ""
+    dropped: str = ""
     info: LayerInfo | None = field(default=None, compare=False)
 
 
@@ -51,24 +55,35 @@ class KerasNames:
     loss: Any = field(default=None, compare=False)
     scales: tuple[float, ...] | None = ()
 
-    def refusals(self, loops: Sequence[Loop]) -> dict[str, str]:
-        """The recurrent layers that cannot be looked into, and why."""
+    def uncalled(self, used: Container[str]) -> list[str]:
+        """The recurrent layers that outputs and loss do not depend on; ``used``: the variables that they depend on."""
+        idle = [site for site in self.sites if not site.built or (site.variables and not _any(site.variables, used))]
+        called = {site.name for site in self.sites if site not in idle}
+        return list(dict.fromkeys(site.name for site in idle if site.name not in called))
+
+    def refusals(self, loops: Sequence[Loop], used: Container[str]) -> dict[str, str]:
+        """The recurrent layers that cannot be looked into, and why; one that nobody calls is none of them."""
         there = {loop.name.partition("#")[0] for loop in loops}
-        lost = "its steps were not found in the graph"
-        found = {s.name: s.refusal for s in self.sites if s.refusal}
-        missing = [site.name for site in self.sites if site.name not in there and site.name not in found]
-        found |= {
-            name: message(
-                f"Layer {name!r} cannot be traced: it stacks cells, of which each is a recurrence of its own here.",
-                hint="a layer for each cell, which computes the same; or run eagerly",
-            )
-            for name in _stacked(loops)
-            if name in {site.name for site in self.sites} - found.keys()
-        }
-        return found | {
-            name: message(f"Layer {name!r} cannot be traced: {lost}.", hint="unroll=False; or a cell of Keras' own")
-            for name in missing
-        }
+        known = there - {loop.name.partition("#")[0] for loop in loops if loop.cell.cell is None}
+        idle, stacked = self.uncalled(used), _stacked(loops)
+        found: dict[str, str] = {}
+        for site in self.sites:
+            what, why = f"Layer {site.name!r} cannot be traced", site.refusal
+            if not why and site.name not in known:
+                why = site.dropped
+            if not why and site.name in stacked:
+                hint = "a layer for each cell, which computes the same; or run eagerly"
+                why = message(f"{what}: it stacks cells, of which each is a recurrence of its own here.", hint=hint)
+            if not why and site.name not in there:
+                hint = "unroll=False; or a cell of Keras' own"
+                why = message(f"{what}: its steps were not found in the graph.", hint=hint)
+            if why and site.name not in idle:
+                found.setdefault(site.name, why)
+        return found
+
+
+def _any(names: Iterable[str], among: Container[str]) -> bool:
+    return any(name in among for name in names)
 
 
 def _stacked(loops: Sequence[Loop]) -> list[str]:

@@ -98,7 +98,8 @@ def opened(net: Net, seed: int | None = None) -> Opened:
         while len(kept) >= _MOST_COPIES:
             kept.pop(next(iter(kept))).close()
         made = GraphCopy(definition(graph), seed or 0, getattr(net.session, "_config", None))
-        made.tap(renamed(find(made.graph, [made.same(tensor) for tensor in ends]), net.keras))
+        phase = made.tensor(net.keras.phase) if net.keras is not None and isinstance(net.keras.phase, str) else None
+        made.tap(renamed(find(made.graph, [made.same(tensor) for tensor in ends], phase), net.keras))
         kept[key] = made
     kept[key] = kept.pop(key)
     return Opened(net, kept[key])

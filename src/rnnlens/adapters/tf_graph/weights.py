@@ -47,10 +47,23 @@ def layers_of(found: Opened) -> dict[str, LayerVariables]:
     return layers
 
 
-def _layers(found: Opened) -> dict[str, LayerVariables]:
+def variables_used(found: Opened) -> frozenset[str]:
+    """Names of the operations of all variables that outputs or loss depend on."""
+    if "used" not in found.copy.built:
+        found.copy.built["used"] = frozenset(op.name for op in _operations(found) if is_variable(op))
+    names: frozenset[str] = found.copy.built["used"]
+    return names
+
+
+def _operations(found: Opened) -> set[Any]:
     ends = [found.copy.same(tensor) for tensor in found.net.ends]
     taps = [tensor for loop in found.loops for border in (*loop.final, loop.input) for tensor in border.tensors]
-    operations = set(cone([*ends, *taps]))
+    return set(cone([*ends, *taps]))
+
+
+def _layers(found: Opened) -> dict[str, LayerVariables]:
+    ends = [found.copy.same(tensor) for tensor in found.net.ends]
+    operations = _operations(found)
     variables = [op for op in found.copy.graph.get_operations() if op in operations and is_variable(op)]
     owners = {
         name: base(loop) for loop in found.loops for pieces in weights_of(loop).values() for name in _held(pieces)
