@@ -409,10 +409,57 @@ def test_a_cell_in_a_layer_is_named_by_what_it_is():
     np.testing.assert_allclose(trace["r"].hidden, lstm(weights, X), atol=1e-13)
 
 
-def test_stacked_cells_are_refused_by_name():
-    model = built(layers.RNN([layers.LSTMCell(3), layers.SimpleRNNCell(2)], return_sequences=True, name="r"))
+def stacked(w, x, bump):
+    """States of a GRU and an Elman network above it, in one cell; ``bump`` by step and number of the state."""
+    first, second, states = np.zeros((len(x), 3), complex), np.zeros((len(x), 2), complex), []
+    for t in range(x.shape[1]):
+        first = _gru_step(w[:3], x[:, t], first) + bump.get((t, 0), 0)
+        second = np.tanh(first @ w[3] + second @ w[4] + w[5]) + bump.get((t, 1), 0)
+        states.append((first, second))
+    return states
+
+
+def _gru_step(w, x, h):
+    n, a, b = h.shape[1], x @ w[0] + w[2][0], h @ w[1] + w[2][1]
+    z, r = sigmoid(a[:, :n] + b[:, :n]), sigmoid(a[:, n : 2 * n] + b[:, n : 2 * n])
+    return z * h + (1 - z) * np.tanh(a[:, 2 * n :] + r * b[:, 2 * n :])
+
+
+def test_stacked_cells_are_one_recurrence():
+    """As eagerly: one layer with the states of all its cells, fed what the layer is fed."""
+    cells = [layers.GRUCell(3), layers.SimpleRNNCell(2)]
+    model = built(layers.RNN(cells, return_sequences=True, name="r"))
+    y = np.random.default_rng(1).normal(size=(3, 6, 2))
+    trace = rl.trace(model, X, y)
+    assert trace.certificate.state == "passed"
+    np.testing.assert_array_equal(trace["r"].input, X)
+    *w, kernel, bias = model.get_weights()
+
+    def loss(bump):
+        out = np.stack([second for _, second in stacked(w, X.astype(complex), bump)], 1) @ kernel + bias
+        return ((out - y) ** 2).reshape(3, -1).sum(1) / y.size
+
+    for state, (name, units) in enumerate((("hidden", 3), ("state_1", 2))):
+        truth = np.zeros((3, 6, units))
+        for t in range(6):
+            for k in range(units):
+                bump = np.zeros((3, units), complex)
+                bump[:, k] = 1j * STEP
+                truth[:, t, k] = loss({(t, state): bump}).imag / STEP
+        np.testing.assert_allclose(trace["r"][f"{name}_grad"], truth, atol=1e-14, err_msg=name)
+
+
+@pytest.mark.parametrize("rate", ["dropout", "recurrent_dropout"])
+def test_stacked_cells_that_drop_states_are_refused_by_name(rate):
+    model = built(layers.RNN([layers.LSTMCell(3), layers.GRUCell(2, **{rate: 0.3})], name="r"))
+    with pytest.raises(rl.errors.UnsupportedError, match="Layer 'r' cannot be traced: its states are dropped"):
+        rl.trace(model, X, np.zeros((3, 2)))
+
+
+def test_stacked_cells_that_are_unrolled_are_refused_by_name():
+    model = built(layers.RNN([layers.LSTMCell(3), layers.SimpleRNNCell(2)], unroll=True, name="r"))
     with pytest.raises(rl.errors.UnsupportedError, match="Layer 'r' cannot be traced: it stacks cells"):
-        rl.trace(model, X, np.zeros((3, 6, 2)))
+        rl.trace(model, X, np.zeros((3, 2)))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -65,6 +65,12 @@ class Anatomy:
         return sorted(i for match in self.matches for i in match.states) == list(range(len(self.pairs)))
 
     @property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables of its known cells."""
+        blocks = (pieces for match in self.matches for pieces in match.weights.values())
+        return frozenset(piece.variable for pieces in blocks for piece in pieces)
+
+    @property
     def whole(self) -> bool:
         """Whether one known cell is all that the loop has."""
         return len(self.matches) == 1 and len(self.matches[0].states) == len(self.pairs)

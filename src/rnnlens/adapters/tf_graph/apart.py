@@ -20,10 +20,13 @@ from .match import Match
 from .record import CannotRecordError, Carried, Recorder, rewire
 
 
-def taken_apart(anatomy: Anatomy) -> list[Loop]:
-    """The recurrences of a loop, each with borders of its own; one that is refused where that cannot be."""
+def taken_apart(anatomy: Anatomy, *, as_one: bool = False) -> list[Loop]:
+    """The recurrences of a loop, each with borders of its own; one that is refused where that cannot be.
+
+    ``as_one``: all its cells as a single one, also where each is known.
+    """
     try:
-        return _Apart(anatomy).loops()
+        return _Apart(anatomy, as_one).loops()
     except (CannotCopyError, CannotRecordError) as reason:
         return [refused(anatomy.frame, anatomy.states, anatomy.reads, str(reason))]
 
@@ -31,6 +34,7 @@ def taken_apart(anatomy: Anatomy) -> list[Loop]:
 @dataclass(eq=False)
 class _Apart:
     anatomy: Anatomy
+    as_one: bool
     replaced: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,7 +53,7 @@ class _Apart:
     def loops(self) -> list[Loop]:
         """Known cells one after the other, or all of it as one that is not known."""
         anatomy = self.anatomy
-        if anatomy.covered:
+        if anatomy.covered and not self.as_one:
             order = sorted(anatomy.matches, key=lambda m: len(anatomy.forms.mentioned(m.source)))
             found = [self._cell(match, i, len(order)) for i, match in enumerate(order)]
             self._put_out()
@@ -234,6 +238,7 @@ class _Apart:
         output, written = self._what_is_put_out()
         new = [anatomy.new[id(v)] for v in anatomy.states]
         fed = anatomy.paths.new_at_each_step([output, *new])
+        fed = anatomy.paths.only_read(fed, [read.value for read in anatomy.reads]) or fed
         fed = [t for t in fed if t.dtype.is_floating] if all(t.dtype.is_floating for t in fed) else fed
         if not fed or any(t.shape.rank != 2 or not t.dtype.is_floating or t.shape[1] is None for t in fed):
             what = ", ".join(repr(t.op.name) for t in fed) or "nothing"

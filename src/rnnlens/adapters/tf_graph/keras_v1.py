@@ -152,6 +152,7 @@ def _site(name: str, half: Any, owner: Any, wrapper: Any) -> Site:
         bool(half.built),
         _refusal(name, half, wrapper) or _of_steps(name, half, owner),
         _dropped(name, half),
+        len(getattr(cell, "cells", ())) > 1,
         _info(name, half, owner),
     )
 
@@ -170,15 +171,21 @@ def _refusal(name: str, layer: Any, wrapper: Any) -> str:
 
 
 def _dropped(name: str, half: Any) -> str:
-    """Why a layer whose states are dropped within its loop cannot be traced, where its cell is not known; or ""."""
+    """Why a layer whose states are dropped within its loop cannot be traced, where its cell is not known; or "".
+
+    What a stacked cell is fed are states of the cell below.
+    """
     cell = getattr(half, "cell", None)
-    rates = [getattr(part, "recurrent_dropout", 0) or 0 for part in getattr(cell, "cells", [cell])]
-    if not any(rates):
+    cells = getattr(cell, "cells", [cell])
+    rates = {"recurrent_dropout": max(getattr(part, "recurrent_dropout", 0) or 0 for part in cells)}
+    if len(cells) > 1:
+        rates["dropout"] = max(getattr(part, "dropout", 0) or 0 for part in cells)
+    if not any(rates.values()):
         return ""
     return message(
         f"Layer {name!r} cannot be traced: its states are dropped within its loop.",
-        got=f"recurrent_dropout={max(rates)}, eager execution disabled",
-        hint="the same weights in a layer with recurrent_dropout=0, which is what evaluation runs; or run eagerly",
+        got=", ".join(f"{key}={rate}" for key, rate in rates.items() if rate) + ", eager execution disabled",
+        hint="the same weights in a layer without, which is what evaluation runs; or run eagerly",
     )
 
 

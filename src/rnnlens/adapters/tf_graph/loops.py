@@ -17,7 +17,7 @@ from .labels import common_scope, course_words, fused, kind_of, known_cell, mask
 from .unrolled import unrolled
 
 
-def find(graph: Any, ends: Iterable[Any], phase: Any = None) -> list[Loop]:
+def find(graph: Any, ends: Iterable[Any], phase: Any = None, stacks: Sequence[frozenset[str]] = ()) -> list[Loop]:
     """The recurrences among the ancestors of some tensors, in the order in which they were built.
 
     Parameters
@@ -28,9 +28,11 @@ def find(graph: Any, ends: Iterable[Any], phase: Any = None) -> list[Loop]:
         Outputs and loss; loops that lead to none of them (those of gradients, of input pipelines) are left out.
     phase
         What is fed for the learning phase: a cell may be known where that is off alone.
+    stacks
+        Variables of cells that are one recurrence, not one each.
     """
     ends = list(ends)
-    built = [(frame.built, loop) for frame in frames_of(graph, ends) for loop in _loops(frame, phase)]
+    built = [(frame.built, loop) for frame in frames_of(graph, ends) for loop in _loops(frame, phase, stacks)]
     loops = zip((number for number, _ in built), _paired([loop for _, loop in built]), strict=True)
     steps = [(_first_step(loop), loop) for loop in unrolled(ends)]
     return [*(loop for _, loop in sorted([*loops, *steps], key=lambda pair: pair[0])), *fused(ends)]
@@ -41,7 +43,7 @@ def _first_step(loop: Loop) -> float:
     return int(loop.states[0].tensors[0].op._id) if loop.states else math.inf
 
 
-def _loops(frame: Frame, phase: Any) -> list[Loop]:
+def _loops(frame: Frame, phase: Any, stacks: Sequence[frozenset[str]]) -> list[Loop]:
     """The recurrences of one loop: none where nothing is carried from step to step but what is put out."""
     if frame.nested:
         floats = [v for v in frame.variables if v.before.dtype.is_floating and v.before.shape.rank != 0]
@@ -49,6 +51,8 @@ def _loops(frame: Frame, phase: Any) -> list[Loop]:
     anatomy = take_apart(frame)
     if not anatomy.states:
         return []
+    if len(anatomy.matches) > 1 and any(anatomy.variables <= stack for stack in stacks):
+        return taken_apart(anatomy, as_one=True)
     if phase is not None and not anatomy.covered:
         untrained = take_apart(frame, phase)
         if untrained.covered:

@@ -19,8 +19,8 @@ class Site:
     """One recurrent Keras layer, or one half of a bidirectional one.
 
     ``variables``: those of its cell, by the names of their operations. ``built``: whether it has made them; nobody has
-    called a layer that has not. ``refusal``: why it cannot be traced, or "". ``dropped``: why it cannot unless its cell
-    is known where nothing is dropped, or "".
+    called a layer that has not. ``refusal``: why it cannot be traced, or "". ``dropped``: why it cannot unless it
+    has one cell, which is known where nothing is dropped, or "". ``stack``: whether it has several.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Site:
     built: bool = True
     refusal: str = ""
     dropped: str = ""
+    stack: bool = False
     info: LayerInfo | None = field(default=None, compare=False)
 
 
@@ -55,6 +56,11 @@ class KerasNames:
     loss: Any = field(default=None, compare=False)
     scales: tuple[float, ...] | None = ()
 
+    @property
+    def stacks(self) -> tuple[frozenset[str], ...]:
+        """The variables of each layer that has several cells, which are one recurrence."""
+        return tuple(site.variables for site in self.sites if site.stack)
+
     def uncalled(self, used: Container[str]) -> list[str]:
         """The recurrent layers that outputs and loss do not depend on; ``used``: the variables that they depend on."""
         idle = [site for site in self.sites if not site.built or (site.variables and not _any(site.variables, used))]
@@ -69,11 +75,11 @@ class KerasNames:
         found: dict[str, str] = {}
         for site in self.sites:
             what, why = f"Layer {site.name!r} cannot be traced", site.refusal
-            if not why and site.name not in known:
+            if not why and (site.stack or site.name not in known):
                 why = site.dropped
             if not why and site.name in stacked:
-                hint = "a layer for each cell, which computes the same; or run eagerly"
-                why = message(f"{what}: it stacks cells, of which each is a recurrence of its own here.", hint=hint)
+                hint = "unroll=False, which computes the same; or run eagerly"
+                why = message(f"{what}: it stacks cells, and its steps are unrolled.", hint=hint)
             if not why and site.name not in there:
                 hint = "unroll=False; or a cell of Keras' own"
                 why = message(f"{what}: its steps were not found in the graph.", hint=hint)

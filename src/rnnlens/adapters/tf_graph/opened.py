@@ -98,8 +98,9 @@ def opened(net: Net, seed: int | None = None) -> Opened:
         while len(kept) >= _MOST_COPIES:
             kept.pop(next(iter(kept))).close()
         made = GraphCopy(definition(graph), seed or 0, getattr(net.session, "_config", None))
+        stacks = () if net.keras is None else net.keras.stacks
         phase = made.tensor(net.keras.phase) if net.keras is not None and isinstance(net.keras.phase, str) else None
-        made.tap(renamed(find(made.graph, [made.same(tensor) for tensor in ends], phase), net.keras))
+        made.tap(renamed(find(made.graph, [made.same(tensor) for tensor in ends], phase, stacks), net.keras))
         kept[key] = made
     kept[key] = kept.pop(key)
     return Opened(net, kept[key])

@@ -10,6 +10,15 @@ from .frames import Frame, Variable
 _SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 
 
+#: Parts of conditions.
+_BRANCHES = frozenset({"Switch", "Merge", "If", "StatelessIf"})
+
+
+def _is_random(op: Any) -> bool:
+    draws = op.type.startswith(("Random", "Stateful", "Truncated", "Multinomial"))
+    return bool(op.op_def.is_stateful and draws)
+
+
 class Paths:
     """Which tensors of a body follow from the states before the step, and which change from step to step.
 
@@ -57,6 +66,26 @@ class Paths:
             elif id(tensor) not in self._variables and tensor.op.type not in _SHAPES:
                 waiting.extend(tensor.op.inputs)
         return list(found.values())
+
+    def only_read(self, targets: Iterable[Any], reads: Sequence[Any]) -> list[Any]:
+        """Those of the tensors that are read at each step from which alone, and weights, the targets follow.
+
+        Empty where something else is new to them at each step: random numbers, the number of the step, a condition.
+        """
+        found: dict[int, Any] = {}
+        waiting, seen = list(targets), set()
+        while waiting:
+            tensor = waiting.pop()
+            if id(tensor) in seen or self.frame.outer.get(tensor) is not None:
+                continue
+            seen.add(id(tensor))
+            if any(tensor is read for read in reads):
+                found[id(tensor)] = tensor
+            elif self.is_variable(tensor) or tensor.op.type in _BRANCHES or _is_random(tensor.op):
+                return []
+            elif tensor.op.type not in _SHAPES:
+                waiting.extend(tensor.op.inputs)
+        return [read for read in reads if id(read) in found]
 
     def carried(self, targets: Iterable[Any]) -> list[Variable]:
         """The variables of the loop that lie behind the targets, and those behind what these become."""
@@ -117,7 +146,4 @@ class Paths:
         if self.frame.outer.get(tensor) is not None:
             return False, False
         state = any(self._found[id(t)][0] for t in inputs)
-        random = tensor.op.op_def.is_stateful and tensor.op.type.startswith(
-            ("Random", "Stateful", "Truncated", "Multinomial")
-        )
-        return state, random or any(self._found[id(t)][1] for t in inputs)
+        return state, _is_random(tensor.op) or any(self._found[id(t)][1] for t in inputs)
