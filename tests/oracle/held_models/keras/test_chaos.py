@@ -6,6 +6,8 @@ import pytest
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.compiled  # which rounds in its own way
+
 
 def network(gain):
     keras.utils.set_random_seed(0)
