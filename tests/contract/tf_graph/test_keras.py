@@ -536,3 +536,54 @@ def test_a_loss_on_the_returned_state_alone(kind, sequences):
     assert not trace["r"].output_grad.values.any()
     np.testing.assert_allclose(trace["r"].hidden_grad, total(step, w, (kernel, bias), X, y, 5, last=True), atol=1e-13)
     assert trace.certificate.state == "passed"
+
+
+def fourth_power(y, out):
+    """A loss of one's own."""
+    return tf.reduce_mean((y - out) ** 4, axis=-1)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_loss_of_ones_own_and_one_that_the_model_adds(compiled):
+    inputs = keras.Input((6, 4))
+    hidden = layers.GRU(3, return_sequences=True, name="r")(inputs)
+    model = keras.Model(inputs, layers.Dense(2)(hidden))
+    model.add_loss(0.3 * tf.reduce_mean(hidden**2))
+    model.compile("sgd", fourth_power if compiled else None)
+    *w, kernel, bias = model.get_weights()
+    y = np.random.default_rng(1).normal(size=(3, 6, 2))
+    trace = rl.trace(model, X, y if compiled else None)
+    assert trace.certificate.state == "passed"
+
+    def loss(bump):
+        h = gru(w, X.astype(complex), bump)
+        added = 0.3 * (h**2).sum((1, 2)) / h.size
+        return added + (compiled and ((y - h @ kernel - bias) ** 4).sum((1, 2)) / y.size)
+
+    assert trace.loss == pytest.approx(loss({}).real.sum(), rel=1e-12)
+    for t in range(6):
+        for k in range(3):
+            bump = np.zeros((3, 3), complex)
+            bump[:, k] = 1j * STEP
+            truth = loss({t: bump}).imag / STEP
+            np.testing.assert_allclose(trace["r"].hidden_grad[:, t, k], truth, atol=1e-14)
+
+
+def test_dropout_in_a_stack_of_two_directions_changes_nothing_outside_of_training():
+    """Names, order and numbers are those of the same stack without."""
+
+    def stack(rate):
+        def inner(x):
+            x = layers.Bidirectional(layers.LSTM(3, return_sequences=True, dropout=rate), name="one")(x)
+            return layers.Bidirectional(layers.GRU(2, dropout=rate), name="two")(layers.Dropout(rate)(x))
+
+        return built(inner)
+
+    y = np.random.default_rng(1).normal(size=(3, 2))
+    mine, without = (rl.trace(stack(rate), X, y) for rate in (0.3, 0.0))
+    assert mine.certificate.state == without.certificate.state == "passed"
+    assert list(mine) == list(without) == ["one", "two"]
+    for name in without:
+        assert set(mine[name]) == set(without[name])
+        for quantity in without[name]:
+            np.testing.assert_allclose(mine[name][quantity], without[name][quantity], atol=1e-14, err_msg=quantity)
