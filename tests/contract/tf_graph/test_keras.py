@@ -569,6 +569,7 @@ def test_a_loss_of_ones_own_and_one_that_the_model_adds(compiled):
             np.testing.assert_allclose(trace["r"].hidden_grad[:, t, k], truth, atol=1e-14)
 
 
+@pytest.mark.full
 def test_dropout_in_a_stack_of_two_directions_changes_nothing_outside_of_training():
     """Names, order and numbers are those of the same stack without."""
 
