@@ -7,8 +7,9 @@ engine, each in a process of its own, of at most four minutes. Trainings take tu
 way of following stands between two plain trainings, and a ratio is its time per batch by theirs. So are ratios of
 processor time, which other processes disturb less. A training has 20 batches (Keras on torch, where one takes seconds:
 2); the opening of a run, and what compiling a step once more for a training takes, count. The training with a probe
-makes three records within that, as one of 100 batches does with ``every=50``; its ratio is told for 100: what the
-records and the opening took beyond a plain training, spread over so many.
+makes three records within that, as one of 100 batches does with ``every=50``. Its ratio is told for 100 batches, where
+the record before the first is a third of the cost, and for 1000, where it is one of 21: a third of what the three
+records and the opening took beyond a plain training, times the records, spread over so many.
 
 Bars: a probe every 50 steps at most 1.05; direct gradients of the layer, of every batch, at most 1.5 (torch and
 TensorFlow; stated for JAX); ``every=0`` within the noise of the plain training between two others, in the first row.
@@ -31,8 +32,9 @@ import rnnlens as rl
 
 ENGINES = ("torch-loop", "torch", "jax", "tensorflow")
 ROUNDS = 3
-PROBE = "probe, every=50"
-BARS = {"plain": None, "every=0": None, PROBE: 1.05, "output_grad of every batch": 1.5}
+PROBE = "probe, every=50, of 100"
+LONG = "probe, every=50, of 1000"
+BARS = {"plain": None, "every=0": None, PROBE: 1.05, LONG: 1.05, "output_grad of every batch": 1.5}
 
 #: Seconds of one batch by the clock, and of the processor.
 Seconds = tuple[float, float]
@@ -137,9 +139,10 @@ def ratio(taken: Seconds, before: Seconds, after: Seconds) -> Seconds:
     return 2 * taken[0] / (before[0] + after[0]), 2 * taken[1] / (before[1] + after[1])
 
 
-def over_a_hundred(pair: Seconds, steps: int) -> Seconds:
-    """The ratios of a training of 100 batches that takes as much beyond a plain one as this, of ``steps``, did."""
-    return 1 + (pair[0] - 1) * steps / 100, 1 + (pair[1] - 1) * steps / 100
+def over(pair: Seconds, steps: int, batches: int) -> Seconds:
+    """The ratios of a training of ``batches`` with ``every=50``, from those of one of ``steps`` with three records."""
+    records = (batches // 50 + 1) / 3
+    return 1 + (pair[0] - 1) * steps * records / batches, 1 + (pair[1] - 1) * steps * records / batches
 
 
 def measure(engine: str, small: bool) -> None:
@@ -158,7 +161,9 @@ def measure(engine: str, small: bool) -> None:
                 taken = timed(run, size["steps"])
                 beside.append(timed(plain, size["beside"]))
                 pair = ratio(taken, *beside[-2:])
-                found[name].append(over_a_hundred(pair, size["steps"]) if name == PROBE else pair)
+                found[name].append(over(pair, size["steps"], 100) if name == PROBE else pair)
+                if name == PROBE:
+                    found[LONG].append(over(pair, size["steps"], 1000))
             found["plain"].append(ratio(beside[1], beside[0], beside[2]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,9 @@
 """Alerts: what a run has begun to do that it did not do before, said once, with its step.
 
 No fixed number is too large or too small for every network, so a number is held against the run itself: against the
-median of the records before it, in units of their spread (the median absolute deviation, scaled to a standard
-deviation), both on a scale on which the quantity varies evenly: the logarithm of gradients and reaches, the logit of
+median of the records before it, of all and of the last few, in units of their spread (the median absolute deviation,
+scaled to a standard deviation, about the median or from record to record, whichever is less: what a drift moves, as the
+gradient falls with the loss, is no spread), both on a scale on which the quantity varies evenly: the logarithm of gradients and reaches, the logit of
 shares. Median and deviation are not moved by the outlier that they are to find (Hampel 1974, J. Am. Stat. Assoc. 69;
 Iglewicz and Hoaglin 1993, How to Detect and Handle Outliers, which takes 3.5 deviations). Gradients of training have
 heavier tails than that rule is made for, and are looked at at every record; so a finding takes :data:`DEVIATIONS`, a
@@ -10,8 +11,7 @@ change that matters (:data:`EFFECT`), and two records in a row. ``benchmarks/ale
 
 A vanishing gradient is looked for in two numbers, since neither shows it everywhere: the reach of a network of long
 memory falls from 24 steps to 1 while what is kept per step back need only fall from 0.9 to 0.5; that of a network which
-reached 2 steps has no third to fall to, and while memory grows the spread of the reach hides a fall, but what is kept
-per step back falls from 0.6 to 0.02.
+reached 2 steps has no third to fall to, but what is kept per step back falls from 0.6 to 0.02.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any, Literal
 
@@ -123,10 +124,13 @@ class _Watched:
         return None
 
     def _is_odd(self, scaled: float) -> bool:
+        """Out of the ordinary of the whole window and of its end; what a drift moved is no spread."""
         values = [s for s, _ in self.before]
         centre = median(values)
-        spread = max(1.4826 * median(abs(v - centre) for v in values), _LEAST_SPREAD[self.finding])
-        away = self.sign * (scaled - centre)
+        around = median(abs(v - centre) for v in values)
+        between = median(abs(after - before) for before, after in pairwise(values)) / math.sqrt(2.0)
+        spread = max(1.4826 * min(around, between), _LEAST_SPREAD[self.finding])
+        away = min(self.sign * (scaled - middle) for middle in (centre, median(values[-LEAST:])))
         return away > DEVIATIONS * spread and away > EFFECT[self.finding]
 
 

@@ -50,6 +50,16 @@ def test_a_slow_decline_is_no_finding():
     assert not watched("lstm/adjoint", list(np.exp(-np.arange(200) / 20))).found
 
 
+def test_a_gradient_that_explodes_after_a_decline():
+    """By which its median is far from its end, and its deviation from it as large as the jump."""
+    declining = list(np.exp(-np.arange(40) / 4))
+    assert not watched("lstm/adjoint", declining).found
+    alerts = watched("lstm/adjoint", [*declining, 1.0, 0.5])
+    assert [(a.finding, a.step) for a in alerts.found] == [("exploding", 40)]
+    rising = [*np.exp(np.arange(40) / 4)]
+    assert not watched("lstm/adjoint", rising).found  # however far: a drift has no step since which it is
+
+
 def test_a_reach_that_collapses():
     alerts = watched("lstm/reach", [30, 31, 29, 32, 30, 33, 30, 31, 30, 30, 4, 3, 3])
     assert [(a.finding, a.step) for a in alerts.found] == [("vanishing", 10)]
@@ -64,7 +74,7 @@ def test_a_memory_of_two_steps_that_is_lost():
 
 
 def test_a_growing_memory_that_is_lost():
-    """While memory grows the spread of the reach is as large as the fall; what is kept per step is not."""
+    """Its reach falls below a third of what it was last, not of what it was in the middle of its growth."""
     alerts = Alerts()
     grown = [round(4 * 1.09**step) for step in range(32)]
     assert not watched("lstm/reach", [*grown, 8, 8, 8]).found
