@@ -3,11 +3,12 @@
 No fixed number is too large or too small for every network, so a number is held against the run itself: against the
 median of the records before it, of all and of the last few, in units of their spread (the median absolute deviation,
 scaled to a standard deviation, about the median or from record to record, whichever is less: what a drift moves, as the
-gradient falls with the loss, is no spread), both on a scale on which the quantity varies evenly: the logarithm of gradients and reaches, the logit of
-shares. Median and deviation are not moved by the outlier that they are to find (Hampel 1974, J. Am. Stat. Assoc. 69;
-Iglewicz and Hoaglin 1993, How to Detect and Handle Outliers, which takes 3.5 deviations). Gradients of training have
-heavier tails than that rule is made for, and are looked at at every record; so a finding takes :data:`DEVIATIONS`, a
-change that matters (:data:`EFFECT`), and two records in a row. ``benchmarks/alerts.py`` counts false alarms and misses.
+gradient falls with the loss, is no spread), both on a scale on which the quantity varies evenly: the logarithm of
+gradients and reaches, the logit of shares. Median and deviation are not moved by the outlier that they are to find
+(Hampel 1974, J. Am. Stat. Assoc. 69; Iglewicz and Hoaglin 1993, How to Detect and Handle Outliers, which takes 3.5
+deviations). Gradients of training have heavier tails than that rule is made for, and are looked at at every record; so
+a finding takes :data:`DEVIATIONS`, a change that matters (:data:`EFFECT`), and two records in a row.
+``benchmarks/alerts.py`` counts false alarms and misses.
 
 A vanishing gradient is looked for in two numbers, since neither shows it everywhere: the reach of a network of long
 memory falls from 24 steps to 1 while what is kept per step back need only fall from 0.9 to 0.5; that of a network which
