@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, PlainRun, RecurrentCall
+from ..adapters.protocol import Adapter, Batch, Capture, PlainRun, RecurrentCall
 from ..recurrence.cells import affine
 from ..results.certificate import Certificate
 from ..results.checks import Check, coarser, epsilon, residual, rounding_bound, underflow_unit
@@ -145,32 +145,29 @@ class Comparisons:
 
 
 @contextmanager
-def plainly(adapter: Adapter, model: Any, batch: Batch, request: CaptureRequest) -> Iterator[Attempt]:
-    """The plain run: on its way beside the capture, where the adapter has it in two parts; else after it.
+def plainly(adapter: Adapter, model: Any, batch: Batch, ours: Ours | None) -> Iterator[Attempt]:
+    """The plain run: on its way while results are made of the capture, where the adapter has it in two parts.
 
-    Nothing is run where nothing is to be compared.
+    Not before, so that no memory is taken for two runs at once. Nothing is run where nothing is to be compared.
     """
-    if not request.borders:
-        yield lambda _: (None, "")
+    if ours is None:
+        yield lambda: (None, "")
         return
-    early = batch if request.loss else _without_loss(batch)
+    batch, gradients = _as_captured(batch, ours.capture), _has_gradients(ours.capture)
     with ThreadPoolExecutor(1) as thread:
-        ready, why = attempt(lambda: adapter.prepared(model, early, gradients=request.gradients))
-        if ready is None and not why:
-            yield lambda capture: attempt(
-                lambda: adapter.plain(model, _as_captured(batch, capture), gradients=_has_gradients(capture))
-            )
+        ready, why = attempt(lambda: adapter.prepared(model, batch, gradients=gradients))
+        if why:
+            yield lambda: (None, why)
+        elif ready is None:
+            yield lambda: attempt(lambda: adapter.plain(model, batch, gradients=gradients))
         else:
-            run = None if ready is None else thread.submit(attempt, ready)
-            yield lambda _: (None, why) if run is None else run.result()
+            yield thread.submit(attempt, ready).result
 
 
 def _as_captured(batch: Batch, capture: Capture) -> Batch:
     """The batch, without what only a loss would read where there is none."""
-    return batch if capture.loss is not None else _without_loss(batch)
-
-
-def _without_loss(batch: Batch) -> Batch:
+    if capture.loss is not None:
+        return batch
     return replace(batch, y=None, loss=None, sample_weight=None, class_weight=None)
 
 
@@ -195,7 +192,7 @@ def certify(
     if ours is None:
         return Certificate()
     altered, engine = ours.capture.altered, adapter.engine
-    run, why = made(ours.capture)
+    run, why = made()
     if run is None:
         return Certificate("could not", engine, why=why)
     held = partial(_held, adapter, model, batch, run, words)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, Capture, PlainRun
+from ..adapters.protocol import Adapter, Batch, PlainRun
 from ..autodiff.tensors import like
 from ..errors import CertificateError
 from ..results.certificate import Certificate
@@ -18,8 +18,8 @@ from ..results.schema import plain
 
 T = TypeVar("T")
 
-#: Of a capture: the plain run, waited for where it is on its way, or why there is none.
-Attempt = Callable[[Capture], tuple[PlainRun | None, str]]
+#: What is waited for: the plain run, or why there is none.
+Attempt = Callable[[], tuple[PlainRun | None, str]]
 
 
 def attempt(run: Callable[[], T]) -> tuple[T | None, str]:

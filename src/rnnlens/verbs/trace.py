@@ -118,13 +118,12 @@ def trace(
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     certified = asked_for(model, "trace", batch)
     wanted = replace(wanted, weighed=certified or current().certify != "first")
-    request = wanted.request(certified)
-    with plainly(adapter, model, batch, request) as made:
-        capture = adapter.capture(model, batch, request)
-        provenance = adapter.provenance(model)
-        if wanted.has_loss:
-            provenance = with_reduction(provenance, adapter, model, loss)
-        ours, described = Ours(capture) if certified else None, adapter.describe(model)
+    capture = adapter.capture(model, batch, wanted.request(certified))
+    provenance = adapter.provenance(model)
+    if wanted.has_loss:
+        provenance = with_reduction(provenance, adapter, model, loss)
+    ours, described = Ours(capture) if certified else None, adapter.describe(model)
+    with plainly(adapter, model, batch, ours) as made:
         made_of = partial(recurrent_datasets, described, capture, wanted, provenance)
         datasets, checks = made_of(ours)
         room = Axes(adapter, model, axes, catalogue(adapter, model, x) if axes else None)
