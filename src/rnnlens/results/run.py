@@ -246,9 +246,8 @@ def _labelled(array: zarr.Array, name: str, count: int, scalars: xr.Dataset) -> 
     attrs = dict(array.attrs)
     labels = attrs.pop("labels", {})
     dims = array.metadata.dimension_names
-    coords = {
-        dim: labels[dim] for dim, size in zip(dims, values.shape, strict=True) if len(labels.get(dim, ())) == size
-    }
+    sizes = dict(zip(dims, values.shape, strict=True))
+    coords = {dim: labels[dim] for dim in dims if dim in labels and len(labels[dim]) == sizes[dim]}
     for dim, size in zip(dims[1:], values.shape[1:], strict=True):
         coords.setdefault(dim, np.arange(size))
     coords |= {STEP: scalars[STEP].values, "epoch": (STEP, scalars["epoch"].values)}

@@ -1,6 +1,7 @@
 """A writer is killed at random moments: what it had finished is there, and nothing else."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 
 import rnnlens as rl
 from rnnlens.tracking.store import Store
+
+from .test_store import record
 
 WRITER = """
 import sys
@@ -62,3 +65,13 @@ def test_sigkill_leaves_every_complete_record(tmp_path, moments):
     assert store.last_step == (steps[-1] if steps else None)
     store.close("finished")
     assert not list(path.rglob("*.partial"))
+
+
+def test_killed_before_the_first_record_is_complete(tmp_path):
+    path = tmp_path / "a.zarr"
+    Store(path).write(record(0))
+    (committed,) = path.rglob("committed")
+    shutil.rmtree(committed)
+    run = rl.open(path)
+    assert run.steps.size == 0
+    assert run["lstm"].adjoint_profile.sizes["step"] == 0
