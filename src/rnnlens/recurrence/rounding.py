@@ -84,12 +84,12 @@ def _largest_row(kernel: Array | None, xp: Any) -> float:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def shaken(run: Run) -> Run:
+def perturbed(run: Run) -> Run:
     """The same run from an input that is off by one rounding, and then its gates and states by one more each.
 
     Where small differences grow from step to step, this trajectory leaves the other one as any second run does.
     """
-    off, start = _one_rounding(run.xp), tuple(map(_one_rounding(run.xp), run.initial_state))
+    off, start = one_rounding(run.xp), tuple(map(one_rounding(run.xp), run.initial_state))
     if run.cell.by_framework:
         again = replay_custom(run.cell, off(run.input), start, mask=run.mask, order=run.order)  # type: ignore[arg-type]
     else:
@@ -99,14 +99,14 @@ def shaken(run: Run) -> Run:
     return replace(again, record=record, states=tuple(map(off, again.states)))
 
 
-def replay_moved(run: Run) -> float:
+def replay_sensitivity(run: Run) -> float:
     """How far a step's output moves where its gates are off by one rounding, relative to the largest output.
 
     0 of a cell whose output does not follow from its gates and the states before: :attr:`Cell.at_once`.
     """
     if run.record is None or not run.cell.at_once:
         return 0.0
-    off, states = _one_rounding(run.xp), run.states
+    off, states = one_rounding(run.xp), run.states
     moved, still = (
         run.cell.hidden(gates, run.before(0), states[1:], run.xp) for gates in (off(run.record.gates), run.record.gates)
     )
@@ -114,13 +114,16 @@ def replay_moved(run: Run) -> float:
     return difference / (largest or 1.0)
 
 
-def _one_rounding(xp: Any) -> Callable[[Array], Array]:
-    """A function that moves every number of an array by a unit in its last place, the same way at each call."""
+def one_rounding(xp: Any, unit: float | None = None) -> Callable[[Array], Array]:
+    """A function that moves every number of an array by one rounding, up or down, from the same random signs each time.
+
+    ``unit``: the machine epsilon, where it is not that of the array itself.
+    """
     random = np.random.default_rng(0)
 
     def moved(array: Array) -> Array:
         signs = 2.0 * random.integers(0, 2, size=tuple(array.shape)) - 1.0
         like = xp.asarray(signs, dtype=array.dtype, device=device(array))
-        return cast(Array, array * (1.0 + like * float(xp.finfo(array.dtype).eps)))
+        return cast(Array, array * (1.0 + like * (unit or float(xp.finfo(array.dtype).eps))))
 
     return moved

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,6 @@ from ..results.schema import plain
 from ..settings import current
 from ..typing import Array
 from .plain_run import Attempt, attempt, steadied
-
-T = TypeVar("T")
 
 #: Random combinations of a kernel's rows that are compared.
 PROBES = 8
@@ -93,13 +91,13 @@ class Ours:
                 self.probed.add(key)
             self.weights[key] = self.weights[key] + plain(array) if key in self.weights else plain(array)
 
-    def beside(self, moved: Ours) -> Ours:
-        """The same numbers; what rounding in them goes by is at least as much as rounding once more moved them."""
+    def beside(self, perturbed: Ours) -> Ours:
+        """The same numbers; what rounding in them goes by is at least as much as one more rounding changed them."""
         unit, scales = epsilon(self.dtype), dict(self.scales)
         for key, array in self.weights.items():
-            scales[key[0]] = max(scales.get(key[0], 0.0), _apart(array, moved.weights[key]) / unit)
+            scales[key[0]] = max(scales.get(key[0], 0.0), _apart(array, perturbed.weights[key]) / unit)
         borders = []
-        for border, other in zip(self.borders, moved.borders, strict=True):
+        for border, other in zip(self.borders, perturbed.borders, strict=True):
             apart = [_apart(a, b) for (a, _), (b, _) in zip(border.pairs, other.pairs, strict=True)]
             borders.append(border._replace(scale=max(border.scale, *(size / unit for size in apart))))
         return replace(self, scales=scales, borders=borders)
@@ -181,12 +179,12 @@ def certify(
     batch: Batch,
     ours: Ours | None,
     made: Attempt,
-    off_by_rounding: Callable[[], Ours],
+    perturbed: Callable[[], Ours],
     **words: Any,
 ) -> Certificate:
     """Compare with the plain run; where the framework itself gives another answer each time, say so.
 
-    ``off_by_rounding`` makes our numbers once more for what sizes do not explain; ``words`` as in
+    ``perturbed`` makes our numbers once more, off by one rounding, for what sizes do not explain; ``words`` as in
     :meth:`Certificate.of`. Without numbers of ours there is no certificate.
     """
     if ours is None:
@@ -198,7 +196,7 @@ def certify(
     held = partial(_held, adapter, model, batch, run, words)
     certificate = held(ours)
     if certificate.state == "failed":
-        certificate = held(ours.beside(off_by_rounding()))
+        certificate = held(ours.beside(perturbed()))
     if certificate.state == "failed":
         certificate = steadied(certificate, adapter, model, _as_captured(batch, ours.capture), run)
     if altered and certificate.state != "failed":

@@ -17,7 +17,7 @@ from ..autodiff.tensors import like
 from ..errors import LayerNotFoundError, ModelError, message
 from ..recurrence.adjoint import Adjoint
 from ..recurrence.cells.cell import at_real_steps
-from ..recurrence.rounding import shaken
+from ..recurrence.rounding import perturbed
 from ..recurrence.run import Run
 from ..results.schema import plain
 from ..typing import Array
@@ -121,9 +121,9 @@ class Inside:
             both.sort(key=lambda half: half.call.bidirectional and half.call.direction == "backward")
         return cls(halves, entangled)
 
-    def shaken(self) -> Inside:
+    def perturbed(self) -> Inside:
         """The same, with every number inside the layers off by one rounding."""
-        halves = {name: [Half(one.call, shaken(one.run)) for one in both] for name, both in self.halves.items()}
+        halves = {name: [Half(one.call, perturbed(one.run)) for one in both] for name, both in self.halves.items()}
         return Inside(halves, self.entangled)
 
     def is_stepwise(self, name: TensorName) -> bool:

@@ -12,6 +12,7 @@ from .. import data
 from ..adapters.protocol import Adapter, Batch, PlainRun
 from ..autodiff.tensors import like
 from ..errors import CertificateError
+from ..recurrence.rounding import one_rounding
 from ..results.certificate import Certificate
 from ..results.checks import epsilon, residual
 from ..results.schema import plain
@@ -43,14 +44,16 @@ def _raised(error: Exception) -> str:
 
 def steadied(failed: Certificate, adapter: Adapter, model: Any, batch: Batch, first: PlainRun) -> Certificate:
     """A certificate that failed, unless the plain run itself gives other numbers each time: then that is said."""
-    again = _apart(adapter, model, batch, first)
+    again = _difference(adapter, model, batch, first)
     if again > 1e-6:
         return _could_not(failed, "the model, run plainly twice, does not give the same numbers")
-    if batch.training and _apart(adapter, model, replace(batch, seed=(batch.seed or 0) + 1), first) > 1e-6:
+    if batch.training and _difference(adapter, model, replace(batch, seed=(batch.seed or 0) + 1), first) > 1e-6:
         why = "the model draws random numbers in training mode, and drew others when it was looked into"
         return _could_not(failed, why)
     unit = epsilon(adapter.provenance(model).get("dtype"))
-    moved = _apart(adapter, model, replace(batch, x=data.map_leaves(lambda leaf: _off(leaf, unit), batch.x)), first)
+    moved = _difference(
+        adapter, model, replace(batch, x=data.map_leaves(lambda leaf: _perturbed(leaf, unit), batch.x)), first
+    )
     if all(check.ok or check.residual <= check.bound * moved / unit for check in failed.checks):
         why = f"the model is chaotic: of data that are off by one rounding it makes outputs that are off by {moved:.1g}"
         return _could_not(failed, why)
@@ -61,19 +64,21 @@ def _could_not(failed: Certificate, why: str) -> Certificate:
     return Certificate("could not", failed.against, why=why)
 
 
-def _apart(adapter: Adapter, model: Any, batch: Batch, first: PlainRun) -> float:
-    """How far outputs and loss of another plain run are from those of the first, relatively; 0 if there is none."""
+def _difference(adapter: Adapter, model: Any, batch: Batch, first: PlainRun) -> float:
+    """How far outputs and loss of another plain run are from those of the first, relatively; 0 where one has none."""
     again, _ = attempt(lambda: adapter.plain(model, batch, gradients=False))
     if again is None:
         return 0.0
-    pairs = zip((*again.outputs, again.loss or 0.0), (*first.outputs, first.loss or 0.0), strict=True)
-    return max(residual(np.asarray(plain(a), dtype=float), np.asarray(plain(b), dtype=float)) for a, b in pairs)
+    pairs = list(zip(again.outputs, first.outputs, strict=True))
+    if again.loss is not None and first.loss is not None:
+        pairs.append((again.loss, first.loss))
+    both = ((np.asarray(plain(a), dtype=float), np.asarray(plain(b), dtype=float)) for a, b in pairs)
+    return max((residual(a, b) for a, b in both), default=0.0)
 
 
-def _off(leaf: Any, unit: float) -> Any:
+def _perturbed(leaf: Any, unit: float) -> Any:
     """Numbers that are off by one rounding, up or down; whole numbers and packed sequences stay."""
     if data.is_packed(leaf) or plain(leaf).dtype.kind != "f":
         return leaf
-    values = plain(leaf)
-    signs = 2.0 * np.random.default_rng(0).integers(0, 2, size=values.shape) - 1.0
-    return like(values * (1.0 + unit * signs), leaf)
+    values: Any = plain(leaf)
+    return like(one_rounding(np, unit)(values), leaf)

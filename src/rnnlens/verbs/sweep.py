@@ -17,7 +17,7 @@ from ..recurrence.adjoint_custom import (
 )
 from ..recurrence.cells import affine
 from ..recurrence.cells.cell import has_gates
-from ..recurrence.rounding import replay_moved
+from ..recurrence.rounding import replay_sensitivity
 from ..recurrence.run import Run
 from ..results.checks import CEILING, REPLAY, Check, epsilon, rounding_bound
 from ..typing import Array
@@ -64,13 +64,13 @@ def weights_of(call: RecurrentCall, run: Run, result: Adjoint, *, by_time: bool 
 def replay_check(call: RecurrentCall, run: Run) -> Check:
     """Whether the replay gives what the framework returned, as far as rounding goes.
 
-    Where a gate keeps nearly all, 1 - z has few digits left, and so has what the step adds: then what one more rounding
-    moves is looked at.
+    Where a gate keeps nearly all, 1 - z has few digits left, and so has what the step adds: then the sensitivity
+    to one more rounding is looked at.
     """
     kind, steps = call.compute_dtype or call.output.dtype, int(call.input.shape[1])
     bound = rounding_bound(kind, steps)
     if run.residual > bound:
-        bound = min(max(bound, bound * replay_moved(run) / epsilon(kind)), CEILING)
+        bound = min(max(bound, bound * replay_sensitivity(run) / epsilon(kind)), CEILING)
     return Check(REPLAY, call.layer, run.residual, bound)
 
 

@@ -13,7 +13,7 @@ from ..adapters.protocol import Batch, Capture
 from ..adapters.registry import adapter_for
 from ..arguments import anything, checked, class_weights, examples, names, one_batch, seed_or_none, states, switch
 from ..arguments import loss as a_loss
-from ..recurrence.rounding import shaken
+from ..recurrence.rounding import perturbed
 from ..recurrence.run import Run
 from ..results.checks import warn_about
 from ..results.trace import Trace
@@ -130,7 +130,7 @@ def trace(
         datasets |= plain_datasets(capture.plain, room, batch, wanted, provenance)
         wanted.refuse_absent(datasets, [info.name for info in described])
         words = _words(datasets, wanted.has_loss)
-        certificate = certify(adapter, model, batch, ours, made, partial(_off_by_rounding, made_of, capture), **words)
+        certificate = certify(adapter, model, batch, ours, made, partial(_perturbed, made_of, capture), **words)
     warn_about([*checks, *certificate.checks])
     return Trace(
         datasets,
@@ -143,10 +143,10 @@ def trace(
     )
 
 
-def _off_by_rounding(made_of: Callable[..., Any], capture: Capture) -> Ours:
+def _perturbed(made_of: Callable[..., Any], capture: Capture) -> Ours:
     """The same numbers, from replays that are off by one rounding."""
     ours = Ours(capture)
-    made_of(ours, replayed=lambda call: shaken(Run.from_call(call)))
+    made_of(ours, replayed=lambda call: perturbed(Run.from_call(call)))
     return ours
 
 

@@ -208,7 +208,7 @@ class GraphCopy:
 
 
 def _shared(config: Any) -> Any:
-    """The user's configuration; where he says nothing of threads, half of the cores: what else we do goes on beside."""
+    """The user's configuration; where it says nothing of threads, half of the cores: what else we do goes on beside."""
     own = tf.ConfigProto()
     own.CopyFrom(config or own)
     if not (own.inter_op_parallelism_threads or own.session_inter_op_thread_pool):

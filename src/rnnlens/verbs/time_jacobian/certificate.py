@@ -90,7 +90,7 @@ def certify(request: Request, plan: Plan, claim: Claim | Certificate) -> Certifi
     certificate = held(claim.spread)
     if certificate.state != "failed":
         return certificate
-    moved = _pulled(request, shaken=True) - _pulled(request)
+    moved = _pulled(request, perturbed=True) - _pulled(request)
     certificate = held(max(claim.spread, float(abs(moved).max()) / epsilon(_computed_in(request, plan))))
     if certificate.state != "failed":
         return certificate
@@ -104,9 +104,9 @@ def _held(request: Request, plan: Plan, claim: Claim, theirs: xr.DataArray, scal
     return comparisons.certificate(request.adapter.engine, claim.checks, **_words(plan, claim))
 
 
-def _pulled(request: Request, *, shaken: bool = False) -> xr.DataArray:
-    """What the Jacobian makes of random signs, made anew; ``shaken``: off by one rounding inside recurrent layers."""
-    with open_network(request, shaken=shaken) as network:
+def _pulled(request: Request, *, perturbed: bool = False) -> xr.DataArray:
+    """What the Jacobian makes of random signs, anew; ``perturbed``: off by one rounding inside recurrent layers."""
+    with open_network(request, perturbed=perturbed) as network:
         plan = make_plan(request.options, network)
         is_linear = plan.ends.measure in LINEAR
         jacobian = xr.DataArray(numbers(plan, Tally()), dims=plan.dims) if is_linear else None

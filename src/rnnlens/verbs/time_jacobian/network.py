@@ -111,10 +111,10 @@ class Network:
 
 
 @contextmanager
-def open_network(request: Request, *, shaken: bool = False) -> Iterator[Network]:
+def open_network(request: Request, *, perturbed: bool = False) -> Iterator[Network]:
     """Run the model, and keep what is needed to differentiate between the two ends until the block is left.
 
-    ``shaken``: every number inside recurrent layers is off by one rounding.
+    ``perturbed``: every number inside recurrent layers is off by one rounding.
 
     Raises
     ------
@@ -126,7 +126,7 @@ def open_network(request: Request, *, shaken: bool = False) -> Iterator[Network]
         If samples depend on each other, or recurrent layers run on different numbers of them.
     """
     inside = _look_inside(request)
-    inside = inside.shaken() if shaken else inside
+    inside = inside.perturbed() if perturbed else inside
     recurrences = tuple(Linearised.of(half) for both in inside.halves.values() for half in both)
     of, wrt = _inner(request.of, inside, recurrences, "of"), _inner(request.wrt, inside, recurrences, "wrt")
     if of is not None and wrt is not None and not inside.entangled and _same(of, wrt):

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from planted_cells import plant
 
 import rnnlens as rl
 
@@ -29,14 +30,6 @@ def test_it_is_told_from_a_fault():
 
 
 def test_a_fault_of_a_steady_network_stays_one(monkeypatch):
-    from rnnlens.recurrence.cells import SimpleRNN
-
-    right = SimpleRNN.pull_back
-
-    def wrong(*given):
-        gates, states, own = right(*given)
-        return gates * (1 + 1e-3), states, own
-
-    monkeypatch.setattr(SimpleRNN, "pull_back", wrong)
+    plant(monkeypatch, 1 + 1e-3)
     with pytest.warns(rl.errors.SelfCheckWarning):
         assert rl.weights(*network(0.9)).certificate.state == "failed"

@@ -1,0 +1,14 @@
+"""Cells whose backward step is wrong by a factor: a fault that certificates have to find."""
+
+from rnnlens.recurrence.cells import SimpleRNN
+
+
+def plant(monkeypatch, factor):
+    """All gate gradients of a SimpleRNN, times ``factor``."""
+    right = SimpleRNN.pull_back
+
+    def wrong(*given):
+        gates, states, own = right(*given)
+        return gates * factor, states, own
+
+    monkeypatch.setattr(SimpleRNN, "pull_back", wrong)
