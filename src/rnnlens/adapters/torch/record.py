@@ -285,7 +285,7 @@ class Recorder:
         if known is not None and (known[0] is weight or torch.equal(known[0], weight)):
             return known[1]
         computed = weight.grad_fn is not None
-        # With a frozen weight torch takes another kernel, whose last digits differ: chaos makes others of all.
+        # Frozen as the user's is: for a frozen weight torch takes another kernel, whose last digits differ.
         live = self.weight_grads or weight.requires_grad
         stand_in = weight.clone() if computed else weight.detach().requires_grad_(live)
         self._by_identity[id(weight)] = self._leaves[owner.key, slot] = (weight, stand_in)
