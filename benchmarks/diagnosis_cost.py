@@ -26,7 +26,7 @@ from rnnlens.diagnosis.missed import measure_missed
 from rnnlens.diagnosis.samples import read_samples
 from rnnlens.measures import lyapunov_spectrum
 from rnnlens.recurrence.cells import LSTM, SimpleRNN
-from rnnlens.recurrence.run import replay
+from rnnlens.recurrence.replay import replay
 
 BAR, QR_BAR = 12.0, 2.0
 

@@ -20,7 +20,7 @@ import numpy as np
 import xarray as xr
 
 import rnnlens as rl
-from rnnlens.results.run import Run
+from rnnlens.results.training_run import TrainingRun
 
 GATES = ["input", "forget", "candidate", "output"]
 BAR = 5.0
@@ -63,7 +63,7 @@ def jacobian(samples: int, steps: int) -> xr.DataArray:
     return xr.DataArray(norms * (0.5 + noise), dims=("sample", "out_time", "in_time"), name="jacobian")
 
 
-def training(records: int, steps: int) -> Run:
+def training(records: int, steps: int) -> TrainingRun:
     """A run of two layers whose gradient reaches further with every record."""
     at = np.arange(records) * 50
     lag = np.arange(steps)[None, ::-1]
@@ -72,7 +72,7 @@ def training(records: int, steps: int) -> Run:
     layers = {f"lstm_{i}": xr.Dataset({"adjoint_profile": (("step", "time"), profile)}, coords) for i in range(2)}
     names = ["loss", *(f"lstm_{i}/{what}" for i in range(2) for what in ("reach", "adjoint", "forget/near_1"))]
     scalars = {name: ("step", np.exp(-np.arange(records) / 300)) for name in names}
-    return Run(layers, xr.Dataset(scalars, {"step": at, "epoch": ("step", at // 1000)}))
+    return TrainingRun(layers, xr.Dataset(scalars, {"step": at, "epoch": ("step", at // 1000)}))
 
 
 def cases(samples: int, steps: int, units: int) -> dict[str, Callable[[], Any]]:

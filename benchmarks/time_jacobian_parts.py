@@ -26,7 +26,7 @@ from rnnlens.recurrence.inplace import Workspace
 from rnnlens.recurrence.jacobian import Taps, reverse
 from rnnlens.recurrence.linear_cells import linear_system
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, Reduction
-from rnnlens.recurrence.run import replay
+from rnnlens.recurrence.replay import replay
 from rnnlens.recurrence.sources import Points
 
 GATES = {"lstm": 4, "gru": 3, "simple_rnn": 1}

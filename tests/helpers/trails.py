@@ -6,8 +6,8 @@ What counts, exactly:
   the types that stand for it (the request that it became, the plan made of that).
 * A file is entered where a function in it is called with the thing among its arguments (also within its ``*args``),
   and the function of ours that called it, seen through anything that is not ours, lies in another file.
-* The border of the adapters ends the trail: nothing below a function of ``rnnlens.adapters`` counts. Nor do methods of
-  the thing itself: to read it is to enter nothing.
+* The boundary of the adapters ends the trail: nothing below a function of ``rnnlens.adapters`` counts. Nor do methods
+  of the thing itself: to read it is to enter nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import rnnlens
 
 ROOT = Path(rnnlens.__file__).parent
-BORDER = "adapters/"
+BOUNDARY = "adapters/"
 
 
 class Trail:
@@ -59,10 +59,10 @@ def trail(call: Callable[[], Any], verb: Callable[..., Any], parameter: str, *st
             caller = caller.f_back
         above, place = caller, _file(caller.f_code.co_filename) if caller is not None else None
         while above is not None and above.f_code is not code:
-            if (_file(above.f_code.co_filename) or "").startswith(BORDER):
+            if (_file(above.f_code.co_filename) or "").startswith(BOUNDARY):
                 return
             above = above.f_back
-        if above is not None and place != file and not file.startswith(BORDER):
+        if above is not None and place != file and not file.startswith(BOUNDARY):
             found.entered.setdefault(file, {})[place] = None
 
     before = sys.getprofile()

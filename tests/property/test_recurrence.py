@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rnnlens.recurrence.adjoint import adjoint, weight_gradients
-from rnnlens.recurrence.run import replay
+from rnnlens.recurrence.replay import replay
 
 GATES = {"simple_rnn": 1, "lstm": 4, "gru": 3}
 

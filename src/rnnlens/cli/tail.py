@@ -19,7 +19,7 @@ from ..errors import FileError, message
 from . import console
 
 if TYPE_CHECKING:
-    from ..results.run import Run
+    from ..results.training_run import TrainingRun
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Records that a row of bars shows, and rows of scalars that a table shows.
@@ -44,7 +44,7 @@ def tail(
         _lines(states, names)
 
 
-def _states(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[Run]:
+def _states(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[TrainingRun]:
     """The run again and again, until it has ended.
 
     Raises
@@ -52,7 +52,7 @@ def _states(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[Run
     FileError
         If it is not there, and is not waited for.
     """
-    from ..results.run import is_run
+    from ..results.training_run import is_run
 
     while not is_run(path):
         if path.exists() and not path.is_dir():
@@ -70,9 +70,9 @@ def _states(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[Run
         time.sleep(every)
 
 
-def _read(path: Path) -> Run | None:
+def _read(path: Path) -> TrainingRun | None:
     """The run as it is now; None where its writer is just at it."""
-    from ..results.run import read_run
+    from ..results.training_run import read_run
 
     for attempt in (1, 2, 3):
         try:
@@ -84,7 +84,7 @@ def _read(path: Path) -> Run | None:
     return None
 
 
-def _lines(states: Iterator[Run], only: tuple[str, ...]) -> None:
+def _lines(states: Iterator[TrainingRun], only: tuple[str, ...]) -> None:
     """One plain line per record that is new, and how it ended."""
     told, last = 0, None
     for run in states:
@@ -97,19 +97,19 @@ def _lines(states: Iterator[Run], only: tuple[str, ...]) -> None:
         console.print_plain(f"ended={last.ended} records={told}")
 
 
-def _numbers(run: Run, i: int, only: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+def _numbers(run: TrainingRun, i: int, only: tuple[str, ...]) -> Iterator[tuple[str, float]]:
     for name in _chosen(run, only):
         value = float(run.scalars[name].values[i])
         if not math.isnan(value) or name == "loss":
             yield name, value
 
 
-def _chosen(run: Run, only: tuple[str, ...]) -> list[str]:
+def _chosen(run: TrainingRun, only: tuple[str, ...]) -> list[str]:
     present = list(map(str, run.scalars.data_vars))
     return [name for name in present if not only or any(word in name for word in only)]
 
 
-def _live(states: Iterator[Run], only: tuple[str, ...]) -> None:
+def _live(states: Iterator[TrainingRun], only: tuple[str, ...]) -> None:
     """A table that is drawn anew as the run grows; the last one stays."""
     out = console.out()
     with Live(console=out, auto_refresh=False, transient=False) as live:
@@ -121,7 +121,7 @@ def _live(states: Iterator[Run], only: tuple[str, ...]) -> None:
             raise
 
 
-def picture(run: Run, only: tuple[str, ...] = (), *, height: int = 40) -> Group:
+def picture(run: TrainingRun, only: tuple[str, ...] = (), *, height: int = 40) -> Group:
     """The state of a run: where it is, its latest numbers, how they came about, and what was noted."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title, side in (("", "left"), ("latest", "right"), ("first", "right"), ("over training", "left")):
@@ -138,8 +138,8 @@ def picture(run: Run, only: tuple[str, ...] = (), *, height: int = 40) -> Group:
     return Group(*parts)
 
 
-def _headline(run: Run) -> Text:
-    from ..results.run import age
+def _headline(run: TrainingRun) -> Text:
+    from ..results.training_run import age
 
     count = run.steps.size
     words = Text("run" if run.path is None else run.path.name, style="bold", no_wrap=True, overflow="ellipsis")

@@ -14,7 +14,7 @@ from ..arguments import seed as random_seed
 from ..errors import InputError, message
 from ..measures.residual import Missed
 from ..results.diagnosis import Diagnosis
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..verbs.axes import an_axes_table
 from ..verbs.turns import in_turn
 from .carried import measure_carried
@@ -119,10 +119,10 @@ def diagnose(
     layers, attributed = measure_layers(experiment)
     mask = experiment.runs[0][1].mask
     fed = data.x if not isinstance(data.x, (tuple, list, dict)) else None
-    numbers = np.asarray(plain(experiment.runs[0][1].input)) if fed is None or fed.dtype.kind != "f" else fed
+    numbers = np.asarray(to_host(experiment.runs[0][1].input)) if fed is None or fed.dtype.kind != "f" else fed
     numbers = numbers.reshape(*numbers.shape[:2], -1)
     found = findings(
-        memory, missed, layers, attributed, numbers, None if mask is None else plain(mask), experiment.prediction
+        memory, missed, layers, attributed, numbers, None if mask is None else to_host(mask), experiment.prediction
     )
     names = list(dict.fromkeys(layer.name for layer in layers))
     speaker = names[0] if len(names) == 1 else "the model"
@@ -163,7 +163,7 @@ def _before(baseline: Any, experiment: Experiment) -> Memory | None:
     if isinstance(baseline, str) and baseline != "init":
         raise InputError(message("baseline= is not understood.", got=repr(baseline), expected='"init" or a model'))
     fresh = isinstance(baseline, str)
-    model = experiment.adapter.untrained(experiment.model, experiment.seed) if fresh else baseline
+    model = experiment.adapter.reinitialised(experiment.model, experiment.seed) if fresh else baseline
     other = Experiment(
         model, experiment.samples, experiment.step, experiment.output, experiment.task, experiment.loss, experiment.seed
     )

@@ -14,7 +14,7 @@ import numpy as np
 from .. import data
 from ..errors import InputError, RnnlensError
 from ..measures.intervention import USED, donors, memory_length, search, squared_change, total_variance
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..typing import Array
 from .experiment import LOOKED_INTO, Experiment
 
@@ -64,7 +64,7 @@ class _Bench:
             self.why = "the samples differ in length"
         if self.why:
             return False
-        self.states = {call.layer: [np.asarray(plain(s)) for s in run.states] for call, run in self.experiment.runs}
+        self.states = {call.layer: [np.asarray(to_host(s)) for s in run.states] for call, run in self.experiment.runs}
         self.prediction = self.experiment.prediction[:count]
         self.variance = total_variance(self.prediction)
         self.lender = donors(count, seed=self.experiment.seed)

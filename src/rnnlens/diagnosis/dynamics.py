@@ -18,9 +18,9 @@ from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, m
 from ..measures.fixed_points import find_points, iterate, step_map
 from ..measures.spectrum import lyapunov_spectrum
 from ..measures.spectrum import step_eigenvalues as eigenvalues_of_steps
-from ..recurrence.run import Run
+from ..recurrence.replay import Replay
 from ..results.dynamics import FixedPoints
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..typing import Array
 from ..verbs.axes import an_axes_table
 from ..verbs.turns import in_turn
@@ -267,7 +267,7 @@ def fixed_points(
     return FixedPoints({name: dataset}, provenance=adapter_for(model).provenance(model))
 
 
-def _run(model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, Any] | None) -> tuple[str, Run]:
+def _run(model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, Any] | None) -> tuple[str, Replay]:
     adapter = adapter_for(model)
     refuse_without_time(x, least=1)
     lie = Orientation(adapter, model, x, axes)
@@ -282,12 +282,12 @@ def _run(model: Any, x: Any, layer: str | None, most: int, axes: Mapping[str, An
         raise LayerNotFoundError(
             message("Which recurrent layer?", got=f"layer={layer!r}", hint=did_you_mean(str(layer), names))
         )
-    return chosen[0].layer, Run.from_call(in_numpy(chosen[0]))
+    return chosen[0].layer, Replay.from_call(in_numpy(chosen[0]))
 
 
-def _input(given: Any, run: Run) -> Array:
+def _input(given: Any, run: Replay) -> Array:
     features = int(run.input.shape[2])
-    values = np.asarray(plain(run.input))
+    values = np.asarray(to_host(run.input))
     if isinstance(given, str):
         if given not in ("mean", "zero"):
             raise InputError(
@@ -296,16 +296,16 @@ def _input(given: Any, run: Run) -> Array:
         return values.mean(axis=(0, 1)) if given == "mean" else np.zeros(features, dtype=values.dtype)
     if not hasattr(given, "__array__") and not hasattr(given, "__dlpack__"):
         raise InputError(message("The input does not fit.", got=shown(given), expected=f"({features},) numbers"))
-    array = np.asarray(plain(given), dtype=values.dtype)
+    array = np.asarray(to_host(given), dtype=values.dtype)
     if array.shape != (features,):
         raise InputError(message("The input does not fit.", got=f"shape {array.shape}", expected=f"({features},)"))
     return array
 
 
-def _starts(starts: Any, name: str, run: Run, most: int, noise: float, seed: int) -> Array:
+def _starts(starts: Any, name: str, run: Replay, most: int, noise: float, seed: int) -> Array:
     width = sum(int(s.shape[-1]) for s in run.states)
     given = run.states if starts is None else _states_of(starts, name, len(run.states))
-    parts = [np.atleast_2d(np.asarray(plain(s))) for s in given]
+    parts = [np.atleast_2d(np.asarray(to_host(s))) for s in given]
     shapes = ", ".join(str(part.shape) for part in parts) or "nothing"
     if sum(part.shape[-1] for part in parts) != width or len({part.shape[:-1] for part in parts}) > 1:
         raise InputError(message("The starts do not fit the states.", got=shapes, expected=f"(start, {width})"))

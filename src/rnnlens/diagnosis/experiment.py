@@ -15,8 +15,8 @@ from ..adapters.registry import adapter_for
 from ..errors import InputError, ModelError, RnnlensError, message
 from ..layout import Layout, dims_of
 from ..measures.intervention import donors, squared_change
-from ..recurrence.run import Run
-from ..results.schema import plain
+from ..recurrence.replay import Replay
+from ..results.schema import to_host
 from ..typing import Array
 from .prediction import Target, read_target
 from .samples import Samples
@@ -54,7 +54,7 @@ class Experiment:
     @cached_property
     def layout(self) -> Layout:
         """How the output that is looked at lies."""
-        whole = plain(self._leaf(self.capture.outputs))
+        whole = to_host(self._leaf(self.capture.outputs))
         _ = self.looked_at
         return (
             Layout.plain(dims_of(whole.shape))
@@ -80,9 +80,9 @@ class Experiment:
         return capture
 
     @cached_property
-    def runs(self) -> list[tuple[Any, Run]]:
+    def runs(self) -> list[tuple[Any, Replay]]:
         """Every captured call and its replay."""
-        return [(call, Run.from_call(in_numpy(call))) for call in self.capture.calls]
+        return [(call, Replay.from_call(in_numpy(call))) for call in self.capture.calls]
 
     @cached_property
     def lengths(self) -> Array:
@@ -92,7 +92,7 @@ class Experiment:
             return full
         request = CaptureRequest(gradients=False, weight_grads=False)
         calls = self.adapter.capture(self.model, Batch(self.given(self.samples.x)), request).calls
-        mask = next((plain(call.mask) for call in calls if call.mask is not None), None)
+        mask = next((to_host(call.mask) for call in calls if call.mask is not None), None)
         if mask is None or not self._are_steps_of_the_data(mask.shape[1]):
             return full
         last = mask.shape[1] - mask[:, ::-1].argmax(axis=1)
@@ -114,10 +114,10 @@ class Experiment:
             return leaf[:LOOKED_INTO, :steps] if place in self.samples.sequences else leaf[:LOOKED_INTO]
 
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
-        whole = plain(self._leaf(self.capture.outputs))
+        whole = to_host(self._leaf(self.capture.outputs))
         try:
             x = self.given(data.map_leaves(cut, self.samples.x))
-            part = plain(self._leaf(self.adapter.capture(self.model, Batch(x), request).outputs))
+            part = to_host(self._leaf(self.adapter.capture(self.model, Batch(x), request).outputs))
         except RnnlensError:
             return False
         return part.shape == whole.shape and bool(np.allclose(part, whole, rtol=1e-3, atol=1e-5))
@@ -127,7 +127,7 @@ class Experiment:
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
         given = self.given(x)
         capture = self.adapter.capture(self.model, Batch(given, initial_state=initial_state), request)
-        whole = self._turned(plain(self._leaf(capture.outputs)), given, data.len_of(x))
+        whole = self._turned(to_host(self._leaf(capture.outputs)), given, data.len_of(x))
         if whole.ndim == 1:
             whole = whole[:, None]
         at_step = self._at_step(whole) if whole.ndim >= 3 else whole
@@ -176,7 +176,7 @@ class Experiment:
     def looked_at(self) -> Array:
         """The output on the first few samples, with samples first."""
         few = min(LOOKED_INTO, self.samples.count)
-        return self._turned(plain(self._leaf(self.capture.outputs)), self.few, few)
+        return self._turned(to_host(self._leaf(self.capture.outputs)), self.few, few)
 
     def _at_step(self, whole: Array) -> Array:
         found: Array = whole[np.arange(len(whole)), self.place(whole)]
@@ -264,10 +264,10 @@ def in_numpy(call: RecurrentCall) -> RecurrentCall:
     changed = {
         f.name: _plain_tree(getattr(call, f.name)) for f in fields(call) if f.name not in ("cell", "weight_grads")
     }
-    return replace(call, cell=call.cell.with_weights(plain), **changed)
+    return replace(call, cell=call.cell.with_weights(to_host), **changed)
 
 
 def _plain_tree(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_plain_tree(part) for part in value)
-    return plain(value) if hasattr(value, "shape") else value
+    return to_host(value) if hasattr(value, "shape") else value

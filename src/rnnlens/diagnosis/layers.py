@@ -15,8 +15,8 @@ from ..layout import canonical_order
 from ..measures.facts import Census, census, dead_units, gate_timescale, stuck_gates
 from ..measures.profiles import Band, attributed_memory, attribution, band
 from ..measures.transfer import Transfer, state_transfer, theil_sen
-from ..recurrence.run import Run
-from ..results.schema import plain
+from ..recurrence.replay import Replay
+from ..results.schema import to_host
 from ..settings import options
 from ..typing import Array
 from ..verbs.gradients import gradients
@@ -40,7 +40,7 @@ class LayerFacts:
     name: str
     direction: str
     cell: str
-    run: Run
+    run: Replay
     transfer: Transfer
     adjoint: Band | None
     adjoint_norms: Array | None
@@ -156,17 +156,17 @@ def by_lag(values: Array, order: Sequence[int], ends: Array | None) -> Array:
     return np.where(inside, np.take_along_axis(turned, np.where(inside, place, 0), axis=1), np.nan)
 
 
-def _facts(call: RecurrentCall, run: Run, gradient: Array | None, ends: Array | None) -> LayerFacts:
+def _facts(call: RecurrentCall, run: Replay, gradient: Array | None, ends: Array | None) -> LayerFacts:
     order = list(run.steps(reverse=True))
     norms = None
     if gradient is not None:
         norms = by_lag(np.linalg.norm(np.asarray(gradient, dtype=np.float64), axis=-1), order, ends)
-    mask = None if run.mask is None else np.asarray(plain(run.mask), dtype=bool)
-    hidden = plain(run.states[0])
-    states = np.concatenate([plain(s) for s in run.states], axis=-1)
+    mask = None if run.mask is None else np.asarray(to_host(run.mask), dtype=bool)
+    hidden = to_host(run.states[0])
+    states = np.concatenate([to_host(s) for s in run.states], axis=-1)
     sizes = np.linalg.norm(states[:, order[::-1]].astype(np.float64), axis=-1).mean(axis=0)
     profile = None if norms is None else band(norms)
-    shut, opened = (None, None) if run.gates is None else stuck_gates(plain(run.gates), mask)
+    shut, opened = (None, None) if run.gates is None else stuck_gates(to_host(run.gates), mask)
     return LayerFacts(
         call.layer,
         call.direction,
@@ -202,18 +202,18 @@ def _median_peak(norms: Array) -> float:
     return float(np.median(np.nan_to_num(norms, posinf=np.finfo(norms.dtype).max / 2).max(axis=1)))
 
 
-def _timescale(run: Run, mask: Array | None) -> Array | None:
+def _timescale(run: Replay, mask: Array | None) -> Array | None:
     if run.cell.keeping is None or run.gates is None:
         return None
     gate = run.cell.gates.index(run.cell.keeping)
-    return gate_timescale(plain(run.gates)[:, :, gate], mask)
+    return gate_timescale(to_host(run.gates)[:, :, gate], mask)
 
 
 def _attribution(experiment: Experiment, found: dict[tuple[str, str], Array]) -> Attribution | None:
     gradient, (_, run) = found.get(("input", "")), experiment.runs[0]
     if gradient is None or gradient.shape != tuple(run.input.shape):
         return None
-    scores = attribution(gradient, plain(run.input))
+    scores = attribution(gradient, to_host(run.input))
     backwards = list(range(scores.shape[1]))[::-1]
     lags = by_lag(scores, backwards, experiment.ends(experiment.runs[0][0]))
     return Attribution(band(np.sqrt(lags)), attributed_memory(np.nan_to_num(lags)[:, ::-1]))

@@ -7,7 +7,7 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Batch, CaptureRequest
 from ..measures.residual import Missed, missed_dependency
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..typing import Array
 from .experiment import Experiment
 
@@ -43,7 +43,7 @@ def _numbers(experiment: Experiment) -> Array | None:
         return flat
     request = CaptureRequest(gradients=False, weight_grads=False)
     calls = experiment.adapter.capture(experiment.model, Batch(experiment.given(experiment.samples.x)), request).calls
-    fed = plain(calls[0].input)
+    fed = to_host(calls[0].input)
     return fed if fed.shape[1] == experiment.samples.steps else None
 
 

@@ -11,7 +11,7 @@ from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port
 from ..errors import InputError, RnnlensError, message
 from ..layout import Layout, canonical_order
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..typing import Array
 from ..verbs.axes import DATA, Axes
 from ..verbs.cuts import layouts_of_inputs
@@ -79,8 +79,8 @@ class Orientation:
 
     def turned(self, x: Any, y: Any) -> tuple[Any, Any]:
         """X and y in NumPy, samples first, then steps."""
-        x = data.map_leaves(lambda leaf: np.asarray(plain(leaf)), x)
-        y = None if y is None else data.map_leaves(lambda leaf: np.asarray(plain(leaf)), y)
+        x = data.map_leaves(lambda leaf: np.asarray(to_host(leaf)), x)
+        y = None if y is None else data.map_leaves(lambda leaf: np.asarray(to_host(leaf)), y)
         if self.inputs is None and "y" not in self.axes.data:
             return x, y
         first, lead = data.leaves_of(x)[0], (self.inputs or [Layout.plain((SAMPLE, TIME))])[0]

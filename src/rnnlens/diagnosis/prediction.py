@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import InputError, message
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..typing import Array
 
 Task = Literal["classes", "binary", "values"]
@@ -80,7 +80,7 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
     step
         Which step of y, where it has a time axis; None where the output has none.
     """
-    values = np.asarray(plain(y))
+    values = np.asarray(to_host(y))
     samples, outputs = raw.shape
     if values.dtype.kind not in "fiub" or values.shape[0] != samples:
         got = f"y of shape {values.shape}, dtype {values.dtype}, for {samples} samples"

@@ -11,7 +11,7 @@ import numpy as np
 from .. import data
 from ..arguments.data import is_source
 from ..errors import InputError, UnsupportedError, message, shown
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..typing import Array
 from .orientation import Orientation
 
@@ -134,12 +134,12 @@ def _batches(source: Any, most: int) -> list[tuple[Any, Any]]:
 
 
 def _numpy(tree: Any) -> Any:
-    return None if tree is None else data.map_leaves(lambda leaf: np.asarray(plain(leaf)), tree)
+    return None if tree is None else data.map_leaves(lambda leaf: np.asarray(to_host(leaf)), tree)
 
 
 def _joined(trees: Sequence[Any]) -> Any:
     if trees[0] is None:
         return None
     columns = zip(*(data.leaves_of(tree) for tree in trees), strict=True)
-    joined = iter([np.concatenate([np.asarray(plain(leaf)) for leaf in column]) for column in columns])
+    joined = iter([np.concatenate([np.asarray(to_host(leaf)) for leaf in column]) for column in columns])
     return data.map_leaves(lambda _: next(joined), trees[0])

@@ -1,4 +1,4 @@
-"""Facts about data, states and gates that a reader of a diagnosis must know: counted, not judged."""
+"""ModelFacts about data, states and gates that a reader of a diagnosis must know: counted, not judged."""
 
 from __future__ import annotations
 

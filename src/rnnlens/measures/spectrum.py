@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..recurrence.run import Run
+from ..recurrence.replay import Replay
 from ..typing import Array
 from .transfer import step_jacobians
 
@@ -31,7 +31,7 @@ class Lyapunov:
     kaplan_yorke: float
 
 
-def lyapunov_spectrum(run: Run, *, count: int | None = None, burn_in: float = 0.1, seed: int = 0) -> Lyapunov:
+def lyapunov_spectrum(run: Replay, *, count: int | None = None, burn_in: float = 0.1, seed: int = 0) -> Lyapunov:
     """Exponents by QR: Q_t R_t = A_t Q_(t-1), lambda_i = mean log |R_ii|; of diagonal steps the mean of log |a|.
 
     Parameters
@@ -58,7 +58,7 @@ def lyapunov_spectrum(run: Run, *, count: int | None = None, burn_in: float = 0.
     return Lyapunov(exponents[order], stderr[order], kaplan_yorke_dimension(exponents[order]))
 
 
-def _growth_by_qr(run: Run, count: int, seed: int) -> Array:
+def _growth_by_qr(run: Replay, count: int, seed: int) -> Array:
     """(step, sample, exponent): log |R_ii|, in the order of the recurrence."""
     samples, time = run.input.shape[:2]
     basis = np.random.default_rng(seed).normal(size=(samples, sum(int(s.shape[-1]) for s in run.states), count))
@@ -71,7 +71,7 @@ def _growth_by_qr(run: Run, count: int, seed: int) -> Array:
     return logs
 
 
-def _growth(run: Run, moduli: Array, count: int, burnt: int) -> Array:
+def _growth(run: Replay, moduli: Array, count: int, burnt: int) -> Array:
     """The same without the first ``burnt`` steps, of steps with common eigenvectors, which Q never leaves."""
     order = list(run.steps())[burnt:]
     logs = np.log(np.maximum(np.asarray(moduli, dtype=np.float64)[:, order], 1e-300))
@@ -80,7 +80,7 @@ def _growth(run: Run, moduli: Array, count: int, burnt: int) -> Array:
     return found
 
 
-def step_eigenvalues(run: Run, steps: Sequence[int]) -> Array:
+def step_eigenvalues(run: Replay, steps: Sequence[int]) -> Array:
     """Eigenvalues of A_t = ds_t/ds_(t-1), states side by side: (sample, step, mode), complex, largest modulus first.
 
     Parameters

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..recurrence.run import Run
+from ..recurrence.replay import Replay
 from ..typing import Array
 
 #: Steps at the end whose growth is not counted: random cotangents turn into the leading direction first.
@@ -86,7 +86,7 @@ class Transfer:
         return kept
 
 
-def state_spread(run: Run) -> list[Array]:
+def state_spread(run: Replay) -> list[Array]:
     """Standard deviation of each unit of each state over samples and steps, at least 1e-3 of the median unit's.
 
     Steps of a sample whose state is not finite are left out.
@@ -101,7 +101,7 @@ def state_spread(run: Run) -> list[Array]:
 
 
 def state_transfer(
-    run: Run, *, directions: int | None = None, lags: int | None = None, ends: Array | None = None, seed: int = 0
+    run: Replay, *, directions: int | None = None, lags: int | None = None, ends: Array | None = None, seed: int = 0
 ) -> Transfer:
     """Pull random cotangents on the final state back through a recurrent layer.
 
@@ -158,7 +158,7 @@ def _normalised(parts: Sequence[Array]) -> list[Array]:
     return [p / size[..., None] for p in parts]
 
 
-def step_jacobians(run: Run) -> Iterator[Array]:
+def step_jacobians(run: Replay) -> Iterator[Array]:
     """A_t = ds_t/ds_(t-1) of every step, states side by side, in the order of the recurrence: (sample, S, S) each."""
     sizes = [int(s.shape[-1]) for s in run.states]
     samples, dtype = int(run.input.shape[0]), np.asarray(run.states[0][:1, :1]).dtype

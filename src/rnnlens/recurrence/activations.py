@@ -1,7 +1,7 @@
 """Activation functions that Keras ships, with their derivatives, on any array namespace.
 
 ``value(x, xp)`` and ``vjp(x, a, g, xp)``, where ``a = value(x)`` and ``g`` is dL/da. At a kink the derivative is the
-one that the frameworks take: 0 at the border of a flat piece. Element-wise activations also have ``slope(x, a, xp)``;
+one that the frameworks take: 0 at the boundary of a flat piece. Element-wise activations also have ``slope(x, a, xp)``;
 those that mix the units of a layer (softmax, log_softmax) have none.
 """
 

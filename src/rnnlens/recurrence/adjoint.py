@@ -16,7 +16,7 @@ import numpy as np
 from .arrays import Array
 from .cells import Record, affine
 from .parallel import for_each, large_parts, still_wanted, walk_parts
-from .run import Run
+from .replay import Replay
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Adjoint:
 
 
 def adjoint(
-    run: Run,
+    run: Replay,
     state_cotangent: Array | Sequence[Array | None],
     final_state_cotangent: Sequence[Array] | None = None,
     *,
@@ -104,7 +104,7 @@ def _columns_first(weight: Array) -> Array:
     return np.asfortranarray(weight) if isinstance(weight, np.ndarray) else weight
 
 
-def _sweep(run: Run, direct: Sequence[Array | None], carry: tuple[Array, ...], out: Adjoint) -> None:
+def _sweep(run: Replay, direct: Sequence[Array | None], carry: tuple[Array, ...], out: Adjoint) -> None:
     """Walk against the order of the recurrence and fill ``out``."""
     xp, cell, record = run.xp, run.cell, cast(Record, run.record)
     gate_grad = cast(Array, out.gate_grad)
@@ -130,7 +130,7 @@ def _sweep(run: Run, direct: Sequence[Array | None], carry: tuple[Array, ...], o
 
 
 def weight_gradients(
-    run: Run, result: Adjoint, *, by_time: bool = False, times: slice = slice(None), probes: int = 0
+    run: Replay, result: Adjoint, *, by_time: bool = False, times: slice = slice(None), probes: int = 0
 ) -> dict[str, Array]:
     """Gradients of the weights of a cell with equations, by the names of :meth:`Cell.weights`.
 
@@ -165,7 +165,7 @@ def per_state(cotangent: Array | Sequence[Array | None], count: int) -> tuple[Ar
     return (cast(Array, cotangent), *([None] * (count - 1)))
 
 
-def final_or_zero(run: Run, final: Sequence[Array] | None) -> tuple[Array, ...]:
+def final_or_zero(run: Replay, final: Sequence[Array] | None) -> tuple[Array, ...]:
     """What the sweep starts from at the last step."""
     if final is not None:
         return tuple(final)

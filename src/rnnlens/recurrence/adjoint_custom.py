@@ -12,13 +12,13 @@ from typing import cast
 from .adjoint import Adjoint, final_or_zero
 from .arrays import Array, Namespace
 from .cells import StepCell
-from .run import Run
+from .replay import Replay
 
 #: Largest size of all per-step Jacobians together, in bytes, up to which they are built.
 FOLD_LIMIT = 256 * 2**20
 
 
-def output_is_state(run: Run) -> bool:
+def output_is_state(run: Replay) -> bool:
     """Whether a custom cell puts out one of its states, as most do, so that dL/dy_t belongs to dL/ds_t.
 
     Equal values do not tell: in ``h + gain * x`` the gain may be zero just now.
@@ -26,7 +26,7 @@ def output_is_state(run: Run) -> bool:
     return run.step_output is None or run.cell.output_is_state
 
 
-def unmasked_output_cotangent(run: Run, output_grad: Array, masked_output: str) -> tuple[Array, Array | None]:
+def unmasked_output_cotangent(run: Replay, output_grad: Array, masked_output: str) -> tuple[Array, Array | None]:
     """Move the gradient at masked outputs to where the framework took those outputs from.
 
     Returns the gradient of each step's own output, and what belongs to the state carried over instead.
@@ -50,7 +50,7 @@ def unmasked_output_cotangent(run: Run, output_grad: Array, masked_output: str) 
 
 
 def adjoint_custom(
-    run: Run,
+    run: Replay,
     state_cotangent: Sequence[Array | None],
     output_cotangent: Array | None,
     final_state_cotangent: Sequence[Array] | None = None,
@@ -86,7 +86,7 @@ def adjoint_custom(
     return Adjoint(produced, None, input_grad, carry, output_cotangent, state_grads)
 
 
-def _as_produced(run: Run, returned: tuple[Array, ...], output: Array) -> tuple[Array, ...]:
+def _as_produced(run: Replay, returned: tuple[Array, ...], output: Array) -> tuple[Array, ...]:
     """Gradients of the states as the step produces them: c_t of an LSTM also moves the h_t of its own step."""
     xp, cell = run.xp, cast(StepCell, run.cell)
     before = [_fold(s, xp) for s in run.states_before()]
@@ -98,7 +98,7 @@ def _as_produced(run: Run, returned: tuple[Array, ...], output: Array) -> tuple[
     return tuple(xp.where(real, new, old) for new, old in zip(found, returned, strict=True))
 
 
-def custom_weight_gradients(run: Run, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:
+def custom_weight_gradients(run: Replay, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:
     """dL/dW of a custom cell by the framework's names; with a leading time axis if ``by_time``."""
     xp, before = run.xp, run.states_before()
     grads, output = result.returned_grads or result.state_grads, cast(Array, result.output_cotangent)
@@ -118,7 +118,7 @@ def custom_weight_gradients(run: Run, result: Adjoint, *, by_time: bool = False)
     return {name: xp.stack([step[name] for step in per_step]) for name in per_step[0]}
 
 
-def _device(run: Run) -> object:
+def _device(run: Replay) -> object:
     return getattr(run.input, "device", None)
 
 
@@ -127,7 +127,7 @@ def _fold(a: Array, xp: Namespace) -> Array:
     return xp.reshape(a, (a.shape[0] * a.shape[1], *a.shape[2:]))
 
 
-def _fits(run: Run, cell: StepCell) -> bool:
+def _fits(run: Replay, cell: StepCell) -> bool:
     batch, time, features = run.input.shape
     rows, states = sum(cell.state_sizes) + cell.output_size, sum(cell.state_sizes)
     # Building Jacobians costs one pull-back per row, so they pay only while rows do not outnumber steps by far.
@@ -137,7 +137,7 @@ def _fits(run: Run, cell: StepCell) -> bool:
 class _Folded:
     """Pull back through Jacobians that were built for all steps at once."""
 
-    def __init__(self, run: Run, cell: StepCell) -> None:
+    def __init__(self, run: Replay, cell: StepCell) -> None:
         self.xp, self.sizes = run.xp, cell.state_sizes
         before = [_fold(s, run.xp) for s in run.states_before()]
         by_state, by_input = cell.jacobian(_fold(run.input, run.xp), before)
@@ -159,7 +159,7 @@ class _Folded:
 class _Stepwise:
     """Pull back one step at a time."""
 
-    def __init__(self, run: Run, cell: StepCell) -> None:
+    def __init__(self, run: Replay, cell: StepCell) -> None:
         self.run, self.cell = run, cell
 
     def pull_back(self, t: int, output: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from .linear import System
 from .pruning import NoPruning, Pruning
-from .run import steps
+from .replay import steps
 from .sources import Source, Units
 from .sweep_blocked import BlockedSweep, plan_blocks
 from .sweep_forward import Entrances, ForwardSweep

@@ -13,15 +13,15 @@ from .arrays import Array, Namespace
 from .cells import StepCell, affine
 from .inplace import Workspace
 from .linear import ProductSystem, Steps, System
-from .run import Run
+from .replay import Replay
 
 
-def linear_system(run: Run, *, masked_output: str = "state") -> System:
+def linear_system(run: Replay, *, masked_output: str = "state") -> System:
     """The linear system of a run; the layer's output is among its states (see :func:`output_state`)."""
     return run.cell.linear_system(run, masked_output)
 
 
-def output_state(run: Run) -> int:
+def output_state(run: Replay) -> int:
     """Index of the state that the layer's output is. A cell's own output comes after its states."""
     return run.cell.output_state if output_is_state(run) else len(run.states)
 
@@ -29,7 +29,7 @@ def output_state(run: Run) -> int:
 class _RunSystem(ProductSystem):
     """What all systems made from a run have in common."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Replay) -> None:
         self.run = run
         self.work = Workspace(run.xp, run.input)
         self.batch, self.time, self.features = (int(n) for n in run.input.shape)
@@ -60,7 +60,7 @@ class _RunSystem(ProductSystem):
 class _KnownSystem(_RunSystem):
     """Product matrices as sums over gates of diag(coefficient) @ kernel transposed."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Replay) -> None:
         super().__init__(run)
         cell: Any = run.cell
         self.cell = cell
@@ -124,7 +124,7 @@ class LstmSystem(_KnownSystem):
 
     gated = True
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Replay) -> None:
         super().__init__(run)
         units = self.cell.units
         self.rows, self.columns = 2 * units, units
@@ -159,7 +159,7 @@ class LstmSystem(_KnownSystem):
 class SimpleRnnSystem(_KnownSystem):
     """One H x H block."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Replay) -> None:
         super().__init__(run)
         act, _ = self._slopes()
         assert run.record is not None
@@ -181,7 +181,7 @@ class SimpleRnnSystem(_KnownSystem):
 class GruSystem(_KnownSystem):
     """One H x H block; the update gate on its diagonal."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Replay) -> None:
         super().__init__(run)
         act, rec = self._slopes()
         assert run.record is not None
@@ -311,7 +311,7 @@ class CustomSystem(_RunSystem):
     repeat it.
     """
 
-    def __init__(self, run: Run, masked_output: str) -> None:
+    def __init__(self, run: Replay, masked_output: str) -> None:
         super().__init__(run)
         self.cell, self.masked_output = cast(StepCell, run.cell), masked_output
         self.own_output = not output_is_state(run)

@@ -11,7 +11,7 @@ import numpy as np
 from .adjoint import Adjoint
 from .arrays import Array
 from .cells import affine
-from .run import Run
+from .replay import Replay
 
 #: Arrays of NumPy: a search for one number is done where any library's are read alike.
 Values = np.ndarray[Any, Any]
@@ -57,7 +57,7 @@ def first(quantity: str, array: Values, dims: Sequence[str], limit: float) -> Sp
     return Spot(quantity, dict(zip(dims, map(int, place), strict=True)), float(array[place]))
 
 
-def first_forward(run: Run, limit: float) -> Spot | None:
+def first_forward(run: Replay, limit: float) -> Spot | None:
     """The first in order of computation: by step; within a step input, pre-activations, gates, states, output.
 
     Masked steps compute nothing that counts.
@@ -69,7 +69,7 @@ def first_forward(run: Run, limit: float) -> Spot | None:
     return _first_by_step(run, list(_forward(run)), limit)
 
 
-def _forward(run: Run) -> Iterator[tuple[str, Array]]:
+def _forward(run: Replay) -> Iterator[tuple[str, Array]]:
     """What a step computes, in its order, of all steps."""
     yield "input", run.input
     if run.record is not None:
@@ -87,7 +87,7 @@ def on_cpu(array: Array) -> Values:
 
 
 def _first_by_step(
-    run: Run, arrays: Sequence[tuple[str, Array]], limit: float, *, reverse: bool = False
+    run: Replay, arrays: Sequence[tuple[str, Array]], limit: float, *, reverse: bool = False
 ) -> Spot | None:
     plain = [(name, on_cpu(array)) for name, array in arrays]
     bad: list[Any] = [broken(array, limit).any(axis=tuple(range(2, array.ndim))) for _, array in plain]
@@ -108,7 +108,7 @@ def _at(name: str, array: Values, sample: int, t: int, limit: float) -> Spot:
     return Spot(name, {"sample": sample, "time": t, **spot.index}, spot.value)
 
 
-def first_backward(run: Run, swept: Adjoint, direct: Mapping[str, Values], limit: float) -> Spot | None:
+def first_backward(run: Replay, swept: Adjoint, direct: Mapping[str, Values], limit: float) -> Spot | None:
     """The first in order of the sweep: from the last step; within a step direct gradient, states, gates, input.
 
     ``direct``: (sample, time, unit) gradients from above, by name.
@@ -137,7 +137,7 @@ class Term:
         return f"{self.source} {self.operand:.3g} at {dim} {self.position} times {by} {self.weight:.3g}"
 
 
-def largest_term(run: Run, spot: Spot) -> Term | None:
+def largest_term(run: Replay, spot: Spot) -> Term | None:
     """The largest product in the pre-activation at a spot: of an input with the kernel, or of the state before.
 
     None where the cell's pre-activation is no such sum.
@@ -167,7 +167,7 @@ def _biases(weights: Mapping[str, Array], column: int) -> list[Array]:
     return [bias for bias in found if len(bias.shape) == 1 and column < bias.shape[0]]
 
 
-def magnitude_by_step(run: Run, sample: int) -> Values:
+def magnitude_by_step(run: Replay, sample: int) -> Values:
     """(time,): the largest magnitude in one sample at each step, of pre-activations or, of cells without, states."""
     values = run.states[-1] if run.record is None else affine.join_gates(run.record.preactivation, run.xp)
     with np.errstate(all="ignore"):

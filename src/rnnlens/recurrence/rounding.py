@@ -18,7 +18,7 @@ from array_api_compat import device
 
 from .adjoint import Adjoint
 from .arrays import Array
-from .run import Run, Scales, distance, replay, replay_custom
+from .replay import Replay, Scales, distance, replay, replay_custom
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Rounding:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def rounding_of(run: Run, result: Adjoint) -> Rounding:
+def rounding_of(run: Replay, result: Adjoint) -> Rounding:
     """The sizes by which differences from another sweep through the same run are to be judged."""
     xp = run.xp
     met = xp.sqrt(1.0 + sum(xp.sum(xp.abs(array) ** 2, axis=-1) for array in (run.input, *run.states)))
@@ -62,7 +62,7 @@ def rounding_of(run: Run, result: Adjoint) -> Rounding:
     return Rounding(size, rows[0] * float(xp.max(arrived)), max(rows[1], 1.0) * _at_the_start(run, result))
 
 
-def _at_the_start(run: Run, result: Adjoint) -> float:
+def _at_the_start(run: Replay, result: Adjoint) -> float:
     """The largest gradient at a first state, times the root of the sum of squares of what is lost at single steps."""
     xp = run.xp
     by_state = []
@@ -84,7 +84,7 @@ def _largest_row(kernel: Array | None, xp: Any) -> float:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def perturbed(run: Run) -> Run:
+def perturbed(run: Replay) -> Replay:
     """The same run from an input that is off by one rounding, and then its gates and states by one more each.
 
     Where small differences grow from step to step, this trajectory leaves the other one as any second run does.
@@ -99,7 +99,7 @@ def perturbed(run: Run) -> Run:
     return replace(again, record=record, states=tuple(map(off, again.states)))
 
 
-def replay_sensitivity(run: Run) -> float:
+def replay_sensitivity(run: Replay) -> float:
     """How far a step's output moves where its gates are off by one rounding, relative to the largest output.
 
     0 of a cell whose output does not follow from its gates and the states before: :attr:`Cell.at_once`.

@@ -20,7 +20,7 @@ from .arrays import Array
 from .inplace import Workspace
 from .linear import System, state_columns
 from .pruning import NoPruning
-from .run import steps
+from .replay import steps
 from .sources import Source
 from .sweep_parts import Cost, Sink, Taps, elements
 from .sweep_reverse import ReverseSweep

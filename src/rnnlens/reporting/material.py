@@ -17,7 +17,7 @@ from ..errors import InputError, RnnlensError, TooLargeError, message, shown
 from ..measures.profiles import attribution
 from ..recurrence.cells import kinds
 from ..results.diagnosis import Diagnosis
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..results.trace import Trace
 from ..results.weights import Weights
 from ..typing import Array
@@ -235,7 +235,7 @@ def _baseline(material: Material, adapter: Adapter, model: Any, held: Data, ques
         expected = '"init", another model, or a trace'
         raise InputError(message("baseline= is not understood.", got=shown(given), expected=expected))
     else:
-        other = adapter.untrained(model, question.seed) if isinstance(given, str) else given
+        other = adapter.reinitialised(model, question.seed) if isinstance(given, str) else given
         x, y = held.take(material.numbers)
         name = "before training" if isinstance(given, str) else "baseline"
         material.moments.append(moment(name, _traced(other, x, y, question)))
@@ -298,7 +298,7 @@ def _time_map(material: Material, adapter: Adapter, model: Any, held: Data, ques
         x, _ = held.take(chosen[:1])
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
         outputs = data.leaves_of(adapter.capture(model, Batch(x, seed=question.seed), request).outputs)
-        shapes = [tuple(np.shape(plain(leaf))) for leaf in outputs]
+        shapes = [tuple(np.shape(to_host(leaf))) for leaf in outputs]
         material.time_map = of_model(
             model, lambda count: held.take(chosen[:count])[0], chosen, material.moments[0].tracks, shapes, question
         )

@@ -14,7 +14,7 @@ from ..arguments.data import is_source
 from ..diagnosis.orientation import Orientation
 from ..diagnosis.samples import read_samples
 from ..errors import InputError, RnnlensError, UnsupportedError
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..typing import Array
 
 #: Of a source of batches so many samples are read.
@@ -83,7 +83,7 @@ def read(adapter: Adapter, model: Any, x: Any, y: Any, axes: Any) -> tuple[Data,
 
 
 def _numpy(tree: Any) -> Any:
-    return None if tree is None else data.map_leaves(lambda leaf: np.asarray(plain(leaf)), tree)
+    return None if tree is None else data.map_leaves(lambda leaf: np.asarray(to_host(leaf)), tree)
 
 
 def losses(

@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from ..errors import InputError
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..settings import options
 from ..typing import Array
 from ..verbs.jacobian import jacobian
@@ -117,7 +117,7 @@ def _labelled(found: xr.DataArray, code: str, samples: int, probes: int, directi
         values = values.mean(SAMPLE)
     if OUT_TIME not in values.dims:
         values = values.expand_dims({OUT_TIME: [int(values[IN_TIME][-1])]})
-    norms = np.asarray(plain(values.transpose(OUT_TIME, IN_TIME).values), dtype=np.float64)
+    norms = np.asarray(to_host(values.transpose(OUT_TIME, IN_TIME).values), dtype=np.float64)
     words = str(found.attrs.get("long_name", "time Jacobian"))
     if samples:
         words += f", mean over {samples} {'sample' if samples == 1 else 'samples'}"

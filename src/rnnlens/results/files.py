@@ -227,7 +227,7 @@ def _open_zarr(source: Path, limit: int, *, lazy: bool) -> tuple[Any, bool]:
 
 def _open_run(source: Path, limit: int, *, lazy: bool) -> Any:
     """The complete records of a followed training."""
-    from .run import is_run, read_run
+    from .training_run import is_run, read_run
 
     if not is_run(source):
         hint = f"xarray.open_datatree({str(source)!r}, engine='zarr')"

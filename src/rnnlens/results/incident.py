@@ -17,7 +17,7 @@ import numpy as np
 import xarray as xr
 
 from .base import Result
-from .schema import plain
+from .schema import to_host
 
 _PARTS = ("x", "y", "sample_weight")
 _WORDS = {
@@ -142,7 +142,7 @@ def _rebuilt(structure: Any, leaves: Iterator[Any]) -> Any:
 def _dataset(name: str, leaves: list[Any], titles: list[str] | None = None) -> xr.Dataset:
     variables = {}
     for i, leaf in enumerate(leaves):
-        array = plain(leaf)
+        array = to_host(leaf)
         title = _WORDS[name] if titles is None else titles[i]
         attrs = {"long_name": title, "units": "1", "definition": _WORDS[name], "layer": name}
         variables[f"part_{i}"] = xr.Variable([f"part_{i}_axis_{axis}" for axis in range(array.ndim)], array, attrs)

@@ -149,7 +149,7 @@ def layer_dataset(
     """
     described = info_mapping(info)
     both = described.get("direction") == "bidirectional" if bidirectional is None else bidirectional
-    present = {name: plain(arrays[name]) for name in sorted(arrays, key=_rank) if arrays[name] is not None}
+    present = {name: to_host(arrays[name]) for name in sorted(arrays, key=_rank) if arrays[name] is not None}
     cell = str(described.get("cell", ""))
     named = {name: tuple((dims or {}).get(name) or _dims(name, array, both, cell)) for name, array in present.items()}
     named = _separate_units(named, present)
@@ -169,7 +169,7 @@ def info_mapping(info: Any) -> dict[str, Any]:
     return dict(info)
 
 
-def plain(array: Any) -> np.ndarray[Any, Any]:
+def to_host(array: Any) -> np.ndarray[Any, Any]:
     """Return a NumPy view; floats that files cannot hold (bfloat16) become float32, which represents them exactly."""
     values = to_numpy(array)
     return values.astype(np.float32) if values.dtype.kind == "V" else values
@@ -230,7 +230,7 @@ def labelled(
     info: Mapping[str, Any] | None = None,
 ) -> xr.DataArray:
     """One labelled array that belongs to no layer dataset, such as a time Jacobian; ``coords`` override positions."""
-    array = plain(values)
+    array = to_host(values)
     everywhere = coordinates(dict(zip(dims, array.shape, strict=True)), info or {})
     for dim, labels in (coords or {}).items():
         given = everywhere.get(dim)

@@ -12,7 +12,7 @@ from .array import ResultArray
 from .base import Part, Result
 from .diagnosis import Diagnosis
 from .profiles import of
-from .schema import plain
+from .schema import to_host
 
 #: Version of the layout; it grows when a field is renamed or removed.
 SCHEMA = 1
@@ -67,8 +67,8 @@ def values_of(array: xr.DataArray) -> dict[str, Any]:
         "name": str(array.name),
         "dims": _sizes(array),
         "attributes": _clean({str(k): v for k, v in array.attrs.items() if isinstance(v, str | int | float)}),
-        "coords": {str(dim): plain(array[dim].values).tolist() for dim in array.dims if dim in array.coords},
-        "values": _clean(plain(array.values).tolist()),
+        "coords": {str(dim): to_host(array[dim].values).tolist() for dim in array.dims if dim in array.coords},
+        "values": _clean(to_host(array.values).tolist()),
     }
 
 

@@ -30,7 +30,7 @@ import zarr
 
 from ..errors import FileError, message
 from ..results.files import root_attrs
-from ..results.run import is_run, refuse_newer
+from ..results.training_run import is_run, refuse_newer
 from .records import KINDS, Record
 from .rows import Rows
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..results.schema import plain
+from ..results.schema import to_host
 
 #: Variables of one call by name; a tuple stands for states to be stacked.
 Arrays = dict[str, Any]
@@ -37,8 +37,8 @@ def join_directions(halves: Sequence[Arrays]) -> dict[str, np.ndarray[Any, Any]]
 def _stack_states(array: Any) -> np.ndarray[Any, Any]:
     """(sample, unit) per state to (sample, state, unit)."""
     if isinstance(array, tuple):
-        return np.stack([plain(state) for state in array], axis=1)
-    return plain(array)
+        return np.stack([to_host(state) for state in array], axis=1)
+    return to_host(array)
 
 
 def _direction_axis(name: str, array: np.ndarray[Any, Any]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, Port, Rule
+from ..adapters.protocol import Adapter, AxisConvention, Batch, Port
 from ..errors import InputError, message, shown
 from ..layout import Layout, canonical_order
 from ..typing import Array
@@ -56,7 +56,9 @@ class Layouts:
         That of the framework.
     """
 
-    def __init__(self, stated: Mapping[Port, Layout], rule: Rule, found: Mapping[Port, Layout] | None = None) -> None:
+    def __init__(
+        self, stated: Mapping[Port, Layout], rule: AxisConvention, found: Mapping[Port, Layout] | None = None
+    ) -> None:
         self.stated, self.found = dict(stated), dict(found or {})
         self.rule, self.samples_first = rule, rule.samples_first
 

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, Capture, PlainRun, RecurrentCall
+from ..adapters.protocol import Adapter, Batch, Capture, RecurrentCall, ReferenceRun
 from ..recurrence.cells import affine
 from ..results.certificate import Certificate
 from ..results.checks import Check, coarser, epsilon, residual, rounding_bound, underflow_unit
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..settings import current
 from ..typing import Array
-from .plain_run import Attempt, attempt, steadied
+from .reference_run import Attempt, attempt, steadied
 
 #: Random combinations of a kernel's rows that are compared.
 PROBES = 8
@@ -53,8 +53,8 @@ def wanted(model: Any, verb: str, batch: Batch, *what: Any) -> bool:
     return fresh
 
 
-class Border(NamedTuple):
-    """What our sweep and the framework's differentiation brought to the border of a call, and what rounding goes by."""
+class Boundary(NamedTuple):
+    """Gradients at the boundary of a call, ours and the framework's, and the scale of rounding in them."""
 
     comparison: str
     layer: str
@@ -75,7 +75,7 @@ class Ours:
     scales: dict[str, float] = field(default_factory=dict)
     incomplete: set[tuple[str, str | None, str]] = field(default_factory=set)
     probed: set[tuple[str, str | None, str]] = field(default_factory=set)
-    borders: list[Border] = field(default_factory=list)
+    boundaries: list[Boundary] = field(default_factory=list)
     steps: int = 1
     dtype: str = ""
 
@@ -89,18 +89,18 @@ class Ours:
                 self.incomplete.add(key)
             if not call.cell.by_framework and len(array.shape) == 2:
                 self.probed.add(key)
-            self.weights[key] = self.weights[key] + plain(array) if key in self.weights else plain(array)
+            self.weights[key] = self.weights[key] + to_host(array) if key in self.weights else to_host(array)
 
     def beside(self, perturbed: Ours) -> Ours:
         """The same numbers; what rounding in them goes by is at least as much as one more rounding changed them."""
         unit, scales = epsilon(self.dtype), dict(self.scales)
         for key, array in self.weights.items():
             scales[key[0]] = max(scales.get(key[0], 0.0), _apart(array, perturbed.weights[key]) / unit)
-        borders = []
-        for border, other in zip(self.borders, perturbed.borders, strict=True):
-            apart = [_apart(a, b) for (a, _), (b, _) in zip(border.pairs, other.pairs, strict=True)]
-            borders.append(border._replace(scale=max(border.scale, *(size / unit for size in apart))))
-        return replace(self, scales=scales, borders=borders)
+        boundaries = []
+        for boundary, other in zip(self.boundaries, perturbed.boundaries, strict=True):
+            apart = [_apart(a, b) for (a, _), (b, _) in zip(boundary.pairs, other.pairs, strict=True)]
+            boundaries.append(boundary._replace(scale=max(boundary.scale, *(size / unit for size in apart))))
+        return replace(self, scales=scales, boundaries=boundaries)
 
 
 class Comparisons:
@@ -153,11 +153,11 @@ def plainly(adapter: Adapter, model: Any, batch: Batch, ours: Ours | None) -> It
         return
     batch, gradients = _as_captured(batch, ours.capture), _has_gradients(ours.capture)
     with ThreadPoolExecutor(1) as thread:
-        ready, why = attempt(lambda: adapter.prepared(model, batch, gradients=gradients))
+        ready, why = attempt(lambda: adapter.prepared_reference_run(model, batch, gradients=gradients))
         if why:
             yield lambda: (None, why)
         elif ready is None:
-            yield lambda: attempt(lambda: adapter.plain(model, batch, gradients=gradients))
+            yield lambda: attempt(lambda: adapter.reference_run(model, batch, gradients=gradients))
         else:
             yield thread.submit(attempt, ready).result
 
@@ -205,21 +205,21 @@ def certify(
 
 
 def _held(
-    adapter: Adapter, model: Any, batch: Batch, run: PlainRun, words: Mapping[str, Any], ours: Ours
+    adapter: Adapter, model: Any, batch: Batch, run: ReferenceRun, words: Mapping[str, Any], ours: Ours
 ) -> Certificate:
     comparisons = compared(adapter, model, batch, ours, run, gradients=_has_gradients(ours.capture))
     return comparisons.certificate(adapter.engine, **words)
 
 
 def compared(
-    adapter: Adapter, model: Any, batch: Batch, ours: Ours, run: PlainRun, *, gradients: bool = True
+    adapter: Adapter, model: Any, batch: Batch, ours: Ours, run: ReferenceRun, *, gradients: bool = True
 ) -> Comparisons:
     """Everything that both sides have."""
     comparisons = Comparisons(ours.steps, ours.dtype)
     capture = ours.capture
     if capture.loss is not None and run.loss is not None:
         comparisons.compare(LOSS, "", [(capture.loss, run.loss)])
-    outputs = [plain(leaf) for leaf in outputs_of(capture.outputs)]
+    outputs = [to_host(leaf) for leaf in outputs_of(capture.outputs)]
     if outputs or run.outputs:
         same = len(outputs) == len(run.outputs)
         comparisons.compare(OUTPUTS, "", zip(outputs, run.outputs, strict=True) if same else [(np.inf, 1.0)])
@@ -232,8 +232,8 @@ def compared(
         if any(_flags(x) for x, _, _ in sides):
             comparisons.left_out["inputs that hold nothing but 0 and 1"] = None
     _compare_weights(comparisons, adapter, model, ours, run)
-    for border in ours.borders:
-        comparisons.compare(border.comparison, border.layer, border.pairs, scale=border.scale)
+    for boundary in ours.boundaries:
+        comparisons.compare(boundary.comparison, boundary.layer, boundary.pairs, scale=boundary.scale)
     return comparisons
 
 
@@ -242,7 +242,7 @@ def outputs_of(tree: Any) -> list[Any]:
     return [getattr(leaf, "data", leaf) if hasattr(leaf, "batch_sizes") else leaf for leaf in data.leaves_of(tree)]
 
 
-def _compare_weights(comparisons: Comparisons, adapter: Adapter, model: Any, ours: Ours, run: PlainRun) -> None:
+def _compare_weights(comparisons: Comparisons, adapter: Adapter, model: Any, ours: Ours, run: ReferenceRun) -> None:
     """Our sums over time against the framework's dL/dW less what came beside the layers; the rest as captured."""
     beside, whole = ours.capture.beside, ours.capture.whole
     by_place: dict[tuple[str, str], list[Any]] = {}
@@ -281,8 +281,8 @@ def probed(whole: Array) -> Array:
 
 def _difference(total: Array | None, part: Any) -> Array | None:
     if total is None:
-        return None if part is None else -plain(part)
-    return plain(total) if part is None else plain(total) - plain(part)
+        return None if part is None else -to_host(part)
+    return to_host(total) if part is None else to_host(total) - to_host(part)
 
 
 def _either(*arrays: Any) -> bool:
@@ -291,18 +291,18 @@ def _either(*arrays: Any) -> bool:
 
 def _flags(leaf: Any) -> bool:
     """Whether an input says yes or no: what the model does with it where it says yes is not followed in states."""
-    return bool(np.all(np.isin(plain(leaf), (0, 1))))
+    return bool(np.all(np.isin(to_host(leaf), (0, 1))))
 
 
 def filled(one: Any, other: Any) -> tuple[Any, Any]:
     """Two gradients, with zeros for one that does not exist."""
     if one is None:
-        return np.zeros_like(plain(other)), other
-    return one, np.zeros_like(plain(one)) if other is None else other
+        return np.zeros_like(to_host(other)), other
+    return one, np.zeros_like(to_host(one)) if other is None else other
 
 
 def _array(value: Any) -> Array:
-    array = np.asarray(plain(value))
+    array = np.asarray(to_host(value))
     return array.astype(np.float64) if array.dtype.kind in "biu" else array
 
 

@@ -14,7 +14,7 @@ from ..vocabulary import GATE, TIME
 from .certify import LOSS, WEIGHTS, Comparisons
 from .differentiation.certify import named_pairs
 from .names import TensorName
-from .plain_run import attempt, steadied
+from .reference_run import attempt, steadied
 from .weight_gradients import FoundGradients
 
 
@@ -28,7 +28,7 @@ def certify_weights(
 ) -> Certificate:
     """Compare every gradient that has a number of its own; norms of single steps rest on their sum."""
     engine, capture, loss = adapter.engine, gradients.capture, gradients.loss
-    run, why = attempt(lambda: adapter.plain(model, batch))
+    run, why = attempt(lambda: adapter.reference_run(model, batch))
     if run is None:
         return Certificate("could not", engine, why=why)
     if capture is not None and capture.altered:

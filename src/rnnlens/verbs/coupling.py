@@ -8,7 +8,7 @@ import numpy as np
 
 from ..adapters.protocol import Port
 from ..errors import UnsupportedError, message
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..typing import Array
 from ..vocabulary import SAMPLE
 from .outside import Outside, patterns
@@ -31,7 +31,7 @@ def refuse_coupled(
     for port, found in pull({port: seed for port, seed in placed.items() if seed is not None}).items():
         if found is None or port.kind == "weight" or port.kind == "loss":
             continue
-        arrived = plain(found)
+        arrived = to_host(found)
         names: tuple[str, ...] = (SAMPLE,)
         if outside.is_here(port):
             arrived, names = outside.opened(port, arrived, lead=1)

@@ -1,7 +1,7 @@
 """What lies inside recurrent layers: states, gates and their total gradients, by our own sweep over captured calls.
 
 A framework has no tensor for the state at step t of a fused layer. So a gradient that starts or ends in there is put
-together: our adjoint inside the layer, the framework's own differentiation outside of it, joined at the layer's border.
+together: our adjoint inside the layer, the framework's own differentiation outside of it, joined at the boundary.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..autodiff.tensors import like
 from ..errors import LayerNotFoundError, ModelError, message
 from ..recurrence.adjoint import Adjoint
 from ..recurrence.cells.cell import at_real_steps
+from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed
-from ..recurrence.run import Run
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..typing import Array
 from .host import on_host
 from .names import TensorName
@@ -31,7 +31,7 @@ class Half:
     """One direction of one call of a recurrent layer, and its replay."""
 
     call: RecurrentCall
-    run: Run
+    run: Replay
 
     @property
     def last(self) -> int:
@@ -40,7 +40,7 @@ class Half:
         return last
 
     def port(self, kind: Any, index: int = 0) -> Port:
-        """A border of this half."""
+        """A boundary of this half."""
         direction = self.call.direction if self.call.bidirectional else None
         return Port(kind, self.call.layer, index, direction=direction)
 
@@ -62,13 +62,13 @@ class Half:
         return [Port("input", self.call.layer), *(self.port("initial_state", i) for i in states)]
 
     def arrived(self) -> dict[Port, Array | None]:
-        """What the captured backward pass brought to the upper border, states between the steps apart."""
+        """What the captured backward pass brought to the upper boundary, states between the steps apart."""
         final = self.call.final_state_grad or ()
         found = {self.port("final_state", i): grad for i, grad in enumerate(final)}
         return {self.port("output"): self.call.output_grad, **found}
 
     def sweep(self, states: Mapping[int, Array], arrived: Mapping[Port, Array | None]) -> Adjoint:
-        """Total gradients from cotangents put on states at every step and from what arrived at the upper border."""
+        """Total gradients from cotangents put on states at every step and from what arrived at the upper boundary."""
         states = _with_reads(states, {i: arrived.get(self.port("state_read", i)) for i in range(len(self.run.states))})
         output = arrived.get(self.port("output"))
         final = [arrived.get(self.port("final_state", i)) for i in range(len(self.run.states))]
@@ -87,10 +87,10 @@ class Half:
     def weight_gradients(self, swept: Adjoint, *, per_sample: bool = False) -> dict[str, Array]:
         """dL/dW by the names of the cell's weights, summed over time, and over samples unless ``per_sample``."""
         if not per_sample:
-            return {key: plain(grad) for key, grad in weights_of(self.call, self.run, swept).items()}
+            return {key: to_host(grad) for key, grad in weights_of(self.call, self.run, swept).items()}
         samples = [slice(n, n + 1) for n in range(int(self.run.input.shape[0]))]
         single = [weights_of(self.call, self.run.of_samples(one), swept.of_samples(one)) for one in samples]
-        return {key: np.stack([plain(grads[key]) for grads in single]) for key in single[0]}
+        return {key: np.stack([to_host(grads[key]) for grads in single]) for key in single[0]}
 
 
 class Inside:
@@ -116,7 +116,7 @@ class Inside:
         """Replay captured calls."""
         halves: dict[str, list[Half]] = {}
         for call in on_host(calls):
-            halves.setdefault(call.layer, []).append(Half(call, Run.from_call(call)))
+            halves.setdefault(call.layer, []).append(Half(call, Replay.from_call(call)))
         for both in halves.values():
             both.sort(key=lambda half: half.call.bidirectional and half.call.direction == "backward")
         return cls(halves, entangled)
@@ -151,7 +151,7 @@ class Inside:
     def masks(self) -> dict[str, Array]:
         """Masks by layer, of those that have one."""
         found = {name: halves[0].run.mask for name, halves in self.halves.items()}
-        return {name: plain(mask) for name, mask in found.items() if mask is not None}
+        return {name: to_host(mask) for name, mask in found.items() if mask is not None}
 
     def value(self, name: TensorName) -> Array:
         """States of a layer, with a direction axis for a bidirectional one."""
@@ -168,7 +168,7 @@ class Inside:
         """Pick the gradient of a tensor inside a layer from the finished sweeps of its halves."""
         pairs = list(zip(self.layer(name.layer), swept, strict=True))
         if name.what == "input":
-            return np.sum([plain(result.input_grad) for result in swept], axis=0)
+            return np.sum([to_host(result.input_grad) for result in swept], axis=0)
         return _join([_gradient(half, result, name) for half, result in pairs], name)
 
 
@@ -189,8 +189,8 @@ def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ..
         capture = adapter.capture(model, quiet, request)
     except (LayerNotFoundError, ModelError):
         return {}
-    return {call.layer: plain(call.output) for call in capture.plain} | {
-        call.layer: plain(call.output) for call in capture.calls
+    return {call.layer: to_host(call.output) for call in capture.plain} | {
+        call.layer: to_host(call.output) for call in capture.calls
     }
 
 
@@ -201,17 +201,17 @@ def runs(adapter: Adapter, model: Any, batch: Batch, layer: str) -> bool:
 
 def _gradient(half: Half, result: Adjoint, name: TensorName) -> Array:
     if name.what == "initial_state":
-        return plain(result.initial_state_grad[name.index])
+        return to_host(result.initial_state_grad[name.index])
     if name.what == "gate_preactivation":
-        return plain(result.gate_grad)
+        return to_host(result.gate_grad)
     if name.what == "gates":
-        return plain(at_real_steps(half.run, half.run.cell.gate_gradient(half.run, result)))
+        return to_host(at_real_steps(half.run, half.run.cell.gate_gradient(half.run, result)))
     return _pick(half, result.state_grads[name.index], name)
 
 
 def _pick(half: Half, states: Array, name: TensorName) -> Array:
     """All steps, or the last one that ran."""
-    every = plain(states)
+    every = to_host(states)
     return every if name.what == "state" else every[:, half.last, :]
 
 

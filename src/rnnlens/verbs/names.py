@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, CaptureRequest, Facts, LayerInfo, LayerWeights, Port
+from ..adapters.protocol import Adapter, Batch, CaptureRequest, LayerInfo, LayerWeights, ModelFacts, Port
 from ..errors import InputError, LayerNotFoundError, did_you_mean, message
 from ..layout import dims_of
 from ..recurrence.cells import cell_of_kind, kinds
@@ -53,7 +53,7 @@ class TensorName:
         return self.what in ("state", "gates", "gate_preactivation")
 
     def port(self, direction: Literal["forward", "backward"] | None = None) -> Port:
-        """The border at which the framework's differentiation meets this tensor."""
+        """The boundary at which the framework's differentiation meets this tensor."""
         if self.inside:
             raise ValueError(f"{self.text} lies inside a recurrence")
         return Port(self.what, self.layer, self.index, self.key, direction)  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ class Catalogue:
     weights: Mapping[str, LayerWeights]
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    facts: Facts = field(default_factory=Facts)
+    facts: ModelFacts = field(default_factory=ModelFacts)
 
     def keys(self, layer: str) -> list[str]:
         """Names of the weights of a layer, as results show them."""

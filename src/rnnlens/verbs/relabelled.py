@@ -15,7 +15,7 @@ import xarray as xr
 
 from ..adapters.protocol import RecurrentCall
 from ..recurrence.cells import affine
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..typing import Array
 from ..vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME
 
@@ -59,7 +59,7 @@ def _of(dataset: xr.Dataset, name: str, call: RecurrentCall) -> Array:
 
 def _before(hidden: Array, call: RecurrentCall) -> Array:
     """The hidden state before each step, in the order in which the recurrence ran."""
-    start = plain(call.initial_state[0])[:, None].astype(hidden.dtype)
+    start = to_host(call.initial_state[0])[:, None].astype(hidden.dtype)
     if call.direction == "backward":
         return np.concatenate([hidden[:, 1:], start], axis=1)
     return np.concatenate([start, hidden[:, :-1]], axis=1)

@@ -17,15 +17,15 @@ from ..recurrence.adjoint_custom import (
 )
 from ..recurrence.cells import affine
 from ..recurrence.cells.cell import has_gates
+from ..recurrence.replay import Replay
 from ..recurrence.rounding import replay_sensitivity
-from ..recurrence.run import Run
 from ..results.checks import CEILING, REPLAY, Check, epsilon, rounding_bound
 from ..typing import Array
 
 
 def sweep(
     call: RecurrentCall,
-    run: Run,
+    run: Replay,
     output_grad: Array | None = None,
     final_state_grad: Sequence[Array] | None = None,
     state_grad: Mapping[int, Array] | None = None,
@@ -54,14 +54,14 @@ def sweep(
     return adjoint(run, states, final_state_grad, spend=spend)
 
 
-def weights_of(call: RecurrentCall, run: Run, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:
+def weights_of(call: RecurrentCall, run: Replay, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:
     """dL/dW of the call, summed over time or with a leading time axis."""
     if call.cell.by_framework:
         return custom_weight_gradients(run, result, by_time=by_time)
     return weight_gradients(run, result, by_time=by_time)
 
 
-def replay_check(call: RecurrentCall, run: Run) -> Check:
+def replay_check(call: RecurrentCall, run: Replay) -> Check:
     """Whether the replay gives what the framework returned, as far as rounding goes.
 
     Where a gate keeps nearly all, 1 - z has few digits left, and so has what the step adds: then the sensitivity
@@ -78,7 +78,9 @@ def replay_check(call: RecurrentCall, run: Run) -> Check:
 PROBES = 8
 
 
-def weights_to_check(call: RecurrentCall, run: Run, result: Adjoint) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
+def weights_to_check(
+    call: RecurrentCall, run: Replay, result: Adjoint
+) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
     """What per-step weight gradients sum to, and the framework's own, as far as a check needs them.
 
     Of cells with equations random combinations of the rows: a fault in any weight shows in them (Freivalds 1977).
@@ -89,7 +91,7 @@ def weights_to_check(call: RecurrentCall, run: Run, result: Adjoint) -> tuple[Ma
     return weight_gradients(run, result, probes=PROBES), probed(reference, PROBES)
 
 
-def weight_norms_by_time(run: Run, result: Adjoint) -> dict[str, Array]:
+def weight_norms_by_time(run: Replay, result: Adjoint) -> dict[str, Array]:
     """Frobenius norm of each timestep's contribution to dL/dW: (time, gate), of a weight without gates (time,).
 
     A few steps at a time, so that memory stays at a few copies of the weights.
@@ -106,7 +108,9 @@ def weight_norms_by_time(run: Run, result: Adjoint) -> dict[str, Array]:
     return {name: xp.concat(pieces, axis=0) for name, pieces in parts.items()}
 
 
-def _place_output(call: RecurrentCall, run: Run, output_grad: Array | None) -> tuple[list[Array | None], Array | None]:
+def _place_output(
+    call: RecurrentCall, run: Replay, output_grad: Array | None
+) -> tuple[list[Array | None], Array | None]:
     """Gradient of the output to the state that it is, or to the steps' own outputs where it is none."""
     states: list[Array | None] = [None] * len(run.states)
     if output_grad is None:
@@ -123,7 +127,7 @@ def _place_output(call: RecurrentCall, run: Run, output_grad: Array | None) -> t
     return states, own
 
 
-def _at_last_step(run: Run, output_grad: Array) -> Array:
+def _at_last_step(run: Replay, output_grad: Array) -> Array:
     """(sample, unit) to (sample, time, unit): zero but at the step that the recurrence took last."""
     *_, last = run.steps()
     spread = run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, :], _with_time(run, output_grad)))
@@ -131,5 +135,5 @@ def _at_last_step(run: Run, output_grad: Array) -> Array:
     return spread
 
 
-def _with_time(run: Run, array: Array) -> tuple[int, int, int]:
+def _with_time(run: Replay, array: Array) -> tuple[int, int, int]:
     return int(array.shape[0]), int(run.input.shape[1]), int(array.shape[1])

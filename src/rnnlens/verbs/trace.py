@@ -13,8 +13,8 @@ from ..adapters.protocol import Batch, Capture
 from ..adapters.registry import adapter_for
 from ..arguments import anything, checked, class_weights, examples, names, one_batch, seed_or_none, states, switch
 from ..arguments import loss as a_loss
+from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed
-from ..recurrence.run import Run
 from ..results.checks import warn_about
 from ..results.trace import Trace
 from ..settings import current
@@ -78,7 +78,7 @@ def trace(
     sample_weight, class_weight
         As in training.
     training
-        Run in training mode: dropout acts. State, statistics and random state are restored.
+        Replay in training mode: dropout acts. State, statistics and random state are restored.
     initial_state
         By layer name: the states to start from, one (sample, unit) array each.
     seed
@@ -146,7 +146,7 @@ def trace(
 def _perturbed(made_of: Callable[..., Any], capture: Capture) -> Ours:
     """The same numbers, from replays that are off by one rounding."""
     ours = Ours(capture)
-    made_of(ours, replayed=lambda call: perturbed(Run.from_call(call)))
+    made_of(ours, replayed=lambda call: perturbed(Replay.from_call(call)))
     return ours
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, RecurrentCall
 from ..errors import TooLargeError, UnsupportedError, message
+from ..recurrence.replay import Replay
 from ..recurrence.rounding import rounding_of
-from ..recurrence.run import Run
 from ..results.checks import Check
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..settings import current, format_memory
 from ..typing import Array
 from .host import on_host
@@ -58,7 +58,7 @@ def find_gradients(
     found = FoundGradients()
     recurrent = {name for name, layer in weights.items() if layer.cells}
     if recurrent:
-        request = CaptureRequest(layers=tuple(sorted(recurrent)), borders=certified)
+        request = CaptureRequest(layers=tuple(sorted(recurrent)), boundaries=certified)
         found.capture = adapter.capture(model, batch, request)
         found.loss = found.capture.loss
         for name in recurrent:
@@ -84,7 +84,7 @@ def _by_framework(
         for port in ports:
             grad = grads.get(port)
             if grad is not None and port.layer is not None:
-                found.setdefault(port.layer, {})[port.key] = plain(grad)[0]
+                found.setdefault(port.layer, {})[port.key] = to_host(grad)[0]
         return float(value)
 
 
@@ -120,19 +120,19 @@ def _recurrent_gradients(
         mine = total.setdefault(call.direction, {})
         for name, grad in whole.items():
             if name not in mine:
-                mine[name] = plain(grad)
+                mine[name] = to_host(grad)
             elif by_time and call.stepwise:
-                mine[name] = np.concatenate([mine[name], plain(grad)])
+                mine[name] = np.concatenate([mine[name], to_host(grad)])
             else:
-                mine[name] = plain(grad) + mine[name]
+                mine[name] = to_host(grad) + mine[name]
         if not by_time and call.weight_grads is not None:  # dL/dW is over all that share W
-            mine |= {name: plain(call.weight_grads[name]) for name in call.tied if name in whole}
+            mine |= {name: to_host(call.weight_grads[name]) for name in call.tied if name in whole}
     return total, list(sums.values())
 
 
 def _of_call(call: RecurrentCall, by_time: bool | str, sums: dict[str, WeightSum]) -> Mapping[str, Any]:
     """What one call contributes to its weights; ``sums`` collects, by direction, what is held against dL/dW."""
-    run = Run.from_call(call)
+    run = Replay.from_call(call)
     result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
     whole = weights_of(call, run, result)
     if call.weight_grads is not None:
@@ -167,7 +167,7 @@ def _must_fit(call: RecurrentCall, by_time: bool | str) -> None:
         return
     steps = int(call.input.shape[1])
     values = sum(int(np.prod(tuple(w.shape))) for w in call.cell.weights().values())
-    size, limit = steps * values * plain(call.input[:1, :1]).itemsize, current().memory
+    size, limit = steps * values * to_host(call.input[:1, :1]).itemsize, current().memory
     if size > limit:
         raise TooLargeError(
             message(

@@ -10,7 +10,7 @@ import xarray as xr
 
 from ..recurrence.cells import Cell
 from ..recurrence.cells.cell import has_gates
-from ..results.schema import coordinates, plain, provenance_line, weight_quantity
+from ..results.schema import coordinates, provenance_line, to_host, weight_quantity
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME
 
 Values = np.ndarray[Any, Any]
@@ -37,7 +37,7 @@ def label_cell(
     order = [direction for direction in (FORWARD, BACKWARD) if direction in by_direction]
     labelled = {}
     for name in by_direction[order[0]]:
-        halves = [_split(name, plain(by_direction[direction][name]), cell, by_time) for direction in order]
+        halves = [_split(name, to_host(by_direction[direction][name]), cell, by_time) for direction in order]
         dims, words = _dims(name, cell, by_time), _words(name, cell, suffix, by_time)
         values = np.stack(halves) if len(order) > 1 else halves[0]
         key = f"{name}{suffix}_norm" if by_time == "norm" else name + suffix
@@ -53,7 +53,7 @@ def label_plain(values: Mapping[str, Any]) -> dict[str, Labelled]:
     """Weights of a layer that is not recurrent: axes by position, the last one the units."""
     labelled = {}
     for name, array in values.items():
-        array = plain(array)
+        array = to_host(array)
         stem = name.removesuffix("_grad").replace("/", ".")
         dims = tuple(f"{stem}_axis_{i}" for i in range(array.ndim))
         gradient = name.endswith("_grad")

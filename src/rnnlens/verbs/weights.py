@@ -12,7 +12,7 @@ from ..arguments import loss as a_loss
 from ..errors import InputError, LayerNotFoundError, did_you_mean, message
 from ..results.certificate import Certificate
 from ..results.checks import warn_about
-from ..results.schema import plain
+from ..results.schema import to_host
 from ..results.weights import Weights
 from .certify import wanted as asked_for
 from .certify_weights import certify_weights
@@ -145,7 +145,7 @@ def _label(layer: LayerWeights) -> dict[str, Labelled]:
 def _penalties(found: Mapping[str, LayerWeights]) -> dict[str, float]:
     """What each weight regulariser adds to the loss."""
     return {
-        f"{layer}/{name}": float(plain(regularizer(entry.values[name])))
+        f"{layer}/{name}": float(to_host(regularizer(entry.values[name])))
         for layer, entry in found.items()
         for name, regularizer in entry.penalties.items()
     }

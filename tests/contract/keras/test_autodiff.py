@@ -1,4 +1,4 @@
-"""An engine by itself, without Keras' layers: borders tapped, cotangents pulled, against derivatives in closed form."""
+"""An engine by itself, without Keras' layers: taps at boundaries and cotangents, against closed-form derivatives."""
 
 import keras
 import numpy as np
@@ -30,7 +30,7 @@ def program(arguments, tap):
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_cotangents_are_pulled_to_every_border(here, count):
+def test_cotangents_are_pulled_to_every_boundary(here, count):
     linear = here.linearise(program, tensors(X, A, B), Memo())
     seeds = RNG.normal(size=(count, 5, 2))
     found = linear.vjp({"y": seeds})

@@ -11,7 +11,7 @@ import rnnlens as rl
 from rnnlens import errors
 from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
 from rnnlens.adapters.registry import adapter_for
-from rnnlens.recurrence.run import Run
+from rnnlens.recurrence.replay import Replay
 from rnnlens.testing.check import reference_of
 
 adapter = the_adapter()
@@ -234,7 +234,7 @@ def test_given_initial_states_reach_each_direction(count):
     calls = adapter.capture(model, Batch(X, loss=square, initial_state={"bi": given}), CaptureRequest()).calls
     for call, states in zip(calls, (given[:2], given[-2:]), strict=True):
         np.testing.assert_array_equal(call.initial_state, states)
-        assert Run.from_call(call).residual < 1e-12
+        assert Replay.from_call(call).residual < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["GRU", "LSTM"])
@@ -245,7 +245,7 @@ def test_a_mask_in_a_list_is_that_mask(kind):
     real = np.array([[1, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]], dtype=bool)
     (call,) = adapter.capture(model, Batch([X, real], loss=square), CaptureRequest()).calls
     np.testing.assert_array_equal(call.mask, real)
-    assert Run.from_call(call).residual < 1e-12
+    assert Replay.from_call(call).residual < 1e-12
 
 
 class Loop(keras.layers.Layer):

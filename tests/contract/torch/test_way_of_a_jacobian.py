@@ -1,4 +1,4 @@
-"""The way of ``model`` through ``rl.jacobian``: few files up to the adapter's border, each entered from one other."""
+"""The way of ``model`` through ``rl.jacobian``: few files up to the adapter's boundary, each entered from one other."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 import rnnlens as rl
 from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
 from rnnlens.adapters.torch import adapter
-from rnnlens.recurrence.run import Run
+from rnnlens.recurrence.replay import Replay
 from rnnlens.verbs.sweep import sweep
 
 _spec = importlib.util.spec_from_file_location("torch_zoo", Path(__file__).with_name("zoo.py"))
@@ -84,7 +84,7 @@ def test_gradients_below_a_layer_are_those_of_the_pullback(name):
         pulled = pullback.vjp({Port("loss"): torch.ones(1)})
     for port in ports:
         call = next(c for c in calls[port.layer] if port.direction in (None, c.direction))
-        run = Run.from_call(call)
+        run = Replay.from_call(call)
         ours = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad).initial_state_grad[0]
         if pulled[port] is None:  # the cell started from zeros of its own
             assert name == "minimal_gated_unit"

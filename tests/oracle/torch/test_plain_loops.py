@@ -13,7 +13,7 @@ import rnnlens as rl
 from rnnlens import errors
 from rnnlens.adapters.protocol import Batch, CaptureRequest
 from rnnlens.adapters.registry import adapter_for
-from rnnlens.recurrence.run import Run
+from rnnlens.recurrence.replay import Replay
 from rnnlens.verbs.sweep import sweep, weights_of
 
 X = np.random.default_rng(0).normal(size=(2, 5, 3))
@@ -71,7 +71,7 @@ def test_its_weights_are_the_parameters_that_the_function_used():
     loss(plain(torch.tensor(X))).backward()
     (call,) = adapter_for(model).capture(model, Batch(X, loss=loss), CaptureRequest()).calls
     assert set(call.weight_grads) == {"W", "U"}
-    run = Run.from_call(call)
+    run = Replay.from_call(call)
     ours = weights_of(call, run, sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad))
     for name, grad in (("W", plain.W.grad), ("U", plain.U.grad)):
         close(call.weight_grads[name], grad)

@@ -1,4 +1,4 @@
-"""Cotangents between any two borders, against torch's autograd on the model taken apart by hand (float64)."""
+"""Cotangents between any two boundaries, against torch's autograd on the model taken apart by hand (float64)."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def build(kind, both=False, packed=False):
 
 
 def by_hand(model, x):
-    """The same forward pass from its parts, with every border a tensor of its own. Layer by layer through modules."""
+    """The same forward pass from its parts, with every boundary a tensor of its own. Layer by layer through modules."""
     ids, extra = x
     extra = extra.clone().requires_grad_()
     emb = model.emb(ids)
     lin_weight = model.lin.weight.detach().clone().requires_grad_()
     fed = emb @ lin_weight.T + model.lin.bias + extra
-    borders = {"extra": extra, "emb": emb, "lin_weight": lin_weight, "in0": fed.clone()}
-    value, states = borders["in0"], []
+    boundaries = {"extra": extra, "emb": emb, "lin_weight": lin_weight, "in0": fed.clone()}
+    value, states = boundaries["in0"], []
     for layer in range(2):
         one = type(model.rnn)(value.shape[2], H, 1, bidirectional=model.rnn.bidirectional, batch_first=True).double()
         mine = [model.rnn.__getattr__(name) for name in model.rnn._flat_weights_names if f"_l{layer}" in name]
@@ -69,10 +69,10 @@ def by_hand(model, x):
             value, state = one(value, h0 if len(h0) > 1 else h0[0])
         state = state if isinstance(state, tuple) else (state,)
         states.append(state)
-        borders |= {f"out{layer}": value, f"first{layer}": h0, f"last{layer}": state}
-    borders["output"] = model.head(value)
-    borders["side"] = model.side(extra if model.packed else fed)
-    return borders
+        boundaries |= {f"out{layer}": value, f"first{layer}": h0, f"last{layer}": state}
+    boundaries["output"] = model.head(value)
+    boundaries["side"] = model.side(extra if model.packed else fed)
+    return boundaries
 
 
 def _states(model):
@@ -102,7 +102,7 @@ def pull_by_hand(start, cotangents, tensor):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_border_from_every_border_above(kind, both, packed):
+def test_every_boundary_from_every_boundary_above(kind, both, packed):
     model, x = build(kind, both, packed)
     hand, rows = by_hand(model, x), layer_ports(model)
     plain = [
@@ -244,7 +244,7 @@ def test_chunks_and_loops_give_what_one_batch_gives(kind, monkeypatch):
     assert calls.count(False) == K
 
 
-def test_cells_in_a_loop_have_borders_too():
+def test_cells_in_a_loop_have_boundaries_too():
     class Loop(nn.Module):
         def __init__(self):
             super().__init__()

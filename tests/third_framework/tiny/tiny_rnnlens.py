@@ -1,11 +1,20 @@
-"""What rnnlens is told of tiny. Borders are differentiated by the complex step (Squire, Trapp 1998): exact."""
+"""What rnnlens is told of tiny. Boundaries are differentiated by the complex step (Squire, Trapp 1998): exact."""
 
 from contextlib import nullcontext
 
 import numpy as np
 from tiny import Elman, squared_error
 
-from rnnlens.adapters.protocol import Adapter, Facts, LayerInfo, LayerWeights, Place, PlainRun, Port, Submodule
+from rnnlens.adapters.protocol import (
+    Adapter,
+    LayerInfo,
+    LayerWeights,
+    ModelFacts,
+    Port,
+    ReferenceRun,
+    Submodule,
+    WeightLocation,
+)
 from rnnlens.errors import CertificateError, LayerNotFoundError
 from rnnlens.recurrence.cells import SimpleRNN
 
@@ -15,7 +24,7 @@ WEIGHTS = {Port("weight", layer, key=key): name for name, (layer, key) in KEYS.i
 
 
 def run(model, batch, cut=(), moved=None, step=0.0):
-    """Values at every border of the model, one of them moved, and nothing led on from those that are cut."""
+    """Values at every boundary of the model, one of them moved, and nothing led on from those that are cut."""
     found = {}
 
     def tap(port, value):
@@ -83,21 +92,21 @@ class TinyAdapter(Adapter):
         return {"rnn": rnn, "head": LayerWeights({"kernel": model.weights["V"].copy()}, {"kernel": True})}
 
     def facts(self, model):
-        return Facts({"rnn": Submodule(), "head": Submodule()}, loss=squared_error)
+        return ModelFacts({"rnn": Submodule(), "head": Submodule()}, loss=squared_error)
 
     def place(self, model, layer, direction, key):
-        return Place(WEIGHTS[Port("weight", layer, key=key)], lambda gradient: gradient)
+        return WeightLocation(WEIGHTS[Port("weight", layer, key=key)], lambda gradient: gradient)
 
-    def plain(self, model, batch, cotangents=None, *, gradients=True, regularised=False):
+    def reference_run(self, model, batch, cotangents=None, *, gradients=True, regularised=False):
         if batch.initial_state:
             raise CertificateError("the model by itself starts from zeros")
         output = model.forward(batch.x)[0]
         value = None if batch.y is None and batch.loss is None else float(loss_of(model, batch)(output))
         if not gradients:
-            return PlainRun([output], value)
+            return ReferenceRun([output], value)
         dy = cotangents or self.differentiate(loss_of(model, batch), [output], model)[1]
         grads = model.backward(batch.x, dy([output] if cotangents else 1.0)[0])
-        return PlainRun([output], value, [grads.pop("x")], grads)
+        return ReferenceRun([output], value, [grads.pop("x")], grads)
 
     def differentiate(self, function, arrays, model):
         def pulled(cotangent, i):
@@ -106,7 +115,7 @@ class TinyAdapter(Adapter):
 
         return np.asarray(function(*arrays)), lambda cotangent: [pulled(cotangent, i) for i in range(len(arrays))]
 
-    def untrained(self, model, seed):
+    def reinitialised(self, model, seed):
         return Elman(*model.weights["W"].shape, model.weights["V"].shape[1], seed)
 
 

@@ -7,7 +7,7 @@ import pytest
 from rnnlens import measures
 from rnnlens.measures.fixed_points import find_points, iterate, step_map
 from rnnlens.recurrence.cells import SimpleRNN
-from rnnlens.recurrence.run import replay
+from rnnlens.recurrence.replay import replay
 
 RNG = np.random.default_rng(0)
 

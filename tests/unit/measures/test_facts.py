@@ -1,4 +1,4 @@
-"""Facts about data, states and gates, each counted by hand."""
+"""ModelFacts about data, states and gates, each counted by hand."""
 
 import numpy as np
 import pytest

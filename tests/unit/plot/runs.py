@@ -3,7 +3,7 @@
 import numpy as np
 import xarray as xr
 
-from rnnlens.results.run import Run
+from rnnlens.results.training_run import TrainingRun
 
 STEPS = np.array([0, 50, 100, 150, 200])
 
@@ -25,4 +25,4 @@ def a_run(layers=("lstm", "gru"), steps=STEPS, times=12, names=None, directions=
         {name: ("step", np.asarray(v, dtype=float)) for name, v in names.items()},
         {"step": steps, "epoch": ("step", np.zeros(len(steps), int)), "written": ("step", np.arange(len(steps)) * 1.0)},
     )
-    return Run({name: xr.Dataset({"adjoint_profile": profile}) for name in layers}, scalars)
+    return TrainingRun({name: xr.Dataset({"adjoint_profile": profile}) for name in layers}, scalars)

@@ -8,7 +8,7 @@ import torch
 from rnnlens.recurrence import cells
 from rnnlens.recurrence.adjoint import adjoint, probed, weight_gradients
 from rnnlens.recurrence.linear_cells import linear_system
-from rnnlens.recurrence.run import replay
+from rnnlens.recurrence.replay import replay
 
 BATCH, TIME, FEATURES, UNITS = 2, 4, 2, 3
 STEP = 1e-30

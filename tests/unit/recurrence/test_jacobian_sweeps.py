@@ -11,7 +11,7 @@ from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
 from rnnlens.recurrence.linear import state_columns
 from rnnlens.recurrence.linear_cells import BasisSystem, linear_system
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
-from rnnlens.recurrence.run import Scales, replay
+from rnnlens.recurrence.replay import Scales, replay
 from rnnlens.recurrence.sources import Field, Points
 from rnnlens.recurrence.sweep_blocked import BlockedSweep, plan_blocks
 

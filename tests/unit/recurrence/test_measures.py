@@ -136,7 +136,7 @@ def test_half_life_counts_from_the_peak(make):
         ([1.0], math.inf),
     ],
 )
-def test_half_life_at_the_borders(make, profile, expected):
+def test_half_life_at_the_boundaries(make, profile, expected):
     np.testing.assert_equal(float(measures.half_life(make(np.array(profile)))), expected)
 
 

@@ -22,14 +22,14 @@ from ..protocol import (
     CaptureRequest,
     ChainLink,
     Cotangents,
-    Facts,
     LayerInfo,
     LayerWeights,
+    ModelFacts,
     Outputs,
-    Place,
-    PlainRun,
     Port,
     Pullback,
+    ReferenceRun,
+    WeightLocation,
 )
 from . import discover
 from .capture import capture, copy_of
@@ -37,12 +37,12 @@ from .chain import between, chain
 from .dialect import dialect, dialect_of
 from .facts import facts, reduction
 from .functional import differentiate
-from .nudge import nudged
-from .plain import place, plain
+from .perturb import nudged
 from .ports import put_together
 from .provenance import provenance
 from .pullback import KerasPullback
-from .untrained import untrained
+from .reference_run import place, reference_run
+from .reinitialise import reinitialised
 from .weights import layer_weights
 from .whole_loss import combination, loss_of, mixes_samples, outputs_of
 
@@ -62,7 +62,7 @@ class KerasAdapter(Adapter):
         """Whether it is a layer of this Keras, as every model is."""
         return isinstance(model, dialect(self.name).Layer)
 
-    def facts(self, model: Any) -> Facts:
+    def facts(self, model: Any) -> ModelFacts:
         """Layers, names of inputs and outputs, optimizer."""
         return facts(model)
 
@@ -86,9 +86,9 @@ class KerasAdapter(Adapter):
         except Exception as error:  # whatever Keras says, the user meets one error
             raise FileError(message("These weights do not fit the model.", got=f"{path}: {error}")) from error
 
-    def untrained(self, model: Any, seed: int) -> Any:
+    def reinitialised(self, model: Any, seed: int) -> Any:
         """A copy with fresh weights."""
-        return untrained(model, seed)
+        return reinitialised(model, seed)
 
     def provenance(self, model: Any) -> Mapping[str, str]:
         """Framework, engine, dtype, device: plain strings."""
@@ -122,13 +122,13 @@ class KerasAdapter(Adapter):
         """The layers of a model that is one plain chain of well-known ones."""
         return chain(model, training=training)
 
-    def between(
+    def subnetwork(
         self, model: Any, of: Port, wrt: Port
     ) -> Callable[[Array], tuple[Array, Callable[[Array], list[Array]]]] | None:
         """The layers of a chain from one output to another, run by themselves."""
         return between(model, of, wrt)
 
-    def plain(
+    def reference_run(
         self,
         model: Any,
         batch: Batch,
@@ -136,11 +136,11 @@ class KerasAdapter(Adapter):
         *,
         gradients: bool = True,
         regularised: bool = False,
-    ) -> PlainRun:
+    ) -> ReferenceRun:
         """The user's own model, run and differentiated as it stands."""
-        return plain(model, batch, cotangents, gradients=gradients, regularised=regularised)
+        return reference_run(model, batch, cotangents, gradients=gradients, regularised=regularised)
 
-    def place(self, model: Any, layer: str, direction: str | None, key: str) -> Place | None:
+    def place(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Which variable a weight of ours is, by name."""
         return place(model, layer, direction, key)
 
@@ -164,7 +164,7 @@ class KerasAdapter(Adapter):
         """Value of a user's function of tensors, and its pull-back."""
         return differentiate(function, arrays, dialect_of(model))
 
-    def nudged(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
+    def perturbed_port(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
         """Move a weight or the output of a layer for the length of a block; False where that cannot be done."""
         return nudged(model, port, size)
 

@@ -12,7 +12,7 @@ import numpy as np
 from ...autodiff import Engine, tensors
 from ...errors import LayerNotFoundError, ModelError, did_you_mean, message
 from ...typing import Array
-from ..protocol import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, PlainCall, RecurrentCall
+from ..protocol import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, NonRecurrentCall, RecurrentCall
 from . import loss as losses
 from .cells import KerasStepCell
 from .data import prepare
@@ -20,14 +20,14 @@ from .dialect import Dialect, dialect_of
 from .discover import Places, Site, choose, given_states, places
 from .hooks import Call
 from .masks import masked_output, output_from_state
-from .plain import names_of, tied_variables
+from .reference_run import names_of, tied_variables
 from .registered import registration_of
 from .run import Job, Result, run
 from .trees import by_key
 from .weights import cell_variables, cell_with_equations, class_of, computed_in, known_arrays
 
 _UPPER = frozenset({"output", "final_state"})
-_BORDERS = _UPPER | {"input", "initial_state"}
+_BOUNDARYS = _UPPER | {"input", "initial_state"}
 _REPLAY = frozenset({"input", "initial_state", "mask", "dropout", "output", "final_state", "outputs"})
 
 
@@ -41,8 +41,8 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
     loss = losses.plan(model, batch) if request.gradients or request.loss else None
     data = prepare(model, batch)
     weights = _weights(sites) if request.gradients and request.weight_grads else {}
-    borders = request.borders and request.gradients
-    beside = _beside(model, weights) if borders else {}
+    boundaries = request.boundaries and request.gradients
+    beside = _beside(model, weights) if boundaries else {}
     job = Job(
         model=model,
         data=data,
@@ -53,15 +53,15 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         loss=loss,
         loss_given=batch.loss,
         gradients=request.gradients,
-        wanted=(_BORDERS if borders else _UPPER) if request.gradients else frozenset(),
+        wanted=(_BOUNDARYS if boundaries else _UPPER) if request.gradients else frozenset(),
         keep=_REPLAY if request.inputs else frozenset({"output", "final_state", "outputs"}),
         weights={name: variable for name, (variable, _) in weights.items()} | beside,
-        tap_inputs=borders,
+        tap_inputs=boundaries,
     )
     result = run(job)
     told = _Assembly(keras, result, sites, _tied(model, found.sites)).capture(request)
     told.notes.extend(left_out)
-    if borders:
+    if boundaries:
         _tell_around(told, job, result.gradients)
     return told
 
@@ -125,7 +125,7 @@ class _Assembly:
     def capture(self, request: CaptureRequest) -> Capture:
         """All calls that were asked for, in the order in which they happened."""
         calls: list[RecurrentCall] = []
-        plain: list[PlainCall] = []
+        plain: list[NonRecurrentCall] = []
         for call in self._result.calls:
             if request.layers is not None and not {call.place, self._node(call)} & set(request.layers):
                 continue
@@ -222,16 +222,18 @@ class _Assembly:
             return frozenset(known.cell.parameters if names else ())
         return frozenset(names | ({"recurrent_bias"} if "bias" in names else set()))
 
-    def _plain(self, call: Call) -> list[PlainCall]:
+    def _plain(self, call: Call) -> list[NonRecurrentCall]:
         get = self._getter(call)
         names = [name for name in call.arrays if name.startswith("output/")]
         node = self._node(call)
         return [
-            PlainCall(node if len(names) == 1 else f"{node}[{i}]", get(name), get.gradient(name))
+            NonRecurrentCall(node if len(names) == 1 else f"{node}[{i}]", get(name), get.gradient(name))
             for i, name in enumerate(names)
         ]
 
-    def _check_that_all_ran(self, request: CaptureRequest, calls: list[RecurrentCall], plain: list[PlainCall]) -> None:
+    def _check_that_all_ran(
+        self, request: CaptureRequest, calls: list[RecurrentCall], plain: list[NonRecurrentCall]
+    ) -> None:
         """A layer that was asked for by name and gave nothing is an error, not an empty result."""
         given = {c.layer for c in calls} | {p.layer.split("[")[0] for p in plain}
         asked = request.layers if request.all_must_run else None
@@ -261,7 +263,7 @@ class _Assembly:
         return notes
 
 
-def _no_path(calls: list[RecurrentCall], plain: list[PlainCall]) -> list[str]:
+def _no_path(calls: list[RecurrentCall], plain: list[NonRecurrentCall]) -> list[str]:
     """A note where the loss moves with nothing that was asked for."""
     arrived = [grad for c in calls for grad in (c.output_grad, *(c.final_state_grad or ()))]
     arrived += [c.output_grad for c in plain]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..protocol import Facts, Role, Submodule
+from ..protocol import ModelFacts, Role, Submodule
 from .dialect import Dialect, dialect_of
 from .discover import places
 from .trees import output_names
@@ -15,14 +15,14 @@ _RELUS = ("relu", "relu6")
 _DROPOUTS = ("Dropout", "AlphaDropout", "GaussianDropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
 
 
-def facts(model: Any) -> Facts:
+def facts(model: Any) -> ModelFacts:
     """See :meth:`rnnlens.adapters.protocol.Adapter.facts`."""
     found = places(model)
     layers = {**{site.name: site.owner for site in found.sites}, **found.plain}
     # In mixed precision the optimizer is wrapped into one that scales the loss.
     outer = getattr(model, "optimizer", None)
     optimizer = getattr(outer, "inner_optimizer", outer)
-    return Facts(
+    return ModelFacts(
         submodules={name: _submodule(layer) for name, layer in layers.items()},
         inputs=_names(model, "input_names", "inputs"),
         outputs=output_names(model) or _names(model, "output_names", "outputs"),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .dialect import Dialect
-from .remember import unchanged
+from .restore import unchanged
 
 
 @contextmanager

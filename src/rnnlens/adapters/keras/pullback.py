@@ -64,8 +64,8 @@ class KerasPullback:
 
     def _memo(self, job: Job, arguments: Any) -> Memo:
         """What was compiled for the same question before."""
-        borders = (frozenset(self._spots.keys[port] for port in ports) for ports in (self._of, self._cut))
-        return memo_for(job, arguments, *borders) or Memo()
+        boundaries = (frozenset(self._spots.keys[port] for port in ports) for ports in (self._of, self._cut))
+        return memo_for(job, arguments, *boundaries) or Memo()
 
     def _linearised(self, job: Job, arguments: Any, memo: Memo) -> Any:
         try:

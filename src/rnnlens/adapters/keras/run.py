@@ -16,7 +16,7 @@ from .discover import Site
 from .found import as_found
 from .hooks import Call, Listener
 from .memos import forget, memo_of, stamp_of_tensors
-from .remember import unchanged
+from .restore import unchanged
 
 
 @dataclass

@@ -17,32 +17,41 @@ Conventions for every array named here:
 
 from __future__ import annotations
 
-from .adapter import Adapter, Cotangents, Rule
-from .captured import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, Outputs, PlainCall, PlainRun, RecurrentCall
-from .facts import ChainLink, Facts, LayerInfo, LayerWeights, Obstacle, Place, Role, Submodule
+from .adapter import Adapter, AxisConvention, Cotangents
+from .captured import (
+    NOT_LOOKED_INTO,
+    Batch,
+    Capture,
+    CaptureRequest,
+    NonRecurrentCall,
+    Outputs,
+    RecurrentCall,
+    ReferenceRun,
+)
+from .facts import ChainLink, LayerInfo, LayerWeights, ModelFacts, Obstacle, Role, Submodule, WeightLocation
 from .ports import Port, Pullback, refuse_misfits
 
 __all__ = [
     "NOT_LOOKED_INTO",
     "Adapter",
+    "AxisConvention",
     "Batch",
     "Capture",
     "CaptureRequest",
     "ChainLink",
     "Cotangents",
-    "Facts",
     "LayerInfo",
     "LayerWeights",
+    "ModelFacts",
+    "NonRecurrentCall",
     "Obstacle",
     "Outputs",
-    "Place",
-    "PlainCall",
-    "PlainRun",
     "Port",
     "Pullback",
     "RecurrentCall",
+    "ReferenceRun",
     "Role",
-    "Rule",
     "Submodule",
+    "WeightLocation",
     "refuse_misfits",
 ]

@@ -15,16 +15,16 @@ from ...layout import Layout, dims_of, input_dims
 from ...trees import leaves_of
 from ...typing import Array
 from ...vocabulary import FEATURE, UNIT
-from .by_borders import capture_by_borders
-from .captured import Batch, Capture, CaptureRequest, Outputs, PlainRun
-from .facts import ChainLink, Facts, LayerInfo, LayerWeights, Obstacle, Place
+from .by_boundaries import capture_by_boundaries
+from .captured import Batch, Capture, CaptureRequest, Outputs, ReferenceRun
+from .facts import ChainLink, LayerInfo, LayerWeights, ModelFacts, Obstacle, WeightLocation
 from .ports import Port, Pullback
 
 #: Given the values of a model's outputs, one cotangent per leaf; None for those that count for nothing.
 Cotangents = Callable[[Sequence[Array]], Sequence[Array | None]]
 
 
-class Rule:
+class AxisConvention:
     """How tensors lie by the rule of a framework: samples first, then time."""
 
     #: Whether every tensor of every model has its samples on the first axis: then there is nothing to be found out.
@@ -37,7 +37,7 @@ class Rule:
         return Layout.plain(input_dims(shape, integer) if of_input else dims_of(shape, last=last))
 
 
-class Adapter(Rule, ABC):
+class Adapter(AxisConvention, ABC):
     """What rnnlens asks of a framework: one object per framework, found through the registry.
 
     The abstract methods are what every verb rests on. The others have an answer that is right for any framework, "not
@@ -69,9 +69,9 @@ class Adapter(Rule, ABC):
         """Framework, its version, engine, dtype, device: plain strings."""
         return {"framework": self.name, "engine": self.engine, "adapter": self.name}
 
-    def facts(self, model: Any) -> Facts:
+    def facts(self, model: Any) -> ModelFacts:
         """Parts, names and training of a model: whatever a verb would have to look into the model for."""
-        return Facts()
+        return ModelFacts()
 
     def reduction(self, model: Any, loss: Any) -> str | None:
         """How a loss (the model's own, where it is None) makes one number of those of all samples, in its own words.
@@ -81,7 +81,7 @@ class Adapter(Rule, ABC):
         says = getattr(loss, "reduction", None)
         return None if says is None else str(says)
 
-    def place(self, model: Any, layer: str, direction: str | None, key: str) -> Place | None:
+    def place(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Which of the framework's weights ``key`` of a layer is, found by name alone; None where it is none."""
         return None
 
@@ -89,7 +89,7 @@ class Adapter(Rule, ABC):
         """The layers from input to output where they are one plain chain of well-known ones; None otherwise."""
         return None
 
-    def between(
+    def subnetwork(
         self, model: Any, of: Port, wrt: Port
     ) -> Callable[[Array], tuple[Array, Callable[[Array], list[Array]]]] | None:
         """The user's own layers from one tensor to another, run by themselves: from an array as ``differentiate`` does.
@@ -120,7 +120,7 @@ class Adapter(Rule, ABC):
         """
 
     @abstractmethod
-    def plain(
+    def reference_run(
         self,
         model: Any,
         batch: Batch,
@@ -128,7 +128,7 @@ class Adapter(Rule, ABC):
         *,
         gradients: bool = True,
         regularised: bool = False,
-    ) -> PlainRun:
+    ) -> ReferenceRun:
         """Run the user's own model once as it stands and, with ``gradients``, differentiate it once by itself.
 
         What is differentiated is the loss, or with ``cotangents`` the outputs: given their values, it returns one
@@ -145,15 +145,17 @@ class Adapter(Rule, ABC):
     def capture(self, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         """One forward pass and, with a loss, one backward pass. Called once per ``rl.trace``.
 
-        As it stands, made out of ``pullback``; see ``by_borders`` for the models that it serves.
+        As it stands, made out of ``pullback``; see ``by_boundaries`` for the models that it serves.
         """
-        return capture_by_borders(self, model, batch, request)
+        return capture_by_boundaries(self, model, batch, request)
 
     def has_own_loss(self, model: Any) -> bool:
         """Whether a model has a loss that needs no target."""
         return False
 
-    def prepared(self, model: Any, batch: Batch, *, gradients: bool = True) -> Callable[[], PlainRun] | None:
+    def prepared_reference_run(
+        self, model: Any, batch: Batch, *, gradients: bool = True
+    ) -> Callable[[], ReferenceRun] | None:
         """``plain``, with all that touches the user's model done: what is left may run in another thread.
 
         As it stands None: it does not come in two parts.
@@ -191,7 +193,7 @@ class Adapter(Rule, ABC):
             )
         )
 
-    def blocked(self, model: Any, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
+    def find_obstacle(self, model: Any, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
         """What stands in the way of a gradient that does not exist, where the model itself shows it.
 
         Asked before any experiment. None where it has to be found out.
@@ -216,14 +218,14 @@ class Adapter(Rule, ABC):
             )
         )
 
-    def nudged(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
+    def perturbed_port(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
         """Within the block, add ``size`` times its own spread to a weight or to the output of a layer.
 
         The pattern is random and fixed. Yields False where the port cannot be moved.
         """
         return nullcontext(False)
 
-    def untrained(self, model: Any, seed: int) -> Any:
+    def reinitialised(self, model: Any, seed: int) -> Any:
         """A copy with fresh weights.
 
         Raises

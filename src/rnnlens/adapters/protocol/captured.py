@@ -39,8 +39,8 @@ class CaptureRequest:
     ``inputs``: capture inputs, states and masks, so that the recurrence can be replayed.
     ``gradients``: capture direct gradients (needs a loss). ``weight_grads``: also dL/dW of the layers asked for.
     ``loss``: its value, also without gradients.
-    ``borders``: also what the framework's own differentiation brings to the inputs of the model, of every call, and to
-    all weights: what the certificate compares.
+    ``boundaries``: also what the framework's own differentiation brings to the inputs of the model, of every call, and
+    to all weights: what the certificate compares.
     ``all_must_run``: whether a layer that was asked for and does not run, or is refused by name, is an error; else it
     is left out, and of one that is refused a note says why.
     """
@@ -49,7 +49,7 @@ class CaptureRequest:
     inputs: bool = True
     gradients: bool = True
     weight_grads: bool = True
-    borders: bool = False
+    boundaries: bool = False
     loss: bool = False
     all_must_run: bool = True
 
@@ -104,7 +104,7 @@ class RecurrentCall:
     framework_input_grad, framework_initial_state_grad
         What the framework's own differentiation of this call brought to its input, (sample, time, feature), and to its
         initial states. The input that both halves of a bidirectional layer read is told of at the first. None unless
-        ``CaptureRequest.borders`` asks for it.
+        ``CaptureRequest.boundaries`` asks for it.
     """
 
     layer: str
@@ -139,7 +139,7 @@ class RecurrentCall:
 
 
 @dataclass
-class PlainCall:
+class NonRecurrentCall:
     """Output and direct gradient of one call of a layer that is not recurrent, any rank."""
 
     layer: str
@@ -157,7 +157,7 @@ class Capture:
 
     ``order``: names of all calls that were looked at, each where it was finished; empty where that is not known.
 
-    With ``CaptureRequest.borders``: ``input_grads``, the gradient at every leaf of x, in its own layout; and
+    With ``CaptureRequest.boundaries``: ``input_grads``, the gradient at every leaf of x, in its own layout; and
     ``beside``, by the framework's own name of each weight, what reaches it on any way but through the captured calls.
     For weights in ``whole`` it is all that reaches them, the captured calls included. ``inside`` are the weights that
     layers took which were looked into, asked for or not. ``altered`` says why the gradients cannot be those of the
@@ -165,7 +165,7 @@ class Capture:
     """
 
     calls: list[RecurrentCall]
-    plain: list[PlainCall] = field(default_factory=list)
+    plain: list[NonRecurrentCall] = field(default_factory=list)
     loss: float | None = None
     outputs: Any = None
     notes: list[str] = field(default_factory=list)
@@ -201,7 +201,7 @@ class Outputs:
 
 
 @dataclass
-class PlainRun:
+class ReferenceRun:
     """What the user's own model gave when it ran as it stands: no taps, no hooks, no cuts, its own differentiation.
 
     ``outputs`` and ``input_grads`` go by the leaves of what the model returned and of x; ``weight_grads`` by the

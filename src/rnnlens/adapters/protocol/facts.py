@@ -42,7 +42,7 @@ class Submodule:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelFacts:
     """What is known of a model without running it.
 
     Attributes
@@ -109,7 +109,7 @@ class Obstacle:
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightLocation:
     """Which of the framework's own weights a weight of ours is: its name, and how to lay out its gradient as ours.
 
     ``part`` tells weights apart that share one of the framework's; ``tied`` is True where the framework's weight has

@@ -1,4 +1,4 @@
-"""The borders at which the framework's own differentiation starts and ends."""
+"""The boundaries at which the framework's own differentiation starts and ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...typing import Array
 
 @dataclass(frozen=True)
 class Port:
-    """A tensor at the border of a layer or model: where the framework's own differentiation starts or ends.
+    """A tensor at the boundary of a layer or model: where the framework's own differentiation starts or ends.
 
     ``kind`` is one of ``"input"`` (index: which), ``"output"`` (index: which of several), ``"initial_state"`` and
     ``"final_state"`` (index: which state), ``"weight"`` (``key``: its name within the layer), ``"loss"``; of a layer

@@ -15,23 +15,23 @@ from ..protocol import (
     Capture,
     CaptureRequest,
     Cotangents,
-    Facts,
     LayerInfo,
     LayerWeights,
+    ModelFacts,
     Obstacle,
-    Place,
-    PlainRun,
     Port,
     Pullback,
+    ReferenceRun,
+    WeightLocation,
 )
 from . import facts
 from .capture import capture
 from .differentiate import differentiate
-from .nudge import nudged
 from .opened import opened
-from .plain import plain, prepared
+from .perturb import nudged
 from .public import Net
 from .pullback import GraphPullback
+from .reference_run import prepared, reference_run
 from .weights import listed, place_of
 from .why import blocked
 
@@ -54,7 +54,7 @@ class TfGraphAdapter(Adapter):
         """The recurrences of the graph, by scope."""
         return facts.describe(net_of(model))
 
-    def facts(self, model: Any) -> Facts:
+    def facts(self, model: Any) -> ModelFacts:
         """Layers, inputs and outputs."""
         return facts.facts(net_of(model))
 
@@ -66,7 +66,7 @@ class TfGraphAdapter(Adapter):
         """TensorFlow's version, how loops are run, dtype, device."""
         return facts.provenance(net_of(model))
 
-    def place(self, model: Any, layer: str, direction: str | None, key: str) -> Place | None:
+    def place(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Our weights are blocks of variables."""
         return place_of(opened(net_of(model)), layer, direction, key)
 
@@ -88,7 +88,7 @@ class TfGraphAdapter(Adapter):
         """One run of our copy, and gradients added to it."""
         return GraphPullback(net_of(model), batch, of, wrt, cut)
 
-    def plain(
+    def reference_run(
         self,
         model: Any,
         batch: Batch,
@@ -96,11 +96,11 @@ class TfGraphAdapter(Adapter):
         *,
         gradients: bool = True,
         regularised: bool = False,
-    ) -> PlainRun:
+    ) -> ReferenceRun:
         """Another copy, as it stands."""
-        return plain(net_of(model), batch, cotangents, gradients=gradients, regularised=regularised)
+        return reference_run(net_of(model), batch, cotangents, gradients=gradients, regularised=regularised)
 
-    def prepared(self, model: Any, batch: Batch, *, gradients: bool = True) -> Callable[[], PlainRun]:
+    def prepared_reference_run(self, model: Any, batch: Batch, *, gradients: bool = True) -> Callable[[], ReferenceRun]:
         """The other copy, ready to run."""
         return prepared(net_of(model), batch, gradients=gradients)
 
@@ -110,11 +110,11 @@ class TfGraphAdapter(Adapter):
         """In a graph of its own."""
         return differentiate(function, arrays)
 
-    def blocked(self, model: Any, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
+    def find_obstacle(self, model: Any, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
         """Read off the graph, without running it."""
         return blocked(opened(net_of(model), batch.seed), batch, of, wrt)
 
-    def nudged(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
+    def perturbed_port(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
         """Another value for a variable, in our copy alone."""
         return nudged(net_of(model), port, size)
 

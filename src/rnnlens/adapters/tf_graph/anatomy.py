@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .blocks import Source
-from .borders import Mask, Read, Written, clocks, is_filled_with, mask_of, same, sequences, written
+from .boundaries import Mask, Read, Written, clocks, is_filled_with, mask_of, same, sequences, written
 from .forms import Form, Forms, Value
-from .found import Border
+from .found import Boundary
 from .frames import Frame, Variable
 from .match import Match, recognised
 from .paths import Paths
@@ -159,7 +159,7 @@ def read_by(anatomy: Anatomy, source: Form) -> Read | None:
     return read
 
 
-Output = tuple[Border | None, Literal["state", "output", "zero"]]
+Output = tuple[Boundary | None, Literal["state", "output", "zero"]]
 
 
 def output_of(anatomy: Anatomy, hidden: Form) -> Output | None:
@@ -173,9 +173,9 @@ def _output_of(anatomy: Anatomy, hidden: Form, writes: Sequence[Written]) -> Out
     if len(writes) > 1 or not at_present(anatomy.frame, writes[0]):
         return None
     form = anatomy.forms.form(writes[0].value)
-    border = Border((writes[0].stacked,), stacked=True)
+    boundary = Boundary((writes[0].stacked,), stacked=True)
     if form is hidden and not anatomy.masked:
-        return border, "state"
+        return boundary, "state"
     atom = form.atom
     if atom is None or atom[0] != "where" or hidden not in atom[2:] or anatomy.mask is None:
         return None
@@ -184,7 +184,7 @@ def _output_of(anatomy: Anatomy, hidden: Form, writes: Sequence[Written]) -> Out
     if mask is None or mask.inverted != (atom[2] is other) or not mask.agrees(anatomy.mask):
         return None
     instead = _instead(anatomy, other, hidden)
-    return None if instead is None else (border, instead)
+    return None if instead is None else (boundary, instead)
 
 
 def _instead(anatomy: Anatomy, other: Form, hidden: Form) -> Literal["state", "output", "zero"] | None:

@@ -1,4 +1,4 @@
-"""Loops that hold more than one known cell, or one that is not known, run as loops of which each border can be seen."""
+"""Run loops that hold several known cells, or an unknown one, as loops whose boundaries can all be read."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import tensorflow.compat.v1 as tf
 from .anatomy import Anatomy, at_present
 from .blocks import Source
 from .body import StepGraph, body_of
-from .borders import course_of, same
+from .boundaries import course_of, same
 from .copying import CannotCopyError
 from .forms import Form
-from .found import Border, FoundCell, Loop
+from .found import Boundary, FoundCell, Loop
 from .labels import common_scope, course_words, flat_mask, kind_of, known_cell, refused, runs_through
 from .match import Match
 from .record import CannotRecordError, Carried, Recorder, rewire
 
 
 def taken_apart(anatomy: Anatomy, *, as_one: bool = False) -> list[Loop]:
-    """The recurrences of a loop, each with borders of its own; one that is refused where that cannot be.
+    """The recurrences of a loop, each with boundaries of its own; one that is refused where that cannot be.
 
     ``as_one``: all its cells as a single one, also where each is known.
     """
@@ -63,16 +63,16 @@ class _Apart:
         found[0] = replace(found[0], cell=cell, replaced=self.replaced, redrawn=self.recorder.drew)
         return found
 
-    # Borders.
+    # Boundaries.
 
     def _tapped(self, tensor: Any) -> Any:
         """A tensor that the loops of ours alone read."""
         with tensor.graph.as_default(), tf.control_dependencies(None):
-            return tf.identity(tensor, name=f"rnnlens/{self.anatomy.frame.name}/border")
+            return tf.identity(tensor, name=f"rnnlens/{self.anatomy.frame.name}/boundary")
 
     @staticmethod
-    def _border(tap: Any, *, stacked: bool = False) -> Border:
-        return Border((tap.op.inputs[0],), (((tap.op, 0),),), stacked=stacked)
+    def _boundary(tap: Any, *, stacked: bool = False) -> Boundary:
+        return Boundary((tap.op.inputs[0],), (((tap.op, 0),),), stacked=stacked)
 
     def _mask(self) -> dict[str, Any]:
         """Lengths or mask of the loop; recorded where it is another condition than these."""
@@ -151,10 +151,10 @@ class _Apart:
             anatomy.frame.name if count == 1 else f"{anatomy.frame.name}/cell_{index}",
             kind_of(anatomy.frame),
             known_cell(match),
-            tuple(self._border(start) for start in starts),
-            tuple(Border((end,)) for end in ends),
-            self._border(tap, stacked=True),
-            Border((steps[0],), stacked=True),
+            tuple(self._boundary(start) for start in starts),
+            tuple(Boundary((end,)) for end in ends),
+            self._boundary(tap, stacked=True),
+            Boundary((steps[0],), stacked=True),
             **self.mask,
             **course_words(course_of(self.stacked)),
             masked_output="state",
@@ -271,10 +271,10 @@ class _Apart:
             anatomy.frame.name,
             kind_of(anatomy.frame),
             cell,
-            tuple(self._border(self.starts[id(v)]) for v in anatomy.states),
-            tuple(Border((end,)) for end in ends),
-            self._border(tap, stacked=True),
-            Border((steps[0],), stacked=True),
+            tuple(self._boundary(self.starts[id(v)]) for v in anatomy.states),
+            tuple(Boundary((end,)) for end in ends),
+            self._boundary(tap, stacked=True),
+            Boundary((steps[0],), stacked=True),
             **self.mask,
             **course_words(course_of(self.stacked)),
             masked_output="zero",

@@ -1,4 +1,4 @@
-"""One run of the copy that has everything: borders of the loops, the loss, and its gradients there."""
+"""One run of the copy that has everything: boundaries of the loops, the loss, and its gradients there."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import tensorflow.compat.v1 as tf
 
 from ...errors import UnsupportedError
 from ...typing import Array
-from ..protocol import Batch, Capture, CaptureRequest, PlainCall, Port, RecurrentCall
+from ..protocol import Batch, Capture, CaptureRequest, NonRecurrentCall, Port, RecurrentCall
 from .cells import Renamed
 from .chosen import chosen, within_reach
 from .differentiate import gradients
 from .errors import said_clearly
-from .found import Border, Loop
+from .found import Boundary, Loop
 from .losses import key_of
 from .opened import Opened, fed, loss_tensor, opened
-from .ports import Spot, Spots, at_border, chronological
+from .ports import Spot, Spots, at_boundary, chronological
 from .public import Net
 from .weights import block, known_cell, layers_of, name_of, weights_of
 
@@ -75,10 +75,10 @@ def _fetch_values(found: Opened, asked: _Asked, request: CaptureRequest) -> None
     for i, loop in enumerate(asked.loops):
         of = asked.fetches
         of[i, "input"] = chronological(loop, loop.input)
-        for j, border in enumerate(loop.initial):
-            of[i, "initial", j] = chronological(loop, border)
-        for j, border in enumerate(loop.final):
-            of[i, "final", j] = chronological(loop, border)
+        for j, boundary in enumerate(loop.initial):
+            of[i, "initial", j] = chronological(loop, boundary)
+        for j, boundary in enumerate(loop.final):
+            of[i, "final", j] = chronological(loop, boundary)
         of[i, "output"] = chronological(loop, loop.output or loop.final[0])
         for name in ("lengths", "mask"):
             if getattr(loop, name) is not None:
@@ -95,25 +95,25 @@ def _fetch_values(found: Opened, asked: _Asked, request: CaptureRequest) -> None
 
 
 def _fetch_gradients(found: Opened, asked: _Asked, request: CaptureRequest, spots: Spots, batch: Batch) -> None:
-    """Direct gradients at every border, and at weights, in one backward pass; of unrolled loops in one more each."""
+    """Direct gradients at every boundary, and at weights, in one backward pass; of unrolled loops in one more each."""
     graph, loss = found.copy.graph, asked.fetches["loss"]
     wanted: dict[Any, Any] = {}
     for i, loop in enumerate(asked.loops):
         if loop.kind == "unrolled":
             _direct(asked, i, loop, loss, graph)
         else:
-            wanted |= {(i, "output_grad"): at_border(loop, Port("output", loop.name))}
+            wanted |= {(i, "output_grad"): at_boundary(loop, Port("output", loop.name))}
             wanted |= {
-                (i, "final_grad", j): at_border(loop, Port("final_state", index=j)) for j in range(len(loop.final))
+                (i, "final_grad", j): at_boundary(loop, Port("final_state", index=j)) for j in range(len(loop.final))
             }
-        if request.borders:
-            wanted[i, "input_grad"] = at_border(loop, Port("input", loop.name))
+        if request.boundaries:
+            wanted[i, "input_grad"] = at_boundary(loop, Port("input", loop.name))
             wanted |= {
-                (i, "initial_grad", j): at_border(loop, Port("initial_state", index=j))
+                (i, "initial_grad", j): at_boundary(loop, Port("initial_state", index=j))
                 for j in range(len(loop.initial))
             }
     wanted |= {("plain_grad", name): spot for name, spot in asked.plain.items()}
-    if request.borders:
+    if request.boundaries:
         wanted |= {("model input_grad", j): spots(Port("input", index=j)) for j in range(len(found.inputs))}
     sources: dict[Any, Any] = {
         (key, j): source for key, spot in wanted.items() for j, source in enumerate(spot.sources)
@@ -133,7 +133,7 @@ def _fetch_beside(asked: _Asked, made: dict[Any, Any], sources: Mapping[Any, Any
     """What reaches the variables of the cells on another way than through their loops: penalties, other layers."""
     held = {piece.variable for loop in asked.loops for pieces in weights_of(loop).values() for piece in pieces}
     present = [name for name in held if made.get(("variable", name)) is not None]
-    stop = [t for loop in asked.loops for border in (*loop.final, *loop.states) for t in border.tensors]
+    stop = [t for loop in asked.loops for boundary in (*loop.final, *loop.states) for t in boundary.tensors]
     stop += [t for loop in asked.loops if loop.output is not None for t in loop.output.tensors]
     found = gradients(graph, [loss], [sources["variable", name] for name in present], stop=stop)
     pairs = zip(present, found, strict=True)
@@ -142,16 +142,16 @@ def _fetch_beside(asked: _Asked, made: dict[Any, Any], sources: Mapping[Any, Any
 
 def _direct(asked: _Asked, i: int, loop: Loop, loss: Any, graph: Any) -> None:
     """Direct gradients of an unrolled loop: differentiation stops at every one of its states."""
-    stop = [tensor for border in loop.states for tensor in border.tensors]
+    stop = [tensor for boundary in loop.states for tensor in boundary.tensors]
     stop += [] if loop.output is None else list(loop.output.tensors)
-    borders: dict[Any, Border] = {(i, "state_grad", j): border for j, border in enumerate(loop.states)}
+    boundaries: dict[Any, Boundary] = {(i, "state_grad", j): boundary for j, boundary in enumerate(loop.states)}
     if loop.output is not None and not _is_state(loop):
-        borders[i, "output_grad"] = loop.output
-    for key, border in borders.items():
-        found = gradients(graph, [loss], border.tensors, stop=stop)
+        boundaries[i, "output_grad"] = loop.output
+    for key, boundary in boundaries.items():
+        found = gradients(graph, [loss], boundary.tensors, stop=stop)
         if any(gradient is not None for gradient in found):
-            filled = [tf.zeros_like(t) if g is None else g for t, g in zip(border.tensors, found, strict=True)]
-            asked.fetches[key] = chronological(loop, replace(border, tensors=tuple(filled)))
+            filled = [tf.zeros_like(t) if g is None else g for t, g in zip(boundary.tensors, found, strict=True)]
+            asked.fetches[key] = chronological(loop, replace(boundary, tensors=tuple(filled)))
 
 
 def _is_state(loop: Loop) -> bool:
@@ -182,19 +182,19 @@ def joined(spot: Spot, parts: Sequence[Any]) -> Any:
     """The gradient by a port from those by its tensors, as the contract has it; None where there is none."""
     if all(part is None for part in parts):
         return None
-    if spot.border is None:
+    if spot.boundary is None:
         present = [part for part in parts if part is not None]
         return tf.add_n(present) if len(present) > 1 else present[0]
     assert spot.loop is not None
-    filled = [tf.zeros_like(t) if g is None else g for t, g in zip(spot.border.tensors, parts, strict=True)]
-    if spot.border.last:  # where a mask carries the state, what is returned was taken from the last real step
-        return tf.add_n(filled) if not spot.border.stacked else tf.reduce_sum(filled[0], axis=0)
-    return chronological(spot.loop, replace(spot.border, tensors=tuple(filled)))
+    filled = [tf.zeros_like(t) if g is None else g for t, g in zip(spot.boundary.tensors, parts, strict=True)]
+    if spot.boundary.last:  # where a mask carries the state, what is returned was taken from the last real step
+        return tf.add_n(filled) if not spot.boundary.stacked else tf.reduce_sum(filled[0], axis=0)
+    return chronological(spot.loop, replace(spot.boundary, tensors=tuple(filled)))
 
 
 def _variables(found: Opened, asked: _Asked, request: CaptureRequest) -> list[str]:
     """The variables whose gradients are fetched: of the cells, or of everything."""
-    if request.borders:
+    if request.boundaries:
         sets = [pieces for layer in layers_of(found).values() for pieces in layer.weights.values()]
     else:
         wanted = asked.loops if request.weight_grads else []
@@ -235,7 +235,9 @@ class _Told:
         get, request = self.values.get, self.request
         told = Capture([self._call(i, loop) for i, loop in enumerate(self.asked.loops)])
         told.plain = [
-            PlainCall(name, np.asarray(get(("plain", name))), self._gradient(("plain_grad", name), ("plain", name)))
+            NonRecurrentCall(
+                name, np.asarray(get(("plain", name))), self._gradient(("plain_grad", name), ("plain", name))
+            )
             for name in self.asked.plain
         ]
         told.notes.extend(self.asked.notes)
@@ -245,7 +247,7 @@ class _Told:
         if told.loss is not None and not math.isfinite(told.loss):
             cause = "the first quantity that is not finite is the cause"
             told.notes.append(f"The loss is {told.loss}: gradients mean nothing, and {cause}.")
-        if request.gradients and request.borders:
+        if request.gradients and request.boundaries:
             told.input_grads = [get(("model input_grad", j)) for j in range(len(self.found.inputs))]
             told.beside, told.whole = self._beside()
         return told
@@ -321,7 +323,7 @@ class _Told:
         return tuple(gradient for gradient in found if gradient is not None)
 
     def _initials(self, i: int, loop: Loop) -> tuple[Array, ...] | None:
-        if not (self.request.borders and self.request.gradients):
+        if not (self.request.boundaries and self.request.gradients):
             return None
         found = [self._gradient((i, "initial_grad", j), (i, "initial", j)) for j in range(len(loop.initial))]
         return tuple(gradient for gradient in found if gradient is not None)

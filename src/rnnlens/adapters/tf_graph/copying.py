@@ -67,7 +67,7 @@ class Copier:
             raise CannotCopyError(f"a variable of the loop other than its states ({op.name!r})")
         if op.type == "ReadVariableOp" or op.type in VARIABLES:
             return []
-        return _border_of(op) if op.type == "Merge" else list(op.inputs)
+        return _boundary_of(op) if op.type == "Merge" else list(op.inputs)
 
     def _make(self, tensor: Any) -> None:
         outside = self._outer.get(tensor)
@@ -107,7 +107,7 @@ class Copier:
     def _condition(self, merge: Any) -> Any:
         """One output of a condition of control flow v1; both branches are made in branches of a new one."""
         pred = self._made[id(_context(merge).pred)]
-        inside = {id(t): self._made[id(t)] for t in _border_of(merge)}
+        inside = {id(t): self._made[id(t)] for t in _boundary_of(merge)}
 
         def branch(index: int) -> Any:
             copier = _Branch(inside, self._outer, self._outside)
@@ -182,7 +182,7 @@ def _context(merge: Any) -> Any:
     return context
 
 
-def _border_of(merge: Any) -> list[Any]:
+def _boundary_of(merge: Any) -> list[Any]:
     """What the two branches of a condition read from around them, and the condition itself."""
     context = _context(merge)
     found, waiting, seen = [context.pred], [t.op for t in merge.inputs], set()

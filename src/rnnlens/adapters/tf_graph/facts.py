@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import tensorflow.compat.v1 as tf
 
-from ..protocol import Facts, LayerInfo, Role, Submodule
+from ..protocol import LayerInfo, ModelFacts, Role, Submodule
 from .chosen import refusals
 from .found import Loop
 from .opened import Opened, opened
@@ -64,11 +64,11 @@ def _info(loops: list[Loop]) -> LayerInfo:
     )
 
 
-def facts(net: Net) -> Facts:
+def facts(net: Net) -> ModelFacts:
     """See :meth:`Adapter.facts`."""
     found = opened(net)
     layers = layers_of(found)
-    return Facts(
+    return ModelFacts(
         submodules={name: _part(found, layer) for name, layer in layers.items()},
         inputs=tuple(net.inputs),
         outputs=tuple(net.outputs),

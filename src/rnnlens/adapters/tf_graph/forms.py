@@ -18,7 +18,7 @@ import numpy as np
 from tensorflow.python.framework.tensor_util import constant_value
 
 from .blocks import Source, block_of, constant_of, window_of
-from .borders import is_filled_with
+from .boundaries import is_filled_with
 
 #: What a form is a polynomial of. First word is the kind; see :class:`Forms`.
 Atom = tuple[Any, ...]

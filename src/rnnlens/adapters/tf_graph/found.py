@@ -20,8 +20,8 @@ from ...typing import Array
 
 
 @dataclass(frozen=True)
-class Border:
-    """A tensor at the border of a loop.
+class Boundary:
+    """A tensor at the boundary of a loop.
 
     Attributes
     ----------
@@ -188,13 +188,13 @@ class Loop:
     name: str
     kind: Literal["v1", "v2", "unrolled"]
     cell: FoundCell
-    initial: tuple[Border, ...]
-    final: tuple[Border, ...]
-    input: Border
-    output: Border | None
+    initial: tuple[Boundary, ...]
+    final: tuple[Boundary, ...]
+    input: Boundary
+    output: Boundary | None
     lengths: Any = None
     mask: Any = None
-    states: tuple[Border, ...] = ()
+    states: tuple[Boundary, ...] = ()
     masked_output: Literal["state", "output", "zero"] = "zero"
     steps: int | None = None
     direction: Literal["forward", "backward"] = "forward"

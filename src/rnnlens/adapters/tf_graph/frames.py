@@ -162,11 +162,11 @@ def _old_variable(enter: Any, merge: Any) -> Variable:
     return Variable(enter.inputs[0], switch.outputs[1], following.op.inputs[0], out, (enter, 0))
 
 
-def _inside(after: list[Any], border: set[str]) -> tuple[Any, ...]:
+def _inside(after: list[Any], boundary: set[str]) -> tuple[Any, ...]:
     waiting, seen = [t.op for t in after], {}
     while waiting:
         op = waiting.pop()
-        if op.name not in seen and op.name not in border:
+        if op.name not in seen and op.name not in boundary:
             seen[op.name] = op
             waiting.extend(t.op for t in op.inputs)
     return tuple(sorted(seen.values(), key=lambda op: op._id))

@@ -18,7 +18,7 @@ import tensorflow.compat.v1 as tf
 from ...errors import UnsupportedError, message
 from ...typing import Array
 from .definition import RANDOM, imported, seeded
-from .found import Border, Loop
+from .found import Boundary, Loop
 from .variables import is_variable
 
 K = TypeVar("K", bound=Hashable)
@@ -103,7 +103,7 @@ class GraphCopy:
                 replace(
                     loop,
                     input=_tapped(loop.input, tf.identity),
-                    initial=tuple(_tapped(border, _as_it_was) for border in loop.initial),
+                    initial=tuple(_tapped(boundary, _as_it_was) for boundary in loop.initial),
                 )
                 for loop in loops
             )
@@ -240,14 +240,14 @@ def _as_it_was(tensor: Any) -> Any:
         return tf.raw_ops.Snapshot(input=tensor)
 
 
-def _tapped(border: Border, copied: Callable[[Any], Any]) -> Border:
+def _tapped(boundary: Boundary, copied: Callable[[Any], Any]) -> Boundary:
     tapped = []
-    for tensor, readers in zip(border.tensors, border.readers, strict=True):
+    for tensor, readers in zip(boundary.tensors, boundary.readers, strict=True):
         tap = copied(tensor)
         for operation, index in readers:
             operation._update_input(index, tap)
         tapped.append(tap)
-    return replace(border, tensors=tuple(tapped))
+    return replace(boundary, tensors=tuple(tapped))
 
 
 def _refuse_sources(operations: Iterable[Any]) -> None:

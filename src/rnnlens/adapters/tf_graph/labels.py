@@ -9,8 +9,8 @@ import tensorflow.compat.v1 as tf
 
 from ...errors import message
 from .anatomy import Anatomy
-from .borders import Course, Read, course_of, steps_run
-from .found import Border, Condition, FoundCell, Loop
+from .boundaries import Course, Read, course_of, steps_run
+from .found import Boundary, Condition, FoundCell, Loop
 from .frames import Frame, Variable, ancestors
 from .match import Match
 
@@ -97,15 +97,15 @@ def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], rea
     )
     reads = [read for read in found if read.value.dtype.is_floating]
     readers = tuple(read.reader for read in reads[:1] if read.reader is not None)
-    source = Border((reads[0].stacked,), (readers,), stacked=True) if readers else Border(())
+    source = Boundary((reads[0].stacked,), (readers,), stacked=True) if readers else Boundary(())
     course = course_words(course_of(reads[0].stacked)) if reads else {}
     units = states[0].before.shape[-1] if states[0].before.shape.rank else None
     return Loop(
         frame.name,
         kind_of(frame),
         FoundCell("unknown", int(units or 0), refused=words),
-        tuple(Border((v.entry,), ((v.reader,),)) for v in states),
-        tuple(Border((v.exit,)) for v in states if v.exit is not None),
+        tuple(Boundary((v.entry,), ((v.reader,),)) for v in states),
+        tuple(Boundary((v.exit,)) for v in states if v.exit is not None),
         source,
         None,
         **course,
@@ -131,5 +131,5 @@ def fused(ends: Iterable[Any]) -> list[Loop]:
                 hint="tf.nn.dynamic_rnn with tf.nn.rnn_cell.LSTMCell or GRUCell, on the same weights",
             )
             cell = FoundCell("unknown", 0, refused=words)
-            found.setdefault(scope, Loop(scope, "unrolled", cell, (), (), Border(()), None, scope=scope))
+            found.setdefault(scope, Loop(scope, "unrolled", cell, (), (), Boundary(()), None, scope=scope))
     return list(found.values())

@@ -1,4 +1,4 @@
-"""The recurrences of a graph: every loop that leads to what is asked for, with its borders and the cell within."""
+"""The recurrences of a graph: every loop that leads to what is asked for, with its boundaries and the cell within."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from .anatomy import Anatomy, output_of, read_by, take_apart
 from .apart import taken_apart
-from .borders import course_of, sequences
-from .found import Border, Loop
+from .boundaries import course_of, sequences
+from .found import Boundary, Loop
 from .frames import Frame, frames_of
 from .labels import common_scope, course_words, fused, kind_of, known_cell, masking, phase_off, refused, runs_through
 from .unrolled import unrolled
@@ -81,9 +81,9 @@ def _known(anatomy: Anatomy) -> Loop | None:
         frame.name,
         kind_of(frame),
         replace(known_cell(match), conditions=runs_through(anatomy, read.stacked)),
-        tuple(Border((v.entry,), ((v.reader,),)) for v in owners),
-        tuple(Border((v.exit,)) for v in owners),
-        Border((read.stacked,), ((read.reader,),), stacked=True),
+        tuple(Boundary((v.entry,), ((v.reader,),)) for v in owners),
+        tuple(Boundary((v.exit,)) for v in owners),
+        Boundary((read.stacked,), ((read.reader,),), stacked=True),
         output[0],
         **masking(anatomy),
         **course_words(course_of(read.stacked)),

@@ -220,7 +220,7 @@ def _started(found: Opened, layer: str, states: Sequence[Any]) -> dict[Any, Arra
     if not loops:
         names = [loop.name for loop in found.loops]
         raise LayerNotFoundError(message(f"No layer is called {layer!r}.", hint=did_you_mean(layer, names)))
-    entries = [border.tensors[0] for loop in loops for border in loop.initial]
+    entries = [boundary.tensors[0] for loop in loops for boundary in loop.initial]
     if len(states) != len(entries):
         got, expected = f"{len(states)} states", f"{len(entries)}"
         raise InputError(message(f"initial_state[{layer!r}] does not fit.", got=got, expected=expected))

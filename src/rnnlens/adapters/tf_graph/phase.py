@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .blocks import Source
-from .borders import same
+from .boundaries import same
 from .copying import function_of
 from .frames import body_graph
 

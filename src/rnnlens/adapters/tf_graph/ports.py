@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from ...errors import InputError, LayerNotFoundError, did_you_mean, message
 from ..protocol import Batch, Port
-from .found import Border, Loop, Piece
+from .found import Boundary, Loop, Piece
 from .opened import Opened, loss_tensor, names_of_inputs
 from .variables import dtype_of, is_variable
 from .weights import LayerVariables, layers_of
@@ -26,8 +26,8 @@ class Spot:
         A tensor, as the contract has it.
     sources
         The tensors by which is differentiated; the gradient is put together from theirs.
-    loop, border
-        Where it lies at the border of a loop.
+    loop, boundary
+        Where it lies at the boundary of a loop.
     pieces
         Of a weight: the blocks of variables that it is; their gradients are cut out of those of the variables.
     stop
@@ -37,19 +37,19 @@ class Spot:
     value: Any
     sources: tuple[Any, ...]
     loop: Loop | None = None
-    border: Border | None = None
+    boundary: Boundary | None = None
     pieces: tuple[Piece, ...] = ()
     stop: tuple[Any, ...] = ()
     halves: tuple[Spot, ...] = ()
 
 
-def chronological(loop: Loop, border: Border) -> Any:
-    """What lies at a border of a loop, as (sample, time, ...), the first step first."""
-    if not border.stacked and len(border.tensors) == 1:
-        return border.tensors[0]
-    if border.last:
-        return border.tensors[0][-1] if border.stacked else border.tensors[-1]
-    found = tf.stack(border.tensors, axis=1) if not border.stacked else swapped(border.tensors[0])
+def chronological(loop: Loop, boundary: Boundary) -> Any:
+    """What lies at a boundary of a loop, as (sample, time, ...), the first step first."""
+    if not boundary.stacked and len(boundary.tensors) == 1:
+        return boundary.tensors[0]
+    if boundary.last:
+        return boundary.tensors[0][-1] if boundary.stacked else boundary.tensors[-1]
+    found = tf.stack(boundary.tensors, axis=1) if not boundary.stacked else swapped(boundary.tensors[0])
     return turned(loop, found)
 
 
@@ -68,16 +68,16 @@ def turned(loop: Loop, tensor: Any) -> Any:
     return tf.reverse_sequence(tensor, tf.cast(loop.turned_by, tf.int64), seq_axis=1, batch_axis=0)
 
 
-def as_run(loop: Loop, border: Border, array: Any) -> list[Any]:
-    """The inverse of :func:`chronological`: one tensor for each of the border."""
-    if not border.stacked and len(border.tensors) == 1:
+def as_run(loop: Loop, boundary: Boundary, array: Any) -> list[Any]:
+    """The inverse of :func:`chronological`: one tensor for each of the boundary."""
+    if not boundary.stacked and len(boundary.tensors) == 1:
         return [array]
-    if border.last and border.stacked:
-        return [tf.pad(array[None], [[tf.shape(border.tensors[0])[0] - 1, 0], [0, 0], [0, 0]])]
-    if border.last:
-        return [*map(tf.zeros_like, border.tensors[:-1]), array]
+    if boundary.last and boundary.stacked:
+        return [tf.pad(array[None], [[tf.shape(boundary.tensors[0])[0] - 1, 0], [0, 0], [0, 0]])]
+    if boundary.last:
+        return [*map(tf.zeros_like, boundary.tensors[:-1]), array]
     array = turned(loop, array)
-    return [swapped(array)] if border.stacked else tf.unstack(array, len(border.tensors), axis=1)
+    return [swapped(array)] if boundary.stacked else tf.unstack(array, len(boundary.tensors), axis=1)
 
 
 class Spots:
@@ -126,7 +126,7 @@ class Spots:
             return self._of_both(port, loops)
         if not loops:
             raise InputError(message(f"Layer {port.layer!r} does not run {port.direction}."))
-        return at_border(loops[0], port)
+        return at_boundary(loops[0], port)
 
     def _of_both(self, port: Port, loops: Sequence[Loop]) -> Spot:
         """Both halves of a layer: their inputs are one tensor, in two orders."""
@@ -137,7 +137,7 @@ class Spots:
                     hint='direction="forward" or direction="backward"',
                 )
             )
-        halves = tuple(at_border(loop, port) for loop in loops)
+        halves = tuple(at_boundary(loop, port) for loop in loops)
         return Spot(halves[0].value, (), halves=halves)
 
     def _of_tensor(self, port: Port) -> Spot:
@@ -180,32 +180,32 @@ def _read(tensor: Any) -> Any:
     return tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype_of(tensor.op))
 
 
-def at_border(loop: Loop, port: Port) -> Spot:
+def at_boundary(loop: Loop, port: Port) -> Spot:
     """A port of one loop."""
-    border: Border | None = None
+    boundary: Boundary | None = None
     stop: tuple[Any, ...] = ()
     index = port.index
     if port.kind == "input":
-        border = loop.input
+        boundary = loop.input
     elif port.kind == "output" and not port.index:
-        border = loop.output or loop.final[0]
+        boundary = loop.output or loop.final[0]
         stop = every_state(loop) if loop.kind == "unrolled" else ()
     elif port.kind in ("final_state", "output"):
         index = port.index - (port.kind == "output")
-        border = loop.final[index] if index < len(loop.final) else None
+        boundary = loop.final[index] if index < len(loop.final) else None
         stop = every_state(loop) if loop.kind == "unrolled" else ()
     elif port.kind == "initial_state":
-        border = loop.initial[index] if index < len(loop.initial) else None
-    if border is None:
+        boundary = loop.initial[index] if index < len(loop.initial) else None
+    if boundary is None:
         raise InputError(
             message(f"Layer {port.layer!r} has no {port.kind} number {index}.", expected=f"0 to {len(loop.final) - 1}")
         )
     # A loop whose steps nobody reads puts out its last state: what arrives there is counted once.
     counted = port.kind == "final_state" and index == 0 and loop.output is None
-    return Spot(chronological(loop, border), () if counted else border.tensors, loop, border, stop=stop)
+    return Spot(chronological(loop, boundary), () if counted else boundary.tensors, loop, boundary, stop=stop)
 
 
 def every_state(loop: Loop) -> tuple[Any, ...]:
     """All tensors by which an unrolled loop goes on from one step to the next."""
     output = () if loop.output is None else loop.output.tensors
-    return (*output, *(tensor for border in loop.final for tensor in border.tensors))
+    return (*output, *(tensor for boundary in loop.final for tensor in boundary.tensors))

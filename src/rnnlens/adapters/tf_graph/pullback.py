@@ -104,7 +104,7 @@ class GraphPullback:
                     ys.append(tensor)
                     given.append(part)
             built = _Built(placeholders)
-            stop = [tensor for port in self._cut for tensor in _border(self._spots[port])]
+            stop = [tensor for port in self._cut for tensor in _boundary(self._spots[port])]
             together = [port for port in self._wrt if not self._spots[port].stop]
             apart = [port for port in self._wrt if self._spots[port].stop]
             self._add(built, together, ys, given, stop)
@@ -116,9 +116,9 @@ class GraphPullback:
     def _starts(self, spot: Spot, cotangent: Any) -> list[tuple[Any, Any]]:
         """The tensors that differentiation starts from, and the cotangent of each."""
         spot = spot.halves[0] if spot.halves else spot
-        if spot.border is None or spot.loop is None:
+        if spot.boundary is None or spot.loop is None:
             return [(spot.value, cotangent)]
-        return list(zip(spot.border.tensors, as_run(spot.loop, spot.border, cotangent), strict=True))
+        return list(zip(spot.boundary.tensors, as_run(spot.loop, spot.boundary, cotangent), strict=True))
 
     def _add(self, built: _Built, ports: Sequence[Port], ys: list[Any], given: list[Any], stop: list[Any]) -> None:
         sources: dict[Any, Any] = {}
@@ -146,10 +146,10 @@ class GraphPullback:
         read: dict[Any, Any] = {}
         for op in added:
             read |= {tensor.ref(): tensor for tensor in op.inputs if tensor.op not in added and tensor.ref() not in own}
-        borders = list(read.values())
-        plain = all(t.dtype not in _VARIANTS and not t.dtype._is_ref_dtype and graph.is_feedable(t) for t in borders)
+        boundaries = list(read.values())
+        plain = all(t.dtype not in _VARIANTS and not t.dtype._is_ref_dtype and graph.is_feedable(t) for t in boundaries)
         inside = any(op._get_control_flow_context() is not None for op in added)
-        return borders if plain and not inside else None
+        return boundaries if plain and not inside else None
 
     def _row(self, built: _Built, cotangents: Mapping[Port, Array]) -> dict[Any, Array]:
         given = {built.given[port]: np.asarray(c) for port, c in cotangents.items()}
@@ -185,5 +185,5 @@ class GraphPullback:
         self._forward = {}
 
 
-def _border(spot: Spot) -> tuple[Any, ...]:
-    return spot.border.tensors if spot.border is not None else (spot.value,)
+def _boundary(spot: Spot) -> tuple[Any, ...]:
+    return spot.boundary.tensors if spot.boundary is not None else (spot.value,)

@@ -3,7 +3,7 @@
 ``MultiRNNCell``, dropout, residual connections and projections around a cell are all one loop of the user's graph, and
 nothing between them can be seen or differentiated from outside. In our copy that loop is run as several, one after the
 other: what comes before the first cell, each cell by itself, what comes after the last; each on the steps that the one
-before it put out. The numbers are the same, random ones are drawn once and in one run, and every border is a tensor.
+before it put out. The numbers are the same, random ones are drawn once and in one run, and every boundary is a tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from .borders import clocks
+from .boundaries import clocks
 from .copying import Copier
 from .frames import Frame
 

@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import message
 from .blocks import Source, block_of
 from .forms import Form, Forms
-from .found import Border, FoundCell, Loop
+from .found import Boundary, FoundCell, Loop
 from .frames import ancestors
 from .labels import common_scope, known_cell
 from .match import Match, Pair, steps_to
@@ -101,7 +101,7 @@ def _refused(scope: str, units: int) -> Loop:
         hint="tf.nn.dynamic_rnn(sequence_length=), or static_rnn without sequence_length",
     )
     return Loop(
-        _name(scope), "unrolled", FoundCell("unknown", units, refused=words), (), (), Border(()), None, scope=scope
+        _name(scope), "unrolled", FoundCell("unknown", units, refused=words), (), (), Boundary(()), None, scope=scope
     )
 
 
@@ -151,7 +151,7 @@ def _loop(forms: Forms, chain: Sequence[Step]) -> Loop | None:
     if any(t is None for t in (*sources, *starts)):
         return None
     edges = [_edges(forms, step) for step in chain]
-    states = [Border(tuple(step.tensors[i] for step in chain)) for i in range(len(starts))]
+    states = [Boundary(tuple(step.tensors[i] for step in chain)) for i in range(len(starts))]
     match = chain[0].match
     scope = common_scope(piece.variable for pieces in match.weights.values() for piece in pieces)
     return Loop(
@@ -159,11 +159,11 @@ def _loop(forms: Forms, chain: Sequence[Step]) -> Loop | None:
         "unrolled",
         known_cell(match),
         tuple(
-            Border((start,), (readers,))
+            Boundary((start,), (readers,))
             for start, readers in zip(starts, _start_edges(chain[0], edges[0]), strict=True)
         ),
-        tuple(Border((state.tensors[-1],)) for state in states),
-        Border(tuple(sources), tuple(edge[step.match.source] for edge, step in zip(edges, chain, strict=True))),
+        tuple(Boundary((state.tensors[-1],)) for state in states),
+        Boundary(tuple(sources), tuple(edge[step.match.source] for edge, step in zip(edges, chain, strict=True))),
         states[0],
         states=tuple(states),
         steps=len(chain),
@@ -192,9 +192,9 @@ def _tensor(forms: Forms, form: Form) -> Any:
 
 
 def _edges(forms: Forms, step: Step) -> dict[Form, tuple[tuple[Any, int], ...]]:
-    """By which operations, and which of their inputs, a step reads what is at its border."""
-    border = {id(t): form for form in (step.match.source, *step.before) for t in forms.tensors_of(form)}
-    found: dict[Form, list[tuple[Any, int]]] = {form: [] for form in border.values()}
+    """By which operations, and which of their inputs, a step reads what is at its boundary."""
+    boundary = {id(t): form for form in (step.match.source, *step.before) for t in forms.tensors_of(form)}
+    found: dict[Form, list[tuple[Any, int]]] = {form: [] for form in boundary.values()}
     waiting, seen = [t.op for t in step.tensors], set()
     while waiting:
         op = waiting.pop()
@@ -202,8 +202,8 @@ def _edges(forms: Forms, step: Step) -> dict[Form, tuple[tuple[Any, int], ...]]:
             continue
         seen.add(op.name)
         for index, tensor in enumerate(op.inputs):
-            if id(tensor) in border:
-                found[border[id(tensor)]].append((op, index))
+            if id(tensor) in boundary:
+                found[boundary[id(tensor)]].append((op, index))
             elif block_of(tensor, Source()) is None:
                 waiting.append(tensor.op)
     return {form: tuple(edges) for form, edges in found.items()}

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...recurrence.cells import Cell
 from ...typing import Array
-from ..protocol import LayerWeights, Place
+from ..protocol import LayerWeights, WeightLocation
 from .found import Loop, Piece
 from .graph_copy import cone
 from .naming import owner_of, pieces_of
@@ -57,7 +57,7 @@ def variables_used(found: Opened) -> frozenset[str]:
 
 def _operations(found: Opened) -> set[Any]:
     ends = [found.copy.same(tensor) for tensor in found.net.ends]
-    taps = [tensor for loop in found.loops for border in (*loop.final, loop.input) for tensor in border.tensors]
+    taps = [tensor for loop in found.loops for boundary in (*loop.final, loop.input) for tensor in boundary.tensors]
     return set(cone([*ends, *taps]))
 
 
@@ -227,7 +227,7 @@ def _window(part: slice | int | None) -> str:
     return ":".join(ends) + ","
 
 
-def place_of(found: Opened, layer: str, direction: str | None, key: str) -> Place | None:
+def place_of(found: Opened, layer: str, direction: str | None, key: str) -> WeightLocation | None:
     """See :meth:`Adapter.place`: our weights are blocks that no two of them share, each a weight of its own."""
     layers = layers_of(found)
     own = layers.get(layer)
@@ -239,4 +239,4 @@ def place_of(found: Opened, layer: str, direction: str | None, key: str) -> Plac
         return None
     name = name_of(pieces, key)
     users = [n for n, other in layers.items() for k, p in other.weights.items() if name_of(p, k) == name]
-    return Place(name, lambda gradient: gradient, tied=len(users) > 1)
+    return WeightLocation(name, lambda gradient: gradient, tied=len(users) > 1)

@@ -65,8 +65,10 @@ def _of_loop(found: Opened, port: Port) -> bool:
 def _leaving(found: Opened, port: Port) -> list[Any]:
     """All that a recurrence puts out: whatever depends on something within depends on one of these."""
     loops = found.layer(str(port.layer))
-    borders = [border for loop in loops for border in (*loop.final, *([] if loop.output is None else [loop.output]))]
-    return [tensor for border in borders for tensor in border.tensors]
+    boundaries = [
+        boundary for loop in loops for boundary in (*loop.final, *([] if loop.output is None else [loop.output]))
+    ]
+    return [tensor for boundary in boundaries for tensor in boundary.tensors]
 
 
 def _dependent(operations: Iterable[Any], sources: set[Any]) -> set[Any]:

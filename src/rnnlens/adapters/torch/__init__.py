@@ -20,14 +20,14 @@ from ..protocol import (
     Capture,
     CaptureRequest,
     Cotangents,
-    Facts,
     LayerInfo,
     LayerWeights,
+    ModelFacts,
     Outputs,
-    Place,
-    PlainRun,
     Port,
     Pullback,
+    ReferenceRun,
+    WeightLocation,
 )
 from .axes import layouts
 from .capture import capture
@@ -35,11 +35,11 @@ from .discover import describe, named_modules, node_name, unwrapped
 from .facts import facts
 from .functional import differentiate
 from .inputs import home_of
-from .nudge import nudged
-from .plain import place, plain
+from .perturb import nudged
 from .pullback import TorchPullback
+from .reference_run import place, reference_run
 from .registered import put_together
-from .untrained import untrained
+from .reinitialise import reinitialised
 from .weights import layer_weights
 from .weights_file import load_weights
 from .whole_loss import combination, loss_of, mixes_samples, outputs_of
@@ -57,7 +57,7 @@ class TorchAdapter(Adapter):
         """Whether it is a module; the registry asks Keras first, whose models on torch are modules as well."""
         return isinstance(model, nn.Module)
 
-    def facts(self, model: nn.Module) -> Facts:
+    def facts(self, model: nn.Module) -> ModelFacts:
         """Its modules."""
         return facts(model)
 
@@ -78,7 +78,7 @@ class TorchAdapter(Adapter):
             lambda ends, starts: TorchPullback(model, batch, ends, starts, cut), of, wrt, partial(put_together, modules)
         )
 
-    def plain(
+    def reference_run(
         self,
         model: nn.Module,
         batch: Batch,
@@ -86,11 +86,11 @@ class TorchAdapter(Adapter):
         *,
         gradients: bool = True,
         regularised: bool = False,
-    ) -> PlainRun:
+    ) -> ReferenceRun:
         """The user's own model, run and differentiated as it stands."""
-        return plain(model, batch, cotangents, gradients=gradients, regularised=regularised)
+        return reference_run(model, batch, cotangents, gradients=gradients, regularised=regularised)
 
-    def place(self, model: nn.Module, layer: str, direction: str | None, key: str) -> Place | None:
+    def place(self, model: nn.Module, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Which parameter a weight of ours is, by name."""
         return place(model, layer, direction, key)
 
@@ -124,7 +124,7 @@ class TorchAdapter(Adapter):
         """Value of a user's function of tensors, and its pull-back."""
         return differentiate(function, arrays, model)
 
-    def nudged(self, model: nn.Module, port: Port, size: float) -> AbstractContextManager[bool]:
+    def perturbed_port(self, model: nn.Module, port: Port, size: float) -> AbstractContextManager[bool]:
         """Move a weight or the output of a layer for the length of a block; False where that cannot be done."""
         return nudged(model, port, size)
 
@@ -132,9 +132,9 @@ class TorchAdapter(Adapter):
         """Read a state dict."""
         load_weights(model, path, unsafe=unsafe)
 
-    def untrained(self, model: nn.Module, seed: int) -> nn.Module:
+    def reinitialised(self, model: nn.Module, seed: int) -> nn.Module:
         """A copy with fresh weights."""
-        return untrained(model, seed)
+        return reinitialised(model, seed)
 
     def provenance(self, model: Any) -> Mapping[str, str]:
         """Versions, dtype and device as plain strings; within autocast the dtype that products are taken in."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...recurrence.cells import Cell, registered
-from ..protocol import PlainCall, RecurrentCall
+from ..protocol import NonRecurrentCall, RecurrentCall
 from .lineage import probe_like
 from .record import Owner, PlainVisit, Recorder, Run, Visit
 from .registered import arranged, described
@@ -119,15 +119,15 @@ class Assembler:
                 found.extend(self._call(run, layer, name, direction) for direction in range(run.owner.directions))
         return found
 
-    def plain(self) -> list[PlainCall]:
+    def plain(self) -> list[NonRecurrentCall]:
         """One entry per call of a plain layer that was asked for."""
         return [self._plain(visit) for visit in self.recorder.plain]
 
-    def _plain(self, visit: PlainVisit) -> PlainCall:
+    def _plain(self, visit: PlainVisit) -> NonRecurrentCall:
         grad = None
         if self.gradient is not None and visit.output.is_floating_point():
             grad = _or_zeros(self.gradient(visit.output), visit.output)
-        return PlainCall(visit.name, replayable(visit.output), None if grad is None else replayable(grad))
+        return NonRecurrentCall(visit.name, replayable(visit.output), None if grad is None else replayable(grad))
 
     def _call(self, run: Run, layer: int, name: str, direction: int) -> RecurrentCall:
         owner, first = run.owner, run.visits[0]

@@ -19,7 +19,7 @@ from ...errors import RnnlensError
 from ...layout import Axis, Layout, named
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
-from .borders import leaves_of
+from .boundaries import leaves_of
 from .inputs import as_tensors
 from .pullback import TorchPullback
 from .record import ALL
@@ -139,7 +139,7 @@ class _Known:
 
 
 class _Probe(TorchPullback):
-    """A pullback that also knows the borders of every recurrent call."""
+    """A pullback that also knows the boundaries of every recurrent call."""
 
     def __init__(self, model: nn.Module, batch: Batch, ports: Sequence[Port], *, cut: bool) -> None:
         super().__init__(model, batch, (), (), [Port("output", ALL)] if cut else [], watch=ports)

@@ -1,4 +1,4 @@
-"""One forward pass, and with a loss one backward pass, from which every border of every recurrent layer is read."""
+"""One forward pass, and with a loss one backward pass, from which every boundary of every recurrent layer is read."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .endings import mark_endings
 from .entangled import entangled
 from .fused import Interceptor
 from .inputs import as_tensors, call_model, on_leaves
-from .left_as_found import borrowed, differentiable_weights
 from .loops import listening
 from .losses import evaluate
 from .owners import Owners
 from .public import loops_of
 from .record import PlainVisit, Recorder, Run, differentiable, refuse_hooked, refuse_transformed
+from .restore import borrowed, differentiable_weights
 from .shell import hookable
 from .steps import CellHook, own_cells_only
 from .values import replayable
@@ -108,14 +108,14 @@ def _pass(
     never_by_row: set[int],
     keep_gradients: bool,
 ) -> Capture:
-    borders = request.borders and request.gradients
-    recorder = Recorder(never_by_row, weight_grads=request.weight_grads and request.gradients, separate=borders)
+    boundaries = request.boundaries and request.gradients
+    recorder = Recorder(never_by_row, weight_grads=request.weight_grads and request.gradients, separate=boundaries)
     with (
         borrowed(model, training=batch.training, seed=batch.seed),
-        differentiable_weights(model, borders),
+        differentiable_weights(model, boundaries),
     ):
-        x, sources = with_sources(x) if borders else (x, [])
-        around = Around(sources, dict(model.named_parameters()) if borders else {})
+        x, sources = with_sources(x) if boundaries else (x, [])
+        around = Around(sources, dict(model.named_parameters()) if boundaries else {})
         with watched(model, recorder, asked, batch, keep_gradients) as interceptor:
             outputs = call_model(model, x)
         own_cells_only(recorder, training=batch.training)
@@ -135,7 +135,7 @@ def _pass(
 
 @dataclass
 class Around:
-    """The borders of the whole model: floats of x and parameters, at which gradients arrive around recurrent calls."""
+    """Boundaries of the whole model: the floats of x and the parameters that gradients reach around recurrent calls."""
 
     inputs: list[Tensor]
     weights: dict[str, Tensor]

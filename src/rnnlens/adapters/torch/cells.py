@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ...autodiff.torch import pulled, rows_of
 from ...errors import runs_again
 from ...recurrence.cells import StepCell
-from .left_as_found import eagerly
+from .restore import eagerly
 
 
 @dataclass(frozen=True)

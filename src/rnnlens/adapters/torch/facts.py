@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..protocol import Facts, Role, Submodule
+from ..protocol import ModelFacts, Role, Submodule
 from .discover import named_modules, node_name, unwrapped
 from .weights import TABLES, class_of
 
@@ -15,9 +15,9 @@ _DROPOUTS = (nn.modules.dropout._DropoutNd,)
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def facts(model: nn.Module) -> Facts:
+def facts(model: nn.Module) -> ModelFacts:
     """See :meth:`rnnlens.adapters.protocol.Adapter.facts`."""
-    return Facts({name: Submodule(_roles(module), _dtype(module)) for name, module in _parts(unwrapped(model))})
+    return ModelFacts({name: Submodule(_roles(module), _dtype(module)) for name, module in _parts(unwrapped(model))})
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

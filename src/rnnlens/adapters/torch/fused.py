@@ -1,4 +1,4 @@
-"""Torch's fused recurrences and single cells, one layer at a time, so that every border between layers can be tapped.
+"""Torch's fused recurrences and single cells, one layer at a time, so that every boundary between layers can be tapped.
 
 Each layer runs on torch's own kernel with the layer's own weights, and dropout between layers is drawn where and how
 torch draws it on a CPU, so outputs are those of the undivided call. Every kernel runs in its training mode: with a

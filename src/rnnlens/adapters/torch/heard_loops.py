@@ -131,9 +131,9 @@ def listen_inside(loop: HeardLoop, fed: Fed, new: list[Tensor], on: Callable[[],
             node.register_hook(heard(edge, ends[parent]))
 
 
-def _edges(first: Iterable[Any], borders: Iterable[Any]) -> Iterator[tuple[Any, int, tuple[Any, int]]]:
-    """From nodes of the graph back to its borders: a node, which of its gradients, where that one goes."""
-    waiting, done = list(first), {None, *borders}
+def _edges(first: Iterable[Any], boundaries: Iterable[Any]) -> Iterator[tuple[Any, int, tuple[Any, int]]]:
+    """From nodes of the graph back to its boundaries: a node, which of its gradients, where that one goes."""
+    waiting, done = list(first), {None, *boundaries}
     while waiting:
         node = waiting.pop()
         if node in done:

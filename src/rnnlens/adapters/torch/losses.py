@@ -11,7 +11,7 @@ from torch import nn
 
 from ...errors import InputError, did_you_mean, message
 from ..protocol import Batch
-from .borders import leaves_of
+from .boundaries import leaves_of
 from .broadcasts import Broadcasts
 from .inputs import as_tensors
 from .loss_weights import label, weighted

@@ -1,4 +1,4 @@
-"""One forward pass kept alive, so that cotangents at any border can be pulled back to any other."""
+"""One forward pass kept alive, so that cotangents at any boundary can be pulled back to any other."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ...errors import ModelError, message, raised_by
 from ..protocol import Batch, Port
 from ..threads import hook_here
 from .assemble import JoinedTooFarError, check_joints
-from .border import Border
-from .borders import Borders, leaves_of, stand_ins, zeros_for
+from .boundaries import Boundaries, leaves_of, stand_ins, zeros_for
+from .boundary import Boundary
 from .capture import Asked, tensors_of, watched
 from .discover import named_modules, unwrapped
 from .endings import mark_endings
 from .inputs import as_tensors, call_model, on_leaves
-from .left_as_found import borrowed
 from .losses import evaluate
 from .record import Recorder, refuse_hooked, refuse_transformed
+from .restore import borrowed
 from .steps import own_cells_only
 from .values import replayable
 
@@ -50,34 +50,34 @@ class TorchPullback:
         self._watched = (*self.of, *self.wrt, *watch)
         self._pull_many = PullMany()
         self.returned: Any = None
-        borders = self._passed(model, batch, cut)
-        self.outputs = len(borders.outputs)
-        self._found = borders
-        self.keep(borders)
+        boundaries = self._passed(model, batch, cut)
+        self.outputs = len(boundaries.outputs)
+        self._found = boundaries
+        self.keep(boundaries)
 
-    def keep(self, borders: Borders) -> None:
+    def keep(self, boundaries: Boundaries) -> None:
         """Hold on to the tensors of the ports asked about."""
-        self._borders: dict[Port, Border] = {port: borders.find(port) for port in (*self.of, *self.wrt)}
+        self._boundaries: dict[Port, Boundary] = {port: boundaries.find(port) for port in (*self.of, *self.wrt)}
         with torch.enable_grad():
-            self._starts = {port: self._borders[port].value for port in self.of}
-        self.values: Mapping[Port, Any] = {port: replayable(b.value) for port, b in self._borders.items()}
+            self._starts = {port: self._boundaries[port].value for port in self.of}
+        self.values: Mapping[Port, Any] = {port: replayable(b.value) for port, b in self._boundaries.items()}
 
-    def _passed(self, model: nn.Module, batch: Batch, cut: Sequence[Port]) -> Borders:
+    def _passed(self, model: nn.Module, batch: Batch, cut: Sequence[Port]) -> Boundaries:
         """The forward pass, run again where it ran without gradients, or where calls were joined that may not be."""
         never_by_row: set[int] = set()
         keep_gradients = False
         while True:
             try:
-                borders = self._run(model, batch, cut, never_by_row, keep_gradients)
+                boundaries = self._run(model, batch, cut, never_by_row, keep_gradients)
             except JoinedTooFarError:
                 continue
-            if borders is not None:
-                return borders
+            if boundaries is not None:
+                return boundaries
             keep_gradients = True
 
     def _run(
         self, model: nn.Module, batch: Batch, cut: Sequence[Port], never_by_row: set[int], keep_gradients: bool
-    ) -> Borders | None:
+    ) -> Boundaries | None:
         """One forward pass; None if it has to be run again because it ran without gradients."""
         modules = named_modules(model)
         asked = Asked.of(model, None)
@@ -105,7 +105,7 @@ class TorchPullback:
         if interceptor.cut_gradients and not keep_gradients and not any(_has_path(t) for t in (*leaves, loss)):
             return None
         known = [f"{path}.{name}" for path, module in modules for name, _ in module.named_parameters(recurse=False)]
-        return Borders(recorder, leaves_of(inputs), leaves, loss, plain, weights, known)
+        return Boundaries(recorder, leaves_of(inputs), leaves, loss, plain, weights, known)
 
     def _watch_plain(
         self, modules: Sequence[tuple[str, nn.Module]], asked: Asked, recorder: Recorder, plain: dict[str, list[Any]]
@@ -129,12 +129,12 @@ class TorchPullback:
         pairs = [(self._starts[port], torch.as_tensor(c).to(self._starts[port])) for port, c in cotangents.items()]
         pairs = [(start, c) for start, c in pairs if start.requires_grad]
         count = len(torch.as_tensor(next(iter(cotangents.values()))))
-        sources = {id(t): t for port in self.wrt for t in self._borders[port].tensors if t.requires_grad}
+        sources = {id(t): t for port in self.wrt for t in self._boundaries[port].tensors if t.requires_grad}
         found: dict[int, Tensor | None] = dict.fromkeys(sources)
         if pairs and sources:
             with raised_by("The backward pass of your model"):
                 found = dict(zip(sources, self._pull(pairs, list(sources.values()), count), strict=True))
-        return {port: self._gathered(self._borders[port], found, count) for port in self.wrt}
+        return {port: self._gathered(self._boundaries[port], found, count) for port in self.wrt}
 
     def _pull(self, pairs: Sequence[tuple[Tensor, Tensor]], sources: list[Tensor], count: int) -> list[Tensor | None]:
         size = sum(t.numel() * t.element_size() for t in (*sources, *(start for start, _ in pairs)))
@@ -145,20 +145,20 @@ class TorchPullback:
             parts.append(self._pull_many(starts, sources, some))
         return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
 
-    def _gathered(self, border: Border, found: Mapping[int, Tensor | None], count: int) -> Tensor | None:
-        grads = [found.get(id(tensor)) for tensor in border.tensors]
+    def _gathered(self, boundary: Boundary, found: Mapping[int, Tensor | None], count: int) -> Tensor | None:
+        grads = [found.get(id(tensor)) for tensor in boundary.tensors]
         if all(grad is None for grad in grads):
             return None
-        whole = zeros_for(border.tensors, grads, count)
+        whole = zeros_for(boundary.tensors, grads, count)
         if count == 1:
-            return replayable(border.gather([grad[0] for grad in whole])).unsqueeze(0)
-        return replayable(torch.vmap(lambda *parts: border.gather(parts))(*whole))
+            return replayable(boundary.gather([grad[0] for grad in whole])).unsqueeze(0)
+        return replayable(torch.vmap(lambda *parts: boundary.gather(parts))(*whole))
 
     def __enter__(self) -> TorchPullback:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._starts = self._borders = self._found = None  # type: ignore[assignment]
+        self._starts = self._boundaries = self._found = None  # type: ignore[assignment]
         self.values, self.returned = {}, None
 
 

@@ -1,4 +1,4 @@
-"""What is noted while a model runs: runs of calls, each with the tensors at its border, still inside the graph."""
+"""What is noted while a model runs: runs of calls, each with the tensors at its boundary, still inside the graph."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def refuse_transformed(name: str, values: Iterable[Any]) -> None:
     if any(isinstance(v, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(v) for v in values):
         raise UnsupportedError(
             message(
-                f"Layer {name!r} runs inside torch.vmap or torch.func, where the tensors at its border cannot be held.",
+                f"Layer {name!r} runs inside torch.vmap or torch.func, where tensors cannot be recorded.",
                 got="a transformed tensor",
                 expected="a plain call of the layer, with samples on an axis of its input",
                 hint="call the layer on the whole batch; outside of it the transform may stay",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..protocol import Batch, Port
-from .borders import leaves_of
+from .boundaries import leaves_of
 from .inputs import as_tensors, on_leaves
 
 Shape = tuple[int, ...]

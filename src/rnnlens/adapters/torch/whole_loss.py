@@ -14,13 +14,13 @@ from torch.nn.utils.rnn import PackedSequence
 from ...errors import UnsupportedError, message
 from ...typing import Array
 from ..protocol import Batch, Outputs
-from .borders import leaves_of
+from .boundaries import leaves_of
 from .discover import named_modules, unwrapped
 from .inputs import on_leaves
-from .left_as_found import borrowed
 from .loss_weights import label, option, reduction
 from .losses import evaluate, resolved
 from .pullback import TorchPullback
+from .restore import borrowed
 
 #: Losses whose mean is over all values (or all samples): means of equal batches are the mean of the whole.
 _PLAIN = {

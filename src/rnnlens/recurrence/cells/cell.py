@@ -26,7 +26,7 @@ from .record import Record
 if TYPE_CHECKING:
     from ..adjoint import Adjoint
     from ..linear import System
-    from ..run import Run
+    from ..replay import Replay
     from .autodiff import Autodiff
 
 #: What :meth:`Cell.pull_back` returns: gradients at the pre-activations, at the states before, at the states as made.
@@ -223,7 +223,7 @@ class Cell:
         return affine.unproject(gate_grad, self.weights()["kernel"], scale, self.parts, xp)
 
     def input_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """dL/dW of the weights in :meth:`project`, but for the recurrent bias, summed as ``how`` says."""
         found, flat = self.weights(), flat_gate_grad(run, result, times)
@@ -233,7 +233,7 @@ class Cell:
         return grads | dict.fromkeys(biases, affine.total(flat, how, run.xp) if biases else None)
 
     def recurrent_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """dL/dW of the weights that the step itself takes, by the framework's differentiation."""
         xp, steps = run.xp, range(run.input.shape[1])[times]
@@ -254,7 +254,7 @@ class Cell:
         return {name: _combined(grad, how) for name, grad in found.items()}
 
     def weight_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """dL/dW of all weights."""
         grads = self.input_gradients(run, result, how, times)
@@ -272,7 +272,7 @@ class Cell:
         """
         return None
 
-    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
         """dL/dgate (sample, time, gate, unit), after the activation, at real steps: from the equations of the states.
 
         Dividing dL/dz by the slope of the activation would lose everything in saturated gates.
@@ -288,13 +288,13 @@ class Cell:
 
     # The whole recurrence, seen otherwise.
 
-    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
         """The recurrence around its trajectory; by default from unit vectors, pulled back."""
         from ..linear_cells import BasisSystem
 
         return BasisSystem(run)
 
-    def pull_rows(self, run: Run, t: int, rows: Sequence[Array]) -> list[Array]:
+    def pull_rows(self, run: Replay, t: int, rows: Sequence[Array]) -> list[Array]:
         """Pull many cotangents, one (sample, row, size) array per state, back through step t of a run."""
 
         def wide(array: Array) -> Array:
@@ -332,7 +332,7 @@ class Cell:
 
 
 def of_every_gate(
-    cell: Cell, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    cell: Cell, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
 ) -> dict[str, Array]:
     """Gradient of a recurrent kernel that takes h_{t-1} to every gate as it is."""
     before, flat = run.before(0)[:, times, :], flat_gate_grad(run, result, times)
@@ -359,13 +359,13 @@ def _combined(grad: Array, how: affine.Contraction) -> Array:
     return affine.probe_rows(grad.shape[-2], grad, how) @ grad
 
 
-def flat_gate_grad(run: Run, result: Adjoint, times: slice) -> Array:
+def flat_gate_grad(run: Replay, result: Adjoint, times: slice) -> Array:
     """dL/dz of some steps, gates side by side: (sample, time, gate * unit)."""
     gate_grad: Any = result.gate_grad
     return affine.join_gates(gate_grad[:, times, :, :], run.xp)
 
 
-def at_real_steps(run: Run, values: Array) -> Array:
+def at_real_steps(run: Replay, values: Array) -> Array:
     """(sample, time, ...), zero at masked steps."""
     if run.mask is None:
         return values

@@ -20,7 +20,7 @@ from .record import Record
 
 if TYPE_CHECKING:
     from ..adjoint import Adjoint
-    from ..run import Run
+    from ..replay import Replay
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ class CIFG(Cell):
         return stacked, (carry_h, total_c * f), (lam_h, total_c)
 
     def recurrent_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """That of the recurrent kernel."""
         return of_every_gate(self, run, result, how, times)
@@ -110,7 +110,7 @@ class CIFG(Cell):
         """h_{t-1} reaches every gate as it is."""
         return gate_grad, [(slice(None), before)]
 
-    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
         """dL/df = dL/dc (c_{t-1} - g), dL/dg = dL/dc (1 - f), dL/do = dL/dh act(c), with total gradients."""
         gates: Any = run.gates
         by_hidden, by_cell = result.state_grads

@@ -21,7 +21,7 @@ from .record import Record
 if TYPE_CHECKING:
     from ..adjoint import Adjoint
     from ..linear import System
-    from ..run import Run
+    from ..replay import Replay
 
 _GATES = 3
 
@@ -94,7 +94,7 @@ class GRU(Cell):
         return z
 
     def input_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """The recurrent bias is on the other side where the reset gate multiplies it."""
         grads = super().input_gradients(run, result, how, times)
@@ -161,7 +161,7 @@ class GRU(Cell):
         return xp.stack([dz_u, dz_r, dz_n], axis=-2), (carry,), (lam,)
 
     def recurrent_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """The reset gate lies on one side of the candidate's product or on the other."""
         xp, scale, gates, gate_grad = run.xp, run.state_scale, run.gates, result.gate_grad
@@ -189,7 +189,7 @@ class GRU(Cell):
         multiplied[:, :, 2] = reset * gate_grad[:, :, 2]
         return multiplied, [(slice(None), before)]
 
-    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
         """dL/du = dL/dh (h_{t-1} - n), dL/dn = dL/dh (1 - u), dL/dr through n."""
         gates: Any = run.gates
         update, candidate = gates[:, :, 0], gates[:, :, 2]
@@ -204,7 +204,7 @@ class GRU(Cell):
             by_reset = by_reset * before
         return run.xp.stack([by_hidden * (before - candidate), by_reset, by_hidden * (1 - update)], axis=2)
 
-    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
         """One H x H block; the update gate on its diagonal."""
         from ..linear_cells import GruSystem
 

@@ -19,7 +19,7 @@ from .record import Record
 if TYPE_CHECKING:
     from ..adjoint import Adjoint
     from ..linear import System
-    from ..run import Run
+    from ..replay import Replay
 
 RECURRENT_WEIGHT = Quantity(
     "recurrent_weight", (GATE, UNIT), "recurrent weight", "1", "u: from h_{t-1} of a unit to the same unit"
@@ -71,18 +71,18 @@ class IndRNN(Cell):
         return dz[..., None, :], (dz * self.recurrent_weight,), (cotangent[0],)
 
     def recurrent_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """That of u."""
         assert result.gate_grad is not None
         terms = result.gate_grad[:, times, 0, :] * run.before(0)[:, times, :]
         return {"recurrent_weight": affine.total(terms, how, run.xp)}
 
-    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
         """Its one gate is h itself."""
         return result.state_grads[0][:, :, None, :]
 
-    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
         """A_t = diag(u act'(z_t))."""
         from ..linear import Kernels, diagonal
 

@@ -22,7 +22,7 @@ from .record import Record
 if TYPE_CHECKING:
     from ..adjoint import Adjoint
     from ..linear import System
-    from ..run import Run
+    from ..replay import Replay
 
 _MODE, _INTO = ("mode",), (FEATURE, "mode")
 
@@ -108,7 +108,7 @@ class LRU(Cell):
         return affine.unproject(gate_grad * self._scales(xp), self._into(xp), scale, 1, xp)
 
     def input_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """Those of B, and of gamma: d(gamma B u)/d gamma_log is what was projected."""
         xp, flat = run.xp, flat_gate_grad(run, result, times)
@@ -119,7 +119,7 @@ class LRU(Cell):
         return {"gamma": by_scale[0] + by_scale[1], "input_real": real, "input_imaginary": imaginary}
 
     def recurrent_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """D lambda / d nu = -exp(nu) lambda, d lambda / d theta = i exp(theta) lambda."""
         xp, (real, imaginary) = run.xp, self._eigenvalues(run.xp)
@@ -130,7 +130,7 @@ class LRU(Cell):
         along, around = by_real * real + by_imaginary * imaginary, by_imaginary * real - by_real * imaginary
         return {"nu": -xp.exp(self.nu) * along, "theta": xp.exp(self.theta) * around}
 
-    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
         """A_t = diag(lambda), the same at every step."""
         from ..linear import Kernels, complex_diagonal
 

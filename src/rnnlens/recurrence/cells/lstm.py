@@ -20,7 +20,7 @@ from .record import Record
 if TYPE_CHECKING:
     from ..adjoint import Adjoint
     from ..linear import System
-    from ..run import Run
+    from ..replay import Replay
 
 _GATES = 4
 
@@ -122,7 +122,7 @@ class LSTM(Cell):
         return dz, (carry_h, total_c * f), (lam_h, total_c)
 
     def recurrent_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """Those of the recurrent kernel and of the projection."""
         grads = of_every_gate(self, run, result, how, times)
@@ -140,7 +140,7 @@ class LSTM(Cell):
         """h_{t-1} reaches every gate as it is."""
         return None if self.projection is not None else (gate_grad, [(slice(None), before)])
 
-    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
         """dL/di = dL/dc g, dL/df = dL/dc c_{t-1}, dL/dg = dL/dc i, dL/do = dL/dh act(c), with total gradients."""
         gates: Any = run.gates
         by_hidden, by_cell = result.state_grads
@@ -150,7 +150,7 @@ class LSTM(Cell):
         parts = [by_cell * gates[:, :, 2], by_cell * run.before(1), by_cell * gates[:, :, 0], by_hidden * squashed]
         return run.xp.stack(parts, axis=2)
 
-    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
         """Only two H x H blocks are full, the rest is diagonal."""
         from ..linear_cells import LstmSystem
 

@@ -21,7 +21,7 @@ from .record import Record
 
 if TYPE_CHECKING:
     from ..adjoint import Adjoint
-    from ..run import Run
+    from ..replay import Replay
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +134,7 @@ class LayerNormLSTM(Cell):
         return affine.unproject(_through(normal, spread, gate_grad * self.gain_input, xp), self.kernel, scale, 4, xp)
 
     def input_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """Those of the input kernel, its gain and the bias."""
         xp, flat, x = run.xp, flat_gate_grad(run, result, times), run.input[:, times, :]
@@ -147,7 +147,7 @@ class LayerNormLSTM(Cell):
         }
 
     def recurrent_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """Those of the recurrent kernel, its gain, and of what is done to the cell state."""
         xp, flat, before = run.xp, flat_gate_grad(run, result, times), run.before(0)[:, times, :]
@@ -165,7 +165,7 @@ class LayerNormLSTM(Cell):
             "shift_cell": affine.total(inner, how, xp),
         }
 
-    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
         """As of an LSTM; dL/do = dL/dh act(LN(c) gain_c + shift_c)."""
         assert run.record is not None
         a, (by_hidden, by_cell) = run.record.gates, result.state_grads

@@ -22,7 +22,7 @@ from .record import Record
 
 if TYPE_CHECKING:
     from ..adjoint import Adjoint
-    from ..run import Run
+    from ..replay import Replay
 
 _PEEPHOLES = by_name(
     *(
@@ -128,7 +128,7 @@ class PeepholeLSTM(Cell):
         return dz, (carry_h, carry_c), (lam_h, total_c)
 
     def recurrent_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """Those of the recurrent kernel, the peepholes and the projection."""
         grads, xp = of_every_gate(self, run, result, how, times), run.xp
@@ -144,7 +144,7 @@ class PeepholeLSTM(Cell):
             grads["projection"] = affine.outer(m, lam_p, None, 1, how, xp)
         return grads
 
-    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
         """As of an LSTM, through the clip."""
         assert run.record is not None
         a, old, new, xp = run.record.gates, run.before(1), run.states[1], run.xp

@@ -20,7 +20,7 @@ from .record import Record
 if TYPE_CHECKING:
     from ..adjoint import Adjoint
     from ..linear import System
-    from ..run import Run
+    from ..replay import Replay
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,18 +75,18 @@ class MinGRU(Cell):
         return xp.stack([dz, dn], axis=-2), (lam * (1 - a[..., 0, :]),), (lam,)
 
     def recurrent_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """There are no recurrent weights."""
         return {}
 
-    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
         """dL/dz = dL/dh (n - h_{t-1}), dL/dn = dL/dh z."""
         assert run.record is not None
         a, lam = run.record.gates, result.state_grads[0]
         return run.xp.stack([lam * (a[:, :, 1] - run.before(0)), lam * a[:, :, 0]], axis=2)
 
-    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
         """A_t = diag(1 - z_t)."""
         from ..linear import Kernels, diagonal
 

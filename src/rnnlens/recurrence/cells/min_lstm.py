@@ -20,7 +20,7 @@ from .record import Record
 if TYPE_CHECKING:
     from ..adjoint import Adjoint
     from ..linear import System
-    from ..run import Run
+    from ..replay import Replay
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,18 +87,18 @@ class MinLSTM(Cell):
         return xp.stack(dz, axis=-2), (lam * a[..., 1, :] / self._sum(a),), (lam,)
 
     def recurrent_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """There are no recurrent weights."""
         return {}
 
-    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
         """By the gates before they are normalised."""
         assert run.record is not None
         grads = self._by_gates(run.record.gates, run.before(0), run.states[0], result.state_grads[0])
         return run.xp.stack(grads, axis=2)
 
-    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
         """A_t = diag(f'_t)."""
         from ..linear import Kernels, diagonal
 

@@ -16,7 +16,7 @@ from .record import Record
 if TYPE_CHECKING:
     from ..adjoint import Adjoint
     from ..linear import System
-    from ..run import Run
+    from ..replay import Replay
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class SimpleRNN(Cell):
         return dz[..., None, :], (carry,), (lam,)
 
     def recurrent_gradients(
-        self, run: Run, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """That of the recurrent kernel."""
         return of_every_gate(self, run, result, how, times)
@@ -85,11 +85,11 @@ class SimpleRNN(Cell):
         """h_{t-1} reaches the only gate as it is."""
         return gate_grad, [(slice(None), before)]
 
-    def gate_gradient(self, run: Run, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
         """Its one gate is h itself."""
         return result.state_grads[0][:, :, None, :]
 
-    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
         """One H x H block, diag(act') U."""
         from ..linear_cells import SimpleRnnSystem
 

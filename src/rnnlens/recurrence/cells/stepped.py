@@ -18,7 +18,7 @@ from .cell import Cell
 
 if TYPE_CHECKING:
     from ..linear import System
-    from ..run import Run
+    from ..replay import Replay
 
 
 class StepCell(Cell):
@@ -76,13 +76,13 @@ class StepCell(Cell):
         respect to the input.
         """
 
-    def linear_system(self, run: Run, masked_output: str = "state") -> System:
+    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
         """Per-step Jacobians from the framework."""
         from ..linear_cells import CustomSystem
 
         return CustomSystem(run, masked_output)
 
-    def pull_rows(self, run: Run, t: int, rows: Sequence[Array]) -> list[Array]:
+    def pull_rows(self, run: Replay, t: int, rows: Sequence[Array]) -> list[Array]:
         """One row after the other."""
         xp = run.xp
         x, state = run.input[:, t, :], run.state_before(t)

@@ -9,7 +9,7 @@ import numpy as np
 from ...adapters.protocol import CaptureRequest
 from ...layout import dims_of, direction_axis
 from ...recurrence.adjoint import Adjoint
-from ...results.schema import plain
+from ...results.schema import to_host
 from ...typing import Array
 from ..inside import Half, Inside
 from ..names import TensorName, uncalled
@@ -33,7 +33,7 @@ def captured(question: Question, part: Part) -> Answer | None:
     for name in question.wrt:
         halves = inside.layer(name.layer)
         if name.what == "output":
-            grads[name] = side_by_side([plain(half.call.output_grad)[None] for half in halves])
+            grads[name] = side_by_side([to_host(half.call.output_grad)[None] for half in halves])
         else:
             sweeps = [half.sweep(half.call.state_grad or {}, half.arrived()) for half in halves]
             swept[str(name.layer)] = list(zip(halves, sweeps, strict=True))
@@ -55,7 +55,7 @@ def fits(question: Question, part: Part) -> bool:
 
 def side_by_side(parts: Sequence[Array | None]) -> Array | None:
     """Gradients that arrived for each direction of one tensor, one cotangent each; zeros where only one has any."""
-    arrays = [None if part is None else plain(part)[0] for part in parts]
+    arrays = [None if part is None else to_host(part)[0] for part in parts]
     present = [array for array in arrays if array is not None]
     if not present:
         return None

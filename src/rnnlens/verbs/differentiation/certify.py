@@ -11,19 +11,19 @@ import numpy as np
 import xarray as xr
 
 from ... import data
-from ...adapters.protocol import Adapter, PlainRun
+from ...adapters.protocol import Adapter, ReferenceRun
 from ...errors import UnsupportedError
 from ...recurrence.adjoint import weight_gradients
 from ...recurrence.rounding import rounding_of
 from ...results.certificate import Certificate
-from ...results.schema import plain
+from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ..axes import in_order
 from ..certify import LOSS, PROBES, WEIGHTS, Comparisons, filled, probed
 from ..names import TensorName, uncalled
 from ..outside import Outside
-from ..plain_run import attempt, steadied
+from ..reference_run import attempt, steadied
 from ..sweep import weights_of
 from .question import Answer, Part, Question
 
@@ -47,7 +47,9 @@ def certify_answer(question: Question, part: Part, answer: Answer) -> Certificat
     # A sweep through a layer knows nothing of what its regularisers add.
     regularised = not part.target.per_sample
     run, why = attempt(
-        lambda: question.adapter.plain(question.model, batch, None if of_loss else cotangents, regularised=regularised)
+        lambda: question.adapter.reference_run(
+            question.model, batch, None if of_loss else cotangents, regularised=regularised
+        )
     )
     if run is None:
         return Certificate("could not", engine, why=why)
@@ -110,7 +112,12 @@ def _evaluated(
 
 
 def _compare_named(
-    comparisons: Comparisons, question: Question, outside: Outside, answer: Answer, run: PlainRun, leaves: Sequence[Any]
+    comparisons: Comparisons,
+    question: Question,
+    outside: Outside,
+    answer: Answer,
+    run: ReferenceRun,
+    leaves: Sequence[Any],
 ) -> list[str]:
     """Inputs and weights, by their names; what of them was compared. A packed input has no shape of ours."""
     certified: list[str] = []
@@ -135,7 +142,7 @@ def _compare_named(
     return certified
 
 
-def _leaf_of(name: TensorName, run: PlainRun) -> int | None:
+def _leaf_of(name: TensorName, run: ReferenceRun) -> int | None:
     """Which leaf of x a name stands for: by its key where x has keys."""
     key = name.text.partition("[")[2].rstrip("]")
     if run.input_names and key:
@@ -146,7 +153,7 @@ def _leaf_of(name: TensorName, run: PlainRun) -> int | None:
 def named_pairs(
     adapter: Adapter,
     model: Any,
-    run: PlainRun,
+    run: ReferenceRun,
     name: TensorName,
     mine: Array | None,
     dims: Sequence[str] | None,
@@ -163,7 +170,7 @@ def named_pairs(
             continue
         theirs = run.weight_grads.get(place.name)
         around = (beside or {}).get(place.name)
-        theirs = theirs if theirs is None or around is None else theirs - plain(around)
+        theirs = theirs if theirs is None or around is None else theirs - to_host(around)
         if mine is None or dims is None:
             if theirs is not None:
                 yield np.zeros_like(theirs), theirs
@@ -186,7 +193,7 @@ def _summed(array: Array, dims: list[str]) -> tuple[Array, list[str]]:
 
 
 def _compare_swept(
-    comparisons: Comparisons, question: Question, answer: Answer, run: PlainRun, regularised: bool
+    comparisons: Comparisons, question: Question, answer: Answer, run: ReferenceRun, regularised: bool
 ) -> list[str]:
     """The weight gradients of the same sweeps that states and gates were taken from; what rests on them."""
     known = question.known
@@ -208,7 +215,7 @@ def _compare_swept(
                 if place is None or place.tied or run.weight_grads.get(place.name) is None:
                     continue
                 theirs = place.take(run.weight_grads[place.name])
-                mine = plain(mine) / question.scale
+                mine = to_host(mine) / question.scale
                 pairs.append((mine, probed(theirs) if is_known and mine.ndim == 2 else theirs))
         comparisons.compare(WEIGHTS, layer, pairs, scale=scale)
     inside = [name.text for name in question.wrt if name.what != "weight" and name.layer is not None]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...adapters.protocol import Facts
+from ...adapters.protocol import ModelFacts
 from ...arguments import number
 from ...errors import InputError, ModelError, did_you_mean, message, shown
 from ...typing import Array
@@ -34,7 +34,7 @@ def a_clipping(name: str, value: Any) -> str | dict[str, float]:
     return value
 
 
-def rule(clip: str | Mapping[str, float], facts: Facts) -> tuple[str, float]:
+def rule(clip: str | Mapping[str, float], facts: ModelFacts) -> tuple[str, float]:
     """Kind and threshold: of the model's optimizer, or as given: ``{"global_clipnorm": 1.0}``.
 
     Raises

@@ -1,7 +1,7 @@
 """Answers a question on one batch.
 
-The way of a gradient: from the target to the border of the layer it lies in (our sweep, if it lies inside a
-recurrence), from there to the borders asked about (the framework's own differentiation), and into recurrent layers
+The way of a gradient: from the target to the boundary of the layer it lies in (our sweep, if it lies inside a
+recurrence), from there to the boundaries asked about (the framework's own differentiation), and into recurrent layers
 again (our sweep).
 """
 
@@ -17,7 +17,7 @@ from ...adapters.protocol import Port, Pullback
 from ...errors import LayerNotFoundError, ModelError
 from ...layout import dims_of, direction_axis
 from ...recurrence.adjoint import Adjoint
-from ...results.schema import plain
+from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE
 from ..axes import in_order, refuse_unknown, text_of
@@ -133,7 +133,7 @@ class _Pull:
         for place, cotangent in zip(self.plan.leaves, cotangents, strict=True):
             self._seed(place, cotangent)
             if place.name.what == "loss":
-                value = cotangent * plain(self.pullback.values[place.name.port()])
+                value = cotangent * to_host(self.pullback.values[place.name.port()])
         return value
 
     def _value(self, place: Place) -> xr.DataArray:
@@ -141,7 +141,7 @@ class _Pull:
         if place.swept:
             value = self.inside.value(place.name)
         else:
-            parts = [plain(self.pullback.values[port]) for port in place.at]
+            parts = [to_host(self.pullback.values[port]) for port in place.at]
             if place.free:
                 opened, names = self.outside.opened(place.name.port(), parts[0])
                 return xr.DataArray(opened, dims=names)
@@ -173,13 +173,13 @@ class _Pull:
                 states[index] = states[index] + array if index in states else array
 
     def _leave_recurrences(self) -> None:
-        """Sweep from states to the lower border of their layer, and to the layer's own weights."""
+        """Sweep from states to the lower boundary of their layer, and to the layer's own weights."""
         for layer, states in self.on_states.items():
             for half, on_states in zip(self.inside.layer(layer), states, strict=True):
                 swept = half.sweep(on_states, {})
                 below = [swept.input_grad, *swept.initial_state_grad]
                 for port, grad in zip(half.below(), below, strict=True):
-                    self.seeds[port] = self.seeds[port] + plain(grad) if port in self.seeds else plain(grad)
+                    self.seeds[port] = self.seeds[port] + to_host(grad) if port in self.seeds else to_host(grad)
                 self.weights.add_swept(layer, half, swept)
 
     def _activation(self, place: Place, arrived: Arrived) -> Array | None:
@@ -202,7 +202,7 @@ class _Pull:
             return {}
         seeds = self.seeds
         if self.plan.outputs:
-            seeds = {port: plain(a)[0] for port in self.plan.outputs if (a := arrived.get(port)) is not None}
+            seeds = {port: to_host(a)[0] for port in self.plan.outputs if (a := arrived.get(port)) is not None}
         pieces: dict[TensorName, list[Array | None]] = {name: [] for name in names}
         for rows in self._rows_at_a_time(seeds):
             got = self._pull({port: self._one_hot(port, seed, rows) for port, seed in seeds.items()})

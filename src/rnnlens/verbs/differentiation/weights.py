@@ -8,13 +8,13 @@ import numpy as np
 
 from ...adapters.protocol import LayerWeights, Port
 from ...recurrence.adjoint import Adjoint
-from ...results.schema import plain
+from ...results.schema import to_host
 from ...typing import Array
 from ..inside import Half
 from ..names import Catalogue, TensorName, uncalled
 from ..weight_keys import Source, assemble, sources
 
-#: Border -> gradient that arrived there, with one leading axis K; None where no path leads there.
+#: Boundary -> gradient that arrived there, with one leading axis K; None where no path leads there.
 Arrived = Mapping[Port, Array | None]
 
 
@@ -71,7 +71,7 @@ class WeightGradients:
         if count is None:
             return None
         shapes = [tuple(weights.values[source.key].shape) for source in found]
-        filled = [np.zeros((count, *s)) if p is None else plain(p) for p, s in zip(parts, shapes, strict=True)]
+        filled = [np.zeros((count, *s)) if p is None else to_host(p) for p, s in zip(parts, shapes, strict=True)]
         return assemble(filled, found, name.key, weights, 1)
 
     def _own(self, name: TensorName, found: Sequence[Source], weights: LayerWeights, rows: slice) -> Array | None:

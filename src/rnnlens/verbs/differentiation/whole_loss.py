@@ -23,7 +23,7 @@ from ... import data
 from ...adapters.protocol import Batch, Outputs, Port
 from ...errors import UnsupportedError, message
 from ...layout import Layout
-from ...results.schema import plain
+from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import SAMPLE
 from ..axes import Axes
@@ -198,7 +198,7 @@ def _joined(parts: list[Array], layout: Layout, counts: Sequence[int], index: in
 
 def _digest(tree: Any) -> list[bytes]:
     """A fingerprint of the data of a batch."""
-    leaves = [plain(leaf.data if data.is_packed(leaf) else leaf) for leaf in data.leaves_of(tree)]
+    leaves = [to_host(leaf.data if data.is_packed(leaf) else leaf) for leaf in data.leaves_of(tree)]
     return [hashlib.blake2b(np.ascontiguousarray(leaf).tobytes()).digest() for leaf in leaves]
 
 

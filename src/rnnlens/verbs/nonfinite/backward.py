@@ -13,7 +13,7 @@ from ...recurrence.adjoint import Adjoint
 from ...recurrence.cells.cell import has_gates
 from ...recurrence.nonfinite import Spot, first, first_backward
 from ...results.nonfinite import Origin
-from ...results.schema import plain
+from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
 from ..sweep import sweep
@@ -33,15 +33,15 @@ def in_the_backward_pass(looked: Looked) -> Iterator[Origin]:
         for half in node.halves:
             yield from _in_recurrence(half, above)
         for one in node.plain:
-            grad = None if one.output_grad is None else plain(one.output_grad)
+            grad = None if one.output_grad is None else to_host(one.output_grad)
             spot = None if grad is None else looked.first(Port("output", one.layer), "output_grad", grad)
             if spot is not None:
-                fed = f"the backward pass of {above}{_value_there(plain(one.output), grad)}"
+                fed = f"the backward pass of {above}{_value_there(to_host(one.output), grad)}"
                 yield Origin("backward", one.layer, "output_grad", spot.value, spot.index, fed_by=fed)
         for half in node.halves:
             yield from _at_weights(half)
         above = node.name
-    yield from _at_the_borders(looked, above)
+    yield from _at_the_boundaries(looked, above)
 
 
 def is_sick(looked: Looked) -> bool:
@@ -51,7 +51,7 @@ def is_sick(looked: Looked) -> bool:
     for call in capture.calls:
         tensors += [call.output_grad, *(call.final_state_grad or ()), *(call.weight_grads or {}).values()]
     tensors += [one.output_grad for one in capture.plain]
-    if any(grad is not None and not np.all(np.isfinite(plain(grad))) for grad in tensors):
+    if any(grad is not None and not np.all(np.isfinite(to_host(grad))) for grad in tensors):
         return True
     # What half precision cannot hold, and what flows between steps only.
     return any(_spot(half) is not None for node in looked.nodes for half in node.halves)
@@ -69,13 +69,13 @@ def _spot(half: Half) -> Spot | None:
     call = half.call
     if call.output_grad is None:
         return None
-    direct = {"output_grad": plain(call.output_grad)}
+    direct = {"output_grad": to_host(call.output_grad)}
     if not call.returns_sequences:
         spot = first("output_grad", direct.pop("output_grad"), ("sample", "unit"), half.limit)
         if spot is not None:
             return spot
     for name, grad in zip(call.cell.state_names, call.final_state_grad or (), strict=False):
-        spot = first(f"final_{name}_grad", plain(grad), ("sample", "unit"), half.limit)
+        spot = first(f"final_{name}_grad", to_host(grad), ("sample", "unit"), half.limit)
         if spot is not None:
             return spot
     swept = _swept(half)
@@ -101,11 +101,11 @@ def _carried(half: Half, spot: Spot) -> str:
     parts = []
     if 0 <= after < run.input.shape[1]:
         for name, grad in zip(run.cell.state_names, swept.state_grads, strict=True):
-            size = np.max(np.abs(plain(grad)[sample, after]), initial=0.0)
+            size = np.max(np.abs(to_host(grad)[sample, after]), initial=0.0)
             parts.append(f"{name}_grad up to {size:.3g} at step {after}")
     kernel = run.cell.weights().get("recurrent_kernel")
     if kernel is not None:
-        parts.append(f"recurrent_kernel up to {np.max(np.abs(plain(kernel)), initial=0.0):.3g}")
+        parts.append(f"recurrent_kernel up to {np.max(np.abs(to_host(kernel)), initial=0.0):.3g}")
     return ", ".join(parts)
 
 
@@ -119,7 +119,7 @@ def _at_weights(half: Half) -> Iterator[Origin]:
     """Gradients of the weights of a recurrent layer, whose adjoints are finite."""
     cell = half.call.cell
     for key, grad in (half.call.weight_grads or {}).items():
-        array, dims = plain(grad), tuple(f"axis_{i}" for i in range(len(grad.shape)))
+        array, dims = to_host(grad), tuple(f"axis_{i}" for i in range(len(grad.shape)))
         if key in cell.parameters:
             dims = tuple(cell.parameters[key].dims)
             gated = has_gates(cell.parameters[key])
@@ -130,14 +130,14 @@ def _at_weights(half: Half) -> Iterator[Origin]:
             yield replace(origin_of(half, spot, "backward"), fed_by=fed)
 
 
-def _at_the_borders(looked: Looked, above: str) -> Iterator[Origin]:
+def _at_the_boundaries(looked: Looked, above: str) -> Iterator[Origin]:
     for i, grad in enumerate(looked.capture.input_grads):
-        spot = None if grad is None else looked.first(Port("input", index=i), "input_grad", plain(grad))
+        spot = None if grad is None else looked.first(Port("input", index=i), "input_grad", to_host(grad))
         if spot is not None:
             fed = f"the backward pass of {above}"
             yield Origin("backward", name_of_input(looked, i), "input_grad", spot.value, spot.index, fed_by=fed)
     for name, grad in looked.capture.beside.items():
-        array = None if grad is None else plain(grad)
+        array = None if grad is None else to_host(grad)
         spot = None if array is None else first("gradient", array, [f"axis_{i}" for i in range(array.ndim)], np.inf)
         if spot is not None:
             yield Origin("backward", name, "gradient", spot.value, spot.index, fed_by="finite gradients at the outputs")
@@ -150,7 +150,7 @@ def reaches(looked: Looked) -> Mapping[str, bool]:
         found["loss"] = not np.isfinite(looked.capture.loss)
         grads = [*looked.capture.input_grads, *looked.capture.beside.values()]
         grads += [g for call in looked.capture.calls for g in (call.weight_grads or {}).values()]
-        found["gradients"] = any(grad is not None and not _fine(plain(grad)) for grad in grads)
+        found["gradients"] = any(grad is not None and not _fine(to_host(grad)) for grad in grads)
     return found
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ...adapters.protocol import Port
 from ...recurrence.nonfinite import Spot, largest, largest_term, on_cpu
 from ...results.nonfinite import Origin
-from ...results.schema import plain
+from ...results.schema import to_host
 from ...vocabulary import GATE, SAMPLE, TIME
 from .causes import in_a_cell
 from .given import name_of_input
@@ -25,7 +25,7 @@ def in_the_forward_pass(looked: Looked) -> Iterator[Origin]:
         for half in node.halves:
             yield from _in_recurrence(looked, node, half)
         for one in node.plain:
-            port, array = Port("output", one.layer), plain(one.output)
+            port, array = Port("output", one.layer), to_host(one.output)
             spot = looked.first(port, "output", array)
             if spot is not None:
                 yield from _before(looked, node, one.layer)

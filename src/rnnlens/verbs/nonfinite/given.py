@@ -10,7 +10,7 @@ from ... import data
 from ...adapters.protocol import LayerWeights, Port
 from ...recurrence.nonfinite import Spot, first, largest
 from ...results.nonfinite import Origin
-from ...results.schema import plain
+from ...results.schema import to_host
 from ...vocabulary import DIRECTION, FORWARD, GATE
 from ..weight_keys import assemble, dims_of_weight, sources
 from .looked import Looked
@@ -22,7 +22,7 @@ def in_the_weights(looked: Looked) -> Iterator[Origin]:
         dtype = getattr(looked.facts.submodules.get(layer), "dtype", "")
         limit = largest(dtype) if dtype in ("float16", "bfloat16") else np.inf
         for key, parts in sources(own).items():
-            held = [plain(own.values[part.key]) for part in parts]
+            held = [to_host(own.values[part.key]) for part in parts]
             if any(array.dtype.kind != "f" for array in held):
                 continue
             array = assemble(held, parts, key, own, 0)
@@ -56,7 +56,7 @@ def in_the_data(looked: Looked) -> Iterator[Origin]:
             yield Origin("data", name_of_input(looked, i), "value", spot.value, spot.index)
     for name in ("y", "sample_weight"):
         for leaf in data.leaves_of(getattr(looked.batch, name)):
-            array = plain(leaf)
+            array = to_host(leaf)
             spot = looked.first(Port("output"), "value", array) if array.ndim else None
             if spot is not None:
                 yield Origin("data", name, "value", spot.value, spot.index)

@@ -15,9 +15,9 @@ from ...adapters.protocol import (
     Batch,
     Capture,
     CaptureRequest,
-    Facts,
+    ModelFacts,
+    NonRecurrentCall,
     Outputs,
-    PlainCall,
     Port,
     RecurrentCall,
 )
@@ -25,8 +25,8 @@ from ...autodiff import tensors
 from ...errors import RnnlensError
 from ...layout import dims_of
 from ...recurrence.nonfinite import Spot, first, first_forward, largest
-from ...recurrence.run import Run
-from ...results.schema import plain
+from ...recurrence.replay import Replay
+from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import FEATURE, SAMPLE, TIME
 from ..axes import Axes
@@ -43,9 +43,9 @@ class Half:
     limit: float
 
     @cached_property
-    def run(self) -> Run:
+    def run(self) -> Replay:
         """Pre-activations, gates and states of every step."""
-        return Run.as_computed(self.call)
+        return Replay.as_computed(self.call)
 
     def first_forward(self) -> Spot | None:
         """The first number of its forward pass that is not finite, or too large for what it computes in."""
@@ -58,7 +58,7 @@ class Node:
 
     name: str
     halves: list[Half] = field(default_factory=list)
-    plain: list[PlainCall] = field(default_factory=list)
+    plain: list[NonRecurrentCall] = field(default_factory=list)
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Looked:
     stated: Mapping[str, Any] | None = None
 
     @cached_property
-    def facts(self) -> Facts:
+    def facts(self) -> ModelFacts:
         """What is known of the model without running it."""
         return self.adapter.facts(self.model)
 
@@ -84,7 +84,7 @@ class Looked:
         """One run of the model, forward and with a loss backward; every layer that runs is listened to."""
         loss = self.has_loss
         request = CaptureRequest(
-            tuple(self.facts.submodules), gradients=loss, weight_grads=loss, borders=loss, all_must_run=False
+            tuple(self.facts.submodules), gradients=loss, weight_grads=loss, boundaries=loss, all_must_run=False
         )
         return self.adapter.capture(self.model, self.batch, request)
 
@@ -180,18 +180,18 @@ class Looked:
         """Tensors that were there before a layer ran, the nearest first: name, port, values."""
         for other in reversed(self.nodes[: self.nodes.index(node)]):
             for one in other.plain:
-                yield one.layer, Port("output", one.layer), plain(one.output)
+                yield one.layer, Port("output", one.layer), to_host(one.output)
             for half in other.halves:
-                yield other.name, Port("output", other.name), plain(half.call.output)
+                yield other.name, Port("output", other.name), to_host(half.call.output)
         for i, leaf in enumerate(self.inputs):
             yield "input", Port("input", index=i), leaf
 
     def value_at(self, port: Port) -> Array | None:
-        """What is at a border, by one more run; None where it cannot be had."""
+        """What is at a boundary, by one more run; None where it cannot be had."""
 
         def ask() -> Array:
             with self.adapter.pullback(self.model, replace(self.batch, y=None, loss=None), [], [port]) as back:
-                return plain(back.values[port])
+                return to_host(back.values[port])
 
         found: Array | None = self.attempt(ask)
         return found
@@ -211,13 +211,13 @@ def _rank(name: str) -> int:
 def _array(leaf: Any) -> Array:
     """An array of a leaf; of a packed sequence the padded one, samples first, in the order of the user."""
     if data.is_packed(leaf):
-        return plain(data.padded(leaf))
-    return plain(leaf)
+        return to_host(data.padded(leaf))
+    return to_host(leaf)
 
 
 def _finite(leaf: Any) -> Any:
     """The same kind of array, with what is not finite, or huge, made small."""
-    if data.is_packed(leaf) or np.dtype(getattr(plain(leaf), "dtype", float)).kind != "f":
+    if data.is_packed(leaf) or np.dtype(getattr(to_host(leaf), "dtype", float)).kind != "f":
         return leaf
-    values = np.clip(np.nan_to_num(plain(leaf), nan=0.0, posinf=1.0, neginf=-1.0), -1e3, 1e3)
+    values = np.clip(np.nan_to_num(to_host(leaf), nan=0.0, posinf=1.0, neginf=-1.0), -1e3, 1e3)
     return tensors.like(values, leaf)

@@ -12,7 +12,7 @@ import numpy as np
 from ... import data
 from ...adapters.protocol import Outputs, Port
 from ...results.nonfinite import Origin
-from ...results.schema import plain
+from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import SAMPLE
 from .causes import singularity, slope
@@ -126,7 +126,7 @@ def _origin(
 
 
 def _target(looked: Looked, output: Array, place: tuple[int, ...]) -> str:
-    leaves = [plain(leaf) for leaf in data.leaves_of(looked.batch.y)]
+    leaves = [to_host(leaf) for leaf in data.leaves_of(looked.batch.y)]
     if len(leaves) == 1 and leaves[0].shape == output.shape:
         return f", target {float(leaves[0][place]):.3g}"
     if len(leaves) == 1 and leaves[0].shape[:1] == output.shape[:1] and leaves[0][0].size == 1:
@@ -139,7 +139,7 @@ def _of_sample(looked: Looked, sample: int | None, value: float) -> Origin:
     some = slice(None) if sample is None else slice(sample, sample + 1)
     sizes = [float(np.max(np.abs(leaf[some]), initial=0.0)) for leaf in looked.returned if leaf.ndim]
     why = f"outputs that are finite, up to {max(sizes, default=0.0):.3g}"
-    given = [plain(leaf)[some] for leaf in data.leaves_of(looked.batch.sample_weight)]
+    given = [to_host(leaf)[some] for leaf in data.leaves_of(looked.batch.sample_weight)]
     if math.isnan(value) and given and not any(np.any(leaf) for leaf in given):
         why = "0 divided by 0 in the loss: all its sample weights are 0"
     return Origin("loss", "loss", "value", value, {} if sample is None else {SAMPLE: sample}, fed_by=why)

@@ -11,17 +11,17 @@ import numpy as np
 import xarray as xr
 
 from ... import data
-from ...adapters.protocol import Cotangents, PlainRun, Port
+from ...adapters.protocol import Cotangents, Port, ReferenceRun
 from ...errors import CertificateError, TooLargeError
 from ...results.certificate import Certificate
 from ...results.checks import coarser, epsilon, residual, rounding_bound
-from ...results.schema import plain
+from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, SAMPLE, TIME, UNIT
 from ..certify import Comparisons, outputs_of, wanted
 from ..names import TensorName
 from ..outside import Outside
-from ..plain_run import attempt, steadied
+from ..reference_run import attempt, steadied
 from .claim import LINEAR, Claim, pushed_through, taken_from
 from .ends import Ends
 from .execute import numbers
@@ -79,7 +79,7 @@ def certify(request: Request, plan: Plan, claim: Claim | Certificate) -> Certifi
     if _is_inside(request.of) or _is_inside(request.wrt):
         run, why = _stretch_by_itself(request, plan, pulled)
     else:
-        run, why = attempt(partial(request.adapter.plain, request.model, request.batch, pulled))
+        run, why = attempt(partial(request.adapter.reference_run, request.model, request.batch, pulled))
     if run is None:
         return Certificate("could not", engine, why=why)
     steps = claim.ends.in_times is not None
@@ -128,34 +128,34 @@ def _can_run_by_itself(request: Request) -> bool:
     of, wrt, batch = request.of, request.wrt, request.batch
     if {of.what, wrt.what} - {"input", "output"} or batch.training or batch.initial_state:
         return False
-    return request.adapter.between(request.model, of.port(), wrt.port()) is not None
+    return request.adapter.subnetwork(request.model, of.port(), wrt.port()) is not None
 
 
-def _stretch_by_itself(request: Request, plan: Plan, cotangents: Cotangents) -> tuple[PlainRun | None, str]:
+def _stretch_by_itself(request: Request, plan: Plan, cotangents: Cotangents) -> tuple[ReferenceRun | None, str]:
     """The layers between the two ends, run by themselves; or why they are not."""
     adapter, model = request.adapter, request.model
-    whole, why = attempt(partial(adapter.plain, model, request.batch, gradients=False))
+    whole, why = attempt(partial(adapter.reference_run, model, request.batch, gradients=False))
     if whole is None:
         return None, why
-    stretch = adapter.between(model, request.of.port(), request.wrt.port())
-    rest = adapter.between(model, Port("output"), request.of.port())
+    stretch = adapter.subnetwork(model, request.of.port(), request.wrt.port())
+    rest = adapter.subnetwork(model, Port("output"), request.of.port())
     assert stretch is not None
     assert plan.ends.wrt.port is not None
-    start = plain(plan.network.around.values[plan.ends.wrt.port])
+    start = to_host(plan.network.around.values[plan.ends.wrt.port])
     bound = rounding_bound(_computed_in(request, plan), max((64, *plan.shape)))
     return attempt(partial(_pulled_through, stretch, rest, start, whole, bound, cotangents))
 
 
 def _pulled_through(
-    stretch: Stretch, rest: Stretch | None, start: Array, whole: PlainRun, bound: float, cotangents: Cotangents
-) -> PlainRun:
+    stretch: Stretch, rest: Stretch | None, start: Array, whole: ReferenceRun, bound: float, cotangents: Cotangents
+) -> ReferenceRun:
     """What arrives at the lower end of a stretch, if this and the rest of the model give what the model gives."""
     value, pull = stretch(start)
     end = value if rest is None else rest(value)[0]
     if end.shape != whole.outputs[0].shape or residual(end, whole.outputs[0], scale=1.0) > bound:
         raise CertificateError("its layers, called one after the other, do not give what the model gives")
     (cotangent,) = cotangents([value])
-    return PlainRun(whole.outputs, input_grads=pull(np.asarray(cotangent)))
+    return ReferenceRun(whole.outputs, input_grads=pull(np.asarray(cotangent)))
 
 
 def _words(plan: Plan, claim: Claim) -> dict[str, tuple[str, ...]]:

@@ -11,7 +11,7 @@ from array_api_compat import array_namespace
 from ... import data
 from ...adapters.protocol import Batch, ChainLink, Port
 from ...recurrence.activations import ACTIVATIONS
-from ...results.schema import plain
+from ...results.schema import to_host
 from ...typing import Array
 from ..inside import Half, Inside
 from .outer import OuterTensor
@@ -35,7 +35,7 @@ class _Chain:
     def __init__(self, layers: Sequence[ChainLink], halves: Mapping[str, Half], batch: Batch) -> None:
         self.layers, self.halves = list(layers), dict(halves)
         leaves = data.leaves_of(batch.x)
-        first = plain(leaves[0]) if len(leaves) == 1 else None
+        first = to_host(leaves[0]) if len(leaves) == 1 else None
         self.input = None if first is None or first.dtype.kind != "f" else first
         self.before: list[Any] = []
         self.after: list[Any] = []
@@ -46,7 +46,7 @@ class _Chain:
         if names != list(self.halves) or not names:
             return False
         calls = [half.call for half in self.halves.values()]
-        dtype = plain(calls[0].input).dtype
+        dtype = to_host(calls[0].input).dtype
         if self.input is not None and self.input.dtype != dtype:
             self.input = self.input.astype(dtype)
         value = self.input
@@ -54,11 +54,11 @@ class _Chain:
             self.before.append(value)
             if layer.kind == "recurrent":
                 call = self.halves[layer.name].call
-                got = plain(call.input)
+                got = to_host(call.input)
                 if value is not None and not np.allclose(got, value, rtol=1e-4, atol=1e-5):
                     return False
                 self.before[-1] = got
-                value = plain(call.output)
+                value = to_host(call.output)
             elif layer.kind == "table":
                 value = None
             elif layer.kind == "dense":
@@ -101,7 +101,7 @@ class _Chain:
             if self.after[i] is None and layer.kind in ("table", "same"):
                 follower = next((e for e in self.layers[i + 1 :] if e.kind != "same"), None)
                 if follower is not None and follower.kind == "recurrent":
-                    self.after[i] = plain(self.halves[follower.name].call.input)
+                    self.after[i] = to_host(self.halves[follower.name].call.input)
 
     def _outputs(self) -> list[Port]:
         return [half.above()[0] for half in self.halves.values()]

@@ -11,7 +11,7 @@ import numpy as np
 from ...adapters.protocol import Port
 from ...errors import InputError, TooLargeError, message
 from ...recurrence.reductions import REDUCTIONS, probe_signs, sketched
-from ...results.schema import plain
+from ...results.schema import to_host
 from ...settings import format_memory
 from ...typing import Array
 from ...vocabulary import IN_TIME, OUT_TIME
@@ -152,12 +152,12 @@ def _projection(reduce: Any, size: int) -> Rows | None:
         return None
     if isinstance(reduce, str):
         return np.full((1, 1, 1, size), 1.0 / size if reduce == "mean" else 1.0)
-    matrix = np.atleast_2d(np.asarray(plain(reduce), dtype=float))
+    matrix = np.atleast_2d(np.asarray(to_host(reduce), dtype=float))
     if matrix.ndim != 2 or matrix.shape[1] != size or not np.isfinite(matrix).all():
         raise InputError(
             message(
                 "reduce= does not fit the output units.",
-                got=f"shape {np.shape(plain(reduce))}",
+                got=f"shape {np.shape(to_host(reduce))}",
                 expected=f"({size},) or (k, {size}), finite",
             )
         )

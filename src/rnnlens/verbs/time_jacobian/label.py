@@ -11,7 +11,7 @@ import xarray as xr
 
 from ...results.array import ResultArray, record
 from ...results.checks import Check
-from ...results.schema import labelled, plain
+from ...results.schema import labelled, to_host
 from ...vocabulary import BACKWARD, FORWARD, IN_TIME, OUT_TIME, SAMPLE
 from .ends import Ends
 from .plan import IN_DIRECTION, Plan
@@ -116,7 +116,7 @@ class Labels:
     def masks(self) -> dict[str, np.ndarray[Any, Any]]:
         """Masks (sample, step) of the steps asked for at either end, where some of them are padding."""
         every = (one.half.run.mask for one in self.plan.network.recurrences)
-        known = [np.asarray(plain(mask)) for mask in every if mask is not None]
+        known = [np.asarray(to_host(mask)) for mask in every if mask is not None]
         found, ends = {}, self.ends
         for time, end, steps in ((OUT_TIME, ends.of, ends.out_times), (IN_TIME, ends.wrt, ends.in_times)):
             mask = next((mask for mask in known if mask.shape[1] == end.times), None)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ...adapters.protocol import CaptureRequest, Port, Pullback, Rule
+from ...adapters.protocol import AxisConvention, CaptureRequest, Port, Pullback
 from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError, message
 from ...typing import Array
@@ -62,7 +62,7 @@ class Network:
     wrt: End
     around: Surroundings = field(default_factory=Surroundings)
     is_cut: bool = True
-    layouts: Layouts = field(default_factory=lambda: Layouts({}, Rule()))
+    layouts: Layouts = field(default_factory=lambda: Layouts({}, AxisConvention()))
 
     @property
     def samples(self) -> int:

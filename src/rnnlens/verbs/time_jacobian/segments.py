@@ -15,7 +15,7 @@ import numpy as np
 
 from ...adapters.protocol import Port
 from ...autodiff.tensors import like
-from ...results.schema import plain
+from ...results.schema import to_host
 from ...typing import Array
 from ..coupling import refusal
 from ..outside import patterns
@@ -95,7 +95,7 @@ def _segment(above: OuterTensor, below: OuterTensor, rows: Array, each_step_by_i
     if below.times != above.times or not each_step_by_itself:
         return Segment("through", above, below)
     block = moved(rows, 0, 2)
-    if above.features == below.features and bool((plain(block) == np.eye(above.features)).all()):
+    if above.features == below.features and bool((to_host(block) == np.eye(above.features)).all()):
         return Segment("local", above, below)
     same = block[:1, :1]
     return Segment("local", above, below, same if bool((block == same).all()) else block)
@@ -103,13 +103,13 @@ def _segment(above: OuterTensor, below: OuterTensor, rows: Array, each_step_by_i
 
 def _vanishes_elsewhere(rows: Array, on: Array) -> bool:
     """Whether nothing arrived at steps other than those at which a row started; never asked where there is no time."""
-    return rows.ndim == 4 and rows.shape[2] == on.shape[1] and not bool((plain(rows) * ~on[:, None, :, None]).any())
+    return rows.ndim == 4 and rows.shape[2] == on.shape[1] and not bool((to_host(rows) * ~on[:, None, :, None]).any())
 
 
 def _refuse_coupled(found: Mapping[Port, Array | None], on: Array) -> None:
     for port, rows in found.items():
         if rows is not None and len(on):
-            arrived = plain(rows[len(rows) - len(on) :])
+            arrived = to_host(rows[len(rows) - len(on) :])
             hit = np.any(arrived != 0, axis=tuple(range(2, arrived.ndim)))
             if hit.shape == on.shape and bool((hit & ~on).any()):
                 raise refusal("The time Jacobian", port)

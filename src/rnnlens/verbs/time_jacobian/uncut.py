@@ -1,8 +1,8 @@
 """Executes pieces of the uncut route: rows pulled back through the whole model by the framework, loops included.
 
 The framework has no tensor for what lies inside a fused layer. A row that starts there is swept down to the layer's
-lower border first; a row that ends there is swept from what arrives at the layer's upper border. In between nothing is
-cut, so that every path counts once, by way of the last border that it passes.
+lower boundary first; a row that ends there is swept from what arrives at the layer's upper boundary. In between nothing
+is cut, so that every path counts once, by way of the last boundary that it passes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def pull_piece(part: Part, piece: Piece, tally: Tally) -> np.ndarray[Any, Any]:
 def _seeds(part: Part, times: Sequence[int] | None, tally: Tally) -> tuple[dict[Port, Array], list[Array | None]]:
     """Where the framework starts from, and what has arrived at the lower end before it.
 
-    That is the upper end, or the lower border of the recurrence that it lies in.
+    That is the upper end, or the lower boundary of the recurrence that it lies in.
     """
     of, ends, around = part.ends.of, part.ends, part.network.around
     if of.port is not None:
@@ -70,7 +70,7 @@ def _arrived(part: Part, seeds: Mapping[Port, Array]) -> dict[Port, Array]:
 
 
 def _entering(one: Linearised, arrived: Mapping[Port, Array]) -> Field | None:
-    """Everything that came to the upper border of a recurrence, at the states that it moves."""
+    """Everything that came to the upper boundary of a recurrence, at the states that it moves."""
     work, time, half = one.work, one.system.time, one.half
     fields: dict[int, Array] = {}
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...adapters.protocol import RecurrentCall
+from ...recurrence.replay import Replay
 from ...recurrence.rounding import Rounding, rounding_of
-from ...recurrence.run import Run
 from ...results.checks import Check
 from ...typing import Array
 from ..assemble import Arrays
@@ -32,13 +32,13 @@ class TracedCall:
 
 
 def trace_call(
-    call: RecurrentCall, wanted: Wanted, sums: dict[str, WeightSum], replayed: Callable[[RecurrentCall], Run]
+    call: RecurrentCall, wanted: Wanted, sums: dict[str, WeightSum], replayed: Callable[[RecurrentCall], Replay]
 ) -> TracedCall:
     """Replay a call, and sweep back through it where there is a loss; ``sums`` collects dL/dW by weights shared."""
     names = call.cell.state_names
     arrays: Arrays = {"input": call.input, "mask": call.mask, "output": call.output, "output_grad": call.output_grad}
     if call.final_state_grad is not None:
-        arrays |= _border("final", names, call.final_state_grad)
+        arrays |= _boundary("final", names, call.final_state_grad)
     if not wanted.replayed:
         return TracedCall(arrays, [])
     run, steps = replayed(call), int(call.input.shape[1])
@@ -53,7 +53,7 @@ def trace_call(
         arrays["gate_preactivation"] = None
     arrays |= {f"{name}_grad": grad for name, grad in zip(names, result.state_grads, strict=True)}
     arrays |= {"gate_grad": result.gate_grad if call.cell.gates else None, "input_grad": result.input_grad}
-    arrays |= _border("initial", names, result.initial_state_grad)
+    arrays |= _boundary("initial", names, result.initial_state_grad)
     if not wanted.weighed:
         return traced
     traced.weights, reference = weights_to_check(call, run, result)
@@ -64,7 +64,7 @@ def trace_call(
     return traced
 
 
-def _border(when: str, names: Sequence[str], grads: Sequence[Array]) -> Arrays:
+def _boundary(when: str, names: Sequence[str], grads: Sequence[Array]) -> Arrays:
     """Gradients of the first or last state: stacked where all states have one size, else one variable each."""
     if len({grad.shape[-1] for grad in grads}) == 1:
         return {f"{when}_state_grad": tuple(grads)}

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import xarray as xr
 
-from ...adapters.protocol import Batch, Capture, LayerInfo, PlainCall, Port, RecurrentCall
-from ...recurrence.run import Run
+from ...adapters.protocol import Batch, Capture, LayerInfo, NonRecurrentCall, Port, RecurrentCall
+from ...recurrence.replay import Replay
 from ...results.checks import Check, coarser
-from ...results.schema import layer_dataset, plain
+from ...results.schema import layer_dataset, to_host
 from ...typing import Array
 from ...vocabulary import FORWARD
 from ..assemble import join_directions
 from ..axes import Axes, in_order
-from ..certify import INITIAL, LAYER_INPUT, PROBES, Border, Ours
+from ..certify import INITIAL, LAYER_INPUT, PROBES, Boundary, Ours
 from ..host import on_host
 from ..outside import Outside
 from ..relabelled import initial_state_gradients, input_gradient, weight_sums
@@ -29,7 +29,7 @@ def recurrent_datasets(
     wanted: Wanted,
     provenance: Mapping[str, str],
     ours: Ours | None,
-    replayed: Callable[[RecurrentCall], Run] = Run.from_call,
+    replayed: Callable[[RecurrentCall], Replay] = Replay.from_call,
 ) -> tuple[dict[str, xr.Dataset], list[Check]]:
     """One dataset per node, in the order of the calls, and the self-checks; ``ours`` collects what to certify."""
     described = {info.name: info for info in infos}
@@ -76,16 +76,16 @@ def _collect(ours: Ours, dataset: xr.Dataset, halves: Sequence[RecurrentCall], t
         grads = initial_state_gradients(dataset, call, call.cell.state_names)
         if call.framework_initial_state_grad is not None and grads is not None:
             pairs = zip(grads, call.framework_initial_state_grad, strict=True)
-            ours.borders.append(Border(INITIAL, call.layer, list(pairs), one.rounding.initial))
+            ours.boundaries.append(Boundary(INITIAL, call.layer, list(pairs), one.rounding.initial))
     mine = input_gradient(dataset)
     theirs = [call.framework_input_grad for call in halves if call.framework_input_grad is not None]
     if theirs and mine is not None:
         scale = max(one.rounding.input for one in traced)
-        ours.borders.append(Border(LAYER_INPUT, halves[0].layer, [(mine, sum(map(plain, theirs)))], scale))
+        ours.boundaries.append(Boundary(LAYER_INPUT, halves[0].layer, [(mine, sum(map(to_host, theirs)))], scale))
 
 
 def plain_datasets(
-    calls: Sequence[PlainCall],
+    calls: Sequence[NonRecurrentCall],
     axes: Axes,
     batch: Batch,
     wanted: Wanted,
@@ -100,7 +100,7 @@ def plain_datasets(
         dims: dict[str, tuple[str, ...]] = {}
         for name, array in (("output", call.output), ("output_grad", call.output_grad)):
             if array is not None and outside is not None and wanted.has(name):
-                opened = outside.opened(Port("output", call.layer), plain(array))
+                opened = outside.opened(Port("output", call.layer), to_host(array))
                 arrays[name], dims[name] = in_order(*opened)
         info = {"name": call.layer}
         found[call.layer] = layer_dataset(arrays, info=info, provenance=provenance, bidirectional=False, dims=dims)

@@ -14,7 +14,7 @@ from ...recurrence.cells import kinds
 from ...vocabulary import QUANTITIES
 
 _STATE = re.compile(r"(?P<state>.+?)(_grad)?")
-_BORDER = re.compile(r"(initial|final)_(?P<state>.+)_grad")
+_BOUNDARY = re.compile(r"(initial|final)_(?P<state>.+)_grad")
 
 #: What can be had without replaying the recurrence.
 CAPTURED = frozenset({"input", "mask", "output", "output_grad", "final_state_grad"})
@@ -69,7 +69,7 @@ class Wanted:
             inputs=self.replayed or bool((quantities or frozenset()) & {"input", "mask"}),
             gradients=gradients,
             weight_grads=gradients and self.swept and self.weighed,
-            borders=certified,
+            boundaries=certified,
             loss=self.has_loss,
         )
 
@@ -110,5 +110,5 @@ def _is_quantity(name: str) -> bool:
     if name in QUANTITIES:
         return True
     states = {state for cell in kinds().values() for state in cell.states}
-    found = _BORDER.fullmatch(name) or _STATE.fullmatch(name)
+    found = _BOUNDARY.fullmatch(name) or _STATE.fullmatch(name)
     return found is not None and (found["state"] in states or re.fullmatch(r"state_\d+", found["state"]) is not None)

@@ -181,7 +181,7 @@ def test_a_fused_module_called_step_by_step(kind, layers, read_cells):
 
 
 def test_a_state_that_mixes_samples_has_no_jacobian_of_each():
-    """Refused by name, whether the ends are borders of the model or states."""
+    """Refused by name, whether the ends are boundaries of the model or states."""
 
     class Centred(zoo.Plain):
         def forward(self, x):

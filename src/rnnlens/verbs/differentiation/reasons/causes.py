@@ -41,7 +41,7 @@ def _blocked(trials: Trials, name: TensorName) -> Reason | None:
     question = trials.question
     of = [leaf.port() if leaf.layer is None else nudged_port(leaf, question.known) for leaf in question.leaves]
     wrt = nudged_port(name, question.known)
-    found = question.adapter.blocked(question.model, trials.batch, of, wrt)
+    found = question.adapter.find_obstacle(question.model, trials.batch, of, wrt)
     return None if found is None else Reason(name.text, found.code, found.sentence, found.remedy)
 
 

@@ -11,7 +11,7 @@ from .... import data
 from ....adapters.protocol import Capture, CaptureRequest
 from ....errors import LayerNotFoundError, message
 from ....layout import dims_of, direction_axis
-from ....results.schema import plain
+from ....results.schema import to_host
 from ....typing import Array
 from ...inside import Inside
 from ...names import TensorName
@@ -51,11 +51,11 @@ def _value(question: Question, leaf: TensorName, capture: Capture) -> Array:
     if question.known.is_inside(leaf):
         return Inside.of(capture.calls).value(leaf)
     if leaf.layer is None:
-        return plain(data.leaves_of(capture.outputs)[leaf.index])
+        return to_host(data.leaves_of(capture.outputs)[leaf.index])
     for call in capture.plain:
         if call.layer == leaf.layer:
-            return plain(call.output)
-    halves = [plain(call.output) for call in capture.calls if call.layer == leaf.layer]
+            return to_host(call.output)
+    halves = [to_host(call.output) for call in capture.calls if call.layer == leaf.layer]
     if not halves:
         raise LayerNotFoundError(message(f"Layer {leaf.layer!r} was not called in this forward pass."))
     return halves[0] if len(halves) == 1 else np.stack(halves, axis=direction_axis(dims_of(halves[0].shape)))

@@ -16,7 +16,7 @@ from .... import data
 from ....adapters.protocol import Batch, CaptureRequest, Port
 from ....autodiff.tensors import dtype_name, like
 from ....errors import RnnlensError
-from ....results.schema import plain
+from ....results.schema import to_host
 from ....typing import Array
 from ...inside import outputs_of, runs
 from ...names import Catalogue, TensorName
@@ -69,7 +69,7 @@ class Trials:
             capture = self.question.adapter.capture(self.question.model, self._without_loss(), request)
         except RnnlensError:
             return {}
-        return {call.layer: plain(call.mask) for call in capture.calls if call.mask is not None}
+        return {call.layer: to_host(call.mask) for call in capture.calls if call.mask is not None}
 
     @cached_property
     def dead_relus(self) -> Mapping[str, int]:
@@ -98,7 +98,7 @@ class Trials:
         if port.kind == "input":
             moved = replace(part.batch, x=_moved_input(part.batch.x, port.index, size))
             return observed_value(question, replace(part, batch=moved))
-        with question.adapter.nudged(question.model, port, size) as possible:
+        with question.adapter.perturbed_port(question.model, port, size) as possible:
             return observed_value(question, part) if possible else None
 
     def _without_loss(self) -> Batch:
@@ -123,7 +123,7 @@ def _moved_input(x: Any, index: int, size: float) -> Any:
         position += 1
         if position != index or is_integer(leaf):
             return leaf
-        array = plain(leaf)
+        array = to_host(leaf)
         spread = float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) or 1.0
         moved = array + (size * spread * np.random.default_rng(0).normal(size=array.shape)).astype(array.dtype)
         return like(moved, leaf)

@@ -17,11 +17,11 @@ from torch.nn.utils.rnn import PackedSequence
 from ...errors import CertificateError
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ...typing import Array
-from ..protocol import Batch, Cotangents, Place, PlainRun
+from ..protocol import Batch, Cotangents, ReferenceRun, WeightLocation
 from .discover import named_modules, unwrapped
 from .inputs import as_tensors, call_model, on_leaves
-from .left_as_found import borrowed, differentiable_weights
 from .losses import evaluate
+from .restore import borrowed, differentiable_weights
 
 #: torch's order of gates, as the documentation of its modules gives it.
 _GATES: dict[Any, tuple[type[Cell], tuple[str, ...]]] = {
@@ -39,15 +39,15 @@ _WEIGHTS = {
 }
 
 
-def plain(
+def reference_run(
     model: nn.Module,
     batch: Batch,
     cotangents: Cotangents | None = None,
     *,
     gradients: bool = True,
     regularised: bool = False,
-) -> PlainRun:
-    """See :meth:`rnnlens.adapters.protocol.Adapter.plain`."""
+) -> ReferenceRun:
+    """See :meth:`rnnlens.adapters.protocol.Adapter.reference_run`."""
     del regularised  # a torch loss holds whatever the user put into it
     model = unwrapped(model)
     if batch.initial_state:
@@ -65,13 +65,13 @@ def plain(
             found = _pulled(starts, given, [*sources, *weights.values()]) if gradients else None
     values = [_array(leaf) for leaf in leaves]
     if found is None:
-        return PlainRun(values, _number(loss), [], {})
+        return ReferenceRun(values, _number(loss), [], {})
     by_name = dict(zip(weights, found[len(sources) :], strict=True))
     keys = tuple(given_x) if isinstance(given_x, dict) and len(given_x) == len(sources) else ()
-    return PlainRun(values, _number(loss), found[: len(sources)], by_name, keys)
+    return ReferenceRun(values, _number(loss), found[: len(sources)], by_name, keys)
 
 
-def place(model: nn.Module, layer: str, direction: str | None, key: str) -> Place | None:
+def place(model: nn.Module, layer: str, direction: str | None, key: str) -> WeightLocation | None:
     """See :meth:`rnnlens.adapters.protocol.Adapter.place`."""
     path, _, number = layer.partition("#")[0].partition("[")
     module = dict(named_modules(unwrapped(model))).get(path)
@@ -82,7 +82,7 @@ def place(model: nn.Module, layer: str, direction: str | None, key: str) -> Plac
         return None
     parameter, take = found
     names = [name for name, p in unwrapped(model).named_parameters(remove_duplicate=False) if p is parameter]
-    return Place(names[0], take, tied=len(names) > 1) if names else None
+    return WeightLocation(names[0], take, tied=len(names) > 1) if names else None
 
 
 def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[Any, Callable[[Array], Array]] | None:

@@ -16,7 +16,7 @@ import tensorflow.compat.v1 as tf
 from ...errors import CertificateError
 from ...trees import leaves_of
 from ...typing import Array
-from ..protocol import Batch, Cotangents, PlainRun
+from ..protocol import Batch, Cotangents, ReferenceRun
 from .definition import definition
 from .graph_copy import GraphCopy, cone
 from .losses import fed_to, is_built, key_of, loss_in
@@ -76,17 +76,17 @@ def _refuse_other_draws(found: Opened, batch: Batch, bare: _Plain, feed: Mapping
         raise CertificateError("dropout within a loop draws other numbers when the loop is looked into")
 
 
-def plain(
+def reference_run(
     net: Net, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True, regularised: bool = False
-) -> PlainRun:
-    """See :meth:`Adapter.plain`; penalties on weights are in the loss where the user's graph has them there."""
+) -> ReferenceRun:
+    """See :meth:`Adapter.reference_run`; penalties on weights are in the loss where the user's graph has them there."""
     del regularised
     return prepared(net, batch, cotangents, gradients=gradients)()
 
 
 def prepared(
     net: Net, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True
-) -> Callable[[], PlainRun]:
+) -> Callable[[], ReferenceRun]:
     """The bare copy, what it is fed and the present values of its variables; what is returned is its run."""
     if batch.initial_state:
         raise CertificateError("the graph by itself starts from the states that it is fed or makes")
@@ -101,7 +101,7 @@ def prepared(
     if any(loop.redrawn for loop in found.loops):
         _refuse_other_draws(found, batch, bare, feed, values)
 
-    def run() -> PlainRun:
+    def run() -> ReferenceRun:
         given = {} if cotangents is None else _pulled(bare, cotangents, feed, values)
         got = bare.copy.run(bare.asked, feed | given, values)
         return _told(found, bare, got, values, batch, gradients=gradients)
@@ -118,9 +118,9 @@ def _pulled(bare: _Plain, cotangents: Cotangents, feed: Mapping[Any, Any], value
 
 def _told(
     found: Opened, bare: _Plain, got: Mapping[Any, Any], values: Mapping[str, Array], batch: Batch, *, gradients: bool
-) -> PlainRun:
+) -> ReferenceRun:
     names = names_of_inputs(found.net, batch.x)
-    return PlainRun(
+    return ReferenceRun(
         [np.asarray(got["output", i]) for i in range(len(bare.outputs))],
         float(got["loss"]) if "loss" in got else None,
         [_summed([got.get(("input", name, i)) for i in range(len(bare.inputs[name]))]) for name in names],

@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, PlainRun
+from ..adapters.protocol import Adapter, Batch, ReferenceRun
 from ..autodiff.tensors import like
 from ..errors import CertificateError
 from ..recurrence.rounding import one_rounding
 from ..results.certificate import Certificate
 from ..results.checks import epsilon, residual
-from ..results.schema import plain
+from ..results.schema import to_host
 
 T = TypeVar("T")
 
 #: What is waited for: the plain run, or why there is none.
-Attempt = Callable[[], tuple[PlainRun | None, str]]
+Attempt = Callable[[], tuple[ReferenceRun | None, str]]
 
 
 def attempt(run: Callable[[], T]) -> tuple[T | None, str]:
@@ -42,7 +42,7 @@ def _raised(error: Exception) -> str:
     return f"the model, run plainly, raised {type(error).__name__}: {first}"
 
 
-def steadied(failed: Certificate, adapter: Adapter, model: Any, batch: Batch, first: PlainRun) -> Certificate:
+def steadied(failed: Certificate, adapter: Adapter, model: Any, batch: Batch, first: ReferenceRun) -> Certificate:
     """A certificate that failed, unless the plain run itself gives other numbers each time: then that is said."""
     again = _difference(adapter, model, batch, first)
     if again > 1e-6:
@@ -64,21 +64,21 @@ def _could_not(failed: Certificate, why: str) -> Certificate:
     return Certificate("could not", failed.against, why=why)
 
 
-def _difference(adapter: Adapter, model: Any, batch: Batch, first: PlainRun) -> float:
+def _difference(adapter: Adapter, model: Any, batch: Batch, first: ReferenceRun) -> float:
     """How far outputs and loss of another plain run are from those of the first, relatively; 0 where one has none."""
-    again, _ = attempt(lambda: adapter.plain(model, batch, gradients=False))
+    again, _ = attempt(lambda: adapter.reference_run(model, batch, gradients=False))
     if again is None:
         return 0.0
     pairs = list(zip(again.outputs, first.outputs, strict=True))
     if again.loss is not None and first.loss is not None:
         pairs.append((again.loss, first.loss))
-    both = ((np.asarray(plain(a), dtype=float), np.asarray(plain(b), dtype=float)) for a, b in pairs)
+    both = ((np.asarray(to_host(a), dtype=float), np.asarray(to_host(b), dtype=float)) for a, b in pairs)
     return max((residual(a, b) for a, b in both), default=0.0)
 
 
 def _perturbed(leaf: Any, unit: float) -> Any:
     """Numbers that are off by one rounding, up or down; whole numbers and packed sequences stay."""
-    if data.is_packed(leaf) or plain(leaf).dtype.kind != "f":
+    if data.is_packed(leaf) or to_host(leaf).dtype.kind != "f":
         return leaf
-    values: Any = plain(leaf)
+    values: Any = to_host(leaf)
     return like(one_rounding(np, unit)(values), leaf)

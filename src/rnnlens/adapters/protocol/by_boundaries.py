@@ -1,4 +1,4 @@
-"""A capture made out of one pull-back: for a framework whose recurrent layers are seen at their borders only.
+"""A capture made out of one pull-back: for a framework whose recurrent layers are seen at their boundaries only.
 
 It serves known cells that run forwards, once in each pass, without a mask. An adapter that sees more captures itself.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message
 from ...trees import leaves_of
 from ...typing import Array
-from .captured import Batch, Capture, CaptureRequest, PlainCall, RecurrentCall
+from .captured import Batch, Capture, CaptureRequest, NonRecurrentCall, RecurrentCall
 from .facts import LayerWeights
 from .ports import Port
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 _LOSS = Port("loss")
 
 
-def capture_by_borders(adapter: Adapter, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
+def capture_by_boundaries(adapter: Adapter, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
     """See :meth:`Adapter.capture`."""
     recurrent, others = _chosen(adapter, model, request)
     weights = adapter.weights(model)
-    kernels = _ports_of(weights if request.borders else {name: weights[name] for name in recurrent})
+    kernels = _ports_of(weights if request.boundaries else {name: weights[name] for name in recurrent})
     inputs = [Port("input", index=i) for i in range(len(leaves_of(batch.x)))]
     outputs = [Port("output", index=i) for i in range(max(1, len(adapter.facts(model).outputs)))]
     plain = {name: Port("output", name) for name in others}
-    borders = [port for name in recurrent for port in _borders(name, weights[name])]
-    run = _Run(adapter, model, batch, [*borders, *plain.values(), *inputs, *outputs, *kernels], request)
+    boundaries = [port for name in recurrent for port in _boundaries(name, weights[name])]
+    run = _Run(adapter, model, batch, [*boundaries, *plain.values(), *inputs, *outputs, *kernels], request)
     told = Capture([_call(name, weights[name], run, request) for name in recurrent], loss=run.loss)
-    told.plain = [PlainCall(name, run.values[port], run.grads.get(port)) for name, port in plain.items()]
+    told.plain = [NonRecurrentCall(name, run.values[port], run.grads.get(port)) for name, port in plain.items()]
     told.outputs = [run.values[port] for port in outputs] if len(outputs) > 1 else run.values[outputs[0]]
-    if request.gradients and request.borders:
+    if request.gradients and request.boundaries:
         told.input_grads = [run.grads[port] for port in inputs]
         places = {port: adapter.place(model, str(port.layer), None, port.key) for port in kernels}
         told.beside = {place.name: run.grads[port] for port, place in places.items() if place is not None}
@@ -59,7 +59,7 @@ def _chosen(adapter: Adapter, model: Any, request: CaptureRequest) -> tuple[list
         if name in infos and (infos[name].direction != "forward" or infos[name].masked):
             raise UnsupportedError(
                 message(
-                    f"Layer {name!r} cannot be looked into: the adapter of {adapter.name} sees its borders only.",
+                    f"Layer {name!r} cannot be looked into: the adapter of {adapter.name} sees its boundaries only.",
                     got="a mask, or a recurrence that runs backwards",
                     expected="one that runs forwards over every step",
                 )
@@ -71,7 +71,7 @@ def _ports_of(weights: Mapping[str, LayerWeights]) -> list[Port]:
     return [Port("weight", layer, key=key) for layer, own in weights.items() for key in own.values]
 
 
-def _borders(name: str, weights: LayerWeights) -> list[Port]:
+def _boundaries(name: str, weights: LayerWeights) -> list[Port]:
     """What a layer takes, starts from and returns."""
     states = range(len(weights.cells["forward"].states))
     return [Port("input", name), Port("output", name), *(Port("initial_state", name, i) for i in states)]
@@ -95,8 +95,8 @@ class _Run:
 
 
 def _call(name: str, weights: LayerWeights, run: _Run, request: CaptureRequest) -> RecurrentCall:
-    below, above, *initial = _borders(name, weights)
-    asked = request.gradients and request.borders
+    below, above, *initial = _boundaries(name, weights)
+    asked = request.gradients and request.boundaries
     named = {key: run.grads[Port("weight", name, key=key)] for key in weights.values} if request.gradients else None
     return RecurrentCall(
         layer=name,

@@ -30,7 +30,7 @@ UNSCALED = Scales()
 
 
 @dataclass
-class Run:
+class Replay:
     """One recurrent layer (one direction of it) on one batch.
 
     Attributes
@@ -68,7 +68,7 @@ class Run:
         return None if self.record is None or not self.cell.gates else self.record.gates
 
     @classmethod
-    def from_call(cls, call: Any) -> Run:
+    def from_call(cls, call: Any) -> Replay:
         """Replay a captured call (``adapters.protocol.RecurrentCall``) with the arrays' own namespace."""
         xp = array_namespace(call.input)
         if call.cell.by_framework:
@@ -105,7 +105,7 @@ class Run:
         return run
 
     @classmethod
-    def as_computed(cls, call: Any) -> Run:
+    def as_computed(cls, call: Any) -> Replay:
         """Replay a captured call, held against nothing: of numbers that are not finite no comparison says anything."""
         if call.cell.by_framework:
             return replay_custom(call.cell, call.input, call.initial_state, mask=call.mask, order=call.direction)
@@ -132,7 +132,7 @@ class Run:
             output = carried(self.step_output[:, t, :], old, self.mask[:, t], self.xp)
         return output
 
-    def of_samples(self, some: slice) -> Run:
+    def of_samples(self, some: slice) -> Replay:
         """The same run, of some of its samples; views, where the library has them."""
         return replace(
             self,
@@ -166,7 +166,7 @@ class Run:
         return shift(self.states[state], self.initial_state[state], self.order, self.xp)
 
 
-def _constant_put_in(call: Any, run: Run, last: Array) -> Array:
+def _constant_put_in(call: Any, run: Replay, last: Array) -> Array:
     """The last output, (sample, unit), zero where the framework returned that for it."""
     if call.output_from_state is None:
         return last
@@ -204,7 +204,7 @@ def replay(
     order: Literal["forward", "backward"] = "forward",
     hidden: Array | None = None,
     scales: Scales = UNSCALED,
-) -> Run:
+) -> Replay:
     """Recompute gates and states of a cell with equations.
 
     Parameters
@@ -215,7 +215,7 @@ def replay(
         (``Cell.at_once``), and only what is element-wise runs step by step. Not looked at where steps are masked.
     """
     xp = array_namespace(x)
-    run = Run(cell, xp, x, tuple(initial_state), (), None, None, mask, order, *scales)
+    run = Replay(cell, xp, x, tuple(initial_state), (), None, None, mask, order, *scales)
     if hidden is None or not cell.at_once:
         _replay_in_sequence(run)
         run.residual = 0.0 if hidden is None else residual(run.states[0], hidden, mask, xp)
@@ -229,7 +229,7 @@ def carried(new: Array, old: Array, mask_t: Array | None, xp: Namespace) -> Arra
     return new if mask_t is None else xp.where(mask_t[:, None], new, old)
 
 
-def _replay_in_sequence(run: Run) -> None:
+def _replay_in_sequence(run: Replay) -> None:
     xp, cell, state = run.xp, run.cell, run.initial_state
     projected = cell.project(run.input, run.input_scale, xp)
     record: Record | None = None
@@ -253,7 +253,7 @@ def _of_all_steps(part: Array, time: int, xp: Namespace) -> Array:
     return xp.empty((part.shape[0], time, *part.shape[1:]), dtype=part.dtype, device=device(part))
 
 
-def _replay_at_once(run: Run, hidden: Array) -> None:
+def _replay_at_once(run: Replay, hidden: Array) -> None:
     if run.mask is not None:
         hidden = _fill_masked(hidden, run)
     run.record = _gates_at_once(run, hidden)
@@ -261,7 +261,7 @@ def _replay_at_once(run: Run, hidden: Array) -> None:
     run.residual = _one_step_residual(run)
 
 
-def _gates_at_once(run: Run, hidden: Array) -> Record:
+def _gates_at_once(run: Replay, hidden: Array) -> Record:
     """Gates of all steps, a few samples at a time: what is computed together then stays in the processor's cache."""
     xp, cell, (batch, time, _) = run.xp, run.cell, run.input.shape
     shape = (batch, time, cell.parts, cell.units)
@@ -281,7 +281,7 @@ def _gates_at_once(run: Run, hidden: Array) -> Record:
     return Record(z, a, inner)
 
 
-def _one_step_residual(run: Run) -> float:
+def _one_step_residual(run: Replay) -> float:
     """How far h_t recomputed from the gates is from the h_t that the framework returned."""
     xp, gates, worst, largest = run.xp, cast(Record, run.record).gates, 0.0, 0.0
     batch, time, size = run.states[0].shape
@@ -300,7 +300,7 @@ def _of_samples(scale: Array | None, some: slice) -> Array | None:
     return scale[some, ...] if len(scale.shape) == 2 else scale[:, some, :]
 
 
-def _fill_masked(hidden: Array, run: Run) -> Array:
+def _fill_masked(hidden: Array, run: Replay) -> Array:
     """At masked steps frameworks return various things; the state is the one carried over."""
     xp, state = run.xp, run.initial_state[0]
     filled: list[Array] = []
@@ -310,7 +310,7 @@ def _fill_masked(hidden: Array, run: Run) -> Array:
     return xp.stack(filled if run.order == "forward" else filled[::-1], axis=1)
 
 
-def _other_states(run: Run, gates: Array) -> tuple[Array, ...]:
+def _other_states(run: Replay, gates: Array) -> tuple[Array, ...]:
     """All states but the first where all gates are known, as c_t of an LSTM: an element-wise recurrence."""
     states = run.initial_state[1:]
     if not states:
@@ -348,7 +348,7 @@ def _largest(values: Array, xp: Namespace) -> float:
     return math.inf if math.isnan(high) or math.isnan(low) else max(abs(high), abs(low))
 
 
-def _at_first_step(run: Run, output: Any, call: Any) -> float:
+def _at_first_step(run: Replay, output: Any, call: Any) -> float:
     """How far the replayed output of the step that the recurrence took first is from the captured one."""
     first = next(run.steps())
     one = slice(first, first + 1)
@@ -356,7 +356,7 @@ def _at_first_step(run: Run, output: Any, call: Any) -> float:
     return residual(output[:, one, :], call.output[:, one, :], mask, run.xp)
 
 
-def _at_the_end(run: Run, call: Any) -> float:
+def _at_the_end(run: Replay, call: Any) -> float:
     """How far the replayed states are from those that the layer returned after its last step."""
     *_, last = run.steps()
     pairs = zip(run.states, call.final_state or (), strict=False)
@@ -376,10 +376,10 @@ def replay_custom(
     *,
     mask: Array | None = None,
     order: Literal["forward", "backward"] = "forward",
-) -> Run:
+) -> Replay:
     """Step a cell of unknown equations through time by asking the framework; the record of its states and outputs."""
     xp = array_namespace(x)
-    run = Run(cell, xp, x, tuple(initial_state), (), None, None, mask, order)
+    run = Replay(cell, xp, x, tuple(initial_state), (), None, None, mask, order)
     state = run.initial_state
     states: list[tuple[Array, ...]] = []
     outputs: list[Array] = []

@@ -17,7 +17,7 @@ from ...autodiff import Engine
 from ...errors import CertificateError
 from ...recurrence.cells.registry import Registration
 from ...typing import Array
-from ..protocol import Batch, Cotangents, Place, PlainRun
+from ..protocol import Batch, Cotangents, ReferenceRun, WeightLocation
 from . import loss as losses
 from .data import prepare
 from .dialect import dialect_of
@@ -28,15 +28,15 @@ from .run import Job
 from .weights import has_two_biases
 
 
-def plain(
+def reference_run(
     model: Any,
     batch: Batch,
     cotangents: Cotangents | None = None,
     *,
     gradients: bool = True,
     regularised: bool = False,
-) -> PlainRun:
-    """See :meth:`rnnlens.adapters.protocol.Adapter.plain`."""
+) -> ReferenceRun:
+    """See :meth:`rnnlens.adapters.protocol.Adapter.reference_run`."""
     if batch.initial_state:
         raise CertificateError("the initial states were put in by rnnlens; the model by itself starts elsewhere")
     keras = dialect_of(model)
@@ -55,7 +55,7 @@ def plain(
     weights = {name: grads.get(key) for key, name in names.items() if grads}
     paths = [path for path, _ in keras.tree.flatten_with_path(batch.x)] if isinstance(batch.x, dict) else []
     keys = tuple(str(path[0]) for path in paths if len(path) == 1)
-    return PlainRun(outputs, value, found[0] if found else [], weights, keys)
+    return ReferenceRun(outputs, value, found[0] if found else [], weights, keys)
 
 
 class _Run:
@@ -188,7 +188,7 @@ def names_of(model: Any) -> dict[int, str]:
     return found
 
 
-def place(model: Any, layer: str, direction: str | None, key: str) -> Place | None:
+def place(model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
     """See :meth:`rnnlens.adapters.protocol.Adapter.place`."""
     for found in _called(model, layer.partition("#")[0]):
         sides = ("forward_layer", "backward_layer") if direction is not None else ()
@@ -201,7 +201,7 @@ def place(model: Any, layer: str, direction: str | None, key: str) -> Place | No
     return None
 
 
-def _of_cell(model: Any, cell: Any, key: str) -> Place | None:
+def _of_cell(model: Any, cell: Any, key: str) -> WeightLocation | None:
     """The variable of a recurrent layer's cell that a weight of ours is, or the row of it."""
     known = registration_of(cell)
     if known is not None:
@@ -211,7 +211,7 @@ def _of_cell(model: Any, cell: Any, key: str) -> Place | None:
     return _within(model, cell, "bias" if both else key, ("bias", "recurrent_bias").index(key) if both else None)
 
 
-def _within(model: Any, owner: Any, key: str, row: int | None = None) -> Place | None:
+def _within(model: Any, owner: Any, key: str, row: int | None = None) -> WeightLocation | None:
     """The variable of a cell or layer by its name. Keras has the gates in the order that we have them."""
     wanted = key.rpartition("/")[2]
     keras, weights = dialect_of(model), list(getattr(owner, "weights", ()))
@@ -222,7 +222,7 @@ def _within(model: Any, owner: Any, key: str, row: int | None = None) -> Place |
     name = names_of(model).get(id(found[0])) if len(found) == 1 else None
     if name is None:
         return None
-    return Place(
+    return WeightLocation(
         name,
         (lambda array: array) if row is None else (lambda array: array[row]),
         str(row),
@@ -230,7 +230,7 @@ def _within(model: Any, owner: Any, key: str, row: int | None = None) -> Place |
     )
 
 
-def _registered_place(model: Any, cell: Any, known: Registration, name: str) -> Place | None:
+def _registered_place(model: Any, cell: Any, known: Registration, name: str) -> WeightLocation | None:
     """Where a weight of a registered cell is one variable; None where it is put together from several."""
     single = known.single(name)
     variable = None if single is None else attributes(cell).get(single[0])
@@ -238,7 +238,7 @@ def _registered_place(model: Any, cell: Any, known: Registration, name: str) -> 
     if single is None or found is None:
         return None
     tied = id(variable) in tied_variables(model)
-    return Place(found, (lambda array: array.T) if single[1] else (lambda array: array), tied=tied)
+    return WeightLocation(found, (lambda array: array.T) if single[1] else (lambda array: array), tied=tied)
 
 
 def tied_variables(model: Any) -> set[int]:

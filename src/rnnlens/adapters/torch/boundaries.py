@@ -14,13 +14,13 @@ from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_
 from ...recurrence.cells import Cell
 from ..protocol import Port
 from .assemble import half, node_names, sequence
-from .border import Border, single
+from .boundary import Boundary, single
 from .record import Packing, Recorder, Run
-from .state_borders import ending_border, final_border, read_border, state_border
+from .state_boundaries import ending_boundary, final_boundary, read_boundary, state_boundary
 from .weights import NAMES, ours
 
 
-class Borders:
+class Boundaries:
     """Finds the tensors of ports after a forward pass.
 
     Parameters
@@ -53,8 +53,8 @@ class Borders:
         for run, names in zip(recorder.runs, node_names(recorder.runs), strict=True):
             self.nodes.update({name: (run, layer) for layer, name in enumerate(names)})
 
-    def find(self, port: Port) -> Border:
-        """The border of a port.
+    def find(self, port: Port) -> Boundary:
+        """The boundary of a port.
 
         Raises
         ------
@@ -70,7 +70,7 @@ class Borders:
             return _of_run(*found, port)
         return self._of_plain(port)
 
-    def _of_model(self, port: Port) -> Border:
+    def _of_model(self, port: Port) -> Boundary:
         if port.kind == "loss":
             if self.loss is None:
                 raise InputError(
@@ -83,10 +83,10 @@ class Borders:
         value = values[port.index]
         if isinstance(value, PackedSequence):
             packing = Packing.of(value.batch_sizes, value.unsorted_indices, value.data.device)
-            return Border([value.data], lambda parts: packing.padded(parts[0]).transpose(0, 1))
+            return Boundary([value.data], lambda parts: packing.padded(parts[0]).transpose(0, 1))
         return single(value)
 
-    def _of_plain(self, port: Port) -> Border:
+    def _of_plain(self, port: Port) -> Boundary:
         base, _, number = str(port.layer).partition("#")
         calls = self.plain.get(base, [])
         if not calls or (number and int(number) >= len(calls)) or (len(calls) > 1 and not number):
@@ -108,7 +108,7 @@ class Borders:
         what = f"Layer {port.layer!r} was not called in this forward pass."
         return LayerNotFoundError(message(what, hint=did_you_mean(str(port.layer), [*self.nodes, *self.plain])))
 
-    def _weight(self, port: Port) -> Border:
+    def _weight(self, port: Port) -> Boundary:
         direction, _, name = port.key.rpartition("/")
         for node, (run, layer) in self.nodes.items():
             if node.partition("#")[0] == str(port.layer).partition("#")[0] and run.owner.step_cell is None:
@@ -118,7 +118,7 @@ class Borders:
                 owned = self.recorder.behind(tensor)
                 parts = [tensor] if owned is None else [tensor, owned]
                 in_order = partial(_in_our_order, run.owner.cell, slot)
-                return Border(parts, in_order, partial(in_order, [tensor]))
+                return Boundary(parts, in_order, partial(in_order, [tensor]))
         found = self.weights.get((str(port.layer), port.key))
         if found is None:
             wanted = f"{port.layer}.{port.key}"
@@ -133,25 +133,25 @@ def _in_our_order(cell: type[Cell], slot: str, parts: Sequence[Tensor]) -> Tenso
     return ours(cell, slot, parts[0] if len(parts) == 1 else parts[0] + parts[1])
 
 
-def _of_run(run: Run, layer: int, port: Port) -> Border:
+def _of_run(run: Run, layer: int, port: Port) -> Boundary:
     direction = 1 if port.direction == "backward" else 0
     if port.kind in ("input", "output"):
         whole = port.direction is None
         return _of_sequence(run, layer, port.kind, None if whole else direction)
     if port.kind == "state" and port.key == "ending":
-        return ending_border(run, port.index)
+        return ending_boundary(run, port.index)
     if port.kind == "state":
-        return state_border(run, port.index)
+        return state_boundary(run, port.index)
     if port.kind == "state_read":
-        return read_border(run, layer, port.index)
+        return read_boundary(run, layer, port.index)
     if port.kind == "final_state" and not run.owner.stacked:
-        return final_border(run, port.index)
+        return final_boundary(run, port.index)
     if port.kind in ("initial_state", "final_state"):
         return _of_state(run, layer, port, direction)
     raise UnsupportedError(message(f"Layer {port.layer!r} has no port {port.kind!r}."))
 
 
-def _of_sequence(run: Run, layer: int, kind: str, direction: int | None) -> Border:
+def _of_sequence(run: Run, layer: int, kind: str, direction: int | None) -> Boundary:
     """What a layer was fed or returned; ``direction``: one half of what a bidirectional one returned."""
     owner, outputs = run.owner, kind == "output"
     tensors = [v.pieces[layer].output if outputs else v.pieces[layer].input for v in run.visits]
@@ -164,10 +164,10 @@ def _of_sequence(run: Run, layer: int, kind: str, direction: int | None) -> Bord
         whole = sequence(run, timed)
         return half(whole, owner.directions, direction) if outputs and direction is not None else whole
 
-    return Border(tensors, gather)
+    return Boundary(tensors, gather)
 
 
-def _of_state(run: Run, layer: int, port: Port, direction: int) -> Border:
+def _of_state(run: Run, layer: int, port: Port, direction: int) -> Boundary:
     """A state that the first call started from, or one that the last call of a fused module returned."""
     visit = run.visits[0 if port.kind == "initial_state" else -1]
     states = visit.link.fed if port.kind == "initial_state" else visit.state_taps
@@ -179,7 +179,7 @@ def _of_state(run: Run, layer: int, port: Port, direction: int) -> Border:
         one = parts[0][layer * run.owner.directions + direction] if run.owner.stacked else parts[0].flatten(1)
         return one if order is None else one.index_select(0, order)
 
-    return Border([state], pick)
+    return Boundary([state], pick)
 
 
 def leaves_of(value: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass
-class Border:
+class Boundary:
     """The tensors behind a port, and the linear way from them (or their gradients) to the port's own layout.
 
     ``start`` makes the port's value where that is put together in another way than the gradient is.
@@ -25,6 +25,6 @@ class Border:
         return self.gather(self.tensors) if self.start is None else self.start()
 
 
-def single(tensor: Tensor) -> Border:
+def single(tensor: Tensor) -> Boundary:
     """A port that is one tensor as it is."""
-    return Border([tensor], lambda parts: parts[0])
+    return Boundary([tensor], lambda parts: parts[0])

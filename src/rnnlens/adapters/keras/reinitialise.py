@@ -8,7 +8,7 @@ from ...errors import UnsupportedError, message
 from .dialect import Dialect, dialect_of
 
 
-def untrained(model: Any, seed: int) -> Any:
+def reinitialised(model: Any, seed: int) -> Any:
     """A model of the same configuration, built on the same shapes, with weights drawn by its own initializers.
 
     Raises

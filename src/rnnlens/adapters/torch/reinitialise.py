@@ -10,7 +10,7 @@ from torch import nn
 from ...errors import UnsupportedError, message
 
 
-def untrained(model: nn.Module, seed: int) -> nn.Module:
+def reinitialised(model: nn.Module, seed: int) -> nn.Module:
     """A deep copy in which every module with parameters of its own was initialised again by its author's rule.
 
     Raises

@@ -15,7 +15,7 @@ from .weights import layers_of
 
 @contextmanager
 def nudged(net: Net, port: Port, size: float) -> Iterator[bool]:
-    """See :meth:`Adapter.nudged`; only weights can be moved, all of the variables that they lie in."""
+    """See :meth:`Adapter.perturbed_port`; only weights can be moved, all of the variables that they lie in."""
     found = opened(net)
     layer = layers_of(found).get(str(port.layer)) if port.kind == "weight" else None
     pieces = () if layer is None else layer.weights.get(port.key, ())

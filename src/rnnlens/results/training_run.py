@@ -39,7 +39,7 @@ class LayerRun(LayerView):
         return "\n".join(lines)
 
 
-class Run(Result, kind="run"):
+class TrainingRun(Result, kind="run"):
     """What ``rl.open`` returns for a followed training: a mapping from layer names to :class:`LayerRun`.
 
     Attributes
@@ -108,7 +108,7 @@ class Run(Result, kind="run"):
         return self.scalars[name]
 
     @property
-    def batch(self) -> Run:
+    def batch(self) -> TrainingRun:
         """The records of the batches that were trained on.
 
         Raises
@@ -119,15 +119,15 @@ class Run(Result, kind="run"):
         return self._other("batch")
 
     @property
-    def probe(self) -> Run:
+    def probe(self) -> TrainingRun:
         """The records of the probe."""
         return self._other("probe")
 
-    def refresh(self) -> Run:
+    def refresh(self) -> TrainingRun:
         """Read the run again: with what was written meanwhile."""
         return self._other(self.of)
 
-    def _other(self, kind: str) -> Run:
+    def _other(self, kind: str) -> TrainingRun:
         if self.path is None:
             if kind == self.of:
                 return self
@@ -184,7 +184,7 @@ def refuse_newer(path: Path, attributes: Mapping[str, Any]) -> None:
         raise FileError(message("This run was written by a newer rnnlens.", got=str(path), hint="upgrade rnnlens"))
 
 
-def read_run(path: Path, *, of: str | None = None, memory: int | None = None) -> Run:
+def read_run(path: Path, *, of: str | None = None, memory: int | None = None) -> TrainingRun:
     """Read the complete records of a run; by default those of the probe, where there are any.
 
     Raises
@@ -205,7 +205,7 @@ def read_run(path: Path, *, of: str | None = None, memory: int | None = None) ->
     sessions = attrs.get("sessions") or [{}]
     common = {"provenance": sessions[-1].get("provenance"), "ended": (attrs.get("ended") or {}).get("reason")}
     if kind not in there:
-        return Run({}, _scalars({STEP: [], "epoch": [], WRITTEN: []}, {}), of=kind, path=path, **common)
+        return TrainingRun({}, _scalars({STEP: [], "epoch": [], WRITTEN: []}, {}), of=kind, path=path, **common)
     group = root[kind]
     count = int(group["committed"][()]) if "committed" in group else 0
     arrays = _arrays(group)
@@ -221,7 +221,7 @@ def _arrays(group: zarr.Group) -> dict[str, zarr.Array]:
     return {path: group[path] for path in group.attrs.get("arrays", []) if path in group}
 
 
-def _told(group: zarr.Group, arrays: Mapping[str, zarr.Array], count: int, common: Mapping[str, Any]) -> Run:
+def _told(group: zarr.Group, arrays: Mapping[str, zarr.Array], count: int, common: Mapping[str, Any]) -> TrainingRun:
     attrs = dict(group.attrs)
     index = {name: arrays[name][:count] if name in arrays else [] for name in (STEP, "epoch", WRITTEN)}
     table = arrays["scalars"][:count] if "scalars" in arrays else np.zeros((count, 0))
@@ -237,7 +237,7 @@ def _told(group: zarr.Group, arrays: Mapping[str, zarr.Array], count: int, commo
         if layer is not None:
             layers[layer].setdefault(name.removeprefix(f"{layer}/").replace("/", "_"), scalars[name])
     notes = [f"step {step}: {note}" for step, note in attrs.get("notes", []) if not count or step <= index[STEP][-1]]
-    return Run({layer: xr.Dataset(found) for layer, found in layers.items()}, scalars, notes=notes, **common)
+    return TrainingRun({layer: xr.Dataset(found) for layer, found in layers.items()}, scalars, notes=notes, **common)
 
 
 def _labelled(array: zarr.Array, name: str, count: int, scalars: xr.Dataset) -> xr.DataArray:
@@ -265,7 +265,7 @@ def _scalars(index: Mapping[str, Any], columns: Mapping[str, Any]) -> xr.Dataset
     return xr.Dataset({name: ((STEP,), np.asarray(v), {"long_name": name}) for name, v in columns.items()}, coords)
 
 
-def age(run: Run) -> float:
+def age(run: TrainingRun) -> float:
     """Seconds since the last record of a run was written; infinite of an empty one."""
     written = run.scalars[WRITTEN].values
     return float(time.time() - written[-1]) if written.size else float("inf")

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from .assemble import last_steps, sequence
-from .border import Border
+from .boundary import Boundary
 from .record import Run, Visit
 
 
-def state_border(run: Run, index: int) -> Border:
+def state_boundary(run: Run, index: int) -> Boundary:
     """A state of a cell after every step, (sample, time, unit), with its total gradient.
 
     A sample that a mask holds back has the state that it holds, and the gradient that comes back to it through the
@@ -39,33 +39,33 @@ def state_border(run: Run, index: int) -> Border:
             steps = [_chosen(valid[t], step, held[t]) for t, step in enumerate(steps)]
         return sequence(run, [step.unsqueeze(0) for step in steps])
 
-    return Border([*raw, *fed, *hidden], gather, lambda: torch.stack(_carried(run, index), dim=1))
+    return Boundary([*raw, *fed, *hidden], gather, lambda: torch.stack(_carried(run, index), dim=1))
 
 
-def ending_border(run: Run, index: int) -> Border:
+def ending_boundary(run: Run, index: int) -> Boundary:
     """The state that each sample ends with, (sample, unit), with its total gradient: that of its own last real step."""
-    whole, valid = state_border(run, index), run.valid()
+    whole, valid = state_boundary(run, index), run.valid()
     if valid is None:
-        return Border(whole.tensors, lambda parts: whole.gather(parts)[:, -1])
+        return Boundary(whole.tensors, lambda parts: whole.gather(parts)[:, -1])
     last = last_steps(valid)
-    return Border(whole.tensors, lambda parts: whole.gather(parts)[torch.arange(len(last)), last])
+    return Boundary(whole.tensors, lambda parts: whole.gather(parts)[torch.arange(len(last)), last])
 
 
-def final_border(run: Run, index: int) -> Border:
+def final_boundary(run: Run, index: int) -> Boundary:
     """A state of a cell after the last step, (sample, unit), with its direct gradient.
 
     The first state is the output: its gradient is found there.
     """
     tap = run.visits[-1].state_taps[index]
     last = run.visits[-1].link.raw[index].flatten(1)
-    return Border(
+    return Boundary(
         [] if tap is None else [tap],
         lambda parts: parts[0][0] if parts else torch.zeros_like(last),
         lambda: _carried(run, index)[-1],
     )
 
 
-def read_border(run: Run, layer: int, index: int) -> Border:
+def read_boundary(run: Run, layer: int, index: int) -> Boundary:
     """A state of one stacked layer wherever the user's code gets hold of it, (sample, time, unit), zero elsewhere."""
     taps = [visit.state_taps[index] for visit in run.visits]
 
@@ -76,7 +76,7 @@ def read_border(run: Run, layer: int, index: int) -> Border:
             run, [_at_end(visit, layer, index, part) for visit, part in zip(run.visits, found, strict=True)]
         )
 
-    return Border([tap for tap in taps if tap is not None], gather)
+    return Boundary([tap for tap in taps if tap is not None], gather)
 
 
 def _is_cut_off_cell_state(run: Run, index: int) -> bool:
