@@ -34,7 +34,7 @@ from rnnlens.recurrence import linear
 from rnnlens.recurrence.jacobian import Taps, reverse
 from rnnlens.recurrence.parallel import one_thread_each
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
-from rnnlens.recurrence.sources import Field, Points, Units
+from rnnlens.recurrence.sweep_rows import FieldRows, PointRows, Units
 
 BAR, FEATURES, HEADS = 20.0, 8, 4
 SAMPLES = {"adjoint": 16, "norms": 2, "projected": 16}
@@ -70,14 +70,14 @@ class WrittenOut(linear.ProductSystem):
         self.rows = self.columns = system.rows
         self.features, self.order, self.state_sizes = system.features, system.order, system.state_sizes
 
-    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> linear.Steps:
+    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> linear.ProductSteps:
         """Unit vectors, pulled back."""
         count, width = len(range(self.batch)[samples]), self.rows + (self.features if inputs else 0)
         product = self.work.empty(count, stop - first, self.rows, width)
         unit = np.broadcast_to(self.work.eye(self.rows), (count, self.rows, self.rows))
         for i, step in enumerate(self.system.build(first, stop, samples, inputs=inputs)):
             step.pull(unit, product[:, i], inputs=inputs)
-        return linear.Steps(self.work, product)
+        return linear.ProductSteps(self.work, product)
 
 
 def adjoint(system: linear.System) -> None:
@@ -86,7 +86,7 @@ def adjoint(system: linear.System) -> None:
     wanted = np.ones((system.batch, 1, system.time, size), dtype="float32")
     by_input = np.zeros((system.batch, 1, system.time, FEATURES), dtype="float32")
     taps = Taps(FieldCollector(by_input), {0: FieldCollector(np.zeros_like(wanted))})
-    reverse(system, Field({0: wanted}), taps)
+    reverse(system, FieldRows({0: wanted}), taps)
 
 
 def norms(system: linear.System) -> None:
@@ -99,14 +99,14 @@ def norms(system: linear.System) -> None:
     if system.pattern(0) is not None:
         reverse(system, Units(times, 0, size), Taps(input=sink))
     else:
-        reverse(system, Points(times, {0: system.work.eye(size)[None, None]}), Taps(input=sink))
+        reverse(system, PointRows(times, {0: system.work.eye(size)[None, None]}), Taps(input=sink))
 
 
 def projected(system: linear.System) -> None:
     """Of the mean over the units."""
     size, times = system.state_sizes[0], range(system.time)
     sink = Collector(system.work, Extent(system.batch, len(times), 1, FEATURES), {t: t for t in times})
-    reverse(system, Points(times, {0: np.full((1, 1, 1, size), 1 / size, dtype="float32")}), Taps(input=sink))
+    reverse(system, PointRows(times, {0: np.full((1, 1, 1, size), 1 / size, dtype="float32")}), Taps(input=sink))
 
 
 JOBS: dict[str, Callable[[linear.System], None]] = {"adjoint": adjoint, "norms": norms, "projected": projected}

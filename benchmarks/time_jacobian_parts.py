@@ -20,14 +20,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rnnlens.recurrence import linear_cells
+from rnnlens.recurrence.arrays import Workspace
 from rnnlens.recurrence.cells import kinds
-from rnnlens.recurrence.inplace import Workspace
+from rnnlens.recurrence.cells.gru import GruSystem
+from rnnlens.recurrence.cells.lstm import LstmSystem
+from rnnlens.recurrence.cells.simple_rnn import SimpleRnnSystem
 from rnnlens.recurrence.jacobian import Taps, reverse
-from rnnlens.recurrence.linear_cells import linear_system
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, Reduction
 from rnnlens.recurrence.replay import replay
-from rnnlens.recurrence.sources import Points
+from rnnlens.recurrence.sweep_rows import PointRows
 
 GATES = {"lstm": 4, "gru": 3, "simple_rnn": 1}
 PARTS = {
@@ -36,9 +37,9 @@ PARTS = {
     "flushing": [(Workspace, "flush")],
     "reducing": [(Collector, "take")],
     "linearising": [
-        (linear_cells.LstmSystem, "build"),
-        (linear_cells.GruSystem, "build"),
-        (linear_cells.SimpleRnnSystem, "build"),
+        (LstmSystem, "build"),
+        (GruSystem, "build"),
+        (SimpleRnnSystem, "build"),
     ],
 }
 
@@ -107,14 +108,14 @@ def measure(kind, samples, steps, units, features, outputs):
     spent = Counter()
 
     def sweep():
-        system = linear_system(run)
+        system = run.linear_system()
         sink = Collector(
             system.work,
             Extent(samples, steps, outputs, features),
             {t: t for t in range(steps)},
             Reduction(REDUCTIONS["norm"]),
         )
-        return reverse(system, Points(range(steps), {0: head}), Taps(input=sink))
+        return reverse(system, PointRows(range(steps), {0: head}), Taps(input=sink))
 
     sweep()
     start = time.thread_time()

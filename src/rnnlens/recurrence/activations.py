@@ -37,6 +37,11 @@ class Activation:
         return self.mixed_vjp(x, a, g, xp)
 
 
+def sigmoid(z: Array, xp: Namespace) -> Array:
+    """Return 1 / (1 + exp(-z)), without overflow, by operations that every framework can differentiate."""
+    return 0.5 * xp.tanh(0.5 * z) + 0.5
+
+
 def _relu(x: Array, xp: Namespace) -> Array:
     return xp.where(x > 0, x, xp.zeros_like(x))
 
@@ -61,7 +66,7 @@ def _erf(x: Array, xp: Namespace) -> Array:
     """The error function, which the array-API standard does not have."""
     if is_torch_namespace(xp):
         return xp.erf(x)
-    from scipy.special import erf  # here, since few cells need it and it takes long to load
+    from scipy.special import erf  # loading takes half a second, and few networks need it
 
     return xp.asarray(erf(np.asarray(x)), dtype=x.dtype)
 

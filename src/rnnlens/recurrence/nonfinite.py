@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .adjoint import Adjoint
 from .arrays import Array
 from .cells import affine
 from .replay import Replay
+from .trajectory import Adjoint
 
 #: Arrays of NumPy: a search for one number is done where any library's are read alike.
 Values = np.ndarray[Any, Any]
@@ -21,7 +21,7 @@ _DIMS = {2: ("sample", "unit"), 3: ("sample", "time", "unit"), 4: ("sample", "ti
 
 
 @dataclass(frozen=True)
-class Spot:
+class NonfiniteValue:
     """One number: what it is of, its index by dimension, and its value."""
 
     quantity: str
@@ -48,16 +48,16 @@ def broken(array: Values, limit: float) -> Values:
     return bad
 
 
-def first(quantity: str, array: Values, dims: Sequence[str], limit: float) -> Spot | None:
+def first(quantity: str, array: Values, dims: Sequence[str], limit: float) -> NonfiniteValue | None:
     """The first number of an array, in the order of its axes, that is not finite or larger than ``limit``."""
     bad = broken(array, limit)
     if not bad.any():
         return None
     place = np.unravel_index(int(np.argmax(bad)), array.shape)
-    return Spot(quantity, dict(zip(dims, map(int, place), strict=True)), float(array[place]))
+    return NonfiniteValue(quantity, dict(zip(dims, map(int, place), strict=True)), float(array[place]))
 
 
-def first_forward(run: Replay, limit: float) -> Spot | None:
+def first_forward(run: Replay, limit: float) -> NonfiniteValue | None:
     """The first in order of computation: by step; within a step input, pre-activations, gates, states, output.
 
     Masked steps compute nothing that counts.
@@ -88,7 +88,7 @@ def on_cpu(array: Array) -> Values:
 
 def _first_by_step(
     run: Replay, arrays: Sequence[tuple[str, Array]], limit: float, *, reverse: bool = False
-) -> Spot | None:
+) -> NonfiniteValue | None:
     plain = [(name, on_cpu(array)) for name, array in arrays]
     bad: list[Any] = [broken(array, limit).any(axis=tuple(range(2, array.ndim))) for _, array in plain]
     if run.mask is not None:
@@ -101,14 +101,14 @@ def _first_by_step(
     return None
 
 
-def _at(name: str, array: Values, sample: int, t: int, limit: float) -> Spot:
+def _at(name: str, array: Values, sample: int, t: int, limit: float) -> NonfiniteValue:
     dims = _DIMS[array.ndim]
     spot = first(name, array[sample, t], dims[2:], limit)
     assert spot is not None
-    return Spot(name, {"sample": sample, "time": t, **spot.index}, spot.value)
+    return NonfiniteValue(name, {"sample": sample, "time": t, **spot.index}, spot.value)
 
 
-def first_backward(run: Replay, swept: Adjoint, direct: Mapping[str, Values], limit: float) -> Spot | None:
+def first_backward(run: Replay, swept: Adjoint, direct: Mapping[str, Values], limit: float) -> NonfiniteValue | None:
     """The first in order of the sweep: from the last step; within a step direct gradient, states, gates, input.
 
     ``direct``: (sample, time, unit) gradients from above, by name.
@@ -137,7 +137,7 @@ class Term:
         return f"{self.source} {self.operand:.3g} at {dim} {self.position} times {by} {self.weight:.3g}"
 
 
-def largest_term(run: Replay, spot: Spot) -> Term | None:
+def largest_term(run: Replay, spot: NonfiniteValue) -> Term | None:
     """The largest product in the pre-activation at a spot: of an input with the kernel, or of the state before.
 
     None where the cell's pre-activation is no such sum.

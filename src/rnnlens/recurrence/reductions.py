@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, namespace
-from .inplace import Workspace
+from .arrays import Array, Workspace, namespace
 
 
 def frobenius(block: Array) -> Array:

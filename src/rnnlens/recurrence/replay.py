@@ -1,71 +1,68 @@
-"""What a recurrent call did, step by step: the record from which every sweep starts.
+"""Replay of a recurrent call: its states and gates at all steps, recomputed from what an adapter captured.
 
-Arrays are sample-first and chronological. ``order`` says which way the recurrence ran; no array is ever turned round.
+Arrays are sample-first and chronological. ``order`` is the direction of the recurrence; no array is ever reversed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 from array_api_compat import array_namespace, device
 
+from ..errors import UnsupportedError, message, no_function_of_its_own
 from .arrays import Array, Namespace
-from .cells import Cell, Record, StepCell
+from .cells import Cell, StepCell
+from .linear import System
 from .parallel import for_each, sample_chunks
-from .repeats import refuse_another_function, refuse_other_ends, refuse_other_equations, refuse_other_states
+from .trajectory import UNSCALED, Record, Scales, Trajectory, carried, scale_of_samples, shift
 
-
-class Scales(NamedTuple):
-    """What dropout multiplies input and state with: (sample, n) or (gate, sample, n) each, None without."""
-
-    input: Array | None = None
-    state: Array | None = None
-
-
-#: Without dropout.
-UNSCALED = Scales()
+#: Replayed by the same operations, no cell is off by as much from rounding alone, unless it amplifies it through time.
+_ROUNDING = {"float64": 1e-8, "float32": 1e-2}
 
 
 @dataclass
-class Replay:
-    """One recurrent layer (one direction of it) on one batch.
+class Replay(Trajectory):
+    """A recurrent call, replayed: its trajectory with the cell that it belongs to.
 
     Attributes
     ----------
-    states : one (sample, time, size) array per state, after step t
-    record : gates of all steps, (sample, time, gate, unit); None where the framework runs the cell
-    step_output : (sample, time, unit) or None
-        What a cell of the framework put out at each step before masking; None where the output is the first state.
     residual
         Largest difference between what was recomputed and what the framework returned, relative to the latter's
         largest magnitude.
     """
 
-    cell: Cell
-    xp: Namespace
-    input: Array
-    initial_state: tuple[Array, ...]
-    states: tuple[Array, ...]
-    record: Record | None = None
-    step_output: Array | None = None
-    mask: Array | None = None
-    order: Literal["forward", "backward"] = "forward"
-    input_scale: Array | None = None
-    state_scale: Array | None = None
+    cell: Cell = field(kw_only=True)
     residual: float = 0.0
 
     @property
     def preactivation(self) -> Array | None:
         """(sample, time, gate, unit), None where no gates are known."""
-        return None if self.record is None or not self.cell.gates else self.record.preactivation
+        return super().preactivation if self.cell.gates else None
 
     @property
     def gates(self) -> Array | None:
         """(sample, time, gate, unit), None where no gates are known."""
-        return None if self.record is None or not self.cell.gates else self.record.gates
+        return super().gates if self.cell.gates else None
+
+    @property
+    def output_is_state(self) -> bool:
+        """Whether the cell returns one of its states, as most do, so that dL/dy_t belongs to dL/ds_t.
+
+        Equal values do not prove it: in ``h + gain * x`` the gain may be zero just now.
+        """
+        return self.step_output is None or self.cell.output_is_state
+
+    @property
+    def output_state(self) -> int:
+        """Index of the state that the layer's output is. A cell's own output comes after its states."""
+        return self.cell.output_state if self.output_is_state else len(self.states)
+
+    def linear_system(self, masked_output: str = "state") -> System:
+        """Linearise the recurrence; the layer's output is among its states (see :attr:`output_state`)."""
+        return self.cell.linear_system(self, masked_output)
 
     @classmethod
     def from_call(cls, call: Any) -> Replay:
@@ -132,39 +129,6 @@ class Replay:
             output = carried(self.step_output[:, t, :], old, self.mask[:, t], self.xp)
         return output
 
-    def of_samples(self, some: slice) -> Replay:
-        """The same run, of some of its samples; views, where the library has them."""
-        return replace(
-            self,
-            input=self.input[some, ...],
-            initial_state=tuple(s[some, ...] for s in self.initial_state),
-            states=tuple(s[some, ...] for s in self.states),
-            record=None if self.record is None else self.record.at((some, ...)),
-            step_output=None if self.step_output is None else self.step_output[some, ...],
-            mask=None if self.mask is None else self.mask[some, ...],
-            input_scale=_of_samples(self.input_scale, some),
-            state_scale=_of_samples(self.state_scale, some),
-        )
-
-    def steps(self, *, reverse: bool = False) -> Iterator[int]:
-        """Time indices in the order in which the recurrence ran, or against it."""
-        return steps(self.input.shape[1], self.order, reverse=reverse)
-
-    def state_before(self, t: int) -> tuple[Array, ...]:
-        """The states that step t started from: one (sample, size) array each."""
-        previous = t - 1 if self.order == "forward" else t + 1
-        if 0 <= previous < self.input.shape[1]:
-            return tuple(s[:, previous, :] for s in self.states)
-        return self.initial_state
-
-    def states_before(self) -> tuple[Array, ...]:
-        """The states that each step started from: one (sample, time, size) array each."""
-        return tuple(self.before(state) for state in range(len(self.states)))
-
-    def before(self, state: int) -> Array:
-        """One of :meth:`states_before`, by its index."""
-        return shift(self.states[state], self.initial_state[state], self.order, self.xp)
-
 
 def _constant_put_in(call: Any, run: Replay, last: Array) -> Array:
     """The last output, (sample, unit), zero where the framework returned that for it."""
@@ -179,20 +143,6 @@ def _output_is_hidden(call: Any, xp: Namespace) -> bool:
     if not call.returns_sequences or call.mask is None or call.output_from_state is None:
         return bool(call.returns_sequences)
     return bool(xp.all(call.output_from_state | ~call.mask))
-
-
-def steps(count: int, order: str, *, reverse: bool = False) -> Iterator[int]:
-    """Time indices 0 ... count-1 in the order of a recurrence, or against it."""
-    chronological = (order == "forward") != reverse
-    return iter(range(count) if chronological else range(count - 1, -1, -1))
-
-
-def shift(after: Array, initial: Array, order: str, xp: Namespace) -> Array:
-    """States after each step to states before each step."""
-    first = initial[:, None, :]
-    if order == "forward":
-        return xp.concat([first, after[:, :-1, :]], axis=1)
-    return xp.concat([after[:, 1:, :], first], axis=1)
 
 
 def replay(
@@ -215,18 +165,13 @@ def replay(
         (``Cell.at_once``), and only what is element-wise runs step by step. Not looked at where steps are masked.
     """
     xp = array_namespace(x)
-    run = Replay(cell, xp, x, tuple(initial_state), (), None, None, mask, order, *scales)
+    run = Replay(xp, x, tuple(initial_state), (), None, None, mask, order, scales.input, scales.state, cell=cell)
     if hidden is None or not cell.at_once:
         _replay_in_sequence(run)
         run.residual = 0.0 if hidden is None else residual(run.states[0], hidden, mask, xp)
     else:
         _replay_at_once(run, hidden)
     return run
-
-
-def carried(new: Array, old: Array, mask_t: Array | None, xp: Namespace) -> Array:
-    """A state after a step: the new one where the step is real, the old one where it is masked."""
-    return new if mask_t is None else xp.where(mask_t[:, None], new, old)
 
 
 def _replay_in_sequence(run: Replay) -> None:
@@ -269,7 +214,7 @@ def _gates_at_once(run: Replay, hidden: Array) -> Record:
     inner = xp.empty_like(z[:, :, 0, :]) if cell.keeps_inner else None
 
     def work(some: slice) -> None:
-        scales = [_of_samples(scale, some) for scale in (run.input_scale, run.state_scale)]
+        scales = [scale_of_samples(scale, some) for scale in (run.input_scale, run.state_scale)]
         projected = cell.project(run.input[some, ...], scales[0], xp)
         before = shift(hidden[some, ...], run.initial_state[0][some, ...], run.order, xp)
         part = cell.all_gates(projected, before, scales[1], xp)
@@ -292,12 +237,6 @@ def _one_step_residual(run: Replay) -> float:
         difference, magnitude = distance(recomputed, run.states[0][some, ...], mask, xp)
         worst, largest = max(worst, difference), max(largest, magnitude)
     return worst / (largest or 1.0)
-
-
-def _of_samples(scale: Array | None, some: slice) -> Array | None:
-    if scale is None:
-        return None
-    return scale[some, ...] if len(scale.shape) == 2 else scale[:, some, :]
 
 
 def _fill_masked(hidden: Array, run: Replay) -> Array:
@@ -379,7 +318,7 @@ def replay_custom(
 ) -> Replay:
     """Step a cell of unknown equations through time by asking the framework; the record of its states and outputs."""
     xp = array_namespace(x)
-    run = Replay(cell, xp, x, tuple(initial_state), (), None, None, mask, order)
+    run = Replay(xp, x, tuple(initial_state), (), None, None, mask, order, cell=cell)
     state = run.initial_state
     states: list[tuple[Array, ...]] = []
     outputs: list[Array] = []
@@ -394,3 +333,82 @@ def replay_custom(
     run.states = tuple(xp.stack(list(column), axis=1) for column in zip(*states, strict=True))
     run.step_output = xp.stack(outputs, axis=1)
     return run
+
+
+def refuse_another_function(call: Any, off: float) -> None:
+    """Judge by ``off``, the residual of the step that the recurrence took first, which nothing before it has amplified.
+
+    Half precision is left to the self-checks.
+
+    Raises
+    ------
+    UnsupportedError
+        If the cell read what was only there while its model ran: an attribute set by ``call``, the training flag.
+    """
+    if _is_beyond_rounding(call, off):
+        cell = f"The cell of {call.layer!r}"
+        raise UnsupportedError(no_function_of_its_own(cell, f"outputs that differ by {off:.2g} (relative)"))
+
+
+def refuse_other_equations(call: Any, off: float) -> None:
+    """Judge the equations that a user registered, likewise.
+
+    Raises
+    ------
+    UnsupportedError
+        If the layer returned something else than they give.
+    """
+    if _is_beyond_rounding(call, off):
+        cell = call.cell
+        raise UnsupportedError(
+            message(
+                f"The equations of {type(cell).__name__} are not those of {cell.registered_for} in {call.layer!r}.",
+                got=f"outputs that differ by {off:.2g} (relative)",
+                expected="what the layer itself returns",
+                hint="compare step with the layer's own; the order of gates and weights= in rl.cells.register",
+            )
+        )
+
+
+def refuse_other_ends(call: Any, off: float, off_at_the_end: float) -> None:
+    """Judge the states after the last step, where the outputs on the way there are right.
+
+    Raises
+    ------
+    UnsupportedError
+        If the layer returned them in another order, or others.
+    """
+    if _is_beyond_rounding(call, off_at_the_end) and not _is_beyond_rounding(call, off):
+        raise UnsupportedError(
+            message(
+                f"{type(call.cell).__name__} has other states than {call.cell.registered_for} in {call.layer!r}.",
+                got=f"states after the last step that differ by {off_at_the_end:.2g} (relative)",
+                expected=f"{', '.join(call.cell.states)}, in this order",
+                hint="the layer's states in the order of its cell, its output first",
+            )
+        )
+
+
+def refuse_other_states(call: Any) -> None:
+    """Refuse a layer whose states are not those of its cell.
+
+    Raises
+    ------
+    UnsupportedError
+        If their number or sizes differ.
+    """
+    sizes = tuple(int(s.shape[-1]) for s in call.initial_state)
+    if call.cell.registered_for and sizes != tuple(call.cell.state_sizes):
+        raise UnsupportedError(
+            message(
+                f"{type(call.cell).__name__} has other states than {call.cell.registered_for} in {call.layer!r}.",
+                got=f"states of sizes {sizes}",
+                expected=f"{', '.join(call.cell.states)} of sizes {tuple(call.cell.state_sizes)}",
+                hint="the layer's states in the order of its cell, its output first; state_sizes in the class",
+            )
+        )
+
+
+def _is_beyond_rounding(call: Any, off: float) -> bool:
+    bound = _ROUNDING.get(str(call.compute_dtype or call.output.dtype).rpartition(".")[2])
+    return bound is not None and not off <= bound

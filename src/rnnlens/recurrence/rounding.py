@@ -16,9 +16,9 @@ from typing import Any, cast
 import numpy as np
 from array_api_compat import device
 
-from .adjoint import Adjoint
 from .arrays import Array
-from .replay import Replay, Scales, distance, replay, replay_custom
+from .replay import Replay, distance, replay, replay_custom
+from .trajectory import Adjoint, Scales
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,31 @@
-"""The reverse sweep: rows of cotangents walk against the recurrence, all of them through every step."""
+"""The reverse sweep: rows of cotangents go against the recurrence, through every step or in blocks of steps.
+
+Blocks are for more rows than the state has numbers. Rows that were alive before a block reach the steps within it only
+through the state at the block's end. So the unit vectors of that state, S of them, are swept through the block instead.
+They leave M_k = Phi(end, k) B_k at each input and Phi(end, start) at the state before the block; all other rows R
+follow with two large products, dx_k = R M_k and R Phi. Operations per row and step fall from S (C + F) to S F + S^2 /
+L, where C of the S + F columns of a step's product are the state before. It is the same sum of products in another
+order of multiplication, which is free to choose (Griewank, Walther 2008, doi:10.1137/1.9780898717761, chapter 10).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from .arrays import Array
-from .inplace import Workspace
-from .linear import Step, System, state_columns, walk
-from .pruning import Pruning
-from .sources import Source
-from .sweep_parts import BLOCK_BUDGET, FLUSH_EVERY, Cost, Sink, Taps, elements
+import numpy as np
+
+from .arrays import Array, Workspace
+from .linear import LinearStep, System, state_columns, walk
+from .sweep_rows import BLOCK_BUDGET, FLUSH_EVERY, Cost, NoPruning, Pruning, RowSink, RowSource, Taps, elements
+from .trajectory import steps
+
+#: Lengths of block to choose from.
+LENGTHS = (4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128)
+
+#: Blocks are used where they save at least this share of the operations: each also costs calls and memory.
+LEAST_SAVING = 0.1
 
 
 class ReverseSweep:
@@ -21,7 +37,7 @@ class ReverseSweep:
     def __init__(
         self,
         system: System,
-        source: Source,
+        source: RowSource,
         taps: Taps,
         samples: slice,
         pruning: Pruning,
@@ -75,7 +91,7 @@ class ReverseSweep:
             self._hand_state(sink, -1, state, None)
         return self.cost
 
-    def _enter(self, t: int, step: Step) -> None:
+    def _enter(self, t: int, step: LinearStep) -> None:
         """Let new rows in, add what the source has at this step, and bring all to their totals."""
         first = self.source.first(t)
         entering = slice(first, self.start)
@@ -96,7 +112,7 @@ class ReverseSweep:
         """Rows alive, and the probes behind them."""
         return self.old[:, self.start : self.stop + self.pruning.probes_alive, columns]
 
-    def _step(self, step: Step, with_input: bool) -> None:
+    def _step(self, step: LinearStep, with_input: bool) -> None:
         """One step back: [rows] to [states before | dx]."""
         stop = self.stop + self.pruning.probes_alive
         width = self.width if with_input else self.system.rows
@@ -105,19 +121,197 @@ class ReverseSweep:
         self.cost.flops += (stop - self.start) * self.per_row[with_input]
         self.old, self.new = self.new, self.old
 
-    def _hand_out(self, t: int, step: Step) -> None:
+    def _hand_out(self, t: int, step: LinearStep) -> None:
         """What is wanted of the rows before they go through the step."""
         for state, sink in self.taps.states.items():
             self._hand_state(sink, t, state, step)
 
-    def _hand_state(self, sink: Sink, t: int, state: int, step: Step | None) -> None:
+    def _hand_state(self, sink: RowSink, t: int, state: int, step: LinearStep | None) -> None:
         """The rows at one state as a step produces it, or as it was initially."""
         rows, columns = self._alive(self.whole), self.columns[state]
         self._give(sink, t, rows[:, :, columns] if step is None else step.produced(rows, state, columns))
 
-    def _give(self, sink: Sink, t: int, values: Array) -> None:
+    def _give(self, sink: RowSink, t: int, values: Array) -> None:
         """Hand rows to a sink, and what is left of pruned ones."""
         alive = self.stop - self.start
         sink.take(t, self.start, values[:, :alive])
         if int(values.shape[1]) > alive:
             sink.residue(t, values[:, alive:])
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a reverse sweep is cut: steps per block (0: not at all), and multiplications per sample."""
+
+    length: int
+    products: float
+
+
+def plan_blocks(system: System, alive: Sequence[int] | np.ndarray[Any, Any], features: int) -> Blocks:
+    """The cheapest length of block.
+
+    Parameters
+    ----------
+    alive : (step,)
+        Rows alive at each step of the sweep, in its order; they never become fewer.
+    features
+        Numbers per row handed out at each step.
+    """
+    rows = np.asarray(alive, dtype=np.float64)
+    per_row = float(system.multiplications(features > 0))
+    plain = float(rows.sum()) * per_row
+    best = Blocks(0, plain)
+    if rows.size == 0 or rows[-1] <= system.rows:
+        return best
+    for length in (n for n in LENGTHS if n < rows.size):
+        entries = np.arange(0, rows.size, length)
+        carried = np.concatenate([[0.0], rows[entries[1:] - 1]])
+        sizes = np.diff(np.append(entries, rows.size))
+        own = float(rows.sum() - (carried * sizes).sum())
+        units = float(system.rows * sizes[carried > 0].sum())
+        moved = float((carried * (features * sizes + system.rows)).sum()) * system.rows
+        cost = (own + units) * per_row + moved
+        if cost < min(best.products, (1 - LEAST_SAVING) * plain):
+            best = Blocks(length, cost)
+    return best
+
+
+class BlockedSweep:
+    """One reverse sweep, block by block. Hands out what leaves at the input and at the initial state."""
+
+    def __init__(self, system: System, source: RowSource, taps: Taps, samples: slice, length: int) -> None:
+        self.system, self.source, self.taps, self.samples = system, source, taps, samples
+        self.work: Workspace = system.work
+        self.length = length
+        self.count = len(range(*samples.indices(system.batch)))
+        self.first = source.count
+        self.carried = self.work.empty(self.count, 0, system.rows)
+        self.cost = Cost()
+
+    def run(self, progress: Callable[[], None] | None) -> Cost:
+        """All blocks down to the last step of interest."""
+        system, wanted = self.system, self.taps.steps
+        order = list(steps(system.time, system.order, reverse=True))
+        left = None if wanted is None or self.taps.initial else len(wanted)
+        for start in range(0, system.time, self.length):
+            block = order[start : start + self.length]
+            self._block(block, progress)
+            if left is not None:
+                left -= sum(self.taps.wants(t) for t in block)
+                if left == 0:
+                    break
+        for state, sink in self.taps.initial.items():
+            sink.take(-1, self.first, self.carried[:, :, state_columns(system, state)])
+        return self.cost
+
+    def _block(self, steps: Sequence[int], progress: Callable[[], None] | None) -> None:
+        """Sweep the block's own rows and the unit vectors, then take all others across at once."""
+        system, work, older = self.system, self.work, int(self.carried.shape[1])
+        units = system.rows if older else 0
+        lowest = self.source.first(steps[-1])
+        own = self.first - lowest
+        kept = [t for t in steps if self.taps.wants(t)] if self.taps.input is not None else []
+        window = _Window(self.source, system, steps[0], lowest, self.first, units)
+        across = work.empty(self.count, units, len(kept), system.features)
+        inner = Taps()
+        if self.taps.input is not None:
+            places = {t: i for i, t in enumerate(kept)}
+            inner = Taps(_Split(self.taps.input, lowest, own, across, places), steps=frozenset(kept))
+        sweep = ReverseSweep(system, window, inner, self.samples, NoPruning(), steps)
+        cost = sweep.run(progress)
+        rows = work.empty(self.count, own + older, system.rows)
+        rows[:, :own] = sweep.left[:, :own]
+        if older:
+            self._hand_out(kept, across)
+            work.matmul(self.carried, sweep.left[:, own:], rows[:, own:])
+            self.cost.flops += 2.0 * self.count * older * system.rows * system.rows
+            work.flush(rows[:, own:])
+        held = (rows, self.carried, across)
+        self.cost.flops += cost.flops
+        self.cost.buffer_bytes = max(
+            self.cost.buffer_bytes, cost.buffer_bytes + sum(map(elements, held)) * work.itemsize
+        )
+        self.carried, self.first = rows, lowest
+
+    def _hand_out(self, kept: list[int], across: Array) -> None:
+        """The older rows at the inputs, as many steps in one product as leave it no wider than the state."""
+        system, work, older = self.system, self.work, int(self.carried.shape[1])
+        at_once = max(1, system.rows // max(1, system.features))
+        for start in range(0, len(kept), at_once):
+            steps = kept[start : start + at_once]
+            width = len(steps) * system.features
+            into = work.xp.reshape(across[:, :, start : start + len(steps)], (self.count, system.rows, width))
+            moved = work.empty(self.count, older, width)
+            work.matmul(self.carried, into, moved)
+            self.cost.flops += 2.0 * self.count * older * system.rows * width
+            for i, t in enumerate(steps):
+                values = moved[:, :, i * system.features : (i + 1) * system.features]
+                self.taps.input.take(t, self.first, values)  # type: ignore[union-attr]
+
+
+@dataclass
+class _Window:
+    """The rows of a source that enter within a block, and behind them the unit vectors of the state at its end."""
+
+    source: RowSource
+    system: System
+    entry: int
+    lowest: int
+    stop: int
+    units: int
+
+    def __post_init__(self) -> None:
+        self.group = self.source.group
+        self.own = self.stop - self.lowest
+        self.count = self.own + self.units
+
+    @property
+    def lasting(self) -> bool:
+        """Only sources that enter once are cut into blocks."""
+        return False
+
+    def first(self, t: int) -> int:
+        """As in the source, counted from the block's lowest row."""
+        return self.source.first(t) - self.lowest
+
+    def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
+        """The source's rows; at the block's end also the unit vectors."""
+        entering = min(stop, self.own)
+        found = self.source.parts(t, first + self.lowest, entering + self.lowest, samples)
+        if t != self.entry or not self.units:
+            return found
+        work = self.system.work
+        unit = work.eye(self.units)
+        whole = {}
+        for state in range(len(self.system.state_sizes)):
+            columns = state_columns(self.system, state)
+            part = found.get(state)
+            size = columns.stop - columns.start
+            rows = work.zeros(1 if part is None else int(part.shape[0]), stop - first, size)
+            if part is not None:
+                rows[:, : entering - first] = part
+            rows[:, entering - first :] = unit[:, columns]
+            whole[state] = rows
+        return whole
+
+
+@dataclass
+class _Split:
+    """Hands the block's own rows on, and keeps what the unit vectors bring: (sample, unit, step, feature)."""
+
+    sink: RowSink
+    lowest: int
+    own: int
+    across: Array
+    places: Mapping[int, int]
+
+    def take(self, t: int, first: int, values: Array) -> None:
+        """Rows ``first ... own - 1`` are the source's."""
+        own = self.own - first
+        if own:
+            self.sink.take(t, first + self.lowest, values[:, :own])
+        if self.across.shape[1]:
+            self.across[:, :, self.places[t]] = values[:, own:]
+
+    def residue(self, t: int, values: Array) -> None:
+        """Nothing is pruned."""

@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 
 from .arrays import Array, namespace
-from .linear import Pattern, Step, System
-from .pruning import Pruning
+from .linear import LinearStep, Pattern, System
 from .reductions import Collector, frobenius, total
-from .sources import Units
-from .sweep_parts import Cost, Sink, Taps
 from .sweep_reverse import ReverseSweep
+from .sweep_rows import Cost, Pruning, RowSink, Taps, Units
 
 #: Numbers that are put together at a time, of several groups.
 _AT_ONCE = 2**18
@@ -42,15 +40,15 @@ class UnitSweep(ReverseSweep):
         self.pruning.dropped = self.pruning.dropped * self.units // self.pattern.count
         return cost
 
-    def _hand_out(self, t: int, step: Step) -> None:
+    def _hand_out(self, t: int, step: LinearStep) -> None:
         super()._hand_out(t, step)
         if self.into is not None:
             self._give_units(self.into, t, step.input_matrix(), None)
 
-    def _hand_state(self, sink: Sink, t: int, state: int, step: Step | None) -> None:
+    def _hand_state(self, sink: RowSink, t: int, state: int, step: LinearStep | None) -> None:
         self._give_units(sink, t, None, self.columns[state])
 
-    def _give_units(self, sink: Sink, t: int, matrix: Array | None, columns: slice | None) -> None:
+    def _give_units(self, sink: RowSink, t: int, matrix: Array | None, columns: slice | None) -> None:
         rows, alive = self._alive(self.whole), self.stop - self.start
         by_colour = (self.count, alive // self.pattern.count, self.pattern.count, self.system.rows)
         grouped = self.work.xp.reshape(rows[:, :alive], by_colour)
@@ -77,7 +75,7 @@ class UnitRows:
     matrix: Array | None
     columns: slice | None
 
-    def hand(self, sink: Sink, t: int, first: int) -> int:
+    def hand(self, sink: RowSink, t: int, first: int) -> int:
         """Give a sink the groups from ``first`` on, reduced where that needs no blocks; numbers made per entry."""
         if isinstance(sink, Collector):
             if t not in sink.steps or not int(self.rows.shape[1]):

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, Port, RecurrentCall
 from ..arguments import anything, checked, number
-from .reference import bptt, weight_gradients
+from .reference import bptt, through_hidden, weight_gradients
 
 
 @checked(adapter=anything, model=anything, batch=anything, rtol=number(above=0))
@@ -169,15 +169,13 @@ def _weight_gradients(call: RecurrentCall) -> Any:
         before.append(np.concatenate(parts, axis=1))
         cotangents.append(reference.state_grads[i])
     if len(cotangents) == 2:
-        cotangents[1] = _without_path_through_hidden(call, reference)
+        cotangents[1] = _without_paththrough_hidden(call, reference)
     mask = None if call.mask is None else np.asarray(call.mask)
     return weight_gradients(call.cell, np.asarray(call.input, dtype=float), before, cotangents, mask=mask)
 
 
-def _without_path_through_hidden(call: RecurrentCall, reference: Any) -> Any:
+def _without_paththrough_hidden(call: RecurrentCall, reference: Any) -> Any:
     """Lambda of c: dL/dc_t less what reaches it through h_t of the same step."""
-    from .reference import _through_hidden
-
     backward, steps = call.direction == "backward", call.input.shape[1]
     bare = reference.state_grads[1].copy()
     for b, t in np.ndindex(*call.input.shape[:2]):
@@ -189,7 +187,7 @@ def _without_path_through_hidden(call: RecurrentCall, reference: Any) -> Any:
             np.asarray(call.initial_state[i][b], dtype=float) if outside else s[b, at]
             for i, s in enumerate(reference.states)
         ]
-        through = _through_hidden(call.cell, np.asarray(call.input[b, t], dtype=float), before)
+        through = through_hidden(call.cell, np.asarray(call.input[b, t], dtype=float), before)
         bare[b, t] -= through.T @ reference.state_grads[0][b, t]
     return bare
 

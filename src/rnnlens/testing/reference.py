@@ -184,7 +184,7 @@ def bptt(
         for t, before in zip(order[::-1], trajectory[::-1], strict=True):
             lam[: sizes[0]] += output_grad[b, t]
             real = mask is None or bool(mask[b, t])
-            through = _through_hidden(cell, x[b, t], before) if real and "cell" in cell.states else None
+            through = through_hidden(cell, x[b, t], before) if real and "cell" in cell.states else None
             _store(grads, lam, (b, t), through)
             if real:
                 a, into = step_jacobians(cell, x[b, t], before)
@@ -204,7 +204,7 @@ def _store(grads: list[Matrix], lam: Matrix, at: tuple[int, int], through: Matri
         grads[1][at] += through.T @ parts[0]
 
 
-def _through_hidden(cell: Any, x: Matrix, before: Sequence[Matrix]) -> Matrix:
+def through_hidden(cell: Any, x: Matrix, before: Sequence[Matrix]) -> Matrix:
     """dh_t/dc_t (unit_in, unit) within one step, gates held fixed."""
     act, rec = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation]
     n = cell.units

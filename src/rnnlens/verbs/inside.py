@@ -15,10 +15,9 @@ import numpy as np
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port, RecurrentCall
 from ..autodiff.tensors import like
 from ..errors import LayerNotFoundError, ModelError, message
-from ..recurrence.adjoint import Adjoint
-from ..recurrence.cells.cell import at_real_steps
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed
+from ..recurrence.trajectory import Adjoint
 from ..results.schema import to_host
 from ..typing import Array
 from .host import on_host
@@ -205,7 +204,7 @@ def _gradient(half: Half, result: Adjoint, name: TensorName) -> Array:
     if name.what == "gate_preactivation":
         return to_host(result.gate_grad)
     if name.what == "gates":
-        return to_host(at_real_steps(half.run, half.run.cell.gate_gradient(half.run, result)))
+        return to_host(half.run.at_real_steps(half.run.cell.gate_gradient(half.run, result)))
     return _pick(half, result.state_grads[name.index], name)
 
 

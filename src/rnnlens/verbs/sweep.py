@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..adapters.protocol import RecurrentCall
-from ..recurrence.adjoint import Adjoint, adjoint, probed, weight_gradients
-from ..recurrence.adjoint_custom import (
+from ..recurrence.adjoint import (
+    adjoint,
     adjoint_custom,
     custom_weight_gradients,
-    output_is_state,
+    probed,
     unmasked_output_cotangent,
+    weight_gradients,
 )
 from ..recurrence.cells import affine
 from ..recurrence.cells.cell import has_gates
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import replay_sensitivity
+from ..recurrence.trajectory import Adjoint
 from ..results.checks import CEILING, REPLAY, Check, epsilon, rounding_bound
 from ..typing import Array
 
@@ -117,7 +119,7 @@ def _place_output(
         return states, None
     spread = output_grad if call.returns_sequences else _at_last_step(run, output_grad)
     index = call.cell.output_state
-    if output_is_state(run):
+    if run.output_is_state:
         if call.output_from_state is not None:
             spread = run.xp.where(call.output_from_state[:, :, None], spread, run.xp.zeros_like(spread))
         states[index] = spread

@@ -10,7 +10,7 @@ import xarray as xr
 from torch import nn
 
 import rnnlens as rl
-from rnnlens.recurrence.sweep_blocked import BlockedSweep
+from rnnlens.recurrence.sweep_reverse import BlockedSweep
 from rnnlens.settings import Progress
 from rnnlens.verbs.time_jacobian import plan as planning
 

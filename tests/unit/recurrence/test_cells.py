@@ -14,7 +14,8 @@ from rnnlens.errors import UnsupportedError
 from rnnlens.recurrence.adjoint import adjoint, probed, weight_gradients
 from rnnlens.recurrence.cells import Cell, IndRNN, SimpleRNN
 from rnnlens.recurrence.parallel import large_parts, walk_parts
-from rnnlens.recurrence.replay import Scales, distance, replay
+from rnnlens.recurrence.replay import distance, replay
+from rnnlens.recurrence.trajectory import Scales
 from rnnlens.testing import reference
 
 BATCH, TIME, FEATURES, UNITS = 2, 4, 2, 3

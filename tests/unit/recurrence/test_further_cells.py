@@ -7,7 +7,6 @@ import torch
 
 from rnnlens.recurrence import cells
 from rnnlens.recurrence.adjoint import adjoint, probed, weight_gradients
-from rnnlens.recurrence.linear_cells import linear_system
 from rnnlens.recurrence.replay import replay
 
 BATCH, TIME, FEATURES, UNITS = 2, 4, 2, 3
@@ -163,7 +162,7 @@ def test_the_linear_system_is_that_of_the_complex_step(name, masked):
     cell = make(name)
     x, start, _, mask = problem(cell, masked)
     run = replay(cell, x, tuple(start), mask=mask)
-    system = linear_system(run)
+    system = run.linear_system()
     steps = system.build(0, TIME, slice(0, BATCH), inputs=True)
     total, cuts = sum(cell.state_sizes), np.cumsum(cell.state_sizes)[:-1]
     for t in range(TIME):
@@ -192,7 +191,7 @@ def test_the_linear_system_is_that_of_the_complex_step(name, masked):
 def test_diagonal_recurrences_never_build_a_matrix(name):
     cell = make(name)
     x, start, _, _ = problem(cell, False)
-    system = linear_system(replay(cell, x, tuple(start)))
+    system = replay(cell, x, tuple(start)).linear_system()
     states = sum(cell.state_sizes)
     assert system.numbers(False) <= states
     assert system.pattern(0) is not None

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from rnnlens.recurrence.cells.linearise import UnitVectorSystem
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
 from rnnlens.recurrence.linear import state_columns
-from rnnlens.recurrence.linear_cells import BasisSystem, linear_system
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
-from rnnlens.recurrence.replay import Scales, replay
-from rnnlens.recurrence.sources import Field, Points
-from rnnlens.recurrence.sweep_blocked import BlockedSweep, plan_blocks
+from rnnlens.recurrence.replay import replay
+from rnnlens.recurrence.sweep_reverse import BlockedSweep, plan_blocks
+from rnnlens.recurrence.sweep_rows import FieldRows, PointRows
+from rnnlens.recurrence.trajectory import Scales
 
 B, T, F, H = 2, 5, 3, 4
 KINDS = ("lstm", "gru_after", "gru_before", "simple_rnn", "lstm_projected", "lstm_softmax", "gru_softmax")
@@ -57,7 +58,7 @@ def make_run(kind, order="forward", masked=False, dropout=None, engine="numpy", 
 
 def dense_chain(run):
     """State after t by input at k, by state after k, and by the initial state, as plain products: all (..., S, ...)."""
-    block = BasisSystem(run).build(0, T, slice(None), inputs=True)
+    block = UnitVectorSystem(run.cell, run).build(0, T, slice(None), inputs=True)
     product = np.asarray(block.product)
     size = sum(int(s.shape[-1]) for s in run.states)
     A, N = np.swapaxes(product[..., :size], 0, 1), np.swapaxes(product[..., size:], 0, 1)
@@ -81,10 +82,10 @@ def close(a, b, bound=1e-12):
 
 
 def reverse_full(run, state, tap, times=range(T), reduce=None):
-    system = linear_system(run)
+    system = run.linear_system()
     size = system.state_sizes[state]
     order = "forward" if run.order == "forward" else "backward"
-    source = Points(list(times), {state: system.work.eye(size)[None, None]}, order)
+    source = PointRows(list(times), {state: system.work.eye(size)[None, None]}, order)
     width = F if tap == "input" else system.state_sizes[tap]
     sink = Collector(
         system.work, Extent(B, len(times), size, width), {t: t for t in range(T)}, Reduction(REDUCTIONS.get(reduce))
@@ -106,7 +107,7 @@ def test_reverse_and_forward_sweeps_equal_the_plain_product_chain(kind, order, m
     hidden = int(run.states[0].shape[-1])
     close(reverse_full(run, 0, "input")[0], by_input[:, :, :hidden])
 
-    system = linear_system(run)
+    system = run.linear_system()
     sink = Collector(system.work, Extent(B, T, F, hidden), {t: t for t in range(T)}, swapped=True)
     forward(system, Entrances("input", range(T)), {0: sink}, frozenset(range(T)))
     got = system.work.numpy(sink.result)  # (sample, out_time, youngest group, feature, unit)
@@ -115,7 +116,7 @@ def test_reverse_and_forward_sweeps_equal_the_plain_product_chain(kind, order, m
     close(chronological.transpose(0, 1, 4, 2, 3), by_input[:, :, :hidden])
 
     initial = Collector(system.work, Extent(B, T, hidden, system.state_sizes[-1]), {-1: 0})
-    source = Points(range(T), {0: system.work.eye(hidden)[None, None]}, order)
+    source = PointRows(range(T), {0: system.work.eye(hidden)[None, None]}, order)
     reverse(system, source, Taps(initial={len(run.states) - 1: initial}))
     got = system.work.numpy(initial.result)[:, 0, np.argsort(source.sequence)]
     close(got, by_initial[:, :, :hidden, -system.state_sizes[-1] :])
@@ -130,8 +131,8 @@ def test_a_sweep_in_blocks_equals_the_plain_product_chain(kind, order, masked, d
     run = make_run(kind, order, masked, dropout, engine)
     by_input, _, by_initial = dense_chain(run)
     hidden, last = int(run.states[0].shape[-1]), len(run.states) - 1
-    system = linear_system(run)
-    source = Points(range(T), {0: system.work.eye(hidden)[None, None]}, order)
+    system = run.linear_system()
+    source = PointRows(range(T), {0: system.work.eye(hidden)[None, None]}, order)
     sink = Collector(system.work, Extent(B, T, hidden, F), {t: t for t in range(T)})
     initial = Collector(system.work, Extent(B, T, hidden, system.state_sizes[last]), {-1: 0})
     with system.work.quiet():
@@ -150,8 +151,8 @@ def test_a_sweep_in_blocks_equals_the_plain_product_chain(kind, order, masked, d
 def test_a_sweep_in_blocks_of_chosen_steps_and_samples(order, outs, ins, length):
     run = make_run("lstm", order)
     by_input, _, _ = dense_chain(run)
-    system = linear_system(run)
-    source = Points(outs, {0: system.work.eye(H)[None, None], 1: np.ones((1, 1, H, H))}, order)
+    system = run.linear_system()
+    source = PointRows(outs, {0: system.work.eye(H)[None, None], 1: np.ones((1, 1, H, H))}, order)
     sink = Collector(system.work, Extent(1, len(outs), H, F), {t: i for i, t in enumerate(ins)})
     taps = Taps(input=sink, steps=frozenset(ins))
     BlockedSweep(system, source, taps, slice(1, 2), length).run(None)
@@ -166,8 +167,8 @@ def test_reductions_inside_a_sweep_in_blocks(reduce, average):
     run = make_run("gru_after")
     found = []
     for length in (0, 2):
-        system = linear_system(run)
-        source = Points(range(T), {0: system.work.eye(H)[None, None]})
+        system = run.linear_system()
+        source = PointRows(range(T), {0: system.work.eye(H)[None, None]})
         places = {t: t for t in range(T)}
         sink = Collector(system.work, Extent(B, T, H, F), places, Reduction(REDUCTIONS.get(reduce), average=average))
         if length:
@@ -188,8 +189,8 @@ def test_blocks_are_chosen_by_their_cost_and_the_cost_is_what_was_done(kind, row
         rng.normal(size=(B, steps, F)),
         tuple(np.zeros((B, H)) for _ in range(2 if kind == "lstm" else 1)),
     )
-    system = linear_system(run)
-    source = Points(range(steps), {0: rng.normal(size=(1, 1, rows, H))})
+    system = run.linear_system()
+    source = PointRows(range(steps), {0: rng.normal(size=(1, 1, rows, H))})
     sink = Collector(system.work, Extent(B, steps, rows, F), {t: t for t in range(steps)})
     cost = reverse(system, source, Taps(input=sink))
     plan = plan_blocks(system, rows * np.arange(1, steps + 1), F)
@@ -205,7 +206,7 @@ def test_state_to_state_counts_the_path_of_c_through_h(kind, masked):
     run = make_run(kind, masked=masked)
     _, by_state, _ = dense_chain(run)
     sizes = [int(s.shape[-1]) for s in run.states]
-    system = linear_system(run)
+    system = run.linear_system()
     starts = np.cumsum([0, *sizes])
     for of, wrt in itertools.product(range(len(sizes)), repeat=2):
         expected = by_state[:, :, starts[of] : starts[of + 1], :, starts[wrt] : starts[wrt + 1]].copy()
@@ -267,18 +268,18 @@ def test_reductions_inside_the_sweep_equal_those_of_the_full_jacobian(kind, redu
 def test_a_field_of_cotangents_is_pulled_back_as_the_sum_of_its_points(kind, order):
     run = make_run(kind, order, masked=True)
     by_input = dense_chain(run)[0]
-    system, hidden = linear_system(run), int(run.states[0].shape[-1])
+    system, hidden = run.linear_system(), int(run.states[0].shape[-1])
     cotangents = np.random.default_rng(1).normal(size=(B, 7, T, hidden))
     field = np.zeros((B, 7, T, F))
-    reverse(system, Field({0: cotangents}), Taps(input=FieldCollector(field)))
+    reverse(system, FieldRows({0: cotangents}), Taps(input=FieldCollector(field)))
     close(field, np.einsum("brth,bthkf->brkf", cotangents, by_input[:, :, :hidden]))
 
 
 def test_chosen_steps_and_samples_only():
     run = make_run("lstm")
     by_input = dense_chain(run)[0]
-    system = linear_system(run)
-    source = Points([4, 1], {0: system.work.eye(H)[None, None]})
+    system = run.linear_system()
+    source = PointRows([4, 1], {0: system.work.eye(H)[None, None]})
     sink = Collector(system.work, Extent(1, 2, H, F), {3: 0, 1: 1})
     cost = reverse(system, source, Taps(input=sink, steps=frozenset((3, 1))), samples=slice(1, 2))
     close(np.moveaxis(sink.result, 1, 3), by_input[1:, [1, 4]][:, :, :H][:, :, :, [3, 1]])
@@ -295,6 +296,6 @@ def test_the_acausal_half_costs_nothing():
 
 @pytest.mark.parametrize("kind", ["lstm", "gru_after", "simple_rnn"])
 def test_state_columns_cover_every_state_once(kind):
-    system = linear_system(make_run(kind))
+    system = make_run(kind).linear_system()
     seen = sorted(i for s in range(len(system.state_sizes)) for i in range(*state_columns(system, s).indices(99)))
     assert seen == list(range(sum(system.state_sizes)))

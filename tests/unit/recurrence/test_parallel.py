@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from rnnlens.recurrence.inplace import Workspace
+from rnnlens.recurrence.arrays import Workspace
 from rnnlens.recurrence.parallel import (
     for_each,
     large_parts,

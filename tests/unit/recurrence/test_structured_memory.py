@@ -8,7 +8,7 @@ import pytest
 from rnnlens.recurrence import linear
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
-from rnnlens.recurrence.sources import Field, Points, Units
+from rnnlens.recurrence.sweep_rows import FieldRows, PointRows, Units
 
 T, F = 1000, 3
 
@@ -30,7 +30,7 @@ def adjoint(system):
         {0: FieldCollector(np.zeros_like(wanted))},
         {0: FieldCollector(np.zeros_like(wanted[:, :, :1]))},
     )
-    reverse(system, Field({0: wanted}), taps)
+    reverse(system, FieldRows({0: wanted}), taps)
 
 
 def norms(system, outs=range(0, T, 25)):
@@ -47,7 +47,7 @@ def projected(system, outs=range(0, T, 25)):
     """Jacobian of the mean over the units, by every step."""
     size = system.state_sizes[0]
     sink = Collector(system.work, Extent(1, len(outs), 1, F), {t: t for t in range(T)})
-    reverse(system, Points(outs, {0: np.full((1, 1, 1, size), 1 / size, dtype="float32")}), Taps(input=sink))
+    reverse(system, PointRows(outs, {0: np.full((1, 1, 1, size), 1 / size, dtype="float32")}), Taps(input=sink))
     return sink.result
 
 

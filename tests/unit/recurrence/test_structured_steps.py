@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from rnnlens.measures import lyapunov_spectrum
 from rnnlens.recurrence import linear
-from rnnlens.recurrence.inplace import Workspace
+from rnnlens.recurrence.arrays import Workspace
 from rnnlens.recurrence.jacobian import Entrances, Taps, forward, reverse
-from rnnlens.recurrence.pruning import Vanished
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
-from rnnlens.recurrence.sources import Field, Points, Units
-from rnnlens.recurrence.sweep_blocked import BlockedSweep
+from rnnlens.recurrence.sweep_reverse import BlockedSweep
+from rnnlens.recurrence.sweep_rows import FieldRows, PointRows, Units, Vanished
 
 B, T, F = 2, 5, 3
 STRUCTURES = ("diagonal", "complex", "per_head", "minus_rank_one", "output", "output_repeats", "dense")
@@ -190,7 +189,7 @@ def test_time_jacobians_both_ways_and_the_adjoint_against_unrolled_products(stru
     by_input, by_initial = unrolled(a, n, order)
     for state, size in enumerate(system.state_sizes):
         columns = linear.state_columns(system, state)
-        source = Points(range(T), {state: system.work.eye(size)[None, None]}, order)
+        source = PointRows(range(T), {state: system.work.eye(size)[None, None]}, order)
         sink, initial = (
             Collector(system.work, Extent(B, T, size, width), at)
             for width, at in ((F, {t: t for t in range(T)}), (size, {-1: 0}))
@@ -215,7 +214,7 @@ def test_a_field_of_cotangents_meets_the_inner_product_with_tangents(structure, 
     change, last = rng.normal(size=(B, T, F)), len(system.state_sizes) - 1
     cotangents = {s: rng.normal(size=(B, 1, T, size)) for s, size in enumerate(system.state_sizes)}
     pulled = np.zeros((B, 1, T, F))
-    reverse(system, Field(cotangents), Taps(input=FieldCollector(pulled)))
+    reverse(system, FieldRows(cotangents), Taps(input=FieldCollector(pulled)))
     entrances = Entrances("input", range(T), change[:, :, None, :])
     total = np.zeros(B)
     for s, size in enumerate(system.state_sizes):
@@ -233,7 +232,7 @@ def test_a_field_of_cotangents_meets_the_inner_product_with_tangents(structure, 
 def test_a_sweep_in_blocks(structure, length):
     system, a, n = make(structure, masked=True)
     size = system.state_sizes[0]
-    source = Points(range(T), {0: system.work.eye(size)[None, None]})
+    source = PointRows(range(T), {0: system.work.eye(size)[None, None]})
     sink = Collector(system.work, Extent(B, T, size, F), {t: t for t in range(T)})
     BlockedSweep(system, source, Taps(input=sink), slice(None), length).run(None)
     close(np.moveaxis(sink.result, 1, 3), unrolled(a, n, "forward")[0][:, :, :size])
@@ -250,7 +249,7 @@ def test_states_reach_the_output_of_their_own_step(structure):
                 through = through @ a[:, j]
             produced = np.concatenate([np.broadcast_to(np.eye(4), (B, 4, 4)), linear_output(system, k)], axis=1)
             expected[:, t, :, k] = (through @ produced)[:, 4:]
-    source, places = Points(range(T), {1: np.eye(2)[None, None]}), {t: t for t in range(T)}
+    source, places = PointRows(range(T), {1: np.eye(2)[None, None]}), {t: t for t in range(T)}
     sink = Collector(system.work, Extent(B, T, 2, 4), places)
     reverse(system, source, Taps(states={0: sink}))
     close(np.moveaxis(sink.result, 1, 3), expected)
@@ -280,7 +279,7 @@ def test_a_complex_diagonal_against_finite_differences_of_the_complex_recurrence
     system = linear.complex_diagonal(turn.real[None, None], turn.imag[None, None], b, batch=B, time=T)
     for state in (0, 1):
         sink = Collector(system.work, Extent(B, T, 4, F), {t: t for t in range(T)})
-        reverse(system, Points(range(T), {state: np.eye(4)[None, None]}), Taps(input=sink))
+        reverse(system, PointRows(range(T), {state: np.eye(4)[None, None]}), Taps(input=sink))
         for k, f in itertools.product(range(T), range(F)):
             step = np.zeros_like(x)
             step[:, k, f] = eps
@@ -297,7 +296,7 @@ def test_a_gated_step_composes_like_its_matrices():
     rng, units = np.random.default_rng(0), 3
     work = Workspace(anp, np.zeros(1))
     product, keep, lift = rng.normal(size=(B, 2, 6, 3)), rng.normal(size=(B, 2, 3)), rng.normal(size=(B, 2, 3))
-    steps = linear.Steps(work, product, keep, lift)
+    steps = linear.ProductSteps(work, product, keep, lift)
     whole = []
     for t in range(2):
         # From totals [dc | dh] to what is left before the step, and from what arrives to totals.

@@ -7,11 +7,11 @@ As ``rl.cells`` also what a user needs to add one: :class:`Cell`, :func:`registe
 from __future__ import annotations
 
 from ...vocabulary import BIAS, KERNEL, PROJECTION, RECURRENT_BIAS, RECURRENT_KERNEL, Quantity
+from ..activations import sigmoid
+from ..trajectory import Record
 from .cell import Cell, by_name
 from .cifg import CIFG
-from .elementwise import sigmoid
-from .gru import GRU
-from .gru_forms import gru_tensorflow1, gru_torch
+from .gru import GRU, gru_tensorflow1, gru_torch
 from .ind_rnn import IndRNN
 from .lru import LRU
 from .lstm import LSTM
@@ -19,7 +19,6 @@ from .lstm_layer_norm import LayerNormLSTM
 from .lstm_peephole import PeepholeLSTM
 from .min_gru import MinGRU
 from .min_lstm import MinLSTM
-from .record import Record
 from .registry import cell_of_kind, kinds, register, registered
 from .simple_rnn import SimpleRNN
 from .stepped import StepCell

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
@@ -20,17 +20,22 @@ from ...errors import UnsupportedError, message
 from ...typing import Array, Namespace
 from ...vocabulary import GATE, Quantity
 from ..activations import ACTIVATIONS
+from ..linear import System
+from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
-from .record import Record
+from .linearise import Pulled, UnitVectorSystem
 
-if TYPE_CHECKING:
-    from ..adjoint import Adjoint
-    from ..linear import System
-    from ..replay import Replay
-    from .autodiff import Autodiff
 
-#: What :meth:`Cell.pull_back` returns: gradients at the pre-activations, at the states before, at the states as made.
-Pulled = tuple[Array, tuple[Array, ...], tuple[Array, ...]]
+class StepAutodiff(Protocol):
+    """The step of one cell, differentiated by a framework; arrays (n, size) in and out, of the kind that is given."""
+
+    def vjp(
+        self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]
+    ) -> tuple[Array, list[Array], Mapping[str, Array]]:
+        """Pull dL/ds_t back to the projected input and the states before, row by row, and to the weights, summed."""
+
+    def produced(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> list[Array]:
+        """Pull dL/ds_t back to each state where the step computes it, row by row: with its paths to the others."""
 
 
 class Cell:
@@ -69,7 +74,7 @@ class Cell:
     by_framework: ClassVar[bool] = False
     at_once: ClassVar[bool] = False
     #: The framework's differentiation of :meth:`step`; its adapter gives it to a cell without a ``pull_back``.
-    autodiff: Autodiff | None = None
+    autodiff: StepAutodiff | None = None
     #: The framework's class that it was registered for; empty where an adapter knows the framework's equations itself.
     registered_for: str = ""
     #: Which of the states a masked step returns, where the framework returns a state there.
@@ -192,7 +197,7 @@ class Cell:
         return xp.reshape(dz, (*lead, self.parts, -1)), back, total
 
     @property
-    def _differentiator(self) -> Autodiff:
+    def _differentiator(self) -> StepAutodiff:
         if self.autodiff is None:
             raise UnsupportedError(
                 message(
@@ -223,7 +228,7 @@ class Cell:
         return affine.unproject(gate_grad, self.weights()["kernel"], scale, self.parts, xp)
 
     def input_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """dL/dW of the weights in :meth:`project`, but for the recurrent bias, summed as ``how`` says."""
         found, flat = self.weights(), flat_gate_grad(run, result, times)
@@ -233,17 +238,16 @@ class Cell:
         return grads | dict.fromkeys(biases, affine.total(flat, how, run.xp) if biases else None)
 
     def recurrent_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """dL/dW of the weights that the step itself takes, by the framework's differentiation."""
         xp, steps = run.xp, range(run.input.shape[1])[times]
-        assert run.record is not None
         assert result.returned_grads is not None
-        cotangent = [at_real_steps(run, grad) for grad in result.returned_grads]
+        cotangent = [run.at_real_steps(grad) for grad in result.returned_grads]
         before = run.states_before()
 
         def pulled(at: tuple[slice, slice | int]) -> Mapping[str, Array]:
-            given = run.record.at(at), [b[at] for b in before], [c[at] for c in cotangent]  # type: ignore[union-attr]
+            given = run.known_record.at(at), [b[at] for b in before], [c[at] for c in cotangent]
             return self._differentiator.vjp(*flattened(*given, xp))[2]
 
         if not how.by_time:
@@ -254,7 +258,7 @@ class Cell:
         return {name: _combined(grad, how) for name, grad in found.items()}
 
     def weight_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """dL/dW of all weights."""
         grads = self.input_gradients(run, result, how, times)
@@ -272,7 +276,7 @@ class Cell:
         """
         return None
 
-    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """dL/dgate (sample, time, gate, unit), after the activation, at real steps: from the equations of the states.
 
         Dividing dL/dz by the slope of the activation would lose everything in saturated gates.
@@ -288,20 +292,17 @@ class Cell:
 
     # The whole recurrence, seen otherwise.
 
-    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
+    def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """The recurrence around its trajectory; by default from unit vectors, pulled back."""
-        from ..linear_cells import BasisSystem
+        return UnitVectorSystem(self, run)
 
-        return BasisSystem(run)
-
-    def pull_rows(self, run: Replay, t: int, rows: Sequence[Array]) -> list[Array]:
+    def pull_rows(self, run: Trajectory, t: int, rows: Sequence[Array]) -> list[Array]:
         """Pull many cotangents, one (sample, row, size) array per state, back through step t of a run."""
 
         def wide(array: Array) -> Array:
             return array[:, None]
 
-        assert run.record is not None
-        record = run.record.map(lambda part: wide(part[:, t]))
+        record = run.known_record.map(lambda part: wide(part[:, t]))
         before, after = [wide(s) for s in run.state_before(t)], [wide(s[:, t]) for s in run.states]
         return list(self.pull_back(record, before, after, rows, run.state_scale, run.xp)[1])
 
@@ -325,14 +326,15 @@ class Cell:
             spread = record.map(lambda part: part[:, None])
             rows = [np.broadcast_to(b, (len(s), *b.shape[1:])) for b in basis]
             wide = [b[:, None] for b in before], [a[:, None] for a in after]
-            joined: Array = np.concatenate(cell.pull_back(spread, *wide, rows, None, np)[1], axis=2)
+            pulled: tuple[Any, ...] = cell.pull_back(spread, *wide, rows, None, np)[1]
+            joined: Array = np.concatenate(pulled, axis=2)
             return joined
 
         return step, jacobian
 
 
 def of_every_gate(
-    cell: Cell, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    cell: Cell, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
 ) -> dict[str, Array]:
     """Gradient of a recurrent kernel that takes h_{t-1} to every gate as it is."""
     before, flat = run.before(0)[:, times, :], flat_gate_grad(run, result, times)
@@ -359,17 +361,10 @@ def _combined(grad: Array, how: affine.Contraction) -> Array:
     return affine.probe_rows(grad.shape[-2], grad, how) @ grad
 
 
-def flat_gate_grad(run: Replay, result: Adjoint, times: slice) -> Array:
+def flat_gate_grad(run: Trajectory, result: Adjoint, times: slice) -> Array:
     """dL/dz of some steps, gates side by side: (sample, time, gate * unit)."""
     gate_grad: Any = result.gate_grad
     return affine.join_gates(gate_grad[:, times, :, :], run.xp)
-
-
-def at_real_steps(run: Replay, values: Array) -> Array:
-    """(sample, time, ...), zero at masked steps."""
-    if run.mask is None:
-        return values
-    return run.xp.where(run.mask[(..., *[None] * (values.ndim - 2))], values, run.xp.zeros_like(values))
 
 
 def are_elementwise(*activations: str) -> bool:

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
 from ..arrays import Array, Namespace
+from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
-from .cell import Cell, Pulled, by_name, of_every_gate
+from .cell import Cell, by_name, of_every_gate
+from .linearise import Pulled
 from .lstm import LSTM
-from .record import Record
-
-if TYPE_CHECKING:
-    from ..adjoint import Adjoint
-    from ..replay import Replay
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +96,7 @@ class CIFG(Cell):
         return stacked, (carry_h, total_c * f), (lam_h, total_c)
 
     def recurrent_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """That of the recurrent kernel."""
         return of_every_gate(self, run, result, how, times)
@@ -110,7 +107,7 @@ class CIFG(Cell):
         """h_{t-1} reaches every gate as it is."""
         return gate_grad, [(slice(None), before)]
 
-    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """dL/df = dL/dc (c_{t-1} - g), dL/dg = dL/dc (1 - f), dL/do = dL/dh act(c), with total gradients."""
         gates: Any = run.gates
         by_hidden, by_cell = result.state_grads

@@ -7,21 +7,20 @@ reset before:  n = act(W_n x_t + b_n + U_n (r h_{t-1}))             (Cho et al. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from array_api_compat import array_namespace
 
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
 from ..arrays import Array, Namespace
+from ..linear import ProductSteps, System
+from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
-from .cell import Cell, Pulled, are_elementwise, by_name, flat_gate_grad
-from .record import Record
-
-if TYPE_CHECKING:
-    from ..adjoint import Adjoint
-    from ..linear import System
-    from ..replay import Replay
+from .cell import Cell, are_elementwise, by_name, flat_gate_grad
+from .linearise import GateSystem, Pulled
 
 _GATES = 3
 
@@ -94,7 +93,7 @@ class GRU(Cell):
         return z
 
     def input_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """The recurrent bias is on the other side where the reset gate multiplies it."""
         grads = super().input_gradients(run, result, how, times)
@@ -161,7 +160,7 @@ class GRU(Cell):
         return xp.stack([dz_u, dz_r, dz_n], axis=-2), (carry,), (lam,)
 
     def recurrent_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """The reset gate lies on one side of the candidate's product or on the other."""
         xp, scale, gates, gate_grad = run.xp, run.state_scale, run.gates, result.gate_grad
@@ -189,24 +188,127 @@ class GRU(Cell):
         multiplied[:, :, 2] = reset * gate_grad[:, :, 2]
         return multiplied, [(slice(None), before)]
 
-    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """dL/du = dL/dh (h_{t-1} - n), dL/dn = dL/dh (1 - u), dL/dr through n."""
         gates: Any = run.gates
         update, candidate = gates[:, :, 0], gates[:, :, 2]
         by_hidden, before = result.state_grads[0], run.before(0)
         by_candidate_input: Any = result.gate_grad[:, :, 2]  # type: ignore[index]
         if self.reset_after:
-            assert run.record is not None
-            by_reset = by_candidate_input * run.record.inner
+            by_reset = by_candidate_input * run.known_record.inner
         else:
             kernel = self._kernels()[1]
             by_reset = affine.unproject(by_candidate_input, kernel, _candidate_scale(run.state_scale), 1, run.xp)
             by_reset = by_reset * before
         return run.xp.stack([by_hidden * (before - candidate), by_reset, by_hidden * (1 - update)], axis=2)
 
-    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
+    def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """One H x H block; the update gate on its diagonal."""
-        from ..linear_cells import GruSystem
-
         plain = are_elementwise(self.activation, self.recurrent_activation)
-        return GruSystem(run) if plain else super().linear_system(run)
+        return GruSystem(self, run) if plain else super().linear_system(run)
+
+
+class GruSystem(GateSystem):
+    """Linear system of a GRU: one unit x unit block with the update gate on its diagonal."""
+
+    def __init__(self, cell: GRU, run: Trajectory) -> None:
+        super().__init__(cell, run)
+        act, rec = self.slopes()
+        z, a, h = run.known_record.preactivation, run.known_record.gates, run.before(0)
+        u, r, n = (a[:, :, k, :] for k in range(3))
+        by_update = (h - n) * rec(z[:, :, 0, :], u)
+        by_candidate = (1 - u) * act(z[:, :, 2, :], n)
+        reset_slope = rec(z[:, :, 1, :], r)
+        if self.cell.reset_after:
+            by_reset = by_candidate * run.known_record.inner * reset_slope
+            state = run.xp.stack([by_update, by_reset, by_candidate * r], axis=2)
+            inputs = run.xp.stack([by_update, by_reset, by_candidate], axis=2)
+        else:
+            state = inputs = run.xp.stack([by_update, by_candidate], axis=2)
+        self.by_state, self.by_input, self.through_reset = map(run.at_real_steps, (state, inputs, h * reset_slope))
+        self.diagonal = self.carried(u, u)
+
+    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
+        """Linearise some steps.
+
+        Diag(u) plus the gates' products; :meth:`_reset_before` for the older form of the cell.
+        """
+        units, at = self.cell.units, (samples, slice(first, stop))
+        product = self.empty(first, stop, samples, inputs)
+        if self.cell.reset_after:
+            self.combine(product[:, :, :, :units], self.by_state[at], (0, 1, 2), "state", samples)
+            if inputs:
+                self.combine(product[:, :, :, units:], self.by_input[at], (0, 1, 2), "input", samples)
+        else:
+            self._reset_before(product, at, samples, inputs)
+        self.work.diagonal_add(product[:, :, :, :units], self.diagonal[at])  # type: ignore[index]
+        return ProductSteps(self.work, product)
+
+    def _reset_before(self, product: Array, at: tuple[slice, slice], samples: slice, inputs: bool) -> None:
+        """Write A_t and B_t where the candidate takes U_n (r h).
+
+        Its gradient passes U_n before it splits into h and r.
+        """
+        units, by = self.cell.units, self.by_state[at]
+        reset, xp = self.run.known_record.gates[at][:, :, 1, :], self.run.xp
+        through = self.work.empty(*by.shape[:2], units, units)
+        self.combine(through, by[:, :, 1:, :], (2,), "state", samples)
+        into_reset = through * self.through_reset[at][:, :, None, :]
+        self.combine(product[:, :, :, :units], by[:, :, :1, :], (0,), "state", samples)
+        scale = self.run.state_scale
+        if scale is not None:
+            scale = scale[samples] if len(scale.shape) == 2 else scale[1][samples]
+        gate = xp.matmul(into_reset, self.into_state[1])
+        gate = gate if scale is None else gate * scale[:, None, None, :]
+        product[:, :, :, :units] += gate + through * reset[:, :, None, :]
+        if not inputs:
+            return
+        self.combine(product[:, :, :, units:], by, (0, 2), "input", samples)
+        scale = self.run.input_scale
+        gate = xp.matmul(into_reset, self.into_input[1])
+        if scale is not None:
+            scale = scale[samples] if len(scale.shape) == 2 else scale[1][samples]
+            gate = gate * scale[:, None, None, :]
+        product[:, :, :, units:] += gate
+
+
+def gru_tensorflow1(
+    units: int, *, gates: str = "gates", candidate: str = "candidate"
+) -> Callable[[Mapping[str, Array]], Mapping[str, Array]]:
+    """Of ``tf.compat.v1.nn.rnn_cell.GRUCell``: (r, u) in one matrix on [x, h], the candidate in another on [x, r h].
+
+    Cho et al. 2014, arXiv:1406.1078v3, eqs. 5-8; h_t = u h_{t-1} + (1 - u) n.
+
+    Parameters
+    ----------
+    units
+        Size of the state.
+    gates, candidate
+        What comes before ``/kernel`` and ``/bias`` in the names of the weights; a dot does as well.
+    """
+
+    def layout(named: Mapping[str, Array]) -> dict[str, Array]:
+        def of(part: str, what: str) -> Any:
+            return next(named[f"{part}{sep}{what}"] for sep in "/._" if f"{part}{sep}{what}" in named)
+
+        two, one, bias = of(gates, "kernel"), of(candidate, "kernel"), of(gates, "bias")
+        xp, features = array_namespace(two), two.shape[0] - units
+        whole = xp.concat([two[:, units:], two[:, :units], one], axis=-1)
+        biases = xp.concat([bias[units:], bias[:units], of(candidate, "bias")], axis=-1)
+        return {"kernel": whole[:features], "recurrent_kernel": whole[features:], "bias": biases}
+
+    return layout
+
+
+def gru_torch(named: Mapping[str, Array]) -> dict[str, Array]:
+    """Of a module that keeps weight_ih, weight_hh, bias_ih, bias_hh as ``torch.nn.GRUCell``: (r, z, n), transposed."""
+
+    def ordered(array: Any) -> Array:
+        xp, size = array_namespace(array), array.shape[0] // 3
+        reset, update, candidate = (array[k * size : (k + 1) * size] for k in range(3))
+        joined: Array = xp.concat([update, reset, candidate], axis=0)
+        return joined
+
+    names = {"weight_ih": "kernel", "weight_hh": "recurrent_kernel", "bias_ih": "bias", "bias_hh": "recurrent_bias"}
+    found = {ours: ordered(named[theirs]) for theirs, ours in names.items() if theirs in named}
+    return {name: array.T if len(array.shape) == 2 else array for name, array in found.items()}

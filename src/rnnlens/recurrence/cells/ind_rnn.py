@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...vocabulary import BIAS, GATE, KERNEL, UNIT, Quantity
 from ..activations import ACTIVATIONS
 from ..arrays import Array, Namespace
+from ..linear import Kernels, System, diagonal
+from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
-from .cell import Cell, Pulled, are_elementwise, by_name
-from .record import Record
-
-if TYPE_CHECKING:
-    from ..adjoint import Adjoint
-    from ..linear import System
-    from ..replay import Replay
+from .cell import Cell, are_elementwise, by_name
+from .linearise import Pulled
 
 RECURRENT_WEIGHT = Quantity(
     "recurrent_weight", (GATE, UNIT), "recurrent weight", "1", "u: from h_{t-1} of a unit to the same unit"
@@ -71,25 +67,22 @@ class IndRNN(Cell):
         return dz[..., None, :], (dz * self.recurrent_weight,), (cotangent[0],)
 
     def recurrent_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """That of u."""
         assert result.gate_grad is not None
         terms = result.gate_grad[:, times, 0, :] * run.before(0)[:, times, :]
         return {"recurrent_weight": affine.total(terms, how, run.xp)}
 
-    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """Its one gate is h itself."""
         return result.state_grads[0][:, :, None, :]
 
-    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
+    def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """A_t = diag(u act'(z_t))."""
-        from ..linear import Kernels, diagonal
-
         if not are_elementwise(self.activation):
             return super().linear_system(run)
-        assert run.record is not None
-        z, a = run.record.preactivation, run.record.gates
+        z, a = run.known_record.preactivation, run.known_record.gates
         slope = ACTIVATIONS[self.activation].slope(z, a, run.xp)  # type: ignore[misc]
         inputs = Kernels(slope, [self.kernel], run.input_scale)
         return diagonal(slope[:, :, 0, :] * self.recurrent_weight, inputs, order=run.order, mask=run.mask)

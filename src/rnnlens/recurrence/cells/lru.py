@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from array_api_compat import array_namespace
 
 from ...vocabulary import FEATURE, Quantity
 from ..arrays import Array, Namespace
+from ..linear import Kernels, System, complex_diagonal
+from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
-from .cell import Cell, Pulled, by_name, flat_gate_grad
-from .record import Record
-
-if TYPE_CHECKING:
-    from ..adjoint import Adjoint
-    from ..linear import System
-    from ..replay import Replay
+from .cell import Cell, by_name, flat_gate_grad
+from .linearise import Pulled
 
 _MODE, _INTO = ("mode",), (FEATURE, "mode")
 
@@ -108,7 +105,7 @@ class LRU(Cell):
         return affine.unproject(gate_grad * self._scales(xp), self._into(xp), scale, 1, xp)
 
     def input_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """Those of B, and of gamma: d(gamma B u)/d gamma_log is what was projected."""
         xp, flat = run.xp, flat_gate_grad(run, result, times)
@@ -119,7 +116,7 @@ class LRU(Cell):
         return {"gamma": by_scale[0] + by_scale[1], "input_real": real, "input_imaginary": imaginary}
 
     def recurrent_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """D lambda / d nu = -exp(nu) lambda, d lambda / d theta = i exp(theta) lambda."""
         xp, (real, imaginary) = run.xp, self._eigenvalues(run.xp)
@@ -130,10 +127,8 @@ class LRU(Cell):
         along, around = by_real * real + by_imaginary * imaginary, by_imaginary * real - by_real * imaginary
         return {"nu": -xp.exp(self.nu) * along, "theta": xp.exp(self.theta) * around}
 
-    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
+    def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """A_t = diag(lambda), the same at every step."""
-        from ..linear import Kernels, complex_diagonal
-
         xp = array_namespace(run.input)
         real, imaginary = (part[None, None, :] for part in self._eigenvalues(xp))
         inputs = Kernels(self._scales(xp)[None, None, None, :], [self._into(xp)], run.input_scale)

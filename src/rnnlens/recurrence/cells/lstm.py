@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...vocabulary import BIAS, KERNEL, PROJECTION, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
 from ..arrays import Array, Namespace
+from ..linear import ProductSteps, System
+from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
-from .cell import Cell, Pulled, are_elementwise, at_real_steps, by_name, of_every_gate
-from .record import Record
-
-if TYPE_CHECKING:
-    from ..adjoint import Adjoint
-    from ..linear import System
-    from ..replay import Replay
+from .cell import Cell, are_elementwise, by_name, of_every_gate
+from .linearise import GateSystem, Pulled
 
 _GATES = 4
 
@@ -122,13 +119,13 @@ class LSTM(Cell):
         return dz, (carry_h, total_c * f), (lam_h, total_c)
 
     def recurrent_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """Those of the recurrent kernel and of the projection."""
         grads = of_every_gate(self, run, result, how, times)
         if self.projection is not None:
             gates: Any = run.gates
-            hidden_grad = at_real_steps(run, result.state_grads[0])[:, times, :]
+            hidden_grad = run.at_real_steps(result.state_grads[0])[:, times, :]
             squashed = ACTIVATIONS[self.activation].value(run.states[1][:, times, :], run.xp)
             unprojected = gates[:, times, 3, :] * squashed
             grads["projection"] = affine.outer(unprojected, hidden_grad, None, 1, how, run.xp)
@@ -140,7 +137,7 @@ class LSTM(Cell):
         """h_{t-1} reaches every gate as it is."""
         return None if self.projection is not None else (gate_grad, [(slice(None), before)])
 
-    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """dL/di = dL/dc g, dL/df = dL/dc c_{t-1}, dL/dg = dL/dc i, dL/do = dL/dh act(c), with total gradients."""
         gates: Any = run.gates
         by_hidden, by_cell = result.state_grads
@@ -150,9 +147,48 @@ class LSTM(Cell):
         parts = [by_cell * gates[:, :, 2], by_cell * run.before(1), by_cell * gates[:, :, 0], by_hidden * squashed]
         return run.xp.stack(parts, axis=2)
 
-    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
+    def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Only two H x H blocks are full, the rest is diagonal."""
-        from ..linear_cells import LstmSystem
-
         plain = self.projection is None and are_elementwise(self.activation, self.recurrent_activation)
-        return LstmSystem(run) if plain else super().linear_system(run)
+        return LstmSystem(self, run) if plain else super().linear_system(run)
+
+
+class LstmSystem(GateSystem):
+    """Gated form of the linear system of an LSTM: only two unit x unit blocks of A_t are full."""
+
+    gated = True
+
+    def __init__(self, cell: LSTM, run: Trajectory) -> None:
+        super().__init__(cell, run)
+        units = self.cell.units
+        self.rows, self.columns = 2 * units, units
+        act, rec = self.slopes()
+        z, a = run.known_record.preactivation, run.known_record.gates
+        i, f, g, o = (a[:, :, k, :] for k in range(4))
+        squashed = ACTIVATIONS[self.cell.activation].value(run.states[1], run.xp)
+        cell_coefficients = run.xp.stack(
+            [g * rec(z[:, :, 0, :], i), run.before(1) * rec(z[:, :, 1, :], f), i * act(z[:, :, 2, :], g)],
+            axis=2,
+        )
+        out_coefficient = (squashed * rec(z[:, :, 3, :], o))[:, :, None, :]
+        lift = o * act(run.states[1], squashed)
+        self.cell_coefficients, self.out_coefficient, self.lift = map(
+            run.at_real_steps, (cell_coefficients, out_coefficient, lift)
+        )
+        self.keep = self.carried(f, f)
+        self.pass_hidden = self.carried(None, f)
+
+    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
+        """Linearise some steps.
+
+        Rows of c from the input, forget and candidate gates, rows of h from the output gate.
+        """
+        units, at = self.cell.units, (samples, slice(first, stop))
+        product = self.empty(first, stop, samples, inputs)
+        sides = (("state", slice(0, units)), ("input", slice(units, None)))
+        for side, columns in sides[: 2 if inputs else 1]:
+            self.combine(product[:, :, :units, columns], self.cell_coefficients[at], (0, 1, 2), side, samples)
+            self.combine(product[:, :, units:, columns], self.out_coefficient[at], (3,), side, samples)
+        if self.pass_hidden is not None:
+            self.work.diagonal_add(product[:, :, units:, :units], self.pass_hidden[at])
+        return ProductSteps(self.work, product, self.keep[at], self.lift[at])  # type: ignore[index]

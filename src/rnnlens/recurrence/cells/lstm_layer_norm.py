@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...vocabulary import BIAS, GATE, KERNEL, RECURRENT_KERNEL, UNIT, Quantity
 from ..activations import ACTIVATIONS
 from ..arrays import Array, Namespace
+from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
-from .cell import Cell, Pulled, by_name, flat_gate_grad
+from .cell import Cell, by_name, flat_gate_grad
+from .linearise import Pulled
 from .lstm import LSTM
-from .record import Record
-
-if TYPE_CHECKING:
-    from ..adjoint import Adjoint
-    from ..replay import Replay
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +130,7 @@ class LayerNormLSTM(Cell):
         return affine.unproject(_through(normal, spread, gate_grad * self.gain_input, xp), self.kernel, scale, 4, xp)
 
     def input_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """Those of the input kernel, its gain and the bias."""
         xp, flat, x = run.xp, flat_gate_grad(run, result, times), run.input[:, times, :]
@@ -147,16 +143,15 @@ class LayerNormLSTM(Cell):
         }
 
     def recurrent_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """Those of the recurrent kernel, its gain, and of what is done to the cell state."""
         xp, flat, before = run.xp, flat_gate_grad(run, result, times), run.before(0)[:, times, :]
         normal, by_product = self._by_product(flat, before, run.state_scale, xp)
-        assert run.record is not None
         lam_h = result.state_grads[0]
         if run.mask is not None:
             lam_h = xp.where(run.mask[:, :, None], lam_h, xp.zeros_like(lam_h))
-        gates, c = run.record.gates[:, times, ...], run.states[1][:, times, :]
+        gates, c = run.known_record.gates[:, times, ...], run.states[1][:, times, :]
         of_cell, _, _, inner = self._at_output(gates, c, lam_h[:, times, :], xp)
         return {
             "recurrent_kernel": affine.outer(before, by_product, run.state_scale, 4, how, xp),
@@ -165,10 +160,9 @@ class LayerNormLSTM(Cell):
             "shift_cell": affine.total(inner, how, xp),
         }
 
-    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """As of an LSTM; dL/do = dL/dh act(LN(c) gain_c + shift_c)."""
-        assert run.record is not None
-        a, (by_hidden, by_cell) = run.record.gates, result.state_grads
+        a, (by_hidden, by_cell) = run.known_record.gates, result.state_grads
         _, _, squashed, _ = self._at_output(a, run.states[1], by_hidden, run.xp)
         parts = [by_cell * a[:, :, 2], by_cell * run.before(1), by_cell * a[:, :, 0], by_hidden * squashed]
         return run.xp.stack(parts, axis=2)

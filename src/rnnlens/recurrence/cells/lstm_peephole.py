@@ -10,19 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...vocabulary import BIAS, KERNEL, PROJECTION, RECURRENT_KERNEL, UNIT, Quantity
 from ..activations import ACTIVATIONS
 from ..arrays import Array, Namespace
+from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
-from .cell import Cell, Pulled, at_real_steps, by_name, of_every_gate
+from .cell import Cell, by_name, of_every_gate
+from .linearise import Pulled
 from .lstm import LSTM
-from .record import Record
-
-if TYPE_CHECKING:
-    from ..adjoint import Adjoint
-    from ..replay import Replay
 
 _PEEPHOLES = by_name(
     *(
@@ -128,26 +124,24 @@ class PeepholeLSTM(Cell):
         return dz, (carry_h, carry_c), (lam_h, total_c)
 
     def recurrent_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """Those of the recurrent kernel, the peepholes and the projection."""
         grads, xp = of_every_gate(self, run, result, how, times), run.xp
         assert result.gate_grad is not None
-        assert run.record is not None
         dz, old, new = result.gate_grad[:, times, ...], run.before(1)[:, times, :], run.states[1][:, times, :]
         for name, gate, seen in (("input", 0, old), ("forget", 1, old), ("output", 3, new)):
             if getattr(self, f"peephole_{name}") is not None:
                 grads[f"peephole_{name}"] = affine.total(dz[:, :, gate, :] * seen, how, xp)
         if self.projection is not None:
-            lam_h = at_real_steps(run, result.state_grads[0])[:, times, :]
-            lam_p, _, m = self._unprojected(run.record.gates[:, times, ...], new, lam_h, xp)
+            lam_h = run.at_real_steps(result.state_grads[0])[:, times, :]
+            lam_p, _, m = self._unprojected(run.known_record.gates[:, times, ...], new, lam_h, xp)
             grads["projection"] = affine.outer(m, lam_p, None, 1, how, xp)
         return grads
 
-    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """As of an LSTM, through the clip."""
-        assert run.record is not None
-        a, old, new, xp = run.record.gates, run.before(1), run.states[1], run.xp
+        a, old, new, xp = run.known_record.gates, run.before(1), run.states[1], run.xp
         i, f, g = (a[:, :, k] for k in range(3))
         _, inner, _ = self._unprojected(a, new, result.state_grads[0], xp)
         into_c = result.state_grads[1] * _inside(f * old + i * g, self.cell_clip, xp)

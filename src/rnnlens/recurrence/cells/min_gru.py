@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...vocabulary import BIAS, KERNEL
 from ..activations import ACTIVATIONS
 from ..arrays import Array, Namespace
+from ..linear import Kernels, System, diagonal
+from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
-from .cell import Cell, Pulled, are_elementwise, by_name
-from .record import Record
-
-if TYPE_CHECKING:
-    from ..adjoint import Adjoint
-    from ..linear import System
-    from ..replay import Replay
+from .cell import Cell, are_elementwise, by_name
+from .linearise import Pulled
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,26 +71,22 @@ class MinGRU(Cell):
         return xp.stack([dz, dn], axis=-2), (lam * (1 - a[..., 0, :]),), (lam,)
 
     def recurrent_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """There are no recurrent weights."""
         return {}
 
-    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """dL/dz = dL/dh (n - h_{t-1}), dL/dn = dL/dh z."""
-        assert run.record is not None
-        a, lam = run.record.gates, result.state_grads[0]
+        a, lam = run.known_record.gates, result.state_grads[0]
         return run.xp.stack([lam * (a[:, :, 1] - run.before(0)), lam * a[:, :, 0]], axis=2)
 
-    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
+    def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """A_t = diag(1 - z_t)."""
-        from ..linear import Kernels, diagonal
-
         if not are_elementwise(self.activation, self.recurrent_activation):
             return super().linear_system(run)
-        assert run.record is not None
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
-        z, a, xp = run.record.preactivation, run.record.gates, run.xp
+        z, a, xp = run.known_record.preactivation, run.known_record.gates, run.xp
         by_gate = (a[:, :, 1] - run.before(0)) * rec.slope(z[:, :, 0], a[:, :, 0], xp)  # type: ignore[misc]
         by_candidate = a[:, :, 0] * act.slope(z[:, :, 1], a[:, :, 1], xp)  # type: ignore[misc]
         kernels = [affine.columns(self.kernel, g, 2) for g in range(2)]

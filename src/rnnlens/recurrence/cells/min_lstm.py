@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...vocabulary import BIAS, KERNEL
 from ..activations import ACTIVATIONS
 from ..arrays import Array, Namespace
+from ..linear import Kernels, System, diagonal
+from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
-from .cell import Cell, Pulled, are_elementwise, by_name
-from .record import Record
-
-if TYPE_CHECKING:
-    from ..adjoint import Adjoint
-    from ..linear import System
-    from ..replay import Replay
+from .cell import Cell, are_elementwise, by_name
+from .linearise import Pulled
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,26 +83,22 @@ class MinLSTM(Cell):
         return xp.stack(dz, axis=-2), (lam * a[..., 1, :] / self._sum(a),), (lam,)
 
     def recurrent_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """There are no recurrent weights."""
         return {}
 
-    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """By the gates before they are normalised."""
-        assert run.record is not None
-        grads = self._by_gates(run.record.gates, run.before(0), run.states[0], result.state_grads[0])
+        grads = self._by_gates(run.known_record.gates, run.before(0), run.states[0], result.state_grads[0])
         return run.xp.stack(grads, axis=2)
 
-    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
+    def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """A_t = diag(f'_t)."""
-        from ..linear import Kernels, diagonal
-
         if not are_elementwise(self.activation, self.recurrent_activation):
             return super().linear_system(run)
-        assert run.record is not None
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
-        z, a, xp = run.record.preactivation, run.record.gates, run.xp
+        z, a, xp = run.known_record.preactivation, run.known_record.gates, run.xp
         grads = self._by_gates(a, run.before(0), run.states[0], xp.ones_like(run.states[0]))
         slopes = [k.vjp(z[:, :, g], a[:, :, g], grads[g], xp) for g, k in enumerate((rec, rec, act))]
         kernels = [affine.columns(self.kernel, g, 3) for g in range(3)]

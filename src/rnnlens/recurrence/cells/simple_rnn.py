@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...vocabulary import BIAS, KERNEL, RECURRENT_BIAS, RECURRENT_KERNEL
 from ..activations import ACTIVATIONS
 from ..arrays import Array, Namespace
+from ..linear import ProductSteps, System
+from ..trajectory import Adjoint, Record, Trajectory
 from . import affine
-from .cell import Cell, Pulled, are_elementwise, by_name, of_every_gate
-from .record import Record
-
-if TYPE_CHECKING:
-    from ..adjoint import Adjoint
-    from ..linear import System
-    from ..replay import Replay
+from .cell import Cell, are_elementwise, by_name, of_every_gate
+from .linearise import GateSystem, Pulled
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +70,7 @@ class SimpleRNN(Cell):
         return dz[..., None, :], (carry,), (lam,)
 
     def recurrent_gradients(
-        self, run: Replay, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
         """That of the recurrent kernel."""
         return of_every_gate(self, run, result, how, times)
@@ -85,12 +81,31 @@ class SimpleRNN(Cell):
         """h_{t-1} reaches the only gate as it is."""
         return gate_grad, [(slice(None), before)]
 
-    def gate_gradient(self, run: Replay, result: Adjoint) -> Array:
+    def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """Its one gate is h itself."""
         return result.state_grads[0][:, :, None, :]
 
-    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
+    def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """One H x H block, diag(act') U."""
-        from ..linear_cells import SimpleRnnSystem
+        return SimpleRnnSystem(self, run) if are_elementwise(self.activation) else super().linear_system(run)
 
-        return SimpleRnnSystem(run) if are_elementwise(self.activation) else super().linear_system(run)
+
+class SimpleRnnSystem(GateSystem):
+    """Linear system of a simple RNN: A_t is one unit x unit block."""
+
+    def __init__(self, cell: SimpleRNN, run: Trajectory) -> None:
+        super().__init__(cell, run)
+        act, _ = self.slopes()
+        self.coefficient = run.at_real_steps(act(run.known_record.preactivation, run.known_record.gates))
+        self.diagonal = self.carried(None, run.states[0])
+
+    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
+        """Linearise some steps: diag(act') @ [U | W] transposed."""
+        units, at = self.cell.units, (samples, slice(first, stop))
+        product = self.empty(first, stop, samples, inputs)
+        self.combine(product[:, :, :, :units], self.coefficient[at], (0,), "state", samples)
+        if inputs:
+            self.combine(product[:, :, :, units:], self.coefficient[at], (0,), "input", samples)
+        if self.diagonal is not None:
+            self.work.diagonal_add(product[:, :, :, :units], self.diagonal[at])
+        return ProductSteps(self.work, product)

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import cache
 
 import numpy as np
 
 from ...typing import Array, Namespace
 from ...vocabulary import unnamed_states
+from ..linear import ProductSteps, System
+from ..trajectory import Trajectory
 from .cell import Cell
-
-if TYPE_CHECKING:
-    from ..linear import System
-    from ..replay import Replay
+from .linearise import TrajectorySystem
 
 
 class StepCell(Cell):
@@ -76,13 +75,11 @@ class StepCell(Cell):
         respect to the input.
         """
 
-    def linear_system(self, run: Replay, masked_output: str = "state") -> System:
+    def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Per-step Jacobians from the framework."""
-        from ..linear_cells import CustomSystem
+        return StepCellSystem(self, run, masked_output)
 
-        return CustomSystem(run, masked_output)
-
-    def pull_rows(self, run: Replay, t: int, rows: Sequence[Array]) -> list[Array]:
+    def pull_rows(self, run: Trajectory, t: int, rows: Sequence[Array]) -> list[Array]:
         """One row after the other."""
         xp = run.xp
         x, state = run.input[:, t, :], run.state_before(t)
@@ -111,3 +108,76 @@ class StepCell(Cell):
             return np.asarray(by_state, dtype=np.float64)[:, :total]
 
         return step, jacobian
+
+
+class StepCellSystem(TrajectorySystem):
+    """A cell of unknown equations: per-step Jacobians from the framework, sample and time folded into one batch.
+
+    An output that is no state is carried along as one more state that nothing depends on, so that masked steps may
+    repeat it.
+    """
+
+    def __init__(self, cell: StepCell, run: Trajectory, masked_output: str) -> None:
+        super().__init__(run)
+        self.cell, self.masked_output = cell, masked_output
+        self.own_output = run.step_output is not None and not cell.output_is_state
+        if self.own_output:
+            self.state_sizes = (*self.state_sizes, int(self.cell.output_size))
+            self.rows = self.columns = sum(self.state_sizes)
+
+    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
+        """Dense matrices."""
+        run, xp, at = self.run, self.run.xp, (samples, slice(first, stop))
+        states = sum(int(s.shape[-1]) for s in run.states)
+        x = run.input[at]
+        fold = [xp.reshape(s[at], (-1, s.shape[-1])) for s in run.states_before()]
+        by_state, by_input = self.cell.jacobian(xp.reshape(x, (-1, x.shape[-1])), fold)
+        product = self.empty(first, stop, samples, inputs)
+        lead = product.shape[:2]
+        product[:, :, :, states : self.columns] = 0
+        product[:, :, :, :states] = xp.reshape(by_state[:, : self.rows], (*lead, self.rows, states))
+        if inputs:
+            product[:, :, :, self.columns :] = xp.reshape(by_input[:, : self.rows], (*lead, self.rows, self.features))
+        self.mask_product(product, at)
+        if self.own_output and run.mask is not None and self.masked_output != "output":
+            self._masked_rows(product, states, ~run.mask[at])
+        return ProductSteps(self.work, product, produced=cache(lambda: self._produced(first, stop, samples)))
+
+    def _produced(self, first: int, stop: int, samples: slice) -> Array:
+        """Rows [states, own output] by each state as it is produced: one pull-back per row."""
+        run, xp, at = self.run, self.run.xp, (samples, slice(first, stop))
+        x = run.input[at]
+        lead, before = x.shape[:2], [xp.reshape(s[at], (-1, s.shape[-1])) for s in run.states_before()]
+        x, cell = xp.reshape(x, (-1, x.shape[-1])), self.cell
+        sizes = (*(int(s.shape[-1]) for s in run.states), int(cell.output_size))
+        rows = []
+        for row in self.work.eye(sum(sizes))[: self.rows]:
+            parts, start = [], 0
+            for size in sizes:
+                parts.append(xp.broadcast_to(row[start : start + size], (x.shape[0], size)))
+                start += size
+            found = cell.produced(x, before, parts[-1], parts[:-1])
+            rows.append(xp.concat([xp.reshape(f, (*lead, f.shape[-1])) for f in found], axis=-1))
+        made = xp.stack(rows, axis=2)
+        return made if run.mask is None else self._not_at_masked(made, run.mask[at])
+
+    def _not_at_masked(self, made: Array, mask: Array) -> Array:
+        """At a masked step no state is produced, but carried over: by the output as well where the layer returns it."""
+        xp, states = self.run.xp, int(made.shape[-1])
+        carried = xp.zeros_like(made)
+        carried[:, :, :states] = self.work.eye(states)
+        if self.own_output and self.masked_output == "state":
+            start = sum(self.state_sizes[: self.cell.output_state])
+            size = self.state_sizes[-1]
+            carried[:, :, states:, start : start + size] = self.work.eye(size)
+        return xp.where(mask[:, :, None, None], made, carried)
+
+    def _masked_rows(self, product: Array, states: int, masked: Array) -> None:
+        """At masked steps the layer returns a state, or a constant, in place of an output."""
+        xp, rows = self.run.xp, product[:, :, states:, :]
+        new = xp.zeros_like(rows)
+        if self.masked_output == "state":
+            start = sum(self.state_sizes[: self.cell.output_state])
+            size = self.state_sizes[-1]
+            new[:, :, :, start : start + size] = self.work.eye(size)
+        product[:, :, states:, :] = xp.where(masked[:, :, None, None], new, rows)

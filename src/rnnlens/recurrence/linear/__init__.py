@@ -1,12 +1,12 @@
 """A recurrence as a linear time-varying system around its trajectory: delta s_t = A_t delta s_{t-1} + B_t delta x_t.
 
-What a sweep multiplies with at step t is a :class:`Step`. Each knows its own structure, so that no sweep asks for the
-shape of A_t, and nothing but a dense step ever builds it:
+What a sweep multiplies with at step t is a :class:`LinearStep`. Each knows its own structure, so that no sweep asks for
+the shape of A_t, and nothing but a dense step ever builds it:
 
 ========================== ============================================== ================ ====================
 made by                    A_t                                            numbers per step recurrences
 ========================== ============================================== ================ ====================
-:class:`Steps`             dense, or gated: two dense blocks and diagonals S^2              RNN, GRU; LSTM
+:class:`ProductSteps`      dense, or gated: two dense blocks and diagonals S^2              RNN, GRU; LSTM
 :func:`dense`              given matrices                                 S^2              any
 :func:`diagonal`           diag(a)                                        S                minGRU, IndRNN, Mamba
 :func:`complex_diagonal`   diag(a), a complex                             2 S              LRU, S4D
@@ -18,21 +18,20 @@ made by                    A_t                                            number
 """
 
 from .inputs import Inputs, Kernels, Matrices
-from .output import with_output
-from .products import Dense, Gated, ProductSystem, Steps
-from .protocol import Pattern, Step, System, state_columns, walk
-from .systems import StructuredSystem, complex_diagonal, dense, diagonal, minus_rank_one, per_head
+from .products import Dense, Gated, ProductSteps, ProductSystem
+from .protocol import LinearStep, Pattern, System, state_columns, walk
+from .systems import StructuredSystem, complex_diagonal, dense, diagonal, minus_rank_one, per_head, with_output
 
 __all__ = [
     "Dense",
     "Gated",
     "Inputs",
     "Kernels",
+    "LinearStep",
     "Matrices",
     "Pattern",
+    "ProductSteps",
     "ProductSystem",
-    "Step",
-    "Steps",
     "StructuredSystem",
     "System",
     "complex_diagonal",

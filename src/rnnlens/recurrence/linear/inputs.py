@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..arrays import Array, namespace
-from ..inplace import Workspace
+from ..arrays import Array, Workspace, namespace
 from .products import transposed
 
 

@@ -1,4 +1,4 @@
-"""Steps that are one *product* matrix per sample, built once and shared by all cotangents (or tangents).
+"""ProductSteps that are one *product* matrix per sample, built once and shared by all cotangents (or tangents).
 
 ``gated`` (LSTM)
     only two H x H blocks of A_t are full, the rest is diagonal. With dc the total gradient of c_t,
@@ -17,13 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..arrays import Array
-from ..inplace import Workspace
+from ..arrays import Array, Workspace
 from .protocol import Pattern
 
 
 @dataclass
-class Steps:
+class ProductSteps:
     """The dense or gated steps ``first ... first + n - 1`` (chronological), a :class:`Dense` or :class:`Gated` each.
 
     product : (sample, step, row, column); keep, lift : (sample, step, unit) of a gated system, else None.

@@ -8,12 +8,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ..arrays import Array
-from ..inplace import Workspace
+from ..arrays import Array, Workspace
 from ..parallel import still_wanted
 
 
-class Step(Protocol):
+class LinearStep(Protocol):
     """One step of some samples: ds_t = A ds_{t-1} + B dx_t.
 
     ``rows`` are (sample, row, state): the states side by side, as :func:`state_columns` finds them. Going back a row is
@@ -52,17 +51,17 @@ class Step(Protocol):
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
         """Cotangents (sample, row, size) of one state as it is produced, from rows that :meth:`arrive` has seen."""
 
-    def after(self, earlier: Any) -> Step:
+    def after(self, earlier: Any) -> LinearStep:
         """The two steps as one, of the states alone: A = A_self A_earlier. ``earlier`` has the same structure."""
 
     def input_matrix(self) -> Array:
         """B : (sample, state, feature), of the states as they leave the step."""
 
 
-class Stretch(Protocol):
+class LinearSteps(Protocol):
     """Consecutive steps, chronological."""
 
-    def __getitem__(self, at: int, /) -> Step:
+    def __getitem__(self, at: int, /) -> LinearStep:
         """By position, from 0."""
 
 
@@ -133,7 +132,7 @@ class System(Protocol):
     def scratch(self) -> int:
         """See above."""
 
-    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> Stretch:
+    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> LinearSteps:
         """Linearise steps ``first ... stop - 1`` (chronological) of some samples; without B where not ``inputs``."""
 
     def multiplications(self, inputs: bool) -> int:
@@ -164,8 +163,8 @@ def state_columns(system: System, state: int) -> slice:
 
 def walk(
     system: System, samples: slice, *, reverse: bool, inputs: bool, budget: int, steps: Sequence[int] | None = None
-) -> Iterator[tuple[int, Step]]:
-    """Steps in the order of the recurrence (or against it), each with its time index.
+) -> Iterator[tuple[int, LinearStep]]:
+    """ProductSteps in the order of the recurrence (or against it), each with its time index.
 
     They are built in blocks as long as ``budget`` bytes allow: with few calls, but never all of them at once.
     ``steps``: only these, a stretch without gaps in either order.

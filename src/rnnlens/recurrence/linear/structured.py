@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..arrays import Array
-from ..inplace import Workspace
+from ..arrays import Array, Workspace
 from .products import transposed
 from .protocol import Pattern
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...adapters.protocol import CaptureRequest
 from ...layout import dims_of, direction_axis
-from ...recurrence.adjoint import Adjoint
+from ...recurrence.trajectory import Adjoint
 from ...results.schema import to_host
 from ...typing import Array
 from ..inside import Half, Inside

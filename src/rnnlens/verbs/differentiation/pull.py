@@ -16,7 +16,7 @@ import xarray as xr
 from ...adapters.protocol import Port, Pullback
 from ...errors import LayerNotFoundError, ModelError
 from ...layout import dims_of, direction_axis
-from ...recurrence.adjoint import Adjoint
+from ...recurrence.trajectory import Adjoint
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE

@@ -13,7 +13,7 @@ from ...arguments import as_name, text
 from ...arguments.data import is_source
 from ...errors import InputError, UnsupportedError, message, shown
 from ...layout import Layout
-from ...recurrence.adjoint import Adjoint
+from ...recurrence.trajectory import Adjoint
 from ...settings import current, parse_memory
 from ...typing import Array
 from ..axes import Axes, refuse_unknown

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ...adapters.protocol import LayerWeights, Port
-from ...recurrence.adjoint import Adjoint
+from ...recurrence.trajectory import Adjoint
 from ...results.schema import to_host
 from ...typing import Array
 from ..inside import Half

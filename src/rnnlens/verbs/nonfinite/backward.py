@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ...adapters.protocol import Port
-from ...recurrence.adjoint import Adjoint
 from ...recurrence.cells.cell import has_gates
-from ...recurrence.nonfinite import Spot, first, first_backward
+from ...recurrence.nonfinite import NonfiniteValue, first, first_backward
+from ...recurrence.trajectory import Adjoint
 from ...results.nonfinite import Origin
 from ...results.schema import to_host
 from ...typing import Array
@@ -64,7 +64,7 @@ def _swept(half: Half) -> Adjoint | None:
     return sweep(call, half.run, call.output_grad, call.final_state_grad, call.state_grad)
 
 
-def _spot(half: Half) -> Spot | None:
+def _spot(half: Half) -> NonfiniteValue | None:
     """The first of one recurrence: what came from above, else what its steps make of it."""
     call = half.call
     if call.output_grad is None:
@@ -93,7 +93,7 @@ def _in_recurrence(half: Half, above: str) -> Iterator[Origin]:
     yield replace(origin_of(half, spot, "backward"), fed_by=fed)
 
 
-def _carried(half: Half, spot: Spot) -> str:
+def _carried(half: Half, spot: NonfiniteValue) -> str:
     """What the step after this one sent back."""
     swept, run, sample, t = _swept(half), half.run, spot.index[SAMPLE], spot.index[TIME]
     assert swept is not None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...recurrence.nonfinite import Spot, on_cpu
+from ...recurrence.nonfinite import NonfiniteValue, on_cpu
 from ...recurrence.replay import Replay
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
@@ -67,7 +67,7 @@ def slope(gradient: Callable[[float], float], at: float) -> str:
     return ""
 
 
-def in_a_cell(run: Replay, spot: Spot) -> str:
+def in_a_cell(run: Replay, spot: NonfiniteValue) -> str:
     """Which number of its input or state a cell of unknown equations cannot take, told by moving one after the other.
 
     The cell runs once on all of the numbers moved one by one.
@@ -93,7 +93,7 @@ def _suspects(values: Array) -> list[int]:
 
 
 def _moving(
-    run: Replay, spot: Spot, x: Array, states: Sequence[Array], name: str, position: int
+    run: Replay, spot: NonfiniteValue, x: Array, states: Sequence[Array], name: str, position: int
 ) -> Callable[[float], float]:
     """The number at a spot as a function of one number that the cell is fed."""
     names = list(run.cell.state_names)

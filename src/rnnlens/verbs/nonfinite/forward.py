@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...adapters.protocol import Port
-from ...recurrence.nonfinite import Spot, largest, largest_term, on_cpu
+from ...recurrence.nonfinite import NonfiniteValue, largest, largest_term, on_cpu
 from ...results.nonfinite import Origin
 from ...results.schema import to_host
 from ...vocabulary import GATE, SAMPLE, TIME
@@ -62,7 +62,7 @@ def _in_recurrence(looked: Looked, node: Node, half: Half) -> Iterator[Origin]:
     yield origin
 
 
-def origin_of(half: Half, spot: Spot, phase: str) -> Origin:
+def origin_of(half: Half, spot: NonfiniteValue, phase: str) -> Origin:
     """A number of a recurrence, with the names that its index has there."""
     call, index = half.call, dict(spot.index)
     gate = index.pop(GATE, None)
@@ -80,7 +80,7 @@ def origin_of(half: Half, spot: Spot, phase: str) -> Origin:
     )
 
 
-def _fed_by(half: Half, spot: Spot) -> str:
+def _fed_by(half: Half, spot: NonfiniteValue) -> str:
     """The largest product of a pre-activation; what a cell of unknown equations made of what; else the step's parts."""
     run, call = half.run, half.call
     if call.cell.by_framework:
@@ -98,7 +98,7 @@ def _fed_by(half: Half, spot: Spot) -> str:
     return f"{', '.join(sizes)} before the step"
 
 
-def below(looked: Looked, node: Node, spot: Spot, half: Half | None = None) -> str:
+def below(looked: Looked, node: Node, spot: NonfiniteValue, half: Half | None = None) -> str:
     """The largest number of that sample (and step) that the layer was fed, and where it comes from."""
     for name, port, array in looked.below(node):
         found = _largest(looked, port, array, spot)
@@ -116,7 +116,9 @@ def below(looked: Looked, node: Node, spot: Spot, half: Half | None = None) -> s
     return ""
 
 
-def _largest(looked: Looked, port: Port, array: np.ndarray, spot: Spot) -> tuple[float, dict[str, int]] | None:
+def _largest(
+    looked: Looked, port: Port, array: np.ndarray, spot: NonfiniteValue
+) -> tuple[float, dict[str, int]] | None:
     """The largest magnitude of a tensor where the sample, and the step where it has steps, are those of a spot."""
     array = np.asarray(array)
     if array.dtype.kind not in "fiu" or not array.size or not np.all(np.isfinite(array)):

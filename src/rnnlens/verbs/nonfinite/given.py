@@ -8,7 +8,7 @@ import numpy as np
 
 from ... import data
 from ...adapters.protocol import LayerWeights, Port
-from ...recurrence.nonfinite import Spot, first, largest
+from ...recurrence.nonfinite import NonfiniteValue, first, largest
 from ...results.nonfinite import Origin
 from ...results.schema import to_host
 from ...vocabulary import DIRECTION, FORWARD, GATE
@@ -32,7 +32,7 @@ def in_the_weights(looked: Looked) -> Iterator[Origin]:
                 yield _of_weight(layer, own, spot, dtype)
 
 
-def _of_weight(layer: str, own: LayerWeights, spot: Spot, dtype: str) -> Origin:
+def _of_weight(layer: str, own: LayerWeights, spot: NonfiniteValue, dtype: str) -> Origin:
     index = dict(spot.index)
     gate, direction = index.pop(GATE, None), index.pop(DIRECTION, None)
     cell = own.cells.get(FORWARD) or next(iter(own.cells.values()), None)

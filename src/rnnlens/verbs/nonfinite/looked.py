@@ -24,7 +24,7 @@ from ...adapters.protocol import (
 from ...autodiff import tensors
 from ...errors import RnnlensError
 from ...layout import dims_of
-from ...recurrence.nonfinite import Spot, first, first_forward, largest
+from ...recurrence.nonfinite import NonfiniteValue, first, first_forward, largest
 from ...recurrence.replay import Replay
 from ...results.schema import to_host
 from ...typing import Array
@@ -47,7 +47,7 @@ class Half:
         """Pre-activations, gates and states of every step."""
         return Replay.as_computed(self.call)
 
-    def first_forward(self) -> Spot | None:
+    def first_forward(self) -> NonfiniteValue | None:
         """The first number of its forward pass that is not finite, or too large for what it computes in."""
         return first_forward(self.run, self.limit)
 
@@ -115,7 +115,7 @@ class Looked:
         """The leaves of what the model returned."""
         return [_array(leaf) for leaf in data.leaves_of(self.capture.outputs)]
 
-    def first(self, port: Port, quantity: str, array: Array, limit: float = np.inf) -> Spot | None:
+    def first(self, port: Port, quantity: str, array: Array, limit: float = np.inf) -> NonfiniteValue | None:
         """The first number of a tensor that is not finite, by the names of its axes: the first step, then sample."""
         array = np.asarray(array)
         if array.dtype.kind not in "fc" or bool(np.all(np.isfinite(array) & (np.abs(array) <= limit))):

@@ -15,7 +15,7 @@ from ...adapters.protocol import Port
 from ...autodiff.tensors import like
 from ...recurrence.jacobian import Taps, reverse
 from ...recurrence.reductions import FieldCollector
-from ...recurrence.sources import Field, Points
+from ...recurrence.sweep_rows import FieldRows, PointRows
 from ...typing import Array
 from .ends import End
 from .linearised import Linearised
@@ -58,7 +58,7 @@ class _Descent:
     def __init__(self, part: Part, tally: Tally) -> None:
         self.network, self.ends, self.tally = part.network, part.ends, tally
         self.arriving: dict[Port, Array] = {}
-        self.points: dict[int, Points] = {}
+        self.points: dict[int, PointRows] = {}
         self.arrived: Array | None = None
 
     def go(self, times: Sequence[int] | None) -> Array | None:
@@ -96,7 +96,7 @@ class _Descent:
             field = like(starting_rows(tensor, times, rows), network.around.values[of.port])
             self._add(network.around.through(of.port, field, rest))
 
-    def _entering(self, number: int) -> Points | Field | None:
+    def _entering(self, number: int) -> PointRows | FieldRows | None:
         """Everything that comes into a recurrence from above, as one."""
         one, points = self.network.recurrences[number], self.points.get(number)
         output, *finals = one.half.above()
@@ -110,10 +110,10 @@ class _Descent:
             return points
         if top is None and points is None:
             blocks = {state: like(e, one.half.run.input)[:, None] for state, e in flat.items()}
-            return Points([one.half.last], blocks, one.system.order)
+            return PointRows([one.half.last], blocks, one.system.order)
         return _as_field(one, top, flat, points)
 
-    def _through(self, one: Linearised, rows: Points | Field) -> None:
+    def _through(self, one: Linearised, rows: PointRows | FieldRows) -> None:
         below = [port for port in one.half.below() if port in self.network.path.tops]
         left, arrived = swept_through(one, rows, below, self.ends.wrt, self.tally)
         if arrived is not None:
@@ -127,7 +127,7 @@ class _Descent:
             self.arriving[port] = rows if here is None else here + like(rows, here)
 
 
-def _as_field(one: Linearised, top: Array | None, flat: Mapping[int, Array], points: Points | None) -> Field:
+def _as_field(one: Linearised, top: Array | None, flat: Mapping[int, Array], points: PointRows | None) -> FieldRows:
     """Rows over all steps, on the last one, and at single ones, added up."""
     work, time = one.work, one.system.time
     first = top if top is not None else next(iter(flat.values()), None)
@@ -154,11 +154,11 @@ def _as_field(one: Linearised, top: Array | None, flat: Mapping[int, Array], poi
             for state, part in points.parts(t, rows.start, rows.stop, slice(None)).items():
                 target = at(state)[:, rows, t]
                 target[...] = target + part
-    return Field(fields, one.system.order)
+    return FieldRows(fields, one.system.order)
 
 
 def swept_through(
-    one: Linearised, rows: Points | Field, below: Sequence[Port], wrt: End, tally: Tally
+    one: Linearised, rows: PointRows | FieldRows, below: Sequence[Port], wrt: End, tally: Tally
 ) -> tuple[dict[Port, Array], Array | None]:
     """Rows through one recurrence, in the order in which they were asked for.
 
@@ -180,7 +180,7 @@ def swept_through(
         arrived = work.zeros(batch, count, wrt.times or 1, wrt.size)
         (taps.initial if wrt.what == "initial_state" else taps.states)[wrt.state] = FieldCollector(arrived)
     tally.flops += reverse(one.system, rows, taps).flops
-    order = _rows_as_asked(rows) if isinstance(rows, Points) else None
+    order = _rows_as_asked(rows) if isinstance(rows, PointRows) else None
     if order is not None:
         fields = {port: field[:, order] for port, field in fields.items()}
         arrived = None if arrived is None else arrived[:, order]
@@ -199,7 +199,7 @@ def starting_rows(tensor: OuterTensor, times: Sequence[int] | None, rows: np.nda
     return whole.reshape(tensor.samples, -1, *whole.shape[3:])
 
 
-def _rows_as_asked(points: Points) -> list[int] | None:
+def _rows_as_asked(points: PointRows) -> list[int] | None:
     """Where to find the rows in the order in which steps were asked for; None if they are in it."""
     if list(points.times) == list(points.sequence):
         return None
@@ -207,7 +207,7 @@ def _rows_as_asked(points: Points) -> list[int] | None:
     return [order[t] * points.group + r for t in points.times for r in range(points.group)]
 
 
-def enter(one: Linearised, of: End, times: Sequence[int] | None, block: Array) -> Points:
+def enter(one: Linearised, of: End, times: Sequence[int] | None, block: Array) -> PointRows:
     """Rows that start inside a recurrent call."""
     times = [one.half.last] if times is None else times
     return one.output_points(times, block) if of.what == "output" else one.points(of.state, times, block)

@@ -14,7 +14,7 @@ from ...adapters.protocol import Port
 from ...autodiff.tensors import like
 from ...recurrence.jacobian import forward_flops, reverse_flops, unit_flops
 from ...recurrence.linear import Pattern
-from ...recurrence.sweep_blocked import plan_blocks
+from ...recurrence.sweep_reverse import plan_blocks
 from ...typing import Array
 from .ends import Ends
 from .linearised import Linearised

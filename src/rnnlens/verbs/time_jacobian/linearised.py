@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...autodiff.tensors import like
-from ...recurrence.inplace import Workspace
+from ...recurrence.arrays import Workspace
 from ...recurrence.linear import System
-from ...recurrence.linear_cells import linear_system, output_state
-from ...recurrence.sources import Points
+from ...recurrence.sweep_rows import PointRows
 from ...typing import Array
 from ..inside import Half
 
@@ -31,7 +30,7 @@ class Linearised:
     @classmethod
     def of(cls, half: Half) -> Linearised:
         """Linearise a replayed call."""
-        return cls(half, linear_system(half.run, masked_output=half.call.masked_output), output_state(half.run))
+        return cls(half, half.run.linear_system(masked_output=half.call.masked_output), half.run.output_state)
 
     @property
     def layer(self) -> str:
@@ -50,11 +49,11 @@ class Linearised:
             return call.mask
         return call.output_from_state
 
-    def points(self, state: int, times: Sequence[int], block: Array) -> Points:
+    def points(self, state: int, times: Sequence[int], block: Array) -> PointRows:
         """Cotangents (sample or 1, time or 1, row, size) that enter a state at single steps."""
-        return Points(list(times), {state: like(block, self.half.run.input)}, self.system.order)
+        return PointRows(list(times), {state: like(block, self.half.run.input)}, self.system.order)
 
-    def output_points(self, times: Sequence[int], block: Array) -> Points:
+    def output_points(self, times: Sequence[int], block: Array) -> PointRows:
         """Cotangents of the layer's output."""
         moves = self.output_moves()
         block = like(block, self.half.run.input)

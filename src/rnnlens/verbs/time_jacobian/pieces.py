@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...recurrence.linear import System
-from ...recurrence.sweep_parts import BLOCK_BUDGET
+from ...recurrence.sweep_rows import BLOCK_BUDGET
 from .direct import Direct
 from .ends import Ends
 from .linearised import Linearised

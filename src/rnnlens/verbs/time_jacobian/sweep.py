@@ -11,10 +11,8 @@ import numpy as np
 from ...autodiff.tensors import like
 from ...recurrence.jacobian import Entrances, Taps, forward, reverse
 from ...recurrence.parallel import for_each, large_parts
-from ...recurrence.pruning import Vanished
 from ...recurrence.reductions import Collector, Extent, Reduction
-from ...recurrence.sources import Points, Units
-from ...recurrence.sweep_parts import Cost
+from ...recurrence.sweep_rows import Cost, PointRows, Units, Vanished
 from ...typing import Array
 from .pieces import Piece
 from .plan import Part
@@ -117,7 +115,7 @@ class _Sweep:
         return result if self.ends.measured_by is not None else np.moveaxis(result, -1, axis + 1)
 
     @cached_property
-    def points(self) -> Points | Units:
+    def points(self) -> PointRows | Units:
         """Where rows of a reverse sweep enter."""
         one, state, readout = self.one, self.direct.state, self.direct.readout
         if self.direct.pattern is not None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...adapters.protocol import Port
 from ...autodiff.tensors import like
-from ...recurrence.sources import Field
+from ...recurrence.sweep_rows import FieldRows
 from ...typing import Array
 from .composed import enter, starting_rows, swept_through, times_of
 from .linearised import Linearised
@@ -69,7 +69,7 @@ def _arrived(part: Part, seeds: Mapping[Port, Array]) -> dict[Port, Array]:
     return {port: moved(rows, 0, 1) for port, rows in pulled.items() if rows is not None}
 
 
-def _entering(one: Linearised, arrived: Mapping[Port, Array]) -> Field | None:
+def _entering(one: Linearised, arrived: Mapping[Port, Array]) -> FieldRows | None:
     """Everything that came to the upper boundary of a recurrence, at the states that it moves."""
     work, time, half = one.work, one.system.time, one.half
     fields: dict[int, Array] = {}
@@ -92,4 +92,4 @@ def _entering(one: Linearised, arrived: Mapping[Port, Array]) -> Field | None:
             put(one.output, slice(None) if half.call.returns_sequences else half.last, rows)
         else:
             put(port.index, slice(None) if port.kind == "state_read" else half.last, rows)
-    return Field(fields, one.system.order) if fields else None
+    return FieldRows(fields, one.system.order) if fields else None

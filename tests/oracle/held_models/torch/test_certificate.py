@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import rnnlens as rl
-from rnnlens.recurrence.linear_cells import SimpleRnnSystem
+from rnnlens.recurrence.cells.simple_rnn import SimpleRnnSystem
 
 
 class Plain(nn.Module):

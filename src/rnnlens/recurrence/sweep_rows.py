@@ -1,0 +1,309 @@
+"""Rows of a sweep: where they enter, where their values go, what a sweep costs, and when vanished rows are dropped.
+
+Rows are kept in the order in which the recurrence ran; a reverse sweep reaches the last of them first, so that the rows
+alive are always a suffix, and what does not exist yet (the acausal half) is never computed.
+
+On a network whose gradients vanish, most rows of a long sweep carry nothing. A group of rows is dropped once, in every
+sample, its norm fell to ``rtol`` times its norm at the start. Sums of the dropped rows with random signs go on as a few
+probe rows. Since E[s_i s_j] = 0 for i != j, the mean square that such a probe brings to an input is an unbiased
+estimate of the squared error there, summed over everything dropped (Hutchinson 1990, doi:10.1080/03610919008812866).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from .arrays import Array, Workspace
+from .linear import Pattern
+
+#: Bytes of product matrices held at a time.
+BLOCK_BUDGET = 32 * 2**20
+
+#: Steps between two looks for numbers that have become negligible.
+FLUSH_EVERY = 4
+
+
+class RowSink(Protocol):
+    """Takes the values that a sweep passes by."""
+
+    def take(self, t: int, first: int, values: Array) -> None:
+        """Values (sample, row, n) at step t; ``first`` is the number of the first of these rows."""
+
+    def residue(self, t: int, values: Array) -> None:
+        """What signed sums of pruned rows (sample, probe, n) are at step t."""
+
+
+@dataclass
+class Taps:
+    """What a sweep hands out, each None where nobody wants it.
+
+    ``input``: at the layer's input. ``states``: by state index, at the states after each step.
+    ``initial``: by state index, at the initial state (t = -1). ``steps``: the steps of interest, None for all.
+    """
+
+    input: RowSink | None = None
+    states: dict[int, RowSink] = field(default_factory=dict)
+    initial: dict[int, RowSink] = field(default_factory=dict)
+    steps: frozenset[int] | None = None
+
+    def wants(self, t: int) -> bool:
+        """Whether step t is of interest."""
+        return self.steps is None or t in self.steps
+
+
+@dataclass
+class Cost:
+    """Floating-point operations done, and the bytes of the sweep's own buffers."""
+
+    flops: float = 0.0
+    buffer_bytes: int = 0
+
+
+def elements(array: Array) -> int:
+    """How many numbers an array holds."""
+    count = 1
+    for n in array.shape:
+        count *= int(n)
+    return count
+
+
+class RowSource(Protocol):
+    """Rows of a sweep. ``group`` rows belong together (one target step); ``count`` is the number of all rows."""
+
+    count: int
+    group: int
+
+    def first(self, t: int) -> int:
+        """First row alive at step t; never grows in the direction of the sweep."""
+
+    def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
+        """What enters at step t into rows ``first ... stop - 1``: by state, (sample or 1, row, size)."""
+
+    @property
+    def lasting(self) -> bool:
+        """Whether rows receive something at every step, not at their first one only."""
+
+
+@dataclass
+class PointRows:
+    """Rows that enter at one step each.
+
+    Attributes
+    ----------
+    times
+        The step of each group.
+    blocks
+        By state: (sample or 1, time or 1, group row, size): what enters at each time index, if a group is there.
+    order
+        ``"forward"``: sweeps go down in time; ``"backward"``: up. For tangents it is the other way round.
+    """
+
+    times: Sequence[int]
+    blocks: Mapping[int, Array]
+    order: str = "forward"
+
+    def __post_init__(self) -> None:
+        self.sequence = sorted(self.times, reverse=self.order == "backward")
+        self.group = int(next(iter(self.blocks.values())).shape[2])
+        self.count = self.group * len(self.sequence)
+        sign = -1 if self.order == "backward" else 1
+        self._ranks = [sign * t for t in self.sequence]
+        self._sign = sign
+
+    @property
+    def lasting(self) -> bool:
+        """Points enter once."""
+        return False
+
+    def first(self, t: int) -> int:
+        """Groups at or after t, in the order of the recurrence."""
+        return self.group * bisect_left(self._ranks, self._sign * t)
+
+    def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
+        """The block of step t, if this is the step at which rows enter."""
+        if stop == first:
+            return {}
+        found = {}
+        for state, block in self.blocks.items():
+            at = block if block.shape[0] == 1 else block[samples]
+            found[state] = at[:, 0 if block.shape[1] == 1 else t]
+        return found
+
+
+@dataclass
+class Units:
+    """All units of one state, each in a row of its own, as unit vectors that enter at single steps.
+
+    For systems in which they never meet (:class:`rnnlens.recurrence.linear.Pattern`): no row is ever written out.
+
+    Attributes
+    ----------
+    times
+        The step of each group of ``size`` rows.
+    moves : (sample, time) of bool, or None
+        Where a unit enters at all.
+    """
+
+    times: Sequence[int]
+    state: int
+    size: int
+    order: str = "forward"
+    moves: Array | None = None
+
+    @property
+    def sequence(self) -> list[int]:
+        """The steps in the order in which the recurrence ran."""
+        return sorted(self.times, reverse=self.order == "backward")
+
+    def summed(self, work: Workspace, pattern: Pattern) -> PointRows:
+        """One row for all units of a colour: their sum."""
+        block = work.asarray(pattern.colour == np.arange(pattern.count)[:, None])[None, None]
+        if self.moves is not None:
+            block = block * work.asarray(self.moves)[:, :, None, None]
+        return PointRows(self.times, {self.state: block}, self.order)
+
+
+@dataclass
+class FieldRows:
+    """Rows that receive something at every step: (sample, row, time, size) by state.
+
+    A row is alive from the first step of the sweep at which it holds anything but zeros.
+    """
+
+    fields: Mapping[int, Array]
+    order: str = "forward"
+
+    def __post_init__(self) -> None:
+        arrays = list(self.fields.values())
+        self.count, self.group = int(arrays[0].shape[1]), 1
+        time = int(arrays[0].shape[2])
+        alive = np.zeros((self.count, time), dtype=bool)
+        for array in arrays:
+            moved = (array != 0).any(-1).any(0)
+            alive |= np.asarray(moved.cpu() if hasattr(moved, "cpu") else moved)
+        if self.order == "backward":
+            alive = alive[:, ::-1]
+        born = np.where(alive.any(1), time - 1 - np.argmax(alive[:, ::-1], axis=1), -1)
+        # The first row that is alive at position p of the recurrence: rows behind it come along, alive or not.
+        first = np.full(time + 1, self.count)
+        for row in range(self.count - 1, -1, -1):
+            first[: born[row] + 1] = row
+        self._first, self._time = first, time
+
+    @property
+    def lasting(self) -> bool:
+        """Fields enter everywhere."""
+        return True
+
+    def first(self, t: int) -> int:
+        """First row that holds anything at t or after it in the order of the recurrence."""
+        return int(self._first[t if self.order == "forward" else self._time - 1 - t])
+
+    def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
+        """What the field holds at step t."""
+        return {state: field[samples, first:stop, t] for state, field in self.fields.items()}
+
+
+class Pruning(Protocol):
+    """What a sweep asks about its rows."""
+
+    probes: int
+    active: bool
+    group: int
+    dropped: int
+
+    @property
+    def probes_alive(self) -> int:
+        """Probe rows right behind the last row alive."""
+
+    def note(self, rows: Array, width: int, first: int, stop: int) -> None:
+        """Rows ``first ... stop - 1`` have entered."""
+
+    def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
+        """The new end of the rows alive."""
+
+
+class NoPruning:
+    """Every row lives to the end."""
+
+    probes = 0
+    active = False
+    probes_alive = 0
+    group = 1
+    dropped = 0
+
+    def note(self, rows: Array, width: int, first: int, stop: int) -> None:
+        """Nothing to remember."""
+
+    def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
+        """Nothing to drop."""
+        return stop
+
+
+class Vanished:
+    """Drops groups of rows at the old end once they, and all older ones, fell below ``rtol`` of their start.
+
+    Parameters
+    ----------
+    rtol
+        Relative norm below which a group counts as vanished.
+    group
+        Rows that live and die together.
+    every
+        Steps between two looks at the norms.
+    """
+
+    def __init__(
+        self, work: Workspace, rtol: float, group: int, *, probes: int = 8, every: int = 8, seed: int = 0
+    ) -> None:
+        self.work, self.rtol, self.group, self.probes, self.every = work, rtol, group, probes, every
+        self.active = False
+        self.dropped = 0
+        self._calls = 0
+        self._start: dict[int, Array] = {}
+        self._random = np.random.default_rng(seed)
+
+    @property
+    def probes_alive(self) -> int:
+        """All of them as soon as something was dropped."""
+        return self.probes if self.active else 0
+
+    def note(self, rows: Array, width: int, first: int, stop: int) -> None:
+        """Remember the norm (sample,) with which each group entered."""
+        norms = self._norms(rows[:, first:stop, :width])
+        for i in range(norms.shape[1]):
+            self._start[first // self.group + i] = norms[:, i]
+
+    def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
+        """Look at the norms now and then; fold vanished rows into the probes."""
+        self._calls += 1
+        if self._calls % self.every or stop == start:
+            return stop
+        norms, keep = self._norms(rows[:, start:stop, :width]), stop
+        for i in range(norms.shape[1] - 1, -1, -1):
+            group = start // self.group + i
+            if not bool((norms[:, i] <= self.rtol * self._start[group]).all()):
+                break
+            keep = group * self.group
+        if keep < stop:
+            self._fold(rows, width, keep, stop)
+        return keep
+
+    def _norms(self, rows: Array) -> Array:
+        grouped = self.work.xp.reshape(rows, (rows.shape[0], -1, self.group * rows.shape[2]))
+        return self.work.xp.sqrt((grouped * grouped).sum(-1))
+
+    def _fold(self, rows: Array, width: int, keep: int, stop: int) -> None:
+        gone = rows[:, keep:stop, :width]
+        signs = self.work.asarray(self._random.choice([-1.0, 1.0], size=(self.probes, stop - keep)))
+        folded = self.work.xp.matmul(signs, gone)
+        if self.active:
+            folded = folded + rows[:, stop : stop + self.probes, :width]
+        rows[:, keep : keep + self.probes, :width] = folded
+        self.active = True
+        self.dropped += stop - keep

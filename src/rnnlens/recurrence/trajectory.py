@@ -1,0 +1,201 @@
+"""Arrays of one recurrent call: the trajectory that its cell went through, and the total gradients along it.
+
+Arrays are sample-first and chronological. ``order`` is the direction of the recurrence; no array is ever reversed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Self
+
+from .arrays import Array, Namespace
+
+
+class Scales(NamedTuple):
+    """Dropout multipliers of the input and the state: (sample, n) or (gate, sample, n) each, None without dropout."""
+
+    input: Array | None = None
+    state: Array | None = None
+
+
+#: Without dropout.
+UNSCALED = Scales()
+
+
+class Record(NamedTuple):
+    """Gates before and after their activation: (..., gate, unit).
+
+    ``inner`` holds a further value that a cell needs to differentiate a step: the recurrent part of a GRU's candidate
+    before the reset gate multiplies it (``reset_after`` only); of a cell that a framework differentiates, the projected
+    input.
+    """
+
+    preactivation: Array
+    gates: Array
+    inner: Array | None = None
+
+    def at(self, index: tuple[object, ...]) -> Record:
+        """Return the record at one index of its leading axes."""
+        return self.map(lambda part: part[index])
+
+    def map(self, function: Callable[[Array], Array]) -> Record:
+        """Apply a function to each array of the record."""
+        inner = None if self.inner is None else function(self.inner)
+        return Record(function(self.preactivation), function(self.gates), inner)
+
+
+@dataclass
+class Trajectory:
+    """One recurrent layer (one direction of it) on one batch: its input, states and gates at all steps.
+
+    Attributes
+    ----------
+    states : one (sample, time, size) array per state, after step t
+    record : gates of all steps, (sample, time, gate, unit); None where the framework runs the cell
+    step_output : (sample, time, unit) or None
+        Output of a cell of the framework at each step before masking; None where the output is the first state.
+    mask : (sample, time) of bool, or None; False where the states are carried over
+    """
+
+    xp: Namespace
+    input: Array
+    initial_state: tuple[Array, ...]
+    states: tuple[Array, ...] = ()
+    record: Record | None = None
+    step_output: Array | None = None
+    mask: Array | None = None
+    order: Literal["forward", "backward"] = "forward"
+    input_scale: Array | None = None
+    state_scale: Array | None = None
+
+    @property
+    def preactivation(self) -> Array | None:
+        """(sample, time, gate, unit), None where no gates are known."""
+        return None if self.record is None else self.record.preactivation
+
+    @property
+    def gates(self) -> Array | None:
+        """(sample, time, gate, unit), None where no gates are known."""
+        return None if self.record is None else self.record.gates
+
+    @property
+    def known_record(self) -> Record:
+        """The record of a cell with equations.
+
+        Raises
+        ------
+        TypeError
+            If the framework runs the cell, so that there is no record.
+        """
+        if self.record is None:
+            raise TypeError("a cell that the framework runs has no record of gates")
+        return self.record
+
+    def of_samples(self, some: slice) -> Self:
+        """Return the trajectories of some samples; views, where the library has them."""
+        return replace(
+            self,
+            input=self.input[some, ...],
+            initial_state=tuple(s[some, ...] for s in self.initial_state),
+            states=tuple(s[some, ...] for s in self.states),
+            record=None if self.record is None else self.record.at((some, ...)),
+            step_output=None if self.step_output is None else self.step_output[some, ...],
+            mask=None if self.mask is None else self.mask[some, ...],
+            input_scale=scale_of_samples(self.input_scale, some),
+            state_scale=scale_of_samples(self.state_scale, some),
+        )
+
+    def steps(self, *, reverse: bool = False) -> Iterator[int]:
+        """Return time indices in the order of the recurrence, or in the opposite order."""
+        return steps(self.input.shape[1], self.order, reverse=reverse)
+
+    def state_before(self, t: int) -> tuple[Array, ...]:
+        """Return the states that step t started from: one (sample, size) array each."""
+        previous = t - 1 if self.order == "forward" else t + 1
+        if 0 <= previous < self.input.shape[1]:
+            return tuple(s[:, previous, ...] for s in self.states)
+        return self.initial_state
+
+    def states_before(self) -> tuple[Array, ...]:
+        """Return the states that each step started from: one (sample, time, size) array each."""
+        return tuple(self.before(state) for state in range(len(self.states)))
+
+    def before(self, state: int) -> Array:
+        """Return the values (sample, time, size) that one state, by its index, had before each step."""
+        return shift(self.states[state], self.initial_state[state], self.order, self.xp)
+
+    def at_real_steps(self, values: Array) -> Array:
+        """Set values (sample, time, ...) to zero at masked steps."""
+        if self.mask is None:
+            return values
+        return self.xp.where(over_time(self.mask, values), values, self.xp.zeros_like(values))
+
+
+@dataclass
+class Adjoint:
+    """Total gradients along a trajectory, sample-first and chronological.
+
+    Attributes
+    ----------
+    state_grads : one (sample, time, size) array per state
+        dL/ds_t of each state as it is produced: all that the same step computes from it is included, as the path of
+        an LSTM's c_t through h_t.
+    gate_grad : (sample, time, gate, unit), None for a cell of the framework
+        dL/dz_t, with respect to the pre-activations; of a cell without gates, to the projected input.
+    input_grad : (sample, time, feature)
+    initial_state_grad : one (sample, size) array per state
+    output_cotangent : (sample, time, unit), cells run by a framework only
+        Direct gradient of each step's output, moved from masked steps to the steps whose output they repeat.
+    returned_grads : as ``state_grads``, of cells that a framework differentiates only
+        dL/ds_t of the states as a step returns them, without their paths to each other within the step.
+    """
+
+    state_grads: tuple[Array, ...]
+    gate_grad: Array | None
+    input_grad: Array
+    initial_state_grad: tuple[Array, ...]
+    output_cotangent: Array | None = None
+    returned_grads: tuple[Array, ...] | None = None
+
+    def of_samples(self, some: slice) -> Adjoint:
+        """Return the gradients of some samples; views, where the library has them."""
+        return Adjoint(
+            tuple(g[some, ...] for g in self.state_grads),
+            None if self.gate_grad is None else self.gate_grad[some, ...],
+            self.input_grad[some, ...],
+            tuple(g[some, ...] for g in self.initial_state_grad),
+            None if self.output_cotangent is None else self.output_cotangent[some, ...],
+            None if self.returned_grads is None else tuple(g[some, ...] for g in self.returned_grads),
+        )
+
+
+def steps(count: int, order: str, *, reverse: bool = False) -> Iterator[int]:
+    """Return time indices 0 ... count-1 in the order of a recurrence, or in the opposite order."""
+    chronological = (order == "forward") != reverse
+    return iter(range(count) if chronological else range(count - 1, -1, -1))
+
+
+def shift(after: Array, initial: Array, order: str, xp: Namespace) -> Array:
+    """Turn states after each step into states before each step."""
+    first = initial[:, None, ...]
+    if order == "forward":
+        return xp.concat([first, after[:, :-1, ...]], axis=1)
+    return xp.concat([after[:, 1:, ...], first], axis=1)
+
+
+def over_time(mask: Array, like: Array) -> Array:
+    """Give a mask (sample, time), or (sample,), the trailing axes that it needs to broadcast against ``like``."""
+    return mask[(..., *[None] * (like.ndim - mask.ndim))]
+
+
+def carried(new: Array, old: Array, mask_t: Array | None, xp: Namespace) -> Array:
+    """Return a state after a step: the new one where the step is real, the old one where it is masked."""
+    return new if mask_t is None else xp.where(over_time(mask_t, new), new, old)
+
+
+def scale_of_samples(scale: Array | None, some: slice) -> Array | None:
+    """Select samples of dropout multipliers (sample, n) or (gate, sample, n)."""
+    if scale is None:
+        return None
+    return scale[some, ...] if len(scale.shape) == 2 else scale[:, some, :]
