@@ -1,4 +1,4 @@
-"""Where imports of rnnlens stand in its source, read from the text without importing anything: at the top, in no circle."""
+"""Imports of rnnlens in its source stand at the top of a module and in no circle: read from the text, without importing."""
 
 import ast
 from pathlib import Path
@@ -9,8 +9,8 @@ import rnnlens
 
 ROOT = Path(rnnlens.__file__).parent
 
-#: Packages in which functions still import modules of rnnlens. Every other package is clean and stays so: a package that
-#: is listed without need has to be taken out.
+#: Packages in which functions still import modules of rnnlens. Every other package is clean and stays so: a package
+#: that is listed without need has to be taken out.
 IMPORTS_IN_FUNCTIONS = {"adapters.tf_graph", "cli", "results", "tracking", "verbs"}
 
 #: Packages with import circles, those by imports under TYPE_CHECKING included; as above.

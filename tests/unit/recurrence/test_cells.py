@@ -116,7 +116,7 @@ def test_weight_gradients_equal_complex_step(variant, masked):
         for b, t in np.ndindex(BATCH, TIME):
             if mask is None or mask[b, t]:
                 state = [s[b, t] for s in before]
-                through[b, t] = reference._through_hidden(cell, x[b, t], state).T @ cotangent[0][b, t]
+                through[b, t] = reference.through_hidden(cell, x[b, t], state).T @ cotangent[0][b, t]
         cotangent[1] = cotangent[1] - through
     expected = reference.weight_gradients(cell, x, run.states_before(), cotangent, mask=mask)
 
