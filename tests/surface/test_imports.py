@@ -1,4 +1,4 @@
-"""Imports of rnnlens in its source stand at the top of a module and in no circle: read from the text, without importing."""
+"""Imports of rnnlens in its source stand at the top of a module and in no circle: read from the text alone."""
 
 import ast
 from pathlib import Path
