@@ -144,7 +144,11 @@ def len_of(x: Any, layouts: Sequence[Layout | None] | None = None) -> int:
     lengths = {size_of(leaf, layout) for leaf, layout in zip(leaves, layouts or [None] * len(leaves), strict=True)}
     if len(lengths) > 1:
         raise InputError(
-            message("The arrays have different numbers of samples.", got=", ".join(map(str, sorted(lengths))))
+            message(
+                "The arrays have different numbers of samples.",
+                got=", ".join(map(str, sorted(lengths))),
+                hint='if another axis counts samples, name the axes: axes={"input": ("time", "sample", "feature")}',
+            )
         )
     count = lengths.pop()
     if count == 0:
@@ -252,7 +256,12 @@ def _check_lengths(data: DataBatch) -> None:
         part = getattr(data, name)
         if part is not None and len_of(part) != count:
             raise InputError(
-                message(f"x and {name} have different numbers of samples.", got=f"{count} and {len_of(part)}")
+                message(
+                    f"x and {name} have different numbers of samples.",
+                    got=f"{count} and {len_of(part)}, the lengths of the first axes of x and {name}",
+                    hint='if another axis counts samples, name the axes: axes={"input": ("time", "sample", "feature"), '
+                    f'"{name}": ("time", "sample")}}',
+                )
             )
 
 

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import xarray as xr
 
 from .. import data
 from ..adapters.protocol import Adapter, AxisConvention, Batch, Port
 from ..errors import InputError, message, shown
 from ..layout import Layout, canonical_order
 from ..typing import Array
-from ..vocabulary import SAMPLE, TIME
+from ..vocabulary import FEATURE, SAMPLE, TIME
 from .names import Catalogue, read_one
 
 #: What ``axes=`` may name beside the tensors of the model.
@@ -60,7 +61,9 @@ class Layouts:
         self, stated: Mapping[Port, Layout], rule: AxisConvention, found: Mapping[Port, Layout] | None = None
     ) -> None:
         self.stated, self.found = dict(stated), dict(found or {})
-        self.rule, self.samples_first = rule, rule.samples_first
+        self.rule = rule
+        #: Whether every tensor has its samples on the first axis, by the rule of the framework and as the user says.
+        self.samples_first = rule.samples_first and all(layout.axes[0] == (SAMPLE,) for layout in stated.values())
 
     def layout(self, port: Port, shape: Sequence[int], *, integer: bool = False) -> Layout:
         """The axes of a tensor of that shape, in the framework's order."""
@@ -118,7 +121,7 @@ class Axes(Layouts):
     def samples(self, batch: Batch) -> int:
         """How many samples a batch has, as far as it was found out; else the length of its first axis."""
         leaves = data.leaves_of(batch.x)
-        if self.is_cut or self.adapter.samples_first:
+        if self.is_cut or self.samples_first:
             return data.len_of(batch.x, self.inputs)
         for port, layout in {**self.found, **self.stated}.items():
             if port.kind == "input" and port.layer is None and layout.sample is not None and not layout.is_folded:
@@ -177,3 +180,61 @@ def refuse_unknown(what: str, name: str, names: Sequence[str], wanted: str = SAM
                 hint=f"say so: axes={{{name!r}: (..., {wanted!r}, ...)}}, one name for each axis",
             )
         )
+
+
+class InputCoordinates:
+    """Coordinates of the DataArrays that a call was given, by axis: samples, steps and features.
+
+    Parameters
+    ----------
+    x
+        The data of the call; arrays that are no DataArray have no coordinates.
+    layouts
+        Roles of the axes, of inputs whose dimensions are not called ``sample``, ``time`` and ``feature``.
+    """
+
+    def __init__(self, x: Any, layouts: Layouts) -> None:
+        self.leaves = data.leaves_of(x) if data_arrays_of(x) else []
+        self._by_leaf = [_labels(leaf, index, layouts) for index, leaf in enumerate(self.leaves)]
+
+    def find(self, dim: str, size: int, leaf: int | None = None) -> Array | None:
+        """Return the labels of an axis of that role and length; None where no input, or more than one, has them."""
+        of_leaves = self._by_leaf if leaf is None else self._by_leaf[leaf : leaf + 1]
+        found = [labels[dim] for labels in of_leaves if dim in labels and len(labels[dim]) == size]
+        return found[0] if found and all(np.array_equal(found[0], other) for other in found[1:]) else None
+
+    def assign_to(self, result: Any, dims: Iterable[str] = (SAMPLE, TIME), leaf: int | None = None) -> Any:
+        """Return an array or dataset with the labels of those of its dimensions that have the role and length."""
+        if not self.leaves:
+            return result
+        coords = {}
+        for dim in dims:
+            labels = self.find(dim, result.sizes[dim], leaf) if dim in result.dims else None
+            if labels is not None:
+                coords[dim] = xr.Variable((dim,), labels, result[dim].attrs if dim in result.coords else {})
+        return result.assign_coords(coords)
+
+    def is_input(self, values: Array) -> int | None:
+        """Return the number of the input that has these very values, (sample, time, feature)."""
+        for index, leaf in enumerate(self.leaves):
+            if tuple(leaf.shape) == values.shape and np.array_equal(np.asarray(leaf), values):
+                return index
+        return None
+
+
+def data_arrays_of(x: Any) -> list[xr.DataArray]:
+    """Return the DataArrays in the data of a call."""
+    return [leaf for leaf in data.leaves_of(x) if isinstance(leaf, xr.DataArray)]
+
+
+def _labels(leaf: Any, index: int, layouts: Layouts) -> dict[str, Array]:
+    """Return the index coordinates of one input by the role of their axis."""
+    if not isinstance(leaf, xr.DataArray):
+        return {}
+    roles = (SAMPLE, TIME, FEATURE)
+    named = {str(dim): str(dim) for dim in leaf.dims if dim in roles}
+    if not named and (layouts.samples_first or Port("input", index=index) in layouts.stated):
+        names = layouts.layout(Port("input", index=index), leaf.shape, integer=leaf.dtype.kind in "iu").names
+        if len(names) == leaf.ndim:
+            named = {role: str(dim) for role, dim in zip(names, leaf.dims, strict=True) if role in roles}
+    return {role: leaf[dim].values for role, dim in named.items() if dim in leaf.coords and leaf[dim].ndim == 1}

@@ -56,7 +56,7 @@ class Batches:
     def count(self) -> int | None:
         """How many batches there are, where that is known."""
         x = self.whole.x
-        if not self.axes.adapter.samples_first and not self.axes.is_cut:
+        if not self.axes.samples_first and not self.axes.is_cut:
             return None if data.is_cut(x, self.batch_size) else 1  # not known yet how the inputs lie
         inputs = self.axes.inputs
         layouts = None if inputs is None else {"x": inputs, "y": [], "sample_weight": []}
@@ -105,7 +105,7 @@ class Batches:
         one = not data.is_cut(whole.x, self.batch_size)
         if one and not is_source(whole.x):
             refuse_large("The batch", [whole.x, whole.y], "batch_size=, fewer samples at a time")
-        if one and not axes.adapter.samples_first:
+        if one and not axes.samples_first:
             if template.initial_state is not None:  # one row may serve all samples: how many are they?
                 axes.inputs, axes.is_cut = layouts_of_inputs(axes, template, whole.x), True
             return [whole]

@@ -32,7 +32,7 @@ from ..results.array import ResultArray, record
 from ..results.gradients import Answer, Gradients, Reason
 from ..results.schema import labelled
 from ..typing import Array
-from ..vocabulary import GATE
+from ..vocabulary import FEATURE, GATE, SAMPLE, TIME
 from .axes import an_axes_table
 from .batches import Batches
 from .differentiation.clipping import a_clipping, clipped, rule
@@ -263,7 +263,10 @@ def _label(question: Question, name: TensorName, found: Gathered, provenance: Ma
     if touched is not None:
         attrs["touched_rows"] = touched
     labels = {"cell": info.cell} if info is not None and GATE in dims else {}
-    return labelled(array, dims, name=name.quantity, attrs=attrs, provenance=provenance, info=labels)
+    array = labelled(array, dims, name=name.quantity, attrs=attrs, provenance=provenance, info=labels)
+    if name.what == "input" and name.layer is None:
+        return question.coordinates.assign_to(array, (SAMPLE, TIME, FEATURE), name.index)
+    return question.coordinates.assign_to(array)
 
 
 def _described(target: Target) -> str:

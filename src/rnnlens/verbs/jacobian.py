@@ -197,7 +197,7 @@ def _of_batch(
     request = read_request(model, batch, ends, options, axes)
     with open_network(request) as network:
         plan = make_plan(options, network)
-        found = execute(Labels(plan, request.provenance), options.out)
+        found = execute(Labels(plan, request.provenance, request.coordinates), options.out)
         claim = claim_of(request, plan, found)
     certificate = certify(request, plan, claim)
     found.attrs |= record(found.checks, certificate)

@@ -18,12 +18,12 @@ from ..recurrence.rounding import perturbed
 from ..results.checks import warn_about
 from ..results.trace import Trace
 from ..settings import current
-from .axes import Axes, an_axes_table
+from .axes import Axes, InputCoordinates, an_axes_table
 from .certify import Ours, certify, plainly
 from .certify import wanted as asked_for
 from .loss_words import with_reduction
 from .names import catalogue
-from .tracing.datasets import plain_datasets, recurrent_datasets
+from .tracing.datasets import plain_datasets, recurrent_datasets, with_coordinates
 from .tracing.wanted import Wanted
 from .turns import in_turn
 
@@ -130,6 +130,7 @@ def trace(
         datasets |= plain_datasets(capture.plain, room, batch, wanted, provenance)
         wanted.refuse_absent(datasets, [info.name for info in described])
         words = _words(datasets, wanted.has_loss)
+        datasets = with_coordinates(datasets, InputCoordinates(x, room))
         certificate = certify(adapter, model, batch, ours, made, partial(_perturbed, made_of, capture), **words)
     warn_about([*checks, *certificate.checks])
     return Trace(

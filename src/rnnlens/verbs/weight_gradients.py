@@ -63,6 +63,8 @@ def find_gradients(
         found.loss = found.capture.loss
         for name in recurrent:
             calls = _of_layer(on_host(found.capture.calls), name, by_time)
+            if not calls:  # the forward pass does not call it: no gradient reaches its weights
+                continue
             found.recurrent[name], sums = _recurrent_gradients(calls, by_time)
             found.checks += [entry.check() for entry in sums]
             found.scales[name] = max((entry.scale for entry in sums), default=0.0)

@@ -16,7 +16,7 @@ from ...layout import Layout
 from ...recurrence.trajectory import Adjoint
 from ...settings import current, parse_memory
 from ...typing import Array
-from ..axes import Axes, refuse_unknown
+from ..axes import Axes, InputCoordinates, refuse_unknown
 from ..inside import Half
 from ..names import Catalogue, TensorName, catalogue, read, read_all, read_one, with_named_outputs
 from ..outside import Outside
@@ -69,6 +69,8 @@ class Question:
         What the target is multiplied by while gradients flow, and gradients are divided by at the end: a loss scale.
     memory
         Bytes that per-sample gradients of weights may use at a time.
+    coordinates
+        Coordinates of the inputs that are DataArrays.
     cotangents
         Those of the tensors in ``named``, where they are known already; the value of the target is then not asked for.
     """
@@ -82,6 +84,7 @@ class Question:
     function: Callable[..., Any] | None
     target: Target
     wrt: tuple[TensorName, ...]
+    coordinates: InputCoordinates
     asked: tuple[TensorName, ...] = ()
     lone: bool = False
     scale: float = 1.0
@@ -164,17 +167,19 @@ def ask(adapter: Adapter, model: Any, run: Batch, request: Request) -> Question:
     asked, lone = _tensors(request.wrt, known)
     if named and named[0].what == "loss" and function is None and (request.at or request.reduce is not None):
         raise InputError(message("The loss is one number: there is nothing to select or reduce.", got="at= or reduce="))
+    axes = Axes(adapter, model, request.axes, known)
     wrt = asked if request.clip is None else _with_all_clipped(asked, request, known)
     return Question(
         adapter,
         model,
         request,
         known,
-        Axes(adapter, model, request.axes, known),
+        axes,
         named,
         function,
         Target(words, request.at, request.reduce, request.per_sample),
         tuple(wrt),
+        InputCoordinates(() if is_source(run.x) else run.x, axes),
         tuple(asked),
         lone,
         known.facts.loss_scale if named and named[0].what == "loss" else 1.0,

@@ -62,10 +62,10 @@ class _Descent:
         self.arrived: Array | None = None
 
     def go(self, times: Sequence[int] | None) -> Array | None:
-        """Everything that comes to the lower end, through all from the last recurrence that ran to the first."""
+        """Collect the rows that come to the lower end, through each recurrence after all those that read it."""
         wrt = self.ends.wrt
         self._start(times)
-        for number in reversed(range(len(self.network.recurrences))):
+        for number in self.network.path.order:
             one = self.network.recurrences[number]
             if wrt.port in one.half.above() and wrt.port in self.arriving:
                 # Complete: everything above this call has been gone through.

@@ -12,7 +12,8 @@ import xarray as xr
 from ...results.array import ResultArray, record
 from ...results.checks import Check
 from ...results.schema import labelled, to_host
-from ...vocabulary import BACKWARD, FORWARD, IN_TIME, OUT_TIME, SAMPLE
+from ...vocabulary import BACKWARD, FEATURE, FORWARD, IN_FEATURE, IN_TIME, OUT_TIME, SAMPLE, TIME
+from ..axes import InputCoordinates
 from .ends import Ends
 from .plan import IN_DIRECTION, Plan
 from .tally import Tally
@@ -42,6 +43,7 @@ class Labels:
 
     plan: Plan
     provenance: Mapping[str, str]
+    inputs: InputCoordinates
 
     @property
     def ends(self) -> Ends:
@@ -49,15 +51,18 @@ class Labels:
         return self.plan.ends
 
     def coords(self) -> dict[str, Any]:
-        """Steps as they were asked for."""
-        found: dict[str, Any] = {}
-        if self.ends.out_times is not None:
-            found[OUT_TIME] = self.ends.out_times
-        if self.ends.in_times is not None:
-            found[IN_TIME] = self.ends.in_times
+        """Return the steps as they were asked for, and the labels that the inputs have."""
+        found: dict[str, Any] = {SAMPLE: self.inputs.find(SAMPLE, self.plan.network.samples)}
+        ends = self.ends
+        for dim, end, times in ((OUT_TIME, ends.of, ends.out_times), (IN_TIME, ends.wrt, ends.in_times)):
+            if times is not None and end.times is not None:
+                labels = self.inputs.find(TIME, end.times)
+                found[dim] = times if labels is None else labels[times]
+        if ends.wrt.what == "input" and ends.wrt.name.layer is None:
+            found[IN_FEATURE] = self.inputs.find(FEATURE, ends.wrt.size, ends.wrt.name.index)
         if self.ends.wrt.bidirectional:
             found[IN_DIRECTION] = [FORWARD, BACKWARD]
-        return {dim: labels for dim, labels in found.items() if dim in self.plan.dims}
+        return {dim: labels for dim, labels in found.items() if labels is not None and dim in self.plan.dims}
 
     def attrs(self, tally: Tally, checks: Sequence[Check]) -> dict[str, Any]:
         """What it is, and how it was computed."""

@@ -26,18 +26,24 @@ from .surroundings import Surroundings
 
 @dataclass(frozen=True)
 class Path:
-    """What lies on the way from one end down to the other.
+    """Tensors and recurrences between the upper and the lower end.
 
     Attributes
     ----------
     tops
         Tensors outside of recurrences from which the lower end is reached.
     recurrences
-        Which recurrences are gone through, by their number.
+        Numbers of the recurrences that lead to the lower end.
+    order
+        Numbers of all recurrences below the upper end, each after those that read it, in whatever order they ran.
+    is_cyclic
+        Whether a recurrence reads itself by way of another one, so that there is no such order.
     """
 
     tops: frozenset[Port]
     recurrences: frozenset[int]
+    order: tuple[int, ...]
+    is_cyclic: bool
 
 
 @dataclass
@@ -76,9 +82,11 @@ class Network:
 
     @cached_property
     def path(self) -> Path:
-        """What lies on the way."""
+        """Tensors and recurrences between the two ends, found by a depth-first search down the segments."""
         leads: dict[Port, bool] = {}
         gone: dict[int, bool] = {}
+        entered: set[int] = set()
+        cyclic = False
 
         def from_tensor(port: Port) -> bool:
             if port not in leads:
@@ -88,7 +96,12 @@ class Network:
             return leads[port]
 
         def from_recurrence(number: int) -> bool:
+            nonlocal cyclic
+            if number in entered and number not in gone:
+                cyclic = True
+                return False
             if number not in gone:
+                entered.add(number)
                 one = self.recurrences[number]
                 ends_here = any(one is inner for inner in self.wrt.within)
                 gone[number] = any([ends_here] if ends_here else [from_tensor(port) for port in one.half.below()])
@@ -102,6 +115,8 @@ class Network:
         return Path(
             frozenset(port for port, found in leads.items() if found),
             frozenset(number for number, found in gone.items() if found),
+            tuple(reversed(gone)),
+            cyclic,
         )
 
     @property
@@ -126,7 +141,13 @@ def open_network(request: Request, *, perturbed: bool = False) -> Iterator[Netwo
         If samples depend on each other, or recurrent layers run on different numbers of them.
     """
     inside = _look_inside(request)
-    inside = inside.perturbed() if perturbed else inside
+    with _opened(request, inside.perturbed() if perturbed else inside) as network:
+        yield network
+
+
+@contextmanager
+def _opened(request: Request, inside: Inside) -> Iterator[Network]:
+    """Open the network around replayed recurrences; one in which they read each other in a circle is not cut."""
     recurrences = tuple(Linearised.of(half) for both in inside.halves.values() for half in both)
     of, wrt = _inner(request.of, inside, recurrences, "of"), _inner(request.wrt, inside, recurrences, "wrt")
     if of is not None and wrt is not None and not inside.entangled and _same(of, wrt):
@@ -141,7 +162,12 @@ def open_network(request: Request, *, perturbed: bool = False) -> Iterator[Netwo
     with _pullback(request, inside, outer, wrt) as pullback:
         tensors = _tensors(request, inside, pullback.values, outer, layouts)
         around = Surroundings(pullback.values, pullback, tensors)
-        yield _network(request, recurrences, (of, wrt), around, layouts, is_cut=not inside.entangled)
+        network = _network(request, recurrences, (of, wrt), around, layouts, is_cut=not inside.entangled)
+        if inside.entangled or not network.path.is_cyclic:
+            yield network
+            return
+    with _opened(request, Inside(inside.halves, entangled=True)) as network:
+        yield network
 
 
 def _look_inside(request: Request) -> Inside:
@@ -282,7 +308,7 @@ def _network(
     """With the ends that lie outside of recurrences as tensors of the framework, and refused where none leads on."""
     of, wrt = inner[0] or _outer_end(request.of, around), inner[1] or _outer_end(request.wrt, around)
     network = Network(recurrences, of, wrt, around, is_cut, layouts)
-    if is_cut and not network.is_connected:
+    if is_cut and not network.path.is_cyclic and not network.is_connected:
         raise disconnected(of, wrt)
     return network
 

@@ -13,7 +13,7 @@ from ...adapters.registry import adapter_for
 from ...autodiff.tensors import dtype_name
 from ...errors import InputError, UnsupportedError, message
 from ...layout import Layout
-from ..axes import named_layouts
+from ..axes import InputCoordinates, Layouts, named_layouts
 from ..names import Catalogue, TensorName, catalogue, read_one, with_named_outputs
 
 
@@ -59,6 +59,8 @@ class Request:
         Which axis of what counts samples, as far as the user says it.
     provenance
         Where the numbers come from, in words.
+    coordinates
+        Coordinates of the inputs that are DataArrays.
     """
 
     adapter: Adapter
@@ -70,6 +72,7 @@ class Request:
     options: Options
     layouts: Mapping[Port, Layout]
     provenance: Mapping[str, str]
+    coordinates: InputCoordinates
 
 
 def read_request(
@@ -90,10 +93,11 @@ def read_request(
     known = with_named_outputs(adapter, model, batch, catalogue(adapter, model, batch.x), ends)
     of, wrt = (read_one(text, known) for text in ends)
     layouts = named_layouts(axes, known)
+    given = InputCoordinates(batch.x, Layouts(layouts, adapter))
     _refuse_as_end(of, "of")
     _refuse_as_end(wrt, "wrt")
     _refuse_integers(wrt, batch, known)
-    return Request(adapter, model, batch, known, of, wrt, options, layouts, adapter.provenance(model))
+    return Request(adapter, model, batch, known, of, wrt, options, layouts, adapter.provenance(model), given)
 
 
 _ENDS = {

@@ -11,9 +11,9 @@ from ...recurrence.replay import Replay
 from ...results.checks import Check, coarser
 from ...results.schema import layer_dataset, to_host
 from ...typing import Array
-from ...vocabulary import FORWARD
+from ...vocabulary import FEATURE, FORWARD
 from ..assemble import join_directions
-from ..axes import Axes, in_order
+from ..axes import Axes, InputCoordinates, in_order
 from ..certify import INITIAL, LAYER_INPUT, PROBES, Boundary, Ours
 from ..host import on_host
 from ..outside import Outside
@@ -104,4 +104,17 @@ def plain_datasets(
                 arrays[name], dims[name] = in_order(*opened)
         info = {"name": call.layer}
         found[call.layer] = layer_dataset(arrays, info=info, provenance=provenance, bidirectional=False, dims=dims)
+    return found
+
+
+def with_coordinates(datasets: Mapping[str, xr.Dataset], given: InputCoordinates) -> dict[str, xr.Dataset]:
+    """Label samples and steps as the inputs are; features too, of a layer that takes an input of the model as it is."""
+    if not given.leaves:
+        return dict(datasets)
+    found = {}
+    for name, dataset in datasets.items():
+        leaf = given.is_input(dataset["input"].values) if "input" in dataset else None
+        found[name] = given.assign_to(dataset)
+        if leaf is not None:
+            found[name] = given.assign_to(found[name], (FEATURE,), leaf)
     return found

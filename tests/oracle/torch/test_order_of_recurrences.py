@@ -1,0 +1,123 @@
+"""Time Jacobians of loops in which a recurrence reads another one that is called after it, or an earlier state of it.
+
+The truth is torch's own differentiation of the untouched model, with hooks that do nothing but look.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+
+B, T, F, H = 2, 6, 3, 4
+
+
+class Delayed(nn.Module):
+    """``b`` reads the state that ``a`` had ``delay`` steps ago; which of them is called first makes no difference."""
+
+    def __init__(self, delay, lower_first, cell=nn.GRUCell):
+        super().__init__()
+        self.a, self.b, self.head = cell(F, H), cell(H, H), nn.Linear(H, 2)
+        self.delay, self.lower_first = delay, lower_first
+
+    def start(self, x):
+        zeros = x.new_zeros(len(x), H)
+        return (zeros, zeros) if isinstance(self.a, nn.LSTMCell) else zeros
+
+    def forward(self, x):
+        upper, outputs = self.start(x), []
+        history = [self.start(x)] * (self.delay + 1)
+        for t in range(x.shape[1]):
+            if self.lower_first:
+                history.append(self.a(x[:, t], history[-1]))
+                upper = self.b(hidden(history[-1 - self.delay]), upper)
+            else:
+                upper = self.b(hidden(history[-self.delay]), upper)
+                history.append(self.a(x[:, t], history[-1]))
+            outputs.append(self.head(hidden(upper)))
+        return torch.stack(outputs, 1)
+
+
+class FirstReadsLater(nn.Module):
+    """The cell that is called first reads the state of the one that is called after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.b, self.a, self.head = nn.GRUCell(H, H), nn.GRUCell(F, H), nn.Linear(H, 2)
+
+    def forward(self, x):
+        upper = lower = x.new_zeros(len(x), H)
+        outputs = []
+        for t in range(x.shape[1]):
+            upper = self.b(lower, upper)
+            lower = self.a(x[:, t], lower)
+            outputs.append(self.head(upper))
+        return torch.stack(outputs, 1)
+
+
+class Tower(nn.Module):
+    """Three cells, called from the top down, each of which reads the one below as it was a step ago."""
+
+    def __init__(self):
+        super().__init__()
+        self.c, self.b, self.a, self.head = nn.RNNCell(H, H), nn.GRUCell(H, H), nn.RNNCell(F, H), nn.Linear(H, 2)
+
+    def forward(self, x):
+        c = b = a = x.new_zeros(len(x), H)
+        outputs = []
+        for t in range(x.shape[1]):
+            c, b, a = self.c(b, c), self.b(a, b), self.a(x[:, t], a)
+            outputs.append(self.head(c))
+        return torch.stack(outputs, 1)
+
+
+def hidden(state):
+    return state[0] if isinstance(state, tuple) else state
+
+
+def truth(model, x, of, wrt):
+    """(sample, out_time, out_unit, in_time, in_feature) by one backward pass per number."""
+    states = {name: [] for name in "abc" if hasattr(model, name)}
+    handles = [
+        getattr(model, name).register_forward_hook(lambda m, i, o, name=name: states[name].append(hidden(o)))
+        for name in states
+    ]
+    x = x.clone().requires_grad_()
+    output = model(x)
+    for handle in handles:
+        handle.remove()
+    above = output if of == "output" else torch.stack(states[of[0]], 1)
+    below = [x] if wrt == "input" else states[wrt[0]]
+    rows = np.zeros((B, T, above.shape[2], T, F if wrt == "input" else H))
+    for t in range(T):
+        for u in range(above.shape[2]):
+            grads = torch.autograd.grad(above[:, t, u].sum(), below, retain_graph=True, allow_unused=True)
+            filled = [torch.zeros_like(tensor) if g is None else g for tensor, g in zip(below, grads)]
+            rows[:, t, u] = filled[0] if wrt == "input" else torch.stack(filled, 1)
+    return rows
+
+
+MODELS = {
+    "earlier state, lower called last": lambda: Delayed(1, False),
+    "earlier state, lower called first": lambda: Delayed(1, True),
+    "two steps, lower called last": lambda: Delayed(2, False),
+    "two steps, lower called first": lambda: Delayed(2, True),
+    "two steps, LSTM": lambda: Delayed(2, False, nn.LSTMCell),
+    "first reads later": FirstReadsLater,
+    "tower from the top": Tower,
+}
+ENDS = [("output", "input"), ("output", "a.hidden"), ("b.hidden", "input"), ("b.hidden", "a.hidden")]
+
+
+@pytest.mark.parametrize(("of", "wrt"), ENDS)
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_recurrences_are_swept_in_the_order_in_which_they_read_each_other(kind, of, wrt):
+    torch.manual_seed(0)
+    model, x = MODELS[kind]().double(), torch.randn(B, T, F, dtype=torch.float64)
+    with rl.options(certify="always"):
+        found = rl.jacobian(model, x, of=of, wrt=wrt)
+    expected = truth(model, x, of, wrt)
+    assert abs(expected).max() > 1e-3
+    np.testing.assert_allclose(found.values, expected, atol=1e-12)
+    assert found.certificate.state != "failed", found.certificate
