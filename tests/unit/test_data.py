@@ -117,7 +117,8 @@ def test_one_initial_state_serves_every_batch():
     [
         (
             lambda: list(data.batches(X, Y[:9])),
-            "x and y have different numbers of samples.\n  got:      10 and 9, the lengths of the first axes of x and y\n"
+            "x and y have different numbers of samples.\n"
+            "  got:      10 and 9, the lengths of the first axes of x and y\n"
             '  try:      if another axis counts samples, name the axes: axes={"input": ("time", "sample", "feature"), '
             '"y": ("time", "sample")}',
         ),

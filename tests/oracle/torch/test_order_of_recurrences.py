@@ -93,7 +93,7 @@ def truth(model, x, of, wrt):
     for t in range(T):
         for u in range(above.shape[2]):
             grads = torch.autograd.grad(above[:, t, u].sum(), below, retain_graph=True, allow_unused=True)
-            filled = [torch.zeros_like(tensor) if g is None else g for tensor, g in zip(below, grads)]
+            filled = [torch.zeros_like(tensor) if g is None else g for tensor, g in zip(below, grads, strict=True)]
             rows[:, t, u] = filled[0] if wrt == "input" else torch.stack(filled, 1)
     return rows
 

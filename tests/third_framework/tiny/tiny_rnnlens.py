@@ -5,16 +5,8 @@ from contextlib import nullcontext
 import numpy as np
 from tiny import Elman, squared_error
 
-from rnnlens.adapters.protocol import (
-    Adapter,
-    LayerInfo,
-    LayerWeights,
-    ModelFacts,
-    Port,
-    ReferenceRun,
-    Submodule,
-    WeightLocation,
-)
+from rnnlens.adapters import protocol
+from rnnlens.adapters.protocol import Adapter, LayerWeights, Port, ReferenceRun
 from rnnlens.errors import CertificateError, LayerNotFoundError
 from rnnlens.recurrence.cells import SimpleRNN
 
@@ -84,7 +76,7 @@ class TinyAdapter(Adapter):
         return isinstance(model, Elman)
 
     def describe(self, model):
-        return [LayerInfo("rnn", "Elman", "simple_rnn", len(model.weights["b"]), "forward", True)]
+        return [protocol.LayerInfo("rnn", "Elman", "simple_rnn", len(model.weights["b"]), "forward", True)]
 
     def weights(self, model):
         cell = SimpleRNN(*(model.weights[name].copy() for name in "WUb"))
@@ -92,10 +84,10 @@ class TinyAdapter(Adapter):
         return {"rnn": rnn, "head": LayerWeights({"kernel": model.weights["V"].copy()}, {"kernel": True})}
 
     def facts(self, model):
-        return ModelFacts({"rnn": Submodule(), "head": Submodule()}, loss=squared_error)
+        return protocol.ModelFacts({"rnn": protocol.Submodule(), "head": protocol.Submodule()}, loss=squared_error)
 
     def place(self, model, layer, direction, key):
-        return WeightLocation(WEIGHTS[Port("weight", layer, key=key)], lambda gradient: gradient)
+        return protocol.WeightLocation(WEIGHTS[Port("weight", layer, key=key)], lambda gradient: gradient)
 
     def reference_run(self, model, batch, cotangents=None, *, gradients=True, regularised=False):
         if batch.initial_state:
