@@ -264,9 +264,10 @@ def _label(question: Question, name: TensorName, found: Gathered, provenance: Ma
         attrs["touched_rows"] = touched
     labels = {"cell": info.cell} if info is not None and GATE in dims else {}
     array = labelled(array, dims, name=name.quantity, attrs=attrs, provenance=provenance, info=labels)
-    if name.what == "input" and name.layer is None:
-        return question.coordinates.assign_to(array, (SAMPLE, TIME, FEATURE), name.index)
-    return question.coordinates.assign_to(array)
+    is_input = name.what == "input" and name.layer is None
+    roles, leaf = ((SAMPLE, TIME, FEATURE), name.index) if is_input else ((SAMPLE, TIME), None)
+    named: xr.DataArray = question.coordinates.assign_to(array, roles, leaf)
+    return named
 
 
 def _described(target: Target) -> str:
