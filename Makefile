@@ -3,13 +3,13 @@
 #   make demo       the main job, on real data          make lint       ruff, mypy, import layers
 #   make test       every suite (needs all frameworks)  make bench      speed and memory, as ratios
 #   make test-full  the same and the wide sweeps        make gallery    draw the pictures of docs/ again
-#   make docs       the site, in site/
+#   make docs       the site, in site/        make pages      reference and outputs in docs/, from the code
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --editable
 
-.PHONY: demo test test-full lint bench gallery docs browser clean
+.PHONY: demo test test-full lint bench gallery pages docs browser clean
 .DEFAULT_GOAL := test
 
 demo: .venv/.demo
@@ -30,7 +30,11 @@ bench: .venv/.dev
 gallery: .venv/.dev
 	@$(BIN)/python docs/gallery/make.py
 
-docs: .venv/.dev
+# What a page takes from the code: the reference, and scripts with what they print.
+pages: .venv/.dev
+	@$(BIN)/python docs/site/pages.py --outputs
+
+docs: pages
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "site/index.html"
 
 # What the report is tested in. Installed where that may be done; otherwise `make test` says what was not tested.

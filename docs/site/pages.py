@@ -1,0 +1,162 @@
+"""Write the generated parts of the pages: the reference, and scripts with the output that they print.
+
+    python docs/site/pages.py             write what follows from the code
+    python docs/site/pages.py --outputs   also run the scripts of docs/start again, and keep what they print
+
+A page that shows a file names it in a comment before the block, `<!-- file: docs/start/recall_keras.py -->`; the block
+below the comment is replaced. The pages are plain Markdown, the same on GitHub and on the site, and a test compares
+them with the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import griffe
+
+import rnnlens
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / "docs" / "reference.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "start.md")
+
+#: A comment that names a file, and the block of code below it.
+SHOWN = re.compile(r"(<!-- file: (\S+) -->\n+```)(\w*)\n.*?\n```", re.DOTALL)
+
+SECTIONS = (
+    ("Looking into a model", ""),
+    ("Figures: `rl.plot`", "plot"),
+    ("Measures of memory: `rl.measures`", "measures"),
+    ("Keras: `rl.keras`", "keras"),
+    ("TensorFlow 1: `rl.tf1`", "tf1"),
+    ("PyTorch: `rl.torch`", "torch"),
+    ("Lightning: `rl.lightning`", "lightning"),
+    ("Hugging Face's Trainer: `rl.transformers`", "transformers"),
+    ("Cells: `rl.cells`", "cells"),
+    ("Errors: `rl.errors`", "errors"),
+    ("Testing: `rl.testing`", "testing"),
+)
+
+
+def reference_page() -> str:
+    """Return the page that documents every public name, from its signature and docstring."""
+    parts = ["# Reference: every public function\n\n`import rnnlens as rl`. Nothing else is public."]
+    for title, room in SECTIONS:
+        holder = getattr(rnnlens, room) if room else rnnlens
+        parts.append(f"## {title}")
+        if room and (introduction := inspect.getdoc(holder)):
+            parts.append(plain_markdown(introduction.split("\n\n")[0]))
+        parts += [entry(f"rl.{room}.{name}" if room else f"rl.{name}", thing) for name, thing in documented(holder)]
+    return "\n\n".join(parts) + "\n"
+
+
+def documented(holder: Any) -> list[tuple[str, Any]]:
+    """Return the public classes and functions of ``rnnlens`` or of one of its modules."""
+    names = getattr(holder, "__all__", None)
+    if names is None:
+        names = [name for name, thing in vars(holder).items() if getattr(thing, "__module__", None) == holder.__name__]
+    things = [(name, getattr(holder, name)) for name in names if not name.startswith("_")]
+    return [
+        (name, thing)
+        for name, thing in things
+        if not isinstance(thing, ModuleType) and (inspect.isclass(thing) or inspect.isroutine(thing))
+    ]
+
+
+def entry(title: str, thing: Any) -> str:
+    """Return the Markdown of one public name: heading, signature, docstring, and the methods of a class."""
+    parts = [f"### {title}", f"```text\n{signature(title, thing)}\n```", *docstring_parts(thing)]
+    if inspect.isclass(thing) and not issubclass(thing, BaseException):
+        methods = [(n, m) for n, m in vars(thing).items() if not n.startswith("_") and inspect.getdoc(m)]
+        lines = [f"- `{name}`: {first_sentence(method)}" for name, method in methods]
+        parts += ["**Methods and properties**", "\n".join(lines)] if lines else []
+    return "\n\n".join(parts)
+
+
+def signature(title: str, thing: Any) -> str:
+    """Return the call with each argument on a line of its own where it is long."""
+    try:
+        parameters = list(inspect.signature(thing).parameters.values())
+    except (TypeError, ValueError):
+        return title
+    texts = [str(p.replace(annotation=inspect.Parameter.empty)) for p in parameters if p.name != "self"]
+    first = next((i for i, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY), None)
+    if first is not None and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        texts.insert(first - len(parameters) + len(texts), "*")
+    line = f"{title}({', '.join(texts)})"
+    return line if len(line) <= 100 else f"{title}(\n    " + ",\n    ".join(texts) + ",\n)"
+
+
+def docstring_parts(thing: Any) -> Iterator[str]:
+    """Yield the sections of a numpydoc docstring as Markdown."""
+    text = inspect.getdoc(thing) or ""
+    for section in griffe.Docstring(text).parse("numpy", warn_unknown_params=False, warnings=False):
+        kind, value = section.kind.value, section.value
+        if kind == "text":
+            yield plain_markdown(value)
+        elif kind == "examples":
+            yield "```pycon\n" + "\n\n".join(piece for _, piece in value) + "\n```"
+        elif kind == "admonition":
+            yield f"**{section.title}**\n\n{plain_markdown(value.contents)}"
+        elif isinstance(value, list):
+            yield f"**{kind.title()}**\n\n" + "\n".join(items(value))
+
+
+def items(elements: list[Any]) -> Iterator[str]:
+    """Yield parameters, return values or errors as lines of a list, those that share a description as one."""
+    for description, together in itertools.groupby(elements, key=lambda one: " ".join(one.description.split())):
+        names = [getattr(one, "name", None) or str(one.annotation or "") for one in together]
+        yield f"- {', '.join(f'`{name}`' for name in names)}: {plain_markdown(description)}"
+
+
+def plain_markdown(text: str) -> str:
+    """Turn the roles and literals of reStructuredText into Markdown."""
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
+    return re.sub(r"``([^`]+)``", r"`\1`", text).replace("rnnlens.", "rl.").strip()
+
+
+def first_sentence(thing: Any) -> str:
+    """Return the first line of a docstring."""
+    return plain_markdown((inspect.getdoc(thing) or "").split("\n\n")[0].replace("\n", " "))
+
+
+def with_files(page: str) -> str:
+    """Replace each block of a page that shows a file by the file."""
+    return SHOWN.sub(lambda found: f"{found[1]}{found[3]}\n{(ROOT / found[2]).read_text().rstrip()}\n```", page)
+
+
+def record_outputs() -> None:
+    """Run each script of docs/start that has a recorded output, in a folder of its own, and record it again."""
+    for recorded in sorted((ROOT / "docs" / "start").glob("*.txt")):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, str(recorded.with_suffix(".py"))]
+            done = subprocess.run(
+                command, cwd=folder, env={**os.environ, "COLUMNS": "120"}, text=True, capture_output=True, check=True
+            )
+        recorded.write_text(done.stdout)
+
+
+def main() -> None:
+    """Write all generated pages."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--outputs", action="store_true", help="run the scripts of docs/start and keep what they print")
+    if parser.parse_args().outputs:
+        record_outputs()
+    REFERENCE.write_text(reference_page())
+    for page in PAGES:
+        page.write_text(with_files(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()
