@@ -16,7 +16,7 @@ from lunr import lunr
 import rnnlens
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(path for path in (ROOT / "docs" / "start").glob("recall_*.py"))
+SCRIPTS = sorted((ROOT / "docs" / "start").glob("*.py"))
 
 
 @pytest.fixture(scope="module")
@@ -93,16 +93,14 @@ def test_nothing_is_fetched_from_elsewhere(site):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_first_script_gives_the_known_answer(script, tmp_path):
+def test_scripts_run_and_print_what_the_pages_show(script, tmp_path):
     printed = run_script(script, tmp_path)
-    assert re.search(r"\blast 15 of 20 steps", printed)
-    assert (tmp_path / "gradient.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("recorded", sorted((ROOT / "docs" / "start").glob("*.txt")), ids=lambda path: path.stem)
-def test_scripts_print_what_the_pages_show(recorded, tmp_path):
-    printed = run_script(recorded.with_suffix(".py"), tmp_path)
-    assert masked(printed) == masked(recorded.read_text())
+    if script.stem.startswith("recall"):
+        assert re.search(r"\blast 15 of 20 steps", printed)  # the known answer
+        assert (tmp_path / "gradient.png").stat().st_size > 10_000
+    recorded = script.with_suffix(".txt")
+    if recorded.exists():
+        assert masked(printed) == masked(recorded.read_text())
 
 
 def run_script(script: Path, folder: Path) -> str:

@@ -1,0 +1,323 @@
+"""Compare every verb with the engine's own autodiff on random Keras models, most of them without an Input.
+
+    KERAS_BACKEND=torch python benchmarks/fuzz_keras.py --count 100     # or jax, tensorflow
+    python benchmarks/fuzz_keras.py --tf-keras --count 60
+
+Models are drawn by their number, as in `fuzz_torch.py`, which says how outcomes are counted. Half of them are fitted
+for a batch first, as their users fit them. The reference is the engine's gradient of the same loss by a plain call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import random
+import sys
+import traceback
+import warnings
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+LEGACY = "--tf-keras" in sys.argv
+if LEGACY:
+    import tensorflow as tf
+    import tf_keras as keras
+else:
+    import keras
+
+import numpy as np  # noqa: E402  Keras reads its engine when it is imported
+
+import rnnlens as rl  # noqa: E402
+
+L = keras.layers
+STEPS, SAMPLES, FEATURES = 6, 4, 3
+
+
+class LeakyCell(L.Layer):
+    """h' = (1 - a) h + a tanh(W x + U h)."""
+
+    def __init__(self, units, **options):
+        super().__init__(**options)
+        self.units = self.state_size = self.output_size = units
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], self.units), name="kernel")
+        self.recurrent = self.add_weight(shape=(self.units, self.units), name="recurrent", initializer="orthogonal")
+        self.built = True
+
+    def call(self, x, states):
+        tanh, matmul = (tf.tanh, tf.matmul) if LEGACY else (keras.ops.tanh, keras.ops.matmul)
+        h = 0.7 * states[0] + 0.3 * tanh(matmul(x, self.kernel) + matmul(states[0], self.recurrent))
+        return h, [h]
+
+
+class Subclassed(keras.Model):
+    """A model that is written as a class, its layers called in `call`."""
+
+    def __init__(self, parts, unused):
+        super().__init__()
+        self.parts = parts
+        self.spare = L.Dense(3) if unused else None
+
+    def call(self, x, training=False):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def draw_layers(choose):
+    """Return the layers of a model, first to last."""
+    layers = []
+    ids = choose("input", ["numbers", "numbers", "ids", "masked"])
+    if ids == "ids":
+        layers.append(L.Embedding(11, FEATURES, mask_zero=choose("mask zero", [True, False])))
+    if ids == "masked":
+        layers.append(L.Masking())
+    count = choose("parts", [1, 1, 2])
+    # Over all steps of a masked model Keras would mask the loss as well, which the reference does not.
+    pool = choose("pool", ["last", "mean", "max"] + ["all"] * (ids == "numbers"))
+    for i in range(count):
+        sequences = i < count - 1 or pool != "last"
+        kind = choose(f"{i} kind", ["LSTM", "GRU", "SimpleRNN", "RNN of LSTMCell", "stack", "leaky"])
+        units = choose(f"{i} units", [FEATURES, 5])
+        options = {"return_sequences": sequences, "go_backwards": choose(f"{i} backwards", [False, False, True])}
+        cells = {
+            "RNN of LSTMCell": lambda units=units: L.LSTMCell(units),
+            "stack": lambda units=units: [L.GRUCell(units), L.LSTMCell(units)],
+            "leaky": lambda units=units: LeakyCell(units),
+        }
+        layer = L.RNN(cells[kind](), **options) if kind in cells else getattr(L, kind)(units, **options)
+        if choose(f"{i} both", [False, False, True]) and not options["go_backwards"]:
+            layer = L.Bidirectional(layer, merge_mode=choose(f"{i} merge", ["concat", "sum", "ave"]))
+        layers.append(layer)
+        if sequences:
+            extra = choose(f"{i} extra", ["none", "none", "norm", "dropout", "dense"])
+            layers += {"norm": [L.LayerNormalization()], "dropout": [L.Dropout(0.3)], "dense": [L.Dense(4)]}.get(
+                extra, []
+            )
+    layers += {"mean": [L.GlobalAveragePooling1D()], "max": [L.GlobalMaxPooling1D()]}.get(pool, [])
+    return [*layers, L.Dense(2)]
+
+
+def draw_model(number, seed):
+    """Return a model, its batch, and what was chosen for it."""
+    draw = random.Random(f"{seed} {number}")
+    choices: dict[str, Any] = {}
+
+    def choose(name, options):
+        choices[name] = draw.choice(options)
+        return choices[name]
+
+    keras.utils.set_random_seed(number)
+    layers = draw_layers(choose)
+    made = choose("made", ["no Input", "no Input", "Input", "functional", "subclass"])
+    integer = choices["input"] == "ids"
+    shape, dtype = ((STEPS,), "int32") if integer else ((STEPS, FEATURES), None)
+    if made == "functional":
+        x = keras.Input(choose("steps", [shape, (None, *shape[1:])]), dtype=dtype)
+        y = x
+        for layer in layers:
+            y = layer(y)
+        model = keras.Model(x, y)
+    elif made == "subclass":
+        model = Subclassed(layers, choose("unused", [False, True]))
+    else:
+        model = keras.Sequential(([keras.Input(shape, dtype=dtype)] if made == "Input" else []) + layers)
+    rng = np.random.default_rng(number)
+    x = rng.integers(0, 11, (SAMPLES, STEPS)) if integer else rng.normal(size=(SAMPLES, STEPS, FEATURES))
+    if choices["input"] == "masked":
+        x[:2, STEPS - 2 :] = 0
+    if integer:
+        x[:, 0] = 3
+    x = x.astype("int32" if integer else "float64")
+    wanted = model(x)
+    y = rng.normal(size=tuple(wanted.shape))
+    model.compile("sgd", "mse")
+    if choose("fitted", [True, False]):
+        model.fit(np.repeat(x, 2, axis=0), np.repeat(y, 2, axis=0), batch_size=8, epochs=1, verbose=0)
+    return model, x, y, choices
+
+
+class WrongError(Exception):
+    """A number of rnnlens that differs from the engine's."""
+
+
+def same(what, ours, theirs):
+    """Compare two arrays, relative to the largest number of the reference."""
+    a, b = np.asarray(ours, dtype=float), np.asarray(theirs, dtype=float)
+    if a.shape != b.shape:
+        raise WrongError(f"{what}: shape {a.shape}, engine {b.shape}")
+    apart = np.max(np.abs(a - b), initial=0.0) / max(np.max(np.abs(b), initial=0.0), 1e-12)
+    if not apart < 1e-6:  # Keras computes some of it in float32, also under a policy of float64
+        raise WrongError(f"{what}: off by {apart:.1e}")
+
+
+def reference(model, x, y):
+    """Return the loss, its gradient by x (None for ids), and the sum of squares of all weight gradients."""
+    integer = x.dtype.kind == "i"
+    backend = "tensorflow" if LEGACY else keras.backend.backend()
+    if backend == "torch":
+        import torch
+
+        leaf = torch.from_numpy(x).requires_grad_(not integer)
+        weights = [v.value for v in model.trainable_variables]
+        loss = ((model(leaf, training=False) - torch.from_numpy(y)) ** 2).mean()
+        grads = torch.autograd.grad(loss, ([] if integer else [leaf]) + weights, allow_unused=True)
+        grads = [None if g is None else g.numpy() for g in grads]
+        loss = float(loss)
+    elif backend == "tensorflow":
+        import tensorflow as tf
+
+        leaf = tf.constant(x)
+        with tf.GradientTape() as tape:
+            tape.watch(leaf)
+            loss = tf.reduce_mean((model(leaf, training=False) - y) ** 2)
+        grads = tape.gradient(loss, ([] if integer else [leaf]) + list(model.trainable_variables))
+        grads = [None if g is None else tf.convert_to_tensor(g).numpy() for g in grads]
+        loss = float(loss)
+    else:
+        import jax
+        import jax.numpy as jnp
+
+        trained = [v.value for v in model.trainable_variables]
+        rest = [v.value for v in model.non_trainable_variables]
+
+        def run(leaf, weights):
+            return jnp.mean((model.stateless_call(weights, rest, leaf, training=False)[0] - y) ** 2)
+
+        loss, by_weight = jax.value_and_grad(run, 1)(jnp.asarray(x), trained)
+        grads = ([] if integer else [jax.grad(run)(jnp.asarray(x), trained)]) + list(by_weight)
+    squares = sum(float((np.asarray(g) ** 2).sum()) for g in grads[0 if integer else 1 :] if g is not None)
+    return float(loss), None if integer else grads[0], squares
+
+
+def reference_jacobian(model, x):
+    """Return the Jacobian of each sample's output by its input, by the engine's own function for it."""
+    backend = "tensorflow" if LEGACY else keras.backend.backend()
+    if backend == "torch":
+        import torch
+
+        run = lambda sample: model(sample[None], training=False)[0]  # noqa: E731
+        return np.stack([torch.autograd.functional.jacobian(run, torch.from_numpy(sample)).numpy() for sample in x])
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        leaf = tf.constant(x)
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(leaf)
+            y = model(leaf, training=False)
+        whole = tape.jacobian(y, leaf, experimental_use_pfor=False).numpy()
+        return np.stack([np.take(whole[n], n, axis=whole[n].ndim - x.ndim) for n in range(len(x))])
+    import jax
+
+    trained = [v.value for v in model.trainable_variables]
+    rest = [v.value for v in model.non_trainable_variables]
+    run = lambda sample: model.stateless_call(trained, rest, sample[None], training=False)[0][0]  # noqa: E731
+    return np.stack([np.asarray(jax.jacrev(run)(sample)) for sample in jax.numpy.asarray(x)])
+
+
+def check_trace(model, x, y):
+    trace = rl.trace(model, x, y)
+    loss, _, _ = reference(model, x, y)
+    same("trace: loss", trace.loss, loss)
+    return trace.certificate
+
+
+def check_gradients(model, x, y):
+    _, by_input, squares = reference(model, x, y)
+    if by_input is not None:
+        same("gradients: input", rl.gradients(model, x, y, wrt="input"), by_input)
+    result = rl.gradients(model, x, y, wrt="weights")
+    ours = sum(float((np.asarray(array) ** 2).sum()) for layer in result for array in result[layer].dataset.values())
+    same("gradients: norm of all weights", ours, squares)
+    return result.certificate
+
+
+def check_batches(model, x, y):
+    """A batch size that leaves a short last batch gives the gradients of the whole."""
+    if x.dtype.kind == "i":
+        return None
+    _, by_input, _ = reference(model, x, y)
+    ours = rl.gradients(model, x, y, wrt="input", batch_size=3)
+    same("gradients in batches: input", ours, by_input)
+    return ours.certificate
+
+
+def check_jacobian(model, x, y):
+    if x.dtype.kind == "i":
+        return None
+    ours = rl.jacobian(model, x)
+    same("jacobian", ours, reference_jacobian(model, x))
+    return ours.certificate
+
+
+CHECKS = {"trace": check_trace, "gradients": check_gradients, "batches": check_batches, "jacobian": check_jacobian}
+
+
+def outcome(check, model, x, y):
+    """Run one check; return what became of it, and a sentence."""
+    before = model.get_weights()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            certificate = check(model, x, y)
+    except WrongError as error:
+        return "wrong", str(error)
+    except rl.errors.RnnlensError as error:
+        return "refused", str(error).replace("\n", " ")[:200]
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            "foreign",
+            f"{type(error).__name__}: {str(error)[:120]} ({last.filename.rsplit('/', 2)[-1]}:{last.lineno})",
+        )
+    if any(not np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True)):
+        return "altered", "weights changed"
+    if certificate is not None and certificate.state == "failed":
+        return "accused", str(certificate)[:150]
+    return "right", ""
+
+
+def main() -> int:
+    """Draw the models, and print a table and every model that is not right."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int)
+    parser.add_argument("--tf-keras", action="store_true")
+    arguments = parser.parse_args()
+    if LEGACY:
+        keras.backend.set_floatx("float64")
+    else:
+        keras.config.set_floatx("float64")
+        keras.config.set_dtype_policy("float64")
+        if keras.backend.backend() == "jax":
+            import jax
+
+            jax.config.update("jax_enable_x64", True)
+    counts = {name: collections.Counter() for name in CHECKS}
+    for number in range(arguments.count) if arguments.only is None else [arguments.only]:
+        try:
+            model, x, y, choices = draw_model(number, arguments.seed)
+            reference(model, x, y)
+        except Exception as error:
+            print(f"{number} not a model of Keras: {type(error).__name__}: {str(error)[:100]}")
+            continue
+        for name, check in CHECKS.items():
+            became, sentence = outcome(check, model, x, y)
+            counts[name][became] += 1
+            if became != "right" or arguments.only is not None:
+                shown = {key: value for key, value in choices.items() if value not in (False, "none")}
+                print(f"{number} {name} {became.upper()}: {sentence}\n      {shown}", flush=True)
+        keras.backend.clear_session()
+    kinds = ("right", "refused", "accused", "wrong", "foreign", "altered")
+    print(f"\n{'':12}" + "".join(f"{kind:>10}" for kind in kinds))
+    for name, counted in counts.items():
+        print(f"{name:12}" + "".join(f"{counted[kind]:>10}" for kind in kinds))
+    return int(any(counted[kind] for counted in counts.values() for kind in ("accused", "wrong", "foreign", "altered")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,383 @@
+"""Compare every verb with torch's own autograd on random models.
+
+    python benchmarks/fuzz_torch.py --count 300 --seed 0
+
+Each model is drawn from the parts below by its number, so that `--only 17` builds the seventeenth again. The reference
+is autograd on the user's untouched model in float64. A model counts as *right*, *refused* (an error of rnnlens, listed
+with its first sentence), *accused* (right numbers, failed certificate), *wrong* or *foreign* (another exception).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import rnnlens as rl
+
+STEPS, SAMPLES, FEATURES, UNITS = 6, 4, 3, 5
+
+
+class LeakyCell(nn.Module):
+    """h' = (1 - a) h + a tanh(W x + U h)."""
+
+    def __init__(self, inputs: int, units: int) -> None:
+        super().__init__()
+        self.inner, self.recurrent = nn.Linear(inputs, units), nn.Linear(units, units, bias=False)
+        self.rate = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x, h):
+        return (1 - self.rate) * h + self.rate * torch.tanh(self.inner(x) + self.recurrent(h))
+
+
+class SubclassedLSTM(nn.LSTM):
+    def forward(self, x, state=None):
+        out, state = super().forward(x * 0.9, state)
+        return out * 1.1, state
+
+
+class SubclassedGRU(nn.GRU):
+    def forward(self, x, state=None):
+        return super().forward(x, state)
+
+
+class SubclassedGRUCell(nn.GRUCell):
+    def forward(self, x, h=None):
+        return super().forward(torch.tanh(x), h)
+
+
+class OwnGRUCell(nn.GRUCell):
+    def forward(self, x, h):
+        gx, gh = x @ self.weight_ih.T + self.bias_ih, h @ self.weight_hh.T + self.bias_hh
+        (rx, zx, nx), (rh, zh, nh) = gx.chunk(3, -1), gh.chunk(3, -1)
+        r, z = torch.sigmoid(rx + rh), torch.sigmoid(zx + zh)
+        return (1 - z) * torch.tanh(nx + r * nh) + z * h
+
+
+class Loop(nn.Module):
+    """A cell called in a Python loop, with a habit of strangers."""
+
+    def __init__(self, cell: nn.Module, units: int, habit: str, *, two_states: bool, backward: bool) -> None:
+        super().__init__()
+        self.cell, self.units, self.habit, self.two_states, self.backward = cell, units, habit, two_states, backward
+        self.gain = nn.Linear(units, units) if habit == "feedback" else None
+
+    def forward(self, x):
+        h = x.new_zeros(len(x), self.units)
+        c = x.new_zeros(len(x), self.units)
+        outs = []
+        steps = range(x.shape[1])
+        for t in reversed(steps) if self.backward else steps:
+            before, step = h, x[:, t]
+            if self.habit == "feedback" and self.gain is not None:
+                step = step + torch.tanh(self.gain(h))[:, : step.shape[1]]
+            if self.two_states:
+                h, c = self.cell(step, (h, c))
+            else:
+                h = self.cell(step, h)
+            if self.habit == "zoneout":
+                h = 0.2 * before + 0.8 * h
+            if self.habit == "detach" and t == x.shape[1] // 2:
+                h, c = h.detach(), c.detach()
+            if self.habit == "scale":
+                h = h * 0.9
+            outs.append(h)
+        return torch.stack(outs[::-1] if self.backward else outs, 1)
+
+
+class Fused(nn.Module):
+    """A library layer, its sequence output taken."""
+
+    def __init__(self, layer: nn.Module, initial: str, units: int) -> None:
+        super().__init__()
+        self.layer, self.initial = layer, initial
+        if initial == "learned":
+            count = layer.num_layers * (2 if layer.bidirectional else 1)
+            self.start = nn.Parameter(torch.randn(count, 1, units) * 0.3)
+
+    def forward(self, x):
+        if not self.layer.batch_first:
+            x = x.transpose(0, 1)
+        samples = x.shape[0 if self.layer.batch_first else 1]
+        state = None
+        if self.initial == "learned":
+            h = self.start.expand(-1, samples, -1).contiguous()
+            state = (h, torch.zeros_like(h)) if isinstance(self.layer, nn.LSTM) else h
+        out = self.layer(x, state)[0]
+        return out if self.layer.batch_first else out.transpose(0, 1)
+
+
+class Attention(nn.Module):
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.score = nn.Linear(units, 1)
+
+    def forward(self, x):
+        return (torch.softmax(self.score(x), 1) * x).sum(1)
+
+
+class Stranger(nn.Module):
+    """Recurrent parts one after the other, what stands between them, and a head."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.choices: dict[str, Any] = {}
+        choose = self._chooser(draw)
+        self.ids = choose("input", ["numbers", "numbers", "numbers", "ids"]) == "ids"
+        if self.ids:
+            self.embed = nn.Embedding(11, FEATURES)
+        width, parts = FEATURES, []
+        for i in range(choose("parts", [1, 1, 2, 3])):
+            part, width = self._part(choose, i, width)
+            parts.append(part)
+        self.parts = nn.ModuleList(parts)
+        self.shared = choose("shared", [False, False, False, True]) and parts[-1:] != [] and width == FEATURES
+        self.between = choose("between", ["none", "none", "norm", "dropout", "relu"])
+        self.norm = nn.LayerNorm(width)
+        self.drop = nn.Dropout(0.3)
+        self.pool = choose("pool", ["last", "all", "mean", "max", "attention", "sum of steps"])
+        self.attention = Attention(width)
+        self.head = nn.Linear(width, 2)
+        if choose("unused head", [False, False, True]):
+            self.spare = nn.Linear(width, 3)
+            self.spare_rnn = nn.GRU(width, 4, batch_first=True)
+        self.returns = choose("returns", ["tensor", "tensor", "tuple", "dict"])
+
+    def _chooser(self, draw: random.Random) -> Callable[[str, list[Any]], Any]:
+        def choose(name: str, options: list[Any]) -> Any:
+            self.choices[name] = draw.choice(options)
+            return self.choices[name]
+
+        return choose
+
+    def _part(self, choose: Callable[[str, list[Any]], Any], i: int, width: int) -> tuple[nn.Module, int]:
+        kind = choose(f"{i} kind", ["LSTM", "GRU", "RNN", "subclass", "loop", "loop"])
+        units = choose(f"{i} units", [FEATURES, UNITS])
+        if kind == "loop":
+            cells = {"LSTMCell": nn.LSTMCell, "GRUCell": nn.GRUCell, "RNNCell": nn.RNNCell, "leaky": LeakyCell}
+            cells |= {"subclassed": SubclassedGRUCell, "own equations": OwnGRUCell}
+            name = choose(f"{i} cell", list(cells))
+            habit = choose(f"{i} habit", ["none", "none", "feedback", "zoneout", "detach", "scale"])
+            backward = choose(f"{i} backward", [False, False, True])
+            return Loop(
+                cells[name](width, units), units, habit, two_states=name == "LSTMCell", backward=backward
+            ), units
+        if kind == "subclass":
+            layer: nn.Module = choose(f"{i} class", [SubclassedLSTM, SubclassedGRU])(width, units, batch_first=True)
+            return Fused(layer, "zeros", units), units
+        options: dict[str, Any] = {
+            "num_layers": choose(f"{i} layers", [1, 1, 2]),
+            "batch_first": choose(f"{i} first", [True, True, False]),
+        }
+        options["bidirectional"] = choose(f"{i} both", [False, False, True])
+        options["bias"] = choose(f"{i} bias", [True, True, False])
+        if kind == "RNN":
+            options["nonlinearity"] = choose(f"{i} nonlinearity", ["tanh", "relu"])
+        layer = getattr(nn, kind)(width, units, **options)
+        if choose(f"{i} parametrised", [False, False, False, True]):
+            parametrizations.weight_norm(layer, "weight_hh_l0")
+        return Fused(layer, choose(f"{i} initial", ["zeros", "learned"]), units), units * (
+            2 if layer.bidirectional else 1
+        )
+
+    def forward(self, x):
+        x = self.embed(x) if self.ids else x
+        for part in self.parts:
+            x = part(x)
+            x = (
+                {"norm": self.norm, "dropout": self.drop, "relu": torch.relu}.get(self.between, nn.Identity())(x)
+                if x.shape[-1] == self.norm.normalized_shape[0]
+                else x
+            )
+        if self.shared:
+            x = self.parts[-1](x) if x.shape[-1] == FEATURES else x
+        pooled = {
+            "last": lambda: x[:, -1],
+            "all": lambda: x,
+            "mean": lambda: x.mean(1),
+            "max": lambda: x.max(1).values,
+            "attention": lambda: self.attention(x),
+            "sum of steps": lambda: x[:, 0] + x[:, x.shape[1] // 2],
+        }[self.pool]()
+        y = self.head(pooled)
+        return {"tensor": y, "tuple": (y, pooled), "dict": {"y": y, "features": pooled}}[self.returns]
+
+
+def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
+    """Mean squared error of the first output."""
+    first = output["y"] if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
+    return nn.functional.mse_loss(first, target)
+
+
+def data_for(model: Stranger, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a batch and a target."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (SAMPLES, STEPS)
+    x = (
+        torch.randint(0, 11, shape, generator=generator)
+        if model.ids
+        else torch.randn(*shape, FEATURES, generator=generator, dtype=torch.float64)
+    )
+    wanted = (SAMPLES, STEPS, 2) if model.pool == "all" else (SAMPLES, 2)
+    return x, torch.randn(*wanted, generator=generator, dtype=torch.float64)
+
+
+class WrongError(Exception):
+    """A number of rnnlens that differs from autograd's."""
+
+
+def same(what: str, ours: Any, theirs: Any) -> None:
+    """Compare two arrays, relative to the largest number of the reference."""
+    a, b = np.asarray(ours, dtype=float), np.asarray(theirs, dtype=float)
+    if a.shape != b.shape:
+        raise WrongError(f"{what}: shape {a.shape}, autograd {b.shape}")
+    apart = np.max(np.abs(a - b), initial=0.0) / max(np.max(np.abs(b), initial=0.0), 1e-12)
+    if not apart < 1e-8:
+        raise WrongError(f"{what}: off by {apart:.1e}")
+
+
+def reference(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Return the loss and its gradients by the input and all parameters, by autograd alone."""
+    leaf = x.clone().requires_grad_(not model.ids)
+    with torch.enable_grad():
+        loss = loss_of(model(leaf), y)
+        wanted = ([] if model.ids else [leaf]) + list(model.parameters())
+        grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+    return loss.detach(), [*([None] if model.ids else []), *grads]
+
+
+def check_trace(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Compare loss and input gradients of a trace."""
+    trace = rl.trace(model, x, y, loss=loss_of)
+    loss, _ = reference(model, x, y)
+    same("trace: loss", trace.loss, loss)
+    return trace.certificate
+
+
+def check_gradients(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Compare the gradients by input and weights."""
+    _, (by_input, *by_weight) = reference(model, x, y)
+    if not model.ids:
+        same("gradients: input", rl.gradients(model, x, y, loss=loss_of, wrt="input"), by_input)
+    result = rl.gradients(model, x, y, loss=loss_of, wrt="weights")
+    if any(value for name, value in model.choices.items() if name.endswith("parametrised")):
+        return result.certificate  # rnnlens gives the gradient of the weight, autograd that of what it is made from
+    total = sum(float((grad**2).sum()) for grad in by_weight if grad is not None)
+    ours = sum(float((np.asarray(array) ** 2).sum()) for layer in result for array in result[layer].dataset.values())
+    same("gradients: norm of all weights", ours, total)
+    return result.certificate
+
+
+def check_states(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Compare the total gradient of a state with finite differences of a loop that can be entered; else skip."""
+    loops = [(i, part) for i, part in enumerate(model.parts) if isinstance(part, Loop) and part.habit != "detach"]
+    if not loops or model.shared:
+        return None
+    i, part = loops[0]
+    taps: list[torch.Tensor] = []
+    stacked = torch.stack
+
+    def recording(tensors, dim=0):
+        if len(tensors) == STEPS and dim == 1 and not taps:
+            taps.extend(tensors)
+        return stacked(tensors, dim)
+
+    name = f"parts.{i}.cell.hidden"
+    ours = rl.gradients(model, x, y, loss=loss_of, wrt=name)
+    if part.habit in ("zoneout", "scale", "feedback"):
+        return ours.certificate  # the state between the steps is another tensor than what the cell returned
+    handle: list[torch.Tensor] = []
+    first = i == next(j for j, other in enumerate(model.parts) if isinstance(other, Loop))
+    torch.stack = recording if first else stacked
+    try:
+        with torch.enable_grad():
+            loss = loss_of(model(x), y)
+            handle = list(torch.autograd.grad(loss, taps))
+    finally:
+        torch.stack = stacked
+    same("gradients: hidden", ours, stacked(handle, 1))
+    return ours.certificate
+
+
+def check_jacobian(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Compare the time Jacobian of the first output by the input."""
+    if model.ids:
+        return None
+    of = {"tensor": "output", "tuple": "output[0]", "dict": "output[y]"}[model.returns]
+    ours = rl.jacobian(model, x, of=of)
+
+    def function(sample: torch.Tensor) -> torch.Tensor:
+        out = model(sample[None])
+        return (out["y"] if isinstance(out, dict) else out[0] if isinstance(out, tuple) else out)[0]
+
+    theirs = np.stack([torch.autograd.functional.jacobian(function, sample).numpy() for sample in x])
+    same("jacobian", ours, theirs)
+    return ours.certificate
+
+
+CHECKS = {"trace": check_trace, "gradients": check_gradients, "states": check_states, "jacobian": check_jacobian}
+
+
+def outcome(check: Callable[..., Any], model: Stranger, x: torch.Tensor, y: torch.Tensor) -> tuple[str, str]:
+    """Run one check; return what became of it, and a sentence."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            certificate = check(model, x, y)
+    except WrongError as error:
+        return "wrong", str(error)
+    except rl.errors.RnnlensError as error:
+        return "refused", str(error).split("\n")[0]
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        return (
+            "foreign",
+            f"{type(error).__name__}: {error} ({frames[-1].filename.rsplit('/', 2)[-1]}:{frames[-1].lineno})",
+        )
+    if any(not torch.equal(before[name], value) for name, value in model.state_dict().items()):
+        return "altered", "weights or buffers changed"
+    if certificate is not None and certificate.state == "failed":
+        return "accused", str(certificate)[:150]
+    return "right", "" if certificate is None else certificate.state
+
+
+def main() -> int:
+    """Draw the models, and print a table and every model that is not right."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="the number of one model, with its choices")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    counts: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in CHECKS}
+    numbers = range(arguments.count) if arguments.only is None else [arguments.only]
+    for number in numbers:
+        torch.manual_seed(arguments.seed * 100_000 + number)
+        model = Stranger(random.Random(f"{arguments.seed} {number}")).double().eval()
+        x, y = data_for(model, number)
+        for name, check in CHECKS.items():
+            became, sentence = outcome(check, model, x, y)
+            counts[name][became] += 1
+            if became != "right" or arguments.only is not None:
+                shown = {key: value for key, value in model.choices.items() if value not in (False, "none")}
+                print(f"{number} {name} {became.upper()}: {sentence}\n      {shown}", flush=True)
+    kinds = ("right", "refused", "accused", "wrong", "foreign", "altered")
+    print(f"\n{'':12}" + "".join(f"{kind:>10}" for kind in kinds))
+    for name, counted in counts.items():
+        print(f"{name:12}" + "".join(f"{counted[kind]:>10}" for kind in kinds))
+    return int(any(counted[kind] for counted in counts.values() for kind in ("accused", "wrong", "foreign", "altered")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
