@@ -10,7 +10,7 @@ import numpy as np
 
 from ...arguments import as_numpy
 from ...autodiff.tensors import to_numpy
-from ...errors import InputError, message
+from ...errors import InputError, message, raised_by
 from ...typing import Array
 from ..protocol import Batch
 from .dialect import Dialect, dialect_of
@@ -51,6 +51,20 @@ def prepare(model: Any, batch: Batch) -> Data:
         _check_count(keras, f"initial_state[{name!r}]", given, count)
     tensors = _converter(model)
     return Data(tensors(x), y, weight, tensors(states) if states else None)
+
+
+def build_from(model: Any, x: Any) -> None:
+    """Create the weights of ``model`` for data such as ``x``, of any batch size, if it has none yet.
+
+    The weights are those that ``fit`` would create: Keras builds the model on a symbolic batch, or on the first sample
+    where that is not possible. No verb does this by itself, because it changes the user's model.
+    """
+    if model.built:
+        return
+    keras = dialect_of(model)
+    first = keras.tree.map_structure(lambda leaf: leaf[:1], _structure(keras, x, "x"))
+    with raised_by("Your model"):
+        keras.build(model, _converter(model)(first))
 
 
 def targets(model: Any, batch: Batch, count: int) -> tuple[Any, Any]:
@@ -108,7 +122,7 @@ def _tensor(keras: Dialect, leaf: Any, floats: str) -> Any:
 def _check_shapes(model: Any, x: Any) -> None:
     keras = dialect_of(model)
     leaves = keras.tree.flatten(_by_name(model, x))
-    expected, exact = _expected_shapes(model)
+    expected = _expected_shapes(model)
     for i, leaf in enumerate(leaves):
         name = "x" if len(leaves) == 1 else f"x[{i}]"
         if leaf is None:
@@ -117,13 +131,13 @@ def _check_shapes(model: Any, x: Any) -> None:
         if not shape or 0 in shape:
             _raise_empty(name, shape)
         if expected is not None and len(expected) == len(leaves):
-            _check_shape(name, shape, expected[i], exact)
-    if expected is not None and exact and len(expected) != len(leaves):
+            _check_shape(name, shape, expected[i])
+    if expected is not None and getattr(model, "inputs", None) and len(expected) != len(leaves):
         raise InputError(
             message(
                 "The number of inputs does not fit the model.",
                 got=f"{len(leaves)} array(s)",
-                expected=f"{len(expected)}, of shapes {', '.join(map(str, expected))}",
+                expected=f"{len(expected)}, of shapes {', '.join(map(_shape_in_words, expected))}",
                 hint="pass the inputs as a list, a tuple or a dict of arrays",
             )
         )
@@ -144,37 +158,59 @@ def _raise_empty(name: str, shape: tuple[int, ...]) -> None:
     raise InputError(message(what, got=f"{name} of shape {shape}", expected=least))
 
 
-def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...], exact: bool) -> None:
-    if len(shape) == len(wanted) - 1 and wanted[-1] == 1:
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int | None, ...]) -> None:
+    """Raise InputError where ``shape`` differs from ``expected``, in which None is any length."""
+    if len(shape) == len(expected) - 1 and expected[-1] == 1:
         return  # Keras adds the last axis itself
-    if len(shape) == len(wanted) + 1 and shape[-1] == 1:
+    if len(shape) == len(expected) + 1 and shape[-1] == 1:
         return
-    axes = range(len(wanted)) if exact else [len(wanted) - 1]
-    fits = len(shape) == len(wanted) and all(wanted[a] in (None, shape[a]) for a in axes)
-    if not fits:
-        what = "feature count" if len(shape) == len(wanted) and wanted[-1] != shape[-1] else "shape"
-        what = "rank" if len(shape) != len(wanted) else what
-        raise InputError(
-            message(
-                f"The {what} of {name} does not fit the model.",
-                got=f"{name} of shape {shape}",
-                expected="(" + ", ".join("any" if size is None else str(size) for size in wanted) + ")",
-            )
+    differing = [
+        axis for axis, (size, bound) in enumerate(zip(shape, expected, strict=False)) if bound not in (None, size)
+    ]
+    if len(shape) == len(expected) and not differing:
+        return
+    wrong = "rank" if len(shape) != len(expected) else "feature count" if differing[-1] == len(shape) - 1 else "shape"
+    batch_is_wrong = len(shape) == len(expected) and differing == [0]
+    raise InputError(
+        message(
+            f"The {wrong} of {name} does not fit the model.",
+            got=f"{name} of shape {shape}",
+            expected=_shape_in_words(expected),
+            hint="a stateful layer keeps one state per sample of its batch" if batch_is_wrong else None,
         )
+    )
 
 
-def _expected_shapes(model: Any) -> tuple[list[tuple[int | None, ...]] | None, bool]:
-    """Shapes of the model's inputs where they are known, and whether every axis of them binds."""
-    inputs = getattr(model, "inputs", None) if isinstance(model, dialect_of(model).Model) else None
-    if inputs:
-        return [tuple(t.shape) for t in inputs], True
-    shape = dialect_of(model).built_on(model)
-    if not isinstance(shape, (tuple, list)) or not all(size is None or isinstance(size, int) for size in shape):
-        return None, False
-    if len(shape) < 2:
-        return None, False
-    # What a subclassed model was built with binds the rank and the features, not the batch or the number of steps.
-    return [(*([None] * (len(shape) - 1)), shape[-1])], False
+def _shape_in_words(shape: tuple[int | None, ...]) -> str:
+    return "(" + ", ".join("any" if size is None else str(size) for size in shape) + ")"
+
+
+def _expected_shapes(model: Any) -> list[tuple[int | None, ...]] | None:
+    """Shape of each input, None for every axis whose length Keras does not check; None where nothing is known.
+
+    A model keeps the shape of the batch that it was built on, but takes others: the batch is binding only where a
+    stateful layer keeps states of that many samples, the number of steps only where the model's ``input_spec`` has it.
+    """
+    keras = dialect_of(model)
+    inputs = getattr(model, "inputs", None) if isinstance(model, keras.Model) else None
+    if not inputs:
+        shape = keras.built_on(model)
+        is_shape = isinstance(shape, (tuple, list)) and all(size is None or isinstance(size, int) for size in shape)
+        return [_rank_and_features(tuple(shape))] if is_shape and len(shape) >= 2 else None
+    shapes = [tuple(tensor.shape) for tensor in inputs]
+    specs = keras.tree.flatten(getattr(model, "input_spec", None))
+    if len(specs) == len(shapes) and all(spec is not None and spec.shape is not None for spec in specs):
+        expected = [tuple(spec.shape) for spec in specs]
+    else:
+        expected = [_rank_and_features(shape) for shape in shapes]
+    if any(getattr(layer, "stateful", False) for layer in model._flatten_layers()):
+        expected = [(shape[0], *rest[1:]) for shape, rest in zip(shapes, expected, strict=True)]
+    return expected
+
+
+def _rank_and_features(shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """A shape whose last axis alone is binding; with two axes the last may be time, and none is."""
+    return (*([None] * (len(shape) - 1)), shape[-1] if len(shape) > 2 else None)
 
 
 def _check_count(keras: Dialect, name: str, value: Any, count: int) -> None:

@@ -148,6 +148,9 @@ class Dialect(Protocol):
     def built_on(self, model: Any) -> Any:
         """The shape, or shapes by name, that a model without a graph was built on; None where not known."""
 
+    def build(self, model: Any, x: Any) -> None:
+        """Create the weights of a model for data like the tensors ``x``, of any batch size."""
+
     def is_own(self, thing: Any) -> bool:
         """Whether a class or function stands in this package."""
 

@@ -61,7 +61,7 @@ def places(model: Any) -> Places:
             message(
                 f"Model {model.name!r} is not built: its weights do not exist yet.",
                 expected="a model that knows the shape of its input",
-                hint="call it once on a batch, model(x), or model.build(input_shape)",
+                hint="model.build((None, steps, features)), or call it once on a batch: model(x)",
             )
         )
     sites: list[Site] = []

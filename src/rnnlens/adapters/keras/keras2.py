@@ -226,6 +226,13 @@ class Keras2:
         shape = getattr(model, "_build_input_shape", None)
         return tuple(shape.as_list()) if isinstance(shape, tf.TensorShape) and shape.rank is not None else shape
 
+    def build(self, model: Any, x: Any) -> None:
+        """Create the weights of a model: by its shape for a ``Sequential``, else by a call on ``x``."""
+        if isinstance(model, tf_keras.Sequential) and tf.is_tensor(x):
+            model.build((None, *x.shape[1:]))
+        else:
+            model(x)
+
     def is_own(self, thing: Any) -> bool:
         """Whether a class or function stands in this package."""
         return str(getattr(thing, "__module__", "")).startswith("tf_keras.")

@@ -25,6 +25,8 @@ _BOOKS = ("_trainable_weights", "_non_trainable_weights", "_self_")
 
 #: What a layer draws with, and where a cell keeps what it drew.
 _DRAWN = ("_random_generator", "_dropout_mask_cache", "_recurrent_dropout_mask_cache")
+#: The method by which a ``Sequential`` is built for the shape of the data that it is called on.
+_REBUILD = "_build_graph_network_for_inferred_shape"
 _MAKES = {
     "_dropout_mask_cache": "_create_dropout_mask",
     "_recurrent_dropout_mask_cache": "_create_recurrent_dropout_mask",
@@ -107,10 +109,29 @@ def stateless(model: Any, seeds: Sequence[Any]) -> Iterator[None]:
             if name in vars(layer):
                 vars(layer)[name] = _OneOfACall(getattr(layer, _MAKES[name]))
     try:
-        yield
+        with _graphs_kept(model):
+            yield
     finally:
         for layer, before in zip(layers, own, strict=True):
             vars(layer).update(before)
+
+
+@contextmanager
+def _graphs_kept(model: Any) -> Iterator[None]:
+    """Within the block no ``Sequential`` rebuilds its graph for another number of steps than it was built on.
+
+    It would call its layers on symbolic tensors in the middle of a run; the graph that it has takes any number.
+    """
+    sequentials = [
+        vars(m) for m in model._flatten_layers() if isinstance(m, tf_keras.Sequential) and m._graph_initialized
+    ]
+    for attributes in sequentials:
+        attributes[_REBUILD] = lambda *shape_and_dtype: None
+    try:
+        yield
+    finally:
+        for attributes in sequentials:
+            del attributes[_REBUILD]
 
 
 @contextmanager

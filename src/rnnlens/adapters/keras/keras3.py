@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.losses.loss import squeeze_or_expand_to_same_rank
@@ -194,6 +195,11 @@ class Keras3:
         """The shape that a model was built on; None where there are several."""
         shapes = getattr(model, "_build_shapes_dict", None) or {}
         return next(iter(shapes.values())) if len(shapes) == 1 else None
+
+    def build(self, model: Any, x: Any) -> None:
+        """Create the weights of a model by a symbolic call, as ``fit`` does."""
+        symbols = keras.tree.map_structure(lambda t: keras.KerasTensor((None, *t.shape[1:]), self.dtype_of(t)), x)
+        backend.compute_output_spec(model, symbols)
 
     def is_own(self, thing: Any) -> bool:
         """Whether a class or function stands in this package."""

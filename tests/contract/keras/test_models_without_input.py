@@ -1,0 +1,178 @@
+"""Models that take their input shape from the first batch, written as the tutorials of Keras write them.
+
+The batch size of a model is binding only in stateful layers, the number of steps only where Keras itself refuses others.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from spoken_keras import keras
+
+import rnnlens as rl
+from rnnlens import errors
+
+pytestmark = pytest.mark.op_by_op
+
+L = keras.layers
+RANDOM = np.random.default_rng(0)
+SAMPLES, STEPS, FEATURES = 10, 4, 2
+X = RANDOM.normal(size=(SAMPLES, STEPS, FEATURES))
+Y = X.sum((1, 2))[:, None]
+TOKENS = RANDOM.integers(0, 9, (SAMPLES, STEPS))
+
+
+def compiled(model):
+    model.compile("sgd", "mse")
+    return model
+
+
+def fitted(model, x=X):
+    compiled(model).fit(x, Y, batch_size=4, epochs=1, verbose=0)
+    return model
+
+
+def sequential():
+    return keras.Sequential([L.LSTM(3), L.Dense(1)])
+
+
+class Subclass(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = L.GRU(3), L.Dense(1)
+
+    def call(self, x):
+        return self.head(self.rnn(x))
+
+
+def called():
+    model = compiled(sequential())
+    model(X[:2])
+    return model
+
+
+def predicted():
+    model = compiled(sequential())
+    model.predict(X[:3], verbose=0)
+    return model
+
+
+def built(shape, model=None):
+    model = model or sequential()
+    model.build(shape)
+    return compiled(model)
+
+
+def functional(shape):
+    inputs = keras.Input(batch_shape=shape)
+    return compiled(keras.Model(inputs, L.Dense(1)(L.LSTM(3)(inputs))))
+
+
+def loaded(path):
+    fitted(sequential()).save(path)
+    return keras.models.load_model(path)
+
+
+def cloned():
+    model = keras.models.clone_model(fitted(sequential()))
+    return model if model.built else built((None, STEPS, FEATURES), model)
+
+
+#: Programs that leave a model with another batch size, or another number of steps, than the data that follows.
+PROGRAMS = {
+    "fit": lambda _: fitted(sequential()),
+    "called once": lambda _: called(),
+    "predict": lambda _: predicted(),
+    "subclass, fit": lambda _: fitted(Subclass()),
+    "stacked, fit": lambda _: fitted(keras.Sequential([L.LSTM(3, return_sequences=True), L.GRU(2), L.Dense(1)])),
+    "bidirectional, fit": lambda _: fitted(keras.Sequential([L.Bidirectional(L.SimpleRNN(3)), L.Dense(1)])),
+    "convolution, fit": lambda _: fitted(keras.Sequential([L.Conv1D(3, 2, padding="causal"), L.LSTM(3), L.Dense(1)])),
+    "model in a model, fit": lambda _: fitted(keras.Sequential([keras.Sequential([L.GRU(3)]), L.Dense(1)])),
+    "load_model": lambda folder: loaded(folder / "model.keras"),
+    "clone_model": lambda _: compiled(cloned()),
+    "Input(batch_shape)": lambda _: functional((4, STEPS, FEATURES)),
+    "build, other steps": lambda _: built((None, STEPS + 3, FEATURES)),
+    "build, other batch": lambda _: built((4, STEPS, FEATURES)),
+    "Input, other steps": lambda _: fitted(
+        keras.Sequential([keras.Input((None, FEATURES)), L.LSTM(3), L.Dense(1)]), RANDOM.normal(size=(10, 6, FEATURES))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.product(keep=("fit", "load_model", "build, other steps"))
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_verb_takes_any_number_of_samples(program, tmp_path):
+    model = PROGRAMS[program](tmp_path)
+    shapes = [tuple(tensor.shape) for tensor in getattr(model, "inputs", None) or ()]
+    name = rl.layers(model).names[0]
+    trace = rl.trace(model, X, Y)
+    assert trace[name].hidden.shape[0] == SAMPLES
+    found = rl.gradients(model, X, Y, of="loss", wrt="input", batch_size=4, combine="mean")
+    np.testing.assert_allclose(found, rl.gradients(model, X, Y, of="loss", wrt="input"), rtol=1e-9, atol=1e-12)
+    assert shapes == [tuple(tensor.shape) for tensor in getattr(model, "inputs", None) or ()]
+    moved = np.where(np.arange(SAMPLES)[:, None, None] == 9, 1e-6 * RANDOM.normal(size=X.shape), 0.0)
+    slope = (mean_squared_error(model, X + moved) - mean_squared_error(model, X - moved)) / 2
+    np.testing.assert_allclose(np.sum(np.asarray(found) * moved), slope, rtol=1e-5)
+    jacobian = rl.jacobian(model, X[:3], of=f"{name}.hidden", wrt="input")
+    assert jacobian.sizes["sample"] == 3
+    assert rl.weights(model, X, Y).certificate.state == "passed"
+    assert not rl.find_nonfinite(model, X, Y)
+
+
+def mean_squared_error(model, x):
+    return np.mean((keras.ops.convert_to_numpy(model(x)) - Y) ** 2)
+
+
+@pytest.mark.one_engine("torch")
+def test_diagnose_and_report_take_any_number_of_samples(tmp_path):
+    model = fitted(sequential())
+    assert str(rl.diagnose(model, X, Y))
+    rl.report(model, X, Y, path=tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size > 0
+
+
+@pytest.mark.parametrize("steps", [STEPS, STEPS + 2])
+def test_tokens_of_any_number_of_steps(steps):
+    model = fitted(keras.Sequential([L.Embedding(9, 3), L.LSTM(3), L.Dense(1)]), TOKENS)
+    tokens = RANDOM.integers(0, 9, (3, steps))
+    hidden = rl.trace(model, tokens)[rl.layers(model).names[0]].hidden
+    assert hidden.shape == (3, steps, 3)
+
+
+def test_steps_are_binding_where_keras_refuses_others():
+    model = functional((None, STEPS, FEATURES))
+    with pytest.raises(errors.InputError) as caught:
+        rl.trace(model, RANDOM.normal(size=(2, STEPS + 1, FEATURES)))
+    assert str(caught.value) == (
+        "The shape of x does not fit the model.\n  got:      x of shape (2, 5, 2)\n  expected: (any, 4, 2)"
+    )
+    with pytest.raises(ValueError):
+        model(RANDOM.normal(size=(2, STEPS + 1, FEATURES)))
+
+
+@pytest.mark.compiled
+def test_the_batch_is_binding_in_stateful_layers():
+    layers = [keras.Input(batch_shape=(5, STEPS, FEATURES)), L.LSTM(3, stateful=True, name="rnn"), L.Dense(1)]
+    model = compiled(keras.Sequential(layers))
+    assert rl.gradients(model, X, Y, of="loss", wrt="input", batch_size=5, combine="mean").shape == X.shape
+    with pytest.raises(errors.InputError) as caught:
+        rl.trace(model, X, Y)
+    assert str(caught.value).startswith("The shape of x does not fit the model.\n  got:      x of shape (10, 4, 2)\n")
+    assert str(caught.value).endswith("  try:      a stateful layer keeps one state per sample of its batch")
+
+
+@pytest.mark.parametrize("make", [sequential, Subclass])
+def test_a_model_without_weights_is_refused_and_can_be_built_from_data(make):
+    from rnnlens.adapters.keras.data import build_from
+
+    model = compiled(make())
+    for verb in (rl.trace, rl.weights, rl.find_nonfinite):
+        with pytest.raises(errors.ModelError, match=r"try:      model.build\(\(None, steps, features\)\), or call it"):
+            verb(model, X, Y)
+    assert not model.built
+    build_from(model, X)
+    weights = model.get_weights()
+    assert rl.trace(model, X, Y).certificate.state == "passed"
+    build_from(model, X)
+    for before, after in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
