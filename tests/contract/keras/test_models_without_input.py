@@ -1,6 +1,6 @@
 """Models that take their input shape from the first batch, written as the tutorials of Keras write them.
 
-The batch size of a model is binding only in stateful layers, the number of steps only where Keras itself refuses others.
+The batch size binds only in stateful layers, the number of steps only where Keras itself refuses another.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def test_steps_are_binding_where_keras_refuses_others():
     assert str(caught.value) == (
         "The shape of x does not fit the model.\n  got:      x of shape (2, 5, 2)\n  expected: (any, 4, 2)"
     )
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="incompatible"):
         model(RANDOM.normal(size=(2, STEPS + 1, FEATURES)))
 
 
