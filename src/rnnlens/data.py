@@ -17,7 +17,7 @@ from .trees import is_packed, leaves_of, map_leaves
 
 __all__ = [
     "DataBatch",
-    "Layouts",
+    "DataLayouts",
     "batches",
     "count_batches",
     "is_cut",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 #: By "x", "y" and "sample_weight", how each of their arrays lies; None for a packed sequence.
-Layouts = Mapping[str, Sequence[Layout | None]]
+DataLayouts = Mapping[str, Sequence[Layout | None]]
 
 
 class DataBatch(NamedTuple):
@@ -52,7 +52,7 @@ def batches(
     sample_weight: Any = None,
     batch_size: int | None = None,
     as_numpy: bool = False,
-    layouts: Layouts | None = None,
+    layouts: DataLayouts | None = None,
 ) -> Iterator[DataBatch]:
     """Read a data set batch by batch, holding one batch in memory at a time.
 
@@ -122,7 +122,7 @@ def is_cut(x: Any, batch_size: int | None) -> bool:
     return batch_size is not None or is_source(x) or _is_lazy(x)
 
 
-def count_batches(x: Any, batch_size: int | None = None, layouts: Layouts | None = None) -> int | None:
+def count_batches(x: Any, batch_size: int | None = None, layouts: DataLayouts | None = None) -> int | None:
     """Number of batches :func:`batches` will yield, or None where it cannot be told without reading."""
     if not is_source(x):
         size = batch_size or _natural_size(x, layouts)
@@ -221,11 +221,11 @@ def _packed_samples(packed: Any, start: int, stop: int) -> Any:
     return rnn.pack_padded_sequence(filled[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=False)
 
 
-def _layouts(layouts: Layouts | None, name: str) -> Sequence[Layout | None] | None:
+def _layouts(layouts: DataLayouts | None, name: str) -> Sequence[Layout | None] | None:
     return None if layouts is None else layouts[name]
 
 
-def _slices(data: DataBatch, batch_size: int | None, layouts: Layouts | None) -> Iterator[DataBatch]:
+def _slices(data: DataBatch, batch_size: int | None, layouts: DataLayouts | None) -> Iterator[DataBatch]:
     count = len_of(data.x, _layouts(layouts, "x"))
     if layouts is None:
         _check_lengths(data)
@@ -265,7 +265,7 @@ def _check_lengths(data: DataBatch) -> None:
             )
 
 
-def _natural_size(x: Any, layouts: Layouts | None = None) -> int:
+def _natural_size(x: Any, layouts: DataLayouts | None = None) -> int:
     """One chunk of a lazily read array, everything otherwise."""
     for leaf, layout in zip(leaves_of(x), _layouts(layouts, "x") or [None] * len(leaves_of(x)), strict=True):
         if _is_lazy(leaf):

@@ -64,7 +64,7 @@ def layers(
     model: Model, weights: Weights = None, imports: Imports = None, unsafe: Unsafe = False, as_json: AsJson = False
 ) -> None:
     """List what is recurrent in a model."""
-    from ..verbs.layers import layers as find
+    from ..verbs.weights import layers as find
     from .models import load_model
 
     found = find(load_model(model, weights=weights, imports=imports or (), unsafe=unsafe))

@@ -13,8 +13,8 @@ from ..errors import InputError, RnnlensError, message
 from ..layout import Layout, canonical_order
 from ..results.schema import to_host
 from ..typing import Array
-from ..verbs.axes import DATA, Axes
-from ..verbs.cuts import layouts_of_inputs
+from ..verbs.axes import DATA, ModelAxes
+from ..verbs.batches import layouts_of_inputs
 from ..verbs.names import catalogue
 from ..vocabulary import SAMPLE, TIME
 
@@ -30,7 +30,7 @@ class Orientation:
 
     def __init__(self, adapter: Adapter, model: Any, x: Any, given: Mapping[str, Layout] | None) -> None:
         self.said = {name: layout for name, layout in (given or {}).items() if name not in DATA}
-        self.axes = Axes(adapter, model, given, catalogue(adapter, model, x))
+        self.axes = ModelAxes(adapter, model, given, catalogue(adapter, model, x))
         self.inputs = self._of_inputs(x)
         self.targets: list[Layout] = []
 

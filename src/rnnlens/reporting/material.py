@@ -21,8 +21,8 @@ from ..results.schema import to_host
 from ..results.trace import Trace
 from ..results.weights import Weights
 from ..typing import Array
-from ..verbs.layers import layers as find_layers
 from ..verbs.trace import trace
+from ..verbs.weights import layers as find_layers
 from ..verbs.weights import weights
 from ..vocabulary import QUANTITIES
 from .samples import Data, Ranking, losses, ranked, read

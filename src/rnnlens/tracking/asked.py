@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 from ..adapters.protocol import Adapter
 from ..arguments import Check, anything, called, checked, loss, names, path, switch, whole
 from ..errors import InputError, LayerNotFoundError, did_you_mean, message
-from ..verbs.tracing.wanted import Wanted
+from ..verbs.tracing.request import TraceRequest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,7 +62,7 @@ def quantities_of(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
         If one is none.
     """
     found = listed(value)
-    Wanted.of(None, found, True)
+    TraceRequest.of(None, found, True)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..settings import options
 from ..verbs.trace import trace
-from ..verbs.weight_norms import weight_norms
+from ..verbs.weights import weight_norms
 from .records import Record
 from .summary import summary
 

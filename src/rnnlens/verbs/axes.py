@@ -1,11 +1,8 @@
-"""Which axis of what counts samples, and which steps: the one place where every verb asks.
-
-What the user says holds; else what the adapter found out by experiment; else the rule of the framework.
-"""
+"""The roles of axes: which counts samples and which steps, as the user states, as an experiment found, or by rule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +10,9 @@ import xarray as xr
 
 from .. import data
 from ..adapters.protocol import Adapter, AxisConvention, Batch, Port
-from ..errors import InputError, message, shown
-from ..layout import Layout, canonical_order
+from ..errors import InputError, UnsupportedError, message, shown
+from ..layout import Layout, canonical_order, dims_of
+from ..results.schema import to_host
 from ..typing import Array
 from ..vocabulary import FEATURE, SAMPLE, TIME
 from .names import Catalogue, read_one
@@ -46,7 +44,7 @@ def _read_layout(where: str, listed: Any) -> Layout:
     return Layout(tuple(tuple(part) for part in parts))
 
 
-class Layouts:
+class TensorLayouts:
     """How tensors of a model lie: as the user says, else as was found out, else by the rule of the framework.
 
     Parameters
@@ -89,7 +87,7 @@ def learned(adapter: Adapter, model: Any, batch: Batch, ports: Iterable[Port]) -
     return adapter.layouts(model, quiet, list(ports))
 
 
-class Axes(Layouts):
+class ModelAxes(TensorLayouts):
     """The layouts of the tensors of one model, as far as anybody asked.
 
     Parameters
@@ -193,7 +191,7 @@ class InputCoordinates:
         Roles of the axes, of inputs whose dimensions are not called ``sample``, ``time`` and ``feature``.
     """
 
-    def __init__(self, x: Any, layouts: Layouts) -> None:
+    def __init__(self, x: Any, layouts: TensorLayouts) -> None:
         self.leaves = data.leaves_of(x) if data_arrays_of(x) else []
         self._by_leaf = [_labels(leaf, index, layouts) for index, leaf in enumerate(self.leaves)]
 
@@ -227,7 +225,7 @@ def data_arrays_of(x: Any) -> list[xr.DataArray]:
     return [leaf for leaf in data.leaves_of(x) if isinstance(leaf, xr.DataArray)]
 
 
-def _labels(leaf: Any, index: int, layouts: Layouts) -> dict[str, Array]:
+def _labels(leaf: Any, index: int, layouts: TensorLayouts) -> dict[str, Array]:
     """Return the index coordinates of one input by the role of their axis."""
     if not isinstance(leaf, xr.DataArray):
         return {}
@@ -238,3 +236,148 @@ def _labels(leaf: Any, index: int, layouts: Layouts) -> dict[str, Array]:
         if len(names) == leaf.ndim:
             named = {role: str(dim) for role, dim in zip(names, leaf.dims, strict=True) if role in roles}
     return {role: leaf[dim].values for role, dim in named.items() if dim in leaf.coords and leaf[dim].ndim == 1}
+
+
+class BatchAxes:
+    """Opens and closes the tensors of one batch of so many samples."""
+
+    def __init__(self, axes: TensorLayouts, samples: int) -> None:
+        self.axes, self.samples = axes, samples
+
+    def layout(self, port: Port, array: Any, lead: int = 0) -> Layout:
+        """How a tensor lies, of an array with ``lead`` axes in front."""
+        integer = np.asarray(array).dtype.kind in "iu"
+        return self.axes.layout(port, array.shape[lead:], integer=integer)
+
+    def opened(self, port: Port, array: Array, lead: int = 0) -> tuple[Array, tuple[str, ...]]:
+        """The tensor with every name on an axis of its own, in the framework's order, and the names."""
+        layout = self.layout(port, array, lead)
+        return layout.opened(array, self.samples, lead), layout.names
+
+    def closed(self, port: Port, whole: xr.DataArray) -> Array:
+        """What the framework has in place of an opened tensor."""
+        layout = self.axes.stated.get(port, self.axes.found.get(port))
+        return whole.values if layout is None else layout.closed(whole.values)
+
+    def is_here(self, port: Port) -> bool:
+        """Whether the tensor lies as the framework has it, and not as a recurrent layer's: samples first."""
+        return port.layer is None or port in self.axes.found or port in self.axes.stated
+
+    def named_result(
+        self,
+        result: Array,
+        pull: Callable[[Array], Sequence[Array]],
+        ports: Sequence[Port | None],
+        arrays: Sequence[Array],
+    ) -> xr.DataArray:
+        """The value of a function of tensors, with those axes named along which it goes with what it was made of."""
+        if result.ndim == 0 or self.axes.samples_first:
+            return xr.DataArray(result, dims=self.axes.rule.layout(Port("output"), result.shape).names)
+        opened = []
+        for port, array in zip(ports, arrays, strict=True):
+            names = dims_of(array.shape) if port is None else self.layout(port, array).names
+            opened.append((names, None if port is None else self.layout(port, array)))
+
+        def arrives(cotangent: Array, name: str) -> Array | None:
+            """Where, along the axis of that name of what the function was made of, anything arrives."""
+            found = None
+            for grad, (names, layout) in zip(pull(cotangent), opened, strict=True):
+                if name in names and np.any(grad):
+                    whole = grad if layout is None else layout.opened(grad, self.samples)
+                    at = names.index(name)
+                    hit = np.any(whole != 0, axis=tuple(i for i in range(whole.ndim) if i != at))
+                    found = hit if found is None or len(found) != len(hit) else found | hit
+            return found
+
+        return xr.DataArray(result, dims=_followed(result, arrives))
+
+
+def _followed(result: Array, arrives: Callable[[Array, str], Array | None]) -> tuple[str, ...]:
+    """Name the axes of a value along which the two halves of the entries are pulled back to their own halves alone."""
+    names = [f"axis_{i}" for i in range(result.ndim)]
+    for name in (SAMPLE, TIME):
+        fitting = [
+            axis
+            for axis in range(result.ndim)
+            if names[axis].startswith("axis_") and _fits(result, axis, name, arrives)
+        ]
+        if len(fitting) == 1 or (fitting and name == SAMPLE and result.shape[fitting[0]] == 1):
+            names[fitting[0]] = name
+    rest = [axis for axis in range(result.ndim) if names[axis].startswith("axis_")]
+    if rest and rest[-1] == result.ndim - 1 and result.ndim > 1:
+        names[-1] = "unit"
+    return tuple(names)
+
+
+def _fits(result: Array, axis: int, name: str, arrives: Callable[[Array, str], Array | None]) -> bool:
+    size = result.shape[axis]
+    noise = np.random.default_rng(0).normal(size=result.shape).astype(result.dtype)
+    seen = False
+    for pattern in patterns(size):
+        mask = pattern.reshape(-1, *[1] * (result.ndim - axis - 1))
+        found = arrives(noise * mask, name)
+        if found is not None:
+            if len(found) != size or bool((found & ~pattern).any()):
+                return False
+            seen = True
+    return seen
+
+
+def patterns(size: int) -> np.ndarray[Any, Any]:
+    """Rows of bool: on where bit i of the index is set, and on where it is not; any two indices are told apart."""
+    if size == 1:
+        return np.ones((1, 1), dtype=bool)
+    bits = (np.arange(size)[None, :] >> np.arange((size - 1).bit_length())[:, None]) & 1
+    return np.concatenate([bits, 1 - bits]).astype(bool)
+
+
+def refuse_coupled(
+    outside: BatchAxes, seeds: Mapping[Port, Array], pull: Callable[[Mapping[Port, Array]], Mapping[Port, Array | None]]
+) -> None:
+    """Raise where what starts at some samples arrives at others.
+
+    Raises
+    ------
+    UnsupportedError
+        With the tensor at which it arrives.
+    """
+    if outside.samples < 2 or not seeds:
+        return
+    rows = patterns(outside.samples)
+    placed = {port: _on(outside, port, seed, rows) for port, seed in seeds.items()}
+    for port, found in pull({port: seed for port, seed in placed.items() if seed is not None}).items():
+        if found is None or port.kind == "weight" or port.kind == "loss":
+            continue
+        arrived = to_host(found)
+        names: tuple[str, ...] = (SAMPLE,)
+        if outside.is_here(port):
+            arrived, names = outside.opened(port, arrived, lead=1)
+        if SAMPLE not in names:
+            continue
+        at = 1 + names.index(SAMPLE)
+        hit = np.any(arrived != 0, axis=tuple(i for i in range(1, arrived.ndim) if i != at))
+        if hit.shape == rows.shape and bool((hit & ~rows).any()):
+            raise refusal("per_sample=True", port)
+
+
+def refusal(what: str, port: Port) -> UnsupportedError:
+    """The error for coupled samples."""
+    where = "the model's " + port.kind if port.layer is None else f"{port.layer}.{port.kind}"
+    return UnsupportedError(
+        message(
+            f"{what}: samples of this batch depend on each other, so that no sample stands for itself.",
+            got=f"what starts at one sample arrives at others, at {where}",
+            expected="samples that are computed each by itself",
+            hint="batch statistics: training=False; else a batch of one sample, or the gradient of the whole batch",
+        )
+    )
+
+
+def _on(outside: BatchAxes, port: Port, seed: Array, rows: Array) -> Array | None:
+    """The seed on the samples of each row."""
+    opened, names = outside.opened(port, seed) if outside.is_here(port) else (seed, (SAMPLE,))
+    if SAMPLE not in names or opened.shape[names.index(SAMPLE)] != rows.shape[1]:
+        return None
+    at = names.index(SAMPLE)
+    mask = rows.reshape(len(rows), *[1] * at, -1, *[1] * (opened.ndim - at - 1))
+    return (opened[None] * mask).astype(seed.dtype).reshape(len(rows), *seed.shape)

@@ -18,10 +18,8 @@ from ..recurrence.nonfinite import magnitude_by_step
 from ..results.nonfinite import NonFinite, Origin
 from .axes import an_axes_table
 from .nonfinite.backward import in_the_backward_pass, reaches
-from .nonfinite.forward import in_the_forward_pass
-from .nonfinite.given import in_the_data, in_the_weights
-from .nonfinite.looked import Looked
-from .nonfinite.loss import in_the_loss
+from .nonfinite.forward import in_the_forward_pass, in_the_loss
+from .nonfinite.observe import ObservedRun, in_the_data, in_the_weights
 from .turns import in_turn
 
 
@@ -99,7 +97,7 @@ def find_nonfinite(
     adapter = adapter_for(model)
     has_loss = y is not None or loss is not None
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
-    looked = Looked(adapter, model, batch, has_loss, axes)
+    looked = ObservedRun(adapter, model, batch, has_loss, axes)
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # threads of the recurrence have error states of their own
         origin, notes = _first(looked)
@@ -115,7 +113,7 @@ def find_nonfinite(
     )
 
 
-def _first(looked: Looked) -> tuple[Origin | None, list[str]]:
+def _first(looked: ObservedRun) -> tuple[Origin | None, list[str]]:
     """The first, and notes on numbers in the data that go nowhere."""
     weights = next(in_the_weights(looked), None)
     if weights is not None:
@@ -129,36 +127,36 @@ def _first(looked: Looked) -> tuple[Origin | None, list[str]]:
     return next(_computed(looked), None), [note]
 
 
-def _computed(looked: Looked) -> Iterator[Origin]:
+def _computed(looked: ObservedRun) -> Iterator[Origin]:
     steps = [in_the_forward_pass(looked)]
     if looked.has_loss:
         steps += [in_the_loss(looked), in_the_backward_pass(looked)]
     return chain.from_iterable(steps)
 
 
-def _left_out(looked: Looked) -> list[str]:
+def _left_out(looked: ObservedRun) -> list[str]:
     told = looked.attempt(lambda: looked.capture.notes) or []
     return [note for note in told if note.startswith(NOT_LOOKED_INTO)]
 
 
-def _reached(looked: Looked) -> tuple[str, ...]:
+def _reached(looked: ObservedRun) -> tuple[str, ...]:
     told = looked.attempt(lambda: reaches(looked)) or {}
     return tuple(name for name, sick in told.items() if sick)
 
 
-def _way_there(looked: Looked, origin: Origin) -> dict[str, xr.Dataset]:
+def _way_there(looked: ObservedRun, origin: Origin) -> dict[str, xr.Dataset]:
     """The largest magnitude of the recurrence at every step of that sample, where the origin lies in one."""
     sample = origin.index.get("sample")
     if origin.phase not in ("forward", "backward") or sample is None:
         return {}
     for node in looked.nodes:
-        for half in node.halves:
-            if node.name == origin.layer and origin.direction in ("", half.call.direction):
+        for replayed in node.replayed_calls:
+            if node.name == origin.layer and origin.direction in ("", replayed.call.direction):
                 words = {
                     "long_name": f"largest magnitude in {node.name} of sample {sample}",
                     "units": "1",
                     "definition": "max over gates and units of the pre-activations, of cells without: of the state",
                 }
-                size = xr.Variable(("time",), magnitude_by_step(half.run, sample), words)
+                size = xr.Variable(("time",), magnitude_by_step(replayed.run, sample), words)
                 return {node.name: xr.Dataset({"magnitude": size}, coords={"time": np.arange(size.sizes["time"])})}
     return {}

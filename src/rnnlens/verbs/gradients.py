@@ -34,13 +34,12 @@ from ..results.schema import labelled
 from ..typing import Array
 from ..vocabulary import FEATURE, GATE, SAMPLE, TIME
 from .axes import an_axes_table
-from .batches import Batches
+from .batches import DataSetBatches
 from .differentiation.clipping import a_clipping, clipped, rule
-from .differentiation.gather import Gathered, gather
-from .differentiation.question import Of, Question, Request, a_target, ask, trainable
+from .differentiation.gather import DataSetGradients, gather
+from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, ask, trainable
 from .differentiation.target import Reduction, Target, a_reduction
-from .loss_words import with_reduction
-from .names import TensorName
+from .names import TensorName, with_reduction
 from .turns import in_turn
 
 __all__ = ["Gradients", "gradients"]
@@ -167,26 +166,26 @@ def gradients(
     """
     adapter = adapter_for(model)
     run = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
-    request = Request(of, wrt, at or {}, reduce, per_sample, measure, across, combine, clip, memory, axes)
-    question = ask(adapter, model, run, request)
-    found = gather(question, Batches(run, batch_size, question.axes, question.with_loss))
+    arguments = GradientArguments(of, wrt, at or {}, reduce, per_sample, measure, across, combine, clip, memory, axes)
+    request = ask(adapter, model, run, arguments)
+    found = gather(request, DataSetBatches(run, batch_size, request.axes, request.with_loss))
     provenance = adapter.provenance(model)
-    if question.with_loss:
+    if request.with_loss:
         provenance = with_reduction(provenance, adapter, model, loss)
-    if question.lone and clip is None:
-        return _array(question, found, provenance)
-    result = _mapping(question, found, provenance)
+    if request.lone and clip is None:
+        return _array(request, found, provenance)
+    result = _mapping(request, found, provenance)
     if clip is not None:
-        _add_clipped(result, question, found, clip)
+        _add_clipped(result, request, found, clip)
     return result
 
 
-def _array(question: Question, found: Gathered, provenance: Mapping[str, str]) -> ResultArray:
+def _array(request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]) -> ResultArray:
     """The one gradient asked for, with what a result of several says of it among its attributes."""
-    name, explanation = question.asked[0], found.explanation
+    name, explanation = request.asked[0], found.explanation
     if name not in found.gradients:
-        raise _disconnected(question, explanation.disconnected[name.text])
-    array = ResultArray(_label(question, name, found, provenance))
+        raise _disconnected(request, explanation.disconnected[name.text])
+    array = ResultArray(_label(request, name, found, provenance))
     array.attrs |= record((), found.certificate)
     for word, reasons in (("disconnected", explanation.disconnected), ("flagged", explanation.flags)):
         for reason in reasons.values():
@@ -194,46 +193,50 @@ def _array(question: Question, found: Gathered, provenance: Mapping[str, str]) -
     return array
 
 
-def _disconnected(question: Question, reason: Reason) -> DisconnectedError:
-    what = f"There is no gradient of {question.target.text} with respect to {reason.name!r} [{reason.code}]."
+def _disconnected(request: GradientRequest, reason: Reason) -> DisconnectedError:
+    what = f"There is no gradient of {request.target.text} with respect to {reason.name!r} [{reason.code}]."
     error = DisconnectedError(message(what, got=reason.sentence, hint=reason.remedy))
     error.reason = reason
     return error
 
 
-def _mapping(question: Question, found: Gathered, provenance: Mapping[str, str]) -> Gradients:
+def _mapping(request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]) -> Gradients:
     """All gradients asked for, by layer, and the reasons of those that there are not."""
     said = found.explanation
     return Gradients(
-        _datasets(question, found, provenance),
-        Answer(question.target.text, found.value, said.disconnected, said.flags),
+        _datasets(request, found, provenance),
+        Answer(request.target.text, found.value, said.disconnected, said.flags),
         provenance=provenance,
         notes=said.notes,
         certificate=found.certificate,
     )
 
 
-def _add_clipped(result: Gradients, question: Question, found: Gathered, clip: str | Mapping[str, float]) -> None:
+def _add_clipped(
+    result: Gradients, request: GradientRequest, found: DataSetGradients, clip: str | Mapping[str, float]
+) -> None:
     """Clip the gradients of all weights that are trained, and show those asked for beside the others."""
-    every = {name: found.gradients[name] for name in trainable(question.known) if name in found.gradients}
-    kind, threshold = rule(clip, question.known.facts)
-    after, norm = clipped(every, question.known, kind, threshold)
+    every = {name: found.gradients[name] for name in trainable(request.known) if name in found.gradients}
+    kind, threshold = rule(clip, request.known.facts)
+    after, norm = clipped(every, request.known, kind, threshold)
     both = replace(found, gradients={**found.gradients, **after})
-    datasets = _datasets(question, both, result.provenance)
+    datasets = _datasets(request, both, result.provenance)
     sparse = any("touched_rows" in array.attrs for dataset in datasets.values() for array in dataset.values())
-    if sparse and question.known.facts.clips_lookups_apart:
+    if sparse and request.known.facts.clips_lookups_apart:
         result.notes.append(_ROWS_APART)
     result.clip = {"kind": kind, "threshold": threshold, "norm": norm}
     result.clipped = Gradients(datasets, Answer(result.of, found.value), provenance=result.provenance)
 
 
-def _datasets(question: Question, found: Gathered, provenance: Mapping[str, str]) -> dict[str, xr.Dataset]:
+def _datasets(
+    request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]
+) -> dict[str, xr.Dataset]:
     """One dataset per layer; what belongs to no layer goes to ``"model"``."""
     by_layer: dict[str, dict[str, xr.DataArray]] = {}
-    for name in question.asked:
+    for name in request.asked:
         if name in found.gradients:
             variables = by_layer.setdefault(name.layer or "model", {})
-            array = _label(question, name, found, provenance)
+            array = _label(request, name, found, provenance)
             variables[name.quantity.replace("/", ".")] = _with_own_axes(array, variables)
     return {layer: xr.Dataset(variables, attrs={"layer": layer}) for layer, variables in by_layer.items()}
 
@@ -245,28 +248,30 @@ def _with_own_axes(array: xr.DataArray, others: Mapping[str, xr.DataArray]) -> x
     return array.rename(clashing) if clashing else array
 
 
-def _label(question: Question, name: TensorName, found: Gathered, provenance: Mapping[str, str]) -> xr.DataArray:
-    of, request = question.target.text, question.request
-    info = question.known.recurrent.get(str(name.layer).partition("#")[0])
+def _label(
+    request: GradientRequest, name: TensorName, found: DataSetGradients, provenance: Mapping[str, str]
+) -> xr.DataArray:
+    of, arguments = request.target.text, request.arguments
+    info = request.known.recurrent.get(str(name.layer).partition("#")[0])
     array, dims = found.gradients[name], found.dims[name]
-    size = "" if request.measure is None else f"{request.measure} of the "
-    mean = "" if request.across is None or name.what == "weight" else f", {request.across} over samples"
+    size = "" if arguments.measure is None else f"{arguments.measure} of the "
+    mean = "" if arguments.across is None or name.what == "weight" else f", {arguments.across} over samples"
     unit = "loss" if of == "loss" else "1"
     attrs: dict[str, Any] = {
         "long_name": f"{size}gradient of {of} with respect to {name.text}{mean}",
         "units": unit,
-        "definition": f"{size}d {_described(question.target)} / d {name.text}{mean}",
+        "definition": f"{size}d {_described(request.target)} / d {name.text}{mean}",
         "tensor": name.text,
         "layer": name.layer or "model",
     }
-    touched = _touched_rows(question, name, array, dims)
+    touched = _touched_rows(request, name, array, dims)
     if touched is not None:
         attrs["touched_rows"] = touched
     labels = {"cell": info.cell} if info is not None and GATE in dims else {}
     array = labelled(array, dims, name=name.quantity, attrs=attrs, provenance=provenance, info=labels)
     is_input = name.what == "input" and name.layer is None
     roles, leaf = ((SAMPLE, TIME, FEATURE), name.index) if is_input else ((SAMPLE, TIME), None)
-    named: xr.DataArray = question.coordinates.assign_to(array, roles, leaf)
+    named: xr.DataArray = request.coordinates.assign_to(array, roles, leaf)
     return named
 
 
@@ -278,9 +283,9 @@ def _described(target: Target) -> str:
     return f"{how}{target.text}{where}{per}"
 
 
-def _touched_rows(question: Question, name: TensorName, array: Array, dims: Sequence[str]) -> int | None:
+def _touched_rows(request: GradientRequest, name: TensorName, array: Array, dims: Sequence[str]) -> int | None:
     """Rows of an embedding that the gradient reaches: all others were not looked up."""
-    looked_up = name.what == "weight" and name.key in question.known.weights[str(name.layer)].tables
+    looked_up = name.what == "weight" and name.key in request.known.weights[str(name.layer)].tables
     if not looked_up or array.ndim < 2:
         return None
     return int(np.count_nonzero(np.abs(array).reshape(-1, *array.shape[-2:]).max(axis=(0, 2))))

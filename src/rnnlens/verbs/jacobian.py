@@ -33,16 +33,15 @@ from ..results.array import ResultArray, record
 from ..results.checks import warn_about
 from ..settings import current, parse_memory
 from ..vocabulary import IN_TIME, OUT_TIME
-from .axes import Axes, an_axes_table
-from .batches import Batches
+from .axes import ModelAxes, an_axes_table
+from .batches import DataSetBatches
+from .certificates.of_jacobian import certify, claim_of
 from .names import catalogue
-from .time_jacobian.average import mean_over, refuse_without_mean
-from .time_jacobian.certificate import certify, claim_of
 from .time_jacobian.execute import execute
-from .time_jacobian.label import Labels
+from .time_jacobian.label import JacobianLabels, mean_over, refuse_without_mean
 from .time_jacobian.network import open_network
 from .time_jacobian.plan import make_plan
-from .time_jacobian.request import Options, read_request
+from .time_jacobian.request import JacobianOptions, read_request
 from .turns import in_turn
 
 __all__ = ["jacobian"]
@@ -179,25 +178,25 @@ def jacobian(
     Random probes: Hutchinson 1990, doi:10.1080/03610919008812866.
     """
     granted = current().memory if memory is None else parse_memory(memory)
-    options = Options(granted, at or {}, reduce, measure, across, sketch, rtol, mode, out)
+    options = JacobianOptions(granted, at or {}, reduce, measure, across, sketch, rtol, mode, out)
     run = Batch(x, training=training, initial_state=initial_state, seed=seed)
     if batch_size is None and not is_source(x):
         return _of_batch(model, run, (of, wrt), options, axes)
     refuse_without_mean(options)
-    room = Axes(adapter_for(model), model, axes, catalogue(adapter_for(model), model, x))
-    batches = Batches(run, batch_size, room, with_loss=False)
+    room = ModelAxes(adapter_for(model), model, axes, catalogue(adapter_for(model), model, x))
+    batches = DataSetBatches(run, batch_size, room, with_loss=False)
     return mean_over((_of_batch(model, batch, (of, wrt), options, axes), room.samples(batch)) for batch in batches)
 
 
 def _of_batch(
-    model: Any, batch: Batch, ends: tuple[str, str], options: Options, axes: Mapping[str, Any] | None
+    model: Any, batch: Batch, ends: tuple[str, str], options: JacobianOptions, axes: Mapping[str, Any] | None
 ) -> ResultArray:
     """The time Jacobian of one batch: request, network, plan, numbers, certificate."""
     refuse_large("x", batch.x)
     request = read_request(model, batch, ends, options, axes)
     with open_network(request) as network:
         plan = make_plan(options, network)
-        found = execute(Labels(plan, request.provenance, request.coordinates), options.out)
+        found = execute(JacobianLabels(plan, request.provenance, request.coordinates), options.out)
         claim = claim_of(request, plan, found)
     certificate = certify(request, plan, claim)
     found.attrs |= record(found.checks, certificate)

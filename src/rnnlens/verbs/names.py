@@ -1,6 +1,6 @@
-"""The short strings that name a tensor: ``"loss"``, ``"lstm.hidden"``, ``"weights"``, ``"lstm*/recurrent_kernel"``.
+"""Names of tensors: ``"loss"``, ``"lstm.hidden"``, ``"weights"``, ``"lstm*/recurrent_kernel"``, read against a model.
 
-A name is read against what the model has; the same grammar serves ``rl.gradients`` and ``rl.jacobian``.
+The same grammar serves ``rl.gradients`` and ``rl.jacobian``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..layout import dims_of
 from ..recurrence.cells import cell_of_kind, kinds
 from ..typing import Array
 from ..vocabulary import FEATURE, SAMPLE, unnamed_states
-from .weight_keys import dims_of_weight, sources
+from .weight_layout import dims_of_weight, sources
 
 What = Literal[
     "loss", "input", "output", "state", "initial_state", "final_state", "gates", "gate_preactivation", "weight"
@@ -301,3 +301,9 @@ def _matches(pattern: str, name: str) -> bool:
     """Shell pattern with ``*`` and ``?`` only: brackets are part of torch names such as ``rnn[1]``."""
     expression = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
     return re.fullmatch(expression, name) is not None
+
+
+def with_reduction(provenance: Mapping[str, str], adapter: Adapter, model: Any, loss: Any = None) -> Mapping[str, str]:
+    """Where numbers come from, with ``loss_reduction`` where the loss says what it is."""
+    reduction = adapter.reduction(model, loss)
+    return provenance if reduction is None else {**provenance, "loss_reduction": reduction}

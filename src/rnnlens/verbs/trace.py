@@ -18,13 +18,12 @@ from ..recurrence.rounding import perturbed
 from ..results.checks import warn_about
 from ..results.trace import Trace
 from ..settings import current
-from .axes import Axes, InputCoordinates, an_axes_table
-from .certify import Ours, certify, plainly
-from .certify import wanted as asked_for
-from .loss_words import with_reduction
-from .names import catalogue
+from .axes import InputCoordinates, ModelAxes, an_axes_table
+from .certificates.comparisons import ReplayedValues, certify, plainly
+from .certificates.comparisons import wanted as asked_for
+from .names import catalogue, with_reduction
 from .tracing.datasets import plain_datasets, recurrent_datasets, with_coordinates
-from .tracing.wanted import Wanted
+from .tracing.request import TraceRequest
 from .turns import in_turn
 
 
@@ -114,7 +113,7 @@ def trace(
     Total gradients: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5.
     """
     adapter = adapter_for(model)
-    wanted = Wanted.of(layers, quantities, y is not None or loss is not None or adapter.has_own_loss(model))
+    wanted = TraceRequest.of(layers, quantities, y is not None or loss is not None or adapter.has_own_loss(model))
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     certified = asked_for(model, "trace", batch)
     wanted = replace(wanted, weighed=certified or current().certify != "first")
@@ -122,11 +121,11 @@ def trace(
     provenance = adapter.provenance(model)
     if wanted.has_loss:
         provenance = with_reduction(provenance, adapter, model, loss)
-    ours, described = Ours(capture) if certified else None, adapter.describe(model)
+    ours, described = ReplayedValues(capture) if certified else None, adapter.describe(model)
     with plainly(adapter, model, batch, ours) as made:
         made_of = partial(recurrent_datasets, described, capture, wanted, provenance)
         datasets, checks = made_of(ours)
-        room = Axes(adapter, model, axes, catalogue(adapter, model, x) if axes else None)
+        room = ModelAxes(adapter, model, axes, catalogue(adapter, model, x) if axes else None)
         datasets |= plain_datasets(capture.plain, room, batch, wanted, provenance)
         wanted.refuse_absent(datasets, [info.name for info in described])
         words = _words(datasets, wanted.has_loss)
@@ -144,9 +143,9 @@ def trace(
     )
 
 
-def _perturbed(made_of: Callable[..., Any], capture: Capture) -> Ours:
+def _perturbed(made_of: Callable[..., Any], capture: Capture) -> ReplayedValues:
     """The same numbers, from replays that are off by one rounding."""
-    ours = Ours(capture)
+    ours = ReplayedValues(capture)
     made_of(ours, replayed=lambda call: perturbed(Replay.from_call(call)))
     return ours
 

@@ -1,7 +1,8 @@
-"""Gradients of the weights of every layer: recurrent ones by our sweeps, all others by the framework."""
+"""Gradients of the weights of every layer: recurrent ones by sweeps, all others by the framework."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,13 +13,34 @@ from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerWe
 from ..errors import TooLargeError, UnsupportedError, message
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import rounding_of
-from ..results.checks import Check
+from ..results.checks import Check, weight_sum_check
 from ..results.schema import to_host
 from ..settings import current, format_memory
 from ..typing import Array
-from .host import on_host
-from .sweep import sweep, weight_norms_by_time, weights_of
-from .tracing.weight_sum import WeightSum
+from .recurrent_layers import on_host, sweep, weight_norms_by_time, weights_of
+
+
+class WeightSum:
+    """Per-step weight gradients summed over time and over all calls that share the weights, against the framework's."""
+
+    def __init__(self, call: RecurrentCall, reference: Mapping[str, Array]) -> None:
+        self.layer, self.reference, self.steps = call.layer.partition("#")[0], reference, 0
+        self.dtype = call.compute_dtype or str(call.input.dtype)
+        self.total: dict[str, Array] = {}
+        self.scale = 0.0
+
+    def add(self, grads: Mapping[str, Array], steps: int, scale: float) -> None:
+        """Add what one call contributed, and what rounding in it goes by (:class:`rounding.Rounding`)."""
+        self.steps += steps
+        self.scale = math.hypot(self.scale, scale)
+        for name, grad in grads.items():
+            self.total[name] = self.total[name] + grad if name in self.total else grad
+
+    def check(self) -> Check:
+        """Compare with the framework's dL/dW."""
+        return weight_sum_check(
+            self.layer, self.total, self.reference, steps=self.steps, dtype=self.dtype, scale=self.scale
+        )
 
 
 @dataclass

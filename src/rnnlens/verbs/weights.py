@@ -1,24 +1,64 @@
-"""``rl.weights``: weights by kernel and gate, their gradients, also per timestep."""
+"""``rl.layers``, ``rl.weights`` and ``rl.weight_norms``: layers, weights by kernel and gate, and their gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
+import numpy as np
+import xarray as xr
+
 from ..adapters.protocol import Batch, LayerWeights
 from ..adapters.registry import adapter_for
-from ..arguments import anything, checked, class_weights, examples, names, one_batch, one_of, seed_or_none, switch
+from ..arguments import (
+    anything,
+    called,
+    checked,
+    class_weights,
+    either,
+    examples,
+    names,
+    one_batch,
+    one_of,
+    seed_or_none,
+    switch,
+    whole,
+)
 from ..arguments import loss as a_loss
-from ..errors import InputError, LayerNotFoundError, did_you_mean, message
+from ..errors import InputError, LayerNotFoundError, did_you_mean, message, raised_by, shown
 from ..results.certificate import Certificate
 from ..results.checks import warn_about
+from ..results.layers import LayerTable
 from ..results.schema import to_host
 from ..results.weights import Weights
-from .certify import wanted as asked_for
-from .certify_weights import certify_weights
+from .certificates.comparisons import wanted as asked_for
+from .certificates.of_gradients import certify_weights
 from .turns import in_turn
 from .weight_gradients import FoundGradients, find_gradients
-from .weight_labels import Labelled, label_cell, label_plain, node_dataset
+from .weight_layout import LabelledWeight, label_cell, label_plain, node_dataset
+
+
+@checked(model=anything)
+@in_turn
+def layers(model: Any) -> LayerTable:
+    """List the recurrent layers of a model, without running it.
+
+    Parameters
+    ----------
+    model
+        A Keras model or layer, or a ``torch.nn.Module``.
+
+    Returns
+    -------
+    LayerTable
+        A sequence of :class:`~rnnlens.adapters.protocol.LayerInfo` that prints as a table.
+
+    Raises
+    ------
+    ModelError
+        If the model is of no known framework, or was not built yet.
+    """
+    return LayerTable(adapter_for(model).describe(model))
 
 
 @checked(
@@ -115,7 +155,7 @@ def weights(
 
 def _labelled_gradients(
     found: FoundGradients, weights: Mapping[str, LayerWeights], by_time: bool | str
-) -> dict[str, dict[str, Labelled]]:
+) -> dict[str, dict[str, LabelledWeight]]:
     """Gradients by layer, laid out as the weights are."""
     labelled = {
         name: label_cell(gradients, weights[name].cells, suffix="_grad", by_time=by_time)
@@ -136,7 +176,7 @@ def _selected(found: Mapping[str, LayerWeights], layers: str | Iterable[str] | N
     return {name: found[name] for name in names}
 
 
-def _label(layer: LayerWeights) -> dict[str, Labelled]:
+def _label(layer: LayerWeights) -> dict[str, LabelledWeight]:
     if layer.cells:
         return label_cell({direction: cell.weights() for direction, cell in layer.cells.items()}, layer.cells)
     return label_plain(layer.values)
@@ -149,3 +189,94 @@ def _penalties(found: Mapping[str, LayerWeights]) -> dict[str, float]:
         for layer, entry in found.items()
         for name, regularizer in entry.penalties.items()
     }
+
+
+def _a_history(name: str, value: Any) -> xr.Dataset:
+    """What an earlier call returned."""
+    if not isinstance(value, xr.Dataset) or not value.sizes.get("step") or value["step"].dtype.kind not in "iu":
+        expected = "what rl.weight_norms returned, with a dimension step"
+        raise InputError(message(f"{name}= is no history of norms.", got=shown(value), expected=expected))
+    return value
+
+
+@checked(
+    model=anything,
+    layers=names,
+    over=names,
+    ord=either(whole(least=1, most=2), called, expected="1, 2 or a callable", what="is no norm that is known"),
+    history=_a_history,
+    step=whole(),
+)
+def weight_norms(
+    model: Any,
+    *,
+    layers: str | Iterable[str] | None = None,
+    over: str | Iterable[str] | None = None,
+    ord: float | Callable[[np.ndarray[Any, Any]], Any] = 2,
+    history: xr.Dataset | None = None,
+    step: int | None = None,
+) -> xr.Dataset:
+    """Norms of all weights as one row of a history.
+
+    Parameters
+    ----------
+    model, layers
+        As in :func:`weights`.
+    over
+        Dimensions to take the norm over, such as ``("feature", "unit_in", "unit")`` to keep one norm per gate; all by
+        default: one number per weight.
+    ord
+        1: sum of absolute values; 2: Euclidean (Frobenius) norm; or a callable from a 1-D array to a number.
+    history
+        What an earlier call returned: the new row is appended.
+    step
+        Position of the row; by default one more than the last.
+
+    Returns
+    -------
+    Dataset
+        One variable per weight, named ``"lstm/kernel"``, with a leading dimension ``step``. ``history`` is not changed.
+        NaN values make their norm NaN.
+    """
+    row = {}
+    found = weights(model, layers=layers)
+    _refuse_unknown_dims(found, over)
+    for layer, node in found.items():
+        for name in node:
+            if not name.endswith("_count") and name != "bias_total":
+                norm = _norm(node[name], over, ord)
+                row[f"{layer}/{name}"] = norm.assign_attrs(_norm_words(node[name], ord))
+    last = -1 if history is None else int(history["step"].values[-1])
+    new = xr.Dataset(row).expand_dims(step=[last + 1 if step is None else step])
+    return new if history is None else xr.concat([history, new], dim="step", combine_attrs="override")
+
+
+def _refuse_unknown_dims(found: Weights, over: str | Iterable[str] | None) -> None:
+    """A dimension that no weight at all has is a misspelt one."""
+    known = {str(dim): None for layer in found for dim in found.dataset(layer).dims}
+    for dim in [over] if isinstance(over, str) else over or ():
+        if dim not in known:
+            raise InputError(
+                message(f"No weight has a dimension {dim!r}.", got=f"over={over!r}", hint=did_you_mean(dim, known))
+            )
+
+
+def _norm(values: xr.DataArray, over: str | Iterable[str] | None, ord: Any) -> xr.DataArray:
+    wanted = {over} if isinstance(over, str) else set(over) if over is not None else set(map(str, values.dims))
+    dims = [str(dim) for dim in values.dims if dim in wanted]
+    # Dense kernels name their axes otherwise: a weight without any of these dimensions is reduced whole.
+    dims = dims or [str(dim) for dim in values.dims]
+    if callable(ord):
+        flat = values.stack(_all=dims) if dims else values
+        with raised_by("Your norm, ord=,"):
+            reduced: xr.DataArray = xr.apply_ufunc(ord, flat, input_core_dims=[["_all"]], vectorize=True)
+        return reduced
+    if ord == 1:
+        return abs(values).sum(dims, skipna=False)
+    squares: xr.DataArray = (values.astype("float64") ** 2).sum(dims, skipna=False)
+    return squares**0.5
+
+
+def _norm_words(values: xr.DataArray, ord: Any) -> dict[str, str]:
+    name = f"L{ord} norm" if not callable(ord) else getattr(ord, "__name__", "norm")
+    return {"long_name": f"{name} of the {values.attrs.get('long_name', values.name)}", "units": "1"}

@@ -8,10 +8,9 @@ from torch import nn
 
 from rnnlens.adapters.protocol import Batch, Port
 from rnnlens.adapters.registry import adapter_for
-from rnnlens.verbs.differentiation.captured import fits
-from rnnlens.verbs.differentiation.plan import layers_inside, plan
-from rnnlens.verbs.differentiation.question import Part, Request, ask
-from rnnlens.verbs.inside import Inside
+from rnnlens.verbs.differentiation.plan import fits, layers_inside, plan
+from rnnlens.verbs.differentiation.request import BatchTarget, GradientArguments, ask
+from rnnlens.verbs.recurrent_layers import ReplayedLayers
 
 
 class Net(nn.Module):
@@ -34,10 +33,12 @@ def planned(of, wrt, **options):
     torch.manual_seed(0)
     model = Net()
     batch = Batch(torch.randn(2, 5, 3), torch.randn(2, 2), loss=nn.functional.mse_loss)
-    request = Request(of, wrt, options.pop("at", {}), options.pop("reduce", None), **{"per_sample": False, **options})
+    request = GradientArguments(
+        of, wrt, options.pop("at", {}), options.pop("reduce", None), **{"per_sample": False, **options}
+    )
     question = ask(adapter_for(model), model, batch, request)
-    part = Part(batch, question.target)
-    inside = Inside.look(question.adapter, model, batch, layers_inside(question))
+    part = BatchTarget(batch, question.target)
+    inside = ReplayedLayers.look(question.adapter, model, batch, layers_inside(question))
     return question, part, plan(question, part, inside)
 
 

@@ -10,9 +10,9 @@ from torch import nn
 import rnnlens as rl
 from rnnlens.adapters.protocol import Batch
 from rnnlens.recurrence import jacobian as sweeps
-from rnnlens.verbs.time_jacobian import composed, plan, sweep
+from rnnlens.verbs.time_jacobian import composed, execute, plan
 from rnnlens.verbs.time_jacobian.network import open_network
-from rnnlens.verbs.time_jacobian.request import Options, read_request
+from rnnlens.verbs.time_jacobian.request import JacobianOptions, read_request
 
 B, T, F, H = 3, 5, 3, 4
 
@@ -47,14 +47,14 @@ class Feedback(nn.Module):
 
 @contextmanager
 def planned(model, of="output", wrt="input", memory=2**31, **options):
-    request = read_request(model, Batch(torch.randn(B, T, F)), (of, wrt), Options(memory, **options), None)
+    request = read_request(model, Batch(torch.randn(B, T, F)), (of, wrt), JacobianOptions(memory, **options), None)
     with open_network(request) as network:
         yield plan.make_plan(request.options, network)
 
 
 @pytest.fixture
 def nothing_computed(monkeypatch):
-    for module, name in ((sweep, "reverse"), (sweep, "forward"), (composed, "reverse"), (sweeps, "reverse")):
+    for module, name in ((execute, "reverse"), (execute, "forward"), (composed, "reverse"), (sweeps, "reverse")):
         monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("swept"))
 
 

@@ -12,7 +12,7 @@ from trails import trail
 
 import rnnlens as rl
 from rnnlens.verbs import time_jacobian
-from rnnlens.verbs.time_jacobian.request import Request
+from rnnlens.verbs.time_jacobian.request import JacobianRequest
 
 MOST_FILES = 9
 
@@ -39,9 +39,13 @@ QUESTIONS = {
 def test_few_files_each_entered_from_one_other(question):
     model, x = Tagger(), torch.randn(2, 5, 3)
     with rl.options(certify="always"):
-        found = trail(lambda: rl.jacobian(model, x, **QUESTIONS[question]), rl.jacobian, "model", Request)
+        found = trail(lambda: rl.jacobian(model, x, **QUESTIONS[question]), rl.jacobian, "model", JacobianRequest)
     assert found.files[0] == "verbs/jacobian.py"
-    assert {f"verbs/time_jacobian/{stage}.py" for stage in ("request", "network", "certificate")} <= set(found.files)
+    assert {
+        "verbs/time_jacobian/request.py",
+        "verbs/time_jacobian/network.py",
+        "verbs/certificates/of_jacobian.py",
+    } <= set(found.files)
     assert len(found.files) <= MOST_FILES, found.files
     assert not found.entered_twice
 

@@ -14,7 +14,7 @@ import rnnlens as rl
 from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
 from rnnlens.adapters.torch import adapter
 from rnnlens.recurrence.replay import Replay
-from rnnlens.verbs.sweep import sweep
+from rnnlens.verbs.recurrent_layers import sweep
 
 _spec = importlib.util.spec_from_file_location("torch_zoo", Path(__file__).with_name("zoo.py"))
 zoo = importlib.util.module_from_spec(_spec)

@@ -159,7 +159,7 @@ def test_chunks_do_not_change_the_result(mode, measure, monkeypatch):
     model, x = made(), data(3)
     whole = rl.jacobian(model, x, mode=mode, measure=measure)
     monkeypatch.setattr("rnnlens.verbs.time_jacobian.plan.LEAST_ROOM", 3000)
-    monkeypatch.setattr("rnnlens.verbs.time_jacobian.pieces.BLOCK_BUDGET", 1000)
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.plan.BLOCK_BUDGET", 1000)
     ticks = []
     monkeypatch.setattr(Progress, "advance", lambda self, amount=1.0: ticks.append(amount))
     pieces = rl.jacobian(model, x, mode=mode, measure=measure, memory=whole.nbytes)
@@ -173,7 +173,7 @@ def test_composed_chunks_do_not_change_the_result(monkeypatch):
     whole = rl.jacobian(model, x)
     assert whole.route == "composed"
     monkeypatch.setattr("rnnlens.verbs.time_jacobian.plan.LEAST_ROOM", 3000)
-    monkeypatch.setattr("rnnlens.verbs.time_jacobian.pieces.BLOCK_BUDGET", 1000)
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.plan.BLOCK_BUDGET", 1000)
     agree(rl.jacobian(model, x, memory=whole.nbytes), whole.values)
 
 
@@ -274,7 +274,7 @@ def test_chunks_of_a_sweep_in_blocks(measure, room, monkeypatch):
     model, x, _ = long_sequence("lstm")
     whole = rl.jacobian(model, x, measure=measure, mode="reverse")
     monkeypatch.setattr("rnnlens.verbs.time_jacobian.plan.LEAST_ROOM", room)
-    monkeypatch.setattr("rnnlens.verbs.time_jacobian.pieces.BLOCK_BUDGET", 1000)
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.plan.BLOCK_BUDGET", 1000)
     blocked, chunks = [], []
     run, plan = BlockedSweep.run, planning.direct_pieces
     monkeypatch.setattr(BlockedSweep, "run", lambda self, progress: blocked.append(1) or run(self, progress))

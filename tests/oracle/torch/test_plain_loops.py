@@ -14,7 +14,7 @@ from rnnlens import errors
 from rnnlens.adapters.protocol import Batch, CaptureRequest
 from rnnlens.adapters.registry import adapter_for
 from rnnlens.recurrence.replay import Replay
-from rnnlens.verbs.sweep import sweep, weights_of
+from rnnlens.verbs.recurrent_layers import sweep, weights_of
 
 X = np.random.default_rng(0).normal(size=(2, 5, 3))
 

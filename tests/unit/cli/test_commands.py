@@ -292,7 +292,7 @@ def test_a_failed_self_check_is_one_yellow_line(rnnlens, keras_files, monkeypatc
     from rnnlens.results import checks
 
     monkeypatch.setattr(checks, "FACTOR", 0.0)
-    monkeypatch.setattr("rnnlens.verbs.sweep.rounding_bound", lambda *_, **__: 0.0)
+    monkeypatch.setattr("rnnlens.verbs.recurrent_layers.rounding_bound", lambda *_, **__: 0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         said = rnnlens("trace", keras_files / "good.keras", "data.npz")

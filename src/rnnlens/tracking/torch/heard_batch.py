@@ -20,8 +20,8 @@ from ...results.weights import Weights
 from ...settings import options
 from ...verbs.trace import trace
 from ...verbs.tracing.datasets import recurrent_datasets
-from ...verbs.tracing.wanted import Wanted
-from ...verbs.weight_labels import label_cell, node_dataset
+from ...verbs.tracing.request import TraceRequest
+from ...verbs.weight_layout import label_cell, node_dataset
 from ..batches import DIRECT, Batch
 from ..probe import norms_of_weights
 
@@ -68,7 +68,7 @@ class HeardBatch(Batch):
     def direct(self) -> Trace:
         """Outputs and direct gradients, as the step computed them: a trace of these quantities."""
         adapter = adapter_for(self._model)
-        wanted = Wanted.of(None, DIRECT, True)
+        wanted = TraceRequest.of(None, DIRECT, True)
         capture = Capture(direct_calls(self._calls, self.scale))
         provenance = adapter.provenance(self._model)
         datasets, _ = recurrent_datasets(adapter.describe(self._model), capture, wanted, provenance, None)

@@ -12,7 +12,7 @@ from ...arguments import number
 from ...errors import InputError, ModelError, did_you_mean, message, shown
 from ...typing import Array
 from ..names import Catalogue, TensorName
-from ..weight_keys import Source, sources
+from ..weight_layout import WeightSource, sources
 
 #: Keras' names of the three ways to clip: every entry, the norm of every variable, the norm of all of them together.
 KINDS = ("clipvalue", "clipnorm", "global_clipnorm")
@@ -91,6 +91,6 @@ def _squares(gradients: Gradients, known: Catalogue) -> dict[tuple[str, str], fl
 def _pieces(gradients: Gradients, known: Catalogue) -> Iterator[tuple[TensorName, Any, tuple[str, str]]]:
     """Which part of which gradient belongs to which variable: directions are apart there, biases may be together."""
     for name in gradients:
-        found: list[Source] = sources(known.weights[str(name.layer)])[name.key]
+        found: list[WeightSource] = sources(known.weights[str(name.layer)])[name.key]
         for position, source in enumerate(found):
             yield name, position if len(found) > 1 else ..., (str(name.layer), source.key)

@@ -1,4 +1,4 @@
-"""A question put to a data set, batch after batch; the answer is that of the whole data set as one batch."""
+"""Gradients of one batch after another, put together as if the data set had been one batch, in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,26 +6,182 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
+import numpy as np
+
 from ... import data
 from ...adapters.protocol import Batch
+from ...errors import InputError, UnsupportedError, message
 from ...results.certificate import Certificate
 from ...results.checks import warn_about
 from ...settings import Progress
 from ...typing import Array
-from ..batches import Batches
-from ..certify import wanted
+from ...vocabulary import DIRECTION, SAMPLE, TIME
+from ..axes import refuse_unknown
+from ..batches import DataSetBatches
+from ..certificates.comparisons import wanted
+from ..certificates.of_gradients import certify_answer
 from ..names import TensorName
-from .accumulate import Accumulator, combination
-from .certify import certify_answer
+from .missing_gradient import Explanation, explain
 from .pull import answer
-from .question import Part, Question
-from .reasons.explain import Explanation, explain
-from .target import Target
-from .whole_loss import Layouts, WholeLoss, output_layouts
+from .request import BatchGradients, BatchTarget, GradientRequest
+from .target import Combine, Target
+from .whole_loss import OutputLayouts, WholeLoss, output_layouts
+
+Shapes = tuple[tuple[int, ...], ...]
+
+_KEPT_BY_NORM = (SAMPLE, TIME, DIRECTION)
+
+
+def combination(target: Target, by_function: bool, asked: Combine | None) -> Combine | None:
+    """How a target follows from those of batches, None where that is not known: a mean is a mean, a sum is a sum."""
+    if asked is not None:
+        return asked
+    if target.per_sample:
+        return "sum"
+    named = target.reduce if isinstance(target.reduce, str) else None
+    if by_function or callable(target.reduce) or named == "norm":
+        return None
+    return "mean" if named == "mean" else "sum"
+
+
+class Accumulator:
+    """Takes one :class:`Answer` per batch; holds one running sum per tensor, or all samples where none is taken.
+
+    Parameters
+    ----------
+    combine
+        How the targets of batches make up that of the data set.
+    measure
+        What becomes of the units or features of a gradient: None keeps them, ``"norm"`` takes the L2 norm over them, of
+        every sample and step by itself. Of a gradient without a sample axis it is the norm of the whole.
+    across
+        What is then done with the sample axis: None keeps it, ``"mean"`` and ``"sum"`` reduce it. A gradient without
+        one is left alone.
+    """
+
+    def __init__(self, combine: Combine | None, measure: str | None = None, across: str | None = None) -> None:
+        self.combine, self.measure, self.across = combine, measure, across
+        self.batches, self.samples = 0, 0
+        self.certificate = Certificate()
+        self.dims: dict[TensorName, tuple[str, ...]] = {}
+        self._kept: dict[TensorName, list[Array]] = {}
+        self._value: list[Array] = []
+        self._sums: dict[TensorName, Array] = {}
+        self._weights: list[int] = []
+        #: Shapes of samples: where there is one, only what the model packs can be shorter in some batches.
+        self._shapes: set[Shapes] = set()
+        #: samples that were summed
+        self._summed: dict[TensorName, int] = {}
+
+    def add(self, answer: BatchGradients, shapes: Shapes = (), count: int | None = None) -> None:
+        """Take in one batch whose samples have these shapes; ``count`` of them, all by default, made up the target."""
+        self._shapes.add(shapes)
+        self.batches += 1
+        self.samples += answer.samples
+        if self.batches > 1 and self.combine is None:
+            raise UnsupportedError(
+                message(
+                    "The target of several batches does not follow from the targets of each.",
+                    got="a norm or a callable over more than one batch",
+                    expected='combine="sum" or combine="mean" if it is one of these over samples; or per_sample=True',
+                )
+            )
+        weight = answer.samples if count is None else count
+        self._weights.append(weight)
+        self._value.append(np.asarray(answer.value))
+        for name, grad in answer.gradients.items():
+            if grad is not None:
+                self._take(name, np.asarray(grad), answer.dims[name], weight)
+
+    def _take(self, name: TensorName, grad: Array, dims: tuple[str, ...], weight: int) -> None:
+        by_sample = SAMPLE in dims
+        needed = self.measure is not None or self.across is not None or self.batches > 1
+        if name.what != "weight" and not by_sample and needed:
+            refuse_unknown("Putting samples together", name.text, dims)
+        if by_sample and self.measure is not None:
+            grad, dims = _norm(grad, dims)
+        if by_sample and self.across is not None:
+            at = dims.index(SAMPLE)
+            self._summed[name] = self._summed.get(name, 0) + grad.shape[at]
+            grad, dims = grad.sum(axis=at, dtype=np.float64), (*dims[:at], *dims[at + 1 :])
+        self.dims[name] = dims
+        factor = weight if self.combine == "mean" else 1
+        if by_sample and self.across is None:
+            self._kept.setdefault(name, []).append(grad if factor == 1 else grad * grad.dtype.type(factor))
+            return
+        # Batches are many and small next to their sum: it is held in double precision.
+        weighted = grad.astype(np.float64) * factor
+        if name not in self._sums:
+            self._sums[name] = weighted
+            return
+        self._sums[name], weighted = self._evened(name, [self._sums[name], weighted])
+        self._sums[name] += weighted
+
+    def result(self) -> dict[TensorName, Array]:
+        """Gradients of the data set by tensor."""
+        scale = 1.0 / max(sum(self._weights), 1) if self.combine == "mean" else 1.0
+        found: dict[TensorName, Array] = {}
+        for name, parts in self._kept.items():
+            parts = self._evened(name, parts, joined=self.dims[name].index(SAMPLE))
+            whole = np.concatenate(parts, axis=self.dims[name].index(SAMPLE)) if len(parts) > 1 else parts[0]
+            found[name] = whole if scale == 1.0 else whole * whole.dtype.type(scale)
+        for name, total in self._sums.items():
+            found[name] = self._finished(name, total * scale)
+        return found
+
+    def _evened(self, name: TensorName, parts: list[Array], joined: int | None = None) -> list[Array]:
+        """Parts of one shape but for the axis along which they are joined.
+
+        What a model packs is as long as the longest sample of its batch: zeros stand for the steps after that.
+        """
+        shapes = [
+            part.shape[:joined] + part.shape[joined + 1 :] if joined is not None else part.shape for part in parts
+        ]
+        if len(set(shapes)) < 2:
+            return parts
+        at = self.dims[name].index(TIME) if TIME in self.dims[name] else None
+        others = {tuple(size for i, size in enumerate(part.shape) if i not in (at, joined)) for part in parts}
+        if at is None or len(others) > 1 or len(self._shapes) > 1:
+            first = shapes[0]
+            other = next(part.shape for part, shape in zip(parts, shapes, strict=True) if shape != first)
+            raise InputError(_uneven(name, parts[0].shape, other))
+        longest = max(part.shape[at] for part in parts)
+        width = [[(0, longest - part.shape[at] if i == at else 0) for i in range(part.ndim)] for part in parts]
+        return [np.pad(part, pads) for part, pads in zip(parts, width, strict=True)]
+
+    def _finished(self, name: TensorName, total: Array) -> Array:
+        if name in self._summed:
+            return total / self._summed[name] if self.across == "mean" else total
+        if self.measure is not None:
+            self.dims[name] = ()
+            return np.asarray(np.linalg.norm(total))
+        return total
+
+    def value(self) -> Array:
+        """The target over the data set: a number, or one per sample."""
+        if self._value[0].ndim:
+            return np.concatenate(self._value)
+        values = np.asarray(self._value, dtype=np.float64)
+        return np.average(values, weights=self._weights) if self.combine == "mean" else values.sum()
+
+
+def _norm(grad: Array, dims: tuple[str, ...]) -> tuple[Array, tuple[str, ...]]:
+    """The norm over units or features, in double precision."""
+    axes = tuple(i for i, dim in enumerate(dims) if dim not in _KEPT_BY_NORM)
+    norm = np.sqrt(np.sum(np.square(grad, dtype=np.float64), axis=axes))
+    return norm, tuple(dim for dim in dims if dim in _KEPT_BY_NORM)
+
+
+def _uneven(name: TensorName, first: tuple[int, ...], other: tuple[int, ...]) -> str:
+    return message(
+        f"Batches differ in shape, so their gradients with respect to {name.text!r} cannot be put together.",
+        got=f"{first} and {other}",
+        hint="pad all batches to one length and mask the padding, or ask batch by batch",
+    )
 
 
 @dataclass
-class Gathered:
+class DataSetGradients:
     """All batches together, and the explanations found on the first."""
 
     gradients: dict[TensorName, Array]
@@ -35,7 +191,7 @@ class Gathered:
     certificate: Certificate
 
 
-def gather(question: Question, batches: Batches) -> Gathered:
+def gather(request: GradientRequest, batches: DataSetBatches) -> DataSetGradients:
     """Answer batch by batch; explain on the first batch what has no gradient there.
 
     Raises
@@ -43,82 +199,84 @@ def gather(question: Question, batches: Batches) -> Gathered:
     UnsupportedError
         If the answers to batches do not make up that of the whole data set.
     """
-    request, stream = question.request, iter(batches)
+    arguments, stream = request.arguments, iter(batches)
     first, second = next(stream), next(stream, None)
     if second is None:
-        return _added_up(question, question.target, [first], None, batches)
-    layouts = output_layouts(question.axes, first, second)
+        return _added_up(request, request.target, [first], None, batches)
+    layouts = output_layouts(request.axes, first, second)
     stream = chain([first, second], stream)
-    if request.combine is None and question.of_loss:
-        return _of_loss(question, stream, batches, layouts)
-    combine = combination(question.target, question.function is not None, request.combine)
-    target = replace(question.target, total=batches.samples, rows=(0, 0))
-    return _added_up(question, target, stream, combine, batches)
+    if arguments.combine is None and request.of_loss:
+        return _of_loss(request, stream, batches, layouts)
+    combine = combination(request.target, request.function is not None, arguments.combine)
+    target = replace(request.target, total=batches.samples, rows=(0, 0))
+    return _added_up(request, target, stream, combine, batches)
 
 
-def _of_loss(question: Question, stream: Iterator[Batch], batches: Batches, layouts: Layouts | None) -> Gathered:
+def _of_loss(
+    request: GradientRequest, stream: Iterator[Batch], batches: DataSetBatches, layouts: OutputLayouts | None
+) -> DataSetGradients:
     """The loss of several batches: their mean or sum where it is known to be that, else from the outputs of all."""
     first = next(stream)
-    how = question.adapter.combination(question.model, first)
+    how = request.adapter.combination(request.model, first)
     if how is not None:
-        alike = _while_combining(question, chain([first], stream), how)
+        alike = _while_combining(request, chain([first], stream), how)
         try:
-            return _added_up(question, question.target, alike, how, batches)
+            return _added_up(request, request.target, alike, how, batches)
         except _AnotherLossError:
             pass
-    loss = WholeLoss.of(question, batches.again(), layouts, batches.targets)
-    total = _accumulator(question, "sum")
-    for put, part in loss.questions(question, batches.again()):
+    loss = WholeLoss.of(request, batches.again(), layouts, batches.targets)
+    total = _accumulator(request, "sum")
+    for put, part in loss.questions(request, batches.again()):
         _add(put, part, total)
-    return _gathered(question, Part(first, question.target), total, batches, loss.value)
+    return _gathered(request, BatchTarget(first, request.target), total, batches, loss.value)
 
 
 class _AnotherLossError(Exception):
     """A batch was met whose loss does not combine with the others as theirs do."""
 
 
-def _while_combining(question: Question, batches: Iterable[Batch], how: str) -> Iterator[Batch]:
+def _while_combining(request: GradientRequest, batches: Iterable[Batch], how: str) -> Iterator[Batch]:
     size = None
     for batch in batches:
         shapes = [tuple(leaf.shape)[1:] for leaf in data.leaves_of(batch.y) if hasattr(leaf, "shape")]
-        if size not in (None, shapes) or question.adapter.combination(question.model, batch) != how:
+        if size not in (None, shapes) or request.adapter.combination(request.model, batch) != how:
             raise _AnotherLossError
         size = shapes
         yield batch
 
 
 def _added_up(
-    question: Question, target: Target, stream: Iterable[Batch], combine: str | None, batches: Batches
-) -> Gathered:
+    request: GradientRequest, target: Target, stream: Iterable[Batch], combine: str | None, batches: DataSetBatches
+) -> DataSetGradients:
     """The answers to batches, added up; ``combine`` as in :func:`combination`."""
-    first, total = None, _accumulator(question, combine)
+    first, total = None, _accumulator(request, combine)
     with Progress("gradients", batches.count) as progress:
-        for part in _parts(question, target, stream):
+        for part in _parts(request, target, stream):
             first = first or part
-            _add(question, part, total)
+            _add(request, part, total)
             progress.advance()
     assert first is not None
-    return _gathered(question, first, total, batches)
+    return _gathered(request, first, total, batches)
 
 
-def _accumulator(question: Question, combine: str | None) -> Accumulator:
-    return Accumulator(combine, question.request.measure, question.request.across)  # type: ignore[arg-type]
+def _accumulator(request: GradientRequest, combine: str | None) -> Accumulator:
+    return Accumulator(combine, request.arguments.measure, request.arguments.across)  # type: ignore[arg-type]
 
 
-def _parts(question: Question, target: Target, stream: Iterable[Batch]) -> Iterator[Part]:
+def _parts(request: GradientRequest, target: Target, stream: Iterable[Batch]) -> Iterator[BatchTarget]:
     """Every batch with the part of the target that it holds."""
     start = 0
     for batch in stream:
-        stop = start + question.axes.samples(batch)
-        yield Part(batch, target.of_rows(start, stop))
+        stop = start + request.axes.samples(batch)
+        yield BatchTarget(batch, target.of_rows(start, stop))
         start = stop
 
 
-def _add(question: Question, part: Part, total: Accumulator) -> None:
+def _add(request: GradientRequest, part: BatchTarget, total: Accumulator) -> None:
     """Answer for one batch; the first is held against the plain run of the model."""
-    found = answer(question, part)
-    if total.batches == 0 and wanted(question.model, "gradients", part.batch):
-        total.certificate = certify_answer(question, part, found)
+    found = answer(request, part)
+    if total.batches == 0 and wanted(request.model, "gradients", part.batch):
+        total.certificate = certify_answer(request, part, found)
     found.swept = {}
     total.add(found, _shapes(part.batch), part.target.picked)
 
@@ -129,11 +287,11 @@ def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
 
 
 def _gathered(
-    question: Question, first: Part, total: Accumulator, batches: Batches, base: Array | None = None
-) -> Gathered:
+    request: GradientRequest, first: BatchTarget, total: Accumulator, batches: DataSetBatches, base: Array | None = None
+) -> DataSetGradients:
     """``base``: the part of the target that is known apart from the answers to batches."""
     found = total.result()
     value = total.value() if base is None else base + total.value()
-    explanation = explain(question, first, found, total.dims, batches if batches.can_be_read_again else ())
+    explanation = explain(request, first, found, total.dims, batches if batches.can_be_read_again else ())
     warn_about(total.certificate.checks)
-    return Gathered(found, total.dims, value, explanation, total.certificate)
+    return DataSetGradients(found, total.dims, value, explanation, total.certificate)

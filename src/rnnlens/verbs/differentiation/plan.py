@@ -1,19 +1,26 @@
-"""Where the tensors of a question are met: by the framework's own differentiation, or by a sweep of ours."""
+"""Where the tensors of a request are reached: by the framework, by a sweep, or by one captured pass."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...adapters.protocol import Port
-from ..inside import Inside
+import numpy as np
+
+from ...adapters.protocol import CaptureRequest, Port
+from ...layout import dims_of, direction_axis
+from ...recurrence.trajectory import Adjoint
+from ...results.schema import to_host
+from ...typing import Array
 from ..names import Catalogue, TensorName, uncalled
-from ..weight_keys import sources
-from .question import Part, Question
+from ..recurrent_layers import ReplayedCall, ReplayedLayers
+from ..weight_layout import sources
+from .request import BatchGradients, BatchTarget, GradientRequest
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where one tensor is met.
 
     Attributes
@@ -42,8 +49,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What an answer to a question on one batch takes.
+class GradientPlan:
+    """What an answer to a request on one batch takes.
 
     Attributes
     ----------
@@ -55,8 +62,8 @@ class Plan:
         The outputs of the model, where the loss is taken apart by sample at them.
     """
 
-    leaves: tuple[Place, ...]
-    wrt: tuple[Place, ...]
+    leaves: tuple[TensorPlace, ...]
+    wrt: tuple[TensorPlace, ...]
     outputs: tuple[Port, ...] = ()
 
     @cached_property
@@ -75,7 +82,7 @@ class Plan:
         return {place.name: place.above for place in self.wrt if place.name.what == "weight"}
 
     @cached_property
-    def activations(self) -> tuple[Place, ...]:
+    def activations(self) -> tuple[TensorPlace, ...]:
         """All other tensors asked about."""
         return tuple(place for place in self.wrt if place.name.what != "weight")
 
@@ -86,35 +93,43 @@ class Plan:
         return [*(place.name.port() for place in places if place.free), *self.outputs]
 
 
-def plan(question: Question, part: Part, inside: Inside) -> Plan:
-    """Where every tensor of the question is met on one batch, whose recurrences were looked into."""
+def plan(request: GradientRequest, part: BatchTarget, inside: ReplayedLayers) -> GradientPlan:
+    """Where every tensor of the request is met on one batch, whose recurrences were looked into."""
     outputs: tuple[Port, ...] = ()
-    if part.target.per_sample and question.leaves[0].what == "loss":
-        outputs = tuple(Port("output", index=i) for i in range(max(1, len(question.known.outputs))))
-    leaves = tuple(_place(name, question.known, inside) for name in question.leaves)
-    return Plan(leaves, tuple(_place(name, question.known, inside) for name in question.wrt), outputs)
+    if part.target.per_sample and request.leaves[0].what == "loss":
+        outputs = tuple(Port("output", index=i) for i in range(max(1, len(request.known.outputs))))
+    leaves = tuple(_place(name, request.known, inside) for name in request.leaves)
+    return GradientPlan(leaves, tuple(_place(name, request.known, inside) for name in request.wrt), outputs)
 
 
-def layers_inside(question: Question) -> list[str]:
+def layers_inside(request: GradientRequest) -> list[str]:
     """The recurrent layers that have to be looked into."""
-    names = [*question.leaves, *question.wrt]
-    return [str(name.layer) for name in names if question.known.is_inside(name)]
+    names = [*request.leaves, *request.wrt]
+    return [str(name.layer) for name in names if request.known.is_inside(name)]
 
 
-def _place(name: TensorName, known: Catalogue, inside: Inside) -> Place:
+def _place(name: TensorName, known: Catalogue, inside: ReplayedLayers) -> TensorPlace:
     stepwise = inside.is_stepwise(name)
     swept = known.is_inside(name) and not stepwise
     free = known.is_free(name)
     if name.what == "weight":
         found = sources(known.weights[str(name.layer)])[name.key]
         ports = tuple(Port("weight", name.layer, key=source.key) for source in found)
-        return Place(name, swept, free, stepwise, ports, ports, ports)
+        return TensorPlace(name, swept, free, stepwise, ports, ports, ports)
     if swept:
-        halves = inside.layer(name.layer)
-        below = tuple(port for half in halves for port in half.below())
-        return Place(name, swept, free, stepwise, (), below, tuple(port for half in halves for port in half.readers()))
+        replayed_calls = inside.layer(name.layer)
+        below = tuple(port for replayed in replayed_calls for port in replayed.below())
+        return TensorPlace(
+            name,
+            swept,
+            free,
+            stepwise,
+            (),
+            below,
+            tuple(port for replayed in replayed_calls for port in replayed.readers()),
+        )
     at = _ports(name, known, stepwise)
-    return Place(name, swept, free, stepwise, at, at, tuple(_total(port) for port in at))
+    return TensorPlace(name, swept, free, stepwise, at, at, tuple(_total(port) for port in at))
 
 
 def _ports(name: TensorName, known: Catalogue, stepwise: bool) -> tuple[Port, ...]:
@@ -130,3 +145,52 @@ def _ports(name: TensorName, known: Catalogue, stepwise: bool) -> tuple[Port, ..
 def _total(port: Port) -> Port:
     """Of the last state of a layer called step by step: the port that has its total gradient."""
     return port if port.kind != "final_state" else Port("state", port.layer, port.index, key="ending")
+
+
+def captured(request: GradientRequest, part: BatchTarget) -> BatchGradients | None:
+    """Gradients of the loss with respect to what recurrent layers carry and return.
+
+    None where the request is another one, or where a gradient is zero throughout: then a pull-back tells why.
+    """
+    if not fits(request, part):
+        return None
+    layers = tuple(dict.fromkeys(str(name.layer) for name in request.wrt))
+    capture = request.adapter.capture(request.model, part.batch, CaptureRequest(layers, weight_grads=False))
+    inside = ReplayedLayers.of(capture.calls)
+    if any(name.what == "final_state" and inside.is_stepwise(name) for name in request.wrt):
+        return None
+    grads: dict[TensorName, Array | None] = {}
+    swept: dict[str, list[tuple[ReplayedCall, Adjoint]]] = {}
+    for name in request.wrt:
+        replayed_calls = inside.layer(name.layer)
+        if name.what == "output":
+            grads[name] = side_by_side([to_host(replayed.call.output_grad)[None] for replayed in replayed_calls])
+        else:
+            sweeps = [replayed.sweep(replayed.call.state_grad or {}, replayed.arrived()) for replayed in replayed_calls]
+            swept[str(name.layer)] = list(zip(replayed_calls, sweeps, strict=True))
+            grads[name] = inside.gradient(name, sweeps)
+    if any(grad is None or not np.any(grad) for grad in grads.values()):
+        return None
+    dims = {name: request.known.dims(name, grad) for name, grad in grads.items() if grad is not None}
+    return BatchGradients(np.asarray(capture.loss), request.axes.samples(part.batch), grads, dims, swept)
+
+
+def fits(request: GradientRequest, part: BatchTarget) -> bool:
+    """Whether the loss is asked about, with respect to nothing but what recurrent layers carry and return."""
+    if part.target.text != "loss" or part.target.per_sample or request.scale != 1.0:
+        return False
+    known = request.known
+    recurrent = all(uncalled(name.layer, known.recurrent) in known.recurrent for name in request.wrt)
+    return recurrent and all(name.what == "output" or known.is_inside(name) for name in request.wrt)
+
+
+def side_by_side(parts: Sequence[Array | None]) -> Array | None:
+    """Gradients that arrived for each direction of one tensor, one cotangent each; zeros where only one has any."""
+    arrays = [None if part is None else to_host(part)[0] for part in parts]
+    present = [array for array in arrays if array is not None]
+    if not present:
+        return None
+    if len(parts) == 1:
+        return present[0]
+    filled = [np.zeros_like(present[0]) if array is None else array for array in arrays]
+    return np.stack(filled, axis=direction_axis(dims_of(filled[0].shape)))

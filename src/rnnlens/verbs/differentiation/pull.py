@@ -1,9 +1,4 @@
-"""Answers a question on one batch.
-
-The way of a gradient: from the target to the boundary of the layer it lies in (our sweep, if it lies inside a
-recurrence), from there to the boundaries asked about (the framework's own differentiation), and into recurrent layers
-again (our sweep).
-"""
+"""Gradients of one batch: from the target to the boundary of its layer, through the framework, into recurrences."""
 
 from __future__ import annotations
 
@@ -13,86 +8,164 @@ from dataclasses import replace
 import numpy as np
 import xarray as xr
 
-from ...adapters.protocol import Port, Pullback
+from ...adapters.protocol import LayerWeights, Port, Pullback
 from ...errors import LayerNotFoundError, ModelError
 from ...layout import dims_of, direction_axis
 from ...recurrence.trajectory import Adjoint
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE
-from ..axes import in_order, refuse_unknown, text_of
-from ..coupling import refuse_coupled
-from ..inside import Half, Inside, runs
-from ..names import TensorName, refuse_lone_output
-from ..outside import Outside
-from .captured import captured, side_by_side
-from .plan import Place, Plan, layers_inside, plan
-from .question import Answer, Part, Question
-from .weights import Arrived, WeightGradients
+from ..axes import BatchAxes, in_order, refuse_coupled, refuse_unknown, text_of
+from ..names import Catalogue, TensorName, refuse_lone_output, uncalled
+from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs
+from ..weight_layout import WeightSource, assemble, sources
+from .plan import GradientPlan, TensorPlace, captured, layers_inside, plan, side_by_side
+from .request import BatchGradients, BatchTarget, GradientRequest
+
+#: BoundaryGradients -> gradient that arrived there, with one leading axis K; None where no path leads there.
+Arrived = Mapping[Port, Array | None]
 
 
-def answer(question: Question, part: Part) -> Answer:
+class SweptWeightGradients:
+    """Puts gradients of weights together, of the batch or of every sample.
+
+    Parameters
+    ----------
+    ports
+        The weights asked about, each with the adapter's weights that it is made of.
+    """
+
+    def __init__(self, known: Catalogue, ports: Mapping[TensorName, Sequence[Port]], *, per_sample: bool) -> None:
+        self.known, self.ports, self.per_sample = known, ports, per_sample
+        self._layers = {str(name.layer) for name in ports}
+        self._swept: dict[tuple[str, str], list[Array]] = {}
+
+    @property
+    def size(self) -> int:
+        """Numbers in all weights asked about."""
+        shapes = [self.known.weights[str(port.layer)].values[port.key].shape for port in self._distinct()]
+        return sum(int(np.prod(shape, dtype=int)) for shape in shapes)
+
+    def _distinct(self) -> dict[Port, None]:
+        return dict.fromkeys(port for ports in self.ports.values() for port in ports)
+
+    def add_swept(self, layer: str, replayed: ReplayedCall, swept: Adjoint) -> None:
+        """Take in what a sweep through one call of a layer left on the weights of its cell."""
+        name = uncalled(layer, self.known.weights)
+        if name not in self._layers:
+            return
+        direction = replayed.call.direction if replayed.call.bidirectional else ""
+        for key, grad in replayed.weight_gradients(swept, per_sample=self.per_sample).items():
+            self._swept.setdefault((name, f"{direction}/{key}".lstrip("/")), []).append(grad)
+
+    def of(self, name: TensorName, arrived: Arrived, rows: slice = slice(None)) -> Array | None:
+        """The gradient of one weight; of every sample in ``rows``, by as many cotangents, where that is asked for."""
+        weights = self.known.weights[str(name.layer)]
+        found = sources(weights)[name.key]
+        framework = self._arrived(name, arrived, found, weights)
+        own = self._own(name, found, weights, rows)
+        parts = [part for part in (framework, own) if part is not None]
+        if not parts:
+            return None
+        total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        return total if self.per_sample else total[0]
+
+    def _arrived(
+        self, name: TensorName, arrived: Arrived, found: Sequence[WeightSource], weights: LayerWeights
+    ) -> Array | None:
+        """What the framework brought, with a leading axis."""
+        parts = [arrived.get(port) for port in self.ports[name]]
+        count = next((part.shape[0] for part in parts if part is not None), None)
+        if count is None:
+            return None
+        shapes = [tuple(weights.values[source.key].shape) for source in found]
+        filled = [np.zeros((count, *s)) if p is None else to_host(p) for p, s in zip(parts, shapes, strict=True)]
+        return assemble(filled, found, name.key, weights, 1)
+
+    def _own(self, name: TensorName, found: Sequence[WeightSource], weights: LayerWeights, rows: slice) -> Array | None:
+        """What sweeps left on a layer's own weights, laid out as shown, with a leading axis."""
+        by_direction = [self._swept_by(name, source, several=len(found) > 1) for source in found]
+        present = next((part for part in by_direction if part is not None), None)
+        if present is None:
+            return None
+        filled = [np.zeros_like(present) if part is None else part for part in by_direction]
+        whole = [WeightSource(source.key, source.direction) for source in found]
+        own = assemble(filled, whole, name.key, weights, 1 if self.per_sample else 0)
+        return own[rows] if self.per_sample else own[None]
+
+    def _swept_by(self, name: TensorName, source: WeightSource, *, several: bool) -> Array | None:
+        by_direction = [f"{source.direction}/{name.key}"] if several or "/" in source.key else []
+        for key in (*by_direction, name.key):
+            if (str(name.layer), key) in self._swept:
+                total: Array = np.sum(self._swept[str(name.layer), key], axis=0)
+                return total
+        return None
+
+
+def answer(request: GradientRequest, part: BatchTarget) -> BatchGradients:
     """Run the model once and pull the target back to everything asked for."""
-    found = captured(question, part)
+    found = captured(request, part)
     if found is not None:
         return found
     try:
-        return _pulled(question, part)
+        return _pulled(request, part)
     except (LayerNotFoundError, ModelError):
-        absent = _absent(question, part)
-        if not absent or len(absent) == len(question.wrt):
+        absent = _absent(request, part)
+        if not absent or len(absent) == len(request.wrt):
             raise
-        present = tuple(name for name in question.wrt if name not in absent)
-        found = _pulled(replace(question, wrt=present), part)
+        present = tuple(name for name in request.wrt if name not in absent)
+        found = _pulled(replace(request, wrt=present), part)
         found.gradients |= dict.fromkeys(absent)
         return found
 
 
-def _pulled(question: Question, part: Part) -> Answer:
-    inside = Inside.look(question.adapter, question.model, part.batch, layers_inside(question))
-    way = plan(question, part, inside)
-    of_all = bool(way.outputs) or question.named is None
-    with question.adapter.pullback(question.model, part.batch, way.starts, way.ends) as pullback:
+def _pulled(request: GradientRequest, part: BatchTarget) -> BatchGradients:
+    inside = ReplayedLayers.look(request.adapter, request.model, part.batch, layers_inside(request))
+    way = plan(request, part, inside)
+    of_all = bool(way.outputs) or request.named is None
+    with request.adapter.pullback(request.model, part.batch, way.starts, way.ends) as pullback:
         count = pullback.outputs
-        several = count > 1 and not question.known.outputs
+        several = count > 1 and not request.known.outputs
         if several and not of_all:
-            refuse_lone_output((*question.leaves, *question.wrt), count)
+            refuse_lone_output((*request.leaves, *request.wrt), count)
         if not (several and of_all):
-            question.axes.learn(part.batch, way.free)
-            return _Pull(question, part, way, inside, pullback).run()
-    # The model, which does not say so beforehand, returned several tensors, and the question is about all of them.
-    question.known.outputs = tuple(map(str, range(count)))
-    return _pulled(question, part)
+            request.axes.learn(part.batch, way.free)
+            return _Pull(request, part, way, inside, pullback).run()
+    # The model, which does not say so beforehand, returned several tensors, and the request is about all of them.
+    request.known.outputs = tuple(map(str, range(count)))
+    return _pulled(request, part)
 
 
-def _absent(question: Question, part: Part) -> list[TensorName]:
+def _absent(request: GradientRequest, part: BatchTarget) -> list[TensorName]:
     """Tensors of layers that are not called in this forward pass."""
-    layers = {str(name.layer).partition("#")[0] for name in question.wrt if name.layer is not None}
-    missing = {layer for layer in layers if not runs(question.adapter, question.model, part.batch, layer)}
-    return [name for name in question.wrt if str(name.layer).partition("#")[0] in missing]
+    layers = {str(name.layer).partition("#")[0] for name in request.wrt if name.layer is not None}
+    missing = {layer for layer in layers if not runs(request.adapter, request.model, part.batch, layer)}
+    return [name for name in request.wrt if str(name.layer).partition("#")[0] in missing]
 
 
 class _Pull:
-    """One forward pass and the few vector-Jacobian products that answer a question."""
+    """One forward pass and the few vector-Jacobian products that answer a request."""
 
-    def __init__(self, question: Question, part: Part, way: Plan, inside: Inside, pullback: Pullback) -> None:
-        self.question, self.target, self.plan = question, part.target, way
+    def __init__(
+        self, request: GradientRequest, part: BatchTarget, way: GradientPlan, inside: ReplayedLayers, pullback: Pullback
+    ) -> None:
+        self.request, self.target, self.plan = request, part.target, way
         self.inside, self.pullback = inside, pullback
-        self.samples = question.axes.samples(part.batch)
-        self.outside = Outside(question.axes, self.samples)
-        self.weights = WeightGradients(question.known, way.weights, per_sample=self.target.per_sample)
-        #: Cotangents by port; of states within recurrences, by layer and half; of states that the framework has.
+        self.samples = request.axes.samples(part.batch)
+        self.outside = BatchAxes(request.axes, self.samples)
+        self.weights = SweptWeightGradients(request.known, way.weights, per_sample=self.target.per_sample)
+        #: Cotangents by port; of states within recurrences, by layer and direction; of states that the framework has.
         self.seeds: dict[Port, Array] = {}
         self.on_states: dict[str, list[dict[int, Array]]] = {}
         self.on_steps: dict[str, list[dict[int, Array]]] = {}
-        self.swept: dict[str, list[tuple[Half, Adjoint]]] = {}
+        self.swept: dict[str, list[tuple[ReplayedCall, Adjoint]]] = {}
 
-    def run(self) -> Answer:
+    def run(self) -> BatchGradients:
         """From the target to every gradient."""
-        question, value = self.question, self._start()
+        request, value = self.request, self._start()
         self._leave_recurrences()
         arrived = self._pull({port: seed[None] for port, seed in self.seeds.items()})
-        if self.target.per_sample and question.leaves[0].what != "loss":
+        if self.target.per_sample and request.leaves[0].what != "loss":
             refuse_coupled(self.outside, self.seeds, self._pull)
         found = {place.name: self._activation(place, arrived) for place in self.plan.activations}
         if self.target.per_sample:
@@ -101,28 +174,28 @@ class _Pull:
             found |= {name: self.weights.of(name, arrived) for name in self.plan.weights}
         return self._answer(value, found)
 
-    def _answer(self, value: Array, found: Mapping[TensorName, Array | None]) -> Answer:
+    def _answer(self, value: Array, found: Mapping[TensorName, Array | None]) -> BatchGradients:
         """The gradients in the order asked, without the loss scale, their axes by name."""
-        answer = Answer(value, self.samples, {}, {}, self.swept)
+        answer = BatchGradients(value, self.samples, {}, {}, self.swept)
         for place in self.plan.wrt:
             name, grad = place.name, found[place.name]
             answer.gradients[name], answer.dims[name] = None, ()
             if grad is not None:
-                grad = grad / grad.dtype.type(self.question.scale)
+                grad = grad / grad.dtype.type(self.request.scale)
                 if place.free:
                     answer.gradients[name], answer.dims[name] = in_order(*self.outside.opened(name.port(), grad))
                 else:
-                    dims = self.question.known.dims(name, grad, per_sample=self.target.per_sample)
+                    dims = self.request.known.dims(name, grad, per_sample=self.target.per_sample)
                     answer.gradients[name], answer.dims[name] = grad, dims
         return answer
 
     def _start(self) -> Array:
         """Value of the target; the cotangents it starts from go to ``seeds`` and, within recurrences, ``on_states``."""
-        question, target = self.question, self.target
-        if question.cotangents is not None:
-            return self._start_from(question.cotangents)
+        request, target = self.request, self.target
+        if request.cotangents is not None:
+            return self._start_from(request.cotangents)
         values = [self._value(place) for place in self.plan.leaves]
-        value, cotangents = question.evaluate(target, self.outside, values)
+        value, cotangents = request.evaluate(target, self.outside, values)
         for place, cotangent in zip(self.plan.leaves, cotangents, strict=True):
             self._seed(place, np.asarray(cotangent))
         return value
@@ -136,7 +209,7 @@ class _Pull:
                 value = cotangent * to_host(self.pullback.values[place.name.port()])
         return value
 
-    def _value(self, place: Place) -> xr.DataArray:
+    def _value(self, place: TensorPlace) -> xr.DataArray:
         """The value of a tensor that the target is made of, its axes by name."""
         if place.swept:
             value = self.inside.value(place.name)
@@ -146,11 +219,11 @@ class _Pull:
                 opened, names = self.outside.opened(place.name.port(), parts[0])
                 return xr.DataArray(opened, dims=names)
             value = parts[0] if len(parts) == 1 else np.stack(parts, axis=direction_axis(dims_of(parts[0].shape)))
-        return xr.DataArray(value, dims=self.question.known.dims(place.name, value))
+        return xr.DataArray(value, dims=self.request.known.dims(place.name, value))
 
-    def _seed(self, place: Place, cotangent: Array) -> None:
+    def _seed(self, place: TensorPlace, cotangent: Array) -> None:
         """Put a cotangent where differentiation starts from it."""
-        cotangent = cotangent * np.asarray(self.question.scale, dtype=cotangent.dtype)
+        cotangent = cotangent * np.asarray(self.request.scale, dtype=cotangent.dtype)
         if place.swept:
             self._put(self.on_states, place.name, cotangent)
             return
@@ -160,7 +233,7 @@ class _Pull:
             cotangent = cotangent.reshape(tuple(self.pullback.values[place.at[0]].shape))
         parts: Sequence[Array] = [cotangent]
         if len(place.at) > 1:
-            dims = self.question.known.dims(place.name, cotangent)
+            dims = self.request.known.dims(place.name, cotangent)
             parts = list(np.moveaxis(cotangent, dims.index(DIRECTION), 0))
         for port, part in zip(place.at, parts, strict=True):
             self.seeds[port] = self.seeds[port] + part if port in self.seeds else part
@@ -175,24 +248,24 @@ class _Pull:
     def _leave_recurrences(self) -> None:
         """Sweep from states to the lower boundary of their layer, and to the layer's own weights."""
         for layer, states in self.on_states.items():
-            for half, on_states in zip(self.inside.layer(layer), states, strict=True):
-                swept = half.sweep(on_states, {})
+            for replayed, on_states in zip(self.inside.layer(layer), states, strict=True):
+                swept = replayed.sweep(on_states, {})
                 below = [swept.input_grad, *swept.initial_state_grad]
-                for port, grad in zip(half.below(), below, strict=True):
+                for port, grad in zip(replayed.below(), below, strict=True):
                     self.seeds[port] = self.seeds[port] + to_host(grad) if port in self.seeds else to_host(grad)
-                self.weights.add_swept(layer, half, swept)
+                self.weights.add_swept(layer, replayed, swept)
 
-    def _activation(self, place: Place, arrived: Arrived) -> Array | None:
+    def _activation(self, place: TensorPlace, arrived: Arrived) -> Array | None:
         """The gradient of anything but a weight."""
         if not place.swept:
             return side_by_side([arrived.get(port) for port in place.above])
-        halves, layer = self.inside.layer(place.name.layer), str(place.name.layer)
-        on_states = self.on_states.get(layer) or self.on_steps.get(layer) or [{} for _ in halves]
+        replayed_calls, layer = self.inside.layer(place.name.layer), str(place.name.layer)
+        on_states = self.on_states.get(layer) or self.on_steps.get(layer) or [{} for _ in replayed_calls]
         flat = {port: None if a is None else a[0] for port, a in arrived.items()}
         if all(flat.get(port) is None for port in place.above) and not any(on_states):
             return None
-        sweeps = [half.sweep(states, flat) for half, states in zip(halves, on_states, strict=True)]
-        self.swept[layer] = list(zip(halves, sweeps, strict=True))
+        sweeps = [replayed.sweep(states, flat) for replayed, states in zip(replayed_calls, on_states, strict=True)]
+        self.swept[layer] = list(zip(replayed_calls, sweeps, strict=True))
         return self.inside.gradient(place.name, sweeps)
 
     def _weights_by_sample(self, arrived: Arrived) -> dict[TensorName, Array | None]:
@@ -228,7 +301,7 @@ class _Pull:
         """Samples whose gradients fit the memory granted at a time."""
         # A pull-back holds the cotangent of every activation on its way; those of the seeds stand for them, eightfold.
         per_sample = 8 * (2 * self.weights.size + 8 * sum(seed.size for seed in seeds.values()))
-        size = int(min(self.samples, max(1, self.question.memory // max(per_sample, 1))))
+        size = int(min(self.samples, max(1, self.request.memory // max(per_sample, 1))))
         for start in range(0, self.samples, size):
             yield range(start, min(start + size, self.samples))
 

@@ -26,12 +26,12 @@ from ...layout import Layout
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import SAMPLE
-from ..axes import Axes
+from ..axes import ModelAxes
 from ..names import TensorName, read
-from .question import Part, Question
+from .request import BatchTarget, GradientRequest
 from .target import Target
 
-Layouts = Sequence[Layout]
+OutputLayouts = Sequence[Layout]
 
 
 @dataclass
@@ -41,7 +41,7 @@ class WholeLoss:
     value: Array
     outputs: list[Array]
     cotangents: list[Array | None]
-    layouts: Layouts
+    layouts: OutputLayouts
     samples: int
     own_losses: Any
     digests: list[list[bytes]]
@@ -49,20 +49,20 @@ class WholeLoss:
     @classmethod
     def of(
         cls,
-        question: Question,
+        request: GradientRequest,
         batches: Iterable[Batch],
-        layouts: Layouts | None,
+        layouts: OutputLayouts | None,
         targets: Callable[[list[Batch]], tuple[Any, Any]],
     ) -> WholeLoss:
         """Run the model on every batch, and the loss on the outputs of all and on the ``targets`` of all batches."""
-        adapter, model = question.adapter, question.model
+        adapter, model = request.adapter, request.model
         parts: list[Outputs] = []
         without_inputs: list[Batch] = []
         digests: list[list[bytes]] = []
         counts: list[int] = []
         for batch in batches:
             part = adapter.outputs_of(model, _without_loss(batch))
-            counts.append(question.axes.samples(batch))
+            counts.append(request.axes.samples(batch))
             digests.append(_digest(batch.x))
             parts.append(part if not parts else replace(part, tree=None))
             without_inputs.append(replace(batch, x=None))
@@ -82,16 +82,18 @@ class WholeLoss:
                 raise UnsupportedError(_not_by_sample(i))
         return cls(np.asarray(value), joined, cotangents, layouts, sum(counts), parts[0].own_losses, digests)
 
-    def questions(self, question: Question, batches: Iterable[Batch]) -> Iterator[tuple[Question, Part]]:
+    def questions(
+        self, request: GradientRequest, batches: Iterable[Batch]
+    ) -> Iterator[tuple[GradientRequest, BatchTarget]]:
         """What is asked of every batch: the pull-back of its own rows of the gradient at the outputs."""
-        if len(self.outputs) > 1 and not question.known.outputs:
-            question.known.outputs = tuple(map(str, range(len(self.outputs))))
-        names = read("output", question.known)
+        if len(self.outputs) > 1 and not request.known.outputs:
+            request.known.outputs = tuple(map(str, range(len(self.outputs))))
+        names = read("output", request.known)
         pulled = [i for i, cotangent in enumerate(self.cotangents) if cotangent is not None]
-        own = self.own_losses is not None and not question.target.per_sample
+        own = self.own_losses is not None and not request.target.per_sample
         start = 0
         for number, batch in enumerate(batches):
-            count = question.axes.samples(batch)
+            count = request.axes.samples(batch)
             stop = start + count
             if number >= len(self.digests) or _digest(batch.x) != self.digests[number]:
                 raise UnsupportedError(_another_order())
@@ -100,15 +102,15 @@ class WholeLoss:
             if own:
                 cotangents.append(np.asarray(count / self.samples))
                 leaves.append(TensorName("loss", "loss"))
-            put = replace(question, named=tuple(leaves), cotangents=tuple(cotangents))
+            put = replace(request, named=tuple(leaves), cotangents=tuple(cotangents))
             bare = replace(batch, y=None, sample_weight=None, class_weight=None, loss=self.own_losses)
-            yield put, Part(bare, Target("<loss>", {}, None, question.target.per_sample))
+            yield put, BatchTarget(bare, Target("<loss>", {}, None, request.target.per_sample))
             start = stop
         if start != self.samples:
             raise UnsupportedError(_another_order())
 
 
-def output_layouts(axes: Axes, first: Batch, second: Batch) -> Layouts | None:
+def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayouts | None:
     """By output of the model where its samples lie; None where they come first, as they do in Keras.
 
     Raises
@@ -156,13 +158,13 @@ def _refuse_coupled(layout: Layout, few: Array, more: Array, count: int, total: 
         raise UnsupportedError(_mixed("the output of a sample changes with the other samples of its batch"))
 
 
-def _two_sizes(axes: Axes, first: Batch, second: Batch) -> tuple[Batch, Batch]:
+def _two_sizes(axes: ModelAxes, first: Batch, second: Batch) -> tuple[Batch, Batch]:
     """The same samples in a small and a larger batch."""
     count = axes.samples(first)
     if count > 1:
-        half = count // 2
-        x = data.piece(first.x, axes.inputs, 0, half, count)
-        return replace(first, x=x, initial_state=data.take(first.initial_state, 0, half)), first
+        replayed = count // 2
+        x = data.piece(first.x, axes.inputs, 0, replayed, count)
+        return replace(first, x=x, initial_state=data.take(first.initial_state, 0, replayed)), first
     if any(map(data.is_packed, data.leaves_of(first.x))):
         return first, first
     states = None if first.initial_state is None else data.join([first.initial_state, second.initial_state])

@@ -16,35 +16,33 @@ from ...results.nonfinite import Origin
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
-from ..sweep import sweep
-from .forward import origin_of
-from .given import name_of_input
-from .looked import Half, Looked
-from .loss import gradient_at_the_outputs
+from ..recurrent_layers import sweep
+from .forward import gradient_at_the_outputs, origin_of
+from .observe import ObservedCall, ObservedRun, name_of_input
 
 
-def in_the_backward_pass(looked: Looked) -> Iterator[Origin]:
+def in_the_backward_pass(looked: ObservedRun) -> Iterator[Origin]:
     """Direct gradients from the top, adjoints step by step from the end, then what arrives at weights and inputs."""
     if not is_sick(looked):
         return
     yield from gradient_at_the_outputs(looked)
     above = "the loss"
     for node in reversed(looked.nodes):
-        for half in node.halves:
-            yield from _in_recurrence(half, above)
+        for replayed in node.replayed_calls:
+            yield from _in_recurrence(replayed, above)
         for one in node.plain:
             grad = None if one.output_grad is None else to_host(one.output_grad)
             spot = None if grad is None else looked.first(Port("output", one.layer), "output_grad", grad)
             if spot is not None:
                 fed = f"the backward pass of {above}{_value_there(to_host(one.output), grad)}"
                 yield Origin("backward", one.layer, "output_grad", spot.value, spot.index, fed_by=fed)
-        for half in node.halves:
-            yield from _at_weights(half)
+        for replayed in node.replayed_calls:
+            yield from _at_weights(replayed)
         above = node.name
     yield from _at_the_boundaries(looked, above)
 
 
-def is_sick(looked: Looked) -> bool:
+def is_sick(looked: ObservedRun) -> bool:
     """Whether any gradient is not finite."""
     capture = looked.capture
     tensors: list[Any] = [*capture.input_grads, *capture.beside.values()]
@@ -53,49 +51,49 @@ def is_sick(looked: Looked) -> bool:
     tensors += [one.output_grad for one in capture.plain]
     if any(grad is not None and not np.all(np.isfinite(to_host(grad))) for grad in tensors):
         return True
-    # What half precision cannot hold, and what flows between steps only.
-    return any(_spot(half) is not None for node in looked.nodes for half in node.halves)
+    # Numbers that half precision cannot hold, and gradients that flow between steps only.
+    return any(_spot(replayed) is not None for node in looked.nodes for replayed in node.replayed_calls)
 
 
-def _swept(half: Half) -> Adjoint | None:
-    call = half.call
+def _swept(replayed: ObservedCall) -> Adjoint | None:
+    call = replayed.call
     if call.output_grad is None:
         return None
-    return sweep(call, half.run, call.output_grad, call.final_state_grad, call.state_grad)
+    return sweep(call, replayed.run, call.output_grad, call.final_state_grad, call.state_grad)
 
 
-def _spot(half: Half) -> NonfiniteValue | None:
+def _spot(replayed: ObservedCall) -> NonfiniteValue | None:
     """The first of one recurrence: what came from above, else what its steps make of it."""
-    call = half.call
+    call = replayed.call
     if call.output_grad is None:
         return None
     direct = {"output_grad": to_host(call.output_grad)}
     if not call.returns_sequences:
-        spot = first("output_grad", direct.pop("output_grad"), ("sample", "unit"), half.limit)
+        spot = first("output_grad", direct.pop("output_grad"), ("sample", "unit"), replayed.limit)
         if spot is not None:
             return spot
     for name, grad in zip(call.cell.state_names, call.final_state_grad or (), strict=False):
-        spot = first(f"final_{name}_grad", to_host(grad), ("sample", "unit"), half.limit)
+        spot = first(f"final_{name}_grad", to_host(grad), ("sample", "unit"), replayed.limit)
         if spot is not None:
             return spot
-    swept = _swept(half)
-    return None if swept is None else first_backward(half.run, swept, direct, half.limit)
+    swept = _swept(replayed)
+    return None if swept is None else first_backward(replayed.run, swept, direct, replayed.limit)
 
 
-def _in_recurrence(half: Half, above: str) -> Iterator[Origin]:
-    spot = _spot(half)
+def _in_recurrence(replayed: ObservedCall, above: str) -> Iterator[Origin]:
+    spot = _spot(replayed)
     if spot is None:
         return
-    if spot.quantity in ("output_grad", *(f"final_{name}_grad" for name in half.call.cell.state_names)):
+    if spot.quantity in ("output_grad", *(f"final_{name}_grad" for name in replayed.call.cell.state_names)):
         fed = f"the backward pass of {above}"
     else:
-        fed = _carried(half, spot)
-    yield replace(origin_of(half, spot, "backward"), fed_by=fed)
+        fed = _carried(replayed, spot)
+    yield replace(origin_of(replayed, spot, "backward"), fed_by=fed)
 
 
-def _carried(half: Half, spot: NonfiniteValue) -> str:
+def _carried(replayed: ObservedCall, spot: NonfiniteValue) -> str:
     """What the step after this one sent back."""
-    swept, run, sample, t = _swept(half), half.run, spot.index[SAMPLE], spot.index[TIME]
+    swept, run, sample, t = _swept(replayed), replayed.run, spot.index[SAMPLE], spot.index[TIME]
     assert swept is not None
     after = t + 1 if run.order == "forward" else t - 1
     parts = []
@@ -115,10 +113,10 @@ def _value_there(output: Array, grad: Array) -> str:
     return f", where the output is {float(output[place]):.3g}" if output.shape == grad.shape else ""
 
 
-def _at_weights(half: Half) -> Iterator[Origin]:
+def _at_weights(replayed: ObservedCall) -> Iterator[Origin]:
     """Gradients of the weights of a recurrent layer, whose adjoints are finite."""
-    cell = half.call.cell
-    for key, grad in (half.call.weight_grads or {}).items():
+    cell = replayed.call.cell
+    for key, grad in (replayed.call.weight_grads or {}).items():
         array, dims = to_host(grad), tuple(f"axis_{i}" for i in range(len(grad.shape)))
         if key in cell.parameters:
             dims = tuple(cell.parameters[key].dims)
@@ -127,10 +125,10 @@ def _at_weights(half: Half) -> Iterator[Origin]:
         spot = first(f"{key}_grad", array, dims, np.inf)
         if spot is not None:
             fed = "a sum over samples and steps of numbers that are finite"
-            yield replace(origin_of(half, spot, "backward"), fed_by=fed)
+            yield replace(origin_of(replayed, spot, "backward"), fed_by=fed)
 
 
-def _at_the_boundaries(looked: Looked, above: str) -> Iterator[Origin]:
+def _at_the_boundaries(looked: ObservedRun, above: str) -> Iterator[Origin]:
     for i, grad in enumerate(looked.capture.input_grads):
         spot = None if grad is None else looked.first(Port("input", index=i), "input_grad", to_host(grad))
         if spot is not None:
@@ -143,7 +141,7 @@ def _at_the_boundaries(looked: Looked, above: str) -> Iterator[Origin]:
             yield Origin("backward", name, "gradient", spot.value, spot.index, fed_by="finite gradients at the outputs")
 
 
-def reaches(looked: Looked) -> Mapping[str, bool]:
+def reaches(looked: ObservedRun) -> Mapping[str, bool]:
     """Which of what leaves the model is not finite."""
     found = {"outputs": any(not _fine(array) for array in looked.returned)}
     if looked.capture.loss is not None:

@@ -1,29 +1,133 @@
-"""The forward pass: layers in the order of their calls, recurrent ones opened step by step."""
+"""Search of the forward pass and of the loss, in the order of computation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from ...adapters.protocol import Port
+from ... import data
+from ...adapters.protocol import Outputs, Port
 from ...recurrence.nonfinite import NonfiniteValue, largest, largest_term, on_cpu
+from ...recurrence.replay import Replay
 from ...results.nonfinite import Origin
 from ...results.schema import to_host
+from ...typing import Array
 from ...vocabulary import GATE, SAMPLE, TIME
-from .causes import in_a_cell
-from .given import name_of_input
-from .looked import Half, Looked, Node
+from .observe import Node, ObservedCall, ObservedRun, name_of_input
+
+#: How far an argument is moved, each ten times nearer: far enough for single precision, near enough for the pole.
+_DISTANCES = (1e-1, 1e-2, 1e-3)
+#: How far, where nothing near is finite: out of what a function has no values for, or back to what it can hold.
+_FAR = (1.0, 10.0, 100.0)
+
+
+def singularity(function: Callable[[float], float], at: float) -> str:
+    """What makes a function of one number not finite at a place; ``""`` where nothing that moves it tells.
+
+    Nearer to a pole of order p values grow by 10 to the p at each of the distances 1e-1, 1e-2, 1e-3; at the end of a
+    logarithm they grow by the same amount each time.
+
+    >>> singularity(lambda v: -math.log(v) if v > 0 else math.inf, 0.0)
+    'log of 0'
+    >>> singularity(lambda v: 1 / v if v else math.inf, 0.0)
+    'division by 0'
+    >>> singularity(lambda v: math.sqrt(v) if v >= 0 else math.nan, -4.0)
+    'log, root or power of a negative number'
+    >>> singularity(lambda v: v * v if abs(v) < 1e19 else math.inf, 1e30)
+    'overflow'
+    """
+    scale = max(1.0, abs(at))
+    for side in (1.0, -1.0):
+        values = [function(at + side * distance * scale) for distance in _DISTANCES]
+        if all(map(math.isfinite, values)):
+            return _by_growth(values)
+    far = [function(at + side * distance * scale) for distance in _FAR for side in (1.0, -1.0)]
+    if not any(map(math.isfinite, far)):
+        return ""
+    return "log, root or power of a negative number" if math.isnan(function(at)) else "overflow"
+
+
+def _by_growth(values: Sequence[float]) -> str:
+    first, second = abs(values[1] - values[0]), abs(values[2] - values[1])
+    if first == 0.0 or second < 0.5 * first:
+        return ""
+    return "log of 0" if second < 2.0 * first else "division by 0"
+
+
+def slope(gradient: Callable[[float], float], at: float) -> str:
+    """What has no derivative at a place where it has a value, by how the derivative grows towards it.
+
+    >>> slope(lambda v: 0.5 / math.sqrt(v) if v > 0 else math.inf, 0.0)
+    'root of 0, which has no derivative there'
+    """
+    for side in (1.0, -1.0):
+        values = [abs(gradient(at + side * distance)) for distance in _DISTANCES]
+        if all(math.isfinite(v) and v > 0 for v in values):
+            power = math.log10(values[2] / values[1])
+            if 0.2 < power < 0.8:
+                return "root of 0, which has no derivative there"
+            return "log of 0" if 0.8 <= power < 1.5 else "division by 0" if power >= 1.5 else ""
+    return ""
+
+
+def in_a_cell(run: Replay, spot: NonfiniteValue) -> str:
+    """Which number of its input or state a cell of unknown equations cannot take, told by moving one after the other.
+
+    The cell runs once on all of the numbers moved one by one.
+    """
+    sample, t = spot.index[SAMPLE], spot.index[TIME]
+    x = on_cpu(run.input)[sample, t]
+    states = [on_cpu(s)[sample] for s in run.state_before(t)]
+    parts = [("input", "feature", x), *((n, "unit", s) for n, s in zip(run.cell.state_names, states, strict=True))]
+    before = " and ".join(f"{name} up to {np.max(np.abs(v), initial=0.0):.3g}" for name, _, v in parts)
+    for name, dim, values in parts:
+        for position in _suspects(values):
+            function = _moving(run, spot, x, states, name, position)
+            found = singularity(function, float(values[position]))
+            if found:
+                return f"{found} in the cell, with {name} {values[position]:.3g} at {dim} {position}; {before}"
+    return f"what the cell makes of {before}"
+
+
+def _suspects(values: Array) -> list[int]:
+    """Zeros first, then the largest: at most a few."""
+    order = np.argsort(np.abs(values))
+    return [int(i) for i in dict.fromkeys([*order[:4], *order[::-1][:4]])]
+
+
+def _moving(
+    run: Replay, spot: NonfiniteValue, x: Array, states: Sequence[Array], name: str, position: int
+) -> Callable[[float], float]:
+    """The number at a spot as a function of one number that the cell is fed."""
+    names = list(run.cell.state_names)
+
+    def function(value: float) -> float:
+        fed, held = x.copy(), [s.copy() for s in states]
+        target = fed if name == "input" else held[names.index(name)]
+        target[position] = value
+        output, new = run.cell.advance(_like(fed[None], run), [_like(s[None], run) for s in held])  # type: ignore[attr-defined]
+        made = output if spot.quantity == "output" else new[names.index(spot.quantity)]
+        return float(on_cpu(made)[0, spot.index["unit"]])
+
+    return function
+
+
+def _like(array: Array, run: Replay) -> Array:
+    return run.xp.asarray(array, dtype=run.input.dtype, device=getattr(run.input, "device", None))
+
 
 _HALVES = ("float16", "bfloat16")
 
 
-def in_the_forward_pass(looked: Looked) -> Iterator[Origin]:
+def in_the_forward_pass(looked: ObservedRun) -> Iterator[Origin]:
     """Outputs of layers; of recurrent ones whatever a step computes; then what the model returned."""
     for node in looked.nodes:
-        for half in node.halves:
-            yield from _in_recurrence(looked, node, half)
+        for replayed in node.replayed_calls:
+            yield from _in_recurrence(looked, node, replayed)
         for one in node.plain:
             port, array = Port("output", one.layer), to_host(one.output)
             spot = looked.first(port, "output", array)
@@ -38,7 +142,7 @@ def in_the_forward_pass(looked: Looked) -> Iterator[Origin]:
             yield Origin("forward", name, "value", spot.value, spot.index, fed_by=fed)
 
 
-def _before(looked: Looked, node: Node, layer: str) -> Iterator[Origin]:
+def _before(looked: ObservedRun, node: Node, layer: str) -> Iterator[Origin]:
     """What a layer took, where that is not finite though the layers before it are: the model's own operations."""
     port = Port("input", layer)
     taken = looked.value_at(port)
@@ -48,23 +152,23 @@ def _before(looked: Looked, node: Node, layer: str) -> Iterator[Origin]:
         yield Origin("forward", layer, "input", spot.value, spot.index, fed_by=fed)
 
 
-def _in_recurrence(looked: Looked, node: Node, half: Half) -> Iterator[Origin]:
-    spot = half.first_forward()
+def _in_recurrence(looked: ObservedRun, node: Node, replayed: ObservedCall) -> Iterator[Origin]:
+    spot = replayed.first_forward()
     if spot is None:
         return
-    origin = origin_of(half, spot, "forward")
+    origin = origin_of(replayed, spot, "forward")
     if spot.quantity == "input":
-        origin = replace(origin, fed_by=below(looked, node, spot, half))
+        origin = replace(origin, fed_by=below(looked, node, spot, replayed))
     elif spot.quantity.startswith("initial_"):
         origin = replace(origin, fed_by="the state that the layer started from")
     else:
-        origin = replace(origin, fed_by=_fed_by(half, spot))
+        origin = replace(origin, fed_by=_fed_by(replayed, spot))
     yield origin
 
 
-def origin_of(half: Half, spot: NonfiniteValue, phase: str) -> Origin:
+def origin_of(replayed: ObservedCall, spot: NonfiniteValue, phase: str) -> Origin:
     """A number of a recurrence, with the names that its index has there."""
-    call, index = half.call, dict(spot.index)
+    call, index = replayed.call, dict(spot.index)
     gate = index.pop(GATE, None)
     if spot.quantity.startswith("input") and "unit" in index:
         index["feature"] = index.pop("unit")
@@ -80,9 +184,9 @@ def origin_of(half: Half, spot: NonfiniteValue, phase: str) -> Origin:
     )
 
 
-def _fed_by(half: Half, spot: NonfiniteValue) -> str:
+def _fed_by(replayed: ObservedCall, spot: NonfiniteValue) -> str:
     """The largest product of a pre-activation; what a cell of unknown equations made of what; else the step's parts."""
-    run, call = half.run, half.call
+    run, call = replayed.run, replayed.call
     if call.cell.by_framework:
         return in_a_cell(run, spot)
     term = None
@@ -98,7 +202,7 @@ def _fed_by(half: Half, spot: NonfiniteValue) -> str:
     return f"{', '.join(sizes)} before the step"
 
 
-def below(looked: Looked, node: Node, spot: NonfiniteValue, half: Half | None = None) -> str:
+def below(looked: ObservedRun, node: Node, spot: NonfiniteValue, replayed: ObservedCall | None = None) -> str:
     """The largest number of that sample (and step) that the layer was fed, and where it comes from."""
     for name, port, array in looked.below(node):
         found = _largest(looked, port, array, spot)
@@ -109,7 +213,7 @@ def below(looked: Looked, node: Node, spot: NonfiniteValue, half: Half | None = 
         rest = ", ".join(f"{dim} {i}" for dim, i in index.items() if dim not in (TIME, SAMPLE))
         text = f"{what} {value:.3g}" + (f" at {rest}" if rest else "")
         dtype = getattr(looked.facts.submodules.get(node.name), "dtype", "")
-        dtype = dtype if half is None or half.call.compute_dtype is None else str(half.call.compute_dtype)
+        dtype = dtype if replayed is None or replayed.call.compute_dtype is None else str(replayed.call.compute_dtype)
         if dtype in _HALVES and abs(value) > largest(dtype):
             return f"{text}, more than {dtype} holds ({largest(dtype):.6g})"
         return text
@@ -117,7 +221,7 @@ def below(looked: Looked, node: Node, spot: NonfiniteValue, half: Half | None = 
 
 
 def _largest(
-    looked: Looked, port: Port, array: np.ndarray, spot: NonfiniteValue
+    looked: ObservedRun, port: Port, array: np.ndarray, spot: NonfiniteValue
 ) -> tuple[float, dict[str, int]] | None:
     """The largest magnitude of a tensor where the sample, and the step where it has steps, are those of a spot."""
     array = np.asarray(array)
@@ -133,3 +237,166 @@ def _largest(
     free = [name for name, one in zip(index, pick, strict=True) if isinstance(one, slice)]
     value = float(array[pick][place])
     return value, dict(zip(free, map(int, place), strict=True))
+
+
+#: Outputs of one sample that are tried, the most suspicious first.
+_TRIED = 12
+
+
+class LossOfOutputs:
+    """The loss as a function of what the model returned, of all samples or of some."""
+
+    def __init__(self, looked: ObservedRun) -> None:
+        self.looked, self.outputs = looked, looked.outputs
+        self.leaves = [np.asarray(leaf) for leaf in self.outputs.leaves]
+
+    def __call__(self, leaves: Sequence[Array], some: slice = slice(None), **changed: Any) -> tuple[float, list[Any]]:
+        """Value and gradients of these outputs, which are those of some of the samples."""
+        batch = replace(self.looked.batch, **changed)
+        if some != slice(None):
+            own = {name: data.take(getattr(batch, name), some.start, some.stop) for name in ("y", "sample_weight")}
+            batch = replace(batch, **own)
+        masks = [None if mask is None else mask[some] for mask in self.outputs.masks]
+        told = Outputs(list(leaves), self.outputs.tree, masks)
+        return self.looked.adapter.loss_of(self.looked.model, batch, told)
+
+    def of(self, some: slice) -> tuple[float, list[Any]]:
+        """Of some of the samples."""
+        return self([leaf[some] for leaf in self.leaves], some)
+
+    def guilty(self) -> int | None:
+        """The first sample whose loss, taken alone, is not finite; None where it takes several, or cannot be told."""
+        sizes = {len(leaf) for leaf in self.leaves if leaf.ndim}
+        first = [self.looked.names(Port("output", index=i), leaf)[:1] for i, leaf in enumerate(self.leaves)]
+        if len(sizes) != 1 or any(names != (SAMPLE,) for names in first):
+            return None
+        low, high = 0, sizes.pop()
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if not math.isfinite(self.of(slice(low, middle))[0]) else (middle, high)
+        return low if not math.isfinite(self.of(slice(low, low + 1))[0]) else None
+
+
+def in_the_loss(looked: ObservedRun) -> Iterator[Origin]:
+    """The loss, where the outputs are finite and it is not."""
+    value = looked.capture.loss
+    if value is None or math.isfinite(value):
+        return
+    found = looked.attempt(lambda: _located(looked))
+    yield found or Origin("loss", "loss", "value", value, fed_by="outputs that are finite")
+
+
+def _located(looked: ObservedRun) -> Origin | None:
+    loss = LossOfOutputs(looked)
+    value, gradients = loss(loss.leaves)
+    if math.isfinite(value):
+        return Origin(
+            "loss", "loss", "value", float(looked.capture.loss or 0), fed_by="what the model adds to its loss"
+        )
+    sample = loss.guilty()
+    some = slice(None) if sample is None else slice(sample, sample + 1)
+    if sample is not None:
+        value, gradients = loss.of(some)
+    for leaf, place in _loss_suspects(loss, some, gradients):
+        why = _why(loss, some, leaf, place)
+        if why:
+            return _origin(looked, loss, sample, leaf, place, value, why)
+    return _of_sample(looked, sample, value)
+
+
+def _loss_suspects(loss: LossOfOutputs, some: slice, gradients: Sequence[Any]) -> list[tuple[int, tuple[int, ...]]]:
+    """Elements of the outputs: those whose gradient is not finite before others, zeros and the largest first."""
+    found: list[tuple[float, int, tuple[int, ...]]] = []
+    for i, (leaf, gradient) in enumerate(zip(loss.leaves, gradients, strict=True)):
+        part = leaf[some]
+        if gradient is None or part.dtype.kind != "f":
+            continue
+        sick = ~np.isfinite(np.asarray(gradient))
+        with np.errstate(all="ignore"):
+            oddness = np.abs(np.log10(np.maximum(np.abs(part.astype(np.float64)), 1e-300))) + 1e6 * sick
+        for flat in np.argsort(-oddness, axis=None, kind="stable")[:_TRIED]:
+            place = tuple(map(int, np.unravel_index(int(flat), part.shape)))
+            found.append((float(oddness[place]), i, place))
+    found.sort(key=lambda one: -one[0])
+    return [(i, place) for _, i, place in found[:_TRIED]]
+
+
+def _why(loss: LossOfOutputs, some: slice, leaf: int, place: tuple[int, ...]) -> str:
+    leaves = [array[some].copy() for array in loss.leaves]
+
+    def moved(value: float) -> float:
+        leaves[leaf][place] = value
+        return loss(leaves, some)[0]
+
+    at = float(leaves[leaf][place])
+    why = singularity(moved, at)
+    leaves[leaf][place] = at
+    return why
+
+
+def _origin(
+    looked: ObservedRun,
+    loss: LossOfOutputs,
+    sample: int | None,
+    leaf: int,
+    place: tuple[int, ...],
+    value: float,
+    why: str,
+) -> Origin:
+    array = loss.leaves[leaf]
+    whole = place if sample is None else (sample, *place[1:])
+    index = dict(looked.element(Port("output", index=leaf), array, whole))
+    name = "output" if len(loss.leaves) == 1 else f"output[{leaf}]"
+    said = f"{why} in the loss: {name} {float(array[whole]):.3g}"
+    target = _target(looked, array, whole)
+    return Origin("loss", "loss", "value", value, index, fed_by=said + target)
+
+
+def _target(looked: ObservedRun, output: Array, place: tuple[int, ...]) -> str:
+    leaves = [to_host(leaf) for leaf in data.leaves_of(looked.batch.y)]
+    if len(leaves) == 1 and leaves[0].shape == output.shape:
+        return f", target {float(leaves[0][place]):.3g}"
+    if len(leaves) == 1 and leaves[0].shape[:1] == output.shape[:1] and leaves[0][0].size == 1:
+        return f", target {float(leaves[0][place[0]].reshape(())):.3g}"
+    return ""
+
+
+def _of_sample(looked: ObservedRun, sample: int | None, value: float) -> Origin:
+    """No single output tells: what else goes into the loss, or that several outputs are large."""
+    some = slice(None) if sample is None else slice(sample, sample + 1)
+    sizes = [float(np.max(np.abs(leaf[some]), initial=0.0)) for leaf in looked.returned if leaf.ndim]
+    why = f"outputs that are finite, up to {max(sizes, default=0.0):.3g}"
+    given = [to_host(leaf)[some] for leaf in data.leaves_of(looked.batch.sample_weight)]
+    if math.isnan(value) and given and not any(np.any(leaf) for leaf in given):
+        why = "0 divided by 0 in the loss: all its sample weights are 0"
+    return Origin("loss", "loss", "value", value, {} if sample is None else {SAMPLE: sample}, fed_by=why)
+
+
+def gradient_at_the_outputs(looked: ObservedRun) -> Iterator[Origin]:
+    """Where the loss has a value and no derivative."""
+    told = looked.attempt(lambda: _slopes(looked))
+    if told is not None:
+        yield told
+
+
+def _slopes(looked: ObservedRun) -> Origin | None:
+    loss = LossOfOutputs(looked)
+    _, gradients = loss(loss.leaves)
+    for i, gradient in enumerate(gradients):
+        sick = None if gradient is None else looked.first(Port("output", index=i), "output_grad", np.asarray(gradient))
+        if sick is None:
+            continue
+        place = tuple(int(n) for n in np.argwhere(~np.isfinite(np.asarray(gradient)))[0])
+        leaves = [leaf.copy() for leaf in loss.leaves]
+
+        def derivative(value: float, i: int = i, place: Any = place, leaves: Any = leaves) -> float:
+            leaves[i][place] = value
+            return float(np.asarray(loss(leaves)[1][i])[place])
+
+        at = float(loss.leaves[i][place])
+        why = slope(derivative, at) or "the derivative of the loss"
+        name = "output" if len(gradients) == 1 else f"output[{i}]"
+        index = looked.element(Port("output", index=i), loss.leaves[i], place)
+        value = float(np.asarray(gradient)[place])
+        return Origin("backward", "loss", "output_grad", value, index, fed_by=f"{why} in the loss: {name} {at:.3g}")
+    return None

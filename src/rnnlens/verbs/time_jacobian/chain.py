@@ -13,27 +13,27 @@ from ...adapters.protocol import Batch, ChainLink, Port
 from ...recurrence.activations import ACTIVATIONS
 from ...results.schema import to_host
 from ...typing import Array
-from ..inside import Half, Inside
-from .outer import OuterTensor
-from .request import Request
-from .segments import Segment
-from .surroundings import Surroundings
+from ..recurrent_layers import ReplayedCall, ReplayedLayers
+from .request import JacobianRequest
+from .segments import OuterTensor, Segment, SegmentGraph
 
 
-def known_chain(request: Request, inside: Inside, of: Port | None, wrt: Port | None) -> Surroundings | None:
+def known_chain(
+    request: JacobianRequest, inside: ReplayedLayers, of: Port | None, wrt: Port | None
+) -> SegmentGraph | None:
     """What lies around the recurrences, if the adapter knows the model as a chain and what ran agrees; else None."""
     layers = request.adapter.chain(request.model, training=request.batch.training)
-    if layers is None or any(len(both) != 1 for both in inside.halves.values()):
+    if layers is None or any(len(both) != 1 for both in inside.replayed_calls.values()):
         return None
-    chain = _Chain(layers, {name: both[0] for name, both in inside.halves.items()}, request.batch)
+    chain = _Chain(layers, {name: both[0] for name, both in inside.replayed_calls.items()}, request.batch)
     return chain.surroundings(of, wrt) if chain.agrees() else None
 
 
 class _Chain:
     """Values after every layer, computed again from what the recurrent layers returned."""
 
-    def __init__(self, layers: Sequence[ChainLink], halves: Mapping[str, Half], batch: Batch) -> None:
-        self.layers, self.halves = list(layers), dict(halves)
+    def __init__(self, layers: Sequence[ChainLink], replayed_calls: Mapping[str, ReplayedCall], batch: Batch) -> None:
+        self.layers, self.replayed_calls = list(layers), dict(replayed_calls)
         leaves = data.leaves_of(batch.x)
         first = to_host(leaves[0]) if len(leaves) == 1 else None
         self.input = None if first is None or first.dtype.kind != "f" else first
@@ -43,9 +43,9 @@ class _Chain:
     def agrees(self) -> bool:
         """Whether every recurrent layer got what the chain says."""
         names = [e.name for e in self.layers if e.kind == "recurrent"]
-        if names != list(self.halves) or not names:
+        if names != list(self.replayed_calls) or not names:
             return False
-        calls = [half.call for half in self.halves.values()]
+        calls = [replayed.call for replayed in self.replayed_calls.values()]
         dtype = to_host(calls[0].input).dtype
         if self.input is not None and self.input.dtype != dtype:
             self.input = self.input.astype(dtype)
@@ -53,7 +53,7 @@ class _Chain:
         for layer in self.layers:
             self.before.append(value)
             if layer.kind == "recurrent":
-                call = self.halves[layer.name].call
+                call = self.replayed_calls[layer.name].call
                 got = to_host(call.input)
                 if value is not None and not np.allclose(got, value, rtol=1e-4, atol=1e-5):
                     return False
@@ -66,11 +66,11 @@ class _Chain:
             self.after.append(value)
         return True
 
-    def surroundings(self, of: Port | None, wrt: Port | None) -> Surroundings | None:
+    def surroundings(self, of: Port | None, wrt: Port | None) -> SegmentGraph | None:
         """Segments from the upper end and from every recurrent layer's input; None where a value is not known."""
         self._fill_after_tables()
         values: dict[Port, Array] = {}
-        found = Surroundings(values)
+        found = SegmentGraph(values)
         starts: list[tuple[Port, int]] = []
         if of is not None:
             place = self._place(of)
@@ -79,7 +79,7 @@ class _Chain:
             starts.append((of, place))
         for i, layer in enumerate(self.layers):
             if layer.kind == "recurrent":
-                below, *initial = self.halves[layer.name].below()
+                below, *initial = self.replayed_calls[layer.name].below()
                 starts.append((below, i - 1))
                 found.segments |= {port: {} for port in initial}
         ends = [port for port in (of, wrt) if port is not None]
@@ -101,10 +101,10 @@ class _Chain:
             if self.after[i] is None and layer.kind in ("table", "same"):
                 follower = next((e for e in self.layers[i + 1 :] if e.kind != "same"), None)
                 if follower is not None and follower.kind == "recurrent":
-                    self.after[i] = to_host(self.halves[follower.name].call.input)
+                    self.after[i] = to_host(self.replayed_calls[follower.name].call.input)
 
     def _outputs(self) -> list[Port]:
-        return [half.above()[0] for half in self.halves.values()]
+        return [replayed.above()[0] for replayed in self.replayed_calls.values()]
 
     def _place(self, port: Port) -> int | None:
         """Number of the layer whose output a port is; -1 for the model's input."""

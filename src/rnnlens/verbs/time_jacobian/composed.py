@@ -1,7 +1,9 @@
-"""Executes pieces of the composed route: any model, exact, through each recurrence by our sweep.
+"""Pieces of the composed route, from recurrence to recurrence, and of the uncut route, through the framework.
 
-Rows of cotangents travel down from recurrence to recurrence as fields (sample, row, time, feature), a chunk of rows at
-a time; what lies between two recurrences is a segment.
+Composed: rows of cotangents descend as fields (sample, row, time, feature), a chunk of rows at a time, through segments
+between the recurrences. Uncut: the framework differentiates through loops and feedback. A row that starts inside a
+fused layer is swept to its lower boundary first, and one that ends there is swept from the upper boundary, so that
+every path counts once, by way of the last boundary that it passes.
 """
 
 from __future__ import annotations
@@ -17,27 +19,25 @@ from ...recurrence.jacobian import Taps, reverse
 from ...recurrence.reductions import FieldCollector
 from ...recurrence.sweep_rows import FieldRows, PointRows
 from ...typing import Array
-from .ends import End
-from .linearised import Linearised
-from .outer import OuterTensor
-from .pieces import Piece
-from .plan import Part
-from .tally import Tally
+from .ends import JacobianEnd, LinearisedCall
+from .network import disconnected
+from .plan import JacobianPart, JacobianPiece, WorkCount
+from .segments import OuterTensor, moved
 
 
-def compose_piece(part: Part, piece: Piece, tally: Tally) -> np.ndarray[Any, Any]:
+def compose_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np.ndarray[Any, Any]:
     """(sample, output step and row, [time,] feature) of one piece, by every step of the lower end."""
     found = _Descent(part, tally).go(times_of(part, piece))
     return nothing_arrived(part, piece) if found is None else part.network.recurrences[0].work.numpy(found)
 
 
-def nothing_arrived(part: Part, piece: Piece) -> np.ndarray[Any, Any]:
+def nothing_arrived(part: JacobianPart, piece: JacobianPiece) -> np.ndarray[Any, Any]:
     """Zeros, where one direction of a layer does not reach the other."""
     wrt, rows = part.ends.wrt, (piece.outs.stop - piece.outs.start) * part.ends.rows
     return np.zeros((part.network.samples, rows, *(() if wrt.times is None else (wrt.times,)), wrt.size))
 
 
-def times_of(part: Part, piece: Piece) -> list[int] | None:
+def times_of(part: JacobianPart, piece: JacobianPiece) -> list[int] | None:
     """The output steps of a piece; None where there is no time."""
     return None if part.ends.out_times is None else part.ends.out_times[piece.outs]
 
@@ -55,7 +55,7 @@ class _Descent:
         What came to the lower end; None for nothing yet.
     """
 
-    def __init__(self, part: Part, tally: Tally) -> None:
+    def __init__(self, part: JacobianPart, tally: WorkCount) -> None:
         self.network, self.ends, self.tally = part.network, part.ends, tally
         self.arriving: dict[Port, Array] = {}
         self.points: dict[int, PointRows] = {}
@@ -67,7 +67,7 @@ class _Descent:
         self._start(times)
         for number in self.network.path.order:
             one = self.network.recurrences[number]
-            if wrt.port in one.half.above() and wrt.port in self.arriving:
+            if wrt.port in one.replayed.above() and wrt.port in self.arriving:
                 # Complete: everything above this call has been gone through.
                 self.arrived = self.arriving[wrt.port]
             rows = self._entering(number)
@@ -87,7 +87,7 @@ class _Descent:
         tensor, segments = network.around.tensors[of.port], network.around.below(of.port)
         rows, rest = self.ends.rows_at(tensor.features), set(segments)
         for number, one in enumerate(network.recurrences):
-            output = one.half.above()[0]
+            output = one.replayed.above()[0]
             local = output in segments and segments[output].kind == "local"
             if times is not None and output != self.ends.wrt.port and local:
                 self.points[number] = one.output_points(times, segments[output].at_every_step(rows))
@@ -99,22 +99,22 @@ class _Descent:
     def _entering(self, number: int) -> PointRows | FieldRows | None:
         """Everything that comes into a recurrence from above, as one."""
         one, points = self.network.recurrences[number], self.points.get(number)
-        output, *finals = one.half.above()
+        output, *finals = one.replayed.above()
         top, ends = self.arriving.pop(output, None), [self.arriving.pop(port, None) for port in finals]
         flat = {i: e for i, e in enumerate(ends) if e is not None}
-        if top is not None and not one.half.call.returns_sequences:
+        if top is not None and not one.replayed.call.returns_sequences:
             top = _where_last_moves(one, top)
             flat[one.output] = flat[one.output] + like(top, flat[one.output]) if one.output in flat else top
             top = None
         if top is None and not flat:
             return points
         if top is None and points is None:
-            blocks = {state: like(e, one.half.run.input)[:, None] for state, e in flat.items()}
-            return PointRows([one.half.last], blocks, one.system.order)
+            blocks = {state: like(e, one.replayed.run.input)[:, None] for state, e in flat.items()}
+            return PointRows([one.replayed.last], blocks, one.system.order)
         return _as_field(one, top, flat, points)
 
-    def _through(self, one: Linearised, rows: PointRows | FieldRows) -> None:
-        below = [port for port in one.half.below() if port in self.network.path.tops]
+    def _through(self, one: LinearisedCall, rows: PointRows | FieldRows) -> None:
+        below = [port for port in one.replayed.below() if port in self.network.path.tops]
         left, arrived = swept_through(one, rows, below, self.ends.wrt, self.tally)
         if arrived is not None:
             self.arrived = arrived if self.arrived is None else self.arrived + arrived
@@ -127,7 +127,7 @@ class _Descent:
             self.arriving[port] = rows if here is None else here + like(rows, here)
 
 
-def _as_field(one: Linearised, top: Array | None, flat: Mapping[int, Array], points: PointRows | None) -> FieldRows:
+def _as_field(one: LinearisedCall, top: Array | None, flat: Mapping[int, Array], points: PointRows | None) -> FieldRows:
     """Rows over all steps, on the last one, and at single ones, added up."""
     work, time = one.work, one.system.time
     first = top if top is not None else next(iter(flat.values()), None)
@@ -141,13 +141,13 @@ def _as_field(one: Linearised, top: Array | None, flat: Mapping[int, Array], poi
         return fields[state]
 
     if top is not None:
-        top, moves = like(top, one.half.run.input), one.output_moves()
+        top, moves = like(top, one.replayed.run.input), one.output_moves()
         if moves is not None:
             top = work.xp.where(moves[:, None, :, None], top, work.xp.zeros_like(top))
         fields[one.output] = top + 0
     for state, value in flat.items():
-        target = at(state)[:, :, one.half.last]
-        target[...] = target + like(value, one.half.run.input)
+        target = at(state)[:, :, one.replayed.last]
+        target[...] = target + like(value, one.replayed.run.input)
     if points is not None:
         for g, t in enumerate(points.sequence):
             rows = slice(g * points.group, (g + 1) * points.group)
@@ -158,15 +158,15 @@ def _as_field(one: Linearised, top: Array | None, flat: Mapping[int, Array], poi
 
 
 def swept_through(
-    one: Linearised, rows: PointRows | FieldRows, below: Sequence[Port], wrt: End, tally: Tally
+    one: LinearisedCall, rows: PointRows | FieldRows, below: Sequence[Port], wrt: JacobianEnd, tally: WorkCount
 ) -> tuple[dict[Port, Array], Array | None]:
     """Rows through one recurrence, in the order in which they were asked for.
 
     What leaves at the tensors ``below``, and what arrives at the lower end, if that is a state of this recurrence.
     """
-    run, work, taps = one.half.run, one.work, Taps()
+    run, work, taps = one.replayed.run, one.work, Taps()
     batch, count = one.system.batch, rows.count
-    own_input, *initial = one.half.below()
+    own_input, *initial = one.replayed.below()
     fields: dict[Port, Array] = {}
     if own_input in below:
         fields[own_input] = work.zeros(batch, count, one.system.time, one.system.features)
@@ -207,16 +207,88 @@ def _rows_as_asked(points: PointRows) -> list[int] | None:
     return [order[t] * points.group + r for t in points.times for r in range(points.group)]
 
 
-def enter(one: Linearised, of: End, times: Sequence[int] | None, block: Array) -> PointRows:
+def enter(one: LinearisedCall, of: JacobianEnd, times: Sequence[int] | None, block: Array) -> PointRows:
     """Rows that start inside a recurrent call."""
-    times = [one.half.last] if times is None else times
+    times = [one.replayed.last] if times is None else times
     return one.output_points(times, block) if of.what == "output" else one.points(of.state, times, block)
 
 
-def _where_last_moves(one: Linearised, top: Array) -> Array:
+def _where_last_moves(one: LinearisedCall, top: Array) -> Array:
     """Rows (sample, row, unit) on a layer's last output, without samples whose last output is a constant."""
     moves = one.output_moves()
     if moves is None:
         return top
-    top = like(top, one.half.run.input)
-    return one.work.xp.where(moves[:, one.half.last][:, None, None], top, one.work.xp.zeros_like(top))
+    top = like(top, one.replayed.run.input)
+    return one.work.xp.where(moves[:, one.replayed.last][:, None, None], top, one.work.xp.zeros_like(top))
+
+
+def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np.ndarray[Any, Any]:
+    """(sample, output step and row, [time,] feature) of one piece, by every step of the lower end."""
+    network, wrt = part.network, part.ends.wrt
+    seeds, found = _seeds(part, times_of(part, piece), tally)
+    for port in seeds:
+        network.around.refuse_coupled(port)
+    arrived = _arrived(part, seeds)
+    if wrt.port is not None and wrt.port in arrived:
+        found.append(arrived[wrt.port])
+    for one in wrt.within:
+        field = _entering_uncut(one, arrived)
+        if field is not None:
+            found.append(swept_through(one, field, (), wrt, tally)[1])
+    parts = [rows for rows in found if rows is not None]
+    if not parts:
+        raise disconnected(part.ends.of, wrt)
+    return network.recurrences[0].work.numpy(sum(parts[1:], start=parts[0]))
+
+
+def _seeds(
+    part: JacobianPart, times: Sequence[int] | None, tally: WorkCount
+) -> tuple[dict[Port, Array], list[Array | None]]:
+    """Where the framework starts from, and what has arrived at the lower end before it.
+
+    That is the upper end, or the lower boundary of the recurrence that it lies in.
+    """
+    of, ends, around = part.ends.of, part.ends, part.network.around
+    if of.port is not None:
+        tensor = around.tensors[of.port]
+        return {of.port: starting_rows(tensor, times, ends.rows_at(tensor.features))}, []
+    seeds: dict[Port, Array] = {}
+    found = []
+    for one in of.within:
+        rows = enter(one, of, times, ends.rows_at(of.size))
+        left, arrived = swept_through(one, rows, one.replayed.below(), ends.wrt, tally)
+        seeds |= left
+        found.append(arrived)
+    return seeds, found
+
+
+def _arrived(part: JacobianPart, seeds: Mapping[Port, Array]) -> dict[Port, Array]:
+    """(sample, row, [time,] feature) at every tensor that the rows reach."""
+    pulled = part.network.around.pull_all({port: moved(rows, 0, 1) for port, rows in seeds.items()})
+    return {port: moved(rows, 0, 1) for port, rows in pulled.items() if rows is not None}
+
+
+def _entering_uncut(one: LinearisedCall, arrived: Mapping[Port, Array]) -> FieldRows | None:
+    """Everything that came to the upper boundary of a recurrence, at the states that it moves."""
+    work, time, replayed = one.work, one.system.time, one.replayed
+    fields: dict[int, Array] = {}
+
+    def put(state: int, steps: Any, rows: Array) -> None:
+        rows = like(rows, replayed.run.input)
+        if state not in fields:
+            fields[state] = work.zeros(one.system.batch, int(rows.shape[1]), time, one.system.state_sizes[state])
+        target = fields[state][:, :, steps]
+        target[...] = target + rows
+
+    for port, rows in arrived.items():
+        if port not in replayed.readers():
+            continue
+        if port.kind == "output":
+            moves = one.output_moves()
+            rows = like(rows, replayed.run.input)
+            if moves is not None:
+                rows = work.xp.where(moves[:, None, :, None], rows, work.xp.zeros_like(rows))
+            put(one.output, slice(None) if replayed.call.returns_sequences else replayed.last, rows)
+        else:
+            put(port.index, slice(None) if port.kind == "state_read" else replayed.last, rows)
+    return FieldRows(fields, one.system.order) if fields else None

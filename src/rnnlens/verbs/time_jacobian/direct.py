@@ -16,14 +16,13 @@ from ...recurrence.jacobian import forward_flops, reverse_flops, unit_flops
 from ...recurrence.linear import Pattern
 from ...recurrence.sweep_reverse import plan_blocks
 from ...typing import Array
-from .ends import Ends
-from .linearised import Linearised
-from .network import Network
+from .ends import JacobianEnds, LinearisedCall
+from .network import JacobianNetwork
 from .segments import Segment
 
 
 @dataclass(frozen=True)
-class Direct:
+class DirectRoute:
     """Rows enter one recurrence at single steps, and what leaves at its input or a state is wanted.
 
     Attributes
@@ -36,18 +35,18 @@ class Direct:
         The local segment below the layer's input; None where a state of the layer itself is wanted.
     """
 
-    one: Linearised
+    one: LinearisedCall
     state: int
     readout: Array | None
     below: Segment | None
-    ends: Ends
+    ends: JacobianEnds
 
     @property
     def times(self) -> list[int]:
         """Steps at which rows enter."""
         if self.ends.out_times is not None:
             return self.ends.out_times
-        *_, last = self.one.half.run.steps()
+        *_, last = self.one.replayed.run.steps()
         return [last]
 
     @property
@@ -55,7 +54,7 @@ class Direct:
         """Steps of interest below; -1 for the initial state."""
         return [-1] if self.ends.in_times is None else self.ends.in_times
 
-    def at(self, ins: slice) -> Direct:
+    def at(self, ins: slice) -> DirectRoute:
         """The same for some of the input steps."""
         if self.ends.in_times is None:
             return self
@@ -63,7 +62,7 @@ class Direct:
 
     def alive(self) -> np.ndarray[Any, Any]:
         """Rows alive at each step of a reverse sweep, in its order."""
-        run, ends = self.one.half.run, self.ends
+        run, ends = self.one.replayed.run, self.ends
         position = {t: i for i, t in enumerate(run.steps())}
         outs, ins = sorted(position[t] for t in self.times), [position.get(t, -1) for t in self.in_times]
         steps = np.arange(max(min(ins), 0), outs[-1] + 1)
@@ -77,7 +76,7 @@ class Direct:
 
     def flops(self, mode: str) -> float:
         """Operations that a sweep in this mode takes."""
-        run, system, ends = self.one.half.run, self.one.system, self.ends
+        run, system, ends = self.one.replayed.run, self.one.system, self.ends
         if mode == "reverse" and self.pattern is not None:
             features = 1 if self.below is None or ends.measured_by is not None else ends.wrt.size
             return unit_flops(system, self.state, self.alive() // ends.rows, features)
@@ -109,19 +108,19 @@ class Direct:
         return system.rows * width * system.work.itemsize if length else 0
 
 
-def direct_route(network: Network, ends: Ends) -> Direct | None:
+def direct_route(network: JacobianNetwork, ends: JacobianEnds) -> DirectRoute | None:
     """The direct route, if there is one: a single recurrence on the path, local segments above and below it."""
     above = _from_above(network, ends)
     if above is None:
         return None
     one, state, readout = above
     if ends.wrt.port is None:
-        return Direct(one, state, readout, None, ends) if ends.wrt.within[0] is one else None
+        return DirectRoute(one, state, readout, None, ends) if ends.wrt.within[0] is one else None
     below = _below(network, one, ends.wrt.port)
-    return None if below is None else Direct(one, state, readout, below, ends)
+    return None if below is None else DirectRoute(one, state, readout, below, ends)
 
 
-def _from_above(network: Network, ends: Ends) -> tuple[Linearised, int, Array | None] | None:
+def _from_above(network: JacobianNetwork, ends: JacobianEnds) -> tuple[LinearisedCall, int, Array | None] | None:
     """The one recurrence in which rows start, the state, and the readout from it."""
     of = ends.of
     if of.port is None:
@@ -131,9 +130,9 @@ def _from_above(network: Network, ends: Ends) -> tuple[Linearised, int, Array | 
         return None
     port, segment = useful[0]
     one = network.recurrences[network.returned_by[port]]
-    if port != one.half.above()[0]:
+    if port != one.replayed.above()[0]:
         return None
-    rows, sequences = ends.rows_at(of.size), one.half.call.returns_sequences
+    rows, sequences = ends.rows_at(of.size), one.replayed.call.returns_sequences
     if segment.kind == "local" and sequences:
         identity = segment.block is None and ends.weights is None
         return one, one.output, None if identity else segment.at_every_step(rows)
@@ -143,9 +142,9 @@ def _from_above(network: Network, ends: Ends) -> tuple[Linearised, int, Array | 
     return None
 
 
-def _below(network: Network, one: Linearised, wrt: Port) -> Segment | None:
+def _below(network: JacobianNetwork, one: LinearisedCall, wrt: Port) -> Segment | None:
     """The one local segment from the layer's input to what we differentiate by."""
-    own_input, *initial = one.half.below()
+    own_input, *initial = one.replayed.below()
     found = [(port, *rest) for port in (own_input, *initial) for rest in _on_path(network, port, wrt)]
     if len(found) != 1:
         return None
@@ -153,7 +152,7 @@ def _below(network: Network, one: Linearised, wrt: Port) -> Segment | None:
     return segment if port == own_input and reached == wrt and segment.kind == "local" else None
 
 
-def _on_path(network: Network, port: Port, wrt: Port | None) -> list[tuple[Port, Segment]]:
+def _on_path(network: JacobianNetwork, port: Port, wrt: Port | None) -> list[tuple[Port, Segment]]:
     """The segments that start at a tensor and lead on to the lower end."""
     return [
         (below, segment)

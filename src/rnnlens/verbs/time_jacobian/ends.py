@@ -1,30 +1,87 @@
-"""The two ends of a time Jacobian, and what is wanted of them: which steps, which rows, measured how."""
+"""The two ends of a time Jacobian, inside or outside of a linearised recurrence, and their steps and rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ...adapters.protocol import Port
+from ...autodiff.tensors import like
 from ...errors import InputError, TooLargeError, message
+from ...recurrence.arrays import Workspace
+from ...recurrence.linear import System
 from ...recurrence.reductions import REDUCTIONS, probe_signs, sketched
+from ...recurrence.sweep_rows import PointRows
 from ...results.schema import to_host
 from ...settings import format_memory
 from ...typing import Array
 from ...vocabulary import IN_TIME, OUT_TIME
 from ..names import TensorName
-from .linearised import Linearised
-from .request import Options
+from ..recurrent_layers import ReplayedCall
+from .request import JacobianOptions
+
+
+@dataclass
+class LinearisedCall:
+    """One direction of one recurrent call, linearised around what it did.
+
+    Attributes
+    ----------
+    output
+        Which of its states the layer returns.
+    """
+
+    replayed: ReplayedCall
+    system: System
+    output: int
+
+    @classmethod
+    def of(cls, replayed: ReplayedCall) -> LinearisedCall:
+        """Linearise a replayed call."""
+        return cls(
+            replayed, replayed.run.linear_system(masked_output=replayed.call.masked_output), replayed.run.output_state
+        )
+
+    @property
+    def layer(self) -> str:
+        """Name of the node in results."""
+        return self.replayed.call.layer
+
+    @property
+    def work(self) -> Workspace:
+        """Where its arrays live."""
+        return self.system.work
+
+    def output_moves(self) -> Array | None:
+        """(sample, time) of bool: where the output moves with the state; None for everywhere."""
+        call = self.replayed.call
+        if call.masked_output == "zero" and call.mask is not None and self.output < len(self.replayed.run.states):
+            return call.mask
+        return call.output_from_state
+
+    def points(self, state: int, times: Sequence[int], block: Array) -> PointRows:
+        """Cotangents (sample or 1, time or 1, row, size) that enter a state at single steps."""
+        return PointRows(list(times), {state: like(block, self.replayed.run.input)}, self.system.order)
+
+    def output_points(self, times: Sequence[int], block: Array) -> PointRows:
+        """Cotangents of the layer's output."""
+        moves = self.output_moves()
+        block = like(block, self.replayed.run.input)
+        if moves is not None:
+            xp = self.work.xp
+            block = xp.where(moves[:, :, None, None], block, xp.zeros_like(block))
+        return self.points(self.output, times, block)
+
 
 Reduce = Callable[[Array], Array]
 Rows = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class End:
+class JacobianEnd:
     """One end of a time Jacobian.
 
     Attributes
@@ -40,7 +97,7 @@ class End:
     """
 
     name: TensorName
-    within: tuple[Linearised, ...]
+    within: tuple[LinearisedCall, ...]
     port: Port | None
     what: str
     state: int
@@ -54,7 +111,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Ends:
+class JacobianEnds:
     """The two ends, and what is wanted of them.
 
     Attributes
@@ -73,8 +130,8 @@ class Ends:
         Whether over samples.
     """
 
-    of: End
-    wrt: End
+    of: JacobianEnd
+    wrt: JacobianEnd
     out_times: list[int] | None
     in_times: list[int] | None
     projection: Rows | None
@@ -115,7 +172,7 @@ class Ends:
         return np.eye(size)[None, None] if self.weights is None else self.weights
 
 
-def ends_of(of: End, wrt: End, options: Options, samples: int) -> Ends:
+def ends_of(of: JacobianEnd, wrt: JacobianEnd, options: JacobianOptions, samples: int) -> JacobianEnds:
     """What a request wants of two tensors that were found.
 
     Raises
@@ -135,7 +192,7 @@ def ends_of(of: End, wrt: End, options: Options, samples: int) -> Ends:
         weights = _contracted(measure, projection, of.size)
     outs = _chosen_times(options.at, OUT_TIME, of.times)
     ins = _chosen_times(options.at, IN_TIME, wrt.times)
-    return Ends(of, wrt, outs, ins, projection, weights, measure, options.sketch, options.across is not None)
+    return JacobianEnds(of, wrt, outs, ins, projection, weights, measure, options.sketch, options.across is not None)
 
 
 def _contracted(measure: str, projection: Rows | None, size: int) -> Rows:
@@ -198,7 +255,7 @@ def _chosen_times(at: Mapping[str, Any], dim: str, count: int | None) -> list[in
     return found
 
 
-def _refuse_many_probes(sketch: int, of: End, samples: int, limit: int) -> None:
+def _refuse_many_probes(sketch: int, of: JacobianEnd, samples: int, limit: int) -> None:
     """Probes are drawn for every sample, step and unit at once."""
     each = 2 * 8 * of.size * (of.times or 1) * samples
     if sketch * each > limit:

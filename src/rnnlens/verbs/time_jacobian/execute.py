@@ -1,38 +1,223 @@
-"""Executes a plan piece by piece, into memory or onto disk."""
+"""Execution of a plan piece by piece, into memory or onto disk; the direct route measures values inside the sweep."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from os import PathLike
 from typing import Any
 
 import numpy as np
 
+from ...autodiff.tensors import like
+from ...recurrence.jacobian import Entrances, Taps, forward, reverse
+from ...recurrence.parallel import for_each, large_parts
+from ...recurrence.reductions import Collector, Extent, Reduction
+from ...recurrence.sweep_rows import Cost, PointRows, Units, Vanished
 from ...results.array import ResultArray
 from ...results.checks import warn_about
 from ...settings import Progress
+from ...typing import Array
 from ...vocabulary import DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
-from ..sweep import replay_check
-from .composed import compose_piece
-from .label import Labels
-from .pieces import Piece
-from .plan import IN_DIRECTION, Part, Plan
-from .sweep import sweep_piece
-from .tally import Tally
-from .uncut import pull_piece
+from ..recurrent_layers import replay_check
+from .composed import compose_piece, pull_piece
+from .label import JacobianLabels
+from .plan import IN_DIRECTION, JacobianPart, JacobianPiece, JacobianPlan, WorkCount
 
-Values = np.ndarray[Any, Any]
 Advance = Callable[[], None]
 
 
-def execute(labels: Labels, out: str | PathLike[str] | None = None) -> ResultArray:
+def sweep_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount, advance: Advance) -> np.ndarray[Any, Any]:
+    """([sample], out step, [row], in step, [feature]) of one piece, measured if that is wanted."""
+    return _PieceSweep(part, piece).values(tally, advance)
+
+
+class _PieceSweep:
+    """One sweep over the samples of a piece, its output steps and its input steps."""
+
+    def __init__(self, part: JacobianPart, piece: JacobianPiece) -> None:
+        assert part.direct is not None
+        self.direct, self.mode, self.rtol = part.direct.at(piece.ins), part.mode, part.rtol
+        self.samples, self.times = piece.samples, self.direct.times[piece.outs]
+        self.one, self.ends, self.work = self.direct.one, self.direct.ends, self.direct.one.work
+        reverse = self.mode == "reverse"
+        self.places = {t: i for i, t in enumerate(self.direct.in_times if reverse else self.times)}
+        self.rows, self.width = (
+            (self.ends.rows, self.ends.wrt.size) if reverse else (self.ends.wrt.size, self.ends.rows)
+        )
+        self.groups = len(self.times) if reverse else len(self.entrances.times) or 1
+
+    def values(self, tally: WorkCount, advance: Advance) -> np.ndarray[Any, Any]:
+        """(sample, group, [row,] in step, [feature]); measured (sample, group, in step, *tail); averaged no sample."""
+        whole = None if self.ends.average else self._collector(self.samples, None)
+        parts, done = self._parts(), {}
+
+        def one(some: slice) -> None:
+            room = None
+            if whole is not None:
+                room = whole.result[some.start - self.samples.start : some.stop - self.samples.start]
+            collector = self._collector(some, room)
+            pruning = None if self.rtol is None else Vanished(self.work, self.rtol, self.rows)
+            walk = self._reverse if self.mode == "reverse" else self._forward
+            cost = walk(some, collector, pruning, advance if some is parts[0] else None)
+            done[some.start] = (collector, cost, pruning)
+
+        for_each(one, parts, xp=self.work.xp)
+        finished = [done[some.start] for some in parts]
+        for collector, cost, pruning in finished:
+            _count(tally, cost, pruning, collector)
+        result = whole.result if whole is not None else sum(collector.result for collector, _, _ in finished)
+        return self._arranged(self.work.numpy(result))
+
+    def _parts(self) -> list[slice]:
+        """Samples as they are dealt. Rows are pruned once they vanished in every sample, so those stay together."""
+        count = self.samples.stop - self.samples.start
+        if self.rtol is not None:
+            return [self.samples]
+        system = self.one.system
+        # Rows enter one group after the other: half of them are alive on average.
+        numbers = self.groups * self.rows * (system.rows + system.features) // 2
+        start = self.samples.start
+        return [slice(start + p.start, start + p.stop) for p in large_parts(count, numbers, xp=self.work.xp)]
+
+    def _collector(self, samples: slice, room: Array | None) -> Collector:
+        forward = self.mode == "forward"
+        return Collector(
+            self.work,
+            Extent(samples.stop - samples.start, self.groups, self.rows, self.width),
+            self.places,
+            Reduction(self.ends.measured_by, self.ends.tail, self.ends.average),
+            readout=self._above(samples) if forward else self._below(samples),
+            swapped=forward,
+            result=room,
+        )
+
+    def _reverse(self, samples: slice, collector: Collector, pruning: Vanished | None, advance: Advance | None) -> Cost:
+        taps = self._taps(collector)
+        return reverse(self.one.system, self.points, taps, samples=samples, pruning=pruning, progress=advance)
+
+    def _forward(self, samples: slice, collector: Collector, pruning: Vanished | None, advance: Advance | None) -> Cost:
+        return forward(
+            self.one.system,
+            self.entrances,
+            {self.direct.state: collector},
+            frozenset(self.times),
+            samples=samples,
+            pruning=pruning,
+            progress=advance,
+        )
+
+    def _arranged(self, result: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Steps in the order asked for, and the axes in that of the result."""
+        axis = 0 if self.ends.average else 1
+        if self.mode == "reverse":
+            order = {t: i for i, t in enumerate(self.points.sequence)}
+            result = _reorder(result, [order[t] for t in self.times], axis + 1)
+            return np.moveaxis(result, axis, axis + (1 if self.ends.measured_by is not None else 2))
+        if self.groups > 1:
+            entered = [t for t in self.one.replayed.run.steps() if t in set(self.direct.in_times)][::-1]
+            order = {t: i for i, t in enumerate(entered)}
+            result = _reorder(result, [order[t] for t in self.direct.in_times], axis + 1)
+        return result if self.ends.measured_by is not None else np.moveaxis(result, -1, axis + 1)
+
+    @cached_property
+    def points(self) -> PointRows | Units:
+        """Where rows of a reverse sweep enter."""
+        one, state, readout = self.one, self.direct.state, self.direct.readout
+        if self.direct.pattern is not None:
+            moves = one.output_moves() if self.ends.of.what == "output" else None
+            return Units(self.times, state, one.system.state_sizes[state], one.system.order, moves)
+        block = np.eye(one.system.state_sizes[state])[None, None] if readout is None else readout
+        if self.ends.of.what == "output":
+            return one.output_points(self.times, block)
+        return one.points(state, self.times, block)
+
+    @cached_property
+    def entrances(self) -> Entrances:
+        """Where rows of a forward sweep enter."""
+        wrt, below, times = self.ends.wrt, self.direct.below, self.direct.in_times
+        if wrt.what == "initial_state":
+            return Entrances("initial", state=wrt.state)
+        if below is None:
+            return Entrances("state", times, state=wrt.state)
+        block = below.block
+        if block is not None:
+            block = like(block, self.one.replayed.run.input).swapaxes(-1, -2)
+        return Entrances("input", times, block)
+
+    def _taps(self, collector: Collector) -> Taps:
+        wrt = self.ends.wrt
+        if wrt.what == "initial_state":
+            return Taps(initial={wrt.state: collector}, steps=frozenset())
+        steps = frozenset(self.direct.in_times)
+        if self.direct.below is not None:
+            return Taps(input=collector, steps=steps)
+        return Taps(states={wrt.state: collector}, steps=steps)
+
+    def _below(self, samples: slice) -> Callable[[int, Array], Array] | None:
+        below = self.direct.below
+        if below is None or below.block is None:
+            return None
+        block = like(below.block, self.one.replayed.run.input)
+
+        def readout(t: int, values: Array) -> Array:
+            at = block[:, 0 if block.shape[1] == 1 else t]
+            return values @ (at if at.shape[0] == 1 else at[samples])
+
+        return readout
+
+    def _above(self, samples: slice) -> Callable[[int, Array], Array] | None:
+        block = self.direct.readout
+        moves = self.one.output_moves() if self.ends.of.what == "output" else None
+        if block is None and moves is None:
+            return None
+        if block is not None:
+            block = like(block, self.one.replayed.run.input)
+
+        def readout(t: int, values: Array) -> Array:
+            if block is not None:
+                at = block[:, 0 if block.shape[1] == 1 else t]
+                values = values @ (at if at.shape[0] == 1 else at[samples]).swapaxes(-1, -2)
+            if moves is not None:
+                values = values * like(moves[samples, t], values)[:, None, None]
+            return values
+
+        return readout
+
+
+def _count(tally: WorkCount, cost: Cost, pruning: Vanished | None, collector: Collector) -> None:
+    tally.flops += cost.flops
+    if pruning is not None:
+        tally.pruned_error_square += collector.error_squares
+        tally.pruned_rows += pruning.dropped
+        tally.pruned = True
+
+
+def _reorder(array: np.ndarray[Any, Any], order: list[int], axis: int) -> np.ndarray[Any, Any]:
+    """Take along an axis, as a view where the order is straight or reversed."""
+    count = len(order)
+    index: list[Any] = [slice(None)] * array.ndim
+    if order == list(range(count)):
+        return array
+    if order == list(range(count))[::-1]:
+        index[axis] = slice(None, None, -1)
+    else:
+        index[axis] = order
+    taken: np.ndarray[Any, Any] = array[tuple(index)]
+    return taken
+
+
+Values = np.ndarray[Any, Any]
+
+
+def execute(labels: JacobianLabels, out: str | PathLike[str] | None = None) -> ResultArray:
     """Everything that was planned, labelled; written to a file piece by piece where one is named."""
-    plan, tally = labels.plan, Tally()
-    checks = [replay_check(one.half.call, one.half.run) for one in plan.network.recurrences]
+    plan, tally = labels.plan, WorkCount()
+    checks = [replay_check(one.replayed.call, one.replayed.run) for one in plan.network.recurrences]
     if out is None:
         found = labels.array(numbers(plan, tally), tally, checks)
     else:
-        from .store import ZarrTarget  # which loads Zarr
+        from .label import ZarrTarget  # which loads Zarr
 
         with ZarrTarget(out, labels, tally, checks) as target, Progress("time Jacobian", plan.ticks) as progress:
             for part in plan.parts:
@@ -42,7 +227,7 @@ def execute(labels: Labels, out: str | PathLike[str] | None = None) -> ResultArr
     return found
 
 
-def numbers(plan: Plan, tally: Tally) -> Values:
+def numbers(plan: JacobianPlan, tally: WorkCount) -> Values:
     """What was planned, in memory; a single piece is taken as it is, without a copy."""
     with Progress("time Jacobian", plan.ticks) as progress:
         first = plan.parts[0]
@@ -55,13 +240,13 @@ def numbers(plan: Plan, tally: Tally) -> Values:
         return whole
 
 
-def _fill(target: Any, plan: Plan, part: Part, tally: Tally, advance: Advance) -> None:
+def _fill(target: Any, plan: JacobianPlan, part: JacobianPart, tally: WorkCount, advance: Advance) -> None:
     """Write every piece to its place."""
     for piece, values in _results(part, tally, advance):
         target[_index(plan, part, piece)] = _squeezed(part, values)
 
 
-def _results(part: Part, tally: Tally, advance: Advance) -> Iterator[tuple[Piece, Values]]:
+def _results(part: JacobianPart, tally: WorkCount, advance: Advance) -> Iterator[tuple[JacobianPiece, Values]]:
     """Each piece with its values, averaged over samples where that is wanted, once all of them are in."""
     waiting: dict[tuple[int, int], Values] = {}
     for piece in sorted(part.pieces, key=lambda p: (p.outs.start, p.ins.start, p.samples.start)):
@@ -77,7 +262,7 @@ def _results(part: Part, tally: Tally, advance: Advance) -> Iterator[tuple[Piece
             waiting[key] = values
 
 
-def _values(part: Part, piece: Piece, tally: Tally, advance: Advance) -> Values:
+def _values(part: JacobianPart, piece: JacobianPiece, tally: WorkCount, advance: Advance) -> Values:
     """([sample], out step, [row], in step, [feature]) of a piece, or measured."""
     if part.route == "direct":
         return sweep_piece(part, piece, tally, advance)
@@ -86,7 +271,7 @@ def _values(part: Part, piece: Piece, tally: Tally, advance: Advance) -> Values:
     return _measured(part, piece, every)
 
 
-def _measured(part: Part, piece: Piece, every: Values) -> Values:
+def _measured(part: JacobianPart, piece: JacobianPiece, every: Values) -> Values:
     """What is wanted of rows by every step of the lower end."""
     ends = part.ends
     rows = every.reshape(part.network.samples, piece.outs.stop - piece.outs.start, ends.rows, -1, ends.wrt.size)
@@ -97,7 +282,7 @@ def _measured(part: Part, piece: Piece, every: Values) -> Values:
     return rows.sum(axis=0) if ends.average else rows
 
 
-def _index(plan: Plan, part: Part, piece: Piece) -> tuple[Any, ...]:
+def _index(plan: JacobianPlan, part: JacobianPart, piece: JacobianPiece) -> tuple[Any, ...]:
     """Where a piece goes in the result."""
     places = {
         SAMPLE: piece.samples,
@@ -111,7 +296,7 @@ def _index(plan: Plan, part: Part, piece: Piece) -> tuple[Any, ...]:
     return tuple(places[dim] for dim in plan.dims)
 
 
-def _squeezed(part: Part, values: Values) -> Values:
+def _squeezed(part: JacobianPart, values: Values) -> Values:
     """Without the axes of tensors that have no time."""
     ends = part.ends
     lead = 0 if ends.average else 1

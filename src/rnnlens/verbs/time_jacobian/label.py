@@ -1,22 +1,80 @@
-"""From the numbers of a time Jacobian to a labelled array."""
+"""Labels of a time Jacobian, in memory or in a file while it is computed; the mean over batches of a data set."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xarray as xr
+import zarr
 
+from ...errors import FileError, InputError, RnnlensError, UnsupportedError, message
 from ...results.array import ResultArray, record
 from ...results.checks import Check
+from ...results.disk.atomic import replacing_folder
+from ...results.disk.store import recording
+from ...results.files import check_path
+from ...results.files import open as open_result
 from ...results.schema import labelled, to_host
 from ...vocabulary import BACKWARD, FEATURE, FORWARD, IN_FEATURE, IN_TIME, OUT_TIME, SAMPLE, TIME
 from ..axes import InputCoordinates
-from .ends import Ends
-from .plan import IN_DIRECTION, Plan
-from .tally import Tally
+from .ends import JacobianEnds
+from .plan import IN_DIRECTION, JacobianPlan, WorkCount
+from .request import JacobianOptions
+
+
+def refuse_without_mean(options: JacobianOptions) -> None:
+    """Refuse what cannot be had batch by batch.
+
+    Raises
+    ------
+    InputError
+        If samples would be kept.
+    UnsupportedError
+        If the answers to batches do not make up that of the data set.
+    """
+    if options.across is None:
+        expected = 'across="mean"; or one batch, whose samples are kept'
+        raise InputError(message("The time Jacobian of a data set keeps no samples.", expected=expected))
+    for name in ("sketch", "rtol", "out"):
+        if getattr(options, name) is not None:
+            what = f"{name}= is for one batch: its errors, or its file, are those of a batch."
+            raise UnsupportedError(message(what, got=f"{name}= and a data set", expected="one batch"))
+
+
+def mean_over(jacobians: Iterable[tuple[ResultArray, int]]) -> ResultArray:
+    """The mean of means over so many samples each; checks are the worst of all batches.
+
+    Raises
+    ------
+    InputError
+        If batches differ in length.
+    """
+    first: ResultArray | None = None
+    total, samples, checks = np.zeros(()), 0, dict[tuple[str, str], Check]()
+    for found, count in jacobians:
+        first = found if first is None else first
+        if found.shape != first.shape:
+            got, hint = f"{found.sizes} after {first.sizes}", "pad all batches to one length"
+            raise InputError(message("Batches differ in length, so they have no mean.", got=got, hint=hint))
+        total, samples = total + found.values.astype(np.float64) * count, samples + count
+        for check in found.checks:
+            known = checks.setdefault((check.name, check.layer), check)
+            if check.residual / check.bound > known.residual / known.bound:
+                checks[check.name, check.layer] = check
+    assert first is not None
+    mean = first.copy(data=(total / samples).astype(first.dtype))
+    compared = {(check.name, check.layer) for check in first.certificate.checks}
+    own = [check for key, check in checks.items() if key not in compared]
+    mean.attrs |= record(own, first.certificate) | {"samples": samples}
+    return ResultArray(mean)
+
 
 _WORDS = {
     None: "time Jacobian",
@@ -38,15 +96,15 @@ _DEFINITIONS = {
 
 
 @dataclass(frozen=True)
-class Labels:
+class JacobianLabels:
     """What a planned time Jacobian is called, and what its axes are."""
 
-    plan: Plan
+    plan: JacobianPlan
     provenance: Mapping[str, str]
     inputs: InputCoordinates
 
     @property
-    def ends(self) -> Ends:
+    def ends(self) -> JacobianEnds:
         """What is wanted of the two ends."""
         return self.plan.ends
 
@@ -64,7 +122,7 @@ class Labels:
             found[IN_DIRECTION] = [FORWARD, BACKWARD]
         return {dim: labels for dim, labels in found.items() if labels is not None and dim in self.plan.dims}
 
-    def attrs(self, tally: Tally, checks: Sequence[Check]) -> dict[str, Any]:
+    def attrs(self, tally: WorkCount, checks: Sequence[Check]) -> dict[str, Any]:
         """What it is, and how it was computed."""
         ends, plan = self.ends, self.plan
         of, wrt = ends.of.name.text, ends.wrt.name.text
@@ -92,7 +150,7 @@ class Labels:
             found["pruned_rows"] = int(tally.pruned_rows)
         return found
 
-    def array(self, values: Any, tally: Tally, checks: Sequence[Check]) -> ResultArray:
+    def array(self, values: Any, tally: WorkCount, checks: Sequence[Check]) -> ResultArray:
         """Label finished numbers; ``(..., 2)`` of a sketch become an estimate with its error."""
         attrs = self.attrs(tally, checks)
         if self.ends.sketch is None:
@@ -120,7 +178,7 @@ class Labels:
 
     def masks(self) -> dict[str, np.ndarray[Any, Any]]:
         """Masks (sample, step) of the steps asked for at either end, where some of them are padding."""
-        every = (one.half.run.mask for one in self.plan.network.recurrences)
+        every = (one.replayed.run.mask for one in self.plan.network.recurrences)
         known = [np.asarray(to_host(mask)) for mask in every if mask is not None]
         found, ends = {}, self.ends
         for time, end, steps in ((OUT_TIME, ends.of, ends.out_times), (IN_TIME, ends.wrt, ends.in_times)):
@@ -128,3 +186,103 @@ class Labels:
             if mask is not None and steps is not None and not mask.all():
                 found[time] = mask[:, steps].astype(bool)
         return found
+
+
+#: Bytes per chunk of the array on disk.
+_CHUNK = 4 * 2**20
+#: Also chunks that hold nothing but the fill value: one that is missing is a hole, and nothing else.
+_EVERY_CHUNK = {"write_empty_chunks": True}
+
+
+class ZarrTarget:
+    """Takes pieces as an array does; what was not written yet reads as NaN.
+
+    The folder appears whole, with all labels and not a single value, and is readable at any moment from then on. The
+    attribute ``finished`` of the array is False until everything is there; only then checksums are written.
+    """
+
+    def __init__(
+        self, path: str | PathLike[str], labels: JacobianLabels, tally: WorkCount, checks: Sequence[Check]
+    ) -> None:
+        if Path(path).suffix.lower() != ".zarr":
+            raise FileError(message("out= is written piece by piece.", got=str(path), expected="a path in .zarr"))
+        self.path, self.asked = check_path(path), Path(path)
+        self.labels, self.tally, self.checks = labels, tally, checks
+        self.shape, self.dtype = labels.plan.shape, labels.plan.dtype
+
+    def __enter__(self) -> ZarrTarget:
+        with self._errors(), replacing_folder(self.path) as folder:
+            sums = self._lay_out(folder)
+        self.store = recording(self.path, sums)
+        self.array = self._group()["jacobian"].with_config(_EVERY_CHUNK)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            return
+        with self._errors():
+            self._note(self.array, finished=True)
+            self.store.seal()
+
+    def __setitem__(self, index: tuple[Any, ...], values: Any) -> None:
+        with self._errors():
+            self.array[index] = np.asarray(values, dtype=self.dtype)
+
+    def _lay_out(self, folder: Path) -> dict[str, str]:
+        """Labels, and an array without values; the checksums of both."""
+        template = self._template()
+        self.store = recording(folder)
+        coords = template.coords.to_dataset()
+        encoding = dict.fromkeys(coords.variables, _EVERY_CHUNK)
+        coords.to_zarr(self.store, mode="w-", zarr_format=2, consolidated=False, encoding=encoding)
+        chunks = _chunks(self.shape, self.dtype.itemsize)
+        array = self._group().create_array(
+            "jacobian", shape=self.shape, chunks=chunks, dtype=self.dtype, fill_value=np.nan, config=_EVERY_CHUNK
+        )
+        self._note(array, finished=False)
+        return self.store.sums
+
+    def _template(self) -> xr.DataArray:
+        """All labels, around nothing."""
+        empty = np.broadcast_to(np.asarray(np.nan, self.dtype), self.shape)
+        return self.labels.array(empty, self.tally, self.checks)
+
+    def _group(self) -> Any:
+        return zarr.open_group(self.store, mode="r+", zarr_format=2)
+
+    def _note(self, array: Any, *, finished: bool) -> None:
+        attrs = self._template().attrs
+        plain = {key: _jsonable(value) for key, value in attrs.items()}
+        array.attrs.update({**plain, "_ARRAY_DIMENSIONS": list(self.labels.plan.dims), "finished": int(finished)})
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RnnlensError:
+            raise
+        except OSError as error:
+            raise FileError(message("The file cannot be written.", got=f"{self.asked}: {error}")) from error
+
+    def result(self) -> ResultArray:
+        """What was written, read when looked at."""
+        found = open_result(self.asked, lazy=True)
+        assert isinstance(found, ResultArray)
+        return found
+
+
+def _chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """One sample at a time, then the leading axes cut until a chunk is small."""
+    chunks = list(shape)
+    for axis in range(len(chunks)):
+        while int(np.prod(chunks)) * itemsize > _CHUNK and chunks[axis] > 1:
+            chunks[axis] = -(-chunks[axis] // 2)
+    return tuple(max(1, n) for n in chunks)
+
+
+def _jsonable(value: Any) -> Any:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return value.item() if hasattr(value, "item") else str(value)
+    return value

@@ -12,20 +12,17 @@ from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError, message
 from ...typing import Array
 from ...vocabulary import TIME
-from ..axes import Layouts, learned, refuse_unknown, text_of
-from ..coupling import refusal
-from ..inside import Inside
+from ..axes import TensorLayouts, learned, refusal, refuse_unknown, text_of
 from ..names import TensorName, refuse_lone_output
+from ..recurrent_layers import ReplayedLayers
 from .chain import known_chain
-from .ends import End
-from .linearised import Linearised
-from .outer import OuterTensor
-from .request import Request
-from .surroundings import Surroundings
+from .ends import JacobianEnd, LinearisedCall
+from .request import JacobianRequest
+from .segments import OuterTensor, SegmentGraph
 
 
 @dataclass(frozen=True)
-class Path:
+class NetworkPath:
     """Tensors and recurrences between the upper and the lower end.
 
     Attributes
@@ -47,7 +44,7 @@ class Path:
 
 
 @dataclass
-class Network:
+class JacobianNetwork:
     """Everything between the two ends of a time Jacobian.
 
     Attributes
@@ -63,12 +60,12 @@ class Network:
         Which axis of what counts samples, at the two ends.
     """
 
-    recurrences: tuple[Linearised, ...]
-    of: End
-    wrt: End
-    around: Surroundings = field(default_factory=Surroundings)
+    recurrences: tuple[LinearisedCall, ...]
+    of: JacobianEnd
+    wrt: JacobianEnd
+    around: SegmentGraph = field(default_factory=SegmentGraph)
     is_cut: bool = True
-    layouts: Layouts = field(default_factory=lambda: Layouts({}, AxisConvention()))
+    layouts: TensorLayouts = field(default_factory=lambda: TensorLayouts({}, AxisConvention()))
 
     @property
     def samples(self) -> int:
@@ -78,10 +75,10 @@ class Network:
     @cached_property
     def returned_by(self) -> dict[Port, int]:
         """The number of the recurrence that a tensor comes out of."""
-        return {port: i for i, one in enumerate(self.recurrences) for port in one.half.above()}
+        return {port: i for i, one in enumerate(self.recurrences) for port in one.replayed.above()}
 
     @cached_property
-    def path(self) -> Path:
+    def path(self) -> NetworkPath:
         """Tensors and recurrences between the two ends, found by a depth-first search down the segments."""
         leads: dict[Port, bool] = {}
         gone: dict[int, bool] = {}
@@ -104,7 +101,7 @@ class Network:
                 entered.add(number)
                 one = self.recurrences[number]
                 ends_here = any(one is inner for inner in self.wrt.within)
-                gone[number] = any([ends_here] if ends_here else [from_tensor(port) for port in one.half.below()])
+                gone[number] = any([ends_here] if ends_here else [from_tensor(port) for port in one.replayed.below()])
             return gone[number]
 
         if self.of.port is not None:
@@ -112,7 +109,7 @@ class Network:
         for number, one in enumerate(self.recurrences):
             if any(one is inner for inner in self.of.within):
                 from_recurrence(number)
-        return Path(
+        return NetworkPath(
             frozenset(port for port, found in leads.items() if found),
             frozenset(number for number, found in gone.items() if found),
             tuple(reversed(gone)),
@@ -126,7 +123,7 @@ class Network:
 
 
 @contextmanager
-def open_network(request: Request, *, perturbed: bool = False) -> Iterator[Network]:
+def open_network(request: JacobianRequest, *, perturbed: bool = False) -> Iterator[JacobianNetwork]:
     """Run the model, and keep what is needed to differentiate between the two ends until the block is left.
 
     ``perturbed``: every number inside recurrent layers is off by one rounding.
@@ -146,31 +143,31 @@ def open_network(request: Request, *, perturbed: bool = False) -> Iterator[Netwo
 
 
 @contextmanager
-def _opened(request: Request, inside: Inside) -> Iterator[Network]:
+def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[JacobianNetwork]:
     """Open the network around replayed recurrences; one in which they read each other in a circle is not cut."""
-    recurrences = tuple(Linearised.of(half) for both in inside.halves.values() for half in both)
+    recurrences = tuple(LinearisedCall.of(replayed) for both in inside.replayed_calls.values() for replayed in both)
     of, wrt = _inner(request.of, inside, recurrences, "of"), _inner(request.wrt, inside, recurrences, "wrt")
     if of is not None and wrt is not None and not inside.entangled and _same(of, wrt):
-        yield Network(recurrences, of, wrt)
+        yield JacobianNetwork(recurrences, of, wrt)
         return
     outer = [None if end is not None else _port(name) for end, name in ((of, request.of), (wrt, request.wrt))]
-    layouts = Layouts(request.layouts, request.adapter)
+    layouts = TensorLayouts(request.layouts, request.adapter)
     chain = None if inside.entangled else known_chain(request, inside, outer[0], outer[1])
     if chain is not None:
         yield _network(request, recurrences, (of, wrt), chain, layouts)
         return
     with _pullback(request, inside, outer, wrt) as pullback:
         tensors = _tensors(request, inside, pullback.values, outer, layouts)
-        around = Surroundings(pullback.values, pullback, tensors)
+        around = SegmentGraph(pullback.values, pullback, tensors)
         network = _network(request, recurrences, (of, wrt), around, layouts, is_cut=not inside.entangled)
         if inside.entangled or not network.path.is_cyclic:
             yield network
             return
-    with _opened(request, Inside(inside.halves, entangled=True)) as network:
+    with _opened(request, ReplayedLayers(inside.replayed_calls, entangled=True)) as network:
         yield network
 
 
-def _look_inside(request: Request) -> Inside:
+def _look_inside(request: JacobianRequest) -> ReplayedLayers:
     """Replays of all recurrent calls."""
     quiet = CaptureRequest(gradients=False, weight_grads=False)
     try:
@@ -184,10 +181,12 @@ def _look_inside(request: Request) -> Inside:
     outputs = leaves_of(capture.outputs)
     if len(outputs) > 1 and not request.known.outputs:
         refuse_lone_output((request.of, request.wrt), len(outputs))
-    return Inside.of(capture.calls, capture.entangled)
+    return ReplayedLayers.of(capture.calls, capture.entangled)
 
 
-def _inner(name: TensorName, inside: Inside, recurrences: Sequence[Linearised], role: str) -> End | None:
+def _inner(
+    name: TensorName, inside: ReplayedLayers, recurrences: Sequence[LinearisedCall], role: str
+) -> JacobianEnd | None:
     """The end, if it lies inside a recurrence that the framework has no tensor for."""
     if inside.entangled and _is_tensor(name, inside):
         return None
@@ -195,41 +194,43 @@ def _inner(name: TensorName, inside: Inside, recurrences: Sequence[Linearised], 
         return _state_end(name, _linearised(inside, name.layer, recurrences))
     if role == "wrt" or name.what != "output" or name.layer is None:
         return None
-    if not any(node == name.layer or node.rpartition("#")[0] == name.layer for node in inside.halves):
+    if not any(node == name.layer or node.rpartition("#")[0] == name.layer for node in inside.replayed_calls):
         return None
     within = _linearised(inside, name.layer, recurrences)
     return _output_end(name, within[0]) if len(within) == 1 else None
 
 
-def _is_tensor(name: TensorName, inside: Inside) -> bool:
+def _is_tensor(name: TensorName, inside: ReplayedLayers) -> bool:
     """Whether the framework has a tensor for it: the states and outputs of a cell that the user's own loop calls."""
-    calls = inside.halves.get(str(name.layer), []) if name.what == "output" else []
-    return inside.is_stepwise(name) or (bool(calls) and all(half.call.stepwise for half in calls))
+    calls = inside.replayed_calls.get(str(name.layer), []) if name.what == "output" else []
+    return inside.is_stepwise(name) or (bool(calls) and all(replayed.call.stepwise for replayed in calls))
 
 
-def _linearised(inside: Inside, layer: str | None, recurrences: Sequence[Linearised]) -> list[Linearised]:
-    halves = inside.layer(layer)
-    return [next(one for one in recurrences if one.half is half) for half in halves]
+def _linearised(
+    inside: ReplayedLayers, layer: str | None, recurrences: Sequence[LinearisedCall]
+) -> list[LinearisedCall]:
+    replayed_calls = inside.layer(layer)
+    return [next(one for one in recurrences if one.replayed is replayed) for replayed in replayed_calls]
 
 
-def _state_end(name: TensorName, within: Sequence[Linearised]) -> End:
+def _state_end(name: TensorName, within: Sequence[LinearisedCall]) -> JacobianEnd:
     """A state of a recurrent layer."""
-    time, states = int(within[0].half.run.input.shape[1]), within[0].half.run.states
+    time, states = int(within[0].replayed.run.input.shape[1]), within[0].replayed.run.states
     if name.index >= len(states):
         got = f"{name.text}, state number {name.index} of {len(states)}"
         raise InputError(message(f"There is no {name.text}.", got=got))
     size = int(states[name.index].shape[-1])
-    return End(name, tuple(within), None, name.what, name.index, size, time if name.what == "state" else None)
+    return JacobianEnd(name, tuple(within), None, name.what, name.index, size, time if name.what == "state" else None)
 
 
-def _output_end(name: TensorName, one: Linearised) -> End:
+def _output_end(name: TensorName, one: LinearisedCall) -> JacobianEnd:
     """The output of a recurrent layer that runs one way: a state, or a custom cell's own output."""
-    call = one.half.call
+    call = one.replayed.call
     times = int(call.input.shape[1]) if call.returns_sequences else None
-    return End(name, (one,), None, "output", one.output, int(call.output.shape[-1]), times)
+    return JacobianEnd(name, (one,), None, "output", one.output, int(call.output.shape[-1]), times)
 
 
-def _same(of: End, wrt: End) -> bool:
+def _same(of: JacobianEnd, wrt: JacobianEnd) -> bool:
     """Whether both ends lie in the same recurrences, with nothing between them."""
     return {id(one) for one in of.within} == {id(one) for one in wrt.within}
 
@@ -238,16 +239,18 @@ def _port(name: TensorName) -> Port:
     return Port(name.what, name.layer, name.index)  # type: ignore[arg-type]
 
 
-def _pullback(request: Request, inside: Inside, ports: Sequence[Port | None], wrt: End | None) -> Pullback:
+def _pullback(
+    request: JacobianRequest, inside: ReplayedLayers, ports: Sequence[Port | None], wrt: JacobianEnd | None
+) -> Pullback:
     """The model run once more, cut at every recurrence; or at none, where they are more than chains of steps."""
     of_port, wrt_port = ports
-    halves = [half for both in inside.halves.values() for half in both]
-    starts = [*_some(of_port), *(port for half in halves for port in half.below())]
+    replayed_calls = [replayed for both in inside.replayed_calls.values() for replayed in both]
+    starts = [*_some(of_port), *(port for replayed in replayed_calls for port in replayed.below())]
     if inside.entangled:
         cut: list[Port] = []
-        arrivals = [port for one in (() if wrt is None else wrt.within) for port in one.half.readers()]
+        arrivals = [port for one in (() if wrt is None else wrt.within) for port in one.replayed.readers()]
     else:
-        cut = arrivals = [port for half in halves for port in half.above()]
+        cut = arrivals = [port for replayed in replayed_calls for port in replayed.above()]
     stops = dict.fromkeys([*arrivals, *_some(wrt_port)])
     return request.adapter.pullback(request.model, request.batch, list(dict.fromkeys(starts)), list(stops), cut)
 
@@ -257,16 +260,20 @@ def _some(port: Port | None) -> list[Port]:
 
 
 def _tensors(
-    request: Request, inside: Inside, values: Mapping[Port, Array], ports: Sequence[Port | None], layouts: Layouts
+    request: JacobianRequest,
+    inside: ReplayedLayers,
+    values: Mapping[Port, Array],
+    ports: Sequence[Port | None],
+    layouts: TensorLayouts,
 ) -> dict[Port, OuterTensor]:
     """Everything that the framework has a tensor for, the ends outside of recurrences as they lie there."""
     samples = _samples_of(inside)
-    ends = list(dict.fromkeys(port for port in ports if port is not None and port.layer not in inside.halves))
+    ends = list(dict.fromkeys(port for port in ports if port is not None and port.layer not in inside.replayed_calls))
     unknown = [port for port in ends if port not in layouts.stated]
     if unknown:
         layouts.found |= learned(request.adapter, request.model, request.batch, unknown)
     # Of a single step nothing tells which axis counts steps that do not run.
-    single = all(int(half.run.input.shape[1]) == 1 for both in inside.halves.values() for half in both)
+    single = all(int(replayed.run.input.shape[1]) == 1 for both in inside.replayed_calls.values() for replayed in both)
     tensors = {port: OuterTensor(port, tuple(int(n) for n in array.shape)) for port, array in values.items()}
     for port in () if layouts.samples_first else ends:
         layout = layouts.layout(port, tensors[port].shape)
@@ -280,9 +287,9 @@ def _tensors(
     return tensors
 
 
-def _samples_of(inside: Inside) -> int:
+def _samples_of(inside: ReplayedLayers) -> int:
     """The number of samples, the same in every recurrent call: else some fold samples with something else."""
-    counts = {name: int(halves[0].run.input.shape[0]) for name, halves in inside.halves.items()}
+    counts = {name: int(replayed_calls[0].run.input.shape[0]) for name, replayed_calls in inside.replayed_calls.items()}
     if len(set(counts.values())) > 1:
         listing = ", ".join(f"{layer}: {count}" for layer, count in counts.items())
         raise UnsupportedError(
@@ -297,28 +304,28 @@ def _samples_of(inside: Inside) -> int:
 
 
 def _network(
-    request: Request,
-    recurrences: tuple[Linearised, ...],
-    inner: tuple[End | None, End | None],
-    around: Surroundings,
-    layouts: Layouts,
+    request: JacobianRequest,
+    recurrences: tuple[LinearisedCall, ...],
+    inner: tuple[JacobianEnd | None, JacobianEnd | None],
+    around: SegmentGraph,
+    layouts: TensorLayouts,
     *,
     is_cut: bool = True,
-) -> Network:
+) -> JacobianNetwork:
     """With the ends that lie outside of recurrences as tensors of the framework, and refused where none leads on."""
     of, wrt = inner[0] or _outer_end(request.of, around), inner[1] or _outer_end(request.wrt, around)
-    network = Network(recurrences, of, wrt, around, is_cut, layouts)
+    network = JacobianNetwork(recurrences, of, wrt, around, is_cut, layouts)
     if is_cut and not network.path.is_cyclic and not network.is_connected:
         raise disconnected(of, wrt)
     return network
 
 
-def _outer_end(name: TensorName, around: Surroundings) -> End:
+def _outer_end(name: TensorName, around: SegmentGraph) -> JacobianEnd:
     tensor = around.tensors[_port(name)]
-    return End(name, (), tensor.port, name.what, 0, tensor.features, tensor.times)
+    return JacobianEnd(name, (), tensor.port, name.what, 0, tensor.features, tensor.times)
 
 
-def disconnected(of: End, wrt: End) -> DisconnectedError:
+def disconnected(of: JacobianEnd, wrt: JacobianEnd) -> DisconnectedError:
     """The error where nothing leads from one end to the other."""
     if of.name == wrt.name:
         what = f"{of.name.text} is what leaves the layer: no step of it is made from another."
@@ -334,7 +341,7 @@ def disconnected(of: End, wrt: End) -> DisconnectedError:
     )
 
 
-def _nothing_recurrent(request: Request) -> ModelError:
+def _nothing_recurrent(request: JacobianRequest) -> ModelError:
     return ModelError(
         message(
             "A time Jacobian goes through recurrent layers, and none ran in this forward pass.",

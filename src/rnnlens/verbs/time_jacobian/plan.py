@@ -1,26 +1,106 @@
 """The plan of a time Jacobian: which route and sweep, in which pieces, within which memory. Data, computing nothing.
 
-What would not fit is refused here, before computing.
+A result that would not fit is refused here, before computing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from ...errors import TooLargeError, UnsupportedError, message
+from ...recurrence.linear import System
+from ...recurrence.sweep_rows import BLOCK_BUDGET
 from ...settings import format_memory
 from ...vocabulary import DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
-from .direct import Direct, direct_route
-from .ends import End, Ends, ends_of
-from .linearised import Linearised
-from .network import Network
-from .pieces import Piece, composed_pieces, direct_pieces
-from .request import Options
+from .direct import DirectRoute, direct_route
+from .ends import JacobianEnd, JacobianEnds, LinearisedCall, ends_of
+from .network import JacobianNetwork
+from .request import JacobianOptions
+
+
+@dataclass
+class WorkCount:
+    """Counted while pieces are computed.
+
+    Attributes
+    ----------
+    pruned
+        Whether rows were left out on purpose; ``pruned_rows`` of them, which would have brought so large a square.
+    """
+
+    flops: float = 0.0
+    pruned: bool = False
+    pruned_rows: int = 0
+    pruned_error_square: float = 0.0
+
+
+@dataclass(frozen=True)
+class JacobianPiece:
+    """One chunk: which samples, which output steps and which input steps (positions among those asked for)."""
+
+    samples: slice
+    outs: slice
+    ins: slice
+
+    def count(self) -> int:
+        """Pairs of steps, of all its samples."""
+        return math.prod(part.stop - part.start for part in (self.samples, self.outs, self.ins))
+
+    def __str__(self) -> str:
+        parts = {"samples": self.samples, "outs": self.outs, "ins": self.ins}
+        return ", ".join(f"{name} {part.start}:{part.stop}" for name, part in parts.items())
+
+
+def direct_pieces(direct: DirectRoute, mode: str, memory: int) -> tuple[list[JacobianPiece], int]:
+    """Chunks of samples first, which cost nothing extra, then of steps; and the bytes that one of them takes."""
+    ends, system = direct.ends, direct.one.system
+    outs, ins = len(direct.times), len(direct.in_times)
+    groups = outs if mode == "reverse" else ins
+    per_group = direct.buffer_bytes(mode, 1) + _collected(ends, outs if mode == "forward" else ins, system)
+    block = min(BLOCK_BUDGET, system.time * system.numbers(True) * system.work.itemsize)
+    units = direct.unit_bytes(mode)
+    room = max(memory - block, per_group + units)
+    samples = max(1, min(system.batch, room // max(1, per_group * groups + units)))
+    count = groups if samples * (groups * per_group + units) <= room else max(1, (room - units) // per_group)
+    pieces = []
+    for rows in _slices(system.batch, samples):
+        for part in _slices(groups, count):
+            whole = slice(0, ins if mode == "reverse" else outs)
+            pieces.append(JacobianPiece(rows, part, whole) if mode == "reverse" else JacobianPiece(rows, whole, part))
+    return pieces, int(block * min(samples, system.batch) + samples * (count * per_group + units))
+
+
+def _collected(ends: JacobianEnds, steps: int, system: System) -> int:
+    """Bytes that a sweep collects per sample and group before they go to the result."""
+    numbers = math.prod(ends.tail) if ends.measured_by is not None else ends.rows * ends.wrt.size
+    return steps * numbers * system.work.itemsize
+
+
+def composed_pieces(
+    recurrences: Sequence[LinearisedCall], ends: JacobianEnds, memory: int
+) -> tuple[list[JacobianPiece], int]:
+    """Chunks of output steps, so that the fields of all rows fit; and the bytes that one of them takes."""
+    system = recurrences[0].system
+    widest = max(one.system.features + 2 * one.system.rows + one.system.columns for one in recurrences)
+    per_step = sum(one.system.features + one.system.columns for one in recurrences)
+    time = max(one.system.time for one in recurrences)
+    per_row = system.batch * (time * (per_step + 2 * ends.wrt.size) + 2 * widest) * system.work.itemsize
+    count = max(1, min(ends.groups, memory // max(1, per_row * ends.rows)))
+    pieces = [
+        JacobianPiece(slice(0, system.batch), part, slice(0, ends.in_count)) for part in _slices(ends.groups, count)
+    ]
+    return pieces, int(per_row * ends.rows * count)
+
+
+def _slices(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
 
 IN_DIRECTION = "in_direction"
 
@@ -29,7 +109,7 @@ LEAST_ROOM = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Part:
+class JacobianPart:
     """What is computed in one go, but for its pieces: one direction at either end.
 
     Attributes
@@ -46,10 +126,10 @@ class Part:
 
     route: Literal["direct", "composed", "uncut"]
     mode: str
-    network: Network
-    ends: Ends
-    direct: Direct | None
-    pieces: tuple[Piece, ...]
+    network: JacobianNetwork
+    ends: JacobianEnds
+    direct: DirectRoute | None
+    pieces: tuple[JacobianPiece, ...]
     working_bytes: int
     place: Mapping[str, int]
     rtol: float | None = None
@@ -71,7 +151,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JacobianPlan:
     """How a time Jacobian is computed.
 
     Attributes
@@ -82,9 +162,9 @@ class Plan:
         What is taken at most, the result included where it is kept in memory.
     """
 
-    network: Network
-    ends: Ends
-    parts: tuple[Part, ...]
+    network: JacobianNetwork
+    ends: JacobianEnds
+    parts: tuple[JacobianPart, ...]
     dims: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -111,7 +191,7 @@ class Plan:
         return "\n".join([head, *(f"  {part}" for part in self.parts)])
 
 
-def make_plan(options: Options, network: Network) -> Plan:
+def make_plan(options: JacobianOptions, network: JacobianNetwork) -> JacobianPlan:
     """How to compute what was asked for.
 
     Raises
@@ -128,7 +208,9 @@ def make_plan(options: Options, network: Network) -> Plan:
     return plan_for(network, ends, mode, options.rtol, options.memory, streamed=options.out is not None)
 
 
-def plan_for(network: Network, ends: Ends, mode: str, rtol: float | None, memory: int, *, streamed: bool) -> Plan:
+def plan_for(
+    network: JacobianNetwork, ends: JacobianEnds, mode: str, rtol: float | None, memory: int, *, streamed: bool
+) -> JacobianPlan:
     """How to compute what is wanted of two ends; ``streamed``: to where the result takes no memory."""
     dims, dtype = _dims(ends), _dtype(network.recurrences[0])
     shape = (*(_sizes(ends, network.samples)[dim] for dim in dims), *ends.tail)
@@ -139,10 +221,10 @@ def plan_for(network: Network, ends: Ends, mode: str, rtol: float | None, memory
     parts = tuple(_part(network, pair, place, mode, rtol, room) for pair, place in _by_direction(ends))
     taken = max(part.result_bytes for part in parts) if streamed else size
     peak = max(part.working_bytes for part in parts) + taken
-    return Plan(network, ends, parts, dims, shape, dtype, peak)
+    return JacobianPlan(network, ends, parts, dims, shape, dtype, peak)
 
 
-def _dims(ends: Ends) -> tuple[str, ...]:
+def _dims(ends: JacobianEnds) -> tuple[str, ...]:
     """Dimensions of the result."""
     found = [] if ends.average else [SAMPLE]
     found += [OUT_TIME] if ends.out_times is not None else []
@@ -153,7 +235,7 @@ def _dims(ends: Ends) -> tuple[str, ...]:
     return tuple(found + ([IN_FEATURE] if ends.measure is None else []))
 
 
-def _sizes(ends: Ends, samples: int) -> dict[str, int]:
+def _sizes(ends: JacobianEnds, samples: int) -> dict[str, int]:
     return {
         SAMPLE: samples,
         OUT_TIME: ends.groups,
@@ -165,27 +247,29 @@ def _sizes(ends: Ends, samples: int) -> dict[str, int]:
     }
 
 
-def _by_direction(ends: Ends) -> Iterator[tuple[Ends, dict[str, int]]]:
+def _by_direction(ends: JacobianEnds) -> Iterator[tuple[JacobianEnds, dict[str, int]]]:
     """One pair of ends for each direction of a state of a bidirectional layer, and its place along these axes."""
     for of, above in _directions(ends.of, DIRECTION):
         for wrt, below in _directions(ends.wrt, IN_DIRECTION):
             yield replace(ends, of=of, wrt=wrt), {**above, **below}
 
 
-def _directions(end: End, axis: str) -> list[tuple[End, dict[str, int]]]:
+def _directions(end: JacobianEnd, axis: str) -> list[tuple[JacobianEnd, dict[str, int]]]:
     if not end.bidirectional:
         return [(end, {})]
     return [(replace(end, within=(one,)), {axis: i}) for i, one in enumerate(end.within)]
 
 
-def _part(network: Network, ends: Ends, place: Mapping[str, int], mode: str, rtol: float | None, memory: int) -> Part:
+def _part(
+    network: JacobianNetwork, ends: JacobianEnds, place: Mapping[str, int], mode: str, rtol: float | None, memory: int
+) -> JacobianPart:
     """The route between one pair of ends, the cheaper mode, and pieces that fit."""
     network = replace(network, of=ends.of, wrt=ends.wrt)
     direct = direct_route(network, ends) if network.is_cut else None
     mode = _chosen_mode(direct, mode)
     if direct is not None:
         pieces, size = direct_pieces(direct, mode, memory)
-        return Part("direct", mode, network, ends, direct, tuple(pieces), size, place, rtol)
+        return JacobianPart("direct", mode, network, ends, direct, tuple(pieces), size, place, rtol)
     if rtol is not None:
         raise UnsupportedError(
             message(
@@ -196,10 +280,10 @@ def _part(network: Network, ends: Ends, place: Mapping[str, int], mode: str, rto
         )
     pieces, size = composed_pieces(network.recurrences, ends, memory)
     route: Literal["composed", "uncut"] = "composed" if network.is_cut else "uncut"
-    return Part(route, mode, network, ends, None, tuple(pieces), size, place)
+    return JacobianPart(route, mode, network, ends, None, tuple(pieces), size, place)
 
 
-def _chosen_mode(direct: Direct | None, mode: str) -> str:
+def _chosen_mode(direct: DirectRoute | None, mode: str) -> str:
     """Forward or reverse: what was asked for, or what takes fewer operations."""
     if direct is None:
         if mode == "forward":
@@ -216,7 +300,7 @@ def _chosen_mode(direct: Direct | None, mode: str) -> str:
     return "forward" if direct.flops("forward") < direct.flops("reverse") else "reverse"
 
 
-def _refuse_too_large(size: int, memory: int, ends: Ends) -> None:
+def _refuse_too_large(size: int, memory: int, ends: JacobianEnds) -> None:
     """Refuse a result that would not fit, naming cheaper calls."""
     if size <= memory:
         return
@@ -242,6 +326,6 @@ def _refuse_too_large(size: int, memory: int, ends: Ends) -> None:
     )
 
 
-def _dtype(one: Linearised) -> np.dtype[Any]:
-    found: np.dtype[Any] = one.work.numpy(one.half.run.input[:0]).dtype
+def _dtype(one: LinearisedCall) -> np.dtype[Any]:
+    found: np.dtype[Any] = one.work.numpy(one.replayed.run.input[:0]).dtype
     return found

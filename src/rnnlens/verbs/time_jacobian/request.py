@@ -1,4 +1,4 @@
-"""What ``rl.jacobian`` is asked for: one object, made and checked once, before the model runs."""
+"""The request of a time Jacobian: one object, resolved and checked once, before the model runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...adapters.registry import adapter_for
 from ...autodiff.tensors import dtype_name
 from ...errors import InputError, UnsupportedError, message
 from ...layout import Layout
-from ..axes import InputCoordinates, Layouts, named_layouts
+from ..axes import InputCoordinates, TensorLayouts, named_layouts
 from ..names import Catalogue, TensorName, catalogue, read_one, with_named_outputs
 
 
 @dataclass(frozen=True)
-class Options:
+class JacobianOptions:
     """How the two ends are looked at, as the arguments of ``rl.jacobian`` have it; ``memory`` in bytes."""
 
     memory: int
@@ -46,7 +46,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Request:
+class JacobianRequest:
     """One question to one model: which tensor, differentiated by which, on which batch, looked at how.
 
     Attributes
@@ -69,15 +69,15 @@ class Request:
     known: Catalogue
     of: TensorName
     wrt: TensorName
-    options: Options
+    options: JacobianOptions
     layouts: Mapping[Port, Layout]
     provenance: Mapping[str, str]
     coordinates: InputCoordinates
 
 
 def read_request(
-    model: Any, batch: Batch, ends: tuple[str, str], options: Options, axes: Mapping[str, Any] | None
-) -> Request:
+    model: Any, batch: Batch, ends: tuple[str, str], options: JacobianOptions, axes: Mapping[str, Any] | None
+) -> JacobianRequest:
     """Read the names of the two ends against the model, and check whatever can be told without running it.
 
     Raises
@@ -93,11 +93,11 @@ def read_request(
     known = with_named_outputs(adapter, model, batch, catalogue(adapter, model, batch.x), ends)
     of, wrt = (read_one(text, known) for text in ends)
     layouts = named_layouts(axes, known)
-    given = InputCoordinates(batch.x, Layouts(layouts, adapter))
+    given = InputCoordinates(batch.x, TensorLayouts(layouts, adapter))
     _refuse_as_end(of, "of")
     _refuse_as_end(wrt, "wrt")
     _refuse_integers(wrt, batch, known)
-    return Request(adapter, model, batch, known, of, wrt, options, layouts, adapter.provenance(model), given)
+    return JacobianRequest(adapter, model, batch, known, of, wrt, options, layouts, adapter.provenance(model), given)
 
 
 _ENDS = {

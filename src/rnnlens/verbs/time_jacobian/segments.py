@@ -1,25 +1,95 @@
-"""What lies between two recurrences, or between one and an end: free of recurrence, differentiated by the framework.
+"""Tensors outside of recurrences and the segments between them, found by probing the framework's differentiation.
 
-Found out on the data itself, never assumed: unit cotangents give the matrices, and random ones on half of the steps
-tell whether these are all there is. A segment in which each step depends on the same step only is a small matrix per
-step, costing almost nothing afterwards.
+Unit cotangents give the matrices, and random ones on half of the steps test whether these are all there is. Where each
+step depends on the same step only, a segment is one small matrix per step, which costs almost nothing afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from ...adapters.protocol import Port
+from ...adapters.protocol import Port, Pullback
 from ...autodiff.tensors import like
+from ...layout import Layout, canonical_order
 from ...results.schema import to_host
 from ...typing import Array
-from ..coupling import refusal
-from ..outside import patterns
-from .outer import OuterTensor, moved
+from ...vocabulary import SAMPLE, TIME
+from ..axes import patterns, refusal
+
+
+@dataclass(frozen=True)
+class OuterTensor:
+    """A tensor outside the recurrences, seen as (sample, time, feature) or (sample, feature).
+
+    Attributes
+    ----------
+    shape
+        The framework's own.
+    layout
+        How it lies in there: None for samples first, then time.
+    count
+        Number of samples in the batch, where there is a layout.
+    """
+
+    port: Port
+    shape: tuple[int, ...]
+    layout: Layout | None = None
+    count: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return self.shape[0] if self.layout is None else self._sizes.get(SAMPLE, 1)
+
+    @property
+    def times(self) -> int | None:
+        """Number of steps; None where there is no time."""
+        if self.layout is not None:
+            return self._sizes.get(TIME)
+        return self.shape[1] if len(self.shape) > 2 else None
+
+    @property
+    def features(self) -> int:
+        """Numbers per sample and step."""
+        return math.prod(self.shape) // (self.samples * (self.times or 1))
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        assert self.layout is not None
+        return dict(zip(self.layout.names, self.layout.sizes(self.shape, self.count), strict=True))
+
+    def closed(self, rows: Array) -> Array:
+        """(row, sample, [time,] feature) as the framework wants it."""
+        if self.layout is not None:
+            order = canonical_order(self.layout.names)
+            sizes = list(self._sizes.values())
+            rows = rows.reshape((rows.shape[0], *(sizes[i] for i in order)))
+            rows = _permuted(rows, [order.index(i) for i in range(len(order))])
+        return rows.reshape((rows.shape[0], *self.shape))
+
+    def opened(self, rows: Array) -> Array:
+        """From the framework, as (row, sample, [time,] feature)."""
+        if self.layout is not None:
+            rows = _permuted(self.layout.opened(rows, self.count, lead=1), canonical_order(self.layout.names))
+        steps = () if self.times is None else (self.times,)
+        return rows.reshape((rows.shape[0], self.samples, *steps, self.features))
+
+
+def _permuted(rows: Array, order: Sequence[int]) -> Array:
+    """Every axis but the first one in another order."""
+    axes = (0, *(1 + i for i in order))
+    return np.transpose(rows, axes) if isinstance(rows, np.ndarray) else rows.permute(axes)
+
+
+def moved(array: Array, origin: int, target: int) -> Array:
+    """The array with one axis in another place."""
+    return np.moveaxis(array, origin, target) if isinstance(array, np.ndarray) else array.movedim(origin, target)
+
 
 #: Rows (row, sample, [time,] feature) at a tensor to all that lies directly below it, in the same form.
 Pull = Callable[[Port, Array], Mapping[Port, Array | None]]
@@ -80,7 +150,7 @@ def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> 
     return segments
 
 
-def refuse_coupled(pull: Pull, top: OuterTensor) -> None:
+def refuse_coupled_rows(pull: Pull, top: OuterTensor) -> None:
     """Raise if what starts at some samples of ``top`` arrives at others: no sample then has a Jacobian of its own."""
     rows, on = _sample_rows(top)
     if len(on):
@@ -141,3 +211,59 @@ def _sample_rows(top: OuterTensor) -> tuple[Array, Array]:
     on = patterns(top.samples)
     rows = np.random.default_rng(1).normal(size=(len(on), *shape))
     return rows * on.reshape(*on.shape, *[1] * (len(shape) - 1)), on
+
+
+@dataclass
+class SegmentGraph:
+    """One run of the model, ready to be differentiated outside of the recurrences; cotangents go down in it.
+
+    Attributes
+    ----------
+    values
+        Its tensors, as the framework has them.
+    pullback
+        The framework's own differentiation; None where nothing is left to ask.
+    segments
+        By the tensor at which they start, then by that at which they end: as far as they are known.
+    """
+
+    values: Mapping[Port, Array] = field(default_factory=dict)
+    pullback: Pullback | None = None
+    tensors: dict[Port, OuterTensor] = field(default_factory=dict)
+    segments: dict[Port, dict[Port, Segment]] = field(default_factory=dict)
+    _uncoupled: set[Port] = field(default_factory=set)
+
+    def below(self, port: Port) -> Mapping[Port, Segment]:
+        """The segments that start at a tensor; probed once."""
+        if port not in self.segments:
+            known = self.pullback is not None
+            self.segments[port] = probe(self.pull, self.tensors[port], self.tensors) if known else {}
+        return self.segments[port]
+
+    def pull(self, port: Port, rows: Array) -> Mapping[Port, Array | None]:
+        """(row, sample, [time,] feature) at a tensor, through the framework to all that it differentiates by."""
+        return self.pull_all({port: rows})
+
+    def pull_all(self, rows: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
+        """The same from several tensors at once, summed where they meet."""
+        assert self.pullback is not None
+        cotangents = {port: like(self.tensors[port].closed(some), self.values[port]) for port, some in rows.items()}
+        found = self.pullback.vjp(cotangents)
+        return {port: None if a is None else self.tensors[port].opened(a) for port, a in found.items()}
+
+    def through(self, port: Port, rows: Array, only: Collection[Port] | None = None) -> dict[Port, Array]:
+        """Rows (sample, row, [time,] feature) at a tensor to those directly below it, in the same form."""
+        segments = {p: segment for p, segment in self.below(port).items() if only is None or p in only}
+        found = {below: segment.apply(rows) for below, segment in segments.items() if segment.kind != "through"}
+        rest = [below for below, segment in segments.items() if segment.kind == "through"]
+        if rest:
+            pulled = self.pull(port, moved(rows, 0, 1))
+            arrived = {below: pulled[below] for below in rest}
+            found |= {below: like(moved(a, 0, 1), rows) for below, a in arrived.items() if a is not None}
+        return found
+
+    def refuse_coupled(self, port: Port) -> None:
+        """Raise if what starts at some samples of a tensor arrives at others; tried once."""
+        if port not in self._uncoupled:
+            refuse_coupled_rows(self.pull, self.tensors[port])
+            self._uncoupled.add(port)

@@ -1,1 +1,1 @@
-"""What every recurrent layer did at every step of one batch: captured, replayed, swept and labelled."""
+"""Traces of one batch: the layers and quantities asked for, captured, replayed, swept and labelled."""

@@ -1,34 +1,126 @@
-"""Captured calls of layers to one labelled dataset each."""
+"""Captured calls of layers, replayed and swept, as one labelled dataset each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import xarray as xr
 
 from ...adapters.protocol import Batch, Capture, LayerInfo, NonRecurrentCall, Port, RecurrentCall
 from ...recurrence.replay import Replay
+from ...recurrence.rounding import Rounding, rounding_of
 from ...results.checks import Check, coarser
 from ...results.schema import layer_dataset, to_host
 from ...typing import Array
 from ...vocabulary import FEATURE, FORWARD
-from ..assemble import join_directions
-from ..axes import Axes, InputCoordinates, in_order
-from ..certify import INITIAL, LAYER_INPUT, PROBES, Boundary, Ours
-from ..host import on_host
-from ..outside import Outside
-from ..relabelled import initial_state_gradients, input_gradient, weight_sums
-from .calls import TracedCall, trace_call
-from .wanted import Wanted
-from .weight_sum import WeightSum
+from ..axes import BatchAxes, InputCoordinates, ModelAxes, in_order
+from ..certificates.comparisons import INITIAL, LAYER_INPUT, PROBES, BoundaryGradients, ReplayedValues
+from ..certificates.of_trace import initial_state_gradients, input_gradient, weight_sums
+from ..recurrent_layers import on_host, replay_check, sweep, weights_to_check
+from ..weight_gradients import WeightSum
+from .request import TraceRequest
+
+
+@dataclass
+class TracedCall:
+    """The arrays of a call, its checks, and of a sweep its weight gradients and what rounding goes by."""
+
+    arrays: Arrays
+    checks: list[Check]
+    weights: Mapping[str, Array] | None = None
+    rounding: Rounding = field(default_factory=Rounding)
+
+    def present(self, wanted: TraceRequest | None) -> Arrays:
+        """What there is of it, and is wanted."""
+        found = {name: array for name, array in self.arrays.items() if array is not None}
+        return found if wanted is None else {name: array for name, array in found.items() if wanted.has(name)}
+
+
+def trace_call(
+    call: RecurrentCall, wanted: TraceRequest, sums: dict[str, WeightSum], replayed: Callable[[RecurrentCall], Replay]
+) -> TracedCall:
+    """Replay a call, and sweep back through it where there is a loss; ``sums`` collects dL/dW by weights shared."""
+    names = call.cell.state_names
+    arrays: Arrays = {"input": call.input, "mask": call.mask, "output": call.output, "output_grad": call.output_grad}
+    if call.final_state_grad is not None:
+        arrays |= _boundary("final", names, call.final_state_grad)
+    if not wanted.replayed:
+        return TracedCall(arrays, [])
+    run, steps = replayed(call), int(call.input.shape[1])
+    arrays |= dict(zip(names, run.states, strict=True))
+    arrays |= {"gates": run.gates, "gate_preactivation": run.preactivation}
+    traced = TracedCall(arrays, [replay_check(call, run)])
+    if call.output_grad is None or not wanted.swept:
+        return traced
+    spend = not wanted.has("gate_preactivation") and not wanted.weighed
+    result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad, spend=spend)
+    if spend:
+        arrays["gate_preactivation"] = None
+    arrays |= {f"{name}_grad": grad for name, grad in zip(names, result.state_grads, strict=True)}
+    arrays |= {"gate_grad": result.gate_grad if call.cell.gates else None, "input_grad": result.input_grad}
+    arrays |= _boundary("initial", names, result.initial_state_grad)
+    if not wanted.weighed:
+        return traced
+    traced.weights, reference = weights_to_check(call, run, result)
+    traced.rounding = rounding_of(run, result)
+    if call.weight_grads is not None:
+        key = call.weights_key or f"{call.layer}/{call.direction}"
+        sums.setdefault(key, WeightSum(call, reference)).add(traced.weights, steps, traced.rounding.weights)
+    return traced
+
+
+def _boundary(when: str, names: Sequence[str], grads: Sequence[Array]) -> Arrays:
+    """Gradients of the first or last state: stacked where all states have one size, else one variable each."""
+    if len({grad.shape[-1] for grad in grads}) == 1:
+        return {f"{when}_state_grad": tuple(grads)}
+    return {f"{when}_{name}_grad": grad for name, grad in zip(names, grads, strict=True)}
+
+
+#: Variables of one call by name; a tuple stands for states to be stacked.
+Arrays = dict[str, Any]
+
+#: What both replayed_calls of a bidirectional layer are fed, and what they send back to it.
+_SHARED, _SUMMED = frozenset({"input", "mask"}), frozenset({"input_grad"})
+_WITHOUT_TIME = ("initial_", "final_")
+
+
+def join_directions(replayed_calls: Sequence[Arrays]) -> dict[str, np.ndarray[Any, Any]]:
+    """Stack the arrays of two directions on an axis after time, or after sample where there is no time."""
+    ready = [{name: _stack_states(array) for name, array in replayed.items()} for replayed in replayed_calls]
+    if len(ready) == 1:
+        return ready[0]
+    first, second = ready
+    joined: dict[str, np.ndarray[Any, Any]] = {}
+    for name, array in first.items():
+        if name in _SHARED:
+            joined[name] = array
+        elif name in _SUMMED:
+            joined[name] = array + second[name]
+        else:
+            joined[name] = np.stack([array, second[name]], axis=_direction_axis(name, array))
+    return joined
+
+
+def _stack_states(array: Any) -> np.ndarray[Any, Any]:
+    """(sample, unit) per state to (sample, state, unit)."""
+    if isinstance(array, tuple):
+        return np.stack([to_host(state) for state in array], axis=1)
+    return to_host(array)
+
+
+def _direction_axis(name: str, array: np.ndarray[Any, Any]) -> int:
+    return 1 if name.startswith(_WITHOUT_TIME) or array.ndim < 3 else 2
 
 
 def recurrent_datasets(
     infos: Sequence[LayerInfo],
     capture: Capture,
-    wanted: Wanted,
+    wanted: TraceRequest,
     provenance: Mapping[str, str],
-    ours: Ours | None,
+    ours: ReplayedValues | None,
     replayed: Callable[[RecurrentCall], Replay] = Replay.from_call,
 ) -> tuple[dict[str, xr.Dataset], list[Check]]:
     """One dataset per node, in the order of the calls, and the self-checks; ``ours`` collects what to certify."""
@@ -36,18 +128,18 @@ def recurrent_datasets(
     checks: list[Check] = []
     sums: dict[str, WeightSum] = {}
     datasets = {}
-    for name, halves in _by_node(capture.calls).items():
-        traced = [trace_call(call, wanted, sums, replayed) for call in halves]
+    for name, replayed_calls in _by_node(capture.calls).items():
+        traced = [trace_call(call, wanted, sums, replayed) for call in replayed_calls]
         checks += [check for one in traced for check in one.checks]
         info = described.get(name) or described.get(name.rpartition("#")[0])
         dataset = layer_dataset(
             join_directions([one.present(wanted if ours is None else None) for one in traced]),
             info={**(vars(info) if info else {}), "name": name},
             provenance=provenance,
-            bidirectional=len(halves) > 1,
+            bidirectional=len(replayed_calls) > 1,
         )
         if ours is not None:
-            _collect(ours, dataset, halves, traced)
+            _collect(ours, dataset, replayed_calls, traced)
             dataset = dataset.drop_vars([v for v in dataset.data_vars if not wanted.has(str(v))])
         datasets[name] = dataset
     checks += [total.check() for total in sums.values()]
@@ -58,42 +150,46 @@ def _by_node(calls: Iterable[RecurrentCall]) -> dict[str, list[RecurrentCall]]:
     """Calls by node; forward comes first, also where a bidirectional layer was built around one that goes backwards."""
     nodes: dict[str, list[RecurrentCall]] = {}
     for call in on_host(calls):
-        halves = nodes.setdefault(call.layer, [])
-        halves.insert(0 if call.direction == FORWARD else len(halves), call)
+        replayed_calls = nodes.setdefault(call.layer, [])
+        replayed_calls.insert(0 if call.direction == FORWARD else len(replayed_calls), call)
     return nodes
 
 
-def _collect(ours: Ours, dataset: xr.Dataset, halves: Sequence[RecurrentCall], traced: Sequence[TracedCall]) -> None:
+def _collect(
+    ours: ReplayedValues, dataset: xr.Dataset, replayed_calls: Sequence[RecurrentCall], traced: Sequence[TracedCall]
+) -> None:
     """What of one layer is to be held against the plain run, from its labelled numbers where those suffice."""
     # A layer that returns its last output only, and whose input nobody asked for, is held to the bound of its units.
-    timed = halves[0].output[0] if halves[0].input is None else halves[0].input[0]
+    timed = replayed_calls[0].output[0] if replayed_calls[0].input is None else replayed_calls[0].input[0]
     ours.steps = max(ours.steps, int(timed.shape[0]))
-    ours.dtype = coarser(ours.dtype, halves[0].compute_dtype or str(halves[0].output.dtype))
-    for call, one in zip(halves, traced, strict=True):
+    ours.dtype = coarser(ours.dtype, replayed_calls[0].compute_dtype or str(replayed_calls[0].output.dtype))
+    for call, one in zip(replayed_calls, traced, strict=True):
         if one.weights is None:
             continue
         ours.add_weights(call, weight_sums(dataset, call, PROBES) or one.weights, one.rounding.weights)
         grads = initial_state_gradients(dataset, call, call.cell.state_names)
         if call.framework_initial_state_grad is not None and grads is not None:
             pairs = zip(grads, call.framework_initial_state_grad, strict=True)
-            ours.boundaries.append(Boundary(INITIAL, call.layer, list(pairs), one.rounding.initial))
+            ours.boundaries.append(BoundaryGradients(INITIAL, call.layer, list(pairs), one.rounding.initial))
     mine = input_gradient(dataset)
-    theirs = [call.framework_input_grad for call in halves if call.framework_input_grad is not None]
+    theirs = [call.framework_input_grad for call in replayed_calls if call.framework_input_grad is not None]
     if theirs and mine is not None:
         scale = max(one.rounding.input for one in traced)
-        ours.boundaries.append(Boundary(LAYER_INPUT, halves[0].layer, [(mine, sum(map(to_host, theirs)))], scale))
+        ours.boundaries.append(
+            BoundaryGradients(LAYER_INPUT, replayed_calls[0].layer, [(mine, sum(map(to_host, theirs)))], scale)
+        )
 
 
 def plain_datasets(
     calls: Sequence[NonRecurrentCall],
-    axes: Axes,
+    axes: ModelAxes,
     batch: Batch,
-    wanted: Wanted,
+    wanted: TraceRequest,
     provenance: Mapping[str, str],
 ) -> dict[str, xr.Dataset]:
     """Outputs of layers that are not recurrent, samples first, then time, where these are known."""
     axes.learn(batch, [Port("output", call.layer) for call in calls])
-    outside = Outside(axes, axes.samples(batch)) if calls else None
+    outside = BatchAxes(axes, axes.samples(batch)) if calls else None
     found = {}
     for call in calls:
         arrays: dict[str, Array] = {}

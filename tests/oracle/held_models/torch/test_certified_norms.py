@@ -7,7 +7,7 @@ from torch import nn
 
 import rnnlens as rl
 from rnnlens.recurrence.reductions import REDUCTIONS
-from rnnlens.verbs.time_jacobian.linearised import Linearised
+from rnnlens.verbs.time_jacobian.ends import LinearisedCall
 from rnnlens.verbs.time_jacobian.segments import Segment
 
 
@@ -97,7 +97,7 @@ FAULTS = {
     "segments 1 % larger": (Segment, "at_every_step", larger, "one layer", "reverse"),
     "segments 1 % larger, forward": (Segment, "at_every_step", larger, "one layer", "forward"),
     "segments below 1 % larger": (Segment, "apply", larger, "two layers", "reverse"),
-    "units exchanged": (Linearised, "points", units_exchanged, "one layer", "reverse"),
+    "units exchanged": (LinearisedCall, "points", units_exchanged, "one layer", "reverse"),
 }
 
 
@@ -137,6 +137,6 @@ def test_what_would_not_fit_is_not_certified():
 
 
 def test_a_probe_starts_at_some_of_many_steps(monkeypatch):
-    monkeypatch.setattr("rnnlens.verbs.time_jacobian.claim.PROBED_STEPS", 2)
+    monkeypatch.setattr("rnnlens.verbs.certificates.of_jacobian.PROBED_STEPS", 2)
     found = asked(MODELS["two layers"], measure="norm")
     assert found.attrs["certificate"].startswith("certified against torch")

@@ -27,7 +27,14 @@ assemble, capture, fused, pullback, record = (
 )
 pull, inside, jacobian, calls, datasets, weights = (
     importlib.import_module(f"{VERBS}.{name}")
-    for name in ("differentiation.pull", "inside", "jacobian", "tracing.calls", "tracing.datasets", "weights")
+    for name in (
+        "differentiation.pull",
+        "recurrent_layers",
+        "jacobian",
+        "tracing.datasets",
+        "tracing.datasets",
+        "weights",
+    )
 )
 
 

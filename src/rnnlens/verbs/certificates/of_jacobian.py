@@ -1,9 +1,14 @@
-"""Holds a time Jacobian against one vector-Jacobian product of the plain run: u^T J, for random signs u."""
+"""Certificates of time Jacobians: u^T J for random signs u, compared with one vector-Jacobian product.
+
+A Jacobian that is linear in its rows gives the product itself. Of one measured by norms nothing linear is left: the
+same signs go through the same plan once more, unmeasured, as one row for each output step.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,31 +19,178 @@ from ... import data
 from ...adapters.protocol import Cotangents, Port, ReferenceRun
 from ...errors import CertificateError, TooLargeError
 from ...results.certificate import Certificate
-from ...results.checks import coarser, epsilon, residual, rounding_bound
+from ...results.checks import Check, coarser, epsilon, residual, rounding_bound
 from ...results.schema import to_host
 from ...typing import Array
-from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, SAMPLE, TIME, UNIT
-from ..certify import Comparisons, outputs_of, wanted
+from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME, UNIT
+from ..axes import BatchAxes
 from ..names import TensorName
-from ..outside import Outside
-from ..reference_run import attempt, steadied
-from .claim import LINEAR, Claim, pushed_through, taken_from
-from .ends import Ends
-from .execute import numbers
-from .network import open_network
-from .plan import Plan, make_plan
-from .request import Request
-from .tally import Tally
+from ..time_jacobian.ends import JacobianEnds
+from ..time_jacobian.execute import numbers
+from ..time_jacobian.network import open_network
+from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
+from ..time_jacobian.request import JacobianRequest
+from .comparisons import Comparisons, attempt, outputs_of, steadied, wanted
+
+#: Measures after which a Jacobian is still linear in its rows.
+LINEAR = (None, "sum", "mean")
+#: Output steps at most at which a probe starts.
+PROBED_STEPS = 64
+
+MEASURE = "bound of the measure"
+
+
+@dataclass(frozen=True)
+class JacobianClaim:
+    """One cotangent of the upper end, and what it becomes at the lower one.
+
+    Attributes
+    ----------
+    ends
+        What the numbers in ``pulled`` were made of.
+    cotangent
+        (sample, [time,] unit): of the output's own units, at the steps ``ends.out_times`` in their order.
+    pulled
+        What the Jacobian makes of it, by the names of its axes.
+    spread
+        The largest root of the sum of squares that went into one number of it: what rounding is relative to.
+    probed
+        Whether it was pushed through the plan, and not taken from the result.
+    checks
+        How a measured result agrees with it.
+    """
+
+    ends: JacobianEnds
+    cotangent: xr.DataArray
+    pulled: xr.DataArray
+    spread: float
+    probed: bool = False
+    checks: tuple[Check, ...] = ()
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def taken_from(plan: JacobianPlan, jacobian: xr.DataArray) -> JacobianClaim:
+    """The claim of a Jacobian that is linear in its rows."""
+    signs = _signs(plan)
+    bare = jacobian.drop_vars(list(jacobian.coords))
+    return JacobianClaim(plan.ends, _on_units(signs, plan.ends), _contracted(bare, signs), _spread(bare))
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def pushed_through(plan: JacobianPlan, jacobian: xr.DataArray | None, memory: int, dtype: str) -> JacobianClaim:
+    """The claim of a Jacobian that was measured: random signs go the way that its rows went; held against it if given.
+
+    Raises
+    ------
+    TooLargeError
+        If not even the steps below one output step fit into the memory.
+    """
+    chosen = _probed_steps(plan, memory)
+    weights = _random_rows(plan, chosen)
+    times = None if plan.ends.out_times is None else [plan.ends.out_times[i] for i in chosen]
+    ends = replace(plan.ends, weights=weights, out_times=times, measure=None, sketch=None, average=False)
+    modes = {part.mode for part in plan.parts}
+    probe = plan_for(plan.network, ends, modes.pop() if len(modes) == 1 else "auto", None, memory, streamed=False)
+    rows = xr.DataArray(numbers(probe, WorkCount()), dims=probe.dims)
+    check = () if jacobian is None else _bound(plan, jacobian, rows, chosen, dtype)
+    pulled = rows.isel({OUT_UNIT: 0})
+    pulled = pulled.sum(OUT_TIME) if OUT_TIME in rows.dims else pulled
+    cotangent = xr.DataArray(weights[:, :, 0].astype(plan.dtype), dims=(SAMPLE, TIME, UNIT))
+    cotangent = cotangent.isel({TIME: 0 if times is None else times})
+    return JacobianClaim(ends, cotangent, pulled, _spread(rows), True, check)
+
+
+def _probed_steps(plan: JacobianPlan, memory: int) -> list[int]:
+    """Places of output steps, among those asked for, at which a probe starts: as many as fit."""
+    ends = plan.ends
+    each = plan.network.samples * ends.in_count * ends.wrt.size * plan.dtype.itemsize
+    count = max(1, min(ends.groups, PROBED_STEPS, memory // max(1, each)))
+    return sorted({int(i) for i in np.linspace(ends.groups - 1, 0, count).round()})
+
+
+def _random_rows(plan: JacobianPlan, chosen: list[int]) -> np.ndarray[Any, Any]:
+    """One combination of the rows asked for, by random signs, at each chosen step: (sample, time, 1, unit)."""
+    ends, samples = plan.ends, plan.network.samples
+    rows = np.eye(ends.of.size) if ends.projection is None else ends.projection[0, 0]
+    signs = 2.0 * np.random.default_rng(0).integers(0, 2, size=(samples, len(chosen), len(rows))) - 1.0
+    weights = np.zeros((samples, ends.of.times or 1, 1, ends.of.size))
+    at = [0] if ends.out_times is None else [ends.out_times[i] for i in chosen]
+    weights[:, at, 0] = signs @ rows
+    return weights
+
+
+def _bound(
+    plan: JacobianPlan, jacobian: xr.DataArray, rows: xr.DataArray, chosen: list[int], dtype: str
+) -> tuple[Check, ...]:
+    """No combination of so many rows by signs is longer than the largest singular value times the root of their number.
+
+    With a single row it is as long as the measured number itself.
+    """
+    ends = plan.ends
+    if ends.sketch is not None or ends.measure is None:
+        return ()
+    count = ends.of.size if ends.projection is None else int(ends.projection.shape[2])
+    found = jacobian.drop_vars(list(jacobian.coords))
+    found = found.isel({OUT_TIME: chosen}) if OUT_TIME in found.dims else found
+    along = [OUT_UNIT, IN_FEATURE]
+    if ends.measure == "abs_mean":
+        short, limit = abs(rows).mean(along), count * found
+    else:
+        short, limit = (rows**2).sum(along) ** 0.5, count**0.5 * found
+    short = short.mean(SAMPLE) if ends.average else short
+    excess = short - limit if count > 1 else abs(short - limit)
+    scale = float(abs(limit).max()) or 1.0
+    residual = max(float(excess.max()), 0.0) / scale
+    return (Check(MEASURE, "", residual, rounding_bound(dtype, max((64, *plan.shape)))),)
+
+
+def _signs(plan: JacobianPlan) -> xr.DataArray:
+    """One random sign for every row of the Jacobian, the same for all samples where it is averaged over them."""
+    ends, samples = plan.ends, plan.network.samples
+    sizes = {SAMPLE: 1 if ends.average else samples}
+    sizes |= {} if ends.out_times is None else {OUT_TIME: ends.groups}
+    sizes |= {OUT_UNIT: ends.rows}
+    signs = 2.0 * np.random.default_rng(0).integers(0, 2, size=tuple(sizes.values())) - 1.0
+    if ends.average:
+        signs, sizes = np.repeat(signs, samples, axis=0), {**sizes, SAMPLE: samples}
+    return xr.DataArray(signs.astype(plan.dtype), dims=tuple(sizes))
+
+
+def _on_units(signs: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
+    """Cotangents of the output's units from those of the rows, which may be combinations of units."""
+    renamed = signs.rename({OUT_UNIT: UNIT, **({OUT_TIME: TIME} if OUT_TIME in signs.dims else {})})
+    if ends.weights is None:
+        return renamed
+    rows = xr.DataArray(np.asarray(ends.weights)[0, 0].astype(signs.dtype), dims=("row", UNIT))
+    units: xr.DataArray = xr.dot(renamed.rename({UNIT: "row"}), rows, dim="row")
+    return units
+
+
+def _contracted(jacobian: xr.DataArray, signs: xr.DataArray) -> xr.DataArray:
+    """u^T J by the names of the axes."""
+    if SAMPLE not in jacobian.dims:
+        signs = signs.isel({SAMPLE: 0})
+    if OUT_UNIT not in jacobian.dims:
+        signs = signs.isel({OUT_UNIT: 0})
+    dims = [d for d in (OUT_TIME, OUT_UNIT) if d in jacobian.dims]
+    combined: xr.DataArray = xr.dot(jacobian, signs, dim=dims)
+    return combined
+
+
+def _spread(jacobian: xr.DataArray) -> float:
+    squares = xr.dot(jacobian, jacobian, dim=[d for d in (OUT_TIME, OUT_UNIT) if d in jacobian.dims])
+    return float(np.sqrt(squares.max()))
+
 
 JACOBIAN = "plain jacobian"
 
 #: The user's own layers from one tensor to another: from an array to a value and its pull-back.
-Stretch = Callable[[Array], tuple[Array, Callable[[Array], list[Array | None]]]]
+SubnetworkRun = Callable[[Array], tuple[Array, Callable[[Array], list[Array | None]]]]
 
 _MEASURED = {"norm": "norms", "spectral": "largest singular values", "abs_mean": "mean magnitudes"}
 
 
-def claim_of(request: Request, plan: Plan, jacobian: xr.DataArray) -> Claim | Certificate:
+def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray) -> JacobianClaim | Certificate:
     """What there is to be certified of a finished Jacobian, while its network is open; or why nothing is."""
     options = request.options
     if options.out is not None:
@@ -55,7 +207,7 @@ def claim_of(request: Request, plan: Plan, jacobian: xr.DataArray) -> Claim | Ce
         return Certificate("could not", request.adapter.engine, why="what was measured would not fit into the memory")
 
 
-def _why_not(request: Request, plan: Plan) -> str:
+def _why_not(request: JacobianRequest, plan: JacobianPlan) -> str:
     """Why the Jacobian asked for has nothing that a plain run gives; "" where it has."""
     if any(data.is_packed(leaf) for leaf in data.leaves_of(request.batch.x)):
         return "a packed input has its steps in another order than the result"
@@ -69,12 +221,12 @@ def _why_not(request: Request, plan: Plan) -> str:
     return ""
 
 
-def certify(request: Request, plan: Plan, claim: Claim | Certificate) -> Certificate:
+def certify(request: JacobianRequest, plan: JacobianPlan, claim: JacobianClaim | Certificate) -> Certificate:
     """Run the model plainly, and compare what arrives at its input."""
     if isinstance(claim, Certificate):
         return claim
     engine = request.adapter.engine
-    outside = Outside(plan.network.layouts, plan.network.samples)
+    outside = BatchAxes(plan.network.layouts, plan.network.samples)
     pulled = partial(_cotangents, outside, request.of, claim)
     if _is_inside(request.of) or _is_inside(request.wrt):
         run, why = _stretch_by_itself(request, plan, pulled)
@@ -97,23 +249,25 @@ def certify(request: Request, plan: Plan, claim: Claim | Certificate) -> Certifi
     return steadied(certificate, request.adapter, request.model, request.batch, run)
 
 
-def _held(request: Request, plan: Plan, claim: Claim, theirs: xr.DataArray, scale: float) -> Certificate:
+def _held(
+    request: JacobianRequest, plan: JacobianPlan, claim: JacobianClaim, theirs: xr.DataArray, scale: float
+) -> Certificate:
     """The claim beside what the framework has for it; ``scale`` is what rounding is relative to."""
     comparisons = Comparisons(max(int(size) for size in (64, *plan.shape)), _computed_in(request, plan))
     comparisons.compare(JACOBIAN, "", [(claim.pulled, theirs.transpose(*claim.pulled.dims))], scale=scale)
     return comparisons.certificate(request.adapter.engine, claim.checks, **_words(plan, claim))
 
 
-def _pulled(request: Request, *, perturbed: bool = False) -> xr.DataArray:
+def _pulled(request: JacobianRequest, *, perturbed: bool = False) -> xr.DataArray:
     """What the Jacobian makes of random signs, anew; ``perturbed``: off by one rounding inside recurrent layers."""
     with open_network(request, perturbed=perturbed) as network:
         plan = make_plan(request.options, network)
         is_linear = plan.ends.measure in LINEAR
-        jacobian = xr.DataArray(numbers(plan, Tally()), dims=plan.dims) if is_linear else None
+        jacobian = xr.DataArray(numbers(plan, WorkCount()), dims=plan.dims) if is_linear else None
         return _claimed(request, plan, jacobian).pulled
 
 
-def _claimed(request: Request, plan: Plan, jacobian: xr.DataArray | None) -> Claim:
+def _claimed(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
     if plan.ends.measure in LINEAR and jacobian is not None:
         return taken_from(plan, jacobian)
     return pushed_through(plan, jacobian, request.options.memory, _computed_in(request, plan))
@@ -123,7 +277,7 @@ def _is_inside(name: TensorName) -> bool:
     return name.layer is not None or name.what not in ("input", "output")
 
 
-def _can_run_by_itself(request: Request) -> bool:
+def _can_run_by_itself(request: JacobianRequest) -> bool:
     """Whether what lies between the two ends can be run by itself, as the user's own layers."""
     of, wrt, batch = request.of, request.wrt, request.batch
     if {of.what, wrt.what} - {"input", "output"} or batch.training or batch.initial_state:
@@ -131,7 +285,9 @@ def _can_run_by_itself(request: Request) -> bool:
     return request.adapter.subnetwork(request.model, of.port(), wrt.port()) is not None
 
 
-def _stretch_by_itself(request: Request, plan: Plan, cotangents: Cotangents) -> tuple[ReferenceRun | None, str]:
+def _stretch_by_itself(
+    request: JacobianRequest, plan: JacobianPlan, cotangents: Cotangents
+) -> tuple[ReferenceRun | None, str]:
     """The layers between the two ends, run by themselves; or why they are not."""
     adapter, model = request.adapter, request.model
     whole, why = attempt(partial(adapter.reference_run, model, request.batch, gradients=False))
@@ -147,7 +303,12 @@ def _stretch_by_itself(request: Request, plan: Plan, cotangents: Cotangents) -> 
 
 
 def _pulled_through(
-    stretch: Stretch, rest: Stretch | None, start: Array, whole: ReferenceRun, bound: float, cotangents: Cotangents
+    stretch: SubnetworkRun,
+    rest: SubnetworkRun | None,
+    start: Array,
+    whole: ReferenceRun,
+    bound: float,
+    cotangents: Cotangents,
 ) -> ReferenceRun:
     """What arrives at the lower end of a stretch, if this and the rest of the model give what the model gives."""
     value, pull = stretch(start)
@@ -158,7 +319,7 @@ def _pulled_through(
     return ReferenceRun(whole.outputs, input_grads=pull(np.asarray(cotangent)))
 
 
-def _words(plan: Plan, claim: Claim) -> dict[str, tuple[str, ...]]:
+def _words(plan: JacobianPlan, claim: JacobianClaim) -> dict[str, tuple[str, ...]]:
     """What was compared, and what follows from it."""
     if not claim.probed:
         return {"certified": ("random combinations of its rows",)}
@@ -166,14 +327,16 @@ def _words(plan: Plan, claim: Claim) -> dict[str, tuple[str, ...]]:
     return {"certified": (before,), "resting": (_MEASURED[str(plan.ends.measure)],)}
 
 
-def _computed_in(request: Request, plan: Plan) -> str:
+def _computed_in(request: JacobianRequest, plan: JacobianPlan) -> str:
     """The coarsest dtype on the way: that of the result, of the model, or of a layer."""
-    layers = (one.half.call.compute_dtype for one in plan.network.recurrences)
+    layers = (one.replayed.call.compute_dtype for one in plan.network.recurrences)
     kinds = [str(plan.dtype), request.provenance.get("dtype", ""), *layers]
     return functools.reduce(coarser, (kind or "" for kind in kinds))
 
 
-def _cotangents(outside: Outside, of: TensorName, claim: Claim, outputs: Sequence[Array]) -> Sequence[Array | None]:
+def _cotangents(
+    outside: BatchAxes, of: TensorName, claim: JacobianClaim, outputs: Sequence[Array]
+) -> Sequence[Array | None]:
     """The cotangent as the model's outputs lie: zero but at the steps asked for."""
     times = claim.ends.out_times
     opened = _opened(outside, of, np.zeros_like(outputs[of.index]), steps=times is not None)
@@ -188,7 +351,7 @@ def _cotangents(outside: Outside, of: TensorName, claim: Claim, outputs: Sequenc
     return found
 
 
-def _opened(outside: Outside, name: TensorName, array: Array, *, steps: bool) -> xr.DataArray:
+def _opened(outside: BatchAxes, name: TensorName, array: Array, *, steps: bool) -> xr.DataArray:
     """By the names of its axes; where samples come first by rule and steps are looked at, these come second."""
     whole, dims = outside.opened(name.port(), array)
     if steps and TIME not in dims and outside.axes.samples_first and len(dims) > 2:
@@ -211,7 +374,7 @@ def _as_was(rows: xr.DataArray, opened: xr.DataArray) -> xr.DataArray:
 
 
 def _arrived(
-    outside: Outside, wrt: TensorName, gradients: Sequence[Array | None], x: Any, *, steps: bool
+    outside: BatchAxes, wrt: TensorName, gradients: Sequence[Array | None], x: Any, *, steps: bool
 ) -> xr.DataArray:
     """What came to the input that we differentiate by, (sample, [time,] feature)."""
     arrived = gradients[wrt.index]
@@ -219,7 +382,7 @@ def _arrived(
     return _as_rows(_opened(outside, wrt, arrived, steps=steps), FEATURE)
 
 
-def _asked(arrived: xr.DataArray, ends: Ends) -> xr.DataArray:
+def _asked(arrived: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
     """What of the gradient at the input the Jacobian shows, and as it shows it."""
     arrived = arrived if SAMPLE in arrived.dims else arrived.expand_dims(SAMPLE)
     if ends.in_times is not None:

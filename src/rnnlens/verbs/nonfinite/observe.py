@@ -1,4 +1,4 @@
-"""What one run of the model told, in the order of the calls."""
+"""Captures, weights and data in which numbers that are not finite are searched."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ...adapters.protocol import (
     Batch,
     Capture,
     CaptureRequest,
+    LayerWeights,
     ModelFacts,
     NonRecurrentCall,
     Outputs,
@@ -26,17 +27,18 @@ from ...errors import RnnlensError
 from ...layout import dims_of
 from ...recurrence.nonfinite import NonfiniteValue, first, first_forward, largest
 from ...recurrence.replay import Replay
+from ...results.nonfinite import Origin
 from ...results.schema import to_host
 from ...typing import Array
-from ...vocabulary import FEATURE, SAMPLE, TIME
-from ..axes import Axes
-from ..host import on_host
+from ...vocabulary import DIRECTION, FEATURE, FORWARD, GATE, SAMPLE, TIME
+from ..axes import BatchAxes, ModelAxes
 from ..names import catalogue
-from ..outside import Outside
+from ..recurrent_layers import on_host
+from ..weight_layout import assemble, dims_of_weight, sources
 
 
 @dataclass
-class Half:
+class ObservedCall:
     """One direction of one call of a recurrent layer, replayed."""
 
     call: RecurrentCall
@@ -54,15 +56,15 @@ class Half:
 
 @dataclass
 class Node:
-    """One call of one layer: the halves of a recurrent one, or what any other returned."""
+    """One call of one layer: the replayed_calls of a recurrent one, or what any other returned."""
 
     name: str
-    halves: list[Half] = field(default_factory=list)
+    replayed_calls: list[ObservedCall] = field(default_factory=list)
     plain: list[NonRecurrentCall] = field(default_factory=list)
 
 
 @dataclass
-class Looked:
+class ObservedRun:
     """A model, one batch, and what its run told.
 
     ``stated`` are the layouts that the user says; with ``has_loss`` there is a backward pass too.
@@ -94,11 +96,11 @@ class Looked:
         found: dict[str, Node] = {name: Node(name) for name in self.capture.order or self.facts.submodules}
         for call in on_host(self.capture.calls):
             dtype = call.compute_dtype or call.output.dtype
-            found.setdefault(call.layer, Node(call.layer)).halves.append(Half(call, largest(dtype)))
+            found.setdefault(call.layer, Node(call.layer)).replayed_calls.append(ObservedCall(call, largest(dtype)))
         for one in self.capture.plain:
             name = one.layer if one.layer in found else one.layer.rpartition("[")[0]
             found.setdefault(name, Node(one.layer)).plain.append(one)
-        return [node for node in found.values() if node.halves or node.plain]
+        return [node for node in found.values() if node.replayed_calls or node.plain]
 
     @property
     def inputs(self) -> list[Array]:
@@ -146,7 +148,7 @@ class Looked:
             return array, (SAMPLE, TIME)
         try:
             self._axes.learn(self._quiet, [port])
-            opened, names = Outside(self._axes, self._axes.samples(self._quiet)).opened(port, array)
+            opened, names = BatchAxes(self._axes, self._axes.samples(self._quiet)).opened(port, array)
         except RnnlensError:
             opened, names = array, ()
         if SAMPLE in names or self.adapter.samples_first:
@@ -168,8 +170,8 @@ class Looked:
         return tuple(names)
 
     @cached_property
-    def _axes(self) -> Axes:
-        return Axes(self.adapter, self.model, self.stated, catalogue(self.adapter, self.model, self.batch.x))
+    def _axes(self) -> ModelAxes:
+        return ModelAxes(self.adapter, self.model, self.stated, catalogue(self.adapter, self.model, self.batch.x))
 
     @cached_property
     def _quiet(self) -> Batch:
@@ -181,8 +183,8 @@ class Looked:
         for other in reversed(self.nodes[: self.nodes.index(node)]):
             for one in other.plain:
                 yield one.layer, Port("output", one.layer), to_host(one.output)
-            for half in other.halves:
-                yield other.name, Port("output", other.name), to_host(half.call.output)
+            for replayed in other.replayed_calls:
+                yield other.name, Port("output", other.name), to_host(replayed.call.output)
         for i, leaf in enumerate(self.inputs):
             yield "input", Port("input", index=i), leaf
 
@@ -221,3 +223,57 @@ def _finite(leaf: Any) -> Any:
         return leaf
     values = np.clip(np.nan_to_num(to_host(leaf), nan=0.0, posinf=1.0, neginf=-1.0), -1e3, 1e3)
     return tensors.like(values, leaf)
+
+
+def in_the_weights(looked: ObservedRun) -> Iterator[Origin]:
+    """Weights by layer, also those that are too large for what their layer computes in."""
+    for layer, own in looked.adapter.weights(looked.model).items():
+        dtype = getattr(looked.facts.submodules.get(layer), "dtype", "")
+        limit = largest(dtype) if dtype in ("float16", "bfloat16") else np.inf
+        for key, parts in sources(own).items():
+            held = [to_host(own.values[part.key]) for part in parts]
+            if any(array.dtype.kind != "f" for array in held):
+                continue
+            array = assemble(held, parts, key, own, 0)
+            dims = [dim.rpartition(".")[2] for dim in dims_of_weight(key, own, array.ndim)]
+            spot = first(key, array, dims, limit)
+            if spot is not None:
+                yield _of_weight(layer, own, spot, dtype)
+
+
+def _of_weight(layer: str, own: LayerWeights, spot: NonfiniteValue, dtype: str) -> Origin:
+    index = dict(spot.index)
+    gate, direction = index.pop(GATE, None), index.pop(DIRECTION, None)
+    cell = own.cells.get(FORWARD) or next(iter(own.cells.values()), None)
+    return Origin(
+        "weights",
+        layer,
+        spot.quantity,
+        spot.value,
+        index,
+        gate="" if gate is None or cell is None else cell.gates[gate],
+        direction="" if direction is None else ("forward", "backward")[direction],
+        precision=dtype if np.isfinite(spot.value) else "",
+    )
+
+
+def in_the_data(looked: ObservedRun) -> Iterator[Origin]:
+    """Inputs, then targets, then weights of samples."""
+    for i, array in enumerate(looked.inputs):
+        spot = looked.first(Port("input", index=i), "value", array)
+        if spot is not None:
+            yield Origin("data", name_of_input(looked, i), "value", spot.value, spot.index)
+    for name in ("y", "sample_weight"):
+        for leaf in data.leaves_of(getattr(looked.batch, name)):
+            array = to_host(leaf)
+            spot = looked.first(Port("output"), "value", array) if array.ndim else None
+            if spot is not None:
+                yield Origin("data", name, "value", spot.value, spot.index)
+
+
+def name_of_input(looked: ObservedRun, index: int) -> str:
+    """``"input"``, or which of several."""
+    if len(looked.inputs) == 1:
+        return "input"
+    names = list(looked.batch.x) if isinstance(looked.batch.x, dict) else looked.facts.inputs
+    return f"input[{names[index] if index < len(names) else index}]"

@@ -1,30 +1,33 @@
-"""Why there is no gradient, or why it is zero: the first cause that applies, from the most to the least specific."""
+"""Why a gradient does not exist, is zero, or must be read with care: the first cause that applies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 
-from .... import data
-from ....autodiff.tensors import dtype_name
-from ....errors import RnnlensError
-from ....results.gradients import Reason
-from ....vocabulary import TIME
-from ...names import TensorName
-from ..pull import answer
-from ..question import Part, Question
-from ..target import Target
-from .trials import Trials, is_integer, nudged_port
+from ... import data
+from ...adapters.protocol import Batch
+from ...autodiff.tensors import dtype_name
+from ...errors import RnnlensError
+from ...results.gradients import Reason
+from ...typing import Array
+from ...vocabulary import SAMPLE, TIME
+from ..names import TensorName
+from .experiments import Experiments, is_integer, nudged_port
+from .pull import answer
+from .request import BatchTarget, GradientRequest, is_trainable
+from .target import Target
 
 #: By how much a target is scaled up to see whether its gradient was only too small for the dtype.
 LIFT = 2.0**12
 
-Cause = Callable[[Trials, TensorName], Reason | None]
+Cause = Callable[[Experiments, TensorName], Reason | None]
 
 
-def cause(trials: Trials, name: TensorName, *, exists: bool) -> Reason:
+def cause(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
     """Why a tensor has no gradient, or why the one that exists is zero."""
     causes: list[Cause] = [_integer_input, _unused_layer] if exists else [_integer_input, _blocked, _unused_layer]
     if exists:
@@ -36,16 +39,16 @@ def cause(trials: Trials, name: TensorName, *, exists: bool) -> Reason:
     return _by_experiment(trials, name, exists=exists)
 
 
-def _blocked(trials: Trials, name: TensorName) -> Reason | None:
+def _blocked(trials: Experiments, name: TensorName) -> Reason | None:
     """What the adapter reads off the model."""
-    question = trials.question
-    of = [leaf.port() if leaf.layer is None else nudged_port(leaf, question.known) for leaf in question.leaves]
-    wrt = nudged_port(name, question.known)
-    found = question.adapter.find_obstacle(question.model, trials.batch, of, wrt)
+    request = trials.request
+    of = [leaf.port() if leaf.layer is None else nudged_port(leaf, request.known) for leaf in request.leaves]
+    wrt = nudged_port(name, request.known)
+    found = request.adapter.find_obstacle(request.model, trials.batch, of, wrt)
     return None if found is None else Reason(name.text, found.code, found.sentence, found.remedy)
 
 
-def _integer_input(trials: Trials, name: TensorName) -> Reason | None:
+def _integer_input(trials: Experiments, name: TensorName) -> Reason | None:
     leaves = data.leaves_of(trials.batch.x)
     if name.what != "input" or name.layer is not None or name.index >= len(leaves):
         return None
@@ -53,12 +56,12 @@ def _integer_input(trials: Trials, name: TensorName) -> Reason | None:
         return None
     words = dtype_name(leaves[name.index])
     sentence = f"{name.text} holds integers ({words}): nothing can be differentiated by them."
-    tables = trials.question.known.facts.having("embedding")
+    tables = trials.request.known.facts.having("embedding")
     remedy = " or ".join(_instead(trials.part, wrt=f'"{layer}.output"') for layer in tables)
     return Reason(name.text, "integer_input", sentence, remedy or 'pass floats: x.astype("float32")')
 
 
-def _unused_layer(trials: Trials, name: TensorName) -> Reason | None:
+def _unused_layer(trials: Experiments, name: TensorName) -> Reason | None:
     layer = str(name.layer).partition("#")[0]
     if name.layer is None or trials.runs(layer):
         return None
@@ -66,10 +69,10 @@ def _unused_layer(trials: Trials, name: TensorName) -> Reason | None:
     return Reason(name.text, "unused_layer", sentence, f"call {layer!r} in the model, or leave it out of wrt=")
 
 
-def _masked_out(trials: Trials, name: TensorName) -> Reason | None:
+def _masked_out(trials: Experiments, name: TensorName) -> Reason | None:
     """All steps of the target are masked, or all steps of all layers are."""
     masks = trials.masks
-    for leaf in trials.question.leaves:
+    for leaf in trials.request.leaves:
         mask = masks.get(str(leaf.layer))
         if mask is None or leaf.what != "state":
             continue
@@ -86,12 +89,12 @@ def _masked_out(trials: Trials, name: TensorName) -> Reason | None:
     return None
 
 
-def _underflow(trials: Trials, name: TensorName) -> Reason | None:
+def _underflow(trials: Experiments, name: TensorName) -> Reason | None:
     """The gradient comes back once the target is scaled up."""
-    dtype = _half_precision(trials.question)
+    dtype = _half_precision(trials.request)
     if dtype is None:
         return None
-    lifted = replace(trials.question, wrt=(name,), scale=trials.question.scale * LIFT)
+    lifted = replace(trials.request, wrt=(name,), scale=trials.request.scale * LIFT)
     again = answer(lifted, trials.part).gradients[name]
     if again is None or not np.any(again):
         return None
@@ -101,7 +104,7 @@ def _underflow(trials: Trials, name: TensorName) -> Reason | None:
     return Reason(name.text, "underflow", sentence, remedy)
 
 
-def _relu_dead(trials: Trials, name: TensorName) -> Reason | None:
+def _relu_dead(trials: Experiments, name: TensorName) -> Reason | None:
     """A relu between the tensor and the target that lets nothing through on this batch."""
     found = next(((n, c) for n, c in trials.dead_relus.items() if _lies_between(trials, n, name)), None)
     if found is None:
@@ -112,13 +115,13 @@ def _relu_dead(trials: Trials, name: TensorName) -> Reason | None:
     return Reason(name.text, "relu_dead", sentence, remedy)
 
 
-def _lies_between(trials: Trials, layer: str, name: TensorName) -> bool:
+def _lies_between(trials: Experiments, layer: str, name: TensorName) -> bool:
     """Whether the target moves with the output of a layer, and that has a path, a dead one, from the tensor."""
     output = TensorName(f"{layer}.output", "output", layer)
     if trials.response(output) == "not":
         return False
-    asked = replace(trials.question, named=(output,), function=None, wrt=(name,), scale=1.0)
-    part = Part(trials.batch, Target(output.text, {}, "sum", per_sample=False))
+    asked = replace(trials.request, named=(output,), function=None, wrt=(name,), scale=1.0)
+    part = BatchTarget(trials.batch, Target(output.text, {}, "sum", per_sample=False))
     try:
         grad = answer(asked, part).gradients[name]
     except RnnlensError:
@@ -126,7 +129,7 @@ def _lies_between(trials: Trials, layer: str, name: TensorName) -> bool:
     return grad is not None and not np.any(grad)
 
 
-def _by_experiment(trials: Trials, name: TensorName, *, exists: bool) -> Reason:
+def _by_experiment(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
     """Move the tensor and see what the target does."""
     of = _quoted(trials.target)
     answered = trials.response(name)
@@ -153,14 +156,14 @@ def _by_experiment(trials: Trials, name: TensorName, *, exists: bool) -> Reason:
     return _not_on_path(trials, name)
 
 
-def _not_on_path(trials: Trials, name: TensorName) -> Reason:
+def _not_on_path(trials: Experiments, name: TensorName) -> Reason:
     """Say which branch was cut: what the tensor does move, and the target does not see."""
     of, target = _quoted(trials.target), trials.target
     if name.layer is None:
         remedy = _instead(trials.part, of='"output"', at=None, wrt=f'"{name.text}"')
         return Reason(name.text, "not_on_path", f"{of} does not depend on {name.text}.", remedy)
     output = replace(target, text="output", at={}, reduce="norm", per_sample=False)
-    whole = replace(trials.question, named=(TensorName("output", "output"),), function=None, scale=1.0)
+    whole = replace(trials.request, named=(TensorName("output", "output"),), function=None, scale=1.0)
     if target.text not in ("output", "loss") and trials.response(name, whole, output) != "not":
         remedy = _instead(trials.part, of='"output"', at=None, wrt=f'"{name.text}"')
         sentence = f"{name.text} moves the output, not {of}: the branch from there to the output was cut off."
@@ -174,7 +177,7 @@ def _quoted(target: Target) -> str:
     return target.text if target.text.startswith("<") else f'"{target.text}"'
 
 
-def _instead(part: Part, **changed: str | None) -> str:
+def _instead(part: BatchTarget, **changed: str | None) -> str:
     """The call to make instead: the one that was made, with some arguments changed; None leaves one out."""
     target = part.target
     reduce = None if target.reduce is None else f'"{target.reduce}"' if isinstance(target.reduce, str) else "..."
@@ -189,8 +192,81 @@ def _instead(part: Part, **changed: str | None) -> str:
     return f"rl.gradients(model, {batch}, {', '.join(f'{k}={v}' for k, v in arguments.items() if v is not None)})"
 
 
-def _half_precision(question: Question) -> str | None:
-    """The half-precision dtype that a model computes in, if it does."""
-    found = [submodule.dtype for submodule in question.known.facts.submodules.values()]
-    found.append(str(question.adapter.provenance(question.model).get("dtype", "")))
+def _half_precision(request: GradientRequest) -> str | None:
+    """Return the half-precision dtype that a model computes in, or None."""
+    found = [submodule.dtype for submodule in request.known.facts.submodules.values()]
+    found.append(str(request.adapter.provenance(request.model).get("dtype", "")))
     return next((dtype for dtype in found if dtype in ("float16", "bfloat16")), None)
+
+
+@dataclass
+class Explanation:
+    """Reasons by tensor: no gradient (or zeros throughout), and gradients to be read with care."""
+
+    disconnected: dict[str, Reason] = field(default_factory=dict)
+    flags: dict[str, Reason] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def explain(
+    request: GradientRequest,
+    part: BatchTarget,
+    found: Mapping[TensorName, Array],
+    dims: Mapping[TensorName, tuple[str, ...]],
+    batches: Iterable[Batch],
+) -> Explanation:
+    """Look at every tensor asked for: missing, zero throughout, zero in part, frozen.
+
+    ``part`` is the one that experiments are made on; ``batches`` are all of them, for their masks.
+    """
+    result = Explanation()
+
+    @cache
+    def trials() -> Experiments:
+        return Experiments(request, part)
+
+    for name in request.wrt:
+        grad = found.get(name)
+        if grad is None or not np.any(grad):
+            result.disconnected[name.text] = cause(trials(), name, exists=grad is not None)
+            continue
+        flag = _frozen(request, name)
+        if flag is None and name.what != "weight" and dims[name][:2] == (SAMPLE, TIME):
+            zero = ~np.any(grad.reshape(*grad.shape[:2], -1), axis=2)
+            flag = _partly_masked(zero, name, trials(), batches) if zero.any() else None
+        if flag is not None:
+            result.flags[name.text] = flag
+    return result
+
+
+def _frozen(request: GradientRequest, name: TensorName) -> Reason | None:
+    """A weight that is not trained: its gradient is given all the same."""
+    if name.what != "weight" or is_trainable(name, request.known):
+        return None
+    if name.key in request.known.weights[str(name.layer)].statistics:
+        sentence = f"{name.text} is a statistic that the layer keeps, not a weight that training moves."
+        return Reason(name.text, "frozen", sentence, "rl.gradients(..., training=True), where the batch has its own")
+    sentence = f"{name.text} is frozen: this is its gradient, and training does not act on it."
+    return Reason(name.text, "frozen", sentence, f"make {name.layer} trainable to train it")
+
+
+def _partly_masked(zero: Array, name: TensorName, trials: Experiments, batches: Iterable[Batch]) -> Reason | None:
+    """Samples and steps at which the gradient is exactly 0 because they are masked."""
+    alone = len(zero) == trials.request.axes.samples(trials.batch)
+    for mask in (trials.masks if alone else _masks_of_all(trials, batches)).values():
+        if mask.shape == zero.shape and not mask.all() and np.all(zero[~mask]):
+            sentence = f"{int((~mask).sum())} of {mask.size} steps are masked: the gradient is exactly 0 there."
+            return Reason(name.text, "masked_out", sentence, "g.where(mask) before taking means over time")
+    return None
+
+
+def _masks_of_all(trials: Experiments, batches: Iterable[Batch]) -> dict[str, Array]:
+    """Masks of all batches, by layer, where the layers mask at all."""
+    if trials.masks_of_all is None:
+        parts: dict[str, list[Array]] = {layer: [] for layer in trials.masks}
+        for batch in batches if parts else ():
+            for layer, mask in Experiments(trials.request, replace(trials.part, batch=batch)).masks.items():
+                parts.setdefault(layer, []).append(mask)
+        alike = {layer: masks for layer, masks in parts.items() if len({mask.shape[1:] for mask in masks}) == 1}
+        trials.masks_of_all = {layer: np.concatenate(masks) for layer, masks in alike.items()}
+    return trials.masks_of_all

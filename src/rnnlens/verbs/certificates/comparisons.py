@@ -1,7 +1,7 @@
-"""Holds the numbers of a result against the user's own model, run plainly by its framework.
+"""Comparisons of results with a reference run: the user's own model, run and differentiated by its framework alone.
 
-The self-checks compare our replay with our capture, and both can agree and be wrong. What is compared here was made
-without any of our code in the model: outputs, loss, and one vector-Jacobian product.
+Self-checks compare a replay with a capture, and both can agree and be wrong. A reference run contains no code of this
+library: outputs, loss, and one vector-Jacobian product.
 """
 
 from __future__ import annotations
@@ -14,19 +14,88 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from .. import data
-from ..adapters.protocol import Adapter, Batch, Capture, RecurrentCall, ReferenceRun
-from ..recurrence.cells import affine
-from ..results.certificate import Certificate
-from ..results.checks import Check, coarser, epsilon, residual, rounding_bound, underflow_unit
-from ..results.schema import to_host
-from ..settings import current
-from ..typing import Array
-from .reference_run import Attempt, attempt, steadied
+from ... import data
+from ...adapters.protocol import Adapter, Batch, Capture, RecurrentCall, ReferenceRun
+from ...autodiff.tensors import like
+from ...errors import CertificateError
+from ...recurrence.cells import affine
+from ...recurrence.rounding import one_rounding
+from ...results.certificate import Certificate
+from ...results.checks import Check, coarser, epsilon, residual, rounding_bound, underflow_unit
+from ...results.schema import to_host
+from ...settings import current
+from ...typing import Array
+
+T = TypeVar("T")
+
+#: What is waited for: the plain run, or why there is none.
+Attempt = Callable[[], tuple[ReferenceRun | None, str]]
+
+
+def attempt(run: Callable[[], T]) -> tuple[T | None, str]:
+    """A plain run, or why there is none: the user's model failed by itself, or would do something else."""
+    try:
+        return run(), ""
+    except CertificateError as reason:
+        return None, str(reason)
+    except AttributeError as error:
+        if error.name == "plain":
+            return None, "the adapter of this framework cannot run a model plainly"
+        return None, _raised(error)
+    except Exception as error:
+        return None, _raised(error)
+
+
+def _raised(error: Exception) -> str:
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"the model, run plainly, raised {type(error).__name__}: {first}"
+
+
+def steadied(failed: Certificate, adapter: Adapter, model: Any, batch: Batch, first: ReferenceRun) -> Certificate:
+    """A certificate that failed, unless the plain run itself gives other numbers each time: then that is said."""
+    again = _rerun_difference(adapter, model, batch, first)
+    if again > 1e-6:
+        return _could_not(failed, "the model, run plainly twice, does not give the same numbers")
+    if batch.training and _rerun_difference(adapter, model, replace(batch, seed=(batch.seed or 0) + 1), first) > 1e-6:
+        why = "the model draws random numbers in training mode, and drew others when it was looked into"
+        return _could_not(failed, why)
+    unit = epsilon(adapter.provenance(model).get("dtype"))
+    moved = _rerun_difference(
+        adapter, model, replace(batch, x=data.map_leaves(lambda leaf: _perturbed_leaf(leaf, unit), batch.x)), first
+    )
+    if all(check.ok or check.residual <= check.bound * moved / unit for check in failed.checks):
+        why = f"the model is chaotic: of data that are off by one rounding it makes outputs that are off by {moved:.1g}"
+        return _could_not(failed, why)
+    return failed
+
+
+def _could_not(failed: Certificate, why: str) -> Certificate:
+    return Certificate("could not", failed.against, why=why)
+
+
+def _rerun_difference(adapter: Adapter, model: Any, batch: Batch, first: ReferenceRun) -> float:
+    """How far outputs and loss of another plain run are from those of the first, relatively; 0 where one has none."""
+    again, _ = attempt(lambda: adapter.reference_run(model, batch, gradients=False))
+    if again is None:
+        return 0.0
+    pairs = list(zip(again.outputs, first.outputs, strict=True))
+    if again.loss is not None and first.loss is not None:
+        pairs.append((again.loss, first.loss))
+    both = ((np.asarray(to_host(a), dtype=float), np.asarray(to_host(b), dtype=float)) for a, b in pairs)
+    return max((residual(a, b) for a, b in both), default=0.0)
+
+
+def _perturbed_leaf(leaf: Any, unit: float) -> Any:
+    """Numbers that are off by one rounding, up or down; whole numbers and packed sequences stay."""
+    if data.is_packed(leaf) or to_host(leaf).dtype.kind != "f":
+        return leaf
+    values: Any = to_host(leaf)
+    return like(one_rounding(np, unit)(values), leaf)
+
 
 #: Random combinations of a kernel's rows that are compared.
 PROBES = 8
@@ -53,7 +122,7 @@ def wanted(model: Any, verb: str, batch: Batch, *what: Any) -> bool:
     return fresh
 
 
-class Boundary(NamedTuple):
+class BoundaryGradients(NamedTuple):
     """Gradients at the boundary of a call, ours and the framework's, and the scale of rounding in them."""
 
     comparison: str
@@ -63,7 +132,7 @@ class Boundary(NamedTuple):
 
 
 @dataclass
-class Ours:
+class ReplayedValues:
     """Numbers of ours to be compared.
 
     ``weights`` by (layer, direction or None, name): kernels as random combinations of their rows where ``probed``;
@@ -75,7 +144,7 @@ class Ours:
     scales: dict[str, float] = field(default_factory=dict)
     incomplete: set[tuple[str, str | None, str]] = field(default_factory=set)
     probed: set[tuple[str, str | None, str]] = field(default_factory=set)
-    boundaries: list[Boundary] = field(default_factory=list)
+    boundaries: list[BoundaryGradients] = field(default_factory=list)
     steps: int = 1
     dtype: str = ""
 
@@ -91,7 +160,7 @@ class Ours:
                 self.probed.add(key)
             self.weights[key] = self.weights[key] + to_host(array) if key in self.weights else to_host(array)
 
-    def beside(self, perturbed: Ours) -> Ours:
+    def beside(self, perturbed: ReplayedValues) -> ReplayedValues:
         """The same numbers; what rounding in them goes by is at least as much as one more rounding changed them."""
         unit, scales = epsilon(self.dtype), dict(self.scales)
         for key, array in self.weights.items():
@@ -143,7 +212,7 @@ class Comparisons:
 
 
 @contextmanager
-def plainly(adapter: Adapter, model: Any, batch: Batch, ours: Ours | None) -> Iterator[Attempt]:
+def plainly(adapter: Adapter, model: Any, batch: Batch, ours: ReplayedValues | None) -> Iterator[Attempt]:
     """The plain run: on its way while results are made of the capture, where the adapter has it in two parts.
 
     Not before, so that no memory is taken for two runs at once. Nothing is run where nothing is to be compared.
@@ -177,9 +246,9 @@ def certify(
     adapter: Adapter,
     model: Any,
     batch: Batch,
-    ours: Ours | None,
+    ours: ReplayedValues | None,
     made: Attempt,
-    perturbed: Callable[[], Ours],
+    perturbed: Callable[[], ReplayedValues],
     **words: Any,
 ) -> Certificate:
     """Compare with the plain run; where the framework itself gives another answer each time, say so.
@@ -205,14 +274,14 @@ def certify(
 
 
 def _held(
-    adapter: Adapter, model: Any, batch: Batch, run: ReferenceRun, words: Mapping[str, Any], ours: Ours
+    adapter: Adapter, model: Any, batch: Batch, run: ReferenceRun, words: Mapping[str, Any], ours: ReplayedValues
 ) -> Certificate:
     comparisons = compared(adapter, model, batch, ours, run, gradients=_has_gradients(ours.capture))
     return comparisons.certificate(adapter.engine, **words)
 
 
 def compared(
-    adapter: Adapter, model: Any, batch: Batch, ours: Ours, run: ReferenceRun, *, gradients: bool = True
+    adapter: Adapter, model: Any, batch: Batch, ours: ReplayedValues, run: ReferenceRun, *, gradients: bool = True
 ) -> Comparisons:
     """Everything that both sides have."""
     comparisons = Comparisons(ours.steps, ours.dtype)
@@ -242,7 +311,9 @@ def outputs_of(tree: Any) -> list[Any]:
     return [getattr(leaf, "data", leaf) if hasattr(leaf, "batch_sizes") else leaf for leaf in data.leaves_of(tree)]
 
 
-def _compare_weights(comparisons: Comparisons, adapter: Adapter, model: Any, ours: Ours, run: ReferenceRun) -> None:
+def _compare_weights(
+    comparisons: Comparisons, adapter: Adapter, model: Any, ours: ReplayedValues, run: ReferenceRun
+) -> None:
     """Our sums over time against the framework's dL/dW less what came beside the layers; the rest as captured."""
     beside, whole = ours.capture.beside, ours.capture.whole
     by_place: dict[tuple[str, str], list[Any]] = {}

@@ -1,4 +1,4 @@
-"""A question, "how does this number move with those tensors?": made once from what a caller says, and checked once."""
+"""The request of ``rl.gradients``: one number, the tensors to differentiate it by, every name resolved once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from ...layout import Layout
 from ...recurrence.trajectory import Adjoint
 from ...settings import current, parse_memory
 from ...typing import Array
-from ..axes import Axes, InputCoordinates, refuse_unknown
-from ..inside import Half
+from ..axes import BatchAxes, InputCoordinates, ModelAxes, refuse_unknown
 from ..names import Catalogue, TensorName, catalogue, read, read_all, read_one, with_named_outputs
-from ..outside import Outside
-from ..weight_keys import sources
+from ..recurrent_layers import ReplayedCall
+from ..weight_layout import sources
 from .target import Combine, Reduction, Target
 
 Of = str | Callable[..., Any] | Sequence[Any]
@@ -31,7 +30,7 @@ _NO_TARGET = ("gates", "gate_preactivation", "weight", "initial_state", "input")
 
 
 @dataclass(frozen=True)
-class Request:
+class GradientArguments:
     """What a caller of ``rl.gradients`` wants, in the words of its arguments."""
 
     of: Of
@@ -48,12 +47,12 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Question:
+class GradientRequest:
     """What to differentiate with respect to what, with every name read.
 
     Attributes
     ----------
-    request
+    arguments
         What the caller said.
     known, axes
         What the model has that can be named, and how its tensors lie; both learn as the model runs.
@@ -77,9 +76,9 @@ class Question:
 
     adapter: Adapter
     model: Any
-    request: Request
+    arguments: GradientArguments
     known: Catalogue
-    axes: Axes
+    axes: ModelAxes
     named: tuple[TensorName, ...] | None
     function: Callable[..., Any] | None
     target: Target
@@ -107,7 +106,7 @@ class Question:
         return self.with_loss and self.function is None
 
     def evaluate(
-        self, target: Target, outside: Outside, values: Sequence[xr.DataArray]
+        self, target: Target, outside: BatchAxes, values: Sequence[xr.DataArray]
     ) -> tuple[Array, Sequence[Array]]:
         """Value of a target whose leaves have these values, and the cotangents of the leaves that it starts from."""
         function = self.function
@@ -130,7 +129,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchTarget:
     """One batch, and the part of the target that it holds."""
 
     batch: Batch
@@ -138,7 +137,7 @@ class Part:
 
 
 @dataclass
-class Answer:
+class BatchGradients:
     """Gradients of one batch by tensor, None where no path leads there, and the names of their axes.
 
     ``swept`` has the sweeps that they were taken from, by layer: all that a certificate needs.
@@ -148,11 +147,11 @@ class Answer:
     samples: int
     gradients: dict[TensorName, Array | None]
     dims: dict[TensorName, tuple[str, ...]]
-    swept: dict[str, list[tuple[Half, Adjoint]]] = field(default_factory=dict)
+    swept: dict[str, list[tuple[ReplayedCall, Adjoint]]] = field(default_factory=dict)
 
 
-def ask(adapter: Adapter, model: Any, run: Batch, request: Request) -> Question:
-    """Read every name against the model, and refuse what is no question.
+def ask(adapter: Adapter, model: Any, run: Batch, arguments: GradientArguments) -> GradientRequest:
+    """Read every name against the model, and refuse what is no request.
 
     Raises
     ------
@@ -161,29 +160,29 @@ def ask(adapter: Adapter, model: Any, run: Batch, request: Request) -> Question:
     """
     known = catalogue(adapter, model, run.x)
     if not is_source(run.x):
-        texts = [request.wrt] if isinstance(request.wrt, str) else list(request.wrt)
-        known = with_named_outputs(adapter, model, _without_loss(run), known, [request.of, *texts])
-    named, function, words = _target(request.of, known)
-    asked, lone = _tensors(request.wrt, known)
-    if named and named[0].what == "loss" and function is None and (request.at or request.reduce is not None):
+        texts = [arguments.wrt] if isinstance(arguments.wrt, str) else list(arguments.wrt)
+        known = with_named_outputs(adapter, model, _without_loss(run), known, [arguments.of, *texts])
+    named, function, words = _target(arguments.of, known)
+    asked, lone = _tensors(arguments.wrt, known)
+    if named and named[0].what == "loss" and function is None and (arguments.at or arguments.reduce is not None):
         raise InputError(message("The loss is one number: there is nothing to select or reduce.", got="at= or reduce="))
-    axes = Axes(adapter, model, request.axes, known)
-    wrt = asked if request.clip is None else _with_all_clipped(asked, request, known)
-    return Question(
+    axes = ModelAxes(adapter, model, arguments.axes, known)
+    wrt = asked if arguments.clip is None else _with_all_clipped(asked, arguments, known)
+    return GradientRequest(
         adapter,
         model,
-        request,
+        arguments,
         known,
         axes,
         named,
         function,
-        Target(words, request.at, request.reduce, request.per_sample),
+        Target(words, arguments.at, arguments.reduce, arguments.per_sample),
         tuple(wrt),
         InputCoordinates(() if is_source(run.x) else run.x, axes),
         tuple(asked),
         lone,
         known.facts.loss_scale if named and named[0].what == "loss" else 1.0,
-        current().memory if request.memory is None else parse_memory(request.memory),
+        current().memory if arguments.memory is None else parse_memory(arguments.memory),
     )
 
 
@@ -255,9 +254,9 @@ def _tensors(wrt: str | Iterable[str], known: Catalogue) -> tuple[list[TensorNam
     return names, True
 
 
-def _with_all_clipped(asked: Sequence[TensorName], request: Request, known: Catalogue) -> list[TensorName]:
+def _with_all_clipped(asked: Sequence[TensorName], arguments: GradientArguments, known: Catalogue) -> list[TensorName]:
     """Also the weights that nobody asked for: an optimizer clips by the norm of all."""
-    if any(name.what != "weight" for name in asked) or request.per_sample or request.measure is not None:
+    if any(name.what != "weight" for name in asked) or arguments.per_sample or arguments.measure is not None:
         got = "clip= with other tensors, per_sample or measure"
         raise InputError(message("Optimizers clip the gradients of weights, of a batch.", got=got))
     return list(dict.fromkeys([*asked, *trainable(known)]))

@@ -1,4 +1,4 @@
-"""Which layers and quantities a caller of ``rl.trace`` wants, and what has to be computed for them."""
+"""Layers and quantities asked of ``rl.trace``, and what has to be computed for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CAPTURED = frozenset({"input", "mask", "output", "output_grad", "final_state_gra
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TraceRequest:
     """Names of layers and of quantities, None for all; whether there is a loss, and weight gradients are checked."""
 
     layers: tuple[str, ...] | None
@@ -30,7 +30,9 @@ class Wanted:
     weighed: bool = True
 
     @classmethod
-    def of(cls, layers: str | Iterable[str] | None, quantities: str | Iterable[str] | None, has_loss: bool) -> Wanted:
+    def of(
+        cls, layers: str | Iterable[str] | None, quantities: str | Iterable[str] | None, has_loss: bool
+    ) -> TraceRequest:
         """Read what a caller says.
 
         Raises

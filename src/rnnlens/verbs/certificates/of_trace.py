@@ -1,10 +1,4 @@
-"""Weight gradients once more, from nothing but the labelled numbers of a finished result.
-
-dL/dW is the sum over samples and steps of what the kernel is multiplied with times the gradient at the pre-activation.
-Written against the names of axes and gates, so that a number under a wrong label gives another sum. For cells whose
-recurrent kernel is multiplied with gates and h_{t-1} alone, without dropout; kernels as random combinations of their
-rows (Freivalds 1977, by :func:`affine.probe_rows`).
-"""
+"""Certificates of traces: weight gradients computed anew from labelled numbers, compared with the reference run."""
 
 from __future__ import annotations
 
@@ -13,11 +7,11 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..adapters.protocol import RecurrentCall
-from ..recurrence.cells import affine
-from ..results.schema import to_host
-from ..typing import Array
-from ..vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME
+from ...adapters.protocol import RecurrentCall
+from ...recurrence.cells import affine
+from ...results.schema import to_host
+from ...typing import Array
+from ...vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME
 
 _NEEDED = {"input", "hidden", "gate_grad", "gates"}
 

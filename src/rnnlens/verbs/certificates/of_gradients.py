@@ -1,4 +1,4 @@
-"""Holds the answer to a question, and gradients of weights as they are labelled, against the plain run of the model."""
+"""Certificates of ``rl.gradients`` and ``rl.weights``: labelled gradients, compared with those of the reference run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from ... import data
-from ...adapters.protocol import Adapter, ReferenceRun
+from ...adapters.protocol import Adapter, Batch, Capture, LayerWeights, ReferenceRun
 from ...errors import UnsupportedError
 from ...recurrence.adjoint import weight_gradients
 from ...recurrence.rounding import rounding_of
@@ -19,92 +19,91 @@ from ...results.certificate import Certificate
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME
-from ..axes import in_order
-from ..certify import LOSS, PROBES, WEIGHTS, Comparisons, filled, probed
+from ..axes import BatchAxes, in_order
+from ..differentiation.request import BatchGradients, BatchTarget, GradientRequest
 from ..names import TensorName, uncalled
-from ..outside import Outside
-from ..reference_run import attempt, steadied
-from ..sweep import weights_of
-from .question import Answer, Part, Question
+from ..recurrent_layers import weights_of
+from ..weight_gradients import FoundGradients
+from .comparisons import LOSS, PROBES, WEIGHTS, Comparisons, attempt, filled, probed, steadied
 
 GRADIENT = "plain gradient"
 
 
-def certify_answer(question: Question, part: Part, answer: Answer) -> Certificate:
+def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGradients) -> Certificate:
     """Compare what was asked for, and what it rests on, with one vector-Jacobian product of the plain run."""
-    engine = question.adapter.engine
-    why = _out_of_reach(question, part)
+    engine = request.adapter.engine
+    why = _out_of_reach(request, part)
     if why:
         return Certificate("could not", engine, why=why)
-    of_loss, batch = question.of_loss, part.batch
+    of_loss, batch = request.of_loss, part.batch
     value: list[Array] = []
-    outside = Outside(question.axes, answer.samples)
+    outside = BatchAxes(request.axes, answer.samples)
 
     def cotangents(outputs: Sequence[Array]) -> Sequence[Array | None]:
-        value[:], found = _evaluated(question, part, outside, outputs)
+        value[:], found = _evaluated(request, part, outside, outputs)
         return found
 
     # A sweep through a layer knows nothing of what its regularisers add.
     regularised = not part.target.per_sample
     run, why = attempt(
-        lambda: question.adapter.reference_run(
-            question.model, batch, None if of_loss else cotangents, regularised=regularised
+        lambda: request.adapter.reference_run(
+            request.model, batch, None if of_loss else cotangents, regularised=regularised
         )
     )
     if run is None:
         return Certificate("could not", engine, why=why)
-    comparisons = Comparisons(_steps(answer), _dtype(question, answer))
+    comparisons = Comparisons(_steps(answer), _dtype(request, answer))
     theirs: Any = run.loss if of_loss else value[0]
     if np.shape(theirs) == np.shape(answer.value):
         comparisons.compare(LOSS if of_loss else "plain target", "", [(answer.value, theirs)])
-    certified = _compare_named(comparisons, question, outside, answer, run, data.leaves_of(batch.x))
-    resting = _compare_swept(comparisons, question, answer, run, regularised)
+    certified = _compare_named(comparisons, request, outside, answer, run, data.leaves_of(batch.x))
+    resting = _compare_swept(comparisons, request, answer, run, regularised)
     certificate = comparisons.certificate(engine, certified=("value", *certified), resting=tuple(resting))
     if certificate.state != "failed":
         return certificate
-    reason = _without_a_share(question, part)
+    reason = _without_a_share(request, part)
     if reason:
         return Certificate("could not", engine, why=reason)
-    return steadied(certificate, question.adapter, question.model, batch, run)
+    return steadied(certificate, request.adapter, request.model, batch, run)
 
 
-def _out_of_reach(question: Question, part: Part) -> str:
+def _out_of_reach(request: GradientRequest, part: BatchTarget) -> str:
     """Why a plain run has nothing that the answer could be held against; "" where it has."""
-    if question.cotangents is not None and question.with_loss:
+    if request.cotangents is not None and request.with_loss:
         return "the loss of several batches includes what the model itself adds"
-    if not question.of_loss and any(leaf.layer is not None or leaf.what != "output" for leaf in question.leaves):
+    if not request.of_loss and any(leaf.layer is not None or leaf.what != "output" for leaf in request.leaves):
         return f"{part.target.text} lies inside the model, where a plain run cannot be looked at"
-    if question.scale != 1.0:
+    if request.scale != 1.0:
         return "the loss is scaled while gradients flow; a plain run scales nothing"
     return ""
 
 
-def _without_a_share(question: Question, part: Part) -> str:
+def _without_a_share(request: GradientRequest, part: BatchTarget) -> str:
     """Why shares of samples do not sum to the gradient of the batch: the loss is more than a function of outputs."""
-    if not (question.of_loss and part.target.per_sample):
+    if not (request.of_loss and part.target.per_sample):
         return ""
     bare = replace(part.batch, y=None, sample_weight=None, class_weight=None, loss=None)
     try:
-        question.adapter.loss_of(question.model, part.batch, question.adapter.outputs_of(question.model, bare))
+        request.adapter.loss_of(request.model, part.batch, request.adapter.outputs_of(request.model, bare))
     except UnsupportedError:
         return "the loss takes weights of the model themselves, of which no sample has a share"
     return ""
 
 
 def _evaluated(
-    question: Question, part: Part, outside: Outside, outputs: Sequence[Array]
+    request: GradientRequest, part: BatchTarget, outside: BatchAxes, outputs: Sequence[Array]
 ) -> tuple[list[Array], list[Array | None]]:
     """The target of these outputs, and its cotangent for each of them."""
     found: list[Array | None] = [None] * len(outputs)
     value: Array = np.zeros(())
     cotangents: Sequence[Array]
-    if question.cotangents is not None:
-        cotangents = question.cotangents
+    if request.cotangents is not None:
+        cotangents = request.cotangents
     else:
-        opened = [outside.opened(leaf.port(), outputs[leaf.index]) for leaf in question.leaves]
+        opened = [outside.opened(leaf.port(), outputs[leaf.index]) for leaf in request.leaves]
         values = [xr.DataArray(array, dims=names) for array, names in opened]
-        value, cotangents = question.evaluate(part.target, outside, values)
-    for leaf, cotangent in zip(question.leaves, cotangents, strict=True):
+        value, cotangents = request.evaluate(part.target, outside, values)
+    for leaf, cotangent in zip(request.leaves, cotangents, strict=True):
         cotangent = np.asarray(cotangent).reshape(outputs[leaf.index].shape)
         before = found[leaf.index]
         found[leaf.index] = cotangent if before is None else before + cotangent
@@ -113,15 +112,15 @@ def _evaluated(
 
 def _compare_named(
     comparisons: Comparisons,
-    question: Question,
-    outside: Outside,
-    answer: Answer,
+    request: GradientRequest,
+    outside: BatchAxes,
+    answer: BatchGradients,
     run: ReferenceRun,
     leaves: Sequence[Any],
 ) -> list[str]:
     """Inputs and weights, by their names; what of them was compared. A packed input has no shape of ours."""
     certified: list[str] = []
-    inputs = [name for name in question.wrt if name.what == "input" and name.layer is None]
+    inputs = [name for name in request.wrt if name.what == "input" and name.layer is None]
     for name in inputs:
         index = _leaf_of(name, run)
         if index is not None and index < len(run.input_grads) and not data.is_packed(leaves[index]):
@@ -131,12 +130,12 @@ def _compare_named(
             if mine is not None or theirs is not None:
                 comparisons.compare(GRADIENT, name.text, [filled(mine, theirs)])
                 certified.append(name.text)
-    for layer in dict.fromkeys(str(name.layer) for name in question.wrt if name.what == "weight"):
+    for layer in dict.fromkeys(str(name.layer) for name in request.wrt if name.what == "weight"):
         pairs = []
-        for name in question.wrt:
+        for name in request.wrt:
             if name.what == "weight" and name.layer == layer:
                 mine = answer.gradients.get(name)
-                pairs += list(named_pairs(question.adapter, question.model, run, name, mine, answer.dims.get(name)))
+                pairs += list(named_pairs(request.adapter, request.model, run, name, mine, answer.dims.get(name)))
         comparisons.compare(WEIGHTS, layer, pairs)
         certified += ["gradients of weights"] if pairs and "gradients of weights" not in certified else []
     return certified
@@ -193,47 +192,113 @@ def _summed(array: Array, dims: list[str]) -> tuple[Array, list[str]]:
 
 
 def _compare_swept(
-    comparisons: Comparisons, question: Question, answer: Answer, run: ReferenceRun, regularised: bool
+    comparisons: Comparisons, request: GradientRequest, answer: BatchGradients, run: ReferenceRun, regularised: bool
 ) -> list[str]:
     """The weight gradients of the same sweeps that states and gates were taken from; what rests on them."""
-    known = question.known
-    for layer, halves in answer.swept.items():
+    known = request.known
+    for layer, replayed_calls in answer.swept.items():
         base = uncalled(layer, known.recurrent)
         penalties = known.weights[base].penalties if base in known.weights else {}
         if layer != base or (regularised and penalties):
             continue
         pairs, scale = [], 0.0
-        for half, swept in halves:
-            call = half.call
-            scale = math.hypot(scale, rounding_of(half.run, swept).weights / question.scale)
+        for replayed, swept in replayed_calls:
+            call = replayed.call
+            scale = math.hypot(scale, rounding_of(replayed.run, swept).weights / request.scale)
             is_known = not call.cell.by_framework
-            sums = weight_gradients(half.run, swept, probes=PROBES) if is_known else weights_of(call, half.run, swept)
+            sums = (
+                weight_gradients(replayed.run, swept, probes=PROBES)
+                if is_known
+                else weights_of(call, replayed.run, swept)
+            )
             for key, mine in sums.items():
-                place = question.adapter.place(
-                    question.model, base, call.direction if call.bidirectional else None, key
-                )
+                place = request.adapter.place(request.model, base, call.direction if call.bidirectional else None, key)
                 if place is None or place.tied or run.weight_grads.get(place.name) is None:
                     continue
                 theirs = place.take(run.weight_grads[place.name])
-                mine = to_host(mine) / question.scale
+                mine = to_host(mine) / request.scale
                 pairs.append((mine, probed(theirs) if is_known and mine.ndim == 2 else theirs))
         comparisons.compare(WEIGHTS, layer, pairs, scale=scale)
-    inside = [name.text for name in question.wrt if name.what != "weight" and name.layer is not None]
+    inside = [name.text for name in request.wrt if name.what != "weight" and name.layer is not None]
     return list(dict.fromkeys(inside))
 
 
-def _steps(answer: Answer) -> int:
+def _steps(answer: BatchGradients) -> int:
     """The most steps that any of the arrays has."""
     pairs = [(answer.dims[name], grad.shape) for name, grad in answer.gradients.items() if grad is not None]
     lengths: list[int] = [shape[dims.index(TIME)] for dims, shape in pairs if TIME in dims]
-    lengths += [half.run.input.shape[1] for halves in answer.swept.values() for half, _ in halves]
+    lengths += [
+        replayed.run.input.shape[1] for replayed_calls in answer.swept.values() for replayed, _ in replayed_calls
+    ]
     return max([*lengths, 64])
 
 
-def _dtype(question: Question, answer: Answer) -> str:
-    words = str(question.adapter.provenance(question.model).get("dtype", ""))
+def _dtype(request: GradientRequest, answer: BatchGradients) -> str:
+    words = str(request.adapter.provenance(request.model).get("dtype", ""))
     for name in ("bfloat16", "float16"):
         if name in words:
             return name
     arrays = [grad for grad in answer.gradients.values() if grad is not None]
     return str(arrays[0].dtype) if arrays else ""
+
+
+def certify_weights(
+    adapter: Adapter,
+    model: object,
+    batch: Batch,
+    found: Mapping[str, LayerWeights],
+    datasets: Mapping[str, xr.Dataset],
+    gradients: FoundGradients,
+) -> Certificate:
+    """Compare every gradient that has a number of its own; norms of single steps rest on their sum."""
+    engine, capture, loss = adapter.engine, gradients.capture, gradients.loss
+    run, why = attempt(lambda: adapter.reference_run(model, batch))
+    if run is None:
+        return Certificate("could not", engine, why=why)
+    if capture is not None and capture.altered:
+        return Certificate("could not", engine, why=capture.altered)
+    comparisons = Comparisons(_steps_of_datasets(datasets, capture), _dtype_of_capture(capture))
+    comparisons.compare(LOSS, "", [(loss, run.loss)] if loss is not None else [])
+    beside = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
+    norms = []
+    for layer, dataset in datasets.items():
+        pairs = []
+        for name, variable in dataset.data_vars.items():
+            key = _key(str(name), found[layer])
+            if key is None or key in found[layer].penalties:
+                continue
+            tensor = TensorName(f"{layer}/{key}", "weight", layer, key=key)
+            mine, dims = _in_our_order(variable, found[layer])
+            around = beside if found[layer].cells else {}
+            pairs += list(named_pairs(adapter, model, run, tensor, mine, dims, around))
+        comparisons.compare(WEIGHTS, layer, pairs, scale=gradients.scales.get(layer, 0.0))
+        norms += [str(name) for name in dataset.data_vars if str(name).endswith("_grad_norm")]
+    certified = ("loss", *(["gradients of weights"] if any(c.name == WEIGHTS for c in comparisons.checks) else []))
+    open_ends = ("norms of single steps",) if norms else ()
+    certificate = comparisons.certificate(engine, certified=certified, uncertified=open_ends)
+    return steadied(certificate, adapter, model, batch, run) if certificate.state == "failed" else certificate
+
+
+def _key(name: str, weights: LayerWeights) -> str | None:
+    """The weight whose gradient a variable is; None for anything else."""
+    if not name.endswith("_grad") or name == "bias_total_grad":
+        return None
+    stem = name.removesuffix("_grad")
+    return stem if weights.cells else next((key for key in weights.values if key.replace("/", ".") == stem), None)
+
+
+def _in_our_order(variable: xr.DataArray, weights: LayerWeights) -> tuple[Array, tuple[str, ...]]:
+    """Values with gates in the order of the cell, by their labels."""
+    if GATE in variable.dims and variable[GATE].dtype.kind in "UO":
+        variable = variable.sel({GATE: list(next(iter(weights.cells.values())).gates)})
+    return np.asarray(variable.values), tuple(map(str, variable.dims))
+
+
+def _steps_of_datasets(datasets: Mapping[str, xr.Dataset], capture: Capture | None) -> int:
+    lengths = [int(call.input.shape[1]) for call in (capture.calls if capture else [])]
+    lengths += [int(dataset.sizes[TIME]) for dataset in datasets.values() if TIME in dataset.sizes]
+    return max([*lengths, 64])
+
+
+def _dtype_of_capture(capture: Capture | None) -> str:
+    return next((call.compute_dtype for call in (capture.calls if capture else []) if call.compute_dtype), "")

@@ -1,1 +1,0 @@
-"""Why a gradient does not exist, is zero, or must be read with care."""

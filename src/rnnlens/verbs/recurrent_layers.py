@@ -1,0 +1,390 @@
+"""Replayed calls of recurrent layers: their states, gates, and total gradients by sweeps.
+
+A framework has no tensor for the state at step t of a fused layer. A gradient that starts or ends there is composed of
+the adjoint inside the layer and the framework's own differentiation outside of it, joined at the boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port, RecurrentCall
+from ..autodiff.tensors import like, shared
+from ..errors import LayerNotFoundError, ModelError, message
+from ..recurrence.adjoint import (
+    adjoint,
+    adjoint_custom,
+    custom_weight_gradients,
+    probed,
+    unmasked_output_cotangent,
+    weight_gradients,
+)
+from ..recurrence.cells import Cell, affine
+from ..recurrence.cells.cell import has_gates
+from ..recurrence.replay import Replay
+from ..recurrence.rounding import perturbed, replay_sensitivity
+from ..recurrence.trajectory import Adjoint
+from ..results.checks import CEILING, REPLAY, Check, epsilon, rounding_bound
+from ..results.schema import to_host
+from ..typing import Array
+from .names import TensorName
+
+
+def on_host(calls: Iterable[RecurrentCall]) -> list[RecurrentCall]:
+    """Calls in NumPy where they lie on the CPU; a cell that the framework runs is asked in tensors, step by step."""
+    cells: dict[int, Cell] = {}
+    found = []
+    for call in calls:
+        if not call.cell.by_framework and shared(call.input) is not None:
+            cell = cells.setdefault(id(call.cell), call.cell.with_weights(_numpy))
+            call = replace(call, **{f.name: _numpy(getattr(call, f.name)) for f in fields(call)} | {"cell": cell})
+        found.append(call)
+    return found
+
+
+def _numpy(value: Any) -> Any:
+    array = shared(value)
+    if array is not None:
+        return array
+    if isinstance(value, tuple):
+        return tuple(_numpy(v) for v in value)
+    if isinstance(value, dict):
+        return {key: _numpy(v) for key, v in value.items()}
+    return value
+
+
+def sweep(
+    call: RecurrentCall,
+    run: Replay,
+    output_grad: Array | None = None,
+    final_state_grad: Sequence[Array] | None = None,
+    state_grad: Mapping[int, Array] | None = None,
+    *,
+    spend: bool = False,
+) -> Adjoint:
+    """Total gradients of a call from direct ones.
+
+    Parameters
+    ----------
+    output_grad : shaped as ``call.output``
+        What comes from above through the layer's output; None for nothing.
+    final_state_grad : one (sample, size) array per state
+        What comes through the states that the layer returned.
+    state_grad : (sample, time, size) by index of the state
+        What is put on the states themselves, such as the cotangent of ``lstm.cell``.
+    spend
+        The pre-activations of ``run`` are not needed any more (:func:`~rnnlens.recurrence.adjoint.adjoint`).
+    """
+    states, own_output = _place_output(call, run, output_grad)
+    for index, extra in (state_grad or {}).items():
+        present = states[index]
+        states[index] = extra if present is None else present + extra
+    if call.cell.by_framework:
+        return adjoint_custom(run, states, own_output, final_state_grad)
+    return adjoint(run, states, final_state_grad, spend=spend)
+
+
+def weights_of(call: RecurrentCall, run: Replay, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:
+    """dL/dW of the call, summed over time or with a leading time axis."""
+    if call.cell.by_framework:
+        return custom_weight_gradients(run, result, by_time=by_time)
+    return weight_gradients(run, result, by_time=by_time)
+
+
+def replay_check(call: RecurrentCall, run: Replay) -> Check:
+    """Whether the replay gives what the framework returned, as far as rounding goes.
+
+    Where a gate keeps nearly all, 1 - z has few digits left, and so has what the step adds: then the sensitivity
+    to one more rounding is looked at.
+    """
+    kind, steps = call.compute_dtype or call.output.dtype, int(call.input.shape[1])
+    bound = rounding_bound(kind, steps)
+    if run.residual > bound:
+        bound = min(max(bound, bound * replay_sensitivity(run) / epsilon(kind)), CEILING)
+    return Check(REPLAY, call.layer, run.residual, bound)
+
+
+#: Random combinations of rows that the check of weight gradients looks at.
+PROBES = 8
+
+
+def weights_to_check(
+    call: RecurrentCall, run: Replay, result: Adjoint
+) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
+    """What per-step weight gradients sum to, and the framework's own, as far as a check needs them.
+
+    Of cells with equations random combinations of the rows: a fault in any weight shows in them (Freivalds 1977).
+    """
+    reference = {name: grad for name, grad in (call.weight_grads or {}).items() if name not in call.tied}
+    if call.cell.by_framework:
+        return weights_of(call, run, result), reference
+    return weight_gradients(run, result, probes=PROBES), probed(reference, PROBES)
+
+
+def weight_norms_by_time(run: Replay, result: Adjoint) -> dict[str, Array]:
+    """Frobenius norm of each timestep's contribution to dL/dW: (time, gate), of a weight without gates (time,).
+
+    A few steps at a time, so that memory stays at a few copies of the weights.
+    """
+    cell, xp, time = run.cell, run.xp, run.input.shape[1]
+    parts: dict[str, list[Array]] = {}
+    for start in range(0, time, 8):
+        grads = weight_gradients(run, result, by_time=True, times=slice(start, start + 8))
+        for name, grad in grads.items():
+            gated = has_gates(cell.parameters[name])
+            split = affine.split_gates(grad, len(cell.gates), xp) if gated else grad
+            axes = tuple(i for i in range(1, len(split.shape)) if not gated or i != len(split.shape) - 2)
+            parts.setdefault(name, []).append(xp.sqrt(xp.sum(split * split, axis=axes)))
+    return {name: xp.concat(pieces, axis=0) for name, pieces in parts.items()}
+
+
+def _place_output(
+    call: RecurrentCall, run: Replay, output_grad: Array | None
+) -> tuple[list[Array | None], Array | None]:
+    """Gradient of the output to the state that it is, or to the steps' own outputs where it is none."""
+    states: list[Array | None] = [None] * len(run.states)
+    if output_grad is None:
+        return states, None
+    spread = output_grad if call.returns_sequences else _at_last_step(run, output_grad)
+    index = call.cell.output_state
+    if run.output_is_state:
+        if call.output_from_state is not None:
+            spread = run.xp.where(call.output_from_state[:, :, None], spread, run.xp.zeros_like(spread))
+        states[index] = spread
+        return states, None
+    own, carried = unmasked_output_cotangent(run, spread, call.masked_output)
+    states[index] = carried
+    return states, own
+
+
+def _at_last_step(run: Replay, output_grad: Array) -> Array:
+    """(sample, unit) to (sample, time, unit): zero but at the step that the recurrence took last."""
+    *_, last = run.steps()
+    spread = run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, :], _with_time(run, output_grad)))
+    spread[:, last, :] = output_grad
+    return spread
+
+
+def _with_time(run: Replay, array: Array) -> tuple[int, int, int]:
+    return int(array.shape[0]), int(run.input.shape[1]), int(array.shape[1])
+
+
+@dataclass
+class ReplayedCall:
+    """One direction of one call of a recurrent layer, and its replay."""
+
+    call: RecurrentCall
+    run: Replay
+
+    @property
+    def last(self) -> int:
+        """Time index of the step that ran last."""
+        *_, last = self.run.steps()
+        return last
+
+    def port(self, kind: Any, index: int = 0) -> Port:
+        """Return a port at the boundary of this direction of the layer."""
+        direction = self.call.direction if self.call.bidirectional else None
+        return Port(kind, self.call.layer, index, direction=direction)
+
+    def above(self) -> list[Port]:
+        """Where gradients enter: the output, and the final states where the layer returns them."""
+        states = range(len(self.call.final_state or ()))
+        return [self.port("output"), *(self.port("final_state", i) for i in states)]
+
+    def readers(self) -> list[Port]:
+        """Where gradients enter while nothing is cut: the user's code may get hold of states between the steps."""
+        if not self.call.between:
+            return self.above()
+        states = range(len(self.run.states))
+        return [self.port("output"), *(self.port("state_read", i) for i in states)]
+
+    def below(self) -> list[Port]:
+        """Where gradients leave: the input, which both replayed_calls of a layer share, and the initial states."""
+        states = range(len(self.run.initial_state))
+        return [Port("input", self.call.layer), *(self.port("initial_state", i) for i in states)]
+
+    def arrived(self) -> dict[Port, Array | None]:
+        """What the captured backward pass brought to the upper boundary, states between the steps apart."""
+        final = self.call.final_state_grad or ()
+        found = {self.port("final_state", i): grad for i, grad in enumerate(final)}
+        return {self.port("output"): self.call.output_grad, **found}
+
+    def sweep(self, states: Mapping[int, Array], arrived: Mapping[Port, Array | None]) -> Adjoint:
+        """Total gradients from cotangents put on states at every step and from what arrived at the upper boundary."""
+        states = _with_reads(states, {i: arrived.get(self.port("state_read", i)) for i in range(len(self.run.states))})
+        output = arrived.get(self.port("output"))
+        final = [arrived.get(self.port("final_state", i)) for i in range(len(self.run.states))]
+        ending = None
+        if any(f is not None for f in final):
+            initial = self.run.initial_state
+            ending = [s * 0 if f is None else like(f, s) for f, s in zip(final, initial, strict=True)]
+        return sweep(
+            self.call,
+            self.run,
+            None if output is None else like(output, self.run.states[0]),
+            ending,
+            {index: like(array, self.run.states[index]) for index, array in states.items()},
+        )
+
+    def weight_gradients(self, swept: Adjoint, *, per_sample: bool = False) -> dict[str, Array]:
+        """dL/dW by the names of the cell's weights, summed over time, and over samples unless ``per_sample``."""
+        if not per_sample:
+            return {key: to_host(grad) for key, grad in weights_of(self.call, self.run, swept).items()}
+        samples = [slice(n, n + 1) for n in range(int(self.run.input.shape[0]))]
+        single = [weights_of(self.call, self.run.of_samples(one), swept.of_samples(one)) for one in samples]
+        return {key: np.stack([to_host(grads[key]) for grads in single]) for key in single[0]}
+
+
+class ReplayedLayers:
+    """Replays of the recurrent calls of one forward pass, by layer name; the forward direction of a layer comes first.
+
+    ``entangled``: differentiation must not be cut at them, see :class:`rnnlens.adapters.protocol.Capture`.
+    """
+
+    def __init__(self, replayed_calls: Mapping[str, list[ReplayedCall]], entangled: bool = False) -> None:
+        self.replayed_calls, self.entangled = dict(replayed_calls), entangled
+
+    @classmethod
+    def look(cls, adapter: Adapter, model: Any, batch: Batch, layers: Iterable[str]) -> ReplayedLayers:
+        """Capture and replay the layers asked for; an empty look costs nothing."""
+        wanted = tuple(dict.fromkeys(layers))
+        if not wanted:
+            return cls({})
+        capture = adapter.capture(model, batch, CaptureRequest(wanted, gradients=False, weight_grads=False))
+        return cls.of(capture.calls, capture.entangled)
+
+    @classmethod
+    def of(cls, calls: Iterable[RecurrentCall], entangled: bool = False) -> ReplayedLayers:
+        """Replay captured calls."""
+        replayed_calls: dict[str, list[ReplayedCall]] = {}
+        for call in on_host(calls):
+            replayed_calls.setdefault(call.layer, []).append(ReplayedCall(call, Replay.from_call(call)))
+        for both in replayed_calls.values():
+            both.sort(key=lambda replayed: replayed.call.bidirectional and replayed.call.direction == "backward")
+        return cls(replayed_calls, entangled)
+
+    def perturbed(self) -> ReplayedLayers:
+        """The same, with every number inside the layers off by one rounding."""
+        replayed_calls = {
+            name: [ReplayedCall(one.call, perturbed(one.run)) for one in both]
+            for name, both in self.replayed_calls.items()
+        }
+        return ReplayedLayers(replayed_calls, self.entangled)
+
+    def is_stepwise(self, name: TensorName) -> bool:
+        """Whether the framework reaches a tensor of a recurrence: its layer is a cell that the user's loop calls."""
+        if name.what not in ("state", "final_state", "initial_state", "input") or name.layer is None:
+            return False
+        return name.layer in self.replayed_calls and all(
+            replayed.call.stepwise for replayed in self.replayed_calls[name.layer]
+        )
+
+    def layer(self, name: str | None) -> list[ReplayedCall]:
+        """The replayed_calls of one call of a layer.
+
+        Raises
+        ------
+        LayerNotFoundError
+            If the layer was called several times and the name does not say which call is meant, or never.
+        """
+        if name in self.replayed_calls:
+            return self.replayed_calls[name]
+        calls = [node for node in self.replayed_calls if node.rpartition("#")[0] == name]
+        if calls:
+            expected = "one of: " + ", ".join(repr(call) for call in calls)
+            raise LayerNotFoundError(message(f"Layer {name!r} was called more than once.", expected=expected))
+        raise LayerNotFoundError(message(f"Layer {name!r} was not called in this forward pass."))
+
+    def masks(self) -> dict[str, Array]:
+        """Masks by layer, of those that have one."""
+        found = {name: replayed_calls[0].run.mask for name, replayed_calls in self.replayed_calls.items()}
+        return {name: to_host(mask) for name, mask in found.items() if mask is not None}
+
+    def value(self, name: TensorName) -> Array:
+        """States of a layer, with a direction axis for a bidirectional one."""
+        return _join(
+            [_pick(replayed, replayed.run.states[name.index], name) for replayed in self.layer(name.layer)], name
+        )
+
+    def on_states(self, name: TensorName, cotangent: Array) -> list[dict[int, Array]]:
+        """Return a cotangent of ``value(name)`` as one array of all steps by state, for each direction."""
+        replayed_calls = self.layer(name.layer)
+        axis = 2 if name.what == "state" else 1
+        parts = (
+            [cotangent]
+            if len(replayed_calls) == 1
+            else [np.take(cotangent, d, axis=axis) for d in range(len(replayed_calls))]
+        )
+        return [
+            {name.index: _placed(replayed, part, name)} for replayed, part in zip(replayed_calls, parts, strict=True)
+        ]
+
+    def gradient(self, name: TensorName, swept: Sequence[Adjoint]) -> Array:
+        """Pick the gradient of a tensor inside a layer from the finished sweeps of its replayed_calls."""
+        pairs = list(zip(self.layer(name.layer), swept, strict=True))
+        if name.what == "input":
+            return np.sum([to_host(result.input_grad) for result in swept], axis=0)
+        return _join([_gradient(replayed, result, name) for replayed, result in pairs], name)
+
+
+def _with_reads(states: Mapping[int, Array], reads: Mapping[int, Array | None]) -> dict[int, Array]:
+    """Cotangents of states by index, and what arrived where the user's code got hold of them."""
+    found = dict(states)
+    for index, grad in reads.items():
+        if grad is not None:
+            found[index] = like(grad, found[index]) + found[index] if index in found else grad
+    return found
+
+
+def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ...]) -> dict[str, Array]:
+    """Outputs of layers by node, without any loss; a layer that does not run is left out."""
+    request = CaptureRequest(layers, inputs=False, gradients=False, weight_grads=False)
+    quiet = replace(batch, y=None, loss=None, sample_weight=None, class_weight=None)
+    try:
+        capture = adapter.capture(model, quiet, request)
+    except (LayerNotFoundError, ModelError):
+        return {}
+    return {call.layer: to_host(call.output) for call in capture.plain} | {
+        call.layer: to_host(call.output) for call in capture.calls
+    }
+
+
+def runs(adapter: Adapter, model: Any, batch: Batch, layer: str) -> bool:
+    """Whether a layer is called in a forward pass."""
+    return any(node.partition("#")[0] == layer for node in outputs_of(adapter, model, batch, (layer,)))
+
+
+def _gradient(replayed: ReplayedCall, result: Adjoint, name: TensorName) -> Array:
+    if name.what == "initial_state":
+        return to_host(result.initial_state_grad[name.index])
+    if name.what == "gate_preactivation":
+        return to_host(result.gate_grad)
+    if name.what == "gates":
+        return to_host(replayed.run.at_real_steps(replayed.run.cell.gate_gradient(replayed.run, result)))
+    return _pick(replayed, result.state_grads[name.index], name)
+
+
+def _pick(replayed: ReplayedCall, states: Array, name: TensorName) -> Array:
+    """All steps, or the last one that ran."""
+    every = to_host(states)
+    return every if name.what == "state" else every[:, replayed.last, :]
+
+
+def _placed(replayed: ReplayedCall, cotangent: Array, name: TensorName) -> Array:
+    """A cotangent of the last state alone becomes one of all steps, zero but there."""
+    if name.what == "state":
+        return cotangent
+    whole = np.zeros(tuple(replayed.run.states[name.index].shape), dtype=cotangent.dtype)
+    whole[:, replayed.last, :] = cotangent
+    return whole
+
+
+def _join(parts: list[Array], name: TensorName) -> Array:
+    if len(parts) == 1:
+        return parts[0]
+    return np.stack(parts, axis=1 if name.what in ("final_state", "initial_state") else 2)

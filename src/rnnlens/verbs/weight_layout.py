@@ -1,0 +1,195 @@
+"""Weights under the names and axes of results: gates split, directions stacked, two biases in one array separated.
+
+Weights of a known cell get the dimensions of the cell, as ``kernel (feature, gate, unit)`` and ``bias (gate, unit)``,
+with ``direction`` first for a bidirectional layer. Weights of any other layer keep their name and shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import xarray as xr
+
+from ..adapters.protocol import LayerWeights
+from ..recurrence.cells import Cell
+from ..recurrence.cells.cell import has_gates
+from ..results.schema import coordinates, provenance_line, to_host, weight_quantity
+from ..typing import Array
+from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Where a weight of ours lies in the adapter's list: its key, and which row of it where two share an array."""
+
+    key: str
+    direction: str | None = None
+    row: int | None = None
+
+
+def sources(weights: LayerWeights) -> dict[str, list[WeightSource]]:
+    """For each weight as we show it, the adapter's weights that it is made of: one per direction.
+
+    >>> sources(LayerWeights({"gamma": 0, "beta": 0}, {}))["beta"]
+    [WeightSource(key='beta', direction=None, row=None)]
+    """
+    if not weights.cells:
+        return {key: [WeightSource(key)] for key in weights.values}
+    found: dict[str, list[WeightSource]] = {}
+    directions = list(weights.cells)
+    for key in weights.values:
+        name = key.rpartition("/")[2]
+        direction = _direction(key, directions)
+        cell = weights.cells.get(direction)
+        if cell is None or name not in cell.parameters:
+            found[key] = [WeightSource(key)]
+        elif name == "bias" and _holds_both(weights, cell):
+            found.setdefault("bias", []).append(WeightSource(key, direction, 0))
+            found.setdefault("recurrent_bias", []).append(WeightSource(key, direction, 1))
+        else:
+            found.setdefault(name, []).append(WeightSource(key, direction))
+    return found
+
+
+def dims_of_weight(key: str, weights: LayerWeights, rank: int) -> tuple[str, ...]:
+    """Names of the axes of a weight as shown: words for weights of a cell, positions for every other layer."""
+    found = sources(weights)[key]
+    if found[0].direction is not None:
+        return ((DIRECTION,) if len(found) > 1 else ()) + weights.cells[found[0].direction].parameters[key].dims
+    stem = key.replace("/", ".")
+    return tuple(f"{stem}_axis_{i}" for i in range(rank))
+
+
+def assemble(
+    parts: Sequence[Array], found: Sequence[WeightSource], key: str, weights: LayerWeights, lead: int
+) -> Array:
+    """One array as we show it from the adapter's, each with ``lead`` leading axes before the weight's own.
+
+    Gates get an axis of their own; directions are stacked in front of the weight's own axes.
+    """
+    arrays = []
+    for part, source in zip(parts, found, strict=True):
+        array = np.asarray(part)
+        if source.row is not None:
+            array = array[(slice(None),) * lead + (source.row,)]
+        cell = None if source.direction is None else weights.cells[source.direction]
+        if cell is not None and has_gates(cell.parameters[key]):
+            array = array.reshape(*array.shape[:-1], len(cell.gates), -1)
+        arrays.append(array)
+    return np.stack(arrays, axis=lead) if len(weights.cells) > 1 and len(arrays) > 1 else arrays[0]
+
+
+def _direction(key: str, directions: Sequence[str]) -> str:
+    """Return the direction that a key belongs to; the only one there is, for a layer that runs one way."""
+    if len(directions) == 1:
+        return directions[0]
+    return "backward" if "backward" in key.partition("/")[0] else "forward"
+
+
+def _holds_both(weights: LayerWeights, cell: Cell) -> bool:
+    """Whether input and recurrent bias share one array, (2, gate * unit)."""
+    separate: Any = any(key.rpartition("/")[2] == "recurrent_bias" for key in weights.values)
+    return "recurrent_bias" in cell.weights() and not separate
+
+
+Values = np.ndarray[Any, Any]
+
+
+class LabelledWeight(NamedTuple):
+    """Values with dimension names, words, and names of gates."""
+
+    values: Values
+    dims: tuple[str, ...]
+    words: Mapping[str, str]
+    cell: str = ""
+
+
+def label_cell(
+    by_direction: Mapping[str, Mapping[str, Any]],
+    cells: Mapping[str, Cell],
+    *,
+    suffix: str = "",
+    by_time: bool | str = False,
+) -> dict[str, LabelledWeight]:
+    """Weights or gradients of a cell with named weights, per direction: gates split, directions stacked."""
+    cell = next(iter(cells.values()))
+    order = [direction for direction in (FORWARD, BACKWARD) if direction in by_direction]
+    labelled = {}
+    for name in by_direction[order[0]]:
+        replayed_calls = [_split(name, to_host(by_direction[direction][name]), cell, by_time) for direction in order]
+        dims, words = _dims(name, cell, by_time), _words(name, cell, suffix, by_time)
+        values = np.stack(replayed_calls) if len(order) > 1 else replayed_calls[0]
+        key = f"{name}{suffix}_norm" if by_time == "norm" else name + suffix
+        labelled[key] = LabelledWeight(values, (DIRECTION, *dims) if len(order) > 1 else dims, words, cell.kind)
+    if cell.biases_add_up and not by_time and "recurrent_bias" in labelled:
+        both = labelled["bias"].values + labelled["recurrent_bias"].values
+        words = {"long_name": "sum of both biases", "units": "1", "definition": "bias + recurrent_bias"}
+        labelled["bias_total"] = labelled["bias"]._replace(values=both, words=words)
+    return labelled
+
+
+def label_plain(values: Mapping[str, Any]) -> dict[str, LabelledWeight]:
+    """Weights of a layer that is not recurrent: axes by position, the last one the units."""
+    labelled = {}
+    for name, array in values.items():
+        array = to_host(array)
+        stem = name.removesuffix("_grad").replace("/", ".")
+        dims = tuple(f"{stem}_axis_{i}" for i in range(array.ndim))
+        gradient = name.endswith("_grad")
+        words = {
+            "long_name": f"gradient of {stem}" if gradient else stem,
+            "units": "loss" if gradient else "1",
+            "definition": f"dL/d{stem}" if gradient else f"weight {stem} as the framework holds it",
+        }
+        labelled[name.replace("/", ".")] = LabelledWeight(array, dims, words)
+    return labelled
+
+
+def node_dataset(name: str, variables: Mapping[str, LabelledWeight], provenance: Mapping[str, str]) -> xr.Dataset:
+    """All variables of one layer, and per gate and direction the counts of NaN and infinite values."""
+    common = {"layer": name, "provenance": provenance_line(provenance)}
+    data: dict[str, xr.Variable] = {}
+    for key, entry in variables.items():
+        data[key] = xr.Variable(entry.dims, entry.values, {**entry.words, **common})
+        data |= _counts(key, entry, common)
+    sizes = {dim: size for variable in data.values() for dim, size in variable.sizes.items()}
+    cell = next((entry.cell for entry in variables.values() if entry.cell), "")
+    return xr.Dataset(data, coords=coordinates(sizes, {"cell": cell}), attrs={"layer": name, "cell": cell})
+
+
+def _counts(key: str, entry: LabelledWeight, common: Mapping[str, str]) -> dict[str, xr.Variable]:
+    kept = tuple(dim for dim in entry.dims if dim in (DIRECTION, GATE))
+    axes = tuple(i for i, dim in enumerate(entry.dims) if dim not in kept)
+    counted = {}
+    for what, test in (("nan", np.isnan), ("inf", np.isinf)):
+        attrs = {"long_name": f"{what} values in {key}", "units": "1", **common}
+        counted[f"{key}_{what}_count"] = xr.Variable(kept, np.sum(test(entry.values), axis=axes), attrs)
+    return counted
+
+
+def _split(name: str, values: Values, cell: Cell, by_time: bool | str) -> Values:
+    if not has_gates(cell.parameters[name]) or by_time == "norm":
+        return values
+    return values.reshape(*values.shape[:-1], len(cell.gates), -1)
+
+
+def _dims(name: str, cell: Cell, by_time: bool | str) -> tuple[str, ...]:
+    dims = cell.parameters[name].dims
+    if by_time == "norm":
+        return (TIME, GATE) if GATE in dims else (TIME,)
+    return (TIME, *dims) if by_time else dims
+
+
+def _words(name: str, cell: Cell, suffix: str, by_time: bool | str) -> dict[str, str]:
+    known = weight_quantity(cell.parameters[name], gradient=bool(suffix))
+    words = {"long_name": known.long_name, "units": known.units, "definition": known.definition}
+    if by_time == "norm":
+        words["long_name"] = f"norm of the {known.long_name} by step"
+        words["definition"] = f"Frobenius norm, per gate, of the contribution of step t to {known.definition}"
+    elif by_time:
+        words["long_name"] = f"{known.long_name} by step"
+        words["definition"] = f"contribution of step t to {known.definition}; its sum over time is dL/dW"
+    return words
