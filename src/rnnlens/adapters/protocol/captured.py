@@ -96,6 +96,8 @@ class RecurrentCall:
         The dtype that the framework computed in, where it is coarser than that of the arrays (mixed precision).
     tied
         Names in ``weight_grads`` whose gradient is also that of other layers, which have the same variable.
+    computed
+        Names of weights that the model computed from its parameters: gradients are with respect to what the call used.
     weights_key
         Calls with the same key share their weights; ``weight_grads`` is then the sum over them.
     weight_grads
@@ -128,6 +130,7 @@ class RecurrentCall:
     compute_dtype: str = ""
     weights_key: str = ""
     tied: frozenset[str] = frozenset()
+    computed: frozenset[str] = frozenset()
     weight_grads: Mapping[str, Array] | None = None
     framework_input_grad: Array | None = None
     framework_initial_state_grad: tuple[Array, ...] | None = None

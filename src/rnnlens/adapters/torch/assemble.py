@@ -147,6 +147,7 @@ class Assembler:
             weights_key=key,
             stepwise=not owner.stacked,
             between=not owner.stacked or len(run.visits) > 1,
+            computed=self._computed(owner, layer, direction),
         )
         computed = owner.autocast or first.pieces[layer].output.dtype
         if computed in (torch.bfloat16, torch.float16):
@@ -166,6 +167,11 @@ class Assembler:
                 call.framework_input_grad = self._framework_input_grad(run, layer) if direction == 0 else None
                 call.framework_initial_state_grad = self._framework_initial_grad(run, layer, direction)
         return call
+
+    def _computed(self, owner: Owner, layer: int, direction: int) -> frozenset[str]:
+        """Return the names of the weights that the model computed from its parameters."""
+        slots = (slot.split("/") for key, slot in self.recorder.computed if key == owner.key)
+        return frozenset(NAMES[name] for name, *at in slots if at == [str(layer), str(direction)])
 
     def _framework_input_grad(self, run: Run, layer: int) -> Tensor:
         """What torch's own differentiation of these calls brought to their inputs."""

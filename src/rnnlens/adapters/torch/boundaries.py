@@ -17,7 +17,7 @@ from .assemble import half, node_names, sequence
 from .boundary import Boundary, single
 from .record import Packing, Recorder, Run
 from .state_boundaries import ending_boundary, final_boundary, read_boundary, state_boundary
-from .weights import NAMES, ours
+from .weights import NAMES, class_of, has_own_forward, library_parameter, ours
 
 
 class Boundaries:
@@ -33,8 +33,8 @@ class Boundaries:
         What layers that are not recurrent took and returned: (input leaves, output leaves) per call, by path.
     weights
         Stand-ins for the weights of other layers, by path and name.
-    known
-        Names of all weights that there are, for errors.
+    modules
+        All modules of the model by path.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Boundaries:
         loss: Tensor | None,
         plain: dict[str, list[tuple[list[Tensor], list[Tensor]]]],
         weights: dict[tuple[str, str], Tensor],
-        known: Sequence[str],
+        modules: Sequence[tuple[str, nn.Module]],
     ) -> None:
         self.recorder, self.inputs, self.outputs, self.loss = recorder, inputs, outputs, loss
-        self.plain, self.weights, self.known = plain, weights, known
+        self.plain, self.weights, self.modules = plain, weights, dict(modules)
         self.nodes: dict[str, tuple[Run, int]] = {}
         for run, names in zip(recorder.runs, node_names(recorder.runs), strict=True):
             self.nodes.update({name: (run, layer) for layer, name in enumerate(names)})
@@ -115,6 +115,9 @@ class Boundaries:
                 which = 1 if "backward" in (direction, port.direction) else 0
                 slot = {theirs: mine for mine, theirs in NAMES.items()}[name]
                 tensor = run.visits[0].pieces[layer].weights[which][slot]
+                own = library_parameter(self.modules.get(run.owner.name), layer, port.key)
+                if own is not None and (run.owner.key, f"{slot}/{layer}/{which}") in self.recorder.computed:
+                    return Boundary([own], partial(_in_our_order, run.owner.cell, slot))
                 owned = self.recorder.behind(tensor)
                 parts = [tensor] if owned is None else [tensor, owned]
                 in_order = partial(_in_our_order, run.owner.cell, slot)
@@ -122,9 +125,12 @@ class Boundaries:
         found = self.weights.get((str(port.layer), port.key))
         if found is None:
             wanted = f"{port.layer}.{port.key}"
-            raise LayerNotFoundError(
-                message("No weight of that name.", got=wanted, hint=did_you_mean(wanted, self.known))
-            )
+            known = [f"{path}.{n}" for path, m in self.modules.items() for n, _ in m.named_parameters(recurse=False)]
+            raise LayerNotFoundError(message("No weight of that name.", got=wanted, hint=did_you_mean(wanted, known)))
+        cell = class_of(self.modules[str(port.layer).partition("[")[0]])
+        if cell is not None:  # its own forward does not call torch's kernel
+            slot = {theirs: mine for mine, theirs in NAMES.items()}[name]
+            return Boundary([found], partial(_in_our_order, cell[0], slot))
         return single(found)
 
 
@@ -202,8 +208,15 @@ def stand_ins(modules: Sequence[tuple[str, nn.Module]], ports: Sequence[Port]) -
     table = dict(modules)
     found: dict[tuple[str, str], Tensor] = {}
     for port in ports:
-        module = table.get(str(port.layer).partition("#")[0])
+        path, _, number = str(port.layer).partition("#")[0].partition("[")
+        module = table.get(path)
         parameter = None if module is None else dict(module.named_parameters(recurse=False)).get(port.key)
+        if module is not None and has_own_forward(module):
+            parameter = (
+                parameter
+                if parameter is not None
+                else library_parameter(module, int(number.rstrip("]") or 0), port.key)
+            )
         if port.kind != "weight" or parameter is None:
             continue
         if parameter.requires_grad or not parameter.is_floating_point():

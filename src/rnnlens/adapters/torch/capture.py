@@ -15,7 +15,15 @@ from ...errors import LayerNotFoundError, ModelError, did_you_mean, message, rai
 from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall
 from ..threads import hook_here
 from .assemble import Assembler, JoinedTooFarError, check_joints, node_names
-from .discover import cell_candidates, named_modules, node_name, recurrent_modules, refuse_scripts, unwrapped
+from .discover import (
+    cell_candidates,
+    named_modules,
+    node_name,
+    recurrent_modules,
+    refuse_own_loops,
+    refuse_scripts,
+    unwrapped,
+)
 from .endings import mark_endings
 from .entangled import entangled
 from .fused import Interceptor
@@ -29,6 +37,7 @@ from .restore import borrowed, differentiable_weights
 from .shell import hookable
 from .steps import CellHook, own_cells_only
 from .values import replayable
+from .weights import has_own_forward
 
 
 def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
@@ -60,6 +69,7 @@ class Asked:
     plain: list[tuple[str, nn.Module]]
     names: tuple[str, ...] | None
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    ran: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, model: nn.Module, names: Sequence[str] | None) -> Asked:
@@ -239,6 +249,7 @@ def _read(
 ) -> Capture:
     if not recorder.runs and not recorder.plain:
         refuse_scripts(asked.modules)
+        refuse_own_loops(asked.recurrent)
         raise ModelError(
             message(
                 "No recurrent layer ran in this forward pass.",
@@ -259,6 +270,12 @@ def _read(
     if value is not None and not math.isfinite(value):
         notes.append(f"The loss is {value}.")
     notes.extend(_broken_runs(recorder))
+    seen = {run.owner.name for run in recorder.runs}
+    notes.extend(
+        f"{path}: {type(module).__name__}.forward computes its steps without torch's kernel; they are not shown."
+        for path, module in asked.recurrent
+        if path in asked.ran and path not in seen and has_own_forward(module)
+    )
     plain = _numbered(assembler)
     capture = Capture(calls, plain, value, on_leaves(outputs, _detached), notes)
     capture.order = _order(recorder, [call.layer for call in plain], {call.layer for call in calls})

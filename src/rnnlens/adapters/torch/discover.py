@@ -16,7 +16,7 @@ from ...recurrence.cells import registered
 from ..protocol import LayerInfo
 from .public import loops_of, named_cell
 from .registered import described
-from .weights import class_of
+from .weights import class_of, has_own_forward
 
 _STATE_PARAMETER = re.compile(r"^(h|c|hx|hc|hidden|state|states|carry|prev|memory)$|hidden|state")
 _RECURRENT_SCRIPT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
@@ -117,6 +117,21 @@ def refuse_scripts(named: list[tuple[str, nn.Module]]) -> None:
             )
 
 
+def refuse_own_loops(recurrent: list[tuple[str, nn.Module]]) -> None:
+    """Raise if a subclass of a torch layer computes all of its steps in its own forward."""
+    for path, module in recurrent:
+        if has_own_forward(module):
+            raise UnsupportedError(
+                message(
+                    f"Layer {path!r} computes its steps in its own forward; nothing between them can be seen.",
+                    got=f"{type(module).__name__}.forward, which does not call torch's kernel",
+                    expected="super().forward(x, state), or one call per step of something that is known as a cell",
+                    hint="in its loop write h = rl.torch.step(lambda x, h: ..., x[:, t], h); "
+                    "rl.gradients with respect to inputs and weights needs no change",
+                )
+            )
+
+
 def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules that may be custom cells: called with something and a state, and holding no recurrent layer inside.
 
@@ -171,7 +186,9 @@ def describe(model: nn.Module) -> list[LayerInfo]:
     rows.extend(
         _custom_row(path, module)
         for path, module in cell_candidates(model)
-        if named_cell(module) is not None or _STATE_PARAMETER.search([*_positional(module), "", ""][1])
+        if named_cell(module) is not None
+        or isinstance(module, nn.RNNCellBase)
+        or any(_STATE_PARAMETER.search(name) for name in _positional(module)[:2])
     )
     order = {path: index for index, (path, _) in enumerate(named_modules(model))}
     rows.sort(key=lambda row: order[row.name.split("[")[0] if row.name not in order else row.name])

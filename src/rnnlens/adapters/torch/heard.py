@@ -22,7 +22,7 @@ from .heard_loops import HeardLoop, Loops, joined, listen_inside
 from .heard_weights import WeightListener
 from .inputs import on_leaves
 from .record import autocast_around
-from .weights import cell_weights
+from .weights import cell_weights, has_own_forward
 
 #: No backward pass: torch counts them from 0.
 NO_PASS = -1
@@ -61,7 +61,12 @@ class Listener:
         self._states: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self._loops = Loops()
-        self.heard = recurrent_modules(self.model)
+        # A cell with a forward of its own may take its arguments in any order.
+        self.heard = [
+            (path, m)
+            for path, m in recurrent_modules(self.model)
+            if not (isinstance(m, nn.RNNCellBase) and has_own_forward(m))
+        ]
         own = dict(self.heard)
         self.others = [row.name for row in describe(self.model) if row.name.partition("[")[0] not in own]
         if layers is not None:
@@ -149,6 +154,8 @@ class Listener:
 
     def _hear(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         state = self._states.pop(id(module), None)
+        if not isinstance(output, tuple) or len(output) != 2:
+            return  # a subclass whose own forward returns something else
         first, finals = output
         tensors = [first.data if isinstance(first, PackedSequence) else first]
         tensors += [finals] if isinstance(finals, Tensor) else list(finals)

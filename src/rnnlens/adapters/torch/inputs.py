@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...arguments import as_numpy
 from ...errors import InputError, message, raised_by
+from .weights import has_own_forward
 
 
 def home_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -95,6 +96,8 @@ def call_model(model: nn.Module, x: Any) -> Any:
 
 def check_features(name: str, module: nn.Module, value: Any) -> None:
     """Refuse what a recurrent or linear module cannot take, with its name, before torch complains without one."""
+    if has_own_forward(module):
+        return
     if isinstance(value, PackedSequence):
         value = value.data
         ranks: tuple[int, ...] = (2,)

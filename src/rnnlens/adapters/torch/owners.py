@@ -26,6 +26,7 @@ class Owners:
         self.entered: nn.Module | None = None
         self.order: Tensor | None = None
         self.known: dict[int, Owner] = {}
+        self.ran = asked.ran
 
     def entering(self, path: str) -> Any:
         """A forward pre-hook that checks the input and notes which module runs."""
@@ -35,6 +36,7 @@ class Owners:
             check_features(path, module, value)
             if not isinstance(module, nn.Linear):
                 self.entered = module
+                self.ran.add(path)
                 self.order = value.unsorted_indices if isinstance(value, PackedSequence) else None
 
         return hook

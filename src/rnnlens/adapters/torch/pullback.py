@@ -104,8 +104,7 @@ class TorchPullback:
         leaves = leaves_of(outputs)
         if interceptor.cut_gradients and not keep_gradients and not any(_has_path(t) for t in (*leaves, loss)):
             return None
-        known = [f"{path}.{name}" for path, module in modules for name, _ in module.named_parameters(recurse=False)]
-        return Boundaries(recorder, leaves_of(inputs), leaves, loss, plain, weights, known)
+        return Boundaries(recorder, leaves_of(inputs), leaves, loss, plain, weights, modules)
 
     def _watch_plain(
         self, modules: Sequence[tuple[str, nn.Module]], asked: Asked, recorder: Recorder, plain: dict[str, list[Any]]

@@ -205,6 +205,8 @@ class Recorder:
         self.trails: dict[int, Trail] = {}
         self._tails: dict[int, Run] = {}
         self._leaves: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+        #: Weights that the model computed from its parameters, by owner and slot.
+        self.computed: set[tuple[int, str]] = set()
         self._by_identity: dict[int, tuple[Tensor, Tensor]] = {}
 
     def tail(self, owner: Owner) -> Visit | None:
@@ -279,6 +281,8 @@ class Recorder:
         A plain parameter is replaced by a leaf of its own (frozen or not, the user's stays untouched); a weight that
         is computed from others keeps its path to them.
         """
+        if weight.grad_fn is not None:
+            self.computed.add((owner.key, slot))
         if not self.weight_grads and not weight.requires_grad:
             return weight.detach()
         known = self._by_identity.get(id(weight)) or self._leaves.get((owner.key, slot))

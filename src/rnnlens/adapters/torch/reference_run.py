@@ -22,6 +22,7 @@ from .discover import named_modules, unwrapped
 from .inputs import as_tensors, call_model, on_leaves
 from .losses import evaluate
 from .restore import borrowed, differentiable_weights
+from .weights import has_own_step
 
 #: torch's order of gates, as the documentation of its modules gives it.
 _GATES: dict[Any, tuple[type[Cell], tuple[str, ...]]] = {
@@ -96,7 +97,7 @@ def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[A
     kind = next((k for k in _GATES if isinstance(module, k)), None)
     cell = next((k for k in _CELLS if isinstance(module, k)), None)
     slot = _WEIGHTS.get(key.rpartition("/")[2], "")
-    if kind is None and cell is None:
+    if (kind is None and cell is None) or has_own_step(module):
         return dict(module.named_parameters()).get(key), lambda array: array
     name = slot if cell is not None else f"{slot}_l{layer}" + ("_reverse" if direction == "backward" else "")
     parameter = dict(module.named_parameters(recurse=False)).get(name)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ...errors import ModelError, message
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ..protocol import LayerWeights
 from .registered import registered_weights
+from .restore import borrowed
 from .values import replayable
+
+#: Torch's kernel of one step by the class of the cell.
+_KERNELS: dict[type[nn.Module], tuple[Any, ...]] = {
+    nn.LSTMCell: (torch._VF.lstm_cell,),
+    nn.GRUCell: (torch._VF.gru_cell,),
+    nn.RNNCell: (torch._VF.rnn_tanh_cell, torch._VF.rnn_relu_cell),
+}
+#: Whether a subclass of a torch cell, with a forward of its own, steps as torch's cell does.
+_STEPS_AS_TORCH: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 #: where each of our gates sits in torch's order: LSTM i, f, g, o; GRU r, z, n, of which the update gate is z.
 _ORDER: dict[type[Cell], tuple[int, ...]] = {SimpleRNN: (0,), LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}
@@ -62,8 +74,77 @@ def known_cell(cell: type[Cell], weights: Mapping[str, Any], activation: str = "
     return made(activation=activation, **arrays)  # type: ignore[no-any-return]
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether a subclass of a torch recurrent layer or cell defines its own ``forward``."""
+    kinds = (nn.LSTM, nn.GRU, nn.RNN, *_KERNELS)
+    base = next((kind for kind in kinds if isinstance(module, kind)), None)
+    return base is not None and getattr(module.forward, "__func__", None) is not base.forward
+
+
+def has_own_step(module: nn.Module) -> bool:
+    """Return whether a subclass of a torch cell computes another step than torch's cell.
+
+    Its forward is run once on two random samples. It steps as torch's cell does where it calls torch's kernel once,
+    with the input and the state that it was given, and returns what the kernel returned.
+    """
+    kind = next((kind for kind in _KERNELS if isinstance(module, kind)), None)
+    if kind is None or not has_own_forward(module):
+        return False
+    if module not in _STEPS_AS_TORCH:
+        _STEPS_AS_TORCH[module] = _steps_as_torch(module, kind)
+    return not _STEPS_AS_TORCH[module]
+
+
+def _steps_as_torch(module: Any, kind: type[nn.Module]) -> bool:
+    weight = module.weight_ih
+    if weight.is_meta:
+        return True
+    drawn = torch.rand(2, module.input_size + 2 * module.hidden_size, generator=torch.Generator().manual_seed(0))
+    x, h, c = drawn.to(weight).split([module.input_size, module.hidden_size, module.hidden_size], dim=1)
+    state: Any = (h, c) if kind is nn.LSTMCell else h
+    for args in ((x, state), (state, x)):
+        calls = _KernelCalls(_KERNELS[kind])
+        try:
+            with borrowed(module, training=False, seed=0), torch.no_grad(), calls:
+                returned = module.forward(*args)
+        except Exception:  # the user's code, called as it may not be meant to be
+            continue
+        if len(calls.seen) == 1:
+            return _passed_through((x, *_flat(state)), returned, *calls.seen[0])
+    return False
+
+
+def _passed_through(given: Sequence[Tensor], returned: Any, args: Sequence[Any], result: Any) -> bool:
+    """Return whether a kernel took what the cell was given, and the cell returned what the kernel returned."""
+    taken = sorted(float(value.sum()) for value in (args[0], *_flat(args[1])))
+    pairs = list(zip(_flat(returned), _flat(result), strict=False))
+    alike = all(isinstance(a, Tensor) and torch.equal(a, b) for a, b in pairs)
+    return taken == sorted(float(v.sum()) for v in given) and alike and len(_flat(returned)) == len(_flat(result))
+
+
+def _flat(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+class _KernelCalls(TorchFunctionMode):  # type: ignore[misc]
+    """Records the calls of given torch kernels: arguments and result."""
+
+    def __init__(self, kernels: Sequence[Any]) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.seen: list[tuple[Any, Any]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self.kernels:
+            self.seen.append((args, result))
+        return result
+
+
 def class_of(module: nn.Module) -> tuple[type[Cell], str] | None:
-    """Our class and the activation of a torch recurrent module or cell; None for any other module."""
+    """Return the cell class and activation of a torch recurrent module or cell; None for any other module."""
+    if has_own_step(module):
+        return None
     if isinstance(module, (nn.LSTM, nn.LSTMCell)):
         return LSTM, "tanh"
     if isinstance(module, (nn.GRU, nn.GRUCell)):
@@ -82,6 +163,15 @@ def cell_weights(module: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
     for layer in range(module.num_layers):
         for direction, suffix in (("forward", ""), ("backward", "_reverse"))[: 2 if module.bidirectional else 1]:
             yield layer, direction, {slot: getattr(module, f"{slot}_l{layer}{suffix}") for slot in slots(each)}
+
+
+def library_parameter(module: nn.Module | None, layer: int, key: str) -> nn.Parameter | None:
+    """Return the parameter of a torch recurrent module behind a weight name such as ``backward/kernel``."""
+    direction, _, name = key.rpartition("/")
+    slot = {ours: slot for slot, ours in NAMES.items()}.get(name)
+    suffix = f"_l{layer}{'_reverse' if direction == 'backward' else ''}" if isinstance(module, nn.RNNBase) else ""
+    parameter = None if module is None else module._parameters.get(f"{slot}{suffix}")
+    return parameter if isinstance(parameter, nn.Parameter) else None
 
 
 def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dict[str, LayerWeights]:

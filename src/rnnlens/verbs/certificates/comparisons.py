@@ -143,6 +143,7 @@ class ReplayedValues:
     weights: dict[tuple[str, str | None, str], Array] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
     incomplete: set[tuple[str, str | None, str]] = field(default_factory=set)
+    computed: set[tuple[str, str | None, str]] = field(default_factory=set)
     probed: set[tuple[str, str | None, str]] = field(default_factory=set)
     boundaries: list[BoundaryGradients] = field(default_factory=list)
     steps: int = 1
@@ -156,6 +157,8 @@ class ReplayedValues:
             key = (layer, call.direction if call.bidirectional else None, name)
             if call.weight_grads is None:
                 self.incomplete.add(key)
+            if name in call.computed:
+                self.computed.add(key)
             if not call.cell.by_framework and len(array.shape) == 2:
                 self.probed.add(key)
             self.weights[key] = self.weights[key] + to_host(array) if key in self.weights else to_host(array)
@@ -321,10 +324,14 @@ def _compare_weights(
         place = adapter.place(model, *key)
         if place is not None:
             by_place.setdefault((place.name, place.part), []).append((key, place, array))
-    swept = {name for name, _ in by_place}
+    computed = {name for (name, _), entries in by_place.items() if any(key in ours.computed for key, *_ in entries)}
+    swept = {name for name, _ in by_place} - computed
     by_layer: dict[str, list[tuple[Any, Any]]] = {}
     for (name, _), entries in by_place.items():
         key, place, _ = entries[0]
+        if name in computed:
+            comparisons.left_out[f"weights of {key[0]}, which the model computes from its parameters"] = None
+            continue
         if any(one in ours.incomplete for one, _, _ in entries) or (name in whole and place.tied):
             comparisons.left_out[f"weights of {key[0]}, which others share"] = None
             continue

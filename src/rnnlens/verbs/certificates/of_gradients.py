@@ -213,7 +213,7 @@ def _compare_swept(
             )
             for key, mine in sums.items():
                 place = request.adapter.place(request.model, base, call.direction if call.bidirectional else None, key)
-                if place is None or place.tied or run.weight_grads.get(place.name) is None:
+                if place is None or place.tied or run.weight_grads.get(place.name) is None or key in call.computed:
                     continue
                 theirs = place.take(run.weight_grads[place.name])
                 mine = to_host(mine) / request.scale
@@ -260,12 +260,17 @@ def certify_weights(
     comparisons = Comparisons(_steps_of_datasets(datasets, capture), _dtype_of_capture(capture))
     comparisons.compare(LOSS, "", [(loss, run.loss)] if loss is not None else [])
     beside = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
+    calls = [] if capture is None else capture.calls
+    computed = {(call.layer.partition("#")[0], key) for call in calls for key in call.computed}
     norms = []
     for layer, dataset in datasets.items():
         pairs = []
         for name, variable in dataset.data_vars.items():
             key = _key(str(name), found[layer])
             if key is None or key in found[layer].penalties:
+                continue
+            if (layer, key.rpartition("/")[2]) in computed:
+                comparisons.left_out[f"weights of {layer}, which the model computes from its parameters"] = None
                 continue
             tensor = TensorName(f"{layer}/{key}", "weight", layer, key=key)
             mine, dims = _in_our_order(variable, found[layer])
