@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from report_pages import HOSTILE, Classifier, Page
+from report_pages import HOSTILE, KEY_WORDS, Classifier, Page, Sentences, sentences
 from torch import nn
 
 import rnnlens as rl
@@ -20,8 +20,9 @@ LOSS = nn.functional.cross_entropy
 
 
 def shown(sheet, id):
-    """A figure that was brought into the window, and drawn by the script."""
+    """Unfold a figure, bring it into the window and wait until the script has drawn it."""
     figure = sheet.locator(f"#{id}")
+    figure.evaluate("figure => { const fold = figure.closest('details'); if (fold) fold.open = true; }")
     figure.scroll_into_view_if_needed()
     figure.locator(".plot svg:not(.static)").wait_for()
     return figure
@@ -169,17 +170,85 @@ def test_a_row_of_the_time_jacobian_colours_the_input(reader, model, batch, page
     sheet = reader()
     figure = shown(sheet, "jacobian")
     strip = sheet.locator("#strip")
+    assert "Coloured by |dL/dx_t|" in sheet.inner_text("#input-section")  # of the shown sample, until a row is clicked
     before = strip.evaluate("c => c.toDataURL()")
     x, y = point(sheet, figure, 2.5 / 12, 5.5 / 12)
     sheet.mouse.click(x, y)
     until(sheet, "document.getElementById('strip').dataset.row === '5'")
     assert strip.evaluate("c => c.toDataURL()") != before
-    assert "output step 5" in sheet.inner_text("#input-section")
+    assert "mean over 8 samples, output step 5" in sheet.inner_text("#input-section")
     pixels = strip.evaluate("c => Array.from(c.getContext('2d').getImageData(0, 0, c.width, 1).data)")
     alpha = pixels[3::4]
     assert alpha[:6] == [255] * 6  # what can move output step 5
     assert max(alpha[6:]) < 255  # what comes later
     assert "output step 5, input step 2" in legend(figure)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_the_words_that_the_answer_hangs_on_are_the_hottest(reader, tmp_path, declared):
+    """The gate of this cell opens for two words only; nothing else in a sentence, padding included, can matter."""
+    x, places = sentences()
+    y = torch.randn(len(x), 1, generator=torch.Generator().manual_seed(1))
+    words = ["<pad>", "yes", "no", *(f"word{i}" for i in range(3, 12))]
+    model = Sentences(masked=declared)
+    path = rl.report(
+        model, x, y, tmp_path / "r.html", loss=nn.functional.mse_loss, tokens=words, diagnosis=False, jacobian=True
+    )
+    sheet = reader(path)
+    for sample in Page(path).data["order"]:
+        sheet.select_option("#sample", str(sample))
+        until(sheet, "index => document.querySelector('.strip .words').innerText.includes(`sample ${index},`)", sample)
+        spans = sheet.locator("#tokens span")
+        heat = spans.evaluate_all("all => all.map(span => Number(span.dataset.share || 0))")
+        assert set(np.argsort(heat)[-2:]) == places[sample]
+        assert all(int(x[sample, place]) in KEY_WORDS for place in places[sample])
+        padded = spans.evaluate_all("all => all.map(span => span.className.includes('pad'))")
+        assert padded == [bool(declared and word == 0) for word in x[sample]]
+    note = sheet.locator("#input-section .intro").inner_text()
+    if declared:
+        assert note == "Padding is hatched."
+        figure = shown(sheet, "track-0-hidden")
+        assert figure.locator("rect.padding").count() == 17 - int((x[sample] != 0).sum())  # the longest has 17 steps
+    else:
+        assert "No mask was declared: the network reads these steps as input." in note
+
+
+def test_the_contents_stay_in_sight_and_lead_everywhere(reader):
+    sheet = reader()
+    links = sheet.locator("nav.toc a")
+    assert links.all_inner_texts() == [
+        "Findings", "Memory", "Input", "Time Jacobian", "rnn[0]", "rnn[1]", "How this was made",
+    ]  # fmt: skip
+    links.nth(5).click()
+    until(sheet, "scrollY > 500")
+    assert sheet.locator("nav.toc").bounding_box()["y"] == pytest.approx(0, abs=1)
+    assert 0 < sheet.locator("#track-1").bounding_box()["y"] < 300
+
+
+def test_the_first_panels_are_open_and_a_link_opens_the_others(reader):
+    sheet = reader()
+    assert sheet.locator("#track-0-gradient").is_visible()
+    assert sheet.locator("#track-0-gates").is_visible()
+    assert not sheet.locator("#track-0-cell").is_visible()
+    assert "Cell state" in sheet.locator("#track-0 details.more > summary").inner_text()
+    sheet.evaluate("location.hash = 'track-0-cell'")
+    until(sheet, "document.getElementById('track-0-cell').checkVisibility()")
+
+
+def test_panels_side_by_side_are_equally_tall(reader):
+    sheet = reader()
+    for pair in (("track-0-gradient", "track-0-gates"), ("input-size", "input"), ("missed", "transfer-0")):
+        boxes = [shown(sheet, id).bounding_box() for id in pair]
+        plots = [shown(sheet, id).locator(".plot > svg").bounding_box() for id in pair]
+        assert boxes[0]["height"] == pytest.approx(boxes[1]["height"], abs=1)
+        assert plots[0]["height"] == pytest.approx(plots[1]["height"], abs=1)
+
+
+def test_the_slider_shows_its_number_and_thresholds_their_names(reader):
+    sheet = reader()
+    sheet.locator("#time").fill("7")
+    until(sheet, "document.querySelector('#controls output').textContent === '7'")
+    assert "99 % of chance" in shown(sheet, "missed").locator(".plot > svg").text_content()
 
 
 def test_the_switch_shows_the_baseline(reader, model, batch, page):
@@ -233,6 +302,8 @@ def test_a_figure_is_saved_as_it_looks(reader):
 
 def test_it_is_read_without_scripts(reader):
     sheet = reader(java_script_enabled=False)
+    for summary in sheet.locator("details.more > summary").all():
+        summary.click()
     for id in ("track-0-gradient", "track-1-hidden", "jacobian", "input-size"):
         assert sheet.locator(f"#{id} svg.static").first.is_visible()
     assert sheet.locator("#track-0-gradient path.line").count() == 2

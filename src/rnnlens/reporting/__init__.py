@@ -1,4 +1,4 @@
-"""``rl.report``: one HTML file that says what was found, shows what it rests on, and needs nothing else."""
+"""``rl.report``: one HTML file with the findings, their evidence and every step of every layer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..results.base import Result
 from ..results.diagnosis import Diagnosis
 from ..verbs.axes import an_axes_table
 from ..verbs.turns import in_turn
-from .material import Material, Question, look, look_at
-from .page import Made, render
+from .material import Material, ReportRequest, look, look_at
+from .page import ReportOrigin, render
 
 __all__ = ["check_path", "report"]
 
@@ -108,7 +108,7 @@ def report(
     tokens
         What integer inputs stand for: texts by number, or a function of the number.
     title
-        Heading of the page; the name of the model's class by default.
+        Heading of the page; kind and units of the layers by default: "GRU, 12 units".
     seed
         Of everything that draws random numbers.
     axes
@@ -139,16 +139,17 @@ def report(
         names = (layers,) if isinstance(layers, str) else None if layers is None else tuple(layers)
         material = look(
             model,
-            Question(x, y, baseline, loss, names, samples, diagnosis, jacobian, tokens, seed, axes),
+            ReportRequest(x, y, baseline, loss, names, samples, diagnosis, jacobian, tokens, seed, axes),
         )
         code = _call(path, y is not None, samples, seed, given, diagnosis, jacobian)
-    write(target, material, Made(title or _name(model, results), code, _arguments(given, samples, seed), _now()))
+    name = title or _title(material) or _name(model, results)
+    write(target, material, ReportOrigin(name, code, _arguments(given, samples, seed), _now()))
     return target
 
 
-def write(target: Path, material: Material, made: Made) -> None:
+def write(target: Path, material: Material, origin: ReportOrigin) -> None:
     """Render, and replace the file in one step."""
-    text = render(material, made)
+    text = render(material, origin)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         partial.write_text(text, "utf-8")
@@ -188,6 +189,20 @@ def _results(model: Any) -> list[Any] | None:
             message("This is neither a model nor results.", got=shown(model), expected="results of rnnlens")
         )
     return found
+
+
+def _title(material: Material) -> str:
+    """Return kind and units of the layers: "GRU, 12 units"; empty without layers."""
+    tracks = material.moments[0].tracks if material.moments else []
+    layers = list(
+        dict.fromkeys(
+            (track.layer, f"{track.words.partition(',')[0]}, {track.units} unit{'s' * (track.units != 1)}")
+            for track in tracks
+        )
+    )
+    words = [words for _, words in layers]
+    names_shown = words if len(words) <= 3 else [*words[:2], f"{len(words) - 2} more layers"]
+    return " → ".join(names_shown)
 
 
 def _name(model: Any, results: Sequence[Any] | None) -> str:

@@ -1,6 +1,6 @@
-"""Drawings that need no script: inline SVG, in the colours of the page's style sheet.
+"""Static drawings: inline SVG in the colours of the page's style sheet, for readers without scripts and for printing.
 
-The script draws the same figures again, as wide as the window is; these are what is printed without it.
+The script draws the same figures again, as wide as the window.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Place = Callable[[float], float]
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 62, 12, 8, 34
 _PLOT = WIDTH - LEFT - RIGHT
-#: What is smaller than the largest value by more than so many decades is drawn at the border, with a mark.
+#: Decades below the largest value; smaller values are drawn at the lower border, with a mark.
 _DECADES = 8
 
 
 @dataclass(frozen=True)
-class Line:
-    """A curve, and a band around a middle; each (point,), or None."""
+class StaticLine:
+    """A curve, and a band around a median; each (point,), or None."""
 
     name: str
     x: Array
@@ -36,19 +36,36 @@ class Line:
     high: Array | None = None
 
 
-def lines(
-    drawn: Sequence[Line],
-    *,
-    x: str,
-    y: str,
-    log: bool = False,
-    unit_range: bool = False,
-    marks: Sequence[tuple[float, str]] = (),
-    height: int = 190,
-) -> Markup:
-    """Curves with bands, legend and axes; ``marks`` are vertical lines with a word."""
+@dataclass(frozen=True)
+class CurveAxes:
+    """Axes around curves.
+
+    Attributes
+    ----------
+    x, y
+        Labels.
+    unit_range
+        The value axis runs from 0 to 1.
+    marks, levels
+        Vertical lines, and horizontal ones, each with a word: the memory in use, a threshold.
+    padded
+        Steps that are padding: hatched.
+    """
+
+    x: str
+    y: str
+    log: bool = False
+    unit_range: bool = False
+    marks: Sequence[tuple[float, str]] = ()
+    levels: Sequence[tuple[float, str]] = ()
+    padded: Sequence[int] = ()
+
+
+def lines(drawn: Sequence[StaticLine], frame: CurveAxes, height: int = 190) -> Markup:
+    """Draw curves with bands, legend and axes."""
+    log = frame.log
     every = [v for line in drawn for v in (line.y, line.middle, line.low, line.high) if v is not None]
-    low, high = (0.0, 1.0) if unit_range else _range(every, log)
+    low, high = (0.0, 1.0) if frame.unit_range else _range([*every, *(np.array([v]) for v, _ in frame.levels)], log)
     bottom = height - BOTTOM
     last = max((float(line.x[-1]) for line in drawn if len(line.x)), default=1.0)
     first = min((float(line.x[0]) for line in drawn if len(line.x)), default=0.0)
@@ -61,7 +78,8 @@ def lines(
         share = min(max((measured - low) / ((high - low) or 1.0), 0.0), 1.0)
         return bottom - share * (bottom - TOP)
 
-    parts = [*_axes(low, high, log, down), *_ticks_below(first, last, across, bottom, x)]
+    parts = [_hatched(across(step - 0.5), across(step + 0.5), TOP, bottom) for step in frame.padded]
+    parts += [*_value_ticks(low, high, log, down), *_ticks_below(first, last, across, bottom, frame.x)]
     for number, line in enumerate(drawn):
         colour = f"l{number % 6}"
         if line.low is not None and line.high is not None:
@@ -73,25 +91,38 @@ def lines(
     if log and any((line.y < 10**low * 0.999).any() for line in drawn if line.y is not None):
         below = Markup('<text class="below" x="{}" y="{}">▾ below {:.0e}</text>')
         parts.append(below.format(LEFT + 4, bottom - 4, 10**low))
-    for place, word in marks:
+    for place, word in frame.marks:
         spot = across(place)
         parts.append(Markup('<path class="mark" d="M{:.1f} {}V{}"/>').format(spot, TOP, bottom))
         anchor = "end" if spot > WIDTH / 2 else "start"
-        parts.append(
-            Markup('<text class="word" x="{:.1f}" y="{}" text-anchor="{}">{}</text>').format(
-                spot + (-4 if anchor == "end" else 4), TOP + 11, anchor, word
-            )
-        )
+        parts.append(_word(spot + (-4 if anchor == "end" else 4), TOP + 11, anchor, word))
+    for value, word in frame.levels:
+        spot = down(value)
+        parts.append(Markup('<path class="level" d="M{} {:.1f}H{}"/>').format(LEFT, spot, WIDTH - RIGHT))
+        parts.append(_word(WIDTH - RIGHT - 4, spot - 4 if spot > TOP + 14 else spot + 12, "end", word))
     label = Markup('<text class="axis" transform="translate(13 {}) rotate(-90)" text-anchor="middle">{}</text>')
-    parts.append(label.format((TOP + bottom) / 2, y))
+    parts.append(label.format((TOP + bottom) / 2, frame.y))
     legend = Markup("").join(
         Markup('<span class="key l{}">{}</span>').format(i % 6, line.name) for i, line in enumerate(drawn)
     )
     return Markup('{}<p class="legend">{}</p>').format(_svg(height, parts), legend)
 
 
+def _word(x: float, y: float, anchor: str, word: str) -> Markup:
+    """Write a word beside a mark."""
+    text = Markup('<text class="word" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
+    return text.format(x, y, anchor, word)
+
+
+def _hatched(left: float, right: float, top: float, bottom: float) -> Markup:
+    """Hatch a column: a step that is padding."""
+    left, right = max(left, LEFT), min(right, WIDTH - RIGHT)
+    shape = Markup('<rect class="hatched" x="{:.1f}" y="{}" width="{:.1f}" height="{}"/>')
+    return shape.format(left, top, max(right - left, 0.0), bottom - top)
+
+
 @dataclass(frozen=True)
-class Axes:
+class ImageAxes:
     """Axes around an image.
 
     Attributes
@@ -105,7 +136,9 @@ class Axes:
     names
         Of the rows; their positions by default.
     hatched
-        Whether the half above the diagonal is marked as what cannot be.
+        Hatch the half above the diagonal: inputs that come after the output.
+    padded
+        Steps that are padding: hatched.
     """
 
     x: str
@@ -115,16 +148,19 @@ class Axes:
     columns: Sequence[str] = ()
     names: Array | None = None
     hatched: bool = False
+    padded: Sequence[int] = ()
 
 
-def picture(url: str, id: str, scale: Scale, axes: Axes, *, palette: str, label: str = "") -> Markup:
-    """An image between axes, rows from the top, with its colour scale below."""
+def picture(url: str, id: str, scale: Scale, axes: ImageAxes, *, palette: str, label: str = "") -> Markup:
+    """Draw an image between axes, rows from the top, with its colour scale below."""
     height = TOP + map_height(axes.rows) + BOTTOM
     bottom = height - BOTTOM
     shape = Markup('<image id="{}" href="{}" x="{}" y="{}" width="{}" height="{}" preserveAspectRatio="none"/>')
     parts = [shape.format(id, url, LEFT, TOP, _PLOT, bottom - TOP)]
     if axes.hatched:
         parts.append(Markup('<path class="hatched" d="M{} {}H{}V{}Z"/>').format(LEFT, TOP, WIDTH - RIGHT, bottom))
+    wide = _PLOT / axes.steps
+    parts += [_hatched(LEFT + step * wide, LEFT + (step + 1) * wide, TOP, bottom) for step in axes.padded]
     for row in sorted({0, axes.rows - 1}):
         spot = TOP + (row + 0.5) / axes.rows * (bottom - TOP) + 4
         name = row if axes.names is None else int(axes.names[row])
@@ -145,7 +181,7 @@ def picture(url: str, id: str, scale: Scale, axes: Axes, *, palette: str, label:
 
 
 def map_height(rows: int) -> int:
-    """Pixels for so many rows."""
+    """Return the height in pixels of an image with ``rows`` rows."""
     return int(min(max(rows * 6, 72), 260))
 
 
@@ -171,7 +207,7 @@ def _range(every: Sequence[Array], log: bool) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers between two bounds."""
+    """Return round numbers between two bounds."""
     span = high - low
     if not span > 0:
         return [low]
@@ -180,7 +216,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [round(step * k, 12) for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-def _axes(low: float, high: float, log: bool, down: Place) -> list[Markup]:
+def _value_ticks(low: float, high: float, log: bool, down: Place) -> list[Markup]:
     if log:
         every = max(1, math.ceil((high - low) / 6))
         marked = [(10.0**k, f"1e{k}" if abs(k) > 3 else f"{10.0**k:g}") for k in range(int(low), int(high) + 1, every)]
@@ -217,7 +253,7 @@ def _path(x: Array, y: Array, kind: str, across: Place, down: Place) -> Markup:
     return Markup('<path class="{}" d="{}"/>').format(kind, "".join(commands))
 
 
-def _band(line: Line, colour: str, across: Place, down: Place) -> list[Markup]:
+def _band(line: StaticLine, colour: str, across: Place, down: Place) -> list[Markup]:
     assert line.low is not None
     assert line.high is not None
     kept = np.flatnonzero(np.isfinite(line.low) & np.isfinite(line.high))

@@ -1,9 +1,8 @@
-"""What the findings rest on: the curves of a diagnosis as figures, and which figure bears which finding out."""
+"""Curves of a diagnosis as figures, and the figure that supports each finding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,10 @@ from ..results.diagnosis import Diagnosis, Finding
 from ..typing import Array
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD
 from . import draw
-from .figures import Figure, Head
+from .figures import Caption, ReportFigure
 from .tracks import Track
 
-#: By finding, what shows it: the memory, what is missed, the transfer of a layer, its gradient, its states, the input.
+#: Figure that supports each finding: memory, missed lags, a layer's state transfer, gradient or states, the input.
 _SHOWN_BY = {
     "NO_SKILL": "memory",
     "MISSED_DEPENDENCY": "missed",
@@ -37,8 +36,8 @@ _SHOWN_BY = {
 }
 
 
-def figures_of(diagnosis: Diagnosis) -> list[Figure]:
-    """Memory in use, what is missed by lag, and what the state of each layer transfers; those that were measured."""
+def figures_of(diagnosis: Diagnosis) -> list[ReportFigure]:
+    """Make the figures of memory in use, of missed lags and of each layer's state transfer, as far as measured."""
     model = diagnosis.dataset("model") if "model" in diagnosis else xr.Dataset()
     found = []
     if "use" in model and bool(model.attrs.get("known", True)) and model.sizes.get("context", 0) > 1:
@@ -50,33 +49,37 @@ def figures_of(diagnosis: Diagnosis) -> list[Figure]:
     return found
 
 
-def _memory(model: xr.Dataset) -> Figure:
+def _memory(model: xr.Dataset) -> ReportFigure:
+    """Draw use over the number of steps kept, with the memory in use and its 5 % threshold."""
     band = _numbers(model["use_interval"])
-    drawn = [draw.Line("this model", _numbers(model["context"]), _numbers(model["use"]), None, band[:, 0], band[:, 1])]
+    low, high = band[:, 0], band[:, 1]
+    drawn = [draw.StaticLine("this model", _numbers(model["context"]), _numbers(model["use"]), None, low, high)]
     if "use_before" in model:
-        drawn.append(draw.Line("baseline", _numbers(model["context_before"]), _numbers(model["use_before"])))
+        drawn.append(draw.StaticLine("baseline", _numbers(model["context_before"]), _numbers(model["use_before"])))
     memory = float(model["memory"])
-    marks = [(memory, f"memory in use: {memory:.0f}")] if np.isfinite(memory) else []
-    head = Head(
-        "memory",
-        "Memory in use",
-        "Each sample's last k steps are kept, and all before them are another sample's: how far the prediction moves, "
-        "as a share of its variance. The memory in use is the smallest k from which on that is at most 5 %.",
-        "rl.plot.diagnosis(rl.diagnose(model, x, y))",
+    least = "≥ " if model.attrs.get("censored") else ""
+    marks = [(memory, f"memory in use: {least}{memory:.0f}")] if np.isfinite(memory) else []
+    words = (
+        "The last k steps of each sample are kept, and all older ones are replaced by another sample's. Use: how far "
+        "the prediction moves, as a share of its variance. Memory in use: the smallest k from which on use is at most 5 %."
     )
-    return _curve(head, drawn, _Axes("steps kept", "use of what is older", marks=marks))
+    head = Caption("memory", "Memory in use", words, "rl.plot.diagnosis(rl.diagnose(model, x, y))")
+    return _curve(head, drawn, draw.CurveAxes("steps kept", "use", marks=marks, levels=[(0.05, "5 %")]))
 
 
-def _missed(model: xr.Dataset) -> Figure:
+def _missed(model: xr.Dataset) -> ReportFigure:
+    """Draw how much of the residual each lag of the input explains, with the threshold of the test."""
     values = _numbers(model["missed"])
-    lags = np.arange(len(values), dtype=np.float64)
-    level = np.full(len(values), float(model["missed_threshold"]))
-    drawn = [draw.Line("residual explained", lags, values), draw.Line("99 % of what chance gives", lags, level)]
-    words = "How much of what the model gets wrong the input so many steps back would explain."
-    return _curve(Head("missed", "What is missed", words), drawn, _Axes("steps back", "share of Var y"))
+    drawn = [draw.StaticLine("residual explained", np.arange(len(values), dtype=np.float64), values)]
+    words = "Residual test: how much of the model's errors the input at each lag would explain."
+    axes = draw.CurveAxes(
+        "lag in steps", "share of Var y", levels=[(float(model["missed_threshold"]), "99 % of chance")]
+    )
+    return _curve(Caption("missed", "Do the errors depend on past inputs?", words), drawn, axes)
 
 
-def _transfer(measures: xr.Dataset, layer: str, id: str) -> list[Figure]:
+def _transfer(measures: xr.Dataset, layer: str, id: str) -> list[ReportFigure]:
+    """Draw the state transfer of a layer by lag; nothing where it was not measured."""
     if "kappa" not in measures:
         return []
     drawn = []
@@ -86,51 +89,46 @@ def _transfer(measures: xr.Dataset, layer: str, id: str) -> list[Figure]:
         kept = np.isfinite(values)
         if kept.sum() > 1:
             x = np.arange(len(values), dtype=np.float64)[kept]
-            drawn.append(draw.Line(direction or "median", x, values[kept], None, low[kept], high[kept]))
+            drawn.append(draw.StaticLine(direction or "median", x, values[kept], None, low[kept], high[kept]))
     if not drawn:
         return []
-    words = "Share of a training signal on the final state that is left so many steps back; quartiles over samples."
-    head = Head(id, f"State transfer of {layer}", words, f"rl.diagnose(model, x, y)[{layer!r}].kappa")
-    figure = _curve(head, drawn, _Axes("steps back", "share left", log=True))
+    words = "Share of a gradient at the final state that survives k steps back; quartiles over samples."
+    head = Caption(id, f"State transfer of {layer}", words, f"rl.diagnose(model, x, y)[{layer!r}].kappa")
+    figure = _curve(
+        head, drawn, draw.CurveAxes("lag in steps", "share left", log=True, levels=[(1e-4, "vanished: 1e-4")])
+    )
     figure.spec["layer"] = layer
     return [figure]
 
 
-@dataclass(frozen=True)
-class _Axes:
-    """Labels, and vertical marks with a word."""
-
-    x: str
-    y: str
-    log: bool = False
-    marks: Sequence[tuple[float, str]] = ()
-
-
-def _curve(head: Head, drawn: Sequence[draw.Line], axes: _Axes) -> Figure:
+def _curve(head: Caption, drawn: Sequence[draw.StaticLine], axes: draw.CurveAxes) -> ReportFigure:
+    """Make a figure of curves over something else than time."""
     lines = [
         {"name": line.name, **{key: _short(values) for key, values in _values(line).items() if values is not None}}
         for line in drawn
     ]
-    marks = [list(mark) for mark in axes.marks]
-    spec: dict[str, Any] = {"x": axes.x, "y": axes.y, "log": axes.log, "marks": marks, "lines": lines}
-    drawing = draw.lines(drawn, x=axes.x, y=axes.y, log=axes.log, marks=axes.marks)
-    return Figure(head, "curve", spec, drawing)
+    marks, levels = [list(mark) for mark in axes.marks], [list(level) for level in axes.levels]
+    spec: dict[str, Any] = {"x": axes.x, "y": axes.y, "log": axes.log, "marks": marks, "levels": levels, "lines": lines}
+    return ReportFigure(head, "curve", spec, draw.lines(drawn, axes))
 
 
 def _numbers(array: xr.DataArray) -> Array:
+    """Return values as float64."""
     return np.asarray(array.values, dtype=np.float64)
 
 
-def _values(line: draw.Line) -> dict[str, Array | None]:
+def _values(line: draw.StaticLine) -> dict[str, Array | None]:
+    """Return the arrays of a line by name."""
     return {"x": line.x, "y": line.y, "low": line.low, "high": line.high}
 
 
 def _short(values: Array) -> list[float | None]:
+    """Round to 5 digits; None for what is not finite."""
     return [float(f"{v:.5g}") if np.isfinite(v) else None for v in values]
 
 
-def anchor(finding: Finding, figures: Sequence[Figure], tracks: Sequence[Track]) -> str:
-    """The id of the figure that bears a finding out; of its numbers, where there is none."""
+def anchor(finding: Finding, figures: Sequence[ReportFigure], tracks: Sequence[Track]) -> str:
+    """Return the id of the figure that supports a finding; of the table of measures where there is none."""
     ids = {figure.id for figure in figures}
     kind = _SHOWN_BY.get(finding.code, "")
     track = next((i for i, t in enumerate(tracks) if t.layer == finding.layer), len(tracks) - 1)

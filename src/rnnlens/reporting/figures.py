@@ -1,24 +1,31 @@
-"""A figure of a report: its numbers for the script, and a drawing for those who have none.
+"""Figures of a report: numbers for the script, and a drawing that needs no script.
 
-``kind`` says how it is drawn: ``"lines"`` over time, ``"map"`` of rows over time (or over ``columns`` with names),
-``"jacobian"``, ``"curve"`` over something else.
+``ReportFigure.kind`` selects the drawing: ``"lines"`` over time, ``"map"`` of rows over time (or over named columns),
+``"jacobian"`` (output step by input step), ``"curve"`` over another axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 
 from ..typing import Array
-from .fit import Plan
+from . import draw
+from .encode import Scale, image, row_codes, scale_of
+from .time_map import TimeMap
+from .tracks import binned, by_own_peak, quartiles
+
+#: Columns of the time Jacobian, at most.
+_COLUMNS = 250
 
 
 @dataclass(frozen=True)
-class Head:
-    """What a figure is called: its id in the page, title, a sentence, and the code that draws or gives the same."""
+class Caption:
+    """Words of a figure: its id in the page, title, a sentence, and the code that draws or returns the same."""
 
     id: str
     title: str
@@ -27,10 +34,10 @@ class Head:
 
 
 @dataclass
-class Figure:
-    """One figure: its words, its numbers as JSON can hold them, and a drawing of what is looked at first."""
+class ReportFigure:
+    """One figure: its words, its numbers for JSON, and a static drawing of the sample shown first."""
 
-    head: Head
+    head: Caption
     kind: str
     spec: dict[str, Any] = field(default_factory=dict)
     drawing: Markup = field(default_factory=Markup)
@@ -38,19 +45,37 @@ class Figure:
 
     @property
     def id(self) -> str:
-        """Its id in the page."""
+        """Id of the figure in the page."""
         return self.head.id
 
     def to_json(self) -> dict[str, Any]:
-        """What the script reads."""
+        """Return the data that the script reads."""
         return {"id": self.id, "kind": self.kind, "title": self.head.title, **self.spec}
 
 
 @dataclass(frozen=True)
-class Shown:
-    """Which samples have curves and maps, the first of them being drawn; and how many steps are one."""
+class PagePlan:
+    """How many samples and steps the page holds.
 
-    plan: Plan
+    Attributes
+    ----------
+    curves, maps
+        Number of samples with curves (one value per step), and with maps (one value per unit and step).
+    curve_bin, map_bin
+        Number of steps merged into one.
+    """
+
+    curves: int
+    curve_bin: int
+    maps: int
+    map_bin: int
+
+
+@dataclass(frozen=True)
+class ShownSamples:
+    """The samples of the page, those that show most first, and the plan of how many have curves and maps."""
+
+    plan: PagePlan
     telling: tuple[int, ...]
 
     @property
@@ -65,9 +90,207 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Over:
-    """What a figure over time is of: a track, by number, and which of its steps are data at each moment."""
+class TrackSteps:
+    """The steps that a figure over time is drawn on: its track, by number, and the mask of each moment."""
 
-    shown: Shown
+    shown: ShownSamples
     track: int
     masks: Sequence[Array | None]
+
+
+@dataclass(frozen=True)
+class ValueAxis:
+    """The value axis of curves.
+
+    Attributes
+    ----------
+    log
+        The values are sizes: drawn on a logarithmic axis first, and relative to their own peak on request.
+    share
+        The values lie between 0 and 1.
+    of_units
+        By name of a curve, the map (and which of its choices) with the values of single units.
+    """
+
+    label: str
+    log: bool = False
+    share: bool = False
+    of_units: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+
+def lines(head: Caption, named: Mapping[str, Sequence[Array]], over: TrackSteps, axis: ValueAxis) -> ReportFigure:
+    """Make a figure of curves by name, (sample, time) at one or two moments."""
+    width, first = over.shown.plan.curve_bin, over.masks[0]
+    encoded_lines, drawn, broken = [], [], 0
+    for name, moments in named.items():
+        merged = [_merge_steps(v, m, width, axis.log) for v, m in zip(moments, over.masks, strict=True)]
+        encoded = [_encode_curves(values, padded, over.shown, axis.log) for values, padded in merged]
+        encoded_lines.append({"name": name, "unit": axis.of_units.get(name), "moments": encoded})
+        drawn.append(_static_line(name, moments[0], first, over.shown.telling[0]))
+        broken += int((~np.isfinite(moments[0] if first is None else moments[0][first])).sum())
+    spec: dict[str, Any] = {
+        "track": over.track,
+        "y": axis.label,
+        "log": axis.log,
+        "share": axis.share,
+        "bin": width,
+        "steps": int(next(iter(named.values()))[0].shape[1]),
+        "samples": list(over.shown.curves),
+        "lines": encoded_lines,
+    }
+    padded = () if first is None else np.flatnonzero(~first[over.shown.telling[0]]).tolist()
+    frame = draw.CurveAxes(x="time step", y=axis.label, log=axis.log, unit_range=axis.share, padded=padded)
+    notes = [f"{broken:,} values are NaN or infinite: gaps, marked red."] if broken else []
+    return ReportFigure(head, "lines", spec, draw.lines(drawn, frame), notes)
+
+
+def _merge_steps(values: Array, mask: Array | None, width: int, log: bool) -> tuple[Array, Array | None]:
+    """Merge ``width`` steps into one; also return which merged steps are padding only."""
+    if mask is None:
+        return binned(values, width, size=log), None
+    return binned(np.where(mask, values, 0.0), width, size=log), binned(mask, width) == 0
+
+
+def _encode_curves(curves: Array, padded: Array | None, shown: ShownSamples, log: bool) -> dict[str, Any]:
+    """Encode the curves of the samples shown, and median and quartiles of all, absolute and relative to own peaks."""
+    clean = curves if padded is None else np.where(padded, np.nan, curves)
+    scale, rows = scale_of(clean, log=log), np.asarray(shown.curves)
+    encoded = {
+        "scale": scale.to_json(),
+        "rows": row_codes(curves[rows], scale, None if padded is None else padded[rows]),
+        "band": row_codes(quartiles(clean), scale),
+        "width": int(curves.shape[1]),
+    }
+    if log:
+        relative = quartiles(by_own_peak(clean))
+        own = scale_of(relative, log=True)
+        encoded["own"] = {"scale": own.to_json(), "band": row_codes(relative, own)}
+    return encoded
+
+
+def _static_line(name: str, values: Array, mask: Array | None, sample: int) -> draw.StaticLine:
+    """Return one sample's curve between the quartiles over samples."""
+    clean = np.asarray(values if mask is None else np.where(mask, values, np.nan), dtype=np.float64)
+    low, middle, high = quartiles(clean)
+    return draw.StaticLine(name, np.arange(clean.shape[1]), clean[sample], middle, low, high)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the maps that a figure shows in turn: (sample, time, row) at each moment, in a palette of ``encode``."""
+
+    name: str
+    moments: Sequence[Array]
+    palette: str
+
+
+@dataclass(frozen=True)
+class EncodedMap:
+    """A map of one sample as an image."""
+
+    url: str
+    scale: Scale
+    rows: int
+    palette: str
+    broken: int
+
+
+def maps(head: Caption, choices: Sequence[Choice], over: TrackSteps, rows: str = "unit") -> ReportFigure:
+    """Make a figure of maps; at a second moment only the first two samples have one."""
+    first, sample = choices[0].moments[0], over.shown.telling[0]
+    spec: dict[str, Any] = {"track": over.track, "row": rows, "bin": over.shown.plan.map_bin, "choices": []}
+    spec |= {"steps": int(first.shape[1]), "rows": int(first.shape[2])}
+    mask = over.masks[0]
+    padded = () if mask is None else np.flatnonzero(~mask[sample]).tolist()
+    drawings, broken = [], 0
+    for place, choice in enumerate(choices):
+        moments: list[dict[str, Any]] = []
+        for number, (values, real) in enumerate(zip(choice.moments, over.masks, strict=True)):
+            kept = over.shown.maps if number == 0 else over.shown.maps[:2]
+            tables = {one: _encode_map(values, real, one, over, choice.palette) for one in kept}
+            moments.append({str(one): [table.url, table.scale.to_json()] for one, table in tables.items()})
+        spec["choices"].append({"name": choice.name, "palette": choice.palette, "moments": moments})
+        table = _encode_map(choice.moments[0], mask, sample, over, choice.palette)
+        axes = draw.ImageAxes("time step", rows, table.rows, spec["steps"], padded=padded)
+        label, id = choice.name if len(choices) > 1 else "", f"{head.id}-{place}"
+        drawings.append(draw.picture(table.url, id, table.scale, axes, palette=table.palette, label=label))
+        moments[0][str(sample)][0] = ""  # the script reads it out of the drawing
+        broken += table.broken
+    notes = [f"{broken:,} values of this sample are NaN or infinite: red."] if broken else []
+    return ReportFigure(head, "map", spec, Markup("").join(drawings), notes)
+
+
+def _encode_map(values: Array, mask: Array | None, sample: int, over: TrackSteps, palette: str) -> EncodedMap:
+    """Encode one sample's (time, row) values as an image."""
+    width, one = over.shown.plan.map_bin, values[sample : sample + 1]
+    padded = None
+    if mask is not None:
+        real = mask[sample : sample + 1]
+        one, padded = np.where(real[:, :, None], one, 0.0), binned(real, width)[0] == 0
+    table = binned(np.abs(one) if palette == "size" else one, width, size=palette == "size")[0].T
+    scale = Scale(0.0, 1.0)
+    if palette != "gate":
+        scale = scale_of(table, log=palette == "size", signed=palette == "signed")
+    broken = int((~np.isfinite(table)).sum())
+    return EncodedMap(image(table, palette, scale, padded), scale, len(table), palette, broken)
+
+
+def of_units(head: Caption, table: Array, columns: Sequence[str], track: int) -> ReportFigure:
+    """Make a map of units (rows) over named columns, such as norms of weights; over the units themselves without."""
+    scale = scale_of(table)
+    spec: dict[str, Any] = {
+        "track": track,
+        "row": "unit",
+        "bin": 1,
+        "columns": list(columns),
+        "square": not columns,
+        "steps": int(table.shape[1]),
+        "rows": int(table.shape[0]),
+        "choices": [{"name": "", "palette": "size", "moments": [{"all": ["", scale.to_json()]}]}],
+    }
+    axes = draw.ImageAxes("" if columns else "from unit", "unit", len(table), int(table.shape[1]), columns)
+    drawing = draw.picture(image(table, "size", scale), f"{head.id}-0", scale, axes, palette="size")
+    return ReportFigure(head, "map", spec, drawing)
+
+
+def jacobian(found: TimeMap) -> ReportFigure:
+    """Make the figure of the time Jacobian: norms on a logarithmic scale, steps that come later hatched."""
+    width = max(1, -(-found.norms.shape[1] // _COLUMNS))
+    table = found.norms
+    if width > 1:
+        starts = np.arange(0, table.shape[1], width)
+        counts = np.diff([*starts, table.shape[1]])
+        table = np.sqrt(np.add.reduceat(table**2, starts, axis=1) / counts)
+    first = found.in_times[::width]
+    later = first[None, :] > found.out_times[:, None]
+    scale = scale_of(np.where(later, 0.0, table) if found.causal else table, log=True)
+    url = image(table, "size", scale)
+    steps, several = int(found.in_times[-1]) + 1, len(found.out_times) > 1
+    spec: dict[str, Any] = {
+        "track": None,
+        "bin": width,
+        "rows": int(table.shape[0]),
+        "width": int(table.shape[1]),
+        "steps": steps,
+        "out": [int(t) for t in found.out_times],
+        "first": [int(t) for t in first],
+        "causal": found.causal,
+        "averaged": found.samples,
+        "scale": scale.to_json(),
+        "png": "" if several else url,  # the script reads it out of the drawing
+    }
+    if several:
+        axes = draw.ImageAxes("input step", "output step", len(table), steps, (), found.out_times, found.causal)
+        drawing = draw.picture(url, "jacobian-0", scale, axes, palette="size")
+    else:
+        line = draw.StaticLine("norm", np.asarray(found.in_times, dtype=np.float64), found.norms[0])
+        drawing = draw.lines([line], draw.CurveAxes(x="input step", y="norm", log=True))
+    words = f"{found.words[:1].upper()}{found.words[1:]}."
+    figure = ReportFigure(
+        Caption("jacobian", "Output step by input step", words, found.code), "jacobian", spec, drawing
+    )
+    if width > 1:
+        figure.remarks.append(f"{width} input steps are one column: root mean square.")
+    if several and len(found.out_times) < steps:
+        figure.remarks.append(f"{len(found.out_times)} of {steps} output steps.")
+    return figure

@@ -1,4 +1,4 @@
-"""What a report shows of a model: everything is asked of the verbs here, and nothing after."""
+"""Compute everything that a report shows of a model; the other modules only draw and write it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..adapters.protocol import Adapter, Batch, CaptureRequest
 from ..adapters.registry import adapter_for
 from ..diagnosis import diagnose
 from ..errors import InputError, RnnlensError, TooLargeError, message, shown
+from ..measures.facts import padding_share
 from ..measures.profiles import attribution
 from ..recurrence.cells import kinds
 from ..results.diagnosis import Diagnosis
@@ -25,14 +26,14 @@ from ..verbs.trace import trace
 from ..verbs.weights import layers as find_layers
 from ..verbs.weights import weights
 from ..vocabulary import QUANTITIES
-from .samples import Data, Ranking, losses, ranked, read
+from .samples import Ranking, ReportSamples, losses, ranked, read
 from .time_map import TimeMap, of_array, of_model
 from .tracks import Track, norms, tracks_of
 
 
 @dataclass(frozen=True)
-class Question:
-    """What ``rl.report`` was asked, each argument as its docstring has it."""
+class ReportRequest:
+    """Checked arguments of ``rl.report``; see its docstring."""
 
     x: Any = None
     y: Any = None
@@ -49,7 +50,7 @@ class Question:
 
 @dataclass
 class Moment:
-    """A model at one moment: what was traced of it, on the samples of the report."""
+    """Trace of the model at one moment (trained, before training, baseline) on the samples of the report."""
 
     name: str
     tracks: list[Track]
@@ -59,20 +60,37 @@ class Moment:
 
     @property
     def sensitivity(self) -> Array | None:
-        """(sample, time): norm over features of dL/dx_t times the standard deviation of the input over samples.
-
-        Of one sample, which has no deviation, the norm alone.
-        """
+        """(sample, time): norm over features of dL/dx_t times the standard deviation of the input; see ``scaling``."""
         if self.input_gradient is None or self.input is None:
             return None
-        if len(self.input) == 1 or not np.isfinite(self.input).all():
+        if not self.scaling:
             return norms(self.input_gradient)
-        return np.sqrt(attribution(self.input_gradient, self.input))
+        if self.mask is None:
+            return np.sqrt(attribution(self.input_gradient, self.input))
+        spread = np.asarray(self.input, dtype=np.float64)[self.mask].std(axis=0)
+        return norms(self.input_gradient * spread)
+
+    @property
+    def mask(self) -> Array | None:
+        """(sample, time) of bool of the first layer; None without padding."""
+        return self.tracks[0].mask if self.tracks else None
+
+    @property
+    def scaling(self) -> str:
+        """Words for the standard deviation that scales the gradient; empty for a single sample, which has none.
+
+        Without padding it is taken at each step over samples; with padding, where late steps are real in few samples,
+        over all real steps.
+        """
+        if self.input is None or len(self.input) == 1 or not np.isfinite(self.input).all():
+            return ""
+        over = "samples" if self.mask is None else "all steps that are not padding"
+        return f" times the standard deviation of x_t over {over}"
 
 
 @dataclass
 class Material:
-    """All that goes into a report.
+    """Everything that goes into a report.
 
     Attributes
     ----------
@@ -100,7 +118,25 @@ class Material:
     left_out: list[str] = field(default_factory=list)
     others: list[Any] = field(default_factory=list)
 
+    @property
+    def padding_note(self) -> str:
+        """The sentence about padding: hatched where a mask declares it; read as input where none does."""
+        if not self.moments or self.moments[0].input is None:
+            return ""
+        if self.moments[0].mask is not None:
+            return "Padding is hatched."
+        share = padding_share(self.moments[0].input)
+        if share < _REPEATED:
+            return ""
+        return (
+            f"On average {share:.0%} of the steps repeat one value at the same end of their sample, as padding does. "
+            "No mask was declared: the network reads these steps as input."
+        )
 
+
+#: Share of repeated steps at one end from which on they are taken for undeclared padding.
+_REPEATED = 0.1
+#: Quantities of the trace that the page draws.
 _WANTED = (
     "input",
     "mask",
@@ -116,20 +152,20 @@ _WANTED = (
 )
 
 
-def look(model: Any, question: Question) -> Material:
+def look(model: Any, request: ReportRequest) -> Material:
     """Trace a model and its baseline on the same samples, rank these, and ask for everything else."""
     adapter = adapter_for(model)
-    held, why_one = read(adapter, model, question.x, question.y, question.axes)
+    held, why_one = read(adapter, model, request.x, request.y, request.axes)
     material = Material(total=held.count, layers=find_layers(model))
     if why_one:
         material.left_out.append(f"Samples are not told apart: {why_one}")
-    _trace(material, adapter, model, held, question)
-    _rank(material, adapter, model, held, question)
-    _baseline(material, adapter, model, held, question)
-    material.words = _words(held, material.numbers, question.tokens)
-    _weights(material, model, question)
-    _time_map(material, adapter, model, held, question)
-    _diagnose(material, model, held, question)
+    _trace(material, adapter, model, held, request)
+    _rank(material, adapter, model, held, request)
+    _baseline(material, adapter, model, held, request)
+    material.words = _words(held, material.numbers, request.tokens)
+    _weights(material, model, request)
+    _time_map(material, adapter, model, held, request)
+    _diagnose(material, model, held, request)
     return material
 
 
@@ -170,14 +206,14 @@ def moment(name: str, found: Trace) -> Moment:
     return Moment(name, tracks, found.loss, first["input"].values, gradient)
 
 
-def _trace(material: Material, adapter: Adapter, model: Any, held: Data, question: Question) -> None:
+def _trace(material: Material, adapter: Adapter, model: Any, held: ReportSamples, request: ReportRequest) -> None:
     """As many samples as were asked for, or as fit the memory granted."""
     count = held.count if held.count is not None else 0
-    chosen = list(range(min(question.samples, count))) if held.count is not None else []
+    chosen = list(range(min(request.samples, count))) if held.count is not None else []
     while True:
         x, y = held.take(chosen)
         try:
-            material.trace = _traced(model, x, y, question)
+            material.trace = _traced(model, x, y, request)
             break
         except TooLargeError:
             if len(chosen) < 2:
@@ -192,27 +228,27 @@ def _trace(material: Material, adapter: Adapter, model: Any, held: Data, questio
     material.numbers, material.targets = chosen, held.targets(chosen)
 
 
-def _traced(model: Any, x: Any, y: Any, question: Question) -> Trace:
+def _traced(model: Any, x: Any, y: Any, request: ReportRequest) -> Trace:
     """States, gates and gradients; also the states of cells that only they know."""
     options: dict[str, Any] = {
-        "layers": question.layers,
-        "loss": question.loss,
-        "seed": question.seed,
-        "axes": question.axes,
+        "layers": request.layers,
+        "loss": request.loss,
+        "seed": request.seed,
+        "axes": request.axes,
     }
     if all(info.cell in kinds() for info in find_layers(model)):  # of other cells, only they know the states
         states = {state for kind in kinds().values() for state in kind.states if state in QUANTITIES}
         named = [*_WANTED, *states, *(f"{state}_grad" for state in states)]
-        has_loss = y is not None or question.loss is not None
+        has_loss = y is not None or request.loss is not None
         options["quantities"] = [name for name in named if has_loss or not name.endswith("_grad")]
     return trace(model, x, y, **options)
 
 
-def _rank(material: Material, adapter: Adapter, model: Any, held: Data, question: Question) -> None:
+def _rank(material: Material, adapter: Adapter, model: Any, held: ReportSamples, request: ReportRequest) -> None:
     tracks = material.moments[0].tracks
     if not tracks:
         return
-    found, why = losses(adapter, model, held, material.numbers, question.loss, question.seed)
+    found, why = losses(adapter, model, held, material.numbers, request.loss, request.seed)
     material.losses, material.why_no_losses = found, why
     material.ranking = ranked(_gradient_sizes(tracks, len(material.numbers)) if found is None else found)
 
@@ -225,8 +261,8 @@ def _gradient_sizes(tracks: Sequence[Track], count: int) -> Array:
     return np.zeros(count)
 
 
-def _baseline(material: Material, adapter: Adapter, model: Any, held: Data, question: Question) -> None:
-    given = question.baseline
+def _baseline(material: Material, adapter: Adapter, model: Any, held: ReportSamples, request: ReportRequest) -> None:
+    given = request.baseline
     if given is None:
         return
     if isinstance(given, Trace):
@@ -235,10 +271,10 @@ def _baseline(material: Material, adapter: Adapter, model: Any, held: Data, ques
         expected = '"init", another model, or a trace'
         raise InputError(message("baseline= is not understood.", got=shown(given), expected=expected))
     else:
-        other = adapter.reinitialised(model, question.seed) if isinstance(given, str) else given
+        other = adapter.reinitialised(model, request.seed) if isinstance(given, str) else given
         x, y = held.take(material.numbers)
         name = "before training" if isinstance(given, str) else "baseline"
-        material.moments.append(moment(name, _traced(other, x, y, question)))
+        material.moments.append(moment(name, _traced(other, x, y, request)))
     after, before = material.moments
     if _shape(after) != _shape(before):
         raise InputError(
@@ -257,7 +293,7 @@ def _shape(found: Moment) -> list[tuple[str, int, int, int]]:
     return [(track.title, track.units, track.steps, track.samples) for track in found.tracks]
 
 
-def _words(held: Data, numbers: Sequence[int], tokens: Any) -> list[list[str]] | None:
+def _words(held: ReportSamples, numbers: Sequence[int], tokens: Any) -> list[list[str]] | None:
     """What each step of each sample is called: of integer inputs, by ``tokens``, or by their number."""
     if held.count is None:
         return None
@@ -279,28 +315,28 @@ def _words(held: Data, numbers: Sequence[int], tokens: Any) -> list[list[str]] |
         raise InputError(message("tokens= has no text for a token.", got=shown(error), expected=expected)) from error
 
 
-def _weights(material: Material, model: Any, question: Question) -> None:
-    names = [info.name for info in material.layers if question.layers is None or info.name in question.layers]
+def _weights(material: Material, model: Any, request: ReportRequest) -> None:
+    names = [info.name for info in material.layers if request.layers is None or info.name in request.layers]
     try:
         material.weights = weights(model, layers=names) if names else None
     except RnnlensError as error:
         material.left_out.append(f"No weights: {_reason(error)}")
 
 
-def _time_map(material: Material, adapter: Adapter, model: Any, held: Data, question: Question) -> None:
-    if isinstance(question.jacobian, xr.DataArray):
-        material.time_map = of_array(question.jacobian)
+def _time_map(material: Material, adapter: Adapter, model: Any, held: ReportSamples, request: ReportRequest) -> None:
+    if isinstance(request.jacobian, xr.DataArray):
+        material.time_map = of_array(request.jacobian)
         return
-    if not question.jacobian or not material.moments[0].tracks or material.ranking is None:
+    if not request.jacobian or not material.moments[0].tracks or material.ranking is None:
         return
     chosen = [material.numbers[i] for i in _healthy(material)[:8]] if held.count is not None else []
     try:
         x, _ = held.take(chosen[:1])
-        request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
-        outputs = data.leaves_of(adapter.capture(model, Batch(x, seed=question.seed), request).outputs)
+        capture = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
+        outputs = data.leaves_of(adapter.capture(model, Batch(x, seed=request.seed), capture).outputs)
         shapes = [tuple(np.shape(to_host(leaf))) for leaf in outputs]
         material.time_map = of_model(
-            model, lambda count: held.take(chosen[:count])[0], chosen, material.moments[0].tracks, shapes, question
+            model, lambda count: held.take(chosen[:count])[0], chosen, material.moments[0].tracks, shapes, request
         )
     except RnnlensError as error:
         material.left_out.append(f"No time Jacobian: {_reason(error)}")
@@ -316,18 +352,18 @@ def _healthy(material: Material) -> list[int]:
     return healthy or telling
 
 
-def _diagnose(material: Material, model: Any, held: Data, question: Question) -> None:
-    if isinstance(question.diagnosis, Diagnosis):
-        material.diagnosis = question.diagnosis
+def _diagnose(material: Material, model: Any, held: ReportSamples, request: ReportRequest) -> None:
+    if isinstance(request.diagnosis, Diagnosis):
+        material.diagnosis = request.diagnosis
         return
-    if not question.diagnosis:
+    if not request.diagnosis:
         return
-    baseline = None if isinstance(question.baseline, Trace) else question.baseline
+    baseline = None if isinstance(request.baseline, Trace) else request.baseline
     everything = range(held.count) if held.count is not None else []
     x, y = held.take(everything)
     try:
         material.diagnosis = diagnose(
-            model, x, y, baseline=baseline, loss=question.loss, seed=question.seed, axes=question.axes
+            model, x, y, baseline=baseline, loss=request.loss, seed=request.seed, axes=request.axes
         )
     except RnnlensError as error:
         material.left_out.append(f"No findings: {_reason(error)}")

@@ -1,4 +1,4 @@
-"""From material to one HTML page."""
+"""Render the material of a report to one HTML page."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from markupsafe import Markup
 
 from . import summary
 from .encode import hex_colours
-from .figures import Figure, Shown
-from .layer_figures import LEAVING, weight_norms
+from .figures import ReportFigure, ShownSamples
 from .material import Material
 from .samples import Ranking
-from .sections import Section, sections_of, shown_of
+from .sections import LEAVING, Section, sections_of, shown_of, weight_norms
 from .tracks import sort_keys
 
 _SCRIPTS = ("base", "values", "panel", "lines", "maps", "controls", "downloads", "main")
 
 
 @dataclass(frozen=True)
-class Made:
-    """How a report was made, so that it can be made again."""
+class ReportOrigin:
+    """The title of a report and the call that makes it again."""
 
     title: str
     code: str
@@ -36,8 +35,8 @@ class Made:
     when: str = ""
 
 
-def render(material: Material, made: Made) -> str:
-    """The page, as text that needs no other file."""
+def render(material: Material, made: ReportOrigin) -> str:
+    """Return the page as text that needs no other file."""
     shown = shown_of(material)
     sections: list[Section] = sections_of(material, shown)
     every = [figure for section in sections for figure in section.figures]
@@ -49,7 +48,7 @@ def render(material: Material, made: Made) -> str:
         "sections": sections,
         "findings": summary.findings(material.diagnosis, every, tracks),
         "sentences": {} if material.diagnosis is None else material.diagnosis.sentences,
-        "badges": summary.badges(material),
+        "badge": summary.badge(material),
         "facts": summary.facts(material),
         "versions": summary.versions(material),
         "measures": summary.measures(material.diagnosis),
@@ -66,7 +65,7 @@ def render(material: Material, made: Made) -> str:
 
 
 def _environment() -> Environment:
-    """Everything that a template prints is escaped, unless this package drew it."""
+    """Return the template environment: everything printed is escaped, except drawings of this package."""
     return Environment(
         loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -77,13 +76,13 @@ def _asset(name: str) -> str:
 
 
 def _policy(script: str) -> str:
-    """Nothing is loaded, and no script runs but ours, whatever a name in the page says."""
+    """Return the Content-Security-Policy: nothing is loaded, and only this script runs, by its hash."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-def _data(material: Material, shown: Shown | None, every: Sequence[Figure]) -> dict[str, Any]:
-    """What the script reads."""
+def _data(material: Material, shown: ShownSamples | None, every: Sequence[ReportFigure]) -> dict[str, Any]:
+    """Return the data that the script reads."""
     page: dict[str, Any] = {
         "figures": [figure.to_json() for figure in every],
         "palettes": {name: hex_colours(name) for name in ("size", "signed", "gate")},
@@ -138,7 +137,7 @@ def _rounded(value: float) -> float | None:
 
 
 def _clean(value: Any) -> Any:
-    """What JSON can hold: numbers that are not finite become null."""
+    """Replace numbers that are not finite by null, and NumPy scalars by Python's."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

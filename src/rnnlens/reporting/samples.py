@@ -1,4 +1,4 @@
-"""The samples of a report: read once, each with its own loss, sorted by it."""
+"""Samples of a report: read once, each with its own loss, sorted by it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FROM_SOURCE = 512
 
 
 @dataclass
-class Data:
-    """Samples as the model takes them.
+class ReportSamples:
+    """Samples in the form that the model takes.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Data:
     lie: Orientation | None = None
 
     def take(self, chosen: Sequence[int]) -> tuple[Any, Any]:
-        """X and y of some samples."""
+        """Return x and y of some samples."""
         if self.count is None:
             return self.x, self.y
         rows = np.asarray(chosen)
@@ -50,7 +50,7 @@ class Data:
         return self.lie.as_given(x), None if y is None else self.lie.target_as_given(y)
 
     def targets(self, chosen: Sequence[int]) -> list[str]:
-        """What is asked of each sample, in a word; empty where it is more than a number."""
+        """Return each sample's target as text; empty where it is more than one number."""
         if self.count is None or self.y is None:
             return [""] * len(chosen)
         leaves = data.leaves_of(self.y)
@@ -60,8 +60,8 @@ class Data:
         return [f"{y.reshape(-1)[i]:.4g}" for i in chosen]
 
 
-def read(adapter: Adapter, model: Any, x: Any, y: Any, axes: Any) -> tuple[Data, str]:
-    """The data, and why their samples cannot be told apart where they cannot."""
+def read(adapter: Adapter, model: Any, x: Any, y: Any, axes: Any) -> tuple[ReportSamples, str]:
+    """Read the data; also return why samples cannot be separated, where they cannot."""
     most = FROM_SOURCE if is_source(x) else 2**40
     orientation: list[Orientation] = []
 
@@ -76,10 +76,10 @@ def read(adapter: Adapter, model: Any, x: Any, y: Any, axes: Any) -> tuple[Data,
             raise
         leaves = data.leaves_of(x)
         if not adapter.samples_first and any(data.is_packed(leaf) for leaf in leaves):
-            return Data(x, y, None), str(error).splitlines()[0]
+            return ReportSamples(x, y, None), str(error).splitlines()[0]
         count = len(leaves[0])
-        return Data(_numpy(x), _numpy(y), count), ""
-    return Data(found.x, found.y, found.count, orientation[0]), ""
+        return ReportSamples(_numpy(x), _numpy(y), count), ""
+    return ReportSamples(found.x, found.y, found.count, orientation[0]), ""
 
 
 def _numpy(tree: Any) -> Any:
@@ -87,11 +87,11 @@ def _numpy(tree: Any) -> Any:
 
 
 def losses(
-    adapter: Adapter, model: Any, held: Data, chosen: Sequence[int], loss: Any, seed: int
+    adapter: Adapter, model: Any, held: ReportSamples, chosen: Sequence[int], loss: Any, seed: int
 ) -> tuple[Array | None, str]:
-    """The loss of each chosen sample by itself, (sample,); None, and the reason, where it cannot be told."""
+    """Return the loss of each chosen sample, (sample,); None and the reason where it is not defined."""
     if held.count is None:
-        return None, "samples cannot be told apart"
+        return None, "samples cannot be separated"
     if held.y is None and loss is None:
         return None, "no target was given"
     request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, loss=True)
@@ -119,7 +119,7 @@ class Ranking:
 
     @property
     def telling(self) -> tuple[int, ...]:
-        """All samples, those that tell most first: typical, hardest, easiest, quartiles, then ever finer."""
+        """All samples in the order in which they are shown: typical, hardest, easiest, quartiles, then ever finer."""
         count = len(self.order)
         places = [(count - 1) // 2, count - 1, 0]
         for parts in (4, 8, 16, 32, 64, 128):
@@ -129,6 +129,6 @@ class Ranking:
 
 
 def ranked(sizes: Array) -> Ranking:
-    """By the size of each sample: its loss or, where that is not known, its gradient."""
+    """Rank samples by loss or, where that is not known, by the size of their gradient."""
     order = np.argsort(np.where(np.isfinite(sizes), sizes, np.inf), kind="stable")
     return Ranking(tuple(int(i) for i in order), int(order[(len(order) - 1) // 2]), int(order[-1]), int(order[0]))

@@ -1,4 +1,4 @@
-"""Which figures a report has, in which order."""
+"""The figures of a report in their order, and how much of the numbers fits into 2 MB."""
 
 from __future__ import annotations
 
@@ -7,21 +7,43 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..recurrence.measures import safe_norm
+from ..results.weights import Weights
 from ..typing import Array
-from . import evidence, time_figure
-from .curves import Axis, lines
-from .figures import Figure, Head, Over, Shown
-from .fit import plan
-from .layer_figures import of_track, of_weights
-from .maps import Choice, maps
+from ..vocabulary import DIRECTION, GATE, UNIT, UNIT_IN
+from . import evidence
+from .figures import (
+    Caption,
+    Choice,
+    PagePlan,
+    ReportFigure,
+    ShownSamples,
+    TrackSteps,
+    ValueAxis,
+    jacobian,
+    lines,
+    maps,
+    of_units,
+)
 from .material import Material
+from .tracks import Track, norms, symbol
 
-#: Of the page, whatever the data: what "about 2 MB" means to those who mail it.
+#: Bytes of the page, whatever the data: a file that can be mailed.
 BUDGET = 1_900_000
-#: Rows of an input that has more features than a reader can tell apart.
-_FEATURES = 64
-#: So many features are told apart as curves.
-_LINES = 3
+#: Bytes of the page without data: styles, script, words, figures that need no script.
+_PAGE = 260_000
+#: Bytes of base64 for each byte.
+_BASE64 = 4 / 3
+#: Most rows of a map of the input, and most features drawn as curves.
+_FEATURES, _LINES = 64, 3
+#: Panels of a section that are open at first; the others are folded.
+OPEN = 2
+#: Units beyond which the recurrent kernel is left out: its cells could not be told apart.
+LARGEST = 512
+_TITLES = {"hidden": "Hidden state", "cell": "Cell state"}
+#: Symbols of the kernels in formulas.
+_SHORT = {"kernel": "W", "recurrent_kernel": "U"}
+LEAVING = "U leaving"
 
 
 @dataclass
@@ -31,85 +53,245 @@ class Section:
     id: str
     title: str
     words: str = ""
-    figures: list[Figure] = field(default_factory=list)
+    figures: list[ReportFigure] = field(default_factory=list)
     track: int | None = None
 
+    @property
+    def open(self) -> list[ReportFigure]:
+        """Figures that are seen at once."""
+        return self.figures if self.track is None or len(self.figures) <= OPEN + 1 else self.figures[:OPEN]
 
-def shown_of(material: Material) -> Shown | None:
-    """Which samples and steps fit into the page; None without a trace."""
+    @property
+    def folded(self) -> list[ReportFigure]:
+        """Figures behind one click."""
+        return self.figures[len(self.open) :]
+
+
+def shown_of(material: Material) -> ShownSamples | None:
+    """Select the samples and steps that fit into the page; None without a trace."""
     if not material.moments or not material.moments[0].tracks or material.ranking is None:
         return None
     first = material.moments[0]
     features = 0 if first.input is None else min(first.input.shape[-1], _FEATURES)
-    found = plan(first.tracks, features, len(material.moments), BUDGET)
-    return Shown(found, material.ranking.telling)
+    return ShownSamples(plan(first.tracks, features, len(material.moments), BUDGET), material.ranking.telling)
 
 
-def sections_of(material: Material, shown: Shown | None) -> list[Section]:
-    """Evidence of the findings, input, time Jacobian, layers, and results that have no figure here."""
+def sections_of(material: Material, shown: ShownSamples | None) -> list[Section]:
+    """Return the evidence of the findings, input, time Jacobian, layers, and results without a figure here."""
     sections = []
     if material.diagnosis is not None and (drawn := evidence.figures_of(material.diagnosis)):
-        words = "What the sentences above rest on."
-        sections.append(Section("evidence", "Memory", words, drawn))
+        sections.append(Section("evidence", "Memory", "The measurements behind the sentences above.", drawn))
     if shown is not None:
         sections += [_of_input(material, shown), *_of_tracks(material, shown)]
     if material.time_map is not None:
-        drawn = [time_figure.jacobian(material.time_map)]
-        words = "Which input step moved which output step. Click a row: it colours the strip of the input."
+        words = "How much each input step moves each output step. Click a row to colour the input strip by it."
         place = 1 + (sections[0].id == "evidence") if shown is not None else len(sections)
-        sections.insert(place, Section("jacobian-section", "Time Jacobian", words, drawn))
+        sections.insert(place, Section("jacobian-section", "Time Jacobian", words, [jacobian(material.time_map)]))
     sections += [Section(f"other-{i}", type(result).__name__, str(result)) for i, result in enumerate(material.others)]
     return [section for section in sections if section.figures or section.words]
 
 
-def _of_input(material: Material, shown: Shown) -> Section:
-    """What the network reads, and what the loss says of it."""
+def _of_input(material: Material, shown: ShownSamples) -> Section:
+    """Return the input of the network and the gradient of the loss at it."""
     moments, found = material.moments, []
     first, layer = moments[0], repr(moments[0].tracks[0].layer)
-    over = Over(shown, 0, [moment.tracks[0].mask for moment in moments])
+    over = TrackSteps(shown, 0, [moment.tracks[0].mask for moment in moments])
     sizes = [moment.sensitivity for moment in moments if moment.sensitivity is not None]
     if len(sizes) == len(moments) and first.input is not None:
-        scaled = len(first.input) > 1
-        words = "Norm over features of dL/dx_t" + (
-            " times the standard deviation of x_t over samples." if scaled else "."
-        )
-        head = Head("input-size", "Gradient at the input", words, f"rl.plot.curves(trace[{layer}].input_grad)")
-        name = "|dL/dx_t| · s.d." if scaled else "|dL/dx_t|"
-        found.append(lines(head, {name: sizes}, over, Axis("norm over features", log=True)))
+        words = f"Norm over features of dL/dx_t{first.scaling}."
+        head = Caption("input-size", "Gradient at the input", words, f"rl.plot.curves(trace[{layer}].input_grad)")
+        name = "|dL/dx_t| · s.d." if first.scaling else "|dL/dx_t|"
+        found.append(lines(head, {name: sizes}, over, ValueAxis("norm over features", log=True)))
     inputs = [moment.input for moment in moments if moment.input is not None]
     if len(inputs) == len(moments):
         found.append(_input(layer, [_fewer_features(values, material) for values in inputs], over))
-    return Section("input-section", "Input", "", found, 0)
+    return Section("input-section", "Input", material.padding_note, found, 0)
 
 
-def _input(layer: str, inputs: Sequence[Array], over: Over) -> Figure:
-    """Few features as curves, more as a map."""
-    words, count = "What the first layer is fed at each step.", inputs[0].shape[-1]
+def _input(layer: str, inputs: Sequence[Array], over: TrackSteps) -> ReportFigure:
+    """Draw few features as curves, more as a map."""
+    words, count = "Input of the first recurrent layer at each step.", inputs[0].shape[-1]
     if count <= _LINES:
         named = {f"feature {i}": [values[:, :, i] for values in inputs] for i in range(count)}
-        head = Head("input", "Input", words, f"rl.plot.curves(trace[{layer}].input)")
-        return lines(head, named, over, Axis("x_t"))
-    head = Head("input", "Input", words, f"rl.plot.heatmap(trace[{layer}].input)")
+        head = Caption("input", "Input", words, f"rl.plot.curves(trace[{layer}].input)")
+        return lines(head, named, over, ValueAxis("x_t"))
+    head = Caption("input", "Input", words, f"rl.plot.heatmap(trace[{layer}].input)")
     return maps(head, [Choice("x_t", inputs, "signed")], over, "feature")
 
 
 def _fewer_features(values: Array, material: Material) -> Array:
-    """Those that vary most, in their order, of an input of many features."""
+    """Keep the features with the largest standard deviation, in their order."""
     if values.shape[-1] <= _FEATURES:
         return values
     spread = np.nan_to_num(np.asarray(values, dtype=np.float64)).std(axis=(0, 1))
-    said = f"The input is drawn by {_FEATURES} of its {values.shape[-1]} features, those that vary most."
-    if said not in material.left_out:
-        material.left_out.append(said)
+    note = f"The input is drawn by {_FEATURES} of its {values.shape[-1]} features, those that vary most."
+    if note not in material.left_out:
+        material.left_out.append(note)
     kept: Array = values[:, :, np.sort(np.argsort(spread)[::-1][:_FEATURES])]
     return kept
 
 
-def _of_tracks(material: Material, shown: Shown) -> list[Section]:
+def _of_tracks(material: Material, shown: ShownSamples) -> list[Section]:
+    """Return a section for each direction of each layer: gradients, gates, states, weights."""
     sections = []
     for number, track in enumerate(material.moments[0].tracks):
-        drawn = of_track(number, [m.tracks[number] for m in material.moments], shown)
-        drawn += of_weights(number, track, material.weights)
+        tracks = [m.tracks[number] for m in material.moments]
+        over = TrackSteps(shown, number, [one.mask for one in tracks])
+        gates = _gates(tracks, over) if all(one.gates is not None for one in tracks) else []
+        drawn = [*_gradients(tracks, over), *_states(tracks, over), *gates]
+        if gates and all(one.gate_gradients is not None for one in tracks):
+            drawn += _gate_gradients(tracks, over)
+        drawn += _of_weights(number, track, material.weights)
+        first = [f"track-{number}-gradient", f"track-{number}-gates"]  # curves side by side, then maps
+        drawn.sort(key=lambda figure: figure.id not in first)
         words = f"{track.words}, {track.steps} steps"
         sections.append(Section(f"track-{number}", track.title, words, drawn, number))
     return sections
+
+
+def _gradients(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFigure]:
+    """Draw the total gradient through time: its norm, and unit by unit."""
+    prefix, layer = f"track-{over.track}", repr(tracks[0].layer)
+    names = {f"|dL/d{symbol(s)}_t|": s for s in tracks[0].gradients if all(s in t.gradients for t in tracks)}
+    if not names:
+        return []
+    words = "Norm over units of the total gradient, which includes the path through the layer's own recurrence."
+    title, code = "Gradient of the loss through time", f"rl.plot.gradient_flow(trace[{layer}])"
+    sizes = {name: [norms(track.gradients[state]) for track in tracks] for name, state in names.items()}
+    of_each = {name: (f"{prefix}-gradients", place) for place, name in enumerate(names)}
+    axis = ValueAxis("norm over units", log=True, of_units=of_each)
+    curves = lines(Caption(f"{prefix}-gradient", title, words, code), sizes, over, axis)
+    code = f"rl.plot.heatmap(trace[{layer}][{next(iter(names.values())) + '_grad'!r}], log=True)"
+    words = "Magnitude of the total gradient of each unit, at each step."
+    choices = [Choice(name, [t.gradients[state] for t in tracks], "size") for name, state in names.items()]
+    return [curves, maps(Caption(f"{prefix}-gradients", "Gradient by unit", words, code), choices, over)]
+
+
+def _states(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFigure]:
+    """Draw each state, unit by unit."""
+    found = []
+    for state in (state for state in tracks[0].states if all(state in track.states for track in tracks)):
+        title = _TITLES.get(state, state.replace("_", " ").capitalize())
+        name = "".join(c if c.isalnum() else "-" for c in state.lower())
+        code = f"rl.plot.heatmap(trace[{tracks[0].layer!r}][{state!r}])"
+        head = Caption(f"track-{over.track}-{name}", title, "Value of each unit, at each step.", code)
+        choice = Choice(f"{symbol(state)}_t", [track.states[state] for track in tracks], "signed")
+        found.append(maps(head, [choice], over))
+    return found
+
+
+def _gates(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFigure]:
+    """Draw the gates: mean over units, and unit by unit."""
+    prefix, layer = f"track-{over.track}", repr(tracks[0].layer)
+    gates = {name: [np.asarray(t.gates)[:, :, i] for t in tracks] for i, name in enumerate(tracks[0].gate_names)}
+    is_share = {name: all(_is_share(values) for values in moments) for name, moments in gates.items()}
+    words = "Mean over units: a gate is closed near 0, open near 1."
+    words += "" if all(is_share.values()) else " A candidate is not a gate and may be negative."
+    head = Caption(f"{prefix}-gates", "Gates", words, f"rl.plot.gates(trace[{layer}])")
+    of_each = {name: (f"{prefix}-gate-units", place) for place, name in enumerate(gates)}
+    axis = ValueAxis("mean over units", share=all(is_share.values()), of_units=of_each)
+    means = {name: [values.mean(axis=-1) for values in moments] for name, moments in gates.items()}
+    choices = [Choice(n, moments, "gate" if is_share[n] else "signed") for n, moments in gates.items()]
+    code = f"rl.plot.heatmap(trace[{layer}].gates.isel(gate=0))"
+    by_unit = Caption(f"{prefix}-gate-units", "Gates by unit", "Each gate of each unit, at each step.", code)
+    return [lines(head, means, over, axis), maps(by_unit, choices, over)]
+
+
+def _is_share(values: Array) -> bool:
+    """Return whether all finite values lie between 0 and 1."""
+    finite = values[np.isfinite(values)]
+    return bool(((finite >= 0) & (finite <= 1)).all())
+
+
+def _gate_gradients(tracks: Sequence[Track], over: TrackSteps) -> list[ReportFigure]:
+    """Draw the gradient at the pre-activation of each gate."""
+    code = f"rl.plot.curves((trace[{tracks[0].layer!r}].gate_grad ** 2).sum('unit') ** 0.5, log=True)"
+    words = "Norm over units of dL/dz_t, where z_t is the gate's pre-activation: the gradient that trains its weights."
+    head = Caption(f"track-{over.track}-gate-gradient", "Gradient of the gates through time", words, code)
+    sizes = {
+        f"|dL/dz_t| {name}": [norms(np.asarray(track.gate_gradients)[:, :, i]) for track in tracks]
+        for i, name in enumerate(tracks[0].gate_names)
+    }
+    return [lines(head, sizes, over, ValueAxis("norm over units", log=True))]
+
+
+def _of_weights(number: int, track: Track, weights: Weights | None) -> list[ReportFigure]:
+    """Draw the norms of the weights of each unit, and the recurrent kernel from unit to unit."""
+    columns, square = weight_norms(track, weights)
+    layer, prefix, found = repr(track.layer.partition("#")[0]), f"track-{number}", []
+    if columns:
+        words = "Norm of the weights W, U that enter each unit, by gate, and of those that leave it."
+        head = Caption(f"{prefix}-weights", "Weights by unit", words, f"rl.weights(model)[{layer}]")
+        found.append(of_units(head, np.stack(list(columns.values()), axis=1), list(columns), number))
+    if square is not None and track.units <= LARGEST:
+        words = "Recurrent kernel, root mean square over gates: row to unit, column from unit."
+        code = f"rl.plot.weights_heatmap(rl.weights(model)[{layer}])"
+        found.append(of_units(Caption(f"{prefix}-kernel", "From unit to unit", words, code), square, [], number))
+    return found
+
+
+def weight_norms(track: Track, weights: Weights | None) -> tuple[dict[str, Array], Array | None]:
+    """Return norms per unit of incoming weights (by kernel and gate) and outgoing ones, and (unit, unit_in) RMS."""
+    layer = track.layer.partition("#")[0]
+    if weights is None or layer not in weights:
+        return {}, None
+    dataset = weights.dataset(layer)
+    if DIRECTION in dataset.dims:
+        dataset = dataset.sel({DIRECTION: track.direction or dataset[DIRECTION].values[0]})
+    columns: dict[str, Array] = {}
+    square = None
+    for name, short in _SHORT.items():
+        array = dataset.get(name)
+        if array is None or UNIT not in array.dims or array.sizes[UNIT] != track.units:
+            continue
+        lead = next(str(dim) for dim in array.dims if dim not in (GATE, UNIT))
+        gates = [str(gate) for gate in array[GATE].values] if GATE in array.dims else [""]
+        ordered = array.transpose(lead, *([GATE] if GATE in array.dims else []), UNIT).values
+        values = np.asarray(ordered, dtype=np.float64).reshape(len(ordered), len(gates), track.units)
+        columns |= {f"{short} {gate}".strip(): safe_norm(values[:, i], axis=0) for i, gate in enumerate(gates)}
+        if lead == UNIT_IN and len(values) == track.units:
+            columns[LEAVING] = safe_norm(values.reshape(track.units, -1), axis=1)
+            square = np.sqrt((values**2).mean(axis=1)).T
+    return columns, square
+
+
+def plan(tracks: Sequence[Track], features: int, moments: int, budget: int) -> PagePlan:
+    """Return the richest plan of a page of at most ``budget`` bytes.
+
+    Curves of all samples come before maps of more than a few, since samples are picked by their curves. At least the
+    typical and the hardest sample have maps, if need be with many steps merged.
+    """
+    samples, steps = tracks[0].samples, max(track.steps for track in tracks)
+    widths = ((1000, 500), (500, 250), (250, 250), (250, 125), (125, 125), (125, 60), (60, 60))
+    for few in (8, 2):
+        for curve_steps, map_steps in widths:
+            for curves in sorted({samples, min(samples, 24), min(samples, few)}, reverse=True):
+                found = PagePlan(
+                    curves, _bin_width(steps, curve_steps), min(few, samples), _bin_width(steps, map_steps)
+                )
+                if _page_bytes(found, tracks, features, moments) <= budget:
+                    for maps in sorted({samples, 48, 32, 24, 16, 12}, reverse=True):
+                        more = PagePlan(found.curves, found.curve_bin, min(maps, found.curves), found.map_bin)
+                        if more.maps > found.maps and _page_bytes(more, tracks, features, moments) <= budget:
+                            return more
+                    return found
+    return PagePlan(min(samples, 2), _bin_width(steps, 60), 1, _bin_width(steps, 30))
+
+
+def _page_bytes(found: PagePlan, tracks: Sequence[Track], features: int, moments: int) -> float:
+    """Estimate the bytes of the page, with images that do not compress."""
+    total = features * (found.maps + 2) * -(-tracks[0].steps // found.map_bin)
+    for track in tracks:
+        gates = 0 if track.gates is None else len(track.gate_names)
+        curves = len(track.states) + len(track.gradients) + gates * (1 if track.gate_gradients is None else 2)
+        total += curves * 2 * (found.curves + 6) * -(-track.steps // found.curve_bin)
+        values = sum(a.shape[-1] for a in (*track.states.values(), *track.gradients.values()))
+        values += gates * (0 if track.gates is None else track.gates.shape[-1])
+        total += values * found.maps * -(-track.steps // found.map_bin)
+        total += min(track.units, 512) ** 2
+    return _PAGE + _BASE64 * total * moments
+
+
+def _bin_width(steps: int, most: int) -> int:
+    """Return how many steps are merged into one, so that at most ``most`` remain."""
+    return max(1, -(-steps // most))

@@ -1,4 +1,4 @@
-"""What the page says in words: findings, how sure the numbers are, how they were made, what is not shown."""
+"""Words of the page: findings, certificate, versions, measures, and what was left out."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any
 import numpy as np
 
 from ..results.base import Result
-from ..results.certificate import Certificate
 from ..results.checks import Check
 from ..results.diagnosis import Diagnosis
 from ..results.schema import with_version
 from . import evidence
-from .figures import Figure, Shown
-from .layer_figures import LARGEST
+from .figures import ReportFigure, ShownSamples
 from .material import Material
+from .sections import LARGEST
 
 
-def findings(diagnosis: Diagnosis | None, every: Sequence[Figure], tracks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Each finding, with the figure that bears it out."""
+def findings(diagnosis: Diagnosis | None, every: Sequence[ReportFigure], tracks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return each finding with the id of the figure that supports it."""
     if diagnosis is None:
         return []
     return [
@@ -40,52 +39,54 @@ def _text(value: Any) -> str:
 
 
 def results(material: Material) -> list[Result]:
-    """All results that the page shows."""
+    """Return all results that the page shows."""
     every = [material.trace, material.diagnosis, material.weights, *material.others]
     return [result for result in every if isinstance(result, Result)]
 
 
 @dataclass(frozen=True)
 class Badge:
-    """One word on how sure the numbers are: ``good``, ``bad`` or ``open``, with the residual."""
+    """How certain the numbers are: state ``good``, ``bad`` or ``open``, in words, with the largest residual."""
 
     state: str
     word: str
     detail: str
 
 
-def badges(material: Material) -> list[Badge]:
-    """Self-checks, and the certificate: what was compared, and by how much it differs."""
+def badge(material: Material) -> Badge | None:
+    """Summarise self-checks and certificates: failed if any failed, open if any could not be made."""
     every = results(material)
     checks = [check for result in every for check in result._self_checks]
-    badges = [_checked(checks)] if checks else []
-    certificates = [result.certificate for result in every if result.certificate is not None]
-    return badges + [_certified(certificate) for certificate in certificates if certificate.state != "off"]
-
-
-def _checked(checks: Sequence[Check]) -> Badge:
     failed = [check for check in checks if not check.ok]
-    worst = max(
-        failed or checks, key=lambda check: math.inf if math.isnan(check.residual) else check.residual / check.bound
-    )
-    detail = f"largest residual {worst.residual:.1g}, rounding explains {worst.bound:.1g}"
+    certificates = [result.certificate for result in every if result.certificate is not None]
+    states = {one.state: one for one in reversed(certificates) if one.state != "off"}
+    if "failed" in states:
+        refuted = states["failed"]
+        return Badge("bad", f"NOT certified against {refuted.against}", _residual(refuted.worst))
     if failed:
-        return Badge("bad", f"{len(failed)} of {len(checks)} self-checks failed", detail)
-    return Badge("good", f"{len(checks)} self-checks passed", detail)
+        return Badge("bad", f"{len(failed)} of {len(checks)} self-checks failed", _residual(_worst(failed)))
+    if "could not" in states:
+        return Badge("open", "could not certify", states["could not"].why)
+    passed = f"{len(checks)} self-checks passed" if checks else ""
+    if states:
+        certificate = next(iter(states.values()))
+        parts = [_residual(certificate.worst), passed]
+        return Badge("good", f"certified against {certificate.against}", "; ".join(part for part in parts if part))
+    return Badge("good", passed, _residual(_worst(checks))) if checks else None
 
 
-def _certified(certificate: Certificate) -> Badge:
-    if certificate.state == "could not":
-        return Badge("open", "could not certify", certificate.why)
-    worst = certificate.worst
-    detail = "" if worst is None else f"largest residual {worst.residual:.1g}, rounding explains {worst.bound:.1g}"
-    if certificate.state == "failed":
-        return Badge("bad", f"NOT certified against {certificate.against}", detail)
-    return Badge("good", f"certified against {certificate.against}", detail)
+def _worst(checks: Sequence[Check]) -> Check:
+    """Return the check with the largest residual relative to its bound."""
+    return max(checks, key=lambda check: math.inf if math.isnan(check.residual) else check.residual / check.bound)
+
+
+def _residual(check: Any) -> str:
+    """Write a residual beside its bound; empty for None."""
+    return "" if check is None else f"largest residual {check.residual:.1g}, rounding explains {check.bound:.1g}"
 
 
 def facts(material: Material) -> list[tuple[str, str]]:
-    """The report in numbers, for its head."""
+    """Return counts and losses for the head of the page."""
     if not material.moments or not material.moments[0].tracks:
         return []
     first = material.moments[0]
@@ -100,7 +101,7 @@ def facts(material: Material) -> list[tuple[str, str]]:
 
 
 def versions(material: Material) -> list[tuple[str, str]]:
-    """Where the numbers come from."""
+    """Return the versions of framework, engine, Python and rnnlens."""
     known: dict[str, str] = {}
     for result in results(material):
         known = {**result.provenance, **known}
@@ -110,7 +111,7 @@ def versions(material: Material) -> list[tuple[str, str]]:
 
 
 def measures(diagnosis: Diagnosis | None) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """By layer: name, value and unit of every measure that is one number."""
+    """Return name, value and unit of every scalar measure, by layer."""
     if diagnosis is None:
         return []
     found = []
@@ -124,8 +125,8 @@ def measures(diagnosis: Diagnosis | None) -> list[tuple[str, list[tuple[str, str
     return found
 
 
-def left_out(material: Material, shown: Shown | None) -> list[str]:
-    """What the reader does not get to see."""
+def left_out(material: Material, shown: ShownSamples | None) -> list[str]:
+    """List what the page leaves out or merges."""
     said = list(material.left_out)
     if shown is None:
         return said

@@ -1,4 +1,4 @@
-"""The time Jacobian of a report: which input step moved which output step, at a price that a reader will wait for."""
+"""Time Jacobian of a report, thinned so that it takes about ten seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..vocabulary import DIRECTION, IN_TIME, OUT_TIME, SAMPLE
 from .tracks import Track
 
 if TYPE_CHECKING:
-    from .material import Question
+    from .material import ReportRequest
 
 #: Floating-point operations that it may take: some ten seconds of one core.
 _OPERATIONS = 3e11
@@ -42,7 +42,11 @@ class TimeMap:
     code
         The call that gives it.
     causal
-        Whether nothing depends on what comes later: then the upper triangle is empty by construction.
+        No output depends on a later input: the upper triangle is empty by construction.
+    estimated
+        Number of random probes; 0 for an exact norm.
+    samples
+        Number of samples averaged.
     """
 
     norms: Array
@@ -52,6 +56,7 @@ class TimeMap:
     code: str
     causal: bool = True
     estimated: int = 0
+    samples: int = 0
 
 
 def of_model(
@@ -60,7 +65,7 @@ def of_model(
     samples: Sequence[int],
     tracks: Sequence[Track],
     outputs: Sequence[tuple[int, ...]],
-    question: Question,
+    request: ReportRequest,
 ) -> TimeMap:
     """Outputs by inputs; of a model that answers once at the end, the states of its last layer by the inputs.
 
@@ -83,7 +88,7 @@ def of_model(
     count = int(np.clip(_OPERATIONS / (per_row * min(last.steps, _ROWS)), 1, max(len(samples), 1)))
     kept = int(np.clip(_OPERATIONS / (per_row * count), 8, min(last.steps, _ROWS)))
     steps = np.unique(np.linspace(0, last.steps - 1, kept).round().astype(int))
-    asked: dict[str, Any] = {"measure": "norm", "across": "mean", "axes": question.axes, "seed": question.seed}
+    asked: dict[str, Any] = {"measure": "norm", "across": "mean", "axes": request.axes, "seed": request.seed}
     if len(steps) < last.steps:
         asked["at"] = {OUT_TIME: steps.tolist()}
     if width > _PROBES:
@@ -126,7 +131,7 @@ def _labelled(found: xr.DataArray, code: str, samples: int, probes: int, directi
     causal = DIRECTION not in found.dims and not any(d for d in directions)
     later = values[IN_TIME].values[None, :] > values[OUT_TIME].values[:, None]
     causal = causal and not np.nan_to_num(norms)[later].any()
-    return TimeMap(norms, values[OUT_TIME].values, values[IN_TIME].values, words, code, causal, probes)
+    return TimeMap(norms, values[OUT_TIME].values, values[IN_TIME].values, words, code, causal, probes, samples)
 
 
 def _width(tracks: Sequence[Track], place: int) -> int:

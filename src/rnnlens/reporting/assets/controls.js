@@ -59,7 +59,8 @@ function controls() {
     if (sortable.has(key)) sort.append(make('option', {value: key}, text));
   }
   const time = make('input', {type: 'range', id: 'time', min: 0, max: Math.max(0, D.steps - 1), step: 1, value: 0, oninput: event => set({t: Number(event.target.value)})});
-  listen(['t'], () => { if (state.t !== null) time.value = state.t; });
+  const step = make('output', {for: 'time'}, '–');
+  listen(['t'], () => { if (state.t !== null) { time.value = state.t; step.textContent = state.t; } });
   const view = make('div', {class: 'rowline'});
   if (D.moments.length > 1) {
     const group = make('span', {class: 'choices', role: 'group', id: 'moments'});
@@ -72,7 +73,7 @@ function controls() {
   }
   view.append(make('span', {class: 'choices', role: 'group'}, toggle('log', 'log', true, true), toggle('linear', 'log', false, false)));
   view.append(make('span', {class: 'choices', role: 'group'}, toggle('absolute', 'own', false, false), toggle('by own peak', 'own', true, true)));
-  view.append(make('label', {}, 'units by', sort), make('label', {class: 'time'}, 'time step', time));
+  view.append(make('label', {}, 'units by', sort), make('label', {class: 'time'}, 'time step', time, step));
   const readout = make('p', {id: 'readout', 'aria-live': 'off'});
   const say = () => {
     readout.replaceChildren(make('b', {}, sampleWords(state.sample)));
@@ -95,40 +96,55 @@ function keysOf({track, unit}) {
   return Object.entries(D.tracks[track].keys).map(([name, values]) => `, ${name} ${words(values[unit])}`).join('');
 }
 
-/* The input, coloured by the row of the time Jacobian that was picked, or by the gradient where there is none. */
+/* The input, step by step: coloured by the shown sample's own gradient or, after a click, by a row of the time Jacobian. */
 function strip() {
-  const host = document.getElementById('input-section'), map = panels.jacobian;
-  if (!host || (!map && !D.words)) return;
+  const host = document.getElementById('input-section'), own = panels['input-size'], map = panels.jacobian;
+  if (!host || (!own && !map && !D.words)) return;
   const title = make('p', {class: 'words'}), canvas = make('canvas', {id: 'strip', width: 1, height: 1}), text = make('div', {class: 'tokens', id: 'tokens'});
-  canvas.style.cssText = 'width:100%;height:22px;display:block;image-rendering:pixelated;border-radius:3px';
-  const box = make('div', {class: 'figure strip'}, make('strong', {}, 'Input step by step'), ' ', title, canvas, ...(D.words ? [text] : []));
-  host.querySelector('.intro, .figures').before(box);
+  const back = make('button', {type: 'button', onclick: () => set({row: null})}, "show this sample's own gradient");
+  const box = make('div', {class: 'figure strip'}, make('strong', {}, 'Input step by step'), title, canvas, ...(D.words ? [text] : []));
+  host.querySelector('.figures').before(box);
+  const gradient = () => own ? own.of(0, Math.min(state.moment, own.spec.lines[0].moments.length - 1)).rows[state.sample] : null;
+  const padded = row => step => {  // a packed batch ends with its longest sample: what is beyond is padding, too
+    const v = row ? row[Math.floor(step / own.spec.bin)] : 0;
+    return v === PADDING || v === undefined;
+  };
+  const byGradient = row => {
+    const peak = Math.max(0, ...row.filter(v => Number.isFinite(v)));
+    return step => { const v = row[Math.floor(step / own.spec.bin)]; return Number.isFinite(v) ? (peak > 0 ? v / peak : 0) : null; };
+  };
+  const byRow = row => step => { const c = Math.floor(map.own(step) / map.spec.bin); return map.later(row, c) ? null : map.share(map.codes[row * map.spec.width + c]); };
   const act = async () => {
-    let shares;
-    if (map) {
+    const values = gradient();
+    let shares = () => 0;
+    if (state.row !== null) {
       await map.load();
-      const row = state.row;
-      shares = step => { const c = Math.floor(map.own(step) / map.spec.bin); return map.later(row, c) ? null : map.share(map.codes[row * map.spec.width + c]); };
-      title.textContent = `coloured by how much each step moves output step ${map.spec.out[row]}; click a row of the time Jacobian for another.`;
-    } else shares = () => null;
+      shares = byRow(state.row);
+      title.replaceChildren(`Row of the time Jacobian: mean over ${map.spec.averaged || 1} samples, output step ${map.spec.out[state.row]}. `, ...(own ? [back] : []));
+    } else if (values) {
+      shares = byGradient(values);
+      title.textContent = `Coloured by ${own.spec.lines[0].name} of ${sampleWords(state.sample)}, as a share of its peak.${map ? ' Click a row of the time Jacobian to colour by that.' : ''}`;
+    } else title.textContent = map ? 'Click a row of the time Jacobian to colour the input by it.' : 'Not coloured: there is no gradient.';
+    const pad = padded(values), colour = getComputedStyle(document.documentElement);
     canvas.width = D.steps;
     const brush = canvas.getContext('2d');
     for (let t = 0; t < D.steps; t++) {
       const share = shares(t);
-      brush.fillStyle = share === null ? 'rgba(128,128,128,.25)' : `#${palettes.size[Math.round(250 * share)].toString(16).padStart(6, '0')}`;
-      brush.fillRect(t, 0, 1, 1);
+      if (pad(t) || share === null) continue;  // hatched
+      brush.globalAlpha = 1; brush.fillStyle = colour.getPropertyValue('--ground'); brush.fillRect(t, 0, 1, 1);
+      brush.globalAlpha = share; brush.fillStyle = colour.getPropertyValue('--accent'); brush.fillRect(t, 0, 1, 1);
     }
-    canvas.hidden = !map;
-    canvas.dataset.row = state.row;
+    canvas.hidden = !values && state.row === null;
+    canvas.dataset.row = state.row === null ? '' : state.row;
     if (!D.words) return;
-    const said = D.words[state.sample];
-    text.replaceChildren(...(said || []).map((word, t) => {
+    text.replaceChildren(...(D.words[state.sample] || []).map((word, t) => {
       const share = shares(t), span = make('span', {title: `step ${t}`, onpointerenter: () => set({t})}, word);
-      span.style.background = share === null ? '' : `color-mix(in srgb, var(--accent) ${Math.round(share * 70)}%, transparent)`;
+      if (pad(t)) span.className = 'pad';
+      else if (share !== null) { span.dataset.share = share; span.style.background = `color-mix(in srgb, var(--accent) ${Math.round(share * 70)}%, transparent)`; }
       return span;
     }));
   };
-  listen(['row', 'sample', 'log'], act);
+  listen(['row', 'sample', 'moment', 'log'], act);
   listen(['t'], () => { for (const [t, span] of [...text.children].entries()) span.classList.toggle('at', t === state.t); });
   act();
 }

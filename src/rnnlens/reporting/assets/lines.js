@@ -172,8 +172,8 @@ class Curve extends Panel {
 
   draw() {
     const spec = this.spec;
-    this.open(this.plot.clientWidth > 520 ? 220 : 190);
-    const every = spec.lines.flatMap(line => [...line.y, ...(line.low || []), ...(line.high || [])]);
+    this.open(this.plot.clientWidth > 520 ? 210 : 190);
+    const every = spec.lines.flatMap(line => [...line.y, ...(line.low || []), ...(line.high || [])]).concat(spec.levels.map(([v]) => v));
     const axis = this.axis = new Axis(every.map(v => v === null ? NaN : v), spec.log && state.log, false, WIDE.top, this.bottom);
     const places = spec.lines.flatMap(line => line.x), first = Math.min(...places), last = Math.max(...places);
     this.place = x => WIDE.left + (x - first) / ((last - first) || 1) * (this.right - WIDE.left);
@@ -195,6 +195,11 @@ class Curve extends Panel {
       const end = this.place(x) > this.width / 2;
       this.svg.append(make('path', {class: 'mark', d: `M${this.place(x)} ${WIDE.top}V${this.bottom}`}));
       this.label(this.place(x) + (end ? -4 : 4), WIDE.top + 11, text, {class: 'word', 'text-anchor': end ? 'end' : 'start'});
+    }
+    for (const [value, text] of spec.levels) {
+      const y = axis.down(value);
+      this.svg.append(make('path', {class: 'level', d: `M${WIDE.left} ${y}H${this.right}`}));
+      this.label(this.right - 4, y > WIDE.top + 14 ? y - 4 : y + 12, text, {class: 'word', 'text-anchor': 'end'});
     }
     this.svg.append(this.over);
     this.svg.addEventListener('pointermove', event => {

@@ -18,5 +18,6 @@ addEventListener('resize', () => {
   clearTimeout(resizing);
   resizing = setTimeout(() => { for (const panel of Object.values(panels)) panel.refresh(); }, 120);
 });
-addEventListener('beforeprint', () => { for (const panel of Object.values(panels)) if (panel.drawn) panel.svg.removeAttribute('width'); });
+addEventListener('hashchange', () => { const target = document.getElementById(location.hash.slice(1)); const fold = target && target.closest('details'); if (fold) { fold.open = true; target.scrollIntoView(); } });
+addEventListener('beforeprint', () => { for (const fold of document.querySelectorAll('details.more')) fold.open = true; for (const panel of Object.values(panels)) if (panel.drawn) panel.svg.removeAttribute('width'); });
 document.documentElement.dataset.ready = 'yes';

@@ -63,7 +63,7 @@ class Picture extends Panel {
 
   draw() {
     const spec = this.spec;
-    this.open(WIDE.top + (spec.square ? Math.min(this.plot.clientWidth * .8, 320) : this.tall) + WIDE.bottom);
+    this.open(spec.square ? WIDE.top + Math.min(this.plot.clientWidth * .8, 320) + WIDE.bottom : Math.max(210, WIDE.top + this.tall + WIDE.bottom));
     this.side(spec.row);
     this.rows = this.order();
     if (!this.now) {
@@ -75,6 +75,7 @@ class Picture extends Panel {
     const columns = spec.square ? this.rows : null;
     const image = this.paint(this.now, this.range(), columns);
     this.svg.append(make('image', {href: image, x: WIDE.left, y: WIDE.top, width: this.right - WIDE.left, height: this.bottom - WIDE.top, preserveAspectRatio: 'none'}));
+    if (this.timed) this.hatch();
     this.names();
     if (spec.columns && spec.columns.length) {
       const room = (this.right - WIDE.left) / spec.columns.length, tight = spec.columns.some(name => name.length * 6.3 > room);
@@ -85,6 +86,15 @@ class Picture extends Panel {
     this.svg.addEventListener('pointermove', event => this.point(event));
     this.svg.addEventListener('pointerleave', () => { if (!state.pinned) set({unit: null}); });
     this.svg.addEventListener('click', event => this.click(event));
+  }
+
+  /* Steps that are padding. */
+  hatch() {
+    const {codes, columns} = this.now, wide = (this.right - WIDE.left) * this.spec.bin / this.spec.steps;
+    for (let j = 0; j < columns; j++) if (codes[j] === 254) {
+      const x = WIDE.left + j * wide;
+      this.svg.append(make('rect', {class: 'padding', x, y: WIDE.top, width: Math.max(0, Math.min(wide + .3, this.right - x)), height: this.bottom - WIDE.top}));
+    }
   }
 
   names() {
@@ -183,7 +193,6 @@ class Jacobian extends Panel {
     super(spec);
     const drawn = document.getElementById('jacobian-0');
     this.url = spec.png || (drawn && drawn.getAttribute('href'));
-    set({row: spec.rows - 1});
   }
 
   async load() {
@@ -236,8 +245,8 @@ class Jacobian extends Panel {
     const grow = Math.max(0, 4 - room) / 2;
     if (state.row !== null) this.over.append(make('rect', {class: 'row', x: WIDE.left, y: WIDE.top + state.row * room - grow, width: this.right - WIDE.left, height: room + 2 * grow}));
     const row = this.pointed ? this.pointed.row : state.row, t = state.t === null ? null : this.own(state.t);
-    let text = `output step ${out[row]}`;
-    if (t !== null) {
+    let text = row === null ? 'click a row to colour the input by it' : `output step ${out[row]}`;
+    if (row !== null && t !== null) {
       const column = Math.floor(t / bin), value = this.value(row, column);
       text += `, input step ${t}: ${this.later(row, column) ? 'cannot depend on it, it comes later' : value === 0 ? `below ${words(10 ** scale[0])}` : words(value)}`;
     }
