@@ -33,7 +33,7 @@ KEY_WORDS = (1, 2)
 class Sentences(nn.Module):
     """A GRU of one unit that keeps its state at every token (update gate 0.9997) but at two key words (0.5).
 
-    dh_T/dx_t is about 1e-3 of its peak at all other tokens, by construction. Token 0 is padding; ``masked`` packs it away.
+    dh_T/dx_t is about 1e-3 of its peak at all other tokens, by construction. Token 0 is padding; ``masked`` packs it.
     """
 
     def __init__(self, masked=True):

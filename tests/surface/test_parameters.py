@@ -68,7 +68,7 @@ def test_at_most_seven_parameters(path):
 def test_what_is_public_is_found():
     assert {
         ("rnnlens.verbs.gradients", "gradients"),
-        ("rnnlens.plot.maps", "heatmap"),
+        ("rnnlens.plot.heatmap", "heatmap"),
         ("rnnlens.cli.app", "trace"),
         ("rnnlens.diagnosis", "diagnose"),
     } <= PUBLIC

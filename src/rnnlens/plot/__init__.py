@@ -4,32 +4,19 @@ Nothing here computes statistics, calls ``show()``, or changes global settings. 
 them with ``.save("run.png")``, or let a notebook show what a figure returned: it also is the array of its Axes.
 """
 
-from .carriers import gradient_carriers
-from .comparison import before_after
+from .curves import curves, points
 from .diagnosis import diagnosis
-from .dots import points
-from .eigen import eigenvalues
-from .film import film
-from .fixed import fixed_points
-from .flow import gradient_flow
-from .gate_activity import gates
-from .gate_lines import gates_over_time
-from .histograms import histogram
-from .history import norm_history
-from .input_map import input_map
-from .jacobians import time_jacobian
-from .lags import lag_profile
-from .lifetime import memory_lifetime
-from .lines import curves
-from .maps import heatmap
-from .margins import jacobian_margins
-from .norms import weight_norms
-from .saturation import saturation_arrows
-from .timeline import timeline
-from .unit_text import unit_over_text
-from .weight_histograms import weights_histogram
-from .weight_lags import weight_lags
-from .weight_maps import weights_heatmap
+from .dynamics import eigenvalues, fixed_points, gradient_carriers
+from .gates import gates, gates_over_time, saturation_arrows
+from .gradient_flow import gradient_flow
+from .heatmap import before_after, heatmap
+from .histograms import histogram, weights_histogram
+from .history import norm_history, weight_norms
+from .memory import lag_profile, memory_lifetime
+from .texts import input_map, unit_over_text
+from .time_jacobian import jacobian_margins, time_jacobian
+from .training import film, timeline
+from .weights import weight_lags, weights_heatmap
 
 __all__ = [
     "before_after",

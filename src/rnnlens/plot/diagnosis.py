@@ -10,18 +10,17 @@ from matplotlib.lines import Line2D
 
 from ..errors import InputError, message
 from ..results.diagnosis import Diagnosis
+from ._axes import log_ticks, power_of_ten, whole_numbers
+from ._call import drawing
 from ._data import Numbers
-from ._door import figure as figure_door
-from ._keywords import checked
-from ._marks import log_ticks, power_of_ten
-from ._panels import Grid, open_panels, whole_numbers
+from ._frame import Grid, open_panels
 
 _USE, _BENEFIT, _MISSED, _KAPPA, _ADJOINT = "#0072b2", "#009e73", "#d55e00", "#0072b2", "#cc79a7"
 #: Decades below 1 that the panel of the state transfer shows.
 _DEEPEST = 12
 
 
-@figure_door()
+@drawing(Line2D)
 def diagnosis(
     d: Diagnosis, *, layer: str | None = None, title: str | None = None, ax: Any = None, figure: Any = None, **line: Any
 ) -> Any:
@@ -38,10 +37,6 @@ def diagnosis(
         Of which layer the lower panels are; the first by default.
     title
         Instead of the sentence of the diagnosis.
-    ax, figure
-        Four Axes, or a Figure or SubFigure to draw into.
-    **line
-        Properties of matplotlib's Line2D, of all curves.
 
     Returns
     -------
@@ -52,7 +47,6 @@ def diagnosis(
     InputError
         If ``d`` is no diagnosis, a keyword is unknown, or ``ax`` has not four Axes.
     """
-    keywords = checked(line, Line2D, figure="diagnosis")
     if not isinstance(d, Diagnosis):
         raise InputError(
             message(
@@ -65,10 +59,10 @@ def diagnosis(
     names = [name for name in d if name != "model"]
     node = d[layer or names[0]]
     node = node.isel(direction=0) if "direction" in node.dims else node
-    _memory(panels.axes[0], d["model"], keywords)
+    _memory(panels.axes[0], d["model"], line)
     _missed(panels.axes[1], d["model"])
-    _transfer(panels.axes[2], node, keywords)
-    _gates(panels.axes[3], node, keywords)
+    _transfer(panels.axes[2], node, line)
+    _gates(panels.axes[3], node, line)
     panels.title(title or _folded(next(iter(d.sentences.values()))))
     return panels.result()
 

@@ -1,20 +1,26 @@
-"""``histogram``: how values are distributed; in a grid, overlaid, with clipped peaks or logarithmic counts."""
+"""``histogram`` of values, and ``weights_histogram`` of the weights of each gate."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import xarray as xr
 from matplotlib.patches import StepPatch
+from matplotlib.ticker import MaxNLocator
 
+from ..arguments import either, one_of, switch
 from ..errors import InputError, message
-from ._bins import draw_panel, equal_bins, scale_counts
+from ._call import drawing
 from ._colour import line_colours
 from ._data import (
     Numbers,
     axis_label,
     choose,
+    chunks,
+    dataset_of,
+    finite_range,
     labelled,
     names_of,
     nonfinite_note,
@@ -22,11 +28,125 @@ from ._data import (
     title_of,
     value_label,
 )
-from ._door import figure as figure_door
-from ._keywords import checked
-from ._layers import dataset_of
-from ._matrices import slots_of
-from ._panels import Grid, Panels, open_panels
+from ._frame import Grid, Panels, open_panels
+from ._images import slots_of
+from .weights import Kernel, kernels_of
+
+
+def equal_bins(arrays: Sequence[Numbers], bins: int | None) -> Numbers:
+    """Equal bins from the lowest to the highest finite value of all arrays; see :func:`histogram` for their number."""
+    if bins is None:
+        bins = int(np.clip(np.sqrt(max(array.size for array in arrays)), 10, 60))
+    ranges = [found for found in map(finite_range, arrays) if found is not None]
+    low = min((low for low, _ in ranges), default=0.0)
+    high = max((high for _, high in ranges), default=0.0)
+    if low == high:
+        room = abs(low) * 0.1 or 0.5
+        low, high = low - room, high + room
+    return np.linspace(low, high, bins + 1)
+
+
+def count_in_bins(values: Numbers, edges: Numbers) -> Numbers:
+    """Finite values per bin, in pieces, so that memory does not grow with the data."""
+    counts = np.zeros(len(edges) - 1, dtype=np.int64)
+    span = (np.float64(edges[0]), np.float64(edges[-1]))  # Python floats would put the bin edges into float32
+    for piece in chunks(values):
+        finite = np.isfinite(piece)
+        counts += np.histogram(piece if finite.all() else piece[finite], bins=len(counts), range=span)[0]
+    return counts
+
+
+def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords: Mapping[str, Any]) -> None:
+    """One step per layer: filled where it is alone, lightly filled where there are two, outlines where there are more.
+
+    A panel whose values are all the same has no distribution: it says how many there are of it.
+    """
+    several = len(content) > 1
+    same = None if several else one_value(next(iter(content.values())))
+    if same is not None:
+        count, value = same
+        ax.axvline(value, color="#0072b2", linewidth=1.4, gid="constant")
+        words = f"{count:,} x {value:g}"
+        place = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points"}
+        ax.annotate(words, (value, 0.5), (4, 0), va="center", fontsize="small", gid="constant", **place)
+        ax.set_xlim(*((edges[0], edges[-1]) if edges[0] < value < edges[-1] else (value - 0.5, value + 0.5)))
+        ax.set_yticks([])
+        ax.set_xticks([value])
+        ax.tick_params(labelsize="small")
+        return
+    for (name, values), colour in zip(content.items(), line_colours(len(content)), strict=True):
+        counts = count_in_bins(values, edges)
+        outlined = len(content) > 2
+        look: dict[str, Any] = {"fill": not outlined, "edgecolor": colour, "linewidth": 0.2}
+        look |= {} if outlined else {"facecolor": colour}
+        look |= {"linewidth": 1.3 if outlined else 0.9} if several else {}
+        look["alpha"] = 1.0 if outlined or not several else 0.35
+        if "color" in keywords:
+            look = {key: look[key] for key in ("fill", "linewidth", "alpha")}
+        ax.stairs(counts, edges, **{"gid": f"histogram {name}".strip(), **look, **keywords})
+    ax.set_xlim(edges[0], edges[-1])
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=4))
+    ax.tick_params(labelsize="small")
+
+
+def one_value(values: Numbers) -> tuple[int, float] | None:
+    """How many finite values there are, and which, where all are the same and more than one; else None."""
+    found = finite_range(values)
+    if found is None or found[0] != found[1] or values.size < 2:
+        return None
+    return int(np.isfinite(values).sum()), found[0]
+
+
+def _steps_of(ax: Any) -> list[Any]:
+    return [patch for patch in ax.patches if isinstance(patch, StepPatch)]
+
+
+def scale_counts(panels: Panels, *, shared: bool, log: bool, clip_peaks: int) -> None:
+    """Counts axes; tallest bars cut off and labelled."""
+    drawn = [ax for ax in panels.axes if _steps_of(ax)]
+    tops = [_top([s.get_data().values for s in _steps_of(ax)], clip_peaks) for ax in drawn]
+    for ax, own in zip(drawn, tops, strict=True):
+        top = max(tops) if shared else own
+        if log:
+            ax.set_yscale("log")
+            ax.set_ylim(0.6, top * 2)
+        else:
+            ax.set_ylim(0, top * 1.12)
+        if clip_peaks:
+            _write_counts(ax, own, clip_peaks)
+
+
+def _top(counts: Sequence[Numbers], clip_peaks: int) -> float:
+    """Height of the tallest bar that is not cut off; at least 1."""
+    ordered = np.sort(np.concatenate(list(counts)))
+    kept = ordered[: len(ordered) - clip_peaks]
+    return float(max(1, kept.max() if kept.size else 1))
+
+
+def _write_counts(ax: Any, top: float, clip_peaks: int) -> None:
+    """The counts of the bars that reach beyond ``top``, at the upper rim."""
+    beyond = [
+        (count, 0.5 * (left + right))
+        for step in _steps_of(ax)
+        for count, left, right in zip(
+            step.get_data().values, step.get_data().edges[:-1], step.get_data().edges[1:], strict=True
+        )
+        if count > top
+    ]
+    for row, (count, middle) in enumerate(sorted(beyond, reverse=True)[:clip_peaks]):
+        centre = 0.5 * sum(ax.get_xlim())
+        ax.annotate(
+            f"{int(count):,} ↑",
+            (middle, 0.97 - 0.1 * row),
+            xycoords=ax.get_xaxis_transform(),
+            xytext=(4 if middle < centre else -4, 0),
+            textcoords="offset points",
+            ha="left" if middle < centre else "right",
+            va="top",
+            fontsize="x-small",
+            gid="clipped peak",
+        )
+
 
 #: Dimensions of a plain array by its rank.
 GUESS = {
@@ -38,7 +158,7 @@ GUESS = {
 }
 
 
-@figure_door()
+@drawing(StepPatch)
 def histogram(
     data: Any,
     *,
@@ -62,8 +182,6 @@ def histogram(
     ----------
     data
         A DataArray or array of any rank, or a mapping from names to such arrays, which are overlaid.
-    dims
-        Dimensions of a plain array. Default by rank: 1 (value), 2 (time, unit), 3 (sample, time, unit), 4 with gate.
     panel
         A dimension with a panel for each of its positions (``"unit"``), or two: rows and columns. None: one panel.
     overlay
@@ -77,14 +195,6 @@ def histogram(
         Logarithmic counts: gradients are otherwise one spike at 0.
     clip_peaks
         This many of the tallest bars of each panel are cut off just above the next one; their counts are written there.
-    max_panels, page
-        More panels are thinned evenly; ``page`` shows the page-th run of them instead. The figure says so.
-    title
-        Instead of the one made from the labels.
-    ax, figure
-        Axes, one per panel, or a Figure or SubFigure to draw into.
-    **step
-        Properties of matplotlib's StepPatch.
 
     Returns
     -------
@@ -105,7 +215,6 @@ def histogram(
         )
     layers = _layers(data, dims, overlay)
     first = next(iter(layers.values()))
-    keywords = checked(step, StepPatch, figure="histogram")
     by = [panel] if isinstance(panel, str) else list(panel or ())
     for dim in by:
         require_dim(first, dim, "histogram")
@@ -117,7 +226,7 @@ def histogram(
     contents = [{name: array.isel(slots[i][0]).values for name, array in layers.items()} for i in picked]
     common = equal_bins([values for content in contents for values in content.values()], bins) if shared else None
     for place, content, i in zip(panels.axes, contents, picked, strict=True):
-        draw_panel(place, content, common if common is not None else equal_bins(list(content.values()), bins), keywords)
+        draw_panel(place, content, common if common is not None else equal_bins(list(content.values()), bins), step)
         place.set_title(_with_missing(slots[i][1], list(content.values())), fontsize="small", pad=3)
     scale_counts(panels, shared=shared, log=log, clip_peaks=clip_peaks)
     panels.label(value_label(first), "count" + (", log scale" if log else ""))
@@ -168,3 +277,114 @@ def name_layers(panels: Panels, names: Sequence[str], title: str | None) -> None
         handles = [panels.axes[0].fill_between([], [], color=colour, alpha=0.6, label=name) for name, colour in pairs]
     owner, where = (panels.owners[-1], "outside right upper") if panels.owners else (panels.axes[0], "best")
     owner.legend(handles=handles, title=title, fontsize="small", title_fontsize="small", loc=where)
+
+
+@drawing(StepPatch, shared=either(switch, one_of("row"), expected="True, False or 'row'"))
+def weights_histogram(
+    weights: Any,
+    *,
+    grad: bool = False,
+    bins: int | None = None,
+    shared: bool | str = "row",
+    log: bool = False,
+    clip_peaks: int = 0,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **step: Any,
+) -> Any:
+    """Draw a histogram for every kernel (rows) and gate (columns); directions side by side.
+
+    Each panel's title gives the exact share of its values that are NaN or infinite; these are left out of the bars.
+
+    Parameters
+    ----------
+    weights
+        The weights of one layer, as for :func:`weights_heatmap`.
+    grad
+        Draw the gradients (variables ending in ``_grad``); those by time are summed over time.
+    bins
+        Number of equal bins; by default the square root of the number of values in a panel, 10 to 60.
+    shared
+        ``"row"`` (default): the gates of one kernel have the same bins and counts axis; True: all panels have; False:
+        none.
+    log
+        Logarithmic counts.
+    clip_peaks
+        This many of the tallest bars of each panel are cut off, and their counts written.
+
+    Returns
+    -------
+    1-D array of Axes, kernel by kernel and within it gate by gate, forward before backward
+
+    Raises
+    ------
+    InputError
+        If there is nothing to draw, a keyword is unknown, or ``ax`` has not one Axes per panel.
+    """
+    kernels, attrs = kernels_of(weights, "weights_histogram", grad=grad)
+    directions = list(dict.fromkeys(kernel.direction for kernel in kernels))
+    columns = [[kernel for kernel in kernels if kernel.direction == way] for way in directions]
+    wide = max(len(kernel.gates) or 1 for kernel in kernels)
+    panels, places = _open(columns, directions, wide, ax, figure)
+    everything = equal_bins([kernel.values for kernel in kernels], bins)
+    for column, axes in zip(columns, places, strict=True):
+        for kernel, row in zip(column, axes, strict=True):
+            _draw_row(row, kernel, everything if shared is True else None, bins, step, shared=bool(shared))
+            if shared is not True:
+                scale_counts(Panels([row], panels.figure, []), shared=bool(shared), log=log, clip_peaks=clip_peaks)
+    if shared is True:
+        scale_counts(panels, shared=True, log=log, clip_peaks=clip_peaks)
+    what = "gradients of the weights" if grad else "weights"
+    panels.label("gradient" if grad else "weight", "count" + (", log scale" if log else ""))
+    clipped = f"tallest {clip_peaks} per panel cut off, with their count" if clip_peaks else None
+    total = nonfinite_note(np.concatenate([kernel.values.reshape(-1) for kernel in kernels]))
+    panels.title(title or " · ".join(p for p in (attrs.get("layer"), what) if p), [total, clipped])
+    return panels.result()
+
+
+def _open(
+    columns: list[list[Kernel]], directions: list[str | None], wide: int, ax: Any, figure: Any
+) -> tuple[Panels, list[list[list[Any]]]]:
+    """A grid with a row per kernel; panels that a kernel without gates does not need are taken away."""
+    per_kernel = [len(kernel.gates) or 1 for kernel in columns[0]]
+    if ax is not None:
+        panels = open_panels(sum(per_kernel), name="weights_histogram", halves=directions, ax=ax)
+        return panels, [_deal(half, per_kernel) for half in panels.halves]
+    panels = open_panels(
+        len(per_kernel) * wide,
+        name="weights_histogram",
+        grid=Grid((2.3, 1.75), shape=(len(per_kernel), wide)),
+        halves=directions,
+        figure=figure,
+    )
+    places = []
+    for half in panels.halves:
+        rows = [half[i * wide : (i + 1) * wide] for i in range(len(per_kernel))]
+        for row, used in zip(rows, per_kernel, strict=True):
+            for unused in row[used:]:
+                unused.remove()
+        places.append([row[:used] for row, used in zip(rows, per_kernel, strict=True)])
+    panels.halves = [[ax for row in rows for ax in row] for rows in places]
+    return panels, places
+
+
+def _deal(axes: list[Any], counts: list[int]) -> list[list[Any]]:
+    """Axes in runs of the given lengths."""
+    starts = np.cumsum([0, *counts])
+    return [axes[starts[i] : starts[i + 1]] for i in range(len(counts))]
+
+
+def _draw_row(
+    row: list[Any], kernel: Kernel, edges: Numbers | None, bins: int | None, keywords: dict[str, Any], *, shared: bool
+) -> None:
+    """The gates of one kernel."""
+    if edges is None and shared:
+        edges = equal_bins([kernel.values], bins)
+    for number, ax in enumerate(row):
+        values = np.ascontiguousarray(kernel.values[:, number, :])
+        draw_panel(ax, {"": values}, edges if edges is not None else equal_bins([values], bins), keywords)
+        words = " · ".join(part for part in (kernel.title, kernel.gates[number] if kernel.gates else "") if part)
+        ax.set_title("\n".join(part for part in (words, nonfinite_note(values)) if part), fontsize="small", pad=3)
+        if number and shared:
+            ax.tick_params(labelleft=False)

@@ -1,4 +1,4 @@
-"""``norm_history``: the gradient by time step while training, a row per moment."""
+"""``weight_norms`` and ``norm_history``: weights and gradients over training."""
 
 from __future__ import annotations
 
@@ -8,35 +8,226 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
 
 from ..errors import InputError, message
 from ..measures.samples import peak_band, quartiles, sample_peaks
 from ..recurrence.measures import safe_norm
 from ..results.schema import with_mask
 from ..vocabulary import DIRECTION, SAMPLE, TIME
-from ._colour import POSITIVE, from_zero
+from ._axes import MOST_NAMED, End, log_limits, log_ticks, mark_below, mark_steps, name_ends, step_axis
+from ._call import drawing
+from ._colour import POSITIVE, from_zero, line_colours
 from ._data import (
     Numbers,
+    axis_label,
+    dataset_of,
     halves,
     labelled,
+    names_of,
     nonfinite_note,
     positions,
     require_dim,
     require_time,
     unit_dim,
     value_label,
+    variable,
 )
-from ._door import figure as figure_door
+from ._frame import Grid, open_panels
 from ._images import IMSHOW, Matrix, colour_bar, draw_image, name_ticks
-from ._keywords import checked
-from ._layers import dataset_of, variable
-from ._marks import log_ticks
-from ._padding import NOTE, hidden
-from ._panels import Grid, open_panels
-from .norms import ROWS
+from ._samples import NOTE, hidden
+
+#: Names of the dimension that counts training steps.
+ROWS = ("step", "epoch", "batch", "update", "row", "time")
 
 
-@figure_door()
+@drawing(Line2D)
+def weight_norms(
+    history: Any,
+    *,
+    log: bool = True,
+    shared: bool = True,
+    max_panels: int = 24,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **line: Any,
+) -> Any:
+    """Draw how the norms of weights change over training: a panel per layer, a line per weight.
+
+    Parameters
+    ----------
+    history
+        What :func:`rnnlens.weight_norms` gave, called once or often: a DataArray or Dataset whose training dimension is
+        named ``step``, ``epoch``, ``batch``, ``update`` or ``row`` (or comes first); or a mapping from names to one
+        number per training step. ``layer/weight`` names make the panels.
+    log
+        Logarithmic value axis where the norms span a factor of ten or more; linear below that, where its labels would
+        say nothing.
+    shared
+        Same value axis in all panels.
+    max_panels
+        More layers than this are an error that says how to select.
+
+    Returns
+    -------
+    1-D array of Axes, one per layer
+
+    Raises
+    ------
+    InputError
+        If there is no history in ``history``, a keyword is unknown, or ``ax`` has not one Axes per layer.
+    """
+    lines, steps, words = _lines_of(history)
+    layers: dict[str, dict[str, Numbers]] = {}
+    for (layer, weight), values in lines.items():
+        layers.setdefault(layer, {})[weight] = values
+    if len(layers) > max_panels:
+        raise InputError(
+            message(
+                "Too many layers for one figure.",
+                got=f"{len(layers)} layers",
+                expected=f"at most {max_panels}",
+                hint="select layers, or raise max_panels=",
+            )
+        )
+    size = (5.0, 3.0) if len(layers) == 1 else (3.4, 2.1)
+    drawn: dict[str, dict[str, Any]] = {}
+    panels = open_panels(len(layers), name="weight_norms", grid=Grid(size, margin=(1.4, 1.0)), ax=ax, figure=figure)
+    for place, (layer, members) in zip(panels.axes, layers.items(), strict=True):
+        drawn[layer] = _draw_norms(place, steps, members, line)
+        place.set_title(layer, fontsize="small", pad=3)
+    everything = np.concatenate(list(lines.values()))
+    used = False
+    for place, (layer, members) in zip(panels.axes, layers.items(), strict=True):
+        mine = everything if shared else np.concatenate(list(members.values()))
+        used = _scale(place, mine, log=log) or used
+        _name(place, steps, members, drawn[layer], outside=bool(panels.owners))
+    panels.label(words, "norm" + (", log scale" if used else ""))
+    if shared and panels.owners:
+        panels.outer_ticks_only()
+    panels.title(title or "norms of weights while training", [nonfinite_note(everything)])
+    return panels.result()
+
+
+def _lines_of(history: Any) -> tuple[dict[tuple[str, str], Numbers], Numbers, str]:
+    """Values over training by layer and weight, the steps, and the words for them."""
+    if hasattr(history, "dataset") and isinstance(history.dataset, xr.Dataset):
+        history = history.dataset
+    if isinstance(history, xr.Dataset | xr.DataArray):
+        return _labelled_lines(history)
+    if isinstance(history, Mapping) and history:
+        found = {str(name): np.atleast_1d(labelled(values, "weight_norms").values) for name, values in history.items()}
+        lengths = {values.shape for values in found.values()}
+        if len(lengths) == 1 and len(next(iter(lengths))) == 1:
+            return (
+                {_parted(name): values for name, values in found.items()},
+                np.arange(next(iter(lengths))[0]),
+                "training step",
+            )
+    raise InputError(
+        message(
+            "plot.weight_norms draws a history of norms.",
+            got=type(history).__name__,
+            expected="a DataArray or Dataset over training steps, or a mapping from names to equally long sequences",
+            hint="history = rl.weight_norms(model, history=history) after every epoch",
+        )
+    )
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """``outer/lstm/kernel``: layer and weight."""
+    layer, _, weight = name.rpartition("/")
+    return layer, weight
+
+
+def _labelled_lines(history: xr.Dataset | xr.DataArray) -> tuple[dict[tuple[str, str], Numbers], Numbers, str]:
+    arrays = {str(n): a for n, a in history.data_vars.items()} if isinstance(history, xr.Dataset) else {"": history}
+    if not arrays:
+        raise InputError(message("plot.weight_norms draws a history of norms.", got="nothing in it"))
+    first = next(iter(arrays.values()))
+    dims = [str(d) for d in first.dims]
+    if not dims:
+        raise InputError(
+            message("plot.weight_norms draws a history of norms.", got="norms without a training dimension")
+        )
+    along = next((name for name in ROWS if name in dims), dims[0])
+    found: dict[tuple[str, str], Numbers] = {}
+    for name, array in arrays.items():
+        flat = labelled(array, "weight_norms")
+        if along not in flat.dims:
+            got = f"{name!r} with dimensions ({', '.join(map(str, flat.dims))})"
+            expected = f"{along!r} among them, as in the others"
+            raise InputError(message("plot.weight_norms draws a history of norms.", got=got, expected=expected))
+        others = [d for d in flat.dims if d != along]
+        names = [""]
+        for dim in others:
+            names = [f"{before} {label}".strip() for before in names for label in names_of(flat, dim)]
+        values = flat.transpose(*others, along).values.reshape(len(names), -1)
+        kept = [
+            (label, row) for label, row in zip(names, values, strict=True) if not np.isnan(row).all() or len(names) == 1
+        ]
+        layer, weight = _parted(name)
+        found |= {(layer, f"{weight} {label}".strip()): row for label, row in kept}
+    return found, positions(first, along), axis_label(first, along)
+
+
+def _draw_norms(ax: Any, steps: Numbers, members: dict[str, Numbers], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Lines of one layer, by name."""
+    drawn = {}
+    for (name, values), colour in zip(members.items(), line_colours(len(members)), strict=True):
+        bad = ~np.isfinite(values)
+        look = {"color": colour, "linewidth": 1.3, "marker": "o" if len(steps) < 12 else None, "markersize": 3}
+        label = name.replace("_", " ")
+        look |= {"label": label, "gid": f"norm {name}"}
+        (drawn[name],) = ax.plot(steps, np.where(bad, np.nan, values), **{**look, **keywords})
+        mark_steps(ax, steps[bad])
+    room = 0.02 * float(np.ptp(steps)) or 0.5
+    ax.set_xlim(float(steps.min()) - room, float(steps.max()) + room)
+    if steps.dtype.kind in "iu":
+        step_axis(ax, "x", steps, time=False)
+    ax.tick_params(labelsize="small")
+    return drawn
+
+
+def _scale(ax: Any, values: Numbers, *, log: bool) -> bool:
+    """Value axis; whether it is logarithmic."""
+    finite = values[np.isfinite(values)]
+    positive = finite[finite > 0]
+    if not finite.size:
+        return False
+    if log and positive.size and positive.max() >= 10 * positive.min():
+        ax.set_ylim(float(positive.min()) / 1.3, float(positive.max()) * 1.3)
+        ax.set_yscale("log")
+        log_limits(ax, finite, room=1.3)
+        return True
+    low, high = float(finite.min()), float(finite.max())
+    # From 0 where 0 is near; a norm that changes by a little is looked at from near by.
+    ax.set_ylim(
+        min(0.0, low) if low < 0.5 * high else low - 0.15 * (high - low or high), high + 0.08 * (high - low or high)
+    )
+    return False
+
+
+def _name(ax: Any, steps: Numbers, members: dict[str, Numbers], drawn: dict[str, Any], *, outside: bool) -> None:
+    """Names at the ends of few lines, a legend for many; what is below a logarithmic axis."""
+    if ax.get_yscale() == "log":
+        for name, values in members.items():
+            mark_below(ax, steps, values, drawn[name].get_color())
+    named = {name: values for name, values in members.items() if name}
+    if not 0 < len(named) <= MOST_NAMED:
+        if named:
+            ax.legend(fontsize="x-small", loc="best")
+        return
+    found = []
+    for name, values in named.items():
+        at = np.flatnonzero(np.isfinite(values))
+        y = float(values[at[-1]]) if at.size else float("nan")
+        found.append(End(float(steps[-1]), y, name.replace("_", " "), drawn[name].get_color()))
+    name_ends(ax, found, outside=outside)
+
+
+@drawing(AxesImage, extra=IMSHOW)
 def norm_history(
     history: Any,
     *,
@@ -62,14 +253,6 @@ def norm_history(
         Which variable is drawn when layers are given.
     log
         Logarithmic colours over 4 decades, linear below.
-    as_computed
-        Turn the backward half of a bidirectional layer round, into the order in which it was computed.
-    title
-        Instead of the one made from the labels.
-    ax, figure
-        Two Axes per direction, or a Figure or SubFigure to draw into.
-    **image
-        Properties of matplotlib's AxesImage and keywords of ``Axes.imshow``.
 
     Returns
     -------
@@ -80,7 +263,6 @@ def norm_history(
     InputError
         If the moments differ in their steps, there is no training dimension, or a keyword is unknown.
     """
-    keywords = checked(image, AxesImage, figure="norm_history", extra=IMSHOW)
     moments = _moments(history, quantity)
     names, first = list(moments), next(iter(moments.values()))
     shown = [halves(array, as_computed=as_computed) for array in moments.values()]
@@ -89,7 +271,7 @@ def norm_history(
     panels = open_panels(2, name="norm_history", grid=grid, halves=ways, ax=ax, figure=figure)
     for number, places in enumerate(panels.halves):
         rows = [_row(halves_of[number].data) for halves_of in shown]
-        _draw(places, names, positions(shown[0][number].data, TIME), rows, {"log": log, "keywords": keywords})
+        _draw_history(places, names, positions(shown[0][number].data, TIME), rows, {"log": log, "keywords": image})
         places[0].set_xlabel(shown[0][number].time_label)
     several = first.sizes.get(SAMPLE, 1)
     note = f"median of {several} samples, each by its own peak" if several > 1 else "each moment by its own peak"
@@ -159,7 +341,7 @@ def _row(array: xr.DataArray) -> tuple[Numbers, Numbers, tuple[float, float, flo
     return shape, np.asarray(~real.any(axis=0)), quartiles(sample_peaks(np.where(real, norms, 0.0)))
 
 
-def _draw(places: list[Any], names: list[Any], steps: Numbers, rows: list[Any], look: dict[str, Any]) -> None:
+def _draw_history(places: list[Any], names: list[Any], steps: Numbers, rows: list[Any], look: dict[str, Any]) -> None:
     """The map of shapes, and the sizes beside it."""
     shapes, empty = np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
     at = np.arange(len(rows))

@@ -61,7 +61,7 @@ def _memory(model: xr.Dataset) -> ReportFigure:
     marks = [(memory, f"memory in use: {least}{memory:.0f}")] if np.isfinite(memory) else []
     words = (
         "The last k steps of each sample are kept, and all older ones are replaced by another sample's. Use: how far "
-        "the prediction moves, as a share of its variance. Memory in use: the smallest k from which on use is at most 5 %."
+        "the prediction moves, as a share of its variance. Memory in use: the smallest k from which on use is <= 5 %."
     )
     head = Caption("memory", "Memory in use", words, "rl.plot.diagnosis(rl.diagnose(model, x, y))")
     return _curve(head, drawn, draw.CurveAxes("steps kept", "use", marks=marks, levels=[(0.05, "5 %")]))

@@ -7,7 +7,7 @@ from matplotlib.patches import StepPatch
 
 import rnnlens as rl
 from rnnlens.errors import InputError
-from rnnlens.plot._bins import count_in_bins
+from rnnlens.plot.histograms import count_in_bins
 
 GATES = ["input", "forget", "candidate", "output"]
 

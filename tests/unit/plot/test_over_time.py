@@ -8,9 +8,9 @@ from matplotlib.colors import SymLogNorm
 
 import rnnlens as rl
 from rnnlens.errors import InputError
+from rnnlens.plot._frame import near_square
 from rnnlens.plot._images import extreme_of_blocks
-from rnnlens.plot._panels import near_square
-from rnnlens.plot.lines import thin
+from rnnlens.plot.curves import thin
 
 
 def lines(ax):

@@ -1,4 +1,4 @@
-"""The paper that figures are drawn on: own figures or the caller's, grids of panels, titles that stay on the canvas.
+"""Figures, grids of panels and titles: on a figure of our own, or on the caller's Axes or figure.
 
 Figures are made without pyplot: nothing is registered, shown or left open, and rcParams are only read. A figure is
 freed with the last reference to it.
@@ -18,14 +18,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
-from matplotlib.markers import CARETDOWNBASE
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from ..arguments import as_numbers, listed
 from ..arguments import path as path_of
 from ..errors import FileError, InputError, message
-from ._colour import DECADES, linear_below
-from ._marks import OVER_TIME, log_ticks
+from ._axes import OVER_TIME, mark_top
 
 _LETTERS_PER_INCH = 12
 #: What is not finite, in titles and around panels; far from both ends of the maps for every kind of sight.
@@ -212,37 +209,6 @@ def wrapped_label(words: str, inches: float) -> str:
     return textwrap.fill(words, max(16, int(_LETTERS_PER_INCH * inches)))
 
 
-def whole_numbers(ax: Any, *axes: str) -> None:
-    """Ticks at whole numbers only, for axes that count steps or units."""
-    for axis in axes:
-        getattr(ax, f"{axis}axis").set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-
-
-def log_values(ax: Any) -> None:
-    """Logarithmic value axis; call :func:`log_ticks` when its limits are final."""
-    ax.set_yscale("log")
-    log_ticks(ax)
-
-
-def decade_ticks(limit: float, linear: float = 0.0) -> list[float]:
-    """0 and every other power of ten up to ``limit``, both signs; every one where few lie above ``linear``.
-
-    What lies within the linear part of the scale would be written over 0.
-    """
-    top = 10.0 ** math.floor(math.log10(limit))
-    few = linear > 0 and top < 200 * linear
-    powers = [top * 10.0**-k for k in range(0, DECADES, 1 if few else 2)]
-    return sorted([0.0] + [sign * power for power in powers if power >= 1.5 * linear for sign in (1, -1)])
-
-
-def log_around_zero(ax: Any, limit: float) -> None:
-    """Symmetric logarithmic value axis over ``DECADES`` decades, with few enough ticks to be read."""
-    limit = limit or 1.0
-    ax.set_yscale("symlog", linthresh=linear_below(limit), linscale=0.5)
-    ax.yaxis.set_major_locator(FixedLocator(decade_ticks(limit)))
-    ax.yaxis.set_minor_locator(NullLocator())
-
-
 def _height(figure: Any) -> float:
     return float(figure.bbox.height / figure.dpi)
 
@@ -376,29 +342,3 @@ def open_panels(
             Line2D([x, x], [0.02, 0.86], transform=figure.transSubfigure, gid="direction separator", **SEPARATOR)
         )
     return Panels(found, figure, owners)
-
-
-def mark_steps(ax: Any, steps: Any) -> None:
-    """Crosses at the lower rim at the x positions where a value is NaN or infinite."""
-    if len(steps):
-        ax.plot(
-            steps,
-            np.full(len(steps), 0.03),
-            "x",
-            color="black",
-            markersize=4,
-            transform=ax.get_xaxis_transform(),
-            gid="non-finite",
-            clip_on=False,
-        )
-
-
-def mark_top(ax: Any, x: float, gid: str) -> None:
-    """A triangle at ``x`` that hangs from the upper border, where a title cannot cross it; light around it."""
-    ends = {"marker": CARETDOWNBASE, "markersize": 6, "color": "#111111", "markeredgecolor": "white", "zorder": 4}
-    ax.plot([x], [1.0], transform=ax.get_xaxis_transform(), gid=gid, markeredgewidth=0.5, **ends)
-
-
-def zero_line(ax: Any) -> None:
-    """Thin line at 0 behind the data."""
-    ax.axhline(0, color="#909090", linewidth=0.6, zorder=0.5, gid="zero")

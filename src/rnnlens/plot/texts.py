@@ -1,36 +1,126 @@
-"""``input_map``: which inputs a prediction hangs on, as a line over time, on an image, or in a text."""
+"""``input_map``: the inputs that a loss or prediction depends on; ``unit_over_text``: a unit's state over tokens."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import xarray as xr
+from matplotlib.collections import PatchCollection
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 
-from ..arguments import anything, as_numbers, whole
-from ..errors import InputError, message
+from ..arguments import anything, as_numbers, listed, whole
+from ..errors import InputError, message, shown
 from ..measures.profiles import input_sensitivity
 from ..measures.samples import peak_band
 from ..recurrence.measures import safe_norm
-from ..vocabulary import FEATURE, SAMPLE, TIME
-from ._colour import POSITIVE, from_zero
-from ._data import Numbers, axis_label, labelled, largest_magnitude, names_of, nonfinite_note, positions, require_time
-from ._door import figure as figure_door
+from ..vocabulary import DIRECTION, FEATURE, SAMPLE, TIME
+from ._axes import mark_steps, step_axis
+from ._call import drawing
+from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
+from ._data import (
+    Numbers,
+    axis_label,
+    choose,
+    labelled,
+    largest_magnitude,
+    names_of,
+    nonfinite_note,
+    positions,
+    require_dim,
+    require_time,
+    title_of,
+    unit_dim,
+)
+from ._frame import Grid, open_panels
 from ._images import Matrix, colour_bar, draw_image
-from ._keywords import checked
-from ._marks import step_axis
-from ._padding import hidden
-from ._panels import Grid, mark_steps, open_panels
-from ._text import LETTER, height_of, shade_text, tokens_of, width_of
+from ._samples import hidden
+
+#: Letters of a line, and inches of one letter and of one line.
+WIDTH, LETTER, LINE = 72, 0.092, 0.21
+#: Lines that one panel can hold.
+MOST_LINES = 40
+
+
+def tokens_of(tokens: Any, count: int, figure: str) -> list[str]:
+    """The tokens as text, one for each step; a string is its letters.
+
+    Raises
+    ------
+    InputError
+        If there are not as many as steps.
+    """
+    several = isinstance(tokens, str | Sequence) or (isinstance(tokens, np.ndarray) and tokens.ndim == 1)
+    if not several or len(tokens) != count:
+        raise InputError(
+            message(
+                f"plot.{figure} writes one token for each step.",
+                got=f"{len(tokens)} tokens" if several else shown(tokens),
+                expected=f"{count} of them",
+            )
+        )
+    return [str(token).replace("\n", "↵").replace("\t", "→") or " " for token in tokens]
+
+
+def places_of(tokens: Sequence[str]) -> list[tuple[int, int]]:
+    """Line and column at which each token begins."""
+    places, line, column = [], 0, 0
+    for token in tokens:
+        if column and column + len(token) > WIDTH:
+            line, column = line + 1, 0
+        places.append((line, column))
+        column += len(token)
+        if token.endswith("↵"):
+            line, column = line + 1, 0
+    return places
+
+
+def height_of(tokens: Sequence[str]) -> float:
+    """Inches that the text takes."""
+    return LINE * (min(places_of(tokens)[-1][0] + 1, MOST_LINES) + 0.4)
+
+
+def width_of(tokens: Sequence[str]) -> int:
+    """Letters of the longest line, a third of a full one at least."""
+    longest = max(column + len(token) for (_, column), token in zip(places_of(tokens), tokens, strict=True))
+    return max(WIDTH // 3, longest)
+
+
+def shade_text(ax: Any, tokens: Sequence[str], values: Numbers, look: dict[str, Any]) -> tuple[Any, str | None]:
+    """Write the tokens, each on the colour of its value; the colours drawn, and the note on what is left out."""
+    places = places_of(tokens)
+    kept = [i for i, (line, _) in enumerate(places) if line < MOST_LINES]
+    boxes = [Rectangle((places[i][1], places[i][0]), len(tokens[i]), 0.92) for i in kept]
+    drawn = PatchCollection(boxes, linewidth=0, gid="tokens", **look)
+    shown = np.ma.masked_invalid(np.asarray(values, dtype=float)[kept])
+    drawn.set_array(shown)
+    ax.add_collection(drawn)
+    ax.set(xlim=(-0.5, width_of(tokens) + 0.5), ylim=(places[kept[-1]][0] + 1.2, -0.3))
+    colours = drawn.norm(shown)
+    for i, share in zip(kept, np.ma.filled(colours, np.nan), strict=True):
+        line, column = places[i]
+        dark = np.isfinite(share) and (share > 0.85 or (share < 0.15 and look.get("both")))
+        for offset, letter in enumerate(tokens[i]):
+            ax.text(
+                column + offset + 0.5, line + 0.5, letter, ha="center", va="center", family="monospace",
+                fontsize="small", color="white" if dark else "black", clip_on=True, parse_math=False,
+            ).set_in_layout(False)  # fmt: skip
+        if not np.isfinite(share):
+            ax.plot([column + 0.5 * len(tokens[i])], [line + 0.5], "x", color="black", gid="non-finite")
+    ax.set_axis_off()
+    note = None if len(kept) == len(tokens) else f"first {len(kept)} of {len(tokens)} tokens"
+    return drawn, note
+
 
 _SCALED = " × s.d. of the input"  # noqa: RUF001  a product in words
 #: What ``rl.gradients`` says that it differentiated.
 _TARGET = re.compile(r"gradient of (?P<of>.+) with respect to ")
 
 
-@figure_door(shape=anything, tokens=anything, sample=whole(least=0))
+@drawing(Line2D, shape=anything, tokens=anything, sample=whole(least=0))
 def input_map(
     gradient: Any,
     x: Any = None,
@@ -66,14 +156,6 @@ def input_map(
         Only this one; of a text the first by default.
     log
         Logarithmic values.
-    colorbar
-        Draw the colour bar.
-    title
-        Instead of the one made from the labels.
-    ax, figure
-        One Axes, or a Figure or SubFigure to draw into.
-    **line
-        Properties of matplotlib's Line2D, where steps are neither pixels nor tokens.
 
     Returns
     -------
@@ -88,7 +170,6 @@ def input_map(
     ----------
     Sobol, Kucherenko 2009, doi:10.1016/j.matcom.2009.01.023.
     """
-    keywords = checked(line, Line2D, figure="input_map")
     array = labelled(gradient, "input_map", guess={2: (TIME, FEATURE), 3: (SAMPLE, TIME, FEATURE)})
     require_time(array, "input_map")
     values, note = _sensitivity(array, x)
@@ -96,7 +177,7 @@ def input_map(
     values = np.where(real, values, np.nan)
     if tokens is not None and sample is None:
         sample = 0
-    one = _picked(values, sample)
+    one = _picked_input_map(values, sample)
     target = _target(array)
     words = ("$|dL/dx_t|$" if target is None else f"|d {target} / $dx_t$|") + (_SCALED if x is not None else "")
     missing = nonfinite_note(np.where(real, values, 0.0))
@@ -119,7 +200,7 @@ def input_map(
         drawn = _image(place, middle, _sides(shape, len(middle)), look)
     else:
         extra = "band: quartiles" if said else None
-        _line(place, positions(array, TIME), (middle, low, high), keywords, log=log)
+        _line(place, positions(array, TIME), (middle, low, high), line, log=log)
         panels.label(axis_label(array, TIME), label)
     if (words_of is not None or shape is not None) and colorbar:
         colour_bar([place], drawn, label)
@@ -159,7 +240,7 @@ def _real(array: xr.DataArray, values: Numbers) -> Numbers:
     return np.broadcast_to(~padded.transpose(*lead, TIME).values, values.shape)
 
 
-def _picked(values: Numbers, sample: int | None) -> Numbers:
+def _picked_input_map(values: Numbers, sample: int | None) -> Numbers:
     if sample is None:
         return values
     if sample >= len(values):
@@ -219,3 +300,86 @@ def _line(
         ax.set_ylim(0, None)
     ax.set_xlim(steps.min() - 0.5, steps.max() + 0.5)
     step_axis(ax, "x", steps)
+
+
+@drawing(PatchCollection, tokens=anything, units=anything, sample=whole(least=0))
+def unit_over_text(
+    hidden: Any,
+    tokens: Any,
+    *,
+    units: Any = None,
+    sample: int = 0,
+    max_panels: int = 4,
+    shared: bool = False,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **patch: Any,
+) -> Any:
+    """Draw a text of which each token is shaded by the state of a unit after reading it: a panel per unit.
+
+    White is 0, blue negative, orange positive.
+
+    Parameters
+    ----------
+    hidden : (sample, time, unit), also with direction
+        ``trace["lstm"].hidden``, ``.cell``, or a plain array; (time, unit) too.
+    tokens
+        One for each step; a string is its letters.
+    units : int or sequence of int, optional
+        Which units; the first ``max_panels``, evenly spaced, by default.
+    sample
+        Of which sample the tokens are.
+    shared
+        One colour scale for all units.
+
+    Returns
+    -------
+    1-D array of Axes, forward before backward
+
+    Raises
+    ------
+    InputError
+        If the tokens are not as many as the steps, there is no such unit or sample, or a keyword is unknown.
+
+    References
+    ----------
+    Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 2.
+    """
+    array = labelled(hidden, "unit_over_text", guess={2: (TIME, "unit"), 3: (SAMPLE, TIME, "unit")})
+    require_time(array, "unit_over_text")
+    unit = unit_dim(array)
+    require_dim(array, unit or "unit", "unit_over_text")
+    if SAMPLE in array.dims:
+        if sample >= array.sizes[SAMPLE]:
+            got, expected = f"sample={sample}", f"0 to {array.sizes[SAMPLE] - 1}"
+            raise InputError(message("There is no such sample.", got=got, expected=expected))
+        array = array.isel({SAMPLE: sample})
+    names = tokens_of(tokens, array.sizes[TIME], "unit_over_text")
+    picked, thinned = _picked_unit_text(units, array.sizes[unit], max_panels)
+    ways: Sequence[str | None] = names_of(array, DIRECTION) if DIRECTION in array.dims else [None]
+    rows = [(way, index) for way in range(len(ways)) for index in picked]
+    grid = Grid((LETTER * width_of(names) + 0.4, height_of(names) + 0.3), (1.2, 0.7), (len(rows), 1))
+    panels = open_panels(len(rows), name="unit_over_text", grid=grid, ax=ax, figure=figure)
+    top, notes = largest_magnitude(array.values), [thinned]
+    for place, (way, index) in zip(panels.axes, rows, strict=True):
+        one = array.isel({DIRECTION: way}) if DIRECTION in array.dims else array
+        values = np.asarray(one.isel({unit: index}).values)
+        look = {"cmap": DIVERGING, "norm": around_zero(top if shared else largest_magnitude(values)), **patch}
+        drawn, note = shade_text(place, names, values, look)
+        notes += [note] if note not in notes else []
+        words = f"{axis_label(array, unit)} {names_of(array, unit)[index]}"
+        place.set_title(" · ".join(part for part in (ways[way], words) if part), fontsize="small", loc="left", pad=2)
+        colour_bar([place], drawn)
+    panels.title(title or title_of(array) or "a unit over text", [*notes, nonfinite_note(array.values)])
+    return panels.result()
+
+
+def _picked_unit_text(units: Any, count: int, most: int) -> tuple[list[int], str | None]:
+    """Which units are drawn."""
+    if units is None:
+        return choose(count, most, "units")
+    given = listed(units, most=count) if not isinstance(units, int | np.integer) else [units]
+    if not given or not all(isinstance(index, int | np.integer) and 0 <= index < count for index in given):
+        raise InputError(message("There is no such unit.", got=f"units={shown(units)}", expected=f"0 to {count - 1}"))
+    return [int(index) for index in given], None

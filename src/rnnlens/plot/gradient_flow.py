@@ -1,9 +1,10 @@
-"""``gradient_flow``: how the gradient of every layer, network or moment fades over time, and how large it is."""
+"""``gradient_flow``: how the gradient of every layer, network or moment fades over time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,22 +13,168 @@ from matplotlib.lines import Line2D
 
 from ..arguments import one_of
 from ..errors import InputError, message
+from ..measures.lags import gradient_decay, gradient_reach
+from ..measures.samples import peak_band, quartiles, sample_peaks
+from ..recurrence.measures import real_first, safe_norm
+from ..results.schema import with_mask
+from ..vocabulary import BACKWARD, SAMPLE, TIME
+from ._axes import End, log_limits, log_ticks, log_values, mark_below, mark_steps, name_ends, step_axis
+from ._call import drawing
 from ._colour import line_colours
-from ._data import Numbers
-from ._door import figure as figure_door
-from ._fading import LINES, Fading, fading_of
-from ._keywords import checked
-from ._layers import dataset_of, layers_of
-from ._lines import log_limits
-from ._marks import End, log_ticks, mark_below, name_ends, step_axis
-from ._padding import shade
-from ._panels import Grid, Panels, log_values, mark_steps, open_panels
+from ._data import (
+    DirectionView,
+    Numbers,
+    dataset_of,
+    halves,
+    labelled,
+    layers_of,
+    positions,
+    require_dim,
+    unit_dim,
+    value_label,
+)
+from ._frame import Grid, Panels, open_panels
+from ._samples import hidden, notes_of, shade
+
+#: What is drawn of each layer, where it is there: words, colour, line style.
+LINES = {
+    "hidden_grad": ("$dL/dh_t$, total", "#0072b2", "-"),
+    "cell_grad": ("$dL/dc_t$, total", "#009e73", "-"),
+    "output_grad": ("$\\partial{}L/\\partial{}y_t$, direct", "#d55e00", "--"),
+}
+
+
+@dataclass(frozen=True)
+class Fading:
+    """What is drawn of one gradient.
+
+    Attributes
+    ----------
+    steps, median, low, high
+        The shape: median and quartiles over samples of the norm, each sample by its own peak.
+    size
+        Lower quartile, median, upper quartile of the peaks.
+    reach
+        Steps back from the last that hold 95 % of the squared gradient; 0 without time.
+    decay
+        Factor per step back; NaN where there is none.
+    zeros
+        Steps at which the gradient is 0 in every sample.
+    bad, padded
+        Steps with a value that is not finite; steps that are padding in every sample.
+    """
+
+    gid: str
+    words: str
+    steps: Numbers
+    median: Numbers
+    low: Numbers
+    high: Numbers
+    size: tuple[float, float, float]
+    reach: int
+    decay: float
+    zeros: int
+    bad: Numbers
+    padded: Numbers
+    runs_back: bool
+    time_label: str
+    notes: tuple[str, ...] = ()
+    colour: Any = "#0072b2"
+    style: str = "-"
+    _peak: int = field(default=0)
+
+    def look(self, colour: Any, style: str) -> Fading:
+        """The same in a colour and line style."""
+        return replace(self, colour=colour, style=style)
+
+    @property
+    def sentence(self) -> str:
+        """What stands at the end of the line."""
+        count = len(self.steps) - len(self.padded)
+        if self.zeros and count > 1:
+            where = "0 at all steps" if self.zeros >= count else f"0 at {self.zeros} of {count} steps"
+            return f"{self.words}\n{where}"
+        if not self.reach:
+            return self.words
+        if not math.isfinite(self.decay):  # it is largest at the far end
+            return f"{self.words}\nreach {self.reach}\nno decay"
+        return f"{self.words}\nreach {self.reach}\nx {self.decay:.3g} a step"
+
+    def span(self) -> tuple[float, float]:
+        """First and last step of the reach."""
+        ordered = self.steps if self.runs_back else self.steps[::-1]
+        return float(ordered[0]), float(ordered[min(self.reach, len(ordered)) - 1])
+
+    def falling(self) -> Numbers:
+        """A line that falls from the median's peak by the decay per step; NaN before it."""
+        lag = np.abs(self.steps - self.steps[self._peak])
+        beyond = self.steps >= self.steps[self._peak] if self.runs_back else self.steps <= self.steps[self._peak]
+        line: Numbers = np.where(beyond, self.median[self._peak] * self.decay**lag, np.nan)
+        return line
+
+
+def fading_of(
+    dataset: xr.Dataset, quantity: str, words: str, *, as_computed: bool
+) -> Iterator[tuple[str | None, Fading]]:
+    """The directions of one gradient of a layer, with their names; none where it is not there."""
+    if quantity not in dataset:
+        return
+    array = labelled(with_mask(dataset[quantity], dataset), "gradient_flow")
+    require_dim(array, unit_dim(array) or "unit", "gradient_flow")
+    missing, *padding = notes_of(array)
+    layer = str(dataset.attrs.get("layer", ""))
+    named = ", ".join(part for part in (layer, value_label(array).split(" [")[0]) if part)
+    notes = (*(note for note in padding if note), *([f"{named}: {missing}"] if missing else []))
+    for half in halves(array, as_computed=as_computed):
+        found = _fading(quantity, half, dataset, as_computed=as_computed)
+        yield half.name, replace(found, words=words, notes=notes)
+
+
+def _fading(quantity: str, half: DirectionView, dataset: xr.Dataset, *, as_computed: bool) -> Fading:
+    backward = BACKWARD in (half.name, dataset.attrs.get("direction"))
+    flipped = as_computed and half.name == BACKWARD
+    values = half.data
+    norms = np.asarray(safe_norm(values.values, axis=values.get_axis_num(unit_dim(values)), xp=np), dtype=np.float64)
+    norms = norms.reshape(-1, *norms.shape[1 if SAMPLE in values.dims else 0 :])
+    norms = norms if TIME in values.dims else norms[:, None]
+    padded = hidden(values)
+    real = np.ones(norms.shape, dtype=bool) if padded is None else ~padded.transpose(SAMPLE, TIME).values
+    count = dataset.sizes.get(TIME, 1)
+    last = 0 if backward and not flipped else count - 1
+    steps = positions(values, TIME) if TIME in values.dims else np.array([last])
+    runs_back = backward and not flipped
+    against = slice(None) if runs_back else slice(None, None, -1)
+    by_lag = real_first(norms[:, against], real[:, against], xp=np)
+    shape = peak_band(norms, real)
+    nowhere = ~real.any(axis=0)
+    bad = ~np.isfinite(values.values).all(axis=tuple(i for i, d in enumerate(values.dims) if d != TIME))
+    bad = np.atleast_1d(bad) & ~nowhere
+    median = np.where(bad, np.nan, shape.median)
+    recurrent = TIME in values.dims and quantity != "output_grad"  # what comes from above has no decay of its own
+    return Fading(
+        gid=quantity,
+        words=quantity,
+        steps=steps,
+        median=median,
+        low=np.where(bad, np.nan, shape.low),
+        high=np.where(bad, np.nan, shape.high),
+        size=quartiles(sample_peaks(np.where(real, norms, 0.0))),
+        reach=gradient_reach(by_lag) if recurrent else 0,
+        decay=gradient_decay(by_lag) if recurrent else math.nan,
+        zeros=int(((norms == 0) | ~real).all(axis=0).sum() - nowhere.sum()),
+        bad=steps[bad],
+        padded=steps[nowhere],
+        runs_back=runs_back,
+        time_label=half.time_label,
+        _peak=int(np.argmax(np.where(np.isfinite(median), median, -1.0))),
+    )
+
 
 #: A panel: its layer and direction; the lines in it by name.
 Content = dict[tuple[str, str | None], list[Fading]]
 
 
-@figure_door(quantity=one_of(*LINES))
+@drawing(Line2D, quantity=one_of(*LINES))
 def gradient_flow(
     trace: Any,
     *,
@@ -59,14 +206,6 @@ def gradient_flow(
         Which gradient is compared: ``"hidden_grad"``, ``"cell_grad"`` or ``"output_grad"``.
     shared
         Same value axes in all panels.
-    as_computed
-        Turn the backward half of a bidirectional layer round, into the order in which it was computed.
-    title
-        Instead of the one made from the labels.
-    ax, figure
-        Axes, two per layer and direction, or a Figure or SubFigure to draw into.
-    **line
-        Properties of matplotlib's Line2D.
 
     Returns
     -------
@@ -77,7 +216,6 @@ def gradient_flow(
     InputError
         If no layer has a gradient, a keyword is unknown, or ``ax`` has not two Axes per panel.
     """
-    keywords = checked(line, Line2D, figure="gradient_flow")
     compared = _compared(trace)
     layers = layers_of(trace, "gradient_flow") if compared is None else None
     content = _of_one(layers, as_computed) if layers is not None else _of_several(compared or {}, quantity, as_computed)
@@ -93,7 +231,7 @@ def gradient_flow(
     values = list(content.values())
     for number, (where, fadings) in enumerate(content.items()):
         shape, size = panels.axes[2 * number : 2 * number + 2]
-        _draw(shape, fadings, keywords)
+        _draw(shape, fadings, line)
         _draw_size(size, fadings)
         shape.set_title(" · ".join(part for part in where if part), fontsize="small", pad=4)
     _scale(panels, values, shared=shared)

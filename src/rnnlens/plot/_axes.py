@@ -1,4 +1,4 @@
-"""Marks on lines: names at their ends, what lies below a logarithmic axis, the last step of an axis."""
+"""Ticks, limits and marks of axes: whole steps, powers of ten, names at the ends of lines, values below an axis."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import FixedLocator, Formatter, Locator, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.markers import CARETDOWNBASE
+from matplotlib.ticker import FixedLocator, Formatter, Locator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from ._data import Numbers
+from ._colour import DECADES, linear_below
+from ._data import Numbers, finite_range, largest_magnitude
 
 #: Of an Axes whose horizontal axis counts time steps: its ``mark`` finds it by this.
 OVER_TIME = "over time"
@@ -203,3 +205,109 @@ def log_ticks(ax: Any, axis: str = "y", *, most: int = 7) -> None:
     place.set_major_formatter(Short())
     place.set_minor_locator(LogLocator(subs="auto"))
     place.set_minor_formatter(NullFormatter())
+
+
+#: Lines that a legend names one by one; more are drawn alike, with their mean.
+MOST_NAMED = 8
+#: Decades below the largest norm at which the axis ends.
+DEEPEST = 12
+
+
+def limits_of(values: Numbers, *, log: bool) -> tuple[float, float]:
+    """Value axis for the finite values with a margin of 5 %; around 0 for a constant."""
+    found = finite_range(values) or (0.0, 0.0)
+    low, high = min(found[0], 0.0) if log else found[0], max(found[1], 0.0) if log else found[1]
+    room = abs(low) * 0.1 or 1.0 if low == high else 0.05 * (high - low)
+    return low - room, high + room
+
+
+def is_positive(values: Numbers) -> bool:
+    """Whether no finite value is negative and some is not 0: such a quantity gets a true logarithmic axis."""
+    found = finite_range(values)
+    return found is not None and found[0] >= 0 and found[1] > 0
+
+
+def log_scale(ax: Any, values: Numbers) -> None:
+    """Logarithmic value axis: a true one for what is never negative, else a symmetric one that is linear around 0."""
+    if not is_positive(values):
+        log_around_zero(ax, largest_magnitude(values))
+        ax.set_ylim(*limits_of(values, log=True))
+        return
+    log_limits(ax, values, room=2)
+    ax.set_yscale("log")
+    log_ticks(ax)
+
+
+def log_limits(ax: Any, values: Numbers, *, room: float) -> None:
+    """Value axis for the values that are finite and positive, ``DEEPEST`` decades at most, ``room`` times the top.
+
+    Where something lies deeper, 0 among it, the axis ends at a power of ten, so that what is below can be named.
+    """
+    positive = values[np.isfinite(values) & (values > 0)]
+    if not positive.size:
+        return
+    top, low = float(positive.max()), float(positive.min())
+    floor = max(top * 10.0**-DEEPEST, float(np.finfo(float).tiny))
+    if low < floor or (values == 0).any():
+        ax.set_ylim(10.0 ** math.floor(math.log10(max(low, floor)) - 0.01), top * room)
+    else:
+        ax.set_ylim(low / 2, top * room)
+    if ax.get_yscale() == "log":
+        log_ticks(ax)
+
+
+def whole_numbers(ax: Any, *axes: str) -> None:
+    """Ticks at whole numbers only, for axes that count steps or units."""
+    for axis in axes:
+        getattr(ax, f"{axis}axis").set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+
+
+def log_values(ax: Any) -> None:
+    """Logarithmic value axis; call :func:`log_ticks` when its limits are final."""
+    ax.set_yscale("log")
+    log_ticks(ax)
+
+
+def decade_ticks(limit: float, linear: float = 0.0) -> list[float]:
+    """0 and every other power of ten up to ``limit``, both signs; every one where few lie above ``linear``.
+
+    What lies within the linear part of the scale would be written over 0.
+    """
+    top = 10.0 ** math.floor(math.log10(limit))
+    few = linear > 0 and top < 200 * linear
+    powers = [top * 10.0**-k for k in range(0, DECADES, 1 if few else 2)]
+    return sorted([0.0] + [sign * power for power in powers if power >= 1.5 * linear for sign in (1, -1)])
+
+
+def log_around_zero(ax: Any, limit: float) -> None:
+    """Symmetric logarithmic value axis over ``DECADES`` decades, with few enough ticks to be read."""
+    limit = limit or 1.0
+    ax.set_yscale("symlog", linthresh=linear_below(limit), linscale=0.5)
+    ax.yaxis.set_major_locator(FixedLocator(decade_ticks(limit)))
+    ax.yaxis.set_minor_locator(NullLocator())
+
+
+def mark_steps(ax: Any, steps: Any) -> None:
+    """Crosses at the lower rim at the x positions where a value is NaN or infinite."""
+    if len(steps):
+        ax.plot(
+            steps,
+            np.full(len(steps), 0.03),
+            "x",
+            color="black",
+            markersize=4,
+            transform=ax.get_xaxis_transform(),
+            gid="non-finite",
+            clip_on=False,
+        )
+
+
+def mark_top(ax: Any, x: float, gid: str) -> None:
+    """A triangle at ``x`` that hangs from the upper border, where a title cannot cross it; light around it."""
+    ends = {"marker": CARETDOWNBASE, "markersize": 6, "color": "#111111", "markeredgecolor": "white", "zorder": 4}
+    ax.plot([x], [1.0], transform=ax.get_xaxis_transform(), gid=gid, markeredgewidth=0.5, **ends)
+
+
+def zero_line(ax: Any) -> None:
+    """Thin line at 0 behind the data."""
+    ax.axhline(0, color="#909090", linewidth=0.6, zorder=0.5, gid="zero")

@@ -1,0 +1,209 @@
+"""The arguments that figures share: their checks, their documentation, and keywords handed on to matplotlib."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+from matplotlib.artist import ArtistInspector
+from matplotlib.cbook import normalize_kwargs
+
+from ..arguments import Check, anything, as_numbers, listed, names, number, one_of, switch, text, whole
+from ..arguments import checked as check_arguments
+from ..errors import InputError, RnnlensError, did_you_mean, message, shown
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: More panels, lines or bins than these would be drawn for hours and seen by nobody.
+_PANELS, _LINES, _BINS, _DELAYS = 1000, 100_000, 100_000, 1000
+
+
+def _several(name: str, value: Any) -> tuple[str, ...]:
+    """Names of dimensions, in order; the same one may come twice."""
+    found = names(name, value)
+    return (found,) if isinstance(found, str) else tuple(value) if isinstance(value, list | tuple) else found
+
+
+def _words(name: str, value: Any) -> str:
+    """Text, also an empty one."""
+    if not isinstance(value, str):
+        raise InputError(message(f"{name}= is text.", got=shown(value), expected="a string"))
+    return value
+
+
+def two_titles(name: str, value: Any) -> tuple[str, str]:
+    """Two titles."""
+    if not isinstance(value, tuple | list) or len(value) != 2 or not all(isinstance(part, str) for part in value):
+        raise InputError(message(f"{name}= is two titles.", got=shown(value), expected='such as ("before", "after")'))
+    return (value[0], value[1])
+
+
+def _delays(name: str, value: Any) -> Any:
+    """Lags of a task: a number, or several."""
+    alone = isinstance(value, int | float) or getattr(value, "ndim", None) == 0
+    several = [value] if alone else listed(value, most=_DELAYS)
+    found = np.empty(0) if several == [] else None if several is None else np.asarray(as_numbers(name, several))
+    if found is None or found.ndim > 1 or found.dtype.kind not in "fiu" or not (found >= 0).all():
+        raise InputError(message(f"{name}= are lags.", got=shown(value), expected="a few numbers from 0 on"))
+    return found.astype(float)
+
+
+#: What means the same in every figure that has it.
+COMMON: dict[str, Check] = {
+    "dims": _several,
+    "x": text,
+    "y": text,
+    "panel": names,
+    "overlay": text,
+    "quantity": text,
+    "layer": text,
+    "names": two_titles,
+    "samples": one_of("mean", "panels"),
+    "shared": switch,
+    "log": switch,
+    "grad": switch,
+    "absolute": switch,
+    "as_computed": switch,
+    "colorbar": switch,
+    "limit": number(above=0),
+    "delays": _delays,
+    "losses": anything,
+    "epsilon": number(above=0, below=1, what="is a share"),
+    "confidence": number(least=0, below=1, what="is a share"),
+    "bins": whole(least=1, most=_BINS),
+    "clip_peaks": whole(least=0),
+    "max_panels": whole(least=1, most=_PANELS),
+    "max_rows": whole(least=1, most=_PANELS),
+    "max_lines": whole(least=1, most=_LINES),
+    "page": whole(least=0),
+    "title": _words,
+    "ax": anything,
+    "figure": anything,
+    "mask": anything,
+}
+
+
+#: Documentation of the parameters that mean the same in every figure that has them.
+DOCUMENTATION = {
+    "dims": "Dimensions of a plain array where the guess from its rank does not fit.",
+    "max_panels": "Most panels; more are thinned evenly, which the title states.",
+    "max_rows": "Most rows of panels; more are thinned evenly, which the title states.",
+    "page": "Show this run of ``max_panels`` panels (``max_rows`` rows) instead of thinning them; 0 is the first.",
+    "as_computed": "Reverse the backward direction of a bidirectional layer into the order in which it was computed.",
+    "colorbar": "Draw the colour bar.",
+    "title": "Title instead of the one made from the labels.",
+    "ax": "Axes to draw into: as many as are returned, in that order.",
+    "figure": "Figure or SubFigure in which the panels are made, instead of a new figure.",
+}
+_ENTRY = re.compile(r"^(?=\S)", re.MULTILINE)
+
+
+def drawing(artist: type, *, extra: Sequence[str] = (), **table: Check) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Check the arguments of a figure and complete its docstring.
+
+    Parameters
+    ----------
+    artist
+        The matplotlib class whose properties the figure's ``**keywords`` set; a misspelt one is an error.
+    extra
+        Further keywords of the drawing call.
+    **table
+        Checks of the figure's own parameters, besides :data:`COMMON`; the data themselves have none here.
+
+    Raises
+    ------
+    InputError
+        At the call, also where matplotlib cannot use the value of one of the keywords that are handed on to it.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+        own = {name: check for name, check in {**COMMON, **table}.items() if name in options}
+
+        @functools.wraps(function)
+        def draw(*args: P.args, **kwargs: P.kwargs) -> R:
+            handed_on = {name: value for name, value in kwargs.items() if name not in parameters}
+            named: dict[str, Any] = {name: value for name, value in kwargs.items() if name in parameters}
+            properties = known_properties(handed_on, artist, figure=function.__name__, extra=extra)
+            try:
+                return function(*args, **named, **properties)
+            except RnnlensError:
+                raise
+            except Exception as error:
+                if not handed_on:
+                    raise
+                got = ", ".join(f"{name}={shown(value)}" for name, value in handed_on.items())
+                what = f"matplotlib cannot draw plot.{function.__name__} like this: {error}"
+                raise InputError(message(what, got=got, expected="values that matplotlib knows")) from error
+
+        draw.__doc__ = _documented(function, artist, extra)
+        return check_arguments(**own)(draw)
+
+    return decorate
+
+
+def _documented(function: Callable[..., Any], artist: type, extra: Sequence[str]) -> str:
+    """Return the docstring with the common parameters inserted, in the order of the signature."""
+    before, heading, rest = inspect.cleandoc(function.__doc__ or "").partition("Parameters\n----------\n")
+    listed_own, after_heading, after = rest.partition("\n\n")
+    own = [entry for entry in _ENTRY.split(listed_own) if entry.strip()]
+    entries = {entry.split("\n")[0].partition(":")[0].strip(): entry for entry in own}
+    ordered: dict[str, str] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        key = next((names for names in entries if name in names.split(", ")), "")
+        if key:
+            ordered[key] = entries[key].rstrip("\n")
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            further = (
+                "" if not extra else " and keywords of ``Axes.imshow``" if len(extra) > 4 else f", {', '.join(extra)}"
+            )
+            ordered[f"**{name}"] = f"**{name}\n    Properties of matplotlib's {artist.__name__}{further}."
+        elif name in DOCUMENTATION:
+            ordered[name] = f"{name}\n    {DOCUMENTATION[name]}"
+    return before + heading + "\n".join(ordered.values()) + after_heading + after
+
+
+@cache
+def _known(artist: type) -> tuple[frozenset[str], frozenset[str]]:
+    """Settable properties of an artist class, and their aliases."""
+    inspector = ArtistInspector(artist)
+    aliases = {alias for names in inspector.aliasd.values() for alias in names}
+    return frozenset(inspector.get_setters()), frozenset(aliases)
+
+
+def known_properties(
+    given: Mapping[str, Any],
+    artist: type,
+    *,
+    figure: str,
+    extra: Iterable[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """``defaults`` overridden by what the caller gave, aliases resolved.
+
+    Raises
+    ------
+    InputError
+        If ``artist`` has no such property and ``extra`` (further keywords of the drawing call) does not name it.
+    """
+    setters, aliases = _known(artist)
+    known = setters | aliases | frozenset(extra)
+    for name in given:
+        if name not in known:
+            raise InputError(
+                message(
+                    f"plot.{figure} and matplotlib's {artist.__name__} know no such keyword.",
+                    got=f"{name}=",
+                    expected=f"a property of {artist.__name__}",
+                    hint=did_you_mean(name, sorted(known)).split(" Known:")[0],
+                )
+            )
+    clear = normalize_kwargs(dict(given), artist)
+    return {**(defaults or {}), **clear}

@@ -1,0 +1,436 @@
+"""``gates``: activity and saturation; ``gates_over_time``; ``saturation_arrows`` from before to after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from matplotlib.collections import PathCollection
+from matplotlib.lines import Line2D
+from matplotlib.quiver import Quiver
+
+from ..arguments import as_numbers
+from ..errors import InputError, message
+from ..measures.samples import finite_median, spread_of
+from ..recurrence.measures import finite_mean, masked_mean, quantiles, saturation_share
+from ..results.schema import with_mask
+from ..vocabulary import GATE, SAMPLE, TIME
+from ._axes import mark_steps, step_axis
+from ._call import drawing
+from ._colour import DIVERGING, POSITIVE, line_colours
+from ._data import (
+    DirectionView,
+    Numbers,
+    axis_label,
+    choose,
+    dataset_of,
+    halves,
+    labelled,
+    largest_magnitude,
+    names_of,
+    nonfinite_note,
+    place_words,
+    positions,
+    require_dim,
+    require_time,
+    unit_dim,
+    variable,
+)
+from ._frame import Grid, open_panels
+from ._images import Matrix, colour_bar, draw_image, merge_note, steps_for
+from ._samples import hidden, notes_of, shade
+
+#: Cells of one map.
+CELLS = (120, 160)
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """What one row of the figure draws."""
+
+    name: str
+    steps: Numbers
+    mean: Numbers
+    low_share: Numbers
+    high_share: Numbers
+    bounds: tuple[float, float]
+    bad_steps: Numbers
+    empty_steps: Numbers
+
+
+@drawing(PathCollection, extra=("marker", "s"))
+def gates(
+    layer: Any,
+    *,
+    mask: Any = None,
+    as_computed: bool = False,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **point: Any,
+) -> Any:
+    """Draw, for each gate in a row: its activity over time, a map of unit by time, and the saturation of its units.
+
+    The activity is the mean over samples of each unit; the line is its mean, the band holds 80 % of the units. The
+    saturation map has a point per unit: the share of (sample, time) at which the gate is near 0 (below 0.1) against the
+    share at which it is near 1 (above 0.9); a candidate is near -1 (below -0.9) or near +1.
+
+    Parameters
+    ----------
+    layer : (sample, time, gate, unit), also with direction
+        A layer of a trace (its mask is then obeyed), or its ``gates``, or a plain array.
+    mask : (sample, time) of bool
+        True where a step counts. Default: the layer's own, if it has one.
+
+    Returns
+    -------
+    1-D array of Axes, three per gate, forward before backward
+
+    Raises
+    ------
+    InputError
+        If there are no gates or no time, a keyword is unknown, or ``ax`` has not three Axes per gate.
+
+    References
+    ----------
+    Saturation map: Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
+    """
+    array = labelled(variable(layer, "gates", "gates"), "gates", guess={4: (SAMPLE, TIME, GATE, "unit")})
+    require_dim(array, GATE, "gates")
+    require_time(array, "gates")
+    require_dim(array, unit_dim(array) or "unit", "gates")
+    valid = _mask_of(layer, mask, array)
+    shown = halves(array, as_computed=as_computed)
+    count = array.sizes[GATE]
+    panels = open_panels(
+        3 * count,
+        name="gates",
+        grid=Grid((2.6, 1.7), (1.0, 1.2), (count, 3), widths=(1.3, 1.3, 1)),
+        halves=[half.name for half in shown],
+        ax=ax,
+        figure=figure,
+    )
+    for half, axes in zip(shown, panels.halves, strict=True):
+        for number in range(count):
+            turned = valid if valid is None or half.time_label == shown[0].time_label else valid[:, ::-1]
+            row = _summary(half, number, turned)
+            _draw_row(
+                axes[3 * number : 3 * number + 3], row, positions(half.data, TIME), point, last=number == count - 1
+            )
+        _name_columns(axes, half, axis_label(array, unit_dim(array)))
+    merged = merge_note(steps_for((array.sizes[unit_dim(array)], array.sizes[TIME]), CELLS), "unit", "step")
+    notes = [
+        nonfinite_note(array.values),
+        merged,
+        "masked steps left out, grey where no sample has one" if valid is not None and not valid.all() else None,
+    ]
+    head = " · ".join(str(part) for part in (array.attrs.get("layer"), "gate activity and saturation") if part)
+    panels.title(title or head, notes)
+    return panels.result()
+
+
+def _mask_of(layer: Any, mask: Any, array: Any) -> Numbers | None:
+    """(sample, time) of bool, or None."""
+    if mask is None:
+        dataset = dataset_of(layer)
+        mask = dataset["mask"] if dataset is not None and "mask" in dataset else None
+    if mask is None or SAMPLE not in array.dims:
+        return None
+    values = as_numbers("mask", mask.values if isinstance(mask, xr.DataArray) else mask) != 0
+    wanted = tuple(array.sizes.get(dim, 1) for dim in (SAMPLE, TIME))
+    if values.shape != wanted:
+        raise InputError(message("mask= does not fit the gates.", got=f"shape {values.shape}", expected=f"{wanted}"))
+    return np.asarray(values)
+
+
+def _summary(half: DirectionView, number: int, valid: Numbers | None) -> _Gate:
+    """Numbers of one gate of one direction."""
+    array = half.data.isel({GATE: number})
+    unit = unit_dim(array)
+    order = [d for d in (SAMPLE, TIME) if d in array.dims]
+    values = np.asarray(array.transpose(*order, unit).values)
+    values = values if SAMPLE in array.dims else values[None]
+    name = names_of(half.data, GATE)[number]
+    low = -0.9 if name == "candidate" else 0.1
+    where = None if valid is None else valid[:, :, None]
+    shut, opened = saturation_share(values, axis=(0, 1), low=low, high=0.9, where=where, xp=np)
+    bad: Numbers = np.asarray(~np.isfinite(values).all(axis=(0, 2)))
+    mean = (values.mean(axis=0) if where is None else masked_mean(values, where, axis=0, xp=np)).T
+    nowhere = np.zeros(len(bad), dtype=bool) if valid is None else np.asarray(~valid.any(axis=0))
+    top = largest_magnitude(values)
+    bounds = (0.0, 1.0) if name != "candidate" and top <= 1 else (-max(1.0, top), max(1.0, top))
+    return _Gate(name, positions(half.data, TIME), mean, shut, opened, bounds, bad & ~nowhere, nowhere)
+
+
+def _draw_row(axes: list[Any], row: _Gate, steps: Numbers, keywords: dict[str, Any], *, last: bool) -> None:
+    """Activity, map, saturation of one gate."""
+    activity, picture, saturation = axes
+    low, high = quantiles(row.mean, q=(0.1, 0.9), axis=0, xp=np)
+    activity.fill_between(steps, low, high, color="#56b4e9", alpha=0.45, linewidth=0, gid="band")
+    activity.plot(steps, finite_mean(row.mean, axis=0, xp=np), color="#0072b2", linewidth=1.2, gid="mean")
+    mark_steps(activity, steps[row.bad_steps])
+    room = 0.03 * (row.bounds[1] - row.bounds[0])
+    activity.set_ylim(row.bounds[0] - room, row.bounds[1] + room)
+    margin = 0.5 if len(steps) == 1 else 0
+    activity.set_xlim(steps.min() - margin, steps.max() + margin)
+    activity.set_ylabel("candidate" if row.name == "candidate" else f"{row.name} gate")
+    image = draw_image(
+        picture,
+        Matrix(row.mean, steps, np.arange(len(row.mean)), np.broadcast_to(row.empty_steps, row.mean.shape)),
+        look={"cmap": POSITIVE if row.bounds[0] == 0 else DIVERGING, "vmin": row.bounds[0], "vmax": row.bounds[1]},
+        limits=CELLS,
+    )
+    colour_bar([picture], image)
+    look = {"s": float(np.clip(2500 / len(row.mean), 6, 30)), "color": "#d55e00", "alpha": 0.55, "linewidth": 0}
+    saturation.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
+    saturation.scatter(row.high_share, row.low_share, **{"gid": "saturation", "clip_on": False, **look, **keywords})
+    saturation.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
+    step_axis(activity, "x", steps)
+    for ax in axes:
+        ax.tick_params(labelsize="small", labelbottom=last)
+
+
+def near_low(gate: str) -> str:
+    """The words for the share of values at the lower end: a candidate lies between -1 and 1."""
+    return "share near -1 (< -0.9)" if gate == "candidate" else "share near 0 (< 0.1)"
+
+
+def near_high(gate: str) -> str:
+    """The words for the share of values at the upper end."""
+    return "share near +1 (> 0.9)" if gate == "candidate" else "share near 1 (> 0.9)"
+
+
+def _name_columns(axes: list[Any], half: DirectionView, unit: str) -> None:
+    """Titles above the first row, labels below the last."""
+    for ax, words in zip(
+        axes[:3], ("mean of units, 80 % band", "mean over samples", "share of steps, per unit"), strict=True
+    ):
+        ax.set_title(words, fontsize="small", pad=3)
+    axes[-3].set_xlabel(half.time_label)
+    axes[-2].set_xlabel(half.time_label)
+    axes[-1].set_xlabel(near_high(names_of(half.data, GATE)[-1]), fontsize="small")
+    names = names_of(half.data, GATE)
+    for number in range(len(axes) // 3):
+        axes[3 * number + 1].set_ylabel(unit, fontsize="small")
+        axes[3 * number + 2].set_ylabel(near_low(names[number]), fontsize="small")
+        if names[number] == "candidate":
+            axes[3 * number + 2].set_xlabel(near_high(names[number]), fontsize="small")
+
+
+@drawing(Line2D)
+def gates_over_time(
+    layer: Any,
+    *,
+    max_panels: int = 6,
+    page: int | None = None,
+    as_computed: bool = False,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **line: Any,
+) -> Any:
+    """Draw the gates of a unit over time: a panel per unit, a line per gate, median and quartiles of the samples.
+
+    Parameters
+    ----------
+    layer : (sample, time, gate, unit), also with direction
+        A layer of a trace (steps that its mask leaves out are grey), or its ``gates``, or a plain array.
+
+    Returns
+    -------
+    1-D array of Axes, forward before backward
+
+    Raises
+    ------
+    InputError
+        If there are no gates or no time, a keyword is unknown, or ``ax`` has not one Axes per panel.
+    """
+    dataset = dataset_of(layer)
+    found = variable(layer, "gates", "gates_over_time")
+    found = found if dataset is None else with_mask(found, dataset)
+    array = labelled(found, "gates_over_time", guess={4: (SAMPLE, TIME, GATE, "unit")})
+    require_dim(array, GATE, "gates_over_time")
+    require_time(array, "gates_over_time")
+    unit = unit_dim(array)
+    require_dim(array, unit or "unit", "gates_over_time")
+    picked, thinned = choose(array.sizes[unit], max_panels, "units", page=page)
+    shown = halves(array, as_computed=as_computed)
+    panels = open_panels(
+        len(picked),
+        name="gates_over_time",
+        grid=Grid((2.9, 1.8)),
+        halves=[half.name for half in shown],
+        ax=ax,
+        figure=figure,
+    )
+    top = largest_magnitude(array.values)
+    low = -1.0 if "candidate" in names_of(array, GATE) else 0.0
+    limits = (low, 1.0) if top <= 1 else (-top if low else 0.0, top)
+    for half, places in zip(shown, panels.halves, strict=True):
+        for place, index in zip(places, picked, strict=True):
+            _draw_gate_lines(place, half, half.data.isel({unit: index}), line)
+            room = 0.03 * (limits[1] - limits[0])
+            place.set_ylim(limits[0] - room, limits[1] + room)
+            place.set_title(place_words(array, unit or "unit", index), fontsize="small", pad=3)
+    panels.label([half.time_label for half in shown], "gate value")
+    if panels.owners:
+        panels.outer_ticks_only()
+    _legend(panels.owners[-1] if panels.owners else panels.axes[0], panels.axes[0], bool(panels.owners))
+    many = array.sizes.get(SAMPLE, 1)
+    note = f"median of {many} samples, band: quartiles" if many > 1 else None
+    head = " · ".join(str(part) for part in (array.attrs.get("layer"), "gates over time") if part)
+    panels.title(title or head, [note, thinned, *notes_of(array)])
+    return panels.result()
+
+
+def _draw_gate_lines(ax: Any, half: DirectionView, data: xr.DataArray, keywords: dict[str, Any]) -> None:
+    """The gates of one unit."""
+    steps = positions(half.data, TIME)
+    names = names_of(half.data, GATE)
+    padded = hidden(data)
+    for number, colour in enumerate(line_colours(len(names))):
+        values = _by_sample(data.isel({GATE: number}))
+        real = np.ones(values.shape, bool) if padded is None else np.asarray(~_by_sample(padded))
+        bad: Numbers = (~np.isfinite(values) & real).any(axis=0)
+        values = np.where(real, values, np.nan)
+        middle = np.where(bad, np.nan, finite_median(values))
+        look = {"color": colour, "linewidth": 1.2, "linestyle": "--" if names[number] == "candidate" else "-"}
+        look |= {"label": names[number], "gid": f"gate {names[number]}", "marker": "o" if len(steps) == 1 else None}
+        ax.plot(steps, middle, **{**look, **keywords})
+        if len(values) > 1:
+            low, high = spread_of(values)
+            ax.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0, gid=f"band {names[number]}")
+        mark_steps(ax, steps[bad])
+    if padded is not None:
+        shade(ax, steps, np.asarray(_by_sample(padded).all(axis=0)))
+    ax.set_xlim(steps.min() - 0.5, steps.max() + 0.5)
+    step_axis(ax, "x", steps)
+    ax.tick_params(labelsize="small")
+
+
+def _by_sample(data: xr.DataArray) -> Numbers:
+    """(sample, time)."""
+    return np.asarray(data.transpose(SAMPLE, TIME).values if SAMPLE in data.dims else data.values[None])
+
+
+def _legend(owner: Any, ax: Any, outside: bool) -> None:
+    handles, names = ax.get_legend_handles_labels()
+    where = {"loc": "outside right center"} if outside else {"loc": "best"}
+    owner.legend(handles, names, fontsize="small", **where)
+
+
+@drawing(Quiver, extra=("width", "headwidth", "headlength", "pivot"))
+def saturation_arrows(
+    before: Any,
+    after: Any,
+    *,
+    names: tuple[str, str] = ("before", "after"),
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **arrow: Any,
+) -> Any:
+    """Draw how the saturation of each unit's gates moved: a panel per gate, an arrow per unit.
+
+    An arrow leads from the shares of (sample, time) at which the gate was near 1 (across) and near 0 (upward) before to
+    those after. On the hypotenuse a unit is always at one end; at the origin it never is.
+
+    Parameters
+    ----------
+    before, after : (sample, time, gate, unit), also with direction
+        Two layers of traces (their masks are obeyed), or their ``gates``, of the same gates and units.
+    names
+        What the two moments are called.
+
+    Returns
+    -------
+    1-D array of Axes, one per gate, forward before backward
+
+    Raises
+    ------
+    InputError
+        If the gates or units of the two differ, a keyword is unknown, or ``ax`` has not one Axes per gate.
+
+    References
+    ----------
+    Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
+    """
+    pair = [_gates(one) for one in (before, after)]
+    _refuse_others(*pair)
+    gates = names_of(pair[0], GATE)
+    shown = [halves(one) for one in pair]
+    panels = open_panels(
+        len(gates),
+        name="saturation_arrows",
+        grid=Grid((2.5, 2.4)),
+        halves=[half.name for half in shown[0]],
+        ax=ax,
+        figure=figure,
+    )
+    for number, places in enumerate(panels.halves):
+        for place, gate in zip(places, gates, strict=True):
+            first, last = (_shares(half[number].data.isel({GATE: gates.index(gate)}), gate) for half in shown)
+            _draw_saturation(place, first, last, gate, arrow)
+    head = " · ".join(str(part) for part in (pair[0].attrs.get("layer"), "saturation of the gates, per unit") if part)
+    missing = [f"{name}: {note}" for name, one in zip(names, pair, strict=True) if (note := nonfinite_note(one.values))]
+    panels.title(title or head, [f"from {names[0]} (ring) to {names[1]} (arrow head)", *missing])
+    return panels.result()
+
+
+def _gates(layer: Any) -> xr.DataArray:
+    """The gates, NaN where the layer's mask says that a step is padding."""
+    guess = {4: (SAMPLE, TIME, GATE, "unit")}
+    array = labelled(variable(layer, "gates", "saturation_arrows"), "saturation_arrows", guess=guess)
+    for dim in (GATE, unit_dim(array) or "unit"):
+        require_dim(array, dim, "saturation_arrows")
+    dataset = dataset_of(layer)
+    if dataset is not None and "mask" in dataset and set(dataset["mask"].dims) <= set(array.dims):
+        array = array.where(dataset["mask"] != 0)
+    return array
+
+
+def _refuse_others(before: xr.DataArray, after: xr.DataArray) -> None:
+    unit = unit_dim(before)
+    kinds = [(names_of(one, GATE), one.sizes.get(unit), one.sizes.get("direction")) for one in (before, after)]
+    if kinds[0] != kinds[1]:
+        raise InputError(
+            message(
+                "plot.saturation_arrows compares the same gates and units.",
+                got=" and ".join(f"{count} units with gates {', '.join(gates)}" for gates, count, _ in kinds),
+                hint="trace the same layer of the model twice",
+            )
+        )
+
+
+def _shares(gate: xr.DataArray, name: str) -> Numbers:
+    """(unit, 2): share near 1, share near 0."""
+    unit = unit_dim(gate)
+    values = gate.transpose(..., unit).values.reshape(-1, gate.sizes[unit])
+    low = -0.9 if name == "candidate" else 0.1
+    shut, opened = saturation_share(values, axis=0, low=low, high=0.9, xp=np)
+    return np.stack([opened, shut], axis=1)
+
+
+def _draw_saturation(ax: Any, before: Numbers, after: Numbers, gate: str, keywords: dict[str, Any]) -> None:
+    """An arrow per unit, a ring where it begins."""
+    ax.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
+    size = float(np.clip(900 / len(before), 3, 18))
+    ax.scatter(*before.T, s=size, facecolor="none", edgecolor="#0072b2", linewidth=0.7, clip_on=False, gid="before")
+    way = after - before
+    look = {
+        "color": "#d55e00",
+        "alpha": 0.75 if len(before) <= 64 else 0.4,
+        "width": 0.007,
+        "zorder": 3,
+        "gid": "after",
+    }
+    arrows = ax.quiver(*before.T, *way.T, **{"angles": "xy", "scale_units": "xy", "scale": 1.0, **look, **keywords})
+    arrows.set_clip_on(False)
+    arrows.set_in_layout(False)  # a unit without a share has no place
+    ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
+    ax.set_title(gate if gate == "candidate" else f"{gate} gate", fontsize="small", pad=3)
+    ax.set_xlabel(near_high(gate), fontsize="small")
+    ax.set_ylabel(near_low(gate), fontsize="small")
+    ax.tick_params(labelsize="small")

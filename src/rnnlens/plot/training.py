@@ -1,0 +1,443 @@
+"""Figures of a followed training: ``film``, the gradient over time steps and training; ``timeline``, its numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from matplotlib.collections import QuadMesh
+from matplotlib.colors import LogNorm
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from ..arguments import anything, as_numbers, names, number
+from ..errors import InputError, did_you_mean, message, shown
+from ..measures.profiles import share_of_peak
+from ..vocabulary import DIRECTION, TIME
+from ._axes import log_ticks, mark_steps, whole_numbers
+from ._call import drawing
+from ._colour import POSITIVE, line_colours
+from ._data import Numbers, names_of, nonfinite_note, positions
+from ._frame import Grid, Panels, open_panels, wrapped_label
+
+#: Values of a line that span this factor are drawn on a logarithmic axis.
+_RANGE = 10.0
+#: How many times as far apart late records lie for training to be drawn on one.
+_DENSER = 8.0
+
+
+def edges_of(places: Numbers) -> Numbers:
+    """Where cells meet whose middles these are: half-way between neighbours."""
+    places = np.asarray(places, dtype=float)
+    if len(places) < 2:
+        return np.array([places[0] - 0.5, places[0] + 0.5])
+    middles = (places[1:] + places[:-1]) / 2
+    return np.concatenate([[2 * places[0] - middles[0]], middles, [2 * places[-1] - middles[-1]]])
+
+
+def is_denser_early(steps: Numbers) -> bool:
+    """Whether records at the end lie many times as far apart as at the start, as those at powers of two do."""
+    gaps = np.diff(np.asarray(steps, dtype=float))
+    if len(gaps) < 4 or np.any(gaps <= 0):
+        return False
+    third = max(1, len(gaps) // 3)
+    return bool(np.median(gaps[-third:]) >= _DENSER * np.median(gaps[:third]))
+
+
+def training_axis(ax: Any, steps: Numbers) -> None:
+    """Linear, or logarithmic where records are denser early (step 0, before training, has room at its left end)."""
+    if is_denser_early(steps):
+        first, last = float(steps[steps > 0].min()), float(steps.max())
+        ax.set_xscale("symlog", linthresh=first, linscale=0.5)
+        decades = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
+        some = (1, 2, 5) if len(decades) < 5 else (1,)
+        ticks = [factor * 10.0**k for k in decades for factor in some]
+        shown_ticks = [0.0, *(tick for tick in ticks if first <= tick <= last)]
+        ax.set_xticks(shown_ticks, [f"{tick:g}" for tick in shown_ticks])
+        ax.minorticks_off()
+    else:
+        whole_numbers(ax, "x")
+    ax.tick_params(labelsize="small")
+
+
+def scalar_line(ax: Any, scalar: xr.DataArray, *, label: str | None = None, colour: Any = None) -> None:
+    """One number over training; positive ones that span more than a decade on a logarithmic axis."""
+    steps, values = positions(scalar, "step"), np.asarray(scalar.values, dtype=float)
+    bad = ~np.isfinite(values)
+    name = str(scalar.name)
+    look = {"color": colour or line_colours(1)[0], "linewidth": 1.3, "marker": "o" if len(steps) < 12 else None}
+    line = np.where(bad, np.nan, values)
+    ax.plot(steps, line, label=label or name, gid=f"scalar {name}", markersize=3, **look)
+    mark_steps(ax, steps[bad])
+    if label is None:
+        ax.set_ylabel(name.rpartition("/")[2].replace("_", " "), fontsize="small")
+        log_where_it_helps(ax, [values])
+
+
+def log_where_it_helps(ax: Any, lines: Sequence[Numbers], *, most: float = _RANGE) -> bool:
+    """A logarithmic value axis where all that is finite is positive and spans a decade."""
+    values = np.concatenate([np.ravel(line) for line in lines])
+    values = values[np.isfinite(values)]
+    if not values.size or values.min() <= 0 or values.max() < most * values.min():
+        return False
+    ax.set_yscale("log")
+    log_ticks(ax)
+    return True
+
+
+def moments_of(moments: Mapping[str, float] | None, steps: Numbers) -> dict[str, float]:
+    """Named moments of training, each within the run.
+
+    Raises
+    ------
+    InputError
+        If it is no mapping from names to steps of this run.
+    """
+    if moments is None:
+        return {}
+    if not isinstance(moments, Mapping):
+        expected = 'names by step: {"the first digit is right": 300}'
+        raise InputError(message("moments= names moments of training.", got=shown(moments), expected=expected))
+    found = {str(name): float(as_numbers("moments", [step])[0]) for name, step in moments.items()}
+    for name, step in found.items():
+        if not steps.min() <= step <= steps.max():
+            expected = f"{steps.min():g} to {steps.max():g}"
+            raise InputError(
+                message(f"The moment {name!r} is not in this run.", got=f"step {step:g}", expected=expected)
+            )
+    return found
+
+
+def mark_moments(axes: Sequence[Any], moments: Mapping[str, float]) -> None:
+    """A line through every panel at each moment; its number at the top of the first."""
+    numbers: dict[float, list[str]] = {}
+    for place, step in enumerate(moments.values(), start=1):
+        numbers.setdefault(step, []).append(str(place))
+    for step, some in numbers.items():
+        for ax in axes:
+            ax.axvline(step, color="#111111", linewidth=0.9, linestyle=(0, (1, 2)), gid="moment")
+        axes[0].annotate(
+            ", ".join(some),
+            (step, 1.0),
+            xycoords=axes[0].get_xaxis_transform(),
+            xytext=(0, -3),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontsize="x-small",
+            fontweight="bold",
+            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+            gid="moment",
+        )
+
+
+def under_training(figure: Any, moments: Mapping[str, float]) -> str:
+    """What stands below the axis of training: its name, and the numbered moments, in lines that fit the figure."""
+    named = "; ".join(f"{n} {name} (step {step:g})" for n, (name, step) in enumerate(moments.items(), start=1))
+    lines = wrapped_label(named, 0.9 * float(figure.bbox.width / figure.dpi))
+    return f"training step\n{lines}" if named else "training step"
+
+
+STEP = "step"
+#: What is drawn below, the first that was recorded.
+_BELOW = ("accuracy", "val_accuracy", "val_loss", "loss")
+
+
+@drawing(
+    QuadMesh,
+    extra=("cmap", "norm"),
+    layers=names,
+    quantity=anything,
+    below=anything,
+    decades=number(above=0),
+    moments=anything,
+)
+def film(
+    run: Any,
+    *,
+    layers: Any = None,
+    quantity: str = "adjoint_profile",
+    below: str | xr.DataArray | None = None,
+    decades: float = 4.0,
+    moments: Mapping[str, float] | None = None,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **mesh: Any,
+) -> Any:
+    """Draw the size of the gradient at every time step (down) over training (across), a panel per layer.
+
+    Each record is divided by its own peak: the picture shows *where in time* the gradient is, not how large it is,
+    which changes with the loss. Below, on the same axis, the accuracy or the loss of the same records. Between two
+    records the colour is that of the nearer one. Records that are
+    denser early, as at powers of two, lie on a logarithmic axis.
+
+    Parameters
+    ----------
+    run
+        A followed training: what ``rl.open`` returns for it.
+    layers
+        Names of layers; all that have such a profile by default.
+    quantity
+        ``"adjoint_profile"``, over time, or ``"lag_profile"``, over steps back from the end of each sample.
+    below
+        Name of the scalar below: ``"loss"``, ``"lstm/reach"``; or a number of your own for each record, a DataArray
+        with the dimension ``step``. Default: the accuracy where one was recorded, else the loss; ``""`` for none.
+    decades
+        How far below its peak a gradient is still told from 0, in powers of ten.
+    moments
+        Names of moments of training, by step: ``{"the first digit is right": 300}``; marked in every panel.
+
+    Returns
+    -------
+    1-D array of Axes: one per layer (and direction), then the one below
+
+    Raises
+    ------
+    InputError
+        If the run holds no such profile or scalar, a keyword is unknown, or ``ax`` has not one Axes per panel.
+    """
+    strips = _strips(run, layers, quantity)
+    under = _under(run, below)
+    count = len(strips) + (under is not None)
+    heights = [3.0] * len(strips) + [1.2] * (under is not None)
+    grid = Grid((6.6, 2.3), margin=(1.0, 0.9), shape=(count, 1), heights=heights)
+    panels = open_panels(count, name="film", grid=grid, ax=ax, figure=figure)
+    steps = positions(next(iter(strips.values())), STEP)
+    marks = moments_of(moments, steps)
+    norm = LogNorm(10.0**-decades, 1.0)
+    for place, (name, strip) in zip(panels.axes, strips.items(), strict=False):
+        last = _draw_film(place, strip, {"norm": norm, "cmap": POSITIVE, **mesh})
+        place.set_title(name, fontsize="small", pad=3)
+        training_axis(place, steps)
+    if under is not None:
+        scalar_line(panels.axes[-1], under)
+        training_axis(panels.axes[-1], steps)
+    for place in panels.axes:
+        place.set_xlim(*edges_of(steps)[[0, -1]])
+    _finish(panels, last, decades, str(strips[name].dims[-1]))
+    mark_moments(panels.axes, marks)
+    panels.axes[-1].set_xlabel(under_training(panels.axes[-1].figure, marks), fontsize="small")
+    values = np.concatenate([strip.values.reshape(-1) for strip in strips.values()])
+    long_name = next(iter(strips.values())).attrs.get("long_name", quantity)
+    panels.title(title or f"{long_name} over training", [nonfinite_note(values[~np.isnan(values)])])
+    return panels.result()
+
+
+def _strips(run: Any, layers: Any, quantity: str) -> dict[str, xr.DataArray]:
+    """Profiles (step, time) by what their panels are called."""
+    held = {name: run[name] for name in run} if isinstance(run, Mapping) and hasattr(run, "scalars") else None
+    if held is None:
+        expected = 'a followed training: rl.open("runs/a.zarr")'
+        raise InputError(message("plot.film draws a run.", got=shown(run), expected=expected))
+    wanted = list(held) if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    for name in wanted:
+        if name not in held:
+            raise InputError(message(f"No layer {name!r} in this run.", hint=did_you_mean(name, held)))
+    found: dict[str, xr.DataArray] = {}
+    for name in wanted:
+        if quantity not in held[name]:
+            continue
+        profile = held[name].dataset[quantity]
+        if DIRECTION not in profile.dims:
+            found[name] = profile
+            continue
+        for i, way in enumerate(names_of(profile, DIRECTION)):
+            found[f"{name} ({way})"] = profile.isel({DIRECTION: i})
+    if not found or not next(iter(found.values())).sizes[STEP]:
+        raise InputError(
+            message(
+                f"No {quantity} was recorded in this run.",
+                got=f"{len(held)} layers: {', '.join(held) or 'none'}",
+                hint="records need a loss; see run.notes",
+            )
+        )
+    return found
+
+
+def _under(run: Any, below: Any) -> xr.DataArray | None:
+    if isinstance(below, xr.DataArray):
+        if below.dims != (STEP,) or STEP not in below.coords:
+            expected = f"one dimension, {STEP!r}, with the steps of the records"
+            raise InputError(message("below= goes over training.", got=str(below.dims), expected=expected))
+        return below
+    if isinstance(below, str) and not below:
+        return None
+    present = list(map(str, run.scalars.data_vars))
+    chosen = below if below is not None else next((name for name in _BELOW if name in present), None)
+    if chosen is None:
+        return None
+    if chosen not in present:
+        raise InputError(message(f"No scalar {chosen!r} in this run.", hint=did_you_mean(chosen, present)))
+    scalar: xr.DataArray = run.scalars[chosen]
+    return scalar
+
+
+def _draw_film(ax: Any, strip: xr.DataArray, keywords: Mapping[str, Any]) -> Any:
+    """One panel: training steps across, time steps down, the first on top."""
+    down = next(str(dim) for dim in strip.dims if dim != STEP)
+    shares: Numbers = share_of_peak(strip.transpose(STEP, down).values)
+    # What is below the scale has its lowest colour, which is white; what is not a number is grey.
+    floor = keywords["norm"].vmin if hasattr(keywords["norm"], "vmin") else 0.0
+    shown_shares = np.where(np.isnan(shares), np.nan, np.maximum(shares, floor)).T
+    across, along = edges_of(positions(strip, STEP)), edges_of(positions(strip, down))
+    drawn = ax.pcolormesh(across, along, shown_shares, gid="film", rasterized=True, **keywords)
+    ax.set_facecolor(POSITIVE.get_bad())
+    ax.set_ylim(along[-1], along[0])
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+    ax.set_ylabel("time step" if down == TIME else "steps back from the end", fontsize="small")
+    return drawn
+
+
+def _finish(panels: Panels, drawn: Any, decades: float, down: str) -> None:
+    """One colour bar for all, and ticks of training at the bottom only."""
+    for place in panels.axes[:-1]:
+        if panels.owners:
+            place.tick_params(labelbottom=False)
+    if panels.owners:
+        bar = panels.owners[0].colorbar(drawn, ax=panels.axes, pad=0.02, fraction=0.05, aspect=30)
+        bar.set_label(f"share of the record's own peak, white below 1e-{decades:g}", fontsize="small")
+        bar.ax.tick_params(labelsize="small")
+
+
+#: Panels in their order: the last part of a name, and what it is called.
+_PANELS = {
+    "loss": "loss",
+    "accuracy": "accuracy",
+    "adjoint": "size of the gradient at the states",
+    "reach": "steps that the gradient reaches",
+    "decay": "gradient kept per step back",
+    "near_0": "share of gates near 0",
+    "near_1": "share of gates near 1",
+    "dead_units": "share of dead units",
+    "weight_norm": "norm of weights",
+    "direct": "size of the direct gradient",
+    "weight_grad_norm": "norm of the gradient of weights",
+    "grad_norm": "norm of the gradient of all weights",
+    "backward_passes": "backward passes accumulated",
+}
+#: ``lstm/weight_norm/kernel``, ``grad_norm_clipped``: layer, kind, whether it is after clipping, weight.
+_NORM = re.compile(
+    r"(?:(?P<layer>.+)/)?(?P<kind>weight_norm|weight_grad_norm|grad_norm)(?P<after>_clipped)?(?:/(?P<weight>\w+))?"
+)
+#: What is no number (NaN) without anything being wrong: a gradient that is largest at its far end has no fall.
+_MAY_BE_NONE = {"decay": "does not fade"}
+#: The most names that a panel has room for, and one column beside it.
+_INSIDE, _BESIDE = 4, 12
+_SHARES = ("near_0", "near_1", "dead_units", "accuracy")
+
+
+@drawing(Line2D, select=names, moments=anything)
+def timeline(
+    run: Any,
+    select: Any = None,
+    *,
+    moments: Mapping[str, float] | None = None,
+    max_panels: int = 16,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **line: Any,
+) -> Any:
+    """Draw the numbers of a run over training: a panel for each kind, a line for each layer, gate or weight.
+
+    Parameters
+    ----------
+    run
+        A followed training: what ``rl.open`` returns for it.
+    select
+        Names of scalars, or patterns of them: ``"loss"``, ``"lstm/*"``, ``"*/reach"``; all by default.
+    moments
+        Names of moments of training, by step; marked in every panel.
+    max_panels
+        More kinds than this are an error that says how to select.
+
+    Returns
+    -------
+    1-D array of Axes, one per kind of number
+
+    Raises
+    ------
+    InputError
+        If nothing is selected, a keyword is unknown, or ``ax`` has not one Axes per panel.
+    """
+    groups = _groups(_selected(run, select))
+    if len(groups) > max_panels:
+        got, hint = f"{len(groups)} panels", 'select="*/reach", or raise max_panels='
+        raise InputError(message("Too many kinds of numbers for one figure.", got=got, hint=hint))
+    columns = 1 if len(groups) < 4 else 2
+    shape = (-(-len(groups) // columns), columns)
+    panels = open_panels(len(groups), name="timeline", grid=Grid((4.6, 1.6), (1.0, 0.9), shape), ax=ax, figure=figure)
+    steps = positions(next(iter(next(iter(groups.values())).values())), "step")
+    marks = moments_of(moments, steps)
+    for place, (kind, lines) in zip(panels.axes, groups.items(), strict=True):
+        _draw_timeline(place, kind, lines, line)
+        _name(place, lines, beside=bool(panels.owners) and len(lines) > _INSIDE)
+        training_axis(place, steps)
+        place.set_xlim(*edges_of(steps)[[0, -1]])
+    mark_moments(panels.axes, marks)
+    panels.label(under_training(panels.axes[0].figure, marks), "")
+    values = np.concatenate([one.values for lines in groups.values() for one in lines.values()])
+    panels.title(title or "training, record by record", [nonfinite_note(values[~np.isnan(values)])])
+    return panels.result()
+
+
+def _selected(run: Any, select: Any) -> dict[str, xr.DataArray]:
+    scalars = getattr(run, "scalars", None)
+    if not isinstance(scalars, xr.Dataset):
+        expected = 'a followed training: rl.open("runs/a.zarr")'
+        raise InputError(message("plot.timeline draws a run.", got=shown(run), expected=expected))
+    present = list(map(str, scalars.data_vars))
+    patterns = ["*"] if select is None else [select] if isinstance(select, str) else list(select)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in present):
+            hint = did_you_mean(pattern, present) if present else "nothing was recorded in this run yet"
+            raise InputError(message(f"No scalar of this run is called {pattern!r}.", hint=hint))
+    chosen = [name for name in present if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return {name: scalars[name] for name in chosen}
+
+
+def _groups(chosen: Mapping[str, xr.DataArray]) -> dict[str, dict[str, xr.DataArray]]:
+    """By kind, in the order of the panels; within a kind by what is left of the name."""
+    found: dict[str, dict[str, xr.DataArray]] = {}
+    for name, scalar in chosen.items():
+        kind, rest = _parted(name)
+        found.setdefault(kind, {})[rest] = scalar
+    known = [kind for kind in _PANELS if kind in found]
+    return {kind: found[kind] for kind in [*known, *(kind for kind in found if kind not in known)]}
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """``lstm/weight_norm/kernel``: a kind, and what tells its lines apart."""
+    norm = _NORM.fullmatch(name)
+    if norm is not None:
+        words = (norm["layer"], norm["weight"], norm["after"] and "clipped")
+        return norm["kind"], " ".join(word for word in words if word)
+    rest, _, kind = name.rpartition("/")
+    return kind, rest.replace("/", " ")
+
+
+def _draw_timeline(ax: Any, kind: str, lines: Mapping[str, xr.DataArray], keywords: Mapping[str, Any]) -> None:
+    for (rest, scalar), colour in zip(lines.items(), line_colours(len(lines)), strict=True):
+        drawn = scalar.dropna("step") if kind in _MAY_BE_NONE else scalar
+        none = "" if drawn.sizes["step"] else f" ({_MAY_BE_NONE[kind]})"
+        scalar_line(ax, drawn, label=(rest or kind.replace("_", " ")) + none, colour=colour)
+        ax.lines[-1].set(**keywords)
+    if kind in _SHARES:
+        ax.set_ylim(-0.03, 1.03)
+    else:
+        log_where_it_helps(ax, [scalar.values for scalar in lines.values()])
+    ax.set_title(_PANELS.get(kind, kind.replace("_", " ")), fontsize="small", pad=3)
+
+
+def _name(ax: Any, lines: Mapping[str, xr.DataArray], *, beside: bool) -> None:
+    """A legend where there is more than one line, or one of a layer; many names stand beside the panel."""
+    if len(lines) > 1 or next(iter(lines)):
+        where = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.05)} if beside else {"loc": "best"}
+        columns = 1 + len(lines) // _BESIDE if beside else 1 if len(lines) <= _INSIDE else 2
+        ax.legend(fontsize="x-small", frameon=False, ncols=columns, **where)

@@ -1,0 +1,387 @@
+"""``weights_heatmap``: every weight of a layer in its place; ``weight_lags``: the steps that make up dL/dW."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
+
+from ..errors import InputError, message
+from ..measures.lags import lag_shares
+from ..recurrence.cells import kinds
+from ..recurrence.measures import quantiles, safe_norm
+from ..results.schema import weight_of
+from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME, UNIT
+from ._axes import step_axis
+from ._call import drawing
+from ._colour import DIVERGING, POSITIVE, around_zero, from_zero, line_colours
+from ._data import (
+    Numbers,
+    axis_label,
+    dataset_of,
+    labelled,
+    largest_magnitude,
+    names_of,
+    nonfinite_note,
+    numbers,
+    value_label,
+)
+from ._frame import Grid, Panels, open_panels
+from ._images import IMSHOW, Matrix, colour_bars, draw_image, merge_note, separate, steps_for
+
+
+def drawing_order() -> dict[str, int]:
+    """From top to bottom as the cells list their weights; others follow."""
+    names = dict.fromkeys(name for cell in kinds().values() for name in cell.parameters)
+    return {name: position for position, name in enumerate(names)}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One weight of one direction, as (row, gate, unit); ``gates`` is empty where it has none."""
+
+    name: str
+    words: str
+    direction: str | None
+    values: Numbers
+    gates: list[str]
+    row_label: str
+
+    @property
+    def title(self) -> str:
+        """The name in words."""
+        return self.name.removesuffix("_grad").replace("_", " ") + ", gradient" * self.name.endswith("_grad")
+
+
+def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[Kernel], dict[str, Any]]:
+    """All weights of a layer (their gradients with ``grad``) in drawing order, forward first; and its attributes.
+
+    Raises
+    ------
+    InputError
+        If there are none.
+    """
+    dataset = getattr(weights, "dataset", weights)
+    if not isinstance(dataset, xr.Dataset | Mapping):
+        raise InputError(
+            message(
+                f"plot.{figure} draws the weights of one layer.",
+                got=type(weights).__name__,
+                expected="a Dataset or a mapping from names to arrays",
+                hint='pass rl.weights(model)["lstm"]',
+            )
+        )
+    names = {str(name): name for name in (dataset.data_vars if isinstance(dataset, xr.Dataset) else dataset)}
+    wanted = [name for name in names if name.endswith("_grad") == grad and not _is_derived(name)]
+    order = drawing_order()
+    wanted.sort(key=lambda name: order.get(name.removesuffix("_grad"), len(order)))
+    recurrent = any(name.startswith("recurrent_kernel") for name in wanted)
+    arrays = {name: _labelled(name, dataset[names[name]], figure, recurrent=recurrent) for name in wanted}
+    found = [kernel for name, array in arrays.items() for kernel in _split(name, array)]
+    if not found:
+        raise InputError(
+            message(
+                f"plot.{figure} found no {'gradients of ' if grad else ''}weights here.",
+                got=f"variables {', '.join(names) or 'none'}",
+                expected="kernel, recurrent_kernel, bias" + (" with _grad" if grad else ""),
+                hint="pass data to rl.weights(model, x, y) for gradients" if grad else 'pass rl.weights(model)["lstm"]',
+            )
+        )
+    return found, dict(dataset.attrs) if isinstance(dataset, xr.Dataset) else {}
+
+
+def _is_derived(name: str) -> bool:
+    return name.endswith(("_count", "_norm")) or name.startswith("bias_total")
+
+
+def _labelled(name: str, data: Any, figure: str, *, recurrent: bool) -> xr.DataArray:
+    """Plain arrays have gates where there is a recurrent kernel among them."""
+    if isinstance(data, xr.DataArray):
+        return labelled(data, figure)
+    known = weight_of(name.removesuffix("_grad")) if recurrent else None
+    dims = None if known is None else known.dims
+    data = numbers(data, figure)
+    rank = data.ndim
+    if dims is not None and rank == len(dims) + 1:
+        dims = (DIRECTION, *dims)
+    if dims is None or rank != len(dims):
+        dims = (*(f"axis_{i}" for i in range(rank - 1)), UNIT)
+    array = labelled(data, figure, dims=dims).rename(name)
+    if DIRECTION in dims:
+        array = array.assign_coords({DIRECTION: [FORWARD, BACKWARD][: array.sizes[DIRECTION]]})
+    return array
+
+
+def _split(name: str, array: xr.DataArray) -> list[Kernel]:
+    """By direction; a gradient by time is summed over it, which is dL/dW."""
+    words = value_label(array)
+    if TIME in array.dims:
+        array = array.sum(TIME, skipna=False, keep_attrs=True)
+    if DIRECTION not in array.dims:
+        return [_kernel(name, words, None, array)]
+    parts = [array.isel({DIRECTION: i}, drop=True) for i in range(array.sizes[DIRECTION])]
+    return [_kernel(name, words, half, part) for half, part in zip(names_of(array, DIRECTION), parts, strict=True)]
+
+
+def _kernel(name: str, words: str, direction: str | None, array: xr.DataArray) -> Kernel:
+    gates = names_of(array, GATE) if GATE in array.dims else []
+    columns = str(array.dims[-1])
+    rows = [str(d) for d in array.dims if d not in (GATE, columns)]
+    ordered = array.transpose(*rows, *([GATE] if gates else []), columns).values
+    values = ordered.reshape(-1, len(gates) or 1, array.sizes[columns])
+    row_label = ", ".join(axis_label(array, row) for row in rows)
+    return Kernel(name, words, direction, values, gates, row_label)
+
+
+#: Rows and columns that one kernel can show.
+CELLS = (256, 800)
+
+
+@drawing(AxesImage, extra=IMSHOW)
+def weights_heatmap(
+    weights: Any,
+    *,
+    grad: bool = False,
+    absolute: bool = False,
+    shared: bool = True,
+    limit: float | None = None,
+    log: bool = False,
+    colorbar: bool = True,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **image: Any,
+) -> Any:
+    """Draw kernel, recurrent kernel and bias of a layer above each other, so that the columns of a unit line up.
+
+    Gates are side by side with separators and names, the backward direction is beside the forward one. Missing values
+    are grey and crossed out, and counted for each kernel; nothing is set to zero.
+
+    Parameters
+    ----------
+    weights
+        The weights of one layer: a Dataset with kernel (feature, gate, unit), recurrent_kernel (unit_in, gate, unit),
+        bias (gate, unit), any of them with direction, in any order; or a mapping from names to such arrays. Weights of
+        layers that are not recurrent are drawn with their last dimension across.
+    grad
+        Draw the gradients (variables ending in ``_grad``); those by time are summed over time.
+    absolute
+        Draw magnitudes, on a scale from white at 0.
+    shared
+        One colour scale for all kernels; else each has its own scale and colour bar.
+    limit
+        Colour scale up to this magnitude. By default the largest of all. Where that is more than twice the largest
+        within the kernels (a forget bias of 1) or the 99.5 % quantile of their magnitudes (a few outliers), these
+        decide, so that the rest can be seen, and the figure says so.
+    log
+        Logarithmic colours over 4 decades.
+
+    Returns
+    -------
+    1-D array of Axes, kernel by kernel, forward before backward
+
+    Raises
+    ------
+    InputError
+        If there is nothing to draw, a keyword is unknown, or ``ax`` has not one Axes per kernel.
+    """
+    kernels, attrs = kernels_of(weights, "weights_heatmap", grad=grad)
+    directions = list(dict.fromkeys(kernel.direction for kernel in kernels))
+    columns = [[kernel for kernel in kernels if kernel.direction == way] for way in directions]
+    panels = _open(columns, directions, ax, figure)
+    top, clipped = (limit, None) if limit is not None else _common_limit(kernels)
+    drawn = []
+    for column, axes in zip(columns, panels.halves, strict=True):
+        for kernel, place in zip(column, axes, strict=True):
+            own = top if shared or limit is not None else largest_magnitude(kernel.values)
+            drawn.append(_draw_weight_maps(place, kernel, own, image, absolute=absolute, log=log))
+    label = kernels[0].words if len(kernels) == 1 else "gradient" if grad else "weight"
+    colour_bars(panels, drawn, f"|{label}|" if absolute else label, shared=shared, wanted=colorbar)
+    panels.label("gate, unit" if any(kernel.gates for kernel in kernels) else "unit", "")
+    what = "gradients of the weights" if grad else "weights"
+    merged = dict.fromkeys(f"{k.title}: {note}" for k in kernels if (note := merge_note(_steps(k), "row", "unit")))
+    panels.title(title or " · ".join(p for p in (attrs.get("layer"), what) if p), [*merged, clipped])
+    return panels.result()
+
+
+def _open(columns: list[list[Kernel]], directions: list[str | None], ax: Any, figure: Any) -> Panels:
+    """One row per kernel, as tall as it has rows, within reason."""
+    count = max(len(column) for column in columns)
+    tall = [0.1 + 2.6 * min(1.0, max(c.values.shape[0] for c in row) / 64) ** 0.6 for row in zip(*columns, strict=True)]
+    wide = max(kernel.values.shape[1] * kernel.values.shape[2] for kernel in columns[0])
+    width = float(np.clip(wide / 60, 4.5, 10.0 / len(columns) + 1.5))
+    return open_panels(
+        count,
+        name="weights_heatmap",
+        grid=Grid((width, sum(tall) / count + 0.35), (1.9, 1.0), (count, 1), heights=tall),
+        halves=directions,
+        ax=ax,
+        figure=figure,
+    )
+
+
+def _common_limit(kernels: list[Kernel]) -> tuple[float, str | None]:
+    """Colour limit for all kernels, and the note where something is beyond it."""
+    matrices = [kernel.values for kernel in kernels if len(kernel.values) > 1] or [kernel.values for kernel in kernels]
+    largest, limit = largest_magnitude(*(kernel.values for kernel in kernels)), largest_magnitude(*matrices)
+    words = "the largest of the kernels"
+    magnitudes = np.abs(np.concatenate([values.reshape(-1) for values in matrices]))
+    (bulk,) = quantiles(magnitudes[np.isfinite(magnitudes)], q=(0.995,), axis=0, xp=np) if limit else (0.0,)
+    if bulk and limit > 2 * bulk:
+        limit, words = float(bulk), "the 99.5 % quantile of magnitudes in the kernels"
+    if not limit or largest <= 2 * limit:
+        return largest, None
+    return limit, f"colours end at {limit:.2g}, {words}; largest of all {largest:.3g}"
+
+
+def _steps(kernel: Kernel) -> tuple[int, int]:
+    rows, gates, units = kernel.values.shape
+    return steps_for((rows, units), (CELLS[0], max(1, CELLS[1] // gates)))
+
+
+def _draw_weight_maps(
+    ax: Any, kernel: Kernel, top: float, keywords: dict[str, Any], *, absolute: bool, log: bool
+) -> Any:
+    """One kernel with its separators and its count of missing values."""
+    rows, gates, units = kernel.values.shape
+    matrix = kernel.values.reshape(rows, gates * units)
+    matrix = np.abs(matrix) if absolute else matrix
+    norm = from_zero(matrix, top, log=log) if absolute else around_zero(top, log=log)
+    look = {"cmap": POSITIVE if absolute else DIVERGING, "norm": norm, **keywords}
+    steps = _steps(kernel)
+    limits = (-(-rows // steps[0]), -(-gates * units // steps[1]))
+    drawn = draw_image(
+        ax, Matrix(matrix, np.arange(gates * units), np.arange(rows), over_time=False), look=look, limits=limits
+    )
+    missing = nonfinite_note(kernel.values)
+    ax.set_title(" · ".join(part for part in (kernel.title, missing) if part), fontsize="small", pad=3)
+    ax.set_ylabel(textwrap.fill(kernel.row_label, 12), fontsize="small")
+    ax.tick_params(labelsize="small")
+    if kernel.gates:
+        separate(ax, "x", units, kernel.gates)
+    if rows == 1:
+        ax.set_yticks([])
+    return drawn
+
+
+@drawing(Line2D)
+def weight_lags(
+    weights: Any,
+    *,
+    delays: Any = (),
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **line: Any,
+) -> Any:
+    """Draw from how far back dL/dW comes: its cumulative share against the lag, a line per gate, a panel per weight.
+
+    What a step adds to the gradient is measured by its norm. A line that is near 1 at once says that the weight learns
+    from the last steps only, whatever the states remember.
+
+    Parameters
+    ----------
+    weights
+        One layer of ``rl.weights(model, x, y, by_time=True)``, also with ``measure="norm"``: variables such as
+        ``recurrent_kernel_grad (time, unit_in, gate, unit)`` or ``recurrent_kernel_grad_norm (time, gate)``.
+    delays : int or sequence of int
+        Lags at which the task is known to need its input, marked.
+
+    Returns
+    -------
+    1-D array of Axes, weight by weight, forward before backward
+
+    Raises
+    ------
+    InputError
+        If no gradient has a time axis, a keyword is unknown, or ``ax`` has not one Axes per panel.
+    """
+    dataset = dataset_of(weights)
+    given = [] if dataset is None else [(name, _by_time(dataset, name)) for name in _weights_of(dataset)]
+    found = {name: array for name, array in given if array is not None}
+    if dataset is None or not found:
+        raise InputError(
+            message(
+                "plot.weight_lags needs gradients of the weights by time.",
+                got=type(weights).__name__
+                if dataset is None
+                else f"variables {', '.join(map(str, dataset.data_vars))}",
+                expected="recurrent_kernel_grad (time, unit_in, gate, unit), or its norm (time, gate)",
+                hint='pass rl.weights(model, x, y, by_time=True)["lstm"]',
+            )
+        )
+    first = next(iter(found.values()))
+    ways = names_of(first, DIRECTION) if DIRECTION in first.dims else [None]
+    size = (4.6, 3.0) if len(found) == 1 else (3.0, 2.3)
+    panels = open_panels(len(found), name="weight_lags", grid=Grid(size), halves=ways, ax=ax, figure=figure)
+    for number, (places, way) in enumerate(zip(panels.halves, ways, strict=True)):
+        for place, (name, array) in zip(places, found.items(), strict=True):
+            one = array.isel({DIRECTION: number}) if way else array
+            _draw_weight_lags(place, one, way == BACKWARD or dataset.attrs.get("direction") == BACKWARD, delays, line)
+            place.set_title(name.replace("_", " "), fontsize="small", pad=3)
+    panels.label("lag (steps before the last)", "share of dL/dW, cumulative")
+    if panels.owners:
+        panels.outer_ticks_only()
+    _legend(panels.axes, panels.owners)
+    everything = np.concatenate([array.values.reshape(-1) for array in found.values()])
+    head = " · ".join(str(part) for part in (dataset.attrs.get("layer"), "where dL/dW comes from") if part)
+    panels.title(title or head, [nonfinite_note(everything)])
+    return panels.result()
+
+
+def _weights_of(dataset: xr.Dataset) -> list[str]:
+    """Names of the weights that have a gradient here, in drawing order."""
+    gradients = [str(name).removesuffix("_norm") for name in dataset.data_vars]
+    found = {name.removesuffix("_grad") for name in gradients if name.endswith("_grad")}
+    order = drawing_order()
+    return sorted(found, key=lambda name: (order.get(name, len(order)), name))
+
+
+def _by_time(dataset: xr.Dataset, name: str) -> xr.DataArray | None:
+    """(direction, time, gate) norms of what each step adds, of a weight; None where it has no gradient by time."""
+    for key in (f"{name}_grad_norm", f"{name}_grad"):
+        if key in dataset and TIME in dataset[key].dims:
+            array = labelled(dataset[key], "weight_lags")
+            rows = [str(d) for d in array.dims if d not in (TIME, GATE, DIRECTION)]
+            kept = [d for d in array.dims if d not in rows]
+            if rows and not (rows == [UNIT] and GATE not in array.dims and key.endswith("_norm")):
+                axes = tuple(array.get_axis_num(d) for d in rows)
+                norms = safe_norm(array.values, axis=axes, xp=np)
+                coords = {d: array.coords[d] for d in kept if d in array.coords}
+                array = xr.DataArray(norms, dims=kept, coords=coords)
+            return array if GATE in array.dims else array.expand_dims({GATE: [""]})
+    return None
+
+
+def _draw_weight_lags(ax: Any, norms: xr.DataArray, runs_back: bool, delays: Numbers, keywords: dict[str, Any]) -> None:
+    """The gates of one weight."""
+    names = names_of(norms, GATE)
+    shares = lag_shares(norms.transpose(TIME, GATE).values, runs_back=runs_back)
+    lag = np.arange(shares.shape[1])
+    for name, share, colour in zip(names, shares, line_colours(len(names)), strict=True):
+        look = {"color": colour, "linewidth": 1.3, "label": name or "all", "gid": f"share {name}".strip()}
+        look["marker"] = "o" if len(lag) == 1 else None
+        ax.plot(lag, share, **{**look, **keywords})
+    if not np.isfinite(shares).all():
+        silent = [name for name, share in zip(names, shares, strict=True) if not np.isfinite(share).all()]
+        words = "no share: " + ", ".join(silent)
+        ax.annotate(words, (0.97, 0.05), xycoords="axes fraction", ha="right", fontsize="x-small", gid="silent")
+    for delay in delays:
+        ax.axvline(delay, color="#111111", linewidth=0.9, linestyle=(0, (1, 2)), zorder=0.8, gid="delay")
+    ax.axhline(1, color="#909090", linewidth=0.6, zorder=0.5)
+    ax.set(xlim=(-0.5, len(lag) - 0.5), ylim=(-0.03, 1.05))
+    step_axis(ax, "x", lag, time=False)
+    ax.tick_params(labelsize="small")
+
+
+def _legend(axes: list[Any], owners: list[Any]) -> None:
+    handles, names = axes[0].get_legend_handles_labels()
+    if names != ["all"]:
+        where = {"loc": "outside right center"} if owners else {"loc": "best"}
+        (owners[-1] if owners else axes[0]).legend(handles, names, fontsize="small", **where)
