@@ -176,6 +176,13 @@ class Panels:
             tall = _height(half[0].figure) * half[0].get_position().height
             half[0].set_ylabel(wrapped_label(y, tall), alpha=None if number == 0 or not self.owners else 0.0)
 
+    def value_label(self, words: str) -> None:
+        """Label the value axis: once at the left of our own figure, on the first of a caller's Axes."""
+        for owner in self.owners[:1]:
+            owner.supylabel(words, fontsize="small")
+        if not self.owners:
+            self.axes[0].set_ylabel(words, fontsize="small")
+
     def outer_ticks_only(self) -> None:
         """Tick labels at the left and lower rim only; for panels with common limits."""
         for half in self.halves:

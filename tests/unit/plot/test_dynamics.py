@@ -114,49 +114,44 @@ def ends(ax):
     return [": ".join([words[0], ", ".join(words[1:])]) if words[1:] else words[0] for words in found]
 
 
+def names(ax):
+    """Entries of the legend."""
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
 @pytest.mark.parametrize("decay", [0.5, 0.8])
-def test_flow_draws_the_shape_and_the_exact_decay(layer, decay):
-    ax, _ = rl.plot.gradient_flow(layer(samples=3, steps=30, units=4, decay=decay))
+def test_flow_draws_the_shape(layer, decay):
+    (ax,) = rl.plot.gradient_flow(layer(samples=3, steps=30, units=4, decay=decay))
     assert ax.get_yscale() == "log"
     steps, total = curve(ax, "hidden_grad")
     np.testing.assert_array_equal(steps, np.arange(30))
     np.testing.assert_allclose(total, decay ** np.arange(30)[::-1])
-    np.testing.assert_allclose(curve(ax, "decay")[1], total)
-    assert f"x {decay:.3g} a step" in ends(ax)[0]
-
-
-def test_the_size_stands_beside_the_shape(layer, by_gid):
-    data = layer(samples=3, units=4)
-    data["hidden_grad"] = data.hidden_grad * xr.DataArray([1.0, 2.0, 8.0], dims="sample")
-    shape, size = rl.plot.gradient_flow(data)
-    assert curve(shape, "hidden_grad")[1].max() == 1
-    assert curve(size, "size hidden_grad")[1].tolist() == pytest.approx([4.0])  # norm 2 over 4 units, times 2
-    assert by_gid(size, "size")[0].get_ydata().tolist() == pytest.approx([3.0, 10.0])
 
 
 def test_the_reach_holds_95_percent_of_the_squares(layer):
     squares = 0.25 ** np.arange(30)
     reach = int(np.argmax(np.cumsum(squares) >= 0.95 * squares.sum())) + 1
-    ax, _ = rl.plot.gradient_flow(layer(steps=30, decay=0.5))
-    assert ends(ax)[0].endswith(f"reach {reach}, x 0.5 a step")
-    assert curve(ax, "reach")[0].tolist() == [29, 29 - reach + 1]
+    (ax,) = rl.plot.gradient_flow(layer(steps=30, decay=0.5))
+    assert names(ax)[0] == f"total, $dL/dh_t$: {reach} steps"
+    assert ax.get_title().replace("\n", " ") == f"lstm: {reach} steps back carry 95 % of the gradient"
 
 
 def test_neither_a_spike_nor_a_hard_sample_decides(layer):
     data = layer(samples=5, steps=30, decay=0.9)
-    data["hidden_grad"].values[:, -1] *= 2
+    (plain,) = rl.plot.gradient_flow(data)
     data["hidden_grad"].values[0] = data["hidden_grad"].values[0, ::-1] * 1e4
-    ax, _ = rl.plot.gradient_flow(data)
-    assert ends(ax)[0].endswith("x 0.9 a step")
-    assert curve(ax, "hidden_grad")[1][-1] == 1
+    (ax,) = rl.plot.gradient_flow(data)
+    assert names(ax) == names(plain)
+    np.testing.assert_allclose(curve(ax, "hidden_grad")[1], 0.9 ** np.arange(30)[::-1])
 
 
-def test_direct_gradient_of_one_step_is_a_point_and_zeros_are_told(layer):
-    ax, _ = rl.plot.gradient_flow(layer(steps=30))
+def test_direct_gradient_of_one_step_is_a_point_and_zeros_are_counted(layer):
+    (ax,) = rl.plot.gradient_flow(layer(steps=30))
     _, direct = curve(ax, "output_grad")
     assert np.isnan(direct[:-1]).all()
     assert direct[-1] == 1
-    assert "direct: 0 at 29 of 30 steps" in ends(ax)[1]
+    assert names(ax)[1].startswith("direct, ")
+    assert names(ax)[1].endswith(": 0 at 29 of 30 steps")
 
 
 def test_points_are_drawn_only_where_a_line_would_not_show(layer):
@@ -173,86 +168,77 @@ def test_vanishing_float32_gradients_do_not_underflow(layer):
     np.testing.assert_allclose(curve(rl.plot.gradient_flow(data)[0], "hidden_grad")[1], 0.5 ** np.arange(8)[::-1])
 
 
-def test_what_lies_below_the_axis_is_marked_and_named(layer, by_gid):
-    ax, _ = rl.plot.gradient_flow(layer(steps=60, decay=0.4))
+def test_an_arrow_marks_where_a_line_leaves_the_axis(layer, by_gid):
+    (ax,) = rl.plot.gradient_flow(layer(steps=60, decay=0.4))
+    assert ax.get_ylim()[0] == 1e-6
+    last = np.flatnonzero(0.4 ** np.arange(60)[::-1] < 1e-6).max()
     marks, words = sorted(by_gid(ax, "below"), key=lambda artist: hasattr(artist, "get_text"))
-    floor = ax.get_ylim()[0]
-    assert marks.get_xdata().tolist() == np.flatnonzero(0.4 ** np.arange(60)[::-1] < floor).tolist()
-    assert words.get_text() == f"below {floor:.0e}"
+    assert marks.get_xdata().tolist() == [last]
+    assert words.get_text() == "below 1e-6"
 
 
 def test_flow_of_the_backward_half_runs_the_other_way(layer):
     axes = rl.plot.gradient_flow(layer(steps=30, directions=True))
-    assert [ax.get_title() for ax in axes[::2]] == ["lstm · forward", "lstm · backward"]
-    assert (np.diff(curve(axes[2], "decay")[1]) < 0).all()
+    assert [ax.get_title().partition(":")[0] for ax in axes] == ["lstm · forward", "lstm · backward"]
+    assert (np.diff(curve(axes[1], "hidden_grad")[1]) < 0).all()
     turned = rl.plot.gradient_flow(layer(steps=30, directions=True), as_computed=True)
-    assert (np.diff(curve(turned[2], "decay")[1]) > 0).all()
+    assert (np.diff(curve(turned[1], "hidden_grad")[1]) > 0).all()
+    assert names(axes[0]) == names(axes[1]) == names(turned[1])
 
 
-def test_networks_are_lines_of_one_panel_named_at_their_ends(layer):
-    ax, size = rl.plot.gradient_flow({"GRU": layer(steps=30, decay=0.5), "LSTM": layer(steps=30, decay=0.9)})
-    assert [words.split(":")[0] for words in ends(ax)] == ["GRU", "LSTM"]
-    gru, lstm = [line for line in ax.lines if line.get_gid() == "hidden_grad"]
-    np.testing.assert_allclose(lstm.get_ydata(), 0.9 ** np.arange(30)[::-1])
-    colours = [text.get_color() for text in ax.texts if text.get_gid() == "end"]
-    assert colours == [gru.get_color(), lstm.get_color()]
-    assert len([line for line in size.lines if line.get_gid() == "size"]) == 2
-    heights = [text.xy[1] for text in ax.texts if text.get_gid() == "end"]
-    assert heights[1] > heights[0]
+def test_of_two_networks_the_first_is_grey_and_the_title_has_both_reaches(layer):
+    (ax,) = rl.plot.gradient_flow({"before": layer(steps=30, decay=0.5), "after": layer(steps=30, decay=0.9)})
+    before, after = [line for line in ax.lines if line.get_gid() == "hidden_grad"]
+    np.testing.assert_allclose(after.get_ydata(), 0.9 ** np.arange(30)[::-1])
+    reaches = [int(np.argmax(np.cumsum(d ** (2 * np.arange(30))) >= 0.95 / (1 - d**2) * (1 - d**60))) + 1
+               for d in (0.5, 0.9)]  # fmt: skip
+    assert names(ax) == [f"before: {reaches[0]} steps", f"after: {reaches[1]} steps"]
+    assert ax.get_title() == f"{reaches[0]} → {reaches[1]} steps back carry 95 % of the gradient"
+    assert (before.get_color(), after.get_color()) == ("#8c8c8c", "#d55e00")
 
 
-@pytest.mark.parametrize("data", ["flow", "lags"])
-def test_names_stand_beside_the_panel_which_holds_nothing_but_its_steps(layer, jacobian, render, data):
-    if data == "flow":
-        axes = rl.plot.gradient_flow({"before training": layer(steps=30, decay=0.5), "after": layer(steps=30)})
-        assert axes[0].yaxis.get_ticks_position() == "right"
-    else:
-        axes = rl.plot.lag_profile({"before training": jacobian(steps=30), "after": jacobian(steps=30, decay=0.9)})
+def test_names_of_a_lag_profile_stand_beside_the_panel(jacobian, render):
+    axes = rl.plot.lag_profile({"before training": jacobian(steps=30), "after": jacobian(steps=30, decay=0.9)})
     ax, figure = axes[0], render(axes)
     assert ax.get_xlim() == (-0.5, 29.5)
     panel, canvas = ax.get_window_extent(), figure.bbox
     named = [text.get_window_extent() for text in ax.texts if text.get_gid() == "end"]
     assert len(named) == 2
     for box in named:
-        assert (box.x1 <= panel.x0) if data == "flow" else (box.x0 >= panel.x1)
+        assert box.x0 >= panel.x1
         assert canvas.x0 <= box.x0 < box.x1 <= canvas.x1
     assert not named[0].overlaps(named[1])
 
 
-def test_on_axes_of_the_callers_own_the_names_stand_within(layer, render):
-    shape, size = Figure(figsize=(8, 4)).subplots(1, 2)
-    axes = rl.plot.gradient_flow({"before": layer(steps=30, decay=0.5), "after": layer(steps=30)}, ax=[shape, size])
-    render(axes)
-    panel = shape.get_window_extent()
-    assert all(text.get_window_extent().x0 >= panel.x0 for text in shape.texts if text.get_gid() == "end")
-
-
-def test_the_reach_is_named_where_there_is_room(layer):
-    words = [
-        [text.get_text() for text in rl.plot.gradient_flow(layer(steps=30, decay=decay))[0].texts]
-        for decay in (0.5, 1.0)
-    ]
-    assert ["reach" in found for found in words] == [True, False]
-
-
-def test_traces_of_several_layers_are_compared_layer_by_layer(layer):
+def test_panels_share_one_value_axis_with_ticks_at_the_left(layer, render):
     moments = {name: xr.DataTree.from_dict({"low": layer(decay=d), "top": layer(decay=0.9)}) for name, d in MOMENTS}
     networks = {name: {key: node.to_dataset() for key, node in tree.items()} for name, tree in moments.items()}
     axes = rl.plot.gradient_flow(networks)
-    assert [ax.get_title() for ax in axes[::2]] == ["low", "top"]
-    assert [words.split(":")[0] for words in ends(axes[0])] == ["before", "after"]
+    render(axes)
+    assert [ax.get_title().partition(":")[0] for ax in axes] == ["low", "top"]
+    assert [words.partition(":")[0] for words in names(axes[0])] == ["before", "after"]
+    assert [ax.yaxis.get_tick_params()["labelleft"] for ax in axes] == [True, False]
 
 
 MOMENTS = (("before", 0.5), ("after", 0.9))
+
+
+def test_panels_are_stacked_on_a_narrow_figure(layer):
+    tree = xr.DataTree.from_dict({"low": layer(), "top": layer(decay=0.9)})
+    axes = rl.plot.gradient_flow(tree, figure=Figure(figsize=(3.9, 6), layout="constrained"))
+    assert len({ax.get_subplotspec().colspan.start for ax in axes}) == 1
 
 
 def test_flow_has_a_panel_per_layer_on_one_scale(layer):
     layers = {"low": layer(decay=0.5), "wide": layer(directions=True), "top": layer(decay=0.9)}
     tree = xr.DataTree.from_dict(layers)
     axes = rl.plot.gradient_flow(tree)
-    assert [ax.get_title() for ax in axes[::2]] == ["low", "wide · forward", "wide · backward", "top"]
-    assert len({ax.get_ylim() for ax in axes[::2]}) == 1
-    assert len({ax.get_ylim() for ax in rl.plot.gradient_flow(tree, shared=False)[::2]}) > 1
+    assert [ax.get_title().partition(":")[0] for ax in axes] == ["low", "wide · forward", "wide · backward", "top"]
+    assert len({ax.get_ylim() for ax in axes}) == 1
+    deep = xr.DataTree.from_dict({"low": layer(decay=0.5), "top": layer(decay=0.9)})
+    for node in deep.values():
+        del node["output_grad"]
+    assert len({ax.get_ylim() for ax in rl.plot.gradient_flow(deep, shared=False)}) > 1
 
 
 def test_last_output_only_lies_at_the_last_step(layer):
@@ -260,11 +246,6 @@ def test_last_output_only_lies_at_the_last_step(layer):
     data["output_grad"] = data.output_grad.isel(time=-1, drop=True)
     steps, _ = curve(rl.plot.gradient_flow(data)[0], "output_grad")
     assert steps.tolist() == [6]
-
-
-def test_gradient_that_does_not_fade_says_so(layer):
-    ax, _ = rl.plot.gradient_flow(layer(decay=1.0))
-    assert ends(ax)[0].endswith("x 1 a step")
 
 
 def test_missing_gradients_are_marked_counted_and_red(layer, by_gid):
@@ -282,7 +263,6 @@ def test_steps_are_marked_on_every_panel_with_time(layer, gradient, by_gid):
     axes = rl.plot.gradient_flow(layer(steps=30)).mark(10, 20, label="asked for")
     lines = [line for line in by_gid(axes[0], "mark") if hasattr(line, "get_xdata") and len(line.get_xdata()) == 2]
     assert [line.get_xdata()[0] for line in lines] == [10, 20]
-    assert by_gid(axes[1], "mark") == []
     with pytest.raises(InputError, match="No panel of this figure has time across"):
         rl.plot.histogram(gradient()).mark(3)
     with pytest.raises(InputError, match="steps"):
