@@ -18,8 +18,9 @@ from ..results.base import Result
 from ..results.diagnosis import Diagnosis
 from ..verbs.axes import an_axes_table
 from ..verbs.turns import in_turn
-from .material import Material, ReportRequest, look, look_at
+from .material import Material, look, look_at
 from .page import ReportOrigin, render
+from .samples import ReportRequest
 
 __all__ = ["check_path", "report"]
 

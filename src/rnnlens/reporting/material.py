@@ -26,26 +26,9 @@ from ..verbs.trace import trace
 from ..verbs.weights import layers as find_layers
 from ..verbs.weights import weights
 from ..vocabulary import QUANTITIES
-from .samples import Ranking, ReportSamples, losses, ranked, read
+from .samples import Ranking, ReportRequest, ReportSamples, losses, ranked, read
 from .time_map import TimeMap, of_array, of_model
 from .tracks import Track, norms, tracks_of
-
-
-@dataclass(frozen=True)
-class ReportRequest:
-    """Checked arguments of ``rl.report``; see its docstring."""
-
-    x: Any = None
-    y: Any = None
-    baseline: Any = None
-    loss: Any = None
-    layers: Any = None
-    samples: int = 64
-    diagnosis: Any = True
-    jacobian: Any = True
-    tokens: Any = None
-    seed: int = 0
-    axes: Any = None
 
 
 @dataclass

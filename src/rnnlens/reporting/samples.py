@@ -21,6 +21,23 @@ from ..typing import Array
 FROM_SOURCE = 512
 
 
+@dataclass(frozen=True)
+class ReportRequest:
+    """Checked arguments of ``rl.report``; see its docstring."""
+
+    x: Any = None
+    y: Any = None
+    baseline: Any = None
+    loss: Any = None
+    layers: Any = None
+    samples: int = 64
+    diagnosis: Any = True
+    jacobian: Any = True
+    tokens: Any = None
+    seed: int = 0
+    axes: Any = None
+
+
 @dataclass
 class ReportSamples:
     """Samples in the form that the model takes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -15,10 +15,8 @@ from ..settings import options
 from ..typing import Array
 from ..verbs.jacobian import jacobian
 from ..vocabulary import DIRECTION, IN_TIME, OUT_TIME, SAMPLE
+from .samples import ReportRequest
 from .tracks import Track
-
-if TYPE_CHECKING:
-    from .material import ReportRequest
 
 #: Floating-point operations that it may take: some ten seconds of one core.
 _OPERATIONS = 3e11
