@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +19,7 @@ from typing import Any
 from ..adapters.keras.training import (
     Heard,
     batches_per_execution,
+    is_built,
     largest_weight,
     listen,
     notes_of_training,
@@ -27,6 +30,7 @@ from ..adapters.keras.training import (
 )
 from ..adapters.registry import adapter_for
 from ..errors import InputError, TrackingWarning, message, shown
+from ..results.training_run import Gap
 from ..tracking.alerts import Alerts
 from ..tracking.asked import at_the_door, listed, quantities_of, refuse_idle, refuse_unknown
 from ..tracking.incidents import Incidents, checked_on_nonfinite, is_finite
@@ -40,6 +44,11 @@ from ..tracking.store import Store
 from ..tracking.trained import TrainedBatch, direct_trace
 
 __all__ = ["Watch"]
+
+#: How far above a callback the list of callbacks may be.
+_DEPTH = 6
+#: Note of the first record of a model whose first batch made its weights.
+BEGUN_LATE = "The weights of this model did not exist before its first batch: records begin after that."
 
 
 class _Callback:
@@ -131,6 +140,8 @@ class Watch(_Callback):
         the watch in the list.
     record
         The last record.
+    gaps
+        What could not be recorded, and why.
 
     Raises
     ------
@@ -147,7 +158,8 @@ class Watch(_Callback):
     Warns
     -----
     TrackingWarning
-        At the end, if nothing was recorded, with the reason; once for every reason that a record failed.
+        At the end, if nothing was recorded, with the reason; once for every cause that kept a record out. Training goes
+        on: no failure of a probe, of the disk or of a logger ends it.
     """
 
     @at_the_door
@@ -182,7 +194,9 @@ class Watch(_Callback):
         self._direct = listed(direct) or ()
         refuse_idle(probe, batches, asked.epochs, {"on_batch": on_batch, "direct": direct})
         self._recorder: Recorder | None = None
-        self._said: tuple[str, ...] = ()
+        self._standing_notes: tuple[str, ...] = ()
+        self._waits = False
+        self._finalizer: Any = None
         self._listening: Any = None
         self._step = self._start = self._epoch = self._in_epoch = 0
         self._due = False
@@ -199,32 +213,65 @@ class Watch(_Callback):
         """The last record; None before the first."""
         return None if self._recorder is None else self._recorder.latest
 
+    @property
+    def gaps(self) -> list[Gap]:
+        """What could not be recorded, and why; empty before training."""
+        return [] if self._recorder is None else self._recorder.gaps
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Open the run, and record the probe before training."""
         if not self._active:
             return
+        self._interrupted()  # a training that an error or Ctrl-C ended, and that is still open
         rank, workers = worker(self.model)
         schedule = self._schedule if self._probe is not None else self._batches
         self._recorder = Recorder([], schedule, rank=rank, alerts=self._alerts)
-        self._said = (f"Worker {rank} of {workers} writes, of its own samples.",) if workers > 1 else ()
+        self._standing_notes = (f"Worker {rank} of {workers} writes, of its own samples.",) if workers > 1 else ()
         try:
             self._begin()
         except BaseException as error:
-            self._deaf()
-            self._recorder.fail(type(error).__name__)
+            self._stop_listening()
+            self._recorder.abort(type(error).__name__)
             raise
+        callbacks = _caller_of("on_train_begin")
+        if callbacks is not None:  # they live as long as this fit runs
+            self._finalizer = weakref.finalize(callbacks, self._interrupted)
 
     def _begin(self) -> None:
         """Open what is written to, listen, and record the probe before training."""
         assert self._recorder is not None
-        refuse_unknown(self._layers, adapter_for(self.model), self.model)
+        self._waits = not is_built(self.model)
+        if not self._waits:
+            refuse_unknown(self._layers, adapter_for(self.model), self.model)
         self._open()
         self._step = self._start
         self._recorder.start(self._step)
+        if not self._waits:
+            self._begin_records()
+
+    def _begin_records(self) -> None:
+        """Listen to the step, and record the probe; once the weights of the model exist."""
+        assert self._recorder is not None
         if not (self._batches.off and not self._reports_asked) and self._recorder.writes:
             self._listening = listen(self.model, self._direct)
         if self._probe is not None and not self._schedule.off and self._recorder.writes and not self._is_recorded:
-            self._write(self._probe.record(self.model, self._step, self._epoch))
+            self._record_probe(before=not self._waits)
+
+    def _begin_late(self) -> None:
+        """Begin after the first step, which made the weights of the model."""
+        assert self._recorder is not None
+        try:
+            refuse_unknown(self._layers, adapter_for(self.model), self.model)
+            self._begin_records()
+        except Exception as error:
+            self._recorder.fail_record(self._step, error, "the run")
+        self._waits = False
+
+    def _interrupted(self) -> None:
+        """Close the run of a training whose end was never announced: an error or Ctrl-C ended it."""
+        self._stop_listening()
+        if self._recorder is not None:
+            self._recorder.abort("interrupted")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Which epoch the steps belong to."""
@@ -237,7 +284,7 @@ class Watch(_Callback):
             self._listening.wanted = self._due or self._reports
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Record the probe where it is due."""
+        """Record the batch and the probe where they are due."""
         if self._recorder is None:
             return
         heard = None if self._listening is None else self._listening.taken()
@@ -246,12 +293,11 @@ class Watch(_Callback):
         before = self._step
         self._step += through - self._in_epoch if heard is None else heard.batches
         self._in_epoch = through
+        if self._waits:
+            self._begin_late()
+            return
         if heard is not None:
-            trained = self._trained(heard, before + 1)
-            if self._due:
-                self._look(trained)
-            if self._reports:
-                self._report(trained, logs)
+            self._examine(heard, before + 1, logs)
         if self._probe is not None and any(
             self._recorder.due(s, self._epoch) for s in range(before + 1, self._step + 1)
         ):
@@ -268,12 +314,14 @@ class Watch(_Callback):
         """Close the run; warn if nothing is in it."""
         if self._recorder is None:
             return
-        self._deaf()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._stop_listening()
         stopped = getattr(self.model, "stop_training", False)
         self._recorder.close("stopped" if stopped else "finished", steps=self._step - self._start)
 
-    def _deaf(self) -> None:
-        """The model has its own step back."""
+    def _stop_listening(self) -> None:
+        """Give the model its own training step back."""
         if self._listening is not None:
             self._listening.remove()
             self._listening = None
@@ -295,26 +343,25 @@ class Watch(_Callback):
             self._is_recorded = store.last_step_of("probe") == self._start
             sinks.insert(0, store)
 
-    def _record_probe(self) -> None:
-        assert self._recorder is not None
-        assert self._probe is not None
-        synchronised(self.model)
-        self._written(partial(self._probe.record, self.model, self._step, self._epoch))
+    def _record_probe(self, *, before: bool = False) -> None:
+        recorder, probe = self._recorder, self._probe
+        assert recorder is not None
+        assert probe is not None
 
-    def _write(self, record: Record) -> None:
+        def make() -> Record:
+            synchronised(self.model)
+            record = probe.record(self.model, self._step, self._epoch)
+            notes = (BEGUN_LATE,) if self._waits else ()
+            return replace(record, notes=(*record.notes, *self._standing_notes, *notes))
+
+        self._record(make, "probe", before=before)
+
+    def _record(self, make: Callable[[], Record], what: str, *, before: bool = False) -> None:
+        """Record, and end training where a finding of ``stop_on=`` was made."""
         assert self._recorder is not None
-        self._recorder.write(replace(record, notes=(*record.notes, *self._said)))
+        self._recorder.record(self._step, make, before=before, what=what)
         if self._recorder.stop is not None:
             self.model.stop_training = True
-
-    def _written(self, made: Callable[[], Record]) -> None:
-        """Record, or say once why not: training is not ended by what looks at it."""
-        assert self._recorder is not None
-        try:
-            self._write(made())
-        except Exception as error:
-            if self._recorder.failed(f"{type(error).__name__}: {error}"):
-                _warn(f"Step {self._step} was not recorded; training goes on.", error)
 
     @property
     def _reports(self) -> bool:
@@ -334,28 +381,55 @@ class Watch(_Callback):
         told = direct_trace(self.model, heard.direct, heard.loss)
         return TrainedBatch(self.model, data, (step, self._epoch), heard.before.again, notes=notes, heard=told)
 
-    def _look(self, trained: TrainedBatch) -> None:
-        """Record a batch, and hand it on."""
-        recorder, self.latest = self._recorder, trained
+    def _examine(self, heard: Heard, step: int, logs: Any) -> None:
+        """Record a batch, hand it to ``on_batch``, and report it if it is not finite."""
+        recorder = self._recorder
         assert recorder is not None
-        if recorder.sinks:
-            self._written(partial(trained.record, layers=self._layers, keep=self._keep))
-        else:
-            recorder.counted()
-        if self._on_batch is not None:
-            self._on_batch(trained)
+        try:
+            trained = self._trained(heard, step)
+        except Exception as error:
+            recorder.fail_record(step, error, "batch")
+            return
+        if self._due:
+            self.latest = trained
+            if recorder.sinks:
+                self._record(partial(self._record_of, trained), "batch")
+            else:
+                recorder.counted()
+            if self._on_batch is not None:
+                self._on_batch(trained)
+        if self._reports:
+            self._report(trained, logs)
+
+    def _record_of(self, trained: TrainedBatch) -> Record:
+        record = trained.record(layers=self._layers, keep=self._keep)
+        return replace(record, notes=(*record.notes, *self._standing_notes))
 
     def _report(self, trained: TrainedBatch, logs: Any) -> None:
         """Write a batch whose loss or whose update is not finite."""
-        loss = dict(logs or {}).get("loss")
-        if is_finite(loss) and is_finite(largest_weight(self.model)):
-            return
         assert self._incidents is not None
         try:
-            self._incidents.report_trained(trained, lambda: weights_of(self.model), loss)
+            loss = dict(logs or {}).get("loss")
+            if not (is_finite(loss) and is_finite(largest_weight(self.model))):
+                self._incidents.report_trained(trained, lambda: weights_of(self.model), loss)
         except Exception as error:
             self._incidents, self._reports_asked = None, False
             _warn(f"Step {self._step} is not finite, and could not be written; training goes on.", error)
+
+
+def _caller_of(method: str) -> Any:
+    """Return the object whose method of that name is running above: the list of callbacks of this ``fit``.
+
+    Only frames of that method are read: reading the locals of another would keep them alive.
+    """
+    frame = sys._getframe(2)
+    for _ in range(_DEPTH):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == method and frame.f_code.co_varnames[:1] == ("self",):
+            return frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def _warn(what: str, error: Exception) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import xarray as xr
@@ -21,6 +21,28 @@ from .view import LayerView
 
 STEP, WRITTEN = "step", "written"
 _KINDS = ("probe", "batch")
+
+
+class Gap(NamedTuple):
+    """Records that are missing from a run, and why.
+
+    Attributes
+    ----------
+    where
+        What has the gap: ``"probe"`` or ``"batch"`` records, ``"the run"`` on disk, or a logger.
+    first, last
+        Steps of the first and of the last record that is missing; None for what was to be written at the end.
+    count
+        How many records are missing.
+    reason
+        The error that kept them out.
+    """
+
+    where: str
+    first: int | None
+    last: int | None
+    count: int
+    reason: str
 
 
 class LayerRun(LayerView):
@@ -54,6 +76,8 @@ class TrainingRun(Result, kind="run"):
         written, and where its process was killed.
     path
         Where it was read from; None of a run that was saved as one file.
+    gaps
+        Records that are missing, each a :class:`Gap`: a probe that failed, a full disk, a logger that raised.
     """
 
     def __init__(
@@ -64,10 +88,12 @@ class TrainingRun(Result, kind="run"):
         of: str = "probe",
         ended: str | None = None,
         path: Path | None = None,
+        gaps: Iterable[Sequence[Any]] = (),
         **common: Any,
     ) -> None:
         super().__init__(datasets, **common)
         self.scalars, self.of, self.ended, self.path = scalars, of, ended, path
+        self.gaps = [Gap(*gap) for gap in gaps]
 
     def __getitem__(self, name: str) -> LayerRun:
         return self._node(self._resolve(name))
@@ -137,14 +163,23 @@ class TrainingRun(Result, kind="run"):
     def _meta(self) -> dict[str, Any]:
         columns = {str(name): np.asarray(v, dtype=float).tolist() for name, v in self.scalars.data_vars.items()}
         index = {name: self.scalars[name].values.tolist() for name in (STEP, "epoch", WRITTEN)}
-        return {**super()._meta(), "of": self.of, "ended": self.ended, "scalars": columns, "index": index}
+        return {
+            **super()._meta(),
+            "of": self.of,
+            "ended": self.ended,
+            "gaps": self.gaps,
+            "scalars": columns,
+            "index": index,
+        }
 
     @classmethod
     def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
         meta = dict(meta)
         scalars = _scalars(meta.pop("index"), meta.pop("scalars"))
-        plain = Result._restore.__func__(Result, tree, {k: v for k, v in meta.items() if k not in ("of", "ended")})  # type: ignore[attr-defined]
-        common = {key: meta[key] for key in ("provenance", "notes", "checks", "certificate", "of", "ended")}
+        plain = Result._restore.__func__(
+            Result, tree, {k: v for k, v in meta.items() if k not in ("of", "ended", "gaps")}
+        )  # type: ignore[attr-defined]
+        common = {key: meta[key] for key in ("provenance", "notes", "checks", "certificate", "of", "ended", "gaps")}
         return cls(plain.tree if plain.layers else {}, scalars, **common)
 
     def _headline(self) -> str:
@@ -160,7 +195,14 @@ class TrainingRun(Result, kind="run"):
 
     def _remarks(self) -> list[tuple[str, str]]:
         ended = "" if self.ended == "finished" else self.ended or "not yet: it is being written, or was killed"
-        return [*([("ended", ended)] if ended else []), *super()._remarks()]
+        missing = [
+            (
+                "missing",
+                f"{gap.count} of {gap.where}, steps {gap.first} to {gap.last}: {gap.reason.partition(chr(10))[0]}",
+            )
+            for gap in self.gaps
+        ]
+        return [*([("ended", ended)] if ended else []), *missing, *super()._remarks()]
 
 
 def is_run(path: Path) -> bool:
@@ -204,6 +246,7 @@ def read_run(path: Path, *, of: str | None = None, memory: int | None = None) ->
         raise FileError(message(f"This run has no {of} records.", got=f"{path}: {listing}"))
     sessions = attrs.get("sessions") or [{}]
     common = {"provenance": sessions[-1].get("provenance"), "ended": (attrs.get("ended") or {}).get("reason")}
+    common["gaps"] = attrs.get("gaps", [])
     if kind not in there:
         return TrainingRun({}, _scalars({STEP: [], "epoch": [], WRITTEN: []}, {}), of=kind, path=path, **common)
     group = root[kind]

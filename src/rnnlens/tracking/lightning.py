@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..adapters.torch.discover import recurrent_modules
+from ..results.training_run import Gap
 from .torch.plan import Plan
 from .torch.steps import weights_in
 from .torch.watch import Watch, reason_of
@@ -25,6 +26,11 @@ class Following:
     def latest(self) -> Any:
         """The last batch that was looked at; None before."""
         return None if self.watch is None else self.watch.latest
+
+    @property
+    def gaps(self) -> list[Gap]:
+        """What could not be recorded, and why; empty before training."""
+        return [] if self.watch is None else self.watch.gaps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the run; a training that was restored goes on from its step."""
@@ -52,7 +58,7 @@ class Following:
         if self.watch is not None and (self.watch.listens or self.watch.reports):
             scaler = self.watch.plan.scaler
             scale = 1.0 if scaler is None else float(scaler.get_scale())
-            self.watch.loss = loss.detach() * (trainer.accumulate_grad_batches / scale)
+            self.watch.set_loss(loss.detach() * (trainer.accumulate_grad_batches / scale))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The backward pass is over: Lightning runs it within the step of the optimizer."""

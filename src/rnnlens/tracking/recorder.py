@@ -1,31 +1,39 @@
-"""Takes records and hands them to their sinks; says once why there were none."""
+"""The recorder of a watch: it hands records to their sinks, and turns every failure of ours into a gap and a warning."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
-from ..errors import TrackingWarning
+from ..errors import InputError, LayerNotFoundError, TrackingWarning, message
+from ..results.training_run import Gap
 from .alerts import Alerts
 from .records import Record, Sink
 from .schedule import Schedule
 
+#: Gaps of different causes that are kept apart; later causes are counted under one.
+MOST_GAPS = 100
+
 
 class Recorder:
-    """The end of a watch: everything that a callback or a loop records goes through here.
+    """Takes the records of a callback or a loop and hands them to the sinks; no failure leaves it while training runs.
 
     Parameters
     ----------
     sinks
-        The store, loggers, alerts, in the order in which they are told.
+        The store and the loggers, in the order in which they receive a record.
     schedule
-        When a record is due; only asked, and named where nothing was recorded.
+        When a record is due; named in the warning that nothing was recorded.
     rank
         Number of this worker among those that train together; only the first writes.
     alerts
-        Looks at every record before the sinks, and may end training: see :attr:`stop`.
+        Examines every record before the sinks, and may end training: see :attr:`stop`.
+
     """
 
     def __init__(
@@ -42,32 +50,53 @@ class Recorder:
         self.alerts = alerts
         self.latest: Record | None = None
         self.closed = False
+        self._gaps: dict[tuple[str, str], Gap] = {}
         self._trained = 0  # records of training itself, which that of step 0 is not
-        self._reasons: dict[str, None] = {}
-        self._untold: Counter[str] = Counter()
-        self._said: set[tuple[str, str]] = set()
+        self._missed: Counter[str] = Counter()
+        self._noted: set[tuple[str, str]] = set()
         self._first: int | None = None
 
+    @property
+    def gaps(self) -> list[Gap]:
+        """What is missing from the records, and why: one entry for each cause."""
+        return list(self._gaps.values())
+
     def start(self, step: int) -> None:
-        """Training starts, or goes on, after ``step`` batches."""
+        """Begin the records of a training that has taken ``step`` steps before."""
         self.closed, self._trained, self._first = False, 0, step
-        self._reasons.clear()
-        self._untold.clear()
+        self._missed.clear()
 
     def due(self, step: int, epoch: int) -> bool:
-        """Whether this worker is to record now."""
+        """Return whether this worker is to record now."""
         return self.writes and self.schedule.due(step, epoch)
+
+    def record(self, step: int, make: Callable[[], Record], *, before: bool = False, what: str = "probe") -> None:
+        """Make a record and hand it to every sink; a failure becomes a gap, and training goes on.
+
+        Parameters
+        ----------
+        before
+            Training has not begun: an argument that does not fit the model is refused.
+        """
+        try:
+            self.write(make())
+        except (InputError, LayerNotFoundError) as error:
+            if before:
+                raise
+            self.fail_record(step, error, what)
+        except Exception as error:
+            self.fail_record(step, error, what)
 
     def write(self, record: Record) -> None:
         """Hand a record to every sink; one that fails does not keep it from the others. A note is written once."""
         if self.alerts is not None:
             record = self.alerts.look(record)
-        fresh = tuple(note for note in record.notes if (record.kind, note) not in self._said)
-        self._said.update((record.kind, note) for note in fresh)
+        fresh = tuple(note for note in record.notes if (record.kind, note) not in self._noted)
+        self._noted.update((record.kind, note) for note in fresh)
         record = replace(record, notes=fresh)
         self.latest = record
         self._trained += record.kind == "batch" or record.step != self._first
-        self._each(lambda sink: sink.write(record))
+        self._each(lambda sink: sink.write(record), record.step, "was not written to")
 
     @property
     def stop(self) -> str | None:
@@ -75,65 +104,78 @@ class Recorder:
         return None if self.alerts is None else self.alerts.stop
 
     def counted(self) -> None:
-        """Something was looked at, though there is nowhere to record it."""
+        """Count a batch that was examined, though there is nowhere to record it."""
         self._trained += 1
 
     def missed(self, reason: str) -> None:
-        """Remember why there was nothing to record of a batch that was due; told at the end."""
-        self._reasons[reason] = None
-        self._untold[reason] += 1
+        """Count a batch that was due and had nothing to record; the warning at the end says why."""
+        self._missed[reason] += 1
 
-    def failed(self, reason: str) -> bool:
-        """Remember why a record could not be made; whether that is news, to be told at once."""
-        news = reason not in self._reasons
-        self._reasons[reason] = None
-        return news
+    def fail_record(self, step: int, error: Exception, what: str = "probe") -> None:
+        """Note that a step has no record because ``error`` was raised; warn once for each cause."""
+        self._note_gap(step, what, error, f"Step {step} was not recorded; training goes on.")
 
     def close(self, reason: str, *, steps: int = 0) -> None:
-        """Training ends after ``steps`` batches of this run; a second call does nothing.
+        """End the records of a training of ``steps`` batches; a second call does nothing.
 
         Warns
         -----
         TrackingWarning
-            If nothing was recorded of what was due, or not of every batch, and why.
+            If nothing was recorded of what was due, or not of every batch, and why; if a sink could not be closed.
         """
         if self.closed:
             return
         self.closed = True
-        try:
-            self._each(lambda sink: sink.close(reason))
-        finally:
-            self._tell_what_is_missing(steps)
+        self._each(lambda sink: sink.close(reason), None, "was not closed")
+        self._warn_of_missing(steps)
 
-    def fail(self, reason: str) -> None:
-        """Training did not even begin: that nothing was recorded is no news beside what kept it."""
+    def abort(self, reason: str) -> None:
+        """End the records of a training that an error or Ctrl-C ended; no warning adds to it."""
+        if self.closed:
+            return
         self.closed = True
-        self._each(lambda sink: sink.close(reason))
+        for sink in self.sinks:
+            with suppress(Exception):
+                sink.close(reason)
 
-    def _each(self, told: Callable[[Sink], None]) -> None:
-        """Tell every sink; what fails of one reaches the others all the same, and is raised at the end."""
-        errors: list[Exception] = []
+    def _each(self, call: Callable[[Sink], None], step: int | None, failed: str) -> None:
+        """Call every sink; note a gap for one that fails."""
         for sink in self.sinks:
             try:
-                told(sink)
+                call(sink)
             except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+                name = "the run" if hasattr(sink, "note_gaps") else f"the logger {type(sink).__name__}"
+                when = "The end of training" if step is None else f"Step {step}"
+                self._note_gap(step, name, error, f"{when} {failed} {name}; training goes on.")
 
-    def _tell_what_is_missing(self, steps: int) -> None:
-        """Warn where nothing was recorded, or not all that was due."""
+    def _note_gap(self, step: int | None, where: str, error: Exception, what: str) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        cause = where, re.sub(r"\d+", "#", reason.partition("\n")[0])
+        if cause not in self._gaps and len(self._gaps) >= MOST_GAPS:
+            cause, reason = (where, ""), "other errors"
+        known = self._gaps.get(cause)
+        gap = Gap(where, step, step, 0, reason) if known is None else known._replace(last=step)
+        self._gaps[cause] = gap._replace(count=gap.count + 1)
+        for sink in self.sinks:
+            with suppress(Exception):  # where the run itself cannot be written, its next record brings them along
+                getattr(sink, "note_gaps", _ignore)(self.gaps)
+        if known is None:
+            hint = "the gaps of the watch, and of the run that rl.open reads, list what is missing"
+            warnings.warn(message(what, got=reason, hint=hint), TrackingWarning, stacklevel=4)
+
+    def _warn_of_missing(self, steps: int) -> None:
+        """Warn where nothing was recorded, or not all that was due; a failure has been warned of already."""
         if not self.writes or self.schedule.off:
             return
-        if not self._trained:
-            warnings.warn(self._nothing(steps), TrackingWarning, stacklevel=4)
-        elif self._untold:
-            why = "; ".join(f"{reason} ({count} times)" for reason, count in self._untold.items())
-            what = f"{self._untold.total()} of the batches that were due were not recorded: {why}."
+        if not self._trained and not self._gaps:
+            due_never = f"{steps} batches were trained on, and {self.schedule} was due at none of them"
+            why = "; ".join(self._missed) or due_never
+            warnings.warn(f"Nothing of this training was recorded: {why}.", TrackingWarning, stacklevel=4)
+        elif self._missed:
+            why = "; ".join(f"{reason} ({count} times)" for reason, count in self._missed.items())
+            what = f"{self._missed.total()} of the batches that were due were not recorded: {why}."
             warnings.warn(what, TrackingWarning, stacklevel=4)
 
-    def _nothing(self, steps: int) -> str:
-        why = (
-            "; ".join(self._reasons) or f"{steps} batches were trained on, and {self.schedule} was due at none of them"
-        )
-        return f"Nothing of this training was recorded: {why}."
+
+def _ignore(gaps: Any) -> None:
+    """Do nothing: a logger has no place for gaps."""

@@ -21,10 +21,11 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import zarr
 
@@ -98,6 +99,10 @@ class Store:
         sessions = [*self._root.attrs.get("sessions", []), began]
         self._root.attrs.update({**root_attrs("run", {}), "sessions": sessions, "ended": None})
         self._closed = False
+        self._folder = _identity(self.path)
+        self._earlier_gaps: list[Any] = list(self._root.attrs.get("gaps", []))
+        self._gaps: list[Any] = []
+        self._gaps_are_written = True
         _OPEN[key] = self
         self._kinds: dict[str, Rows] = {}
         for kind in (kind for kind in KINDS if kind in self._root):
@@ -148,19 +153,61 @@ class Store:
             raise FileError(
                 message("This run is closed.", got=str(self.path), hint="a path of its own for each training")
             )
-        if record.kind not in self._kinds:
-            self._kinds[record.kind] = Rows(self._root.require_group(record.kind), self._points)
-        self._kinds[record.kind].append(record)
+        self._check_folder()
+        try:
+            if record.kind not in self._kinds:
+                self._kinds[record.kind] = Rows(self._root.require_group(record.kind), self._points)
+            self._kinds[record.kind].append(record)
+        except BaseException:
+            # What is on disk of this record is unknown: the next one reads it anew.
+            self._kinds.pop(record.kind, None)
+            raise
+        if not self._gaps_are_written:
+            self.note_gaps(self._gaps)
+
+    def note_gaps(self, gaps: Sequence[Sequence[Any]]) -> None:
+        """Write which records are missing, and why; they are kept until they could be written."""
+        self._gaps, self._gaps_are_written = [list(gap) for gap in gaps], False
+        if self._closed:
+            return
+        self._check_folder()
+        self._root.attrs.update({"gaps": self._earlier_gaps + self._gaps})
+        self._gaps_are_written = True
 
     def close(self, reason: str) -> None:
         """Note how the run ended, and let another process go on with it."""
         if self._closed:
             return
         self._closed = True
-        self._root.attrs.update({"ended": {"time": time.time(), "reason": reason}})
-        for kind in self._kinds.values():
-            kind.close()
-        self._unlock()
+        try:
+            self._check_folder()
+            gaps = self._earlier_gaps + self._gaps
+            self._root.attrs.update({"ended": {"time": time.time(), "reason": reason}, "gaps": gaps})
+            for kind in self._kinds.values():
+                kind.close()
+        finally:
+            self._unlock()
+
+    def _check_folder(self) -> None:
+        """Refuse to write where the folder of the run was removed or replaced: the rest of it is gone.
+
+        Raises
+        ------
+        FileError
+            With its path.
+        """
+        if _identity(self.path) != self._folder or not (self.path / "zarr.json").is_file():
+            what = "The folder of this run was removed or replaced while it was being written."
+            raise FileError(message(what, got=str(self.path)))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and number of a folder; None where there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 @contextmanager

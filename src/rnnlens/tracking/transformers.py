@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Self
 
+from ..adapters.torch.heard import ModuleHook
+from ..results.training_run import Gap
 from .torch.plan import Plan
 from .torch.watch import Watch, reason_of
 
@@ -21,6 +23,11 @@ class Following:
         """The last batch that was looked at; None before."""
         return None if self.watch is None else self.watch.latest
 
+    @property
+    def gaps(self) -> list[Gap]:
+        """What could not be recorded, and why; empty before training."""
+        return [] if self.watch is None else self.watch.gaps
+
     def __enter__(self) -> Self:
         return self
 
@@ -34,7 +41,11 @@ class Following:
         plan = replace(self.plan, optimizer=optimizer, step=int(state.global_step) or None)
         plan = replace(plan, scaler=getattr(optimizer, "scaler", None))
         self.watch = Watch(model, plan, own_loss).__enter__()
-        self._handle = None if plan.off else self.watch.model.register_forward_hook(self._told)
+        self._handle = (
+            None
+            if plan.off
+            else self.watch.model.register_forward_hook(ModuleHook(self.watch.model, self._told, _ignore))
+        )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Which epoch the steps belong to."""
@@ -63,7 +74,7 @@ class Following:
         """The loss that a model of Hugging Face returns by itself."""
         watch = self.watch
         if watch is not None and (watch.listens or watch.reports) and model.training:
-            watch.loss = own_loss(output)
+            watch.set_loss(own_loss(output))
 
     def _close(self, reason: str, *, failed: bool = False) -> None:
         if self._handle is not None:
@@ -79,3 +90,7 @@ def own_loss(output: Any) -> Any:
     if found is None and isinstance(output, tuple) and output and getattr(output[0], "ndim", 1) == 0:
         found = output[0]
     return found
+
+
+def _ignore(error: Exception) -> None:
+    """Do nothing: the record then has no loss."""

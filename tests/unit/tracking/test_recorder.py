@@ -1,10 +1,12 @@
 """Records go to every sink, whatever one of them does."""
 
+import warnings
+
 import numpy as np
 import pytest
 
-from rnnlens.errors import InputError
-from rnnlens.tracking.recorder import Recorder
+from rnnlens.errors import InputError, TrackingWarning
+from rnnlens.tracking.recorder import MOST_GAPS, Recorder
 from rnnlens.tracking.records import Record
 from rnnlens.tracking.schedule import Schedule
 
@@ -28,14 +30,26 @@ class Kept:
         self.told.append(reason)
 
 
-def test_a_sink_that_fails_keeps_nothing_from_the_others():
+def test_a_sink_that_fails_keeps_nothing_from_the_others_and_ends_nothing():
     kept = Kept()
     recorder = Recorder([Broken(), kept], Schedule(1))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.warns(TrackingWarning, match=r"(?s)Step 3 was not written to the logger Broken.*disk full"):
         recorder.write(Record(3, 0, "probe", {}))
-    with pytest.raises(OSError, match="disk full"):
-        recorder.close("finished", steps=3)
-    assert kept.told == [3, "finished"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        recorder.write(Record(4, 0, "probe", {}))
+        recorder.close("finished", steps=4)
+    assert kept.told == [3, 4, "finished"]
+    assert [(gap.where, gap.first, gap.count) for gap in recorder.gaps] == [("the logger Broken", 3, 3)]
+
+
+def test_a_thousand_causes_are_a_hundred_gaps():
+    recorder = Recorder([], Schedule(1))
+    with pytest.warns(TrackingWarning):
+        for step in range(1000):
+            recorder.fail_record(step, OSError("a" * step))
+    assert len(recorder.gaps) == MOST_GAPS + 1
+    assert sum(gap.count for gap in recorder.gaps) == 1000
 
 
 @pytest.mark.parametrize("epochs", [5, "4", (-1,), (1.5,), (True,)])

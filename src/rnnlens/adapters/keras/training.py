@@ -208,6 +208,11 @@ def _refuse_compiled_masks(model: Any) -> None:
     )
 
 
+def is_built(model: Any) -> bool:
+    """Return whether the weights of a model exist; a first batch makes those of a model without ``Input``."""
+    return bool(model.built)
+
+
 def batches_per_execution(model: Any) -> int:
     """How many batches one call of the compiled step takes: ``steps_per_execution``."""
     given = getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None)

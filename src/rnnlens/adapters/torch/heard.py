@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,38 @@ from .weights import cell_weights, has_own_forward
 
 #: No backward pass: torch counts them from 0.
 NO_PASS = -1
+
+
+class ModuleHook:
+    """A hook of one module, whose errors go to ``failed``; a copy or a pickle of the module gets a hook without effect.
+
+    Parameters
+    ----------
+    module
+        The module that the hook is registered on.
+    hook
+        Called with what torch gives a hook of its kind; returns nothing.
+    failed
+        Called with an exception of ``hook``.
+    """
+
+    def __init__(self, module: nn.Module, hook: Callable[..., None], failed: Callable[[Exception], None]) -> None:
+        self._module, self._hook, self._failed = weakref.ref(module), hook, failed
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        """Run the hook, but not on a shallow copy, nor while torch traces the module into a graph."""
+        if module is not self._module() or torch.jit.is_tracing():
+            return
+        try:
+            self._hook(module, *arguments)
+        except Exception as error:
+            self._failed(error)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return nullcontext().__exit__
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # takes any arguments, returns None, and is Python's own
 
 
 class Listener:
@@ -58,6 +91,10 @@ class Listener:
         self.forwards = self.evaluations = self.without_graph = 0
         self.passes, self.carried = 0, False
         self._forward, self.backward = 0, NO_PASS
+        #: Whether a backward pass of this step built a graph of its own (``create_graph=True``), as a gradient penalty does.
+        self.differentiates_gradients = False
+        #: Called with an error of a hook, which must not reach the user's forward or backward pass.
+        self.failed: Callable[[Exception], None] | None = None
         self._states: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self._loops = Loops()
@@ -75,8 +112,10 @@ class Listener:
         self.weights = WeightListener(self.heard, self.model.parameters())
         for path, module in self.heard:
             if isinstance(module, nn.RNNBase):
-                self._handles.append(module.register_forward_pre_hook(self._before(path), prepend=True))
-            self._handles.append(module.register_forward_hook(self._after(path), with_kwargs=True))
+                before = ModuleHook(module, self._before(path), self._on_failure)
+                self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+            after = ModuleHook(module, self._after(path), self._on_failure)
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     @property
     def on(self) -> bool:
@@ -104,6 +143,12 @@ class Listener:
         self.calls, self.passes, self.carried = [], 0, False
         self.weights.forget()
         self.forwards = self.evaluations = self.without_graph = 0
+        self.differentiates_gradients = False
+
+    def _on_failure(self, error: Exception) -> None:
+        if self.failed is None:
+            raise error
+        self.failed(error)
 
     def _before(self, path: str) -> Any:
         def hook(module: Any, args: Any) -> None:
@@ -177,8 +222,15 @@ class Listener:
         def hook(grad: Tensor | None) -> None:
             here = listener()
             # None: the call has a gradient, at another of the tensors that it returned.
-            if grad is not None and here is not None and here.on:
+            if grad is None or here is None or not here.on:
+                return
+            if torch.is_grad_enabled():  # within a backward pass with create_graph=True
+                here.differentiates_gradients = True
+                return
+            try:
                 here._arrived(call, place, grad.detach().clone())
+            except Exception as error:
+                here._on_failure(error)
 
         return hook
 

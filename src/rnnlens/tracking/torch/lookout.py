@@ -12,6 +12,7 @@ from torch import nn
 from ...adapters.protocol import Batch
 from ...adapters.registry import adapter_for
 from ...adapters.threads import hook_here
+from ...adapters.torch.heard import ModuleHook
 from ...adapters.torch.heard_weights import entries
 from ...verbs.find_nonfinite import find_nonfinite
 from ..incidents import Incidents, is_finite, told
@@ -41,7 +42,9 @@ class Lookout:
     ) -> None:
         self._model, self._loss, self._own_loss, self.incidents = model, loss, own_loss, incidents
         self._fed: Any = None
-        self._handle = model.register_forward_pre_hook(hook_here(self._remember), with_kwargs=True)
+        self._handle = model.register_forward_pre_hook(
+            ModuleHook(model, hook_here(self._remember), _ignore), with_kwargs=True
+        )
 
     def remove(self) -> None:
         """Take the hook away."""
@@ -50,6 +53,7 @@ class Lookout:
 
     def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if module.training:
+            self._fed = None  # stays so where the signature of the forward cannot be read
             self._fed = _as_given(module, args, kwargs)
 
     @property
@@ -97,3 +101,7 @@ def _as_given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if kwargs:
         return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     return args[0] if len(args) == 1 else tuple(args)
+
+
+def _ignore(error: Exception) -> None:
+    """Do nothing: the report then lacks the input."""

@@ -11,6 +11,11 @@ NO_STEP = "no optimizer that holds weights of the model has stepped; watch.step(
 def why_unheard(listener: Listener) -> str:
     """Why no gradient of a recurrent layer was heard in a batch that was due."""
     names = ", ".join(path for path, _ in listener.heard)
+    if listener.differentiates_gradients:
+        return (
+            "the step differentiates a gradient again (create_graph=True, as a gradient penalty does), so that what "
+            f"arrives at {names} is no gradient of the loss alone; a probe can be followed"
+        )
     if listener.forwards == 0:
         return f"{names} did not run in Python in the batches that were due"
     if listener.evaluations == listener.forwards:

@@ -124,14 +124,17 @@ def applied_scale(optimizer: Any) -> float:
 
 
 def scaler_on_stack() -> Any:
-    """The GradScaler that called the optimizer's step, if one did."""
+    """Return the GradScaler that called the optimizer's step, if one did.
+
+    Only the locals of a GradScaler's own step are read: reading those of a user's function would keep them alive.
+    """
+    codes = {torch.amp.GradScaler.step.__code__, torch.amp.GradScaler._maybe_opt_step.__code__}
     frame = sys._getframe(1)
     for _ in range(_DEPTH):
         if frame is None:
             return None
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, torch.amp.GradScaler):
-            return caller
+        if frame.f_code in codes:
+            return frame.f_locals["self"]
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 from ...adapters.registry import adapter_for
 from ...adapters.torch.heard import Listener
 from ...errors import InputError, TrackingWarning, message, shown
+from ...results.training_run import Gap
 from ..alerts import Alerts
 from ..asked import listed, refuse_unknown
 from ..incidents import Incidents
@@ -47,6 +48,7 @@ class Watch:
         self.steps = self._begun = 0
         self._epoch = 0
         self._open = False
+        self._failed = False  # whether the capture of the batch of this step failed
         self._taken: int | None = None  # the backward pass whose batch was taken for the step that comes, if one was
         self._listener: Listener | None = None
         self._steps: Steps | None = None
@@ -71,7 +73,7 @@ class Watch:
         except BaseException as error:
             self._open = False
             self._unhook()
-            self._recorder.fail(type(error).__name__)
+            self._recorder.abort(type(error).__name__)
             raise
         return self
 
@@ -134,6 +136,7 @@ class Watch:
 
     def _hear(self) -> None:
         self._listener = Listener(self.model, self.plan.layers, whole=not self.plan.only_direct)
+        self._listener.failed = self._capture_failed
         refuse_unheard(self._listener)
 
     def _unhook(self) -> None:
@@ -176,6 +179,18 @@ class Watch:
             raise InputError(message("watch.loss is one number.", got=got, hint="watch.loss = loss.mean()"))
         self._loss = value
 
+    def set_loss(self, value: Any) -> None:
+        """Set the loss that a trainer reports; one that is no number is not recorded."""
+        try:
+            self.loss = value
+        except InputError:
+            self._loss = None
+
+    @property
+    def gaps(self) -> list[Gap]:
+        """What could not be recorded, and why."""
+        return self._recorder.gaps
+
     @property
     def epoch(self) -> int:
         """The epoch that is trained, from 0; set it where records should name it."""
@@ -206,8 +221,9 @@ class Watch:
 
         With a loss scale they are not yet what the optimizer will be given, and are taken when it steps.
         """
-        if self._listener is not None and self._listener.on and self._listener.calls and self.plan.scaler is None:
-            self._take()
+        if self.plan.scaler is None and self._listener is not None and self._listener.on and self._listener.calls:
+            self._taken = None
+            self._take_once()
 
     def look(self) -> None:
         """All gradients of the step are there, and the weights have not moved: what a trainer tells, for its closures.
@@ -259,9 +275,24 @@ class Watch:
         # A closure runs the batch within the step: there is nothing to be looked at yet.
         if not (self._steps is not None and self._steps.runs_batch):
             self.look()
+        self._take_once(applied_scale)
+
+    def _take_once(self, applied_scale: float = 1.0) -> None:
+        """Take the batch of the last backward pass, unless it was taken; a failure leaves this step out."""
         listener = self._listener
-        if listener is not None and listener.on and listener.calls and self._taken != listener.backward:
+        if listener is None or not listener.on or not listener.calls or self._taken == listener.backward:
+            return
+        if listener.differentiates_gradients:
+            return
+        try:
             self._take(applied_scale)
+        except Exception as error:
+            self._capture_failed(error)
+
+    def _capture_failed(self, error: Exception) -> None:
+        """Leave the batch of this step out because its capture failed."""
+        self._failed = True
+        self._recorder.fail_record(self.steps + 1, error, "batch")
 
     def _take(self, applied_scale: float = 1.0) -> None:
         """The optimizer is given its gradients: this was the batch."""
@@ -306,33 +337,35 @@ class Watch:
             return
         listener = self._listener
         if listener is not None and listener.on:
-            # A closure ran the batch within the step.
-            if listener.calls and self._taken != listener.backward:
-                self._take()
+            self._take_once()  # where a closure ran the batch within the step
             self.steps += 1
             self._record_batch()
         else:
             self.steps += 1
         self._record_probe_if_due()
-        self.loss, self._taken = None, None
+        self.loss, self._taken, self._failed = None, None, False
         self._prepare()
 
     # ---- records
 
     def _record_batch(self) -> None:
         assert self._listener is not None
-        batch = self.latest
-        if batch is not None and self._taken is not None and self._steps is not None:
-            batch.moved = self._steps.moved
-        if self._taken is None or batch is None:
+        batch = self.latest if self._taken is not None and not self._failed else None
+        if self._failed:
+            pass  # a gap already
+        elif batch is None:
             self._recorder.missed(why_unheard(self._listener))
         elif self._recorder.writes and self._recorder.sinks:
-            self._try(lambda: record_of(batch, self.plan))
+            self._recorder.record(self.steps, lambda: self._record_of(batch), what="batch")
         else:
             self._recorder.counted()
         self._listener.forget()
-        if self._taken is not None and self.plan.on_batch is not None:
+        if batch is not None and self.plan.on_batch is not None:
             self.plan.on_batch(batch)
+
+    def _record_of(self, batch: HeardBatch) -> Record:
+        batch.moved = None if self._steps is None else self._steps.moved
+        return record_of(batch, self.plan)
 
     def _record_probe_if_due(self) -> None:
         if not self.plan.probes.off and self.plan.probes.due(self.steps, self._epoch):
@@ -340,21 +373,14 @@ class Watch:
 
     def _record_probe(self, epoch: int) -> None:
         if self._recorder.writes:
-            self._try(lambda: self._probe().record(self.model, self.steps, epoch))
+            before = self.steps == self._begun
+            self._recorder.record(
+                self.steps, lambda: self._probe().record(self.model, self.steps, epoch), before=before
+            )
 
     def _probe(self) -> Probe:
         x, y, weight = (*(self.plan.probe or ()), None, None)[:3]
         return Probe(x, y, weight, listed(self.plan.layers), tuple(self.plan.keep), self.plan.loss)
-
-    def _try(self, made: Callable[[], Record]) -> None:
-        """Record; what fails is told, and training goes on, but before the first step it is an error."""
-        try:
-            self._recorder.write(made())
-        except Exception as error:
-            if self.steps == self._begun:
-                raise
-            if self._recorder.failed(f"{type(error).__name__}: {error}"):
-                _warn(f"Step {self.steps} was not recorded; training goes on.", error)
 
 
 def _warn(what: str, error: Exception) -> None:

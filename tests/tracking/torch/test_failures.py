@@ -1,0 +1,264 @@
+"""Whatever fails in a watch, training goes on, one warning says what is missing, and the model stays a model."""
+
+import copy
+import io
+import pickle
+import shutil
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import rnnlens as rl
+from rnnlens.errors import TrackingWarning
+
+STEPS = 6
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 5, batch_first=True)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(8, 7, 3, generator=generator), torch.randn(8, 1, generator=generator)
+
+
+def train(watch_of=None, each=None, penalty=None):
+    """Losses of a short training, alone or watched; and the watch."""
+    torch.manual_seed(0)
+    model, (x, y) = Reader(), data()
+    optimizer = torch.optim.Adam(model.parameters())
+    losses = []
+
+    def loop(watch):
+        for step in range(STEPS):
+            if each is not None:
+                each(step, model, watch)
+            optimizer.zero_grad()
+            fed = x.clone().requires_grad_()
+            out = model(fed)
+            loss = mse_loss(out, y)
+            if penalty is not None and penalty(step):
+                loss = loss + torch.autograd.grad(out.sum(), fed, create_graph=True)[0].pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+
+    if watch_of is None:
+        loop(None)
+        return losses, None
+    with watch_of(model) as watch:
+        loop(watch)
+    return losses, watch
+
+
+class Logger:
+    """Raises at the records whose numbers are named, and at its end."""
+
+    def __init__(self, wrong, close=False):
+        self.wrong, self.fails_at_close, self.records = wrong, close, 0
+
+    def write(self, record):
+        self.records += 1
+        if self.records in self.wrong:
+            raise ConnectionError(f"no answer after {self.records} s")
+
+    def close(self, reason):
+        if self.fails_at_close:
+            raise ConnectionError("gone")
+
+
+def tracking_warnings(told):
+    return [one for one in told if one.category is TrackingWarning]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "close", "missing"),
+    [((1,), False, 1), ((STEPS,), False, 1), ((2, 3, 5), False, 3), ((), True, 1)],
+    ids=["first record", "last record", "three in between", "close"],
+)
+def test_a_logger_that_raises_costs_its_own_records_alone(tmp_path, wrong, close, missing):
+    logger = Logger(wrong, close)
+    with pytest.warns(TrackingWarning, match=r"the logger Logger; training goes on") as told:
+        losses, watch = train(lambda model: rl.torch.watch(model, tmp_path / "a.zarr", every=1, loggers=logger))
+    assert losses == train()[0]
+    assert len(tracking_warnings(told)) == 1
+    run = rl.open(tmp_path / "a.zarr")
+    assert run.steps.values.tolist() == list(range(1, STEPS + 1))
+    assert run.ended == "finished"
+    (gap,) = watch.gaps if close else run.gaps
+    assert (gap.where, gap.count) == ("the logger Logger", missing)
+    assert "ConnectionError" in gap.reason
+    if not close:
+        assert (gap.first, gap.last) == (min(wrong), max(wrong))
+        assert f"{missing} of the logger Logger" in repr(run)
+
+
+def test_a_probe_that_cannot_be_traced_is_a_gap(tmp_path):
+    def loss(output, target):
+        raise ZeroDivisionError("of the loss")
+
+    def watch_of(model):
+        return rl.torch.watch(model, tmp_path / "a.zarr", every=2, probe=data(), loss=loss)
+
+    with pytest.warns(TrackingWarning, match=r"Step 0 was not recorded; training goes on") as told:
+        losses, watch = train(watch_of)
+    assert losses == train()[0]
+    assert len(tracking_warnings(told)) == 1
+    (gap,) = watch.gaps
+    assert (gap.where, gap.first, gap.last, gap.count) == ("probe", 0, STEPS, 4)
+    assert [tuple(one) for one in rl.open(tmp_path / "a.zarr").gaps] == [tuple(gap)]
+
+
+@pytest.mark.parametrize("how", ["deleted", "emptied", "replaced"])
+def test_a_folder_that_is_gone_is_said_once(tmp_path, how):
+    path = tmp_path / "a.zarr"
+
+    def each(step, model, watch):
+        if step == 3:
+            if how == "emptied":
+                for child in path.iterdir():
+                    shutil.rmtree(child) if child.is_dir() else child.unlink()
+            else:
+                path.rename(tmp_path / "elsewhere")
+            if how == "replaced":
+                path.mkdir()
+
+    with pytest.warns(TrackingWarning, match="was removed or replaced") as told:
+        losses, watch = train(lambda model: rl.torch.watch(model, path, every=1), each)
+    assert losses == train()[0]
+    assert len(tracking_warnings(told)) == 1
+    assert [(gap.where, gap.first) for gap in watch.gaps] == [("the run", 4)]
+    assert not list(path.rglob("*")) if path.exists() else True
+
+
+@pytest.mark.parametrize("until", [4, None], ids=["for a while", "until the end"])
+@pytest.mark.parametrize("code", ["ENOSPC", "ESTALE", "EIO"])
+def test_a_disk_that_takes_nothing(tmp_path, monkeypatch, until, code):
+    """Disk full, a network drive that is lost."""
+    import errno
+    import os
+
+    from zarr.storage import LocalStore
+
+    real, broken = LocalStore.set, [False]
+
+    async def failing(self, key, value):
+        if broken[0]:
+            raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+        await real(self, key, value)
+
+    def each(step, model, watch):
+        broken[0] = step >= 2 and (until is None or step < until)
+
+    monkeypatch.setattr(LocalStore, "set", failing)
+    path = tmp_path / "a.zarr"
+    with pytest.warns(TrackingWarning, match=r"was not written to the run; training goes on") as told:
+        losses, watch = train(lambda model: rl.torch.watch(model, path, every=1), each)
+    broken[0] = False
+    assert losses == train()[0]
+    assert {one.message.args[0].splitlines()[0].partition(" ")[2][2:] for one in tracking_warnings(told)} <= {
+        "was not written to the run; training goes on.",
+        "end of training was not closed the run; training goes on.",
+    }
+    run = rl.open(path)
+    if until is None:
+        assert run.steps.values.tolist() == [1, 2]
+        assert watch.gaps[0].count >= 4
+    else:
+        assert run.steps.values.tolist() == [1, 2, 5, 6]
+        assert [(gap.where, gap.first, gap.last, gap.count) for gap in run.gaps] == [("the run", 3, 4, 2)]
+        assert np.isfinite(run["lstm"].direct).all()
+
+
+def test_an_error_of_a_hook_does_not_reach_the_forward_pass(tmp_path, monkeypatch):
+    from rnnlens.adapters.torch import heard
+
+    def broken(value):
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(heard, "_copied", broken)
+    with pytest.warns(TrackingWarning, match="no room for a copy") as told:
+        losses, watch = train(lambda model: rl.torch.watch(model, tmp_path / "a.zarr", every=1))
+    assert losses == train()[0]
+    assert len(tracking_warnings(told)) == 1
+    assert [(gap.where, gap.count) for gap in watch.gaps] == [("batch", STEPS)]
+
+
+def test_what_on_batch_raises_is_the_users(tmp_path):
+    def on_batch(batch):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train(lambda model: rl.torch.watch(model, tmp_path / "a.zarr", every=1, on_batch=on_batch))
+
+
+def copies(model, x):
+    """Copies of a model in all the ways that people make them, each with what it returns."""
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    yield copy.deepcopy(model)
+    yield pickle.loads(pickle.dumps(model))
+    yield torch.load(buffer, weights_only=False)
+    yield torch.optim.swa_utils.AveragedModel(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of what it traces
+        yield torch.jit.trace(model, x, check_trace=False)  # a check runs the model itself once more
+
+
+def test_copies_of_a_watched_model_carry_no_listener(tmp_path):
+    x, y = data()
+
+    def each(step, model, watch):
+        before = watch._listener.forwards
+        for made in copies(model, x):
+            out = made(x)
+            torch.testing.assert_close(out, model.head(nn.LSTM.forward(model.lstm, x)[0][:, -1]))
+            if not isinstance(made, torch.jit.ScriptModule):  # that has the weights of the model itself
+                mse_loss(out, y).backward()
+        assert watch._listener.forwards == before
+
+    def watch_of(model):
+        return rl.torch.watch(model, tmp_path / "a.zarr", every=1, on_nonfinite="report")
+
+    losses, watch = train(watch_of, each)
+    assert losses == train()[0]
+    assert watch.latest.passes == 1
+    assert watch.latest.trace.checks
+    assert not watch.gaps
+
+
+def test_nothing_holds_the_users_locals(tmp_path):
+    class Batch:
+        pass
+
+    model, (x, y) = Reader(), data()
+    optimizer = torch.optim.Adam(model.parameters())
+    with rl.torch.watch(model, tmp_path / "a.zarr", every=1):
+        mine = Batch()
+        alive = weakref.ref(mine)
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    del mine
+    assert alive() is None
+
+
+def test_a_gradient_penalty_is_refused_by_name(tmp_path):
+    """What arrives at a layer in a double backward pass is no gradient of the loss alone."""
+    path = tmp_path / "a.zarr"
+    with pytest.warns(TrackingWarning, match=r"create_graph=True.*a probe can be followed \(3 times\)"):
+        losses, _ = train(lambda model: rl.torch.watch(model, path, every=1), penalty=lambda step: step % 2 == 1)
+    assert losses == train(penalty=lambda step: step % 2 == 1)[0]
+    assert rl.open(path).steps.values.tolist() == [1, 3, 5]
