@@ -15,7 +15,7 @@ import zarr
 from ..errors import FileError, did_you_mean, message
 from .base import Part, Result
 from .disk.limits import check_size, damaged
-from .names import from_path
+from .names import from_path, to_paths
 from .schema import SCHEMA_VERSION
 from .view import LayerView
 
@@ -32,7 +32,7 @@ class Gap(NamedTuple):
         What has the gap: ``"probe"`` or ``"batch"`` records, ``"the run"`` on disk, or a logger.
     first, last
         Steps of the first and of the last record that is missing; None for what was to be written at the end.
-    count
+    records
         How many records are missing.
     reason
         The error that kept them out.
@@ -41,7 +41,7 @@ class Gap(NamedTuple):
     where: str
     first: int | None
     last: int | None
-    count: int
+    records: int
     reason: str
 
 
@@ -176,11 +176,9 @@ class TrainingRun(Result, kind="run"):
     def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
         meta = dict(meta)
         scalars = _scalars(meta.pop("index"), meta.pop("scalars"))
-        plain = Result._restore.__func__(
-            Result, tree, {k: v for k, v in meta.items() if k not in ("of", "ended", "gaps")}
-        )  # type: ignore[attr-defined]
-        common = {key: meta[key] for key in ("provenance", "notes", "checks", "certificate", "of", "ended", "gaps")}
-        return cls(plain.tree if plain.layers else {}, scalars, **common)
+        names = meta.pop("layers")
+        nodes: dict[str, Any] = {name: tree[path] for name, path in to_paths(names).items()}
+        return cls({name: node.to_dataset(inherit=False) for name, node in nodes.items()}, scalars, **meta)
 
     def _headline(self) -> str:
         count = self.steps.size
@@ -198,7 +196,7 @@ class TrainingRun(Result, kind="run"):
         missing = [
             (
                 "missing",
-                f"{gap.count} of {gap.where}, steps {gap.first} to {gap.last}: {gap.reason.partition(chr(10))[0]}",
+                f"{gap.records} of {gap.where}, steps {gap.first} to {gap.last}: {gap.reason.partition(chr(10))[0]}",
             )
             for gap in self.gaps
         ]

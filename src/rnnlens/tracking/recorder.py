@@ -1,4 +1,4 @@
-"""The recorder of a watch: it hands records to their sinks, and turns every failure of ours into a gap and a warning."""
+"""The recorder of a watch: hands records to their sinks, and turns every failure of ours into a gap and a warning."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Recorder:
             cause, reason = (where, ""), "other errors"
         known = self._gaps.get(cause)
         gap = Gap(where, step, step, 0, reason) if known is None else known._replace(last=step)
-        self._gaps[cause] = gap._replace(count=gap.count + 1)
+        self._gaps[cause] = gap._replace(records=gap.records + 1)
         for sink in self.sinks:
             with suppress(Exception):  # where the run itself cannot be written, its next record brings them along
                 getattr(sink, "note_gaps", _ignore)(self.gaps)

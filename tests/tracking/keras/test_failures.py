@@ -59,7 +59,7 @@ def test_a_logger_that_raises_leaves_the_history(tmp_path):
     np.testing.assert_array_equal(watched, losses())
     assert len([one for one in told if one.category is TrackingWarning]) == 1
     assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [2, 4, 6]
-    assert [(gap.where, gap.first, gap.count) for gap in watch.gaps] == [("the logger Logger", 4, 2)]
+    assert [(gap.where, gap.first, gap.records) for gap in watch.gaps] == [("the logger Logger", 4, 2)]
 
 
 @pytest.mark.one_engine

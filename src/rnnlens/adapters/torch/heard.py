@@ -91,7 +91,7 @@ class Listener:
         self.forwards = self.evaluations = self.without_graph = 0
         self.passes, self.carried = 0, False
         self._forward, self.backward = 0, NO_PASS
-        #: Whether a backward pass of this step built a graph of its own (``create_graph=True``), as a gradient penalty does.
+        #: Whether a backward pass of this step built a graph (``create_graph=True``), as a gradient penalty does.
         self.differentiates_gradients = False
         #: Called with an error of a hook, which must not reach the user's forward or backward pass.
         self.failed: Callable[[Exception], None] | None = None
