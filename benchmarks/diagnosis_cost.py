@@ -21,8 +21,7 @@ import rnnlens as rl
 from rnnlens.diagnosis.carried import measure_carried
 from rnnlens.diagnosis.experiment import Experiment
 from rnnlens.diagnosis.layers import measure_layers
-from rnnlens.diagnosis.memory import measure_memory
-from rnnlens.diagnosis.missed import measure_missed
+from rnnlens.diagnosis.memory import measure_memory, measure_missed
 from rnnlens.diagnosis.samples import read_samples
 from rnnlens.measures import lyapunov_spectrum
 from rnnlens.recurrence.cells import LSTM, SimpleRNN

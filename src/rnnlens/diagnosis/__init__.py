@@ -1,4 +1,4 @@
-"""``rl.diagnose``: does it learn long-term dependencies, in one sentence that the numbers bear out."""
+"""``rl.diagnose``: measure how much of its past a model uses, and apply the rules of the findings."""
 
 from __future__ import annotations
 
@@ -19,14 +19,11 @@ from ..verbs.axes import an_axes_table
 from ..verbs.turns import in_turn
 from .carried import measure_carried
 from .experiment import Experiment
-from .findings import MODEL, findings
+from .findings import MODEL, findings, headline, layer_sentence
 from .label import layer_dataset, model_dataset
 from .layers import measure_layers
-from .memory import Memory, measure_memory
-from .missed import is_missed, measure_missed
-from .orientation import Orientation
-from .samples import read_samples
-from .words import by_layer, headline
+from .memory import Memory, is_missed, measure_memory, measure_missed
+from .samples import Orientation, read_samples
 
 __all__ = ["diagnose"]
 
@@ -59,11 +56,11 @@ def diagnose(
     seed: int = 0,
     axes: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
-    """Say how much of its past a trained network uses, what it misses, and why.
+    """Measure how much of its past a trained network uses, and find what it missed and why.
 
-    The memory in use is measured by intervention: each sample's last k steps are put behind another sample's prefix,
-    and n is the smallest k from which on the prediction moves by at most 5 % of its variance. Gradients tell how a
-    missed step could be reached; they are never the measure.
+    The memory in use is measured by exchange: each sample's last k steps are put behind another sample's prefix, and n
+    is the smallest k from which on the prediction changes by at most 5 % of its variance. Gradients are used only to
+    find out whether training could have reached a missed step.
 
     Parameters
     ----------
@@ -71,24 +68,25 @@ def diagnose(
         A Keras model (any engine) or ``torch.nn.Module`` with at least one recurrent layer; left exactly as found.
     x, y
         Held-out samples, at least 128 of them, sample first; or a data set whose batches are (x, y). y: classes as
-        integers or one-hot, or numbers. Without y nothing can be said about what was learned.
+        integers or one-hot, or numbers. Without y there is no skill, and the memory in use is not reported.
     baseline
-        ``"init"``: the same model with fresh weights; or another model, such as this one before training. Its memory is
-        shown beside, never judged.
+        ``"init"``: the same model re-initialised; or another model, such as this one before training. Its memory is
+        shown beside and not judged.
     step
-        Of sequence outputs, the one step that is looked at; the last real one by default.
+        Step of a sequence output that is examined; the last real one by default. In a forecast it counts the steps of
+        the forecast.
     output
-        Of several outputs, which: its place, or its name where they are a dict; y then is a dict, too, or that one.
+        Which of several outputs: its position, or its name where they are a dict; y then is a dict, too, or that one.
     task
-        ``"classes"``, ``"binary"`` or ``"values"``, where it cannot be told from y, the output and the loss.
+        ``"classes"``, ``"binary"`` or ``"values"``, where y, the output and the loss do not tell.
     loss
-        As for ``rl.trace``; only its name is looked at, to tell the task.
+        As for ``rl.trace``. It is not called: its name tells the task, and whether outputs are logits.
     samples
-        At most so many are used.
+        Largest number of samples that is used.
     seed
-        Who lends a prefix to whom, random directions, resampling.
+        Seed of the exchange, of random directions and of resampling.
     axes
-        What the axes of inputs, outputs or ``"y"`` count, where that cannot be found out:
+        Axes of inputs, outputs or ``"y"``, where they cannot be found out:
         ``{"y": ("time", "sample", "unit")}``.
 
     Returns
@@ -111,35 +109,40 @@ def diagnose(
     """
     _check(task, samples)
     adapter = adapter_for(model)
-    data = read_samples(x, y, samples, lambda batch: Orientation(adapter, model, batch, axes))
-    experiment = Experiment(model, data, step, output, task, loss if loss is not None else _compiled(model), seed)
+    batch = read_samples(x, y, samples, lambda batch: Orientation(adapter, model, batch, axes))
+    experiment = Experiment(model, batch, step, output, task, loss if loss is not None else _compiled(model), seed)
     memory = measure_memory(experiment)
-    before = _before(baseline, experiment)
+    before = _baseline(baseline, experiment)
     missed = measure_missed(experiment)
     layers, attributed = measure_layers(experiment)
-    mask = experiment.runs[0][1].mask
-    fed = data.x if not isinstance(data.x, (tuple, list, dict)) else None
-    numbers = np.asarray(to_host(experiment.runs[0][1].input)) if fed is None or fed.dtype.kind != "f" else fed
-    numbers = numbers.reshape(*numbers.shape[:2], -1)
-    found = findings(
-        memory, missed, layers, attributed, numbers, None if mask is None else to_host(mask), experiment.prediction
+    by_rule = findings(
+        memory, missed, layers, attributed, _numbers(experiment), _mask(experiment), experiment.prediction
     )
-    names = list(dict.fromkeys(layer.name for layer in layers))
-    speaker = names[0] if len(names) == 1 else "the model"
-    carried, why = measure_carried(experiment) if len(names) > 1 and memory.known else ({}, "")
-    datasets = {MODEL: model_dataset(memory, missed, attributed, before)}
-    for name in names:
+    carried, why = measure_carried(experiment) if memory.known else ({}, "")
+    datasets = {MODEL: model_dataset(memory, missed, attributed, None if before is None else before[1])}
+    for name in dict.fromkeys(layer.name for layer in layers):
         datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried.get(name))
+    sentences = {name: layer_sentence(name, found) for name, found in carried.items()}
     return Diagnosis(
         datasets,
-        sentences={
-            speaker: headline(speaker, memory, before, is_missed(missed)),
-            **{name: by_layer(name, found) for name, found in carried.items()},
-        },
-        findings=found,
+        sentences={"the model": headline(memory, before, missed), **sentences},
+        findings=by_rule,
         provenance=experiment.adapter.provenance(model),
-        notes=[*_notes(memory, missed), *([f"The memory of each layer was not measured: {why}."] if why else [])],
+        notes=_notes(memory, missed, why, alone=bool(carried)),
     )
+
+
+def _numbers(experiment: Experiment) -> Any:
+    """The input as numbers (sample, time, feature): of the model, or for ids of its first recurrent layer."""
+    x = experiment.samples.x
+    if isinstance(x, (tuple, list, dict)) or x.dtype.kind != "f":
+        x = np.asarray(to_host(experiment.runs[0][1].input))
+    return x.reshape(*x.shape[:2], -1)
+
+
+def _mask(experiment: Experiment) -> Any:
+    mask = experiment.runs[0][1].mask
+    return None if mask is None else to_host(mask)
 
 
 def _check(task: str | None, samples: int) -> None:
@@ -148,32 +151,41 @@ def _check(task: str | None, samples: int) -> None:
             message("task= is not understood.", got=repr(task), expected='"classes", "binary", "values" or None')
         )
     if samples < 2:
-        raise InputError(message("samples= is too small.", got=samples, expected="2 or more; 128 to be heard"))
+        raise InputError(message("samples= is too small.", got=samples, expected="2 or more; 128 for intervals"))
 
 
 def _compiled(model: Any) -> Any:
-    """The loss that a compiled Keras model trains with, as far as its name goes."""
+    """The loss that a compiled Keras model trains with; None for several."""
     loss = adapter_for(model).facts(model).loss
     return loss if isinstance(loss, str) or callable(loss) else None
 
 
-def _before(baseline: Any, experiment: Experiment) -> Memory | None:
+def _baseline(baseline: Any, experiment: Experiment) -> tuple[str, Memory] | None:
+    """Name and memory of the baseline."""
     if baseline is None:
         return None
     if isinstance(baseline, str) and baseline != "init":
         raise InputError(message("baseline= is not understood.", got=repr(baseline), expected='"init" or a model'))
-    fresh = isinstance(baseline, str)
-    model = experiment.adapter.reinitialised(experiment.model, experiment.seed) if fresh else baseline
+    if isinstance(baseline, str):
+        name, model = "re-initialised", experiment.adapter.reinitialised(experiment.model, experiment.seed)
+    else:
+        name, model = "baseline", baseline
     other = Experiment(
         model, experiment.samples, experiment.step, experiment.output, experiment.task, experiment.loss, experiment.seed
     )
-    return measure_memory(other)
+    return name, measure_memory(other)
 
 
-def _notes(memory: Memory, missed: Missed | None) -> list[str]:
+def _notes(memory: Memory, missed: Missed | None, why: str, *, alone: bool) -> list[str]:
     notes = []
-    if missed is not None and not is_missed(missed):
-        notes.append("The test of the residual sees linear effects and products within a step: no finding is no proof.")
+    if missed is not None and not is_missed(missed, memory):
+        notes.append("The residual test finds linear effects and products within a step; no finding is no proof.")
+    if missed is not None and missed.overlapping:
+        notes.append("The samples are overlapping windows of one series: tests and intervals use blocks of neighbours.")
     if memory.known and memory.steps > 1:
-        notes.append("Memory is what is used on these data, not what the task needs.")
+        notes.append("Memory in use is what the model uses on these data, not what the task needs.")
+    if why and alone:
+        notes.append(f"The memory of each layer was measured on the layer alone: {why}.")
+    elif why:
+        notes.append(f"The memory of each layer was not measured: {why}.")
     return notes

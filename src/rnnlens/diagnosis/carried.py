@@ -1,19 +1,23 @@
-"""The memory that each layer of several carries: its state exchanged for another sample's, the others left alone.
+"""Memory carried by the state of one layer: its state at a step is exchanged for another sample's, all else is kept.
 
-The inputs stay: from step T - k on the model runs again, every layer from its own state at that step but for one, which
-starts from another sample's. What changes in the prediction is what that layer alone brought over.
+From step T - k on the model runs again on its own inputs. Every layer starts from its own state at that step but for
+one, which starts from another sample's; the change of the prediction is due to that state. Where the model cannot be
+started in the middle, only the layer itself is run, and the change is that of its last state.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
 from .. import data
+from ..adapters.protocol import RecurrentCall
 from ..errors import InputError, RnnlensError
 from ..measures.intervention import USED, donors, memory_length, search, squared_change, total_variance
+from ..recurrence.replay import Replay, replay, replay_custom
 from ..results.schema import to_host
 from ..typing import Array
 from .experiment import LOOKED_INTO, Experiment
@@ -24,19 +28,25 @@ _SAME = 1e-4
 
 @dataclass(frozen=True)
 class Carried:
-    """What the state of one layer brings over: ``use`` (context,), and the memory n that follows."""
+    """Memory carried by one layer: ``use`` (context,), and the memory n that follows.
+
+    ``of`` names what changes with the exchanged state: ``"prediction"``, or the layer's own last ``"state"``.
+    """
 
     context: Array
     use: Array
     length: int
     steps: int
+    of: Literal["prediction", "state"] = "prediction"
 
 
 def measure_carried(experiment: Experiment) -> tuple[dict[str, Carried], str]:
-    """By layer; and why it could not be measured, where it could not."""
+    """Measure it for every layer; with the reason where that is not possible."""
     bench = _Bench(experiment)
     if not bench.possible:
         return {}, bench.why
+    if bench.why:
+        return {call.layer: bench.measure_alone(call, run) for call, run in experiment.runs}, bench.why
     try:
         return {name: bench.measure(name) for name in bench.states}, ""
     except RnnlensError as error:
@@ -44,7 +54,7 @@ def measure_carried(experiment: Experiment) -> tuple[dict[str, Carried], str]:
 
 
 class _Bench:
-    """States of all layers at all steps, and runs that start in the middle."""
+    """States of all layers at all steps, and runs of the model that start in the middle."""
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.why = experiment, ""
@@ -57,7 +67,7 @@ class _Bench:
     def _look(self, count: int) -> bool:
         calls = [call for call, _ in self.experiment.runs]
         if any(call.bidirectional or call.direction == "backward" or "#" in call.layer for call in calls):
-            self.why = "it exists for layers that run forward, once"
+            self.why = "it is measured for layers that run forward, once"
         elif any(call.input.shape[1] != self.steps for call in calls):
             self.why = "the layers do not run over the steps of the input"
         elif (self.experiment.last != self.steps).any():
@@ -68,27 +78,26 @@ class _Bench:
         self.prediction = self.experiment.prediction[:count]
         self.variance = total_variance(self.prediction)
         self.lender = donors(count, seed=self.experiment.seed)
-        return self._is_the_same()
-
-    def _is_the_same(self) -> bool:
         if not self.variance or self.steps < 4:
             self.why = "the prediction does not vary"
             return False
-        try:
-            apart = float(squared_change(self.prediction, self._run(self.steps // 2, None)).mean())
-        except InputError:
-            self.why = "the model takes sequences of this length only, so that no run of it can start in the middle"
-            return False
-        except RnnlensError as error:
-            self.why = str(error).partition("\n")[0].rstrip(".")
-            return False
-        if apart > _SAME * self.variance:
-            self.why = "run from the middle the model answers otherwise: something but the states looks back"
-            return False
+        self.why = self._obstacle()
         return True
 
+    def _obstacle(self) -> str:
+        """Why the model cannot be started in the middle; empty where it can."""
+        try:
+            mismatch = float(squared_change(self.prediction, self._run(self.steps // 2, None)).mean())
+        except InputError:
+            return "the model takes sequences of this length only"
+        except RnnlensError as error:
+            return str(error).partition("\n")[0].rstrip(".")
+        if mismatch > _SAME * self.variance:
+            return "other parts of the model than the states look back"
+        return ""
+
     def _run(self, keep: int, exchanged: str | None) -> Array:
-        """F of a run over the last ``keep`` steps from the states before them, one layer's exchanged."""
+        """Predict from the last ``keep`` steps and the states before them, those of one layer exchanged."""
         at = self.steps - keep - 1
         start: dict[str, Any] = {}
         for name, states in self.states.items():
@@ -106,14 +115,33 @@ class _Bench:
         return raw if target is None else target.of_samples(np.arange(len(raw))).prediction(raw)
 
     def measure(self, name: str) -> Carried:
-        """U by the state of one layer."""
+        """Use of the state of one layer by the prediction."""
+        return self._search(lambda keep: squared_change(self.prediction, self._run(keep, name)), self.variance)
 
+    def measure_alone(self, call: RecurrentCall, run: Replay) -> Carried:
+        """Use of the state of one layer by its own last state: the layer is run alone, by its equations."""
+        states = self.states[call.layer]
+        last = states[0][:, -1].astype(np.float64)
+        variance = total_variance(last)
+        if not variance:
+            return Carried(np.empty(0), np.empty(0), 1, self.steps, "state")
+        again: Any = replay_custom if run.cell.by_framework else replay
+
+        def change(keep: int) -> Array:
+            start = tuple(s[:, -keep - 1][self.lender] for s in states)
+            mask = None if run.mask is None else run.mask[:, -keep:]
+            end = again(run.cell, run.input[:, -keep:], start, mask=mask, order="forward").states[0]
+            return squared_change(last, np.asarray(to_host(end))[:, -1])
+
+        return replace(self._search(change, variance), of="state")
+
+    def _search(self, change: Callable[[int], Array], variance: float) -> Carried:
         def probe(keep: int) -> tuple[Array, Array]:
-            change = squared_change(self.prediction, self._run(keep, name))
-            return change, np.zeros_like(change)
+            changed = change(keep)
+            return changed, np.zeros_like(changed)
 
-        found = search(probe, self.steps, 2 * self.variance, (USED,))
+        found = search(probe, self.steps, 2 * variance, (USED,))
         context = np.array(sorted(found.change))
-        use = np.array([found.change[k].mean() for k in context]) / (2 * self.variance)
+        use = np.array([found.change[k].mean() for k in context]) / (2 * variance)
         length = memory_length(dict(zip(context.tolist(), use.tolist(), strict=True)), self.steps)
         return Carried(context, use, length, self.steps)

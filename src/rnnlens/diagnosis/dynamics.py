@@ -25,8 +25,7 @@ from ..typing import Array
 from ..verbs.axes import an_axes_table
 from ..verbs.turns import in_turn
 from .experiment import in_numpy
-from .orientation import Orientation
-from .samples import refuse_without_time
+from .samples import Orientation, refuse_without_time
 
 #: From so many states on, starts are drawn with replacement.
 _MANY = 10**6

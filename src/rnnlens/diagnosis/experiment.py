@@ -1,4 +1,4 @@
-"""One model on one set of samples: predictions, exchanged prefixes, exchanged states."""
+"""One model on one set of samples: its predictions at one output step, also for changed inputs, and captured states."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, Recurre
 from ..adapters.registry import adapter_for
 from ..errors import InputError, ModelError, RnnlensError, message
 from ..layout import Layout, dims_of
-from ..measures.intervention import donors, squared_change
+from ..measures.intervention import donors, score, squared_change
 from ..recurrence.replay import Replay
 from ..results.schema import to_host
 from ..typing import Array
 from .prediction import Target, read_target
 from .samples import Samples
 
-#: Samples whose states are looked at; the median over them is what is reported.
+#: Number of samples whose states are captured.
 LOOKED_INTO = 32
 
 
 @dataclass
 class Experiment:
-    """A model, its samples, and the output step that is looked at."""
+    """A model, its samples, and the output step that is examined."""
 
     model: Any
     samples: Samples
@@ -43,17 +43,17 @@ class Experiment:
         self.adapter = adapter_for(self.model)
 
     def axes_of(self, output: str) -> dict[str, Any] | None:
-        """What is known of the axes of inputs and of the output looked at; None where it has to be found out."""
+        """Axes of the inputs and of the examined output, as far as known; None where an experiment finds them."""
         lie = self.samples.lie
         said = {} if lie is None else {name: layout.axes for name, layout in lie.said.items()}
         if output in said or (lie is not None and lie.inputs is not None):
             return said
-        # Samples come first in what went in; how the output lies was looked up, where it was not plain.
+        # The samples come first in the inputs; the axes of the output were found before.
         return {**said, output: self.layout.axes}
 
     @cached_property
     def layout(self) -> Layout:
-        """How the output that is looked at lies."""
+        """Axes of the examined output."""
         whole = to_host(self._leaf(self.capture.outputs))
         _ = self.looked_at
         return (
@@ -63,12 +63,12 @@ class Experiment:
         )
 
     def given(self, x: Any) -> Any:
-        """Data as the model wants them."""
+        """Data in the model's own order of axes."""
         return x if self.samples.lie is None else self.samples.lie.as_given(x)
 
     @cached_property
     def few(self) -> Any:
-        """The first few samples, as the model wants them."""
+        """The first few samples in the model's own order of axes."""
         return self.given(data.map_leaves(lambda leaf: leaf[:LOOKED_INTO], self.samples.x))
 
     @cached_property
@@ -99,13 +99,13 @@ class Experiment:
         return np.where(mask.any(axis=1), last, 1)
 
     def _are_steps_of_the_data(self, steps: int) -> bool:
-        """Whether so many steps are the first of the data: all of them, or those that a packed layer keeps."""
+        """Whether ``steps`` steps are those of the data: all of them, or the first of a packed layer."""
         if steps < self.samples.steps and steps not in self._same_without:
             self._same_without[steps] = self._answers_the_same(steps)
         return self._same_without.get(steps, steps == self.samples.steps)
 
     def _answers_the_same(self, steps: int) -> bool:
-        """Whether the model says of the first ``steps`` steps what it says of all: what comes after is padding."""
+        """Whether the model gives the same output for the first ``steps`` steps as for all: the rest is padding."""
         place = -1
 
         def cut(leaf: Array) -> Array:
@@ -123,7 +123,7 @@ class Experiment:
         return part.shape == whole.shape and bool(np.allclose(part, whole, rtol=1e-3, atol=1e-5))
 
     def outputs(self, x: Any, initial_state: Any = None) -> Array:
-        """(sample, output) at the step that is looked at, as the model returns it."""
+        """Run the model and return (sample, output) at the examined step, as the model returns it."""
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
         given = self.given(x)
         capture = self.adapter.capture(self.model, Batch(given, initial_state=initial_state), request)
@@ -135,7 +135,7 @@ class Experiment:
 
     @cached_property
     def which(self) -> int:
-        """The place of the output that is looked at among those of the model."""
+        """Position of the examined output among those of the model."""
         outputs = self.capture.outputs
         names = list(outputs) if isinstance(outputs, Mapping) else []
         count = len(data.leaves_of(outputs))
@@ -150,7 +150,7 @@ class Experiment:
         return data.leaves_of(outputs)[self.which]
 
     def _of_output(self, y: Any) -> Array:
-        """The target of the output that is looked at: the only one, that of its name, or that in its place."""
+        """The target of the examined output: the only one, the one of its name, or the one in its position."""
         outputs, targets = self.capture.outputs, data.leaves_of(y)
         if len(targets) == 1:
             return targets[0]
@@ -174,7 +174,7 @@ class Experiment:
 
     @cached_property
     def looked_at(self) -> Array:
-        """The output on the first few samples, with samples first."""
+        """The examined output on the first few samples, with samples first."""
         few = min(LOOKED_INTO, self.samples.count)
         return self._turned(to_host(self._leaf(self.capture.outputs)), self.few, few)
 
@@ -183,7 +183,7 @@ class Experiment:
         return found
 
     def place(self, whole: Array) -> Array:
-        """(sample,): where, in an output (sample, time, ...), the step is that is looked at."""
+        """(sample,): index of the examined step in an output (sample, time, ...)."""
         count, steps = whole.shape[:2]
         if self.step == -1 and self._are_steps_of_the_data(steps):
             return self.lengths[:count] - 1
@@ -192,9 +192,9 @@ class Experiment:
         return np.full(count, self.step % steps)
 
     def ends(self, call: RecurrentCall) -> Array | None:
-        """(sample,): after which step of a captured call its state is the one that the output at the step has seen.
+        """(sample,): the step of a captured call after which its state reaches the examined output.
 
-        None where the recurrence has run to its end by then, or its steps are not those of the data.
+        None where that is the last step of the recurrence, or its steps are not those of the data.
         """
         own = self._are_steps_of_the_data(call.input.shape[1])
         if not own or (call.direction == "backward" and not self.is_sequence):
@@ -204,12 +204,12 @@ class Experiment:
 
     @cached_property
     def raw(self) -> Array:
-        """The model's output on its own samples."""
+        """Output of the model on the samples."""
         return self.outputs(self.samples.x)
 
     @cached_property
     def target(self) -> Target | None:
-        """The target at the step, or None without y."""
+        """Target at the examined step, or None without y."""
         if self.samples.y is None:
             return None
         y = self._of_output(self.samples.y)
@@ -226,48 +226,68 @@ class Experiment:
 
     @cached_property
     def prediction(self) -> Array:
-        """Prediction f on the model's own samples."""
+        """Prediction f on the samples."""
         return self.raw if self.target is None else self.target.prediction(self.raw)
 
     @cached_property
     def last(self) -> Array:
-        """(sample,): steps up to and including the one whose output is looked at."""
-        if self.step == -1:
+        """(sample,): steps up to and including the one whose output is examined; all of them where outputs have others.
+
+        The steps of a forecast, for example, are not those of the data: each has seen all inputs.
+        """
+        if self.step == -1 or not self.is_sequence:
             return self.lengths
-        step = self.step if self.step >= 0 else self.samples.steps + self.step
-        return np.minimum(self.lengths, step + 1) if self.is_sequence else self.lengths
+        steps = self.looked_at.shape[1]
+        if not self._are_steps_of_the_data(steps):
+            return self.lengths
+        return np.minimum(self.lengths, self.step % steps + 1)
 
     @cached_property
     def reach(self) -> int:
-        """Steps that the output can have seen: of the longest sample."""
+        """Number of steps that the output can have seen, in the longest sample."""
         return int(self.last.max())
 
     @cached_property
     def lender(self) -> Array:
-        """Who lends a prefix to whom."""
+        """(sample,): the sample that lends its prefix."""
         return donors(self.samples.count, lengths=self.last, seed=self.seed)
 
     def exchanged(self, keep: int) -> tuple[Array, Array]:
-        """Change of the prediction and loss (sample,) where all but the last ``keep`` steps are another sample's."""
+        """Change of the prediction and score (sample,) where all but the last ``keep`` steps are another sample's."""
         kept = np.full(self.samples.count, keep)
-        raw = self.outputs(self.samples.with_prefix(kept, self.lender, self.last))
-        if self.target is None:
-            return squared_change(self.prediction, raw), np.zeros(len(raw))
-        prediction = self.target.prediction(raw)
-        return squared_change(self.prediction, prediction), self.target.loss(prediction)
+        return self.changed(self.samples.with_prefix(kept, self.lender, self.last))
+
+    def changed(self, x: Any) -> tuple[Array, Array]:
+        """Change of the prediction on changed inputs, and score of the changed prediction, (sample,) each."""
+        prediction = self._predicted(self.outputs(x))
+        change = squared_change(self.prediction, prediction)
+        return change, np.zeros_like(change) if self.target is None else score(self.target.values, prediction)
+
+    def answer_shorter(self, lengths: Array) -> Array | None:
+        """Prediction on the last ``lengths`` steps of each sample; None where the model does not take so few."""
+        equal = bool((self.lengths == self.samples.steps).all())
+        if not equal and self.is_sequence:
+            return None
+        try:
+            return self._predicted(self.outputs(self.samples.shortened(self.lengths, lengths)))
+        except RnnlensError:
+            return None
+
+    def _predicted(self, raw: Array) -> Array:
+        return raw if self.target is None else self.target.prediction(raw)
 
 
 def in_numpy(call: RecurrentCall) -> RecurrentCall:
-    """The same call with its arrays, and those of its cell, in NumPy; a cell that the framework steps stays its."""
+    """Convert the arrays of a call and of its cell to NumPy; a cell that the framework runs keeps its own."""
     if call.cell.by_framework:
         return call
     changed = {
-        f.name: _plain_tree(getattr(call, f.name)) for f in fields(call) if f.name not in ("cell", "weight_grads")
+        f.name: _host_tree(getattr(call, f.name)) for f in fields(call) if f.name not in ("cell", "weight_grads")
     }
     return replace(call, cell=call.cell.with_weights(to_host), **changed)
 
 
-def _plain_tree(value: Any) -> Any:
+def _host_tree(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(_plain_tree(part) for part in value)
+        return tuple(_host_tree(part) for part in value)
     return to_host(value) if hasattr(value, "shape") else value

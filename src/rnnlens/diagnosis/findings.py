@@ -1,40 +1,125 @@
-"""Rules: from measures to findings. Each compares numbers with a threshold that was set on networks of known condition.
+"""Rules from measures to findings, and the sentences of a diagnosis.
 
-What cannot be told apart from a network's numbers is not claimed: saturated gates are no fault, a short memory is none
-unless something is missed, and a positive leading exponent is no chaos by itself (docs/findings).
+Each rule compares numbers with a threshold that was set on networks of known condition. A condition that the numbers
+cannot separate from others is not reported: saturated gates, a short memory alone, a positive leading exponent alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from ..measures.facts import Census, constant_features, padding_share, static_share
+from ..measures.intervention import USED
 from ..measures.residual import Missed
 from ..results.diagnosis import Finding
 from ..typing import Array
+from .carried import Carried
 from .layers import Attribution, LayerFacts
-from .memory import ENOUGH, FEWEST, Memory
-from .missed import EFFECT, P_VALUE, is_missed
+from .memory import EFFECT, ENOUGH, FEWEST, MISCALIBRATED, P_VALUE, Memory, is_missed
 
 MODEL = "model"
 #: State transfer below which no training signal crosses that many steps.
 VANISHED = 1e-4
-#: Decades by which a cotangent on the state may grow on its way back; in healthy trained networks it does not.
+#: Decades by which a cotangent on the state may grow on its way back; healthy trained networks stay below.
 EXPLODED = 2.0
-#: exp of the leading exponent times the length, with two standard errors to spare.
+#: Smallest total growth of small differences, with two standard errors subtracted, that counts as chaotic.
 CHAOS = np.log(100.0)
 #: Share of padded steps, and of samples without change over time.
 PADDED, STATIC = 0.5, 0.95
-#: Factor between memory in use and what attribution says.
+#: Factor between the memory in use and the attributed memory.
 DISAGREE = 2.0
-#: Decades between the adjoints of two layers.
+#: Decades between the total gradients of two layers.
 UNEQUAL = 4.0
 #: Share of subnormal numbers among the states.
 UNDERFLOWN = 0.01
 
 _ORDER = {"fault": 0, "unknown": 1, "caution": 2, "fact": 3}
+
+
+def headline(memory: Memory, baseline: tuple[str, Memory] | None, missed: Missed | None) -> str:
+    """Describe the memory in use of the whole model; "unknown", with the reason, where it cannot be reported.
+
+    Parameters
+    ----------
+    baseline
+        Name and memory of the baseline, shown beside and not judged.
+    """
+    if not memory.known:
+        return f"Memory in use unknown: {memory.why}."
+    sentences = [f"The model depends on {_used(memory)} ({'; '.join(_remarks(memory, baseline))}).", _lost(memory)]
+    later, of = memory.later
+    if of:
+        used = f"{later} of the {of} later {_steps(of)}" if later else f"none of the {of} later {_steps(of)}"
+        sentences.append(f"It also depends on {used}." if later else f"It depends on {used}.")
+    if memory.count_matters:
+        sentences.append("The number of steps before the last also changes its output, whatever their inputs.")
+    if missed is not None and not is_missed(missed, memory) and not memory.censored:
+        sentences.append("No sign of unused information in older steps (residual test).")
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def layer_sentence(name: str, carried: Carried) -> str:
+    """Describe the memory that the state of one layer carries."""
+    if carried.use.size == 0 or carried.use[0] <= USED:
+        return f"{name}: the state carries nothing from one step to the next that {_effect(carried)}."
+    length = "the first step to the last" if carried.length >= carried.steps else None
+    if length:
+        return f"{name}: the state carries information from {length} of {carried.steps}."
+    return f"{name}: the state carries information over {carried.length} {_steps(carried.length)}; {_older(carried)}."
+
+
+def _effect(carried: Carried) -> str:
+    return "changes the prediction" if carried.of == "prediction" else "changes its own later states"
+
+
+def _older(carried: Carried) -> str:
+    what = "the prediction" if carried.of == "prediction" else "its own last state"
+    return f"a state exchanged earlier does not change {what}"
+
+
+def _used(memory: Memory) -> str:
+    n, steps = memory.length.value, memory.steps
+    upto = "the steps up to its own" if memory.later[1] else "steps"
+    if n == 1:
+        return f"the input of the last step only, of {steps} {upto}" if steps > 1 else "its only step"
+    if memory.censored:
+        return f"all {steps} {upto}, and might use more than the data has"
+    return f"the last {n:.0f} of {steps} {upto}"
+
+
+def _remarks(memory: Memory, baseline: tuple[str, Memory] | None) -> list[str]:
+    length, steps = memory.length, memory.steps
+    remarks = [f"95 % CI {length.low:.0f}-{length.high:.0f}{' or more' if length.high >= steps else ''}"]
+    if memory.skill is not None:
+        raw, again = memory.skill.raw, memory.skill.recalibrated
+        remarks.append(f"skill {raw.value:.2f}" + ("" if raw.low > 0 else f", {again.value:.2f} recalibrated"))
+    if memory.rare.value > 2 * length.value:
+        remarks.append(f"{_count(memory.rare.value, steps)} at 1 % of the variance")
+    if baseline is not None and baseline[1].context.size:
+        remarks.append(f"{baseline[0]}: {_count(baseline[1].length.value, baseline[1].steps)}")
+    return remarks
+
+
+def _lost(memory: Memory) -> str:
+    """How much of the score is lost where the oldest of the used steps, and all before it, are exchanged."""
+    lost, n = memory.lost_without, memory.length.value
+    if n == 1 or math.isnan(lost):
+        return ""
+    needed = memory.needed.value
+    more = f" 5 % of the score depends on the last {_count(needed, memory.steps)}." if needed > 2 * n else ""
+    share = "all" if lost >= 0.995 else _percent(max(lost, 0.0))
+    return f"Exchanging step {n:.0f} from the end and everything older loses {share} of the score.{more}"
+
+
+def _count(value: float, steps: int) -> str:
+    return f">= {steps}" if value >= steps else f"{value:.0f}"
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else "steps"
 
 
 def findings(
@@ -46,8 +131,8 @@ def findings(
     mask: Array | None,
     prediction: Array,
 ) -> list[Finding]:
-    """All findings, faults first."""
-    found = [
+    """Apply all rules; faults first."""
+    by_rule = [
         *_about_numbers(layers, prediction),
         *_about_skill(memory),
         *_about_missed(memory, missed, layers),
@@ -56,95 +141,113 @@ def findings(
         *_about_data(x, mask),
         *_about_memory(memory, attributed),
     ]
-    return sorted(found, key=lambda finding: _ORDER[finding.severity])
+    return sorted(by_rule, key=lambda finding: _ORDER[finding.severity])
 
 
 def _about_skill(memory: Memory) -> Iterator[Finding]:
-    skill = memory.skill
-    if skill is None or not np.isfinite(skill.value) or skill.low > 0:
+    if memory.skill is None or not np.isfinite(memory.skill.raw.value):
         return
-    yield Finding(
-        "NO_SKILL",
-        "unknown",
-        MODEL,
-        f"The model predicts no better than the best constant (skill {skill.value:.2f}, 95 % CI {skill.low:.2f} to "
-        f"{skill.high:.2f}), so that what it uses of its past says nothing.",
-        {"skill": skill.value, "low": skill.low, "high": skill.high},
-        "the 95 % interval of skill reaches 0",
-        "train first; if the loss does not fall at all, check the target, the learning rate, and whether a tiny subset "
-        "can be learned by heart.",
-    )
+    raw, again, gain = memory.skill.raw, memory.skill.recalibrated, memory.skill.gain
+    evidence = {"skill": raw.value, "low": raw.low, "high": raw.high, "recalibrated": again.value}
+    if not memory.skill.proven:
+        yield Finding(
+            "NO_SKILL",
+            "unknown",
+            MODEL,
+            f"The model predicts no better than a constant (skill {raw.value:.2f}, 95 % CI {raw.low:.2f} to "
+            f"{raw.high:.2f}; recalibrated {again.value:.2f}), so its memory in use has no meaning.",
+            evidence,
+            "the 95 % interval of the skill reaches 0, also after recalibration",
+            "compare with the skill on the training data. If that is high, the model is overfitted: regularise, or use "
+            "more data. If not, check the target and the learning rate, and whether it can learn 16 samples by heart.",
+        )
+    elif again.low > 0 and memory.miscalibrated:
+        yield Finding(
+            "MISCALIBRATED",
+            "caution",
+            MODEL,
+            f"The predictions are off in scale: skill {raw.value:.2f} as they are, {again.value:.2f} recalibrated.",
+            {**evidence, "gain": gain.value, "gain_low": gain.low},
+            f"recalibration gains more than {_percent(MISCALIBRATED)} of the loss of a constant, 95 % interval",
+            "compare with the skill on the training data: if it is much higher there, the model is overfitted. If "
+            "classes were weighted in the loss, this is expected. Else rescale the outputs (arXiv:1706.04599).",
+        )
 
 
 def _about_missed(memory: Memory, missed: Missed | None, layers: Sequence[LayerFacts]) -> Iterator[Finding]:
-    if missed is None or not is_missed(missed):
+    if missed is None or not is_missed(missed, memory):
         return
     lag = len(missed.by_step) - 1 - missed.step
     yield Finding(
         "MISSED_DEPENDENCY",
         "fault",
         MODEL,
-        f"The input at {_step(lag)} would explain what the model gets wrong: {_percent(missed.effect)} of the variance "
-        f"of the target, p < {P_VALUE}.",
+        f"The input {_where(lag)} would explain errors of the model: {_percent(missed.effect)} of the variance of the "
+        f"target (residual test, p < {P_VALUE}).",
         {"effect": missed.effect, "p_value": missed.p_value, "step": missed.step, "lag": lag},
         f"cross-validated ridge on the residual explains >= {_percent(EFFECT)} of Var y, permutation p < {P_VALUE}",
         "",
     )
-    where = max(layers, key=lambda layer: layer.signal(lag, memory.steps))
-    path = where.signal(lag, memory.steps)
-    evidence = {"kappa": path, "lag": lag}
+    layer = max(layers, key=lambda layer: layer.signal(lag, memory.steps))
+    transfer = layer.signal(lag, memory.steps)
+    evidence = {"kappa": transfer, "lag": lag}
     if not lag:
         yield Finding(
             "PATH_OPEN",
             "fault",
             MODEL,
-            "No recurrence stands between that input and the output: it was not learned for another reason.",
+            "No recurrence lies between that input and the output, so a vanishing gradient is not the reason.",
             evidence,
             "missed at the last step",
-            "train longer, or more units; see that the output is read where that input is in.",
+            _OVERFITTED
+            if memory.miscalibrated
+            else "train longer, or more units; check that the output is read after it.",
         )
-        return
-    if path < VANISHED:
+    elif transfer < VANISHED:
         yield Finding(
             "VANISHING",
             "fault",
-            where.name,
-            f"No training signal gets there: of a cotangent on the final state {path:.1e} is left {_ago(lag)}.",
+            layer.name,
+            f"No training signal reaches that input: the state transfer over {lag} {_steps(lag)} is {transfer:.1e}.",
             evidence,
             f"missed, and kappa at the missed step < {VANISHED:g}",
-            where.run.cell.against_vanishing,
+            layer.run.cell.against_vanishing,
         )
-        return
-    yield Finding(
-        "PATH_OPEN",
-        "fault",
-        where.name,
-        f"The way there is open ({path:.1g} of a training signal is left {_ago(lag)}): it was not learned for another "
-        "reason.",
-        evidence,
-        f"missed, and kappa at the missed step >= {VANISHED:g}",
-        "which reason cannot be told from the network: train longer; if it was trained on windows, a window longer "
-        f"than {lag} {'step' if lag == 1 else 'steps'}; else more units. Another initialisation will not help.",
-    )
+    else:
+        yield Finding(
+            "PATH_OPEN",
+            "fault",
+            layer.name,
+            f"A training signal reaches that input (state transfer over {lag} {_steps(lag)}: {transfer:.1g}), so a "
+            "vanishing gradient is not the reason.",
+            evidence,
+            f"missed, and kappa at the missed step >= {VANISHED:g}",
+            _OVERFITTED
+            if memory.miscalibrated
+            else "the network does not show the reason: train longer; if trained on windows, use one longer than "
+            f"{lag} {_steps(lag)}; else more units. Another initialisation will not help.",
+        )
 
 
-def _step(lag: int) -> str:
-    return f"the step {lag} before the last" if lag else "the last step"
+_OVERFITTED = (
+    "compare with the skill on the training data: if it is much higher there, the model is overfitted; regularise, or "
+    "use more data. Neither longer training nor more units will help then."
+)
 
 
-def _ago(lag: int) -> str:
-    return f"{lag} {'step' if lag == 1 else 'steps'} back"
+def _where(lag: int) -> str:
+    return f"{lag} {_steps(lag)} before the last" if lag else "at the last step"
 
 
 def _percent(share: float) -> str:
     return f"{share:.0%}".replace("%", " %")
 
 
-_MEND = "rl.find_nonfinite(model, x, y) says where the first is; mend the data, the learning rate, clip gradients."
+_REPAIR = "rl.find_nonfinite(model, x, y) finds the first one; check the data and the learning rate, clip gradients."
 
 
 def _about_numbers(layers: Sequence[LayerFacts], prediction: Array) -> Iterator[Finding]:
-    """States that are not finite, by layer; or else predictions, of whichever sample."""
+    """Report states that are not finite, by layer; or else predictions."""
     broken = [layer for layer in layers if layer.states.nan or layer.states.infinite]
     for layer in broken:
         nan, infinite, count = layer.states.nan, layer.states.infinite, layer.states.count
@@ -155,7 +258,7 @@ def _about_numbers(layers: Sequence[LayerFacts], prediction: Array) -> Iterator[
             f"{nan} of {count} numbers of the state are NaN, {infinite} infinite.",
             {"nan": nan, "infinite": infinite, "count": count},
             "any",
-            _MEND,
+            _REPAIR,
         )
     bad = ~np.isfinite(prediction).all(axis=1)
     if bad.any() and not broken:
@@ -163,10 +266,10 @@ def _about_numbers(layers: Sequence[LayerFacts], prediction: Array) -> Iterator[
             "NONFINITE",
             "fault",
             MODEL,
-            f"{int(bad.sum())} of {bad.size} predictions are not finite, that of sample {int(bad.argmax())} first.",
+            f"{int(bad.sum())} of {bad.size} predictions are not finite, the first at sample {int(bad.argmax())}.",
             {"samples": int(bad.sum()), "first": int(bad.argmax()), "count": int(bad.size)},
             "any",
-            _MEND,
+            _REPAIR,
         )
 
 
@@ -176,7 +279,7 @@ def _about_dynamics(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator[Fi
             continue
         rate, error = layer.transfer.leading_exponent()
         steps = len(layer.transfer.log_ratio) - 1
-        # Not the gradient of the output: where every step is read, it is larger at some than at the last by itself.
+        # Not the gradient of the output: where the output reads several steps, that may be largest at an earlier one.
         growth = layer.transfer.growth
         if growth >= EXPLODED:
             chaotic = np.isfinite(error) and (rate - 2 * error) * steps > CHAOS and layer.bounded
@@ -184,10 +287,10 @@ def _about_dynamics(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator[Fi
                 "EXPLODING",
                 "fault",
                 layer.name,
-                f"Gradients grow on their way back: by {growth:.1f} decades within {steps} steps.",
+                f"Gradients grow backwards in time, by {growth:.1f} decades within {steps} steps.",
                 {"growth": growth, "of the output": layer.growth, "lambda_1": rate, "stderr": error},
                 f">= {EXPLODED:g} decades",
-                "clip the norm of the gradient (arXiv:1211.5063), a smaller recurrent kernel or gain, or a gated cell.",
+                "clip the norm of the gradient (arXiv:1211.5063), a smaller recurrent kernel, or a gated cell.",
             )
             if chaotic:
                 yield _chaotic(layer, rate, error, steps)
@@ -202,8 +305,8 @@ def _chaotic(layer: LayerFacts, rate: float, error: float, steps: int) -> Findin
         "CHAOTIC",
         "fault",
         layer.name,
-        f"The state is chaotic: small differences grow by {np.exp(rate):.3g} a step (leading exponent {rate:.3f} "
-        f"+- {error:.3f}) while the state stays bounded, so that no input can be told from {steps} steps later.",
+        f"The state is chaotic: small differences grow by a factor of {np.exp(rate):.3g} per step (leading exponent "
+        f"{rate:.3f} +- {error:.3f}) while the state stays bounded, so inputs cannot be recovered {steps} steps later.",
         {"lambda_1": rate, "stderr": error, "steps": steps},
         "(lambda_1 - 2 standard errors) T > ln 100, and the state is bounded",
         "a smaller gain of the recurrent kernel (spectral radius towards 1; Sompolinsky, Crisanti, Sommers 1988), or a "
@@ -235,7 +338,7 @@ def _unequal(layers: Sequence[LayerFacts]) -> Iterator[Finding]:
             "UNEQUAL_LAYERS",
             "caution",
             low,
-            f"Its gradient is {decades:.1f} decades smaller than that of {high}.",
+            f"Its total gradient is {decades:.1f} decades smaller than that of {high}.",
             {"decades": decades},
             f">= {UNEQUAL:g} decades between layers",
             "normalisation or residual connections between the layers, or one learning rate per layer.",
@@ -250,7 +353,7 @@ def _about_units(layers: Sequence[LayerFacts]) -> Iterator[Finding]:
                 "DEAD_UNITS",
                 "fault",
                 layer.name,
-                f"{count} of {layer.dead.size} units never move.",
+                f"{count} of {layer.dead.size} units are dead: their value does not vary.",
                 {"dead": count, "units": int(layer.dead.size), "which": np.flatnonzero(layer.dead).tolist()},
                 "spread over samples and steps <= 1e-4 of the median unit's",
                 "with relu a lower learning rate, a leaky activation or another initialisation; else fewer units.",
@@ -267,7 +370,7 @@ def _about_data(x: Array, mask: Array | None) -> Iterator[Finding]:
             f"{_percent(padded)} of the steps are padding.",
             {"padding": padded},
             f"> {_percent(PADDED)} masked, or identical steps at one end",
-            "mask the padding, or put samples of like length into one batch.",
+            "mask the padding, or batch samples of similar length.",
         )
     constant = constant_features(x)
     if constant.any():
@@ -275,10 +378,10 @@ def _about_data(x: Array, mask: Array | None) -> Iterator[Finding]:
             "CONSTANT_INPUT",
             "caution",
             MODEL,
-            f"{int(constant.sum())} of {constant.size} input features never vary: a gradient by them means nothing.",
+            f"{int(constant.sum())} of {constant.size} input features never vary; their gradients have no meaning.",
             {"features": np.flatnonzero(constant).tolist()},
             "max == min over all samples and steps",
-            "leave them out, or check how they were scaled.",
+            "remove them, or check how they were scaled.",
         )
     static = static_share(x)
     if static > STATIC:
@@ -289,7 +392,7 @@ def _about_data(x: Array, mask: Array | None) -> Iterator[Finding]:
             f"The input of {_percent(static)} of the samples does not change over time.",
             {"share": static},
             f"> {_percent(STATIC)} of the samples",
-            "a network without recurrence would do.",
+            "a network without recurrence is enough.",
         )
 
 
@@ -301,7 +404,7 @@ def _about_memory(memory: Memory, attributed: Attribution | None) -> Iterator[Fi
             "unknown" if samples < FEWEST else "caution",
             MODEL,
             f"{samples} samples: "
-            + ("too few to speak of memory." if samples < FEWEST else "intervals are too narrow."),
+            + ("too few to measure memory." if samples < FEWEST else "the intervals are too narrow."),
             {"samples": samples},
             f"< {ENOUGH}",
             f"pass at least {ENOUGH} samples.",
@@ -309,15 +412,15 @@ def _about_memory(memory: Memory, attributed: Attribution | None) -> Iterator[Fi
     if not memory.known:
         return
     length = memory.length
-    if length.value == 1:
+    if length.value == 1 and not memory.count_matters and not memory.later[0]:
         yield Finding(
             "LAST_STEP_ONLY",
             "fact",
             MODEL,
-            "Only the last step is used.",
+            "The prediction depends on the input of the last step only.",
             {"memory": 1},
             "n = 1 with skill",
-            "nothing, if the task needs no more: only a missed dependency would be a fault.",
+            "nothing, if the task needs no more; only a missed dependency would be a fault.",
         )
     if attributed is None or not attributed.memory:
         return
@@ -328,13 +431,14 @@ def _about_memory(memory: Memory, attributed: Attribution | None) -> Iterator[Fi
             "GRADIENT_MEMORY_DISAGREE",
             "caution",
             MODEL,
-            f"Gradients point to the last {attributed.memory} steps, the model uses {length.value:.0f}: "
+            f"Gradients attribute the prediction to the last {attributed.memory} steps, the exchange of inputs to "
+            f"{length.value:.0f}: "
             + (
-                "a robust memory (a latch) has no gradient."
+                "a stable memory (a latch) has a gradient of nearly zero."
                 if attributed.memory < length.value
-                else "gradients have heavy tails, believe the exchange of inputs."
+                else "few samples with large gradients dominate the attribution."
             ),
             {"attributed": attributed.memory, "memory": length.value},
             f"a factor of {DISAGREE:g}, outside the interval",
-            "nothing: believe the memory in use (Bengio, Simard, Frasconi 1994).",
+            "rely on the memory in use (Bengio, Simard, Frasconi 1994).",
         )

@@ -1,4 +1,4 @@
-"""Measures as labelled variables: a node for the model, one per layer."""
+"""Measures as labelled variables: one Dataset for the model, and one for each layer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BOUNDS = ["low", "high"]
 def model_dataset(
     memory: Memory, missed: Missed | None, attributed: Attribution | None, before: Memory | None
 ) -> xr.Dataset:
-    """Curves over ``context``, lengths with intervals, skill, what is missed and attributed by lag."""
+    """Label the measures of the model: curves over ``context``, lengths with intervals, skill, residual test by lag."""
     variables = {
         "use": _v(("context",), memory.use, "use of older inputs", "share of variance", "U(k), total Sobol index"),
         "use_interval": _v(("context", "bound"), memory.use_band, "95 % interval of use", "share of variance"),
-        "benefit": _v(("context",), memory.benefit, "benefit of older inputs", "share of what was learned", "B(k)"),
+        "benefit": _v(("context",), memory.benefit, "benefit of older inputs", "share of the score", "B(k)"),
         "benefit_interval": _v(("context", "bound"), memory.benefit_band, "95 % interval of benefit", "share"),
         "steps": _v((), memory.steps, "steps that the output can have seen", "step"),
         **_interval("memory", memory.length, "memory in use, n at 5 %"),
@@ -33,13 +33,17 @@ def model_dataset(
     if memory.change.size:
         variables["change"] = _v(("context", "sample"), memory.change, "squared change of the prediction", "1")
     if memory.skill is not None:
-        variables |= _interval("skill", memory.skill, "skill: 1 - loss / best constant loss", "1")
+        variables |= _interval("skill", memory.skill.raw, "skill: 1 - loss / best constant loss", "1")
+        variables |= _interval("skill_recalibrated", memory.skill.recalibrated, "skill, recalibrated", "1")
+    if memory.later[1]:
+        variables["later_steps_used"] = _v((), memory.later[0], "steps after the output's own step in use", "step")
     if missed is not None:
         variables["missed"] = _v(
-            ("lag",), missed.by_step[::-1], "association of the residual with the input", "share of Var y"
+            ("lag",), missed.by_step[::-1], "association of the errors with the input", "share of Var y"
         )
         variables["missed_threshold"] = _v((), missed.threshold, "99 % of permuted maxima", "share of Var y")
-        variables["missed_effect"] = _v((), missed.effect, "share of Var y that ridge finds in the residual", "1")
+        variables["missed_learned"] = _v((), missed.learned, "share of the association that the prediction has", "1")
+        variables["missed_effect"] = _v((), missed.effect, "share of Var y that ridge explains in the errors", "1")
     if attributed is not None:
         variables["attributed_memory"] = _v((), attributed.memory, "steps that hold 95 % of the attribution", "step")
     if before is not None:
@@ -53,11 +57,11 @@ def model_dataset(
 
 
 def layer_dataset(parts: Sequence[LayerFacts], carried: Carried | None = None) -> xr.Dataset:
-    """State transfer and adjoint by ``lag``, exponent, growth, decay, gates, dead units; directions side by side."""
+    """Label the measures of a layer: state transfer and adjoint by ``lag``, exponent, gates, units; by direction."""
     datasets = _as_long([_one(part) for part in parts])
     whole = datasets[0] if len(parts) == 1 else xr.concat(datasets, dim="direction", combine_attrs="override")
     if carried is not None:
-        words = "use of the layer's own state"
+        words = f"use of the layer's state by {'the prediction' if carried.of == 'prediction' else 'its last state'}"
         whole["carried"] = _v(("context",), carried.use, words, "share of variance", "U(k), its state exchanged")
         whole["carried_memory"] = _v((), carried.length, "memory carried by the layer, n at 5 %", "step")
         whole = whole.assign_coords(context=carried.context)
@@ -65,7 +69,7 @@ def layer_dataset(parts: Sequence[LayerFacts], carried: Carried | None = None) -
 
 
 def _as_long(datasets: Sequence[xr.Dataset]) -> list[xr.Dataset]:
-    """Directions have seen more or fewer steps than each other: the shorter profiles end in NaN."""
+    """Pad the profiles of directions of different length with NaN."""
     found = list(datasets)
     for dim in ("lag", "lag_out"):
         longest = max(d.sizes.get(dim, 0) for d in found)
@@ -89,7 +93,7 @@ def _one(part: LayerFacts) -> xr.Dataset:
         "nan": _v((), part.states.nan / part.states.count, "share of the states that is NaN", "1"),
         "infinite": _v((), part.states.infinite / part.states.count, "share of the states that is infinite", "1"),
         "subnormal": _v((), part.states.underflow / part.states.count, "share of the states that is subnormal", "1"),
-        "dead": _v(("unit",), part.dead, "units that never move", "1"),
+        "dead": _v(("unit",), part.dead, "dead units", "1"),
     }
     if part.adjoint_norms is not None:
         variables["adjoint_size"] = _v((), part.adjoint_size, "largest norm of the adjoint of a sample, median", "1")

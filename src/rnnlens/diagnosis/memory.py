@@ -1,34 +1,78 @@
-"""The headline: memory in use, benefit and skill of a whole model, with their intervals."""
+"""Memory in use, benefit, skill and residual test of a whole model, with 95 % intervals."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..measures.intervention import USED, Probes, cycle, memory_length, search, skill, total_variance
+from .. import data
+from ..adapters.protocol import Batch, CaptureRequest
+from ..measures.intervention import (
+    USED,
+    Probes,
+    cycle,
+    memory_length,
+    score,
+    search,
+    skill,
+    squared_change,
+    total_variance,
+)
 from ..measures.resampling import interval, resampled_variance, resampling_weights
+from ..measures.residual import Missed, Windows, missed_dependency, overlapping_windows
+from ..results.schema import to_host
 from ..typing import Array
 from .experiment import Experiment
+from .prediction import Target
 
-#: Fewer samples than this say nothing about memory; below ``ENOUGH`` the interval is wider than it says.
+#: With fewer samples than this no memory is reported; below ``ENOUGH`` the interval is too narrow.
 FEWEST, ENOUGH = 64, 128
-#: The second level that is printed: what few samples or little variance need.
+#: The second level at which the memory is given: few samples, or little variance, need it.
 RARE = 0.01
+#: Samples that the residual test uses.
+MOST = 1024
+#: Rule of MISSED_DEPENDENCY: smallest share of the variance of y, and largest p value.
+EFFECT, P_VALUE = 0.02, 0.01
+#: Share of the target's association with a step that a miscalibrated prediction has at least, if it uses the step.
+LEARNED = 0.2
+#: Gain of skill by recalibration from which on a prediction is miscalibrated.
+MISCALIBRATED = 0.02
+#: Predictions between the given ones and their best calibration that the residual test tries.
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+#: A sample shorter than this says nothing about the number of steps.
+_LEAST_STEPS = 4
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A number and its 95 % interval."""
+    """A number with its 95 % interval."""
 
     value: float
     low: float
     high: float
 
 
+UNKNOWN = Interval(float("nan"), float("nan"), float("nan"))
+
+
+@dataclass(frozen=True)
+class Skill:
+    """Skill of a prediction as it is, after recalibration, and the difference; recalibrated on other samples."""
+
+    raw: Interval
+    recalibrated: Interval
+    gain: Interval
+
+    @property
+    def proven(self) -> bool:
+        """Whether the skill is above 0 for certain, as it is or after recalibration."""
+        return self.raw.low > 0 or self.recalibrated.low > 0
+
+
 @dataclass(frozen=True)
 class Memory:
-    """What a model uses of its past.
+    """Memory in use of a model.
 
     Attributes
     ----------
@@ -38,128 +82,182 @@ class Memory:
         The k at which prefixes were exchanged.
     use, benefit : (context,), with bands (context, 2)
     length, rare, needed : Interval
-        n at 5 % and 1 % of the variance of the prediction, and at 5 % of what was learned.
-    censored
-        Whether even the first step is in use: n is at least ``steps``.
-    skill : Interval or None
+        n at 5 % and 1 % of the variance of the prediction, and at 5 % of the score.
+    skill : Skill or None
         None without a target.
+    later
+        Number of steps after the output's own step that the prediction uses, and how many there are.
+    count_matters
+        Whether the number of steps changes the prediction, whatever their inputs.
     known
-        Whether n may be spoken of.
+        Whether n may be reported.
     why
         Why not.
     """
 
     steps: int
-    context: Array
-    use: Array
-    use_band: Array
-    benefit: Array
-    benefit_band: Array
-    length: Interval
-    rare: Interval
-    needed: Interval
-    skill: Interval | None
-    change: Array
-    loss: Array
+    skill: Skill | None
     known: bool
     why: str = ""
+    context: Array = field(default_factory=lambda: np.empty((0,)))
+    use: Array = field(default_factory=lambda: np.empty((0,)))
+    use_band: Array = field(default_factory=lambda: np.empty((0, 2)))
+    benefit: Array = field(default_factory=lambda: np.empty((0,)))
+    benefit_band: Array = field(default_factory=lambda: np.empty((0, 2)))
+    length: Interval = UNKNOWN
+    rare: Interval = UNKNOWN
+    needed: Interval = UNKNOWN
+    change: Array = field(default_factory=lambda: np.empty((0, 0)))
+    later: tuple[int, int] = (0, 0)
+    count_matters: bool = False
+
+    @property
+    def miscalibrated(self) -> bool:
+        """Whether recalibration gains skill for certain."""
+        return self.skill is not None and self.skill.gain.low > MISCALIBRATED
 
     @property
     def censored(self) -> bool:
-        """Whether the memory is at least as long as the data."""
+        """Whether even the first step is in use, so that n is at least ``steps``."""
         return self.length.value >= self.steps
 
     @property
     def lost_without(self) -> float:
-        """Share of what was learned that is lost where the inputs from n steps back on are another sample's."""
+        """Share of the score that is lost where the inputs from n steps back on are another sample's."""
         shorter = np.flatnonzero(self.context < self.length.value)
         return float(self.benefit[shorter[-1]]) if shorter.size else float("nan")
 
 
 def measure_memory(experiment: Experiment) -> Memory:
-    """Exchange prefixes until it is known where the prediction stops to notice."""
+    """Exchange prefixes of different lengths, and find from which on the prediction does not change."""
     prediction, steps = experiment.prediction, experiment.reach
     if not np.isfinite(prediction).all():
-        return _unknown(steps, None, "the prediction is not finite")
+        return Memory(steps, None, False, "the prediction is not finite")
     variance = total_variance(prediction)
-    found = _skill(experiment)
+    windows = _windows(experiment)
+    skills = _skill(experiment, windows)
+    later = _later(experiment, variance)
     if steps < 2:
-        return _unknown(steps, found, "the output has seen one step only")
+        return Memory(steps, skills, False, "the output has seen one step only", later=later)
     if not variance:
-        return _unknown(steps, found, "the prediction does not vary over the samples")
+        return Memory(steps, skills, False, "the prediction does not vary over the samples")
     probes = search(experiment.exchanged, steps, 2 * variance, (USED, RARE))
-    # A sample's change is shared with the one that lends it its prefix.
-    order = cycle(experiment.lender)
-    weights = resampling_weights(len(prediction), order=order, seed=experiment.seed)
-    why = _doubt(len(prediction), found)
-    return _summary(experiment, probes, variance, weights, found, why)
+    why = _doubt(len(prediction), skills)
+    return _summary(experiment, probes, variance, windows, skills, why, later)
 
 
-def _skill(experiment: Experiment) -> Interval | None:
+def _windows(experiment: Experiment) -> Windows | None:
+    """Order and overlap of the samples where they are windows of one series."""
+    leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
+    return overlapping_windows(np.asarray(leaf)[: experiment.samples.count])
+
+
+def _skill(experiment: Experiment, windows: Windows | None) -> Skill | None:
     target = experiment.target
     if target is None:
         return None
     loss, constant = target.loss(experiment.prediction), target.constant_loss()
     if not constant.mean() > 0:
-        return Interval(float("nan"), float("nan"), float("nan"))
-    weights = resampling_weights(len(loss), seed=experiment.seed)
-    return Interval(skill(loss, constant), *interval(1 - (weights @ loss) / np.maximum(weights @ constant, 1e-300)))
+        return Skill(UNKNOWN, UNKNOWN, UNKNOWN)
+    weights = _weights(len(loss), windows, experiment.seed)
+    again = target.loss(_recalibrated(experiment.prediction, target, windows))
+    scale = np.maximum(weights @ constant, 1e-300)
+    gain = float((loss - again).mean() / constant.mean())
+    return Skill(
+        Interval(skill(loss, constant), *interval(1 - (weights @ loss) / scale)),
+        Interval(skill(again, constant), *interval(1 - (weights @ again) / scale)),
+        Interval(gain, *interval(weights @ (loss - again) / scale)),
+    )
 
 
-def _doubt(samples: int, found: Interval | None) -> str:
+def _weights(samples: int, windows: Windows | None, seed: int) -> Array:
+    if windows is None:
+        return resampling_weights(samples, seed=seed)
+    return resampling_weights(samples, order=windows.order, block=max(4, windows.overlap), seed=seed)
+
+
+def _recalibrated(prediction: Array, target: Target, windows: Windows | None) -> Array:
+    """Calibrate the prediction of each half of the samples by a fit on the other half."""
+    order = np.random.default_rng(0).permutation(len(prediction)) if windows is None else windows.order
+    halves = np.array_split(order, 2)
+    found = prediction.copy()
+    for own, other in (halves, halves[::-1]):
+        fit = target.of_samples(other).calibration(prediction[other])
+        found[own] = fit.apply(prediction[own])
+    return found
+
+
+def _doubt(samples: int, found: Skill | None) -> str:
     if samples < FEWEST:
-        return f"{samples} samples are too few, {FEWEST} are needed"
+        return f"{samples} samples are too few, at least {FEWEST} are needed"
     if found is None:
         return "without a target it is not known whether anything was learned"
-    if not np.isfinite(found.value):
+    if not np.isfinite(found.raw.value):
         return "the target does not vary over the samples"
-    if not found.low > 0:
-        return (
-            f"it predicts no better than a constant (skill {found.value:.2f}, "
-            f"95 % CI {found.low:.2f} to {found.high:.2f})"
-        )
+    if not found.proven:
+        raw = found.raw
+        return f"no better than a constant prediction (skill {raw.value:.2f}, 95 % CI {raw.low:.2f} to {raw.high:.2f})"
     return ""
 
 
 def _summary(
-    experiment: Experiment, probes: Probes, variance: float, weights: Array, found: Interval | None, why: str
+    experiment: Experiment,
+    probes: Probes,
+    variance: float,
+    windows: Windows | None,
+    skills: Skill | None,
+    why: str,
+    later: tuple[int, int],
 ) -> Memory:
+    # The change of a sample depends on its lender too; where windows overlap, on its neighbours far more.
+    order = cycle(experiment.lender) if windows is None else windows.order
+    block = 4 if windows is None else max(4, windows.overlap)
+    weights = resampling_weights(len(experiment.prediction), order=order, block=block, seed=experiment.seed)
     context = np.array(sorted(probes.change))
     change = np.stack([probes.change[k] for k in context])
-    swapped = np.stack([probes.loss[k] for k in context])
     use = change.mean(axis=1) / (2 * variance)
     resampled = (change @ weights.T) / np.maximum(2 * resampled_variance(experiment.prediction, weights), 1e-300)
-    learned, again = _learned(experiment, weights)
-    loss = np.zeros(change.shape[1]) if experiment.target is None else experiment.target.loss(experiment.prediction)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        benefit = (swapped - loss).mean(axis=1) / learned
-        gained = (swapped - loss) @ weights.T / again
+    benefit, gained = _benefit(experiment, np.stack([probes.score[k] for k in context]), weights)
     steps = probes.steps
 
     def length(curve: Array, repeats: Array, level: float) -> Interval:
         n = memory_length(dict(zip(context.tolist(), curve.tolist(), strict=True)), steps, level)
         return Interval(n, *_length_interval(context, repeats, steps, level))
 
+    found = length(use, resampled, USED)
     return Memory(
         steps,
+        skills,
+        not why,
+        why,
         context,
         use,
         _band(resampled),
         benefit,
         _band(gained),
-        length(use, resampled, USED),
+        found,
         length(use, resampled, RARE),
         length(benefit, gained, USED),
-        found,
         change,
-        swapped,
-        not why,
-        why,
+        later,
+        _count_matters(experiment, int(found.value), variance),
     )
 
 
+def _benefit(experiment: Experiment, swapped: Array, weights: Array) -> tuple[Array, Array]:
+    """B(k) and its resamples, (context,) and (context, resample), from the scores (context, sample); NaN without."""
+    target = experiment.target
+    if target is None:
+        return np.full(len(swapped), np.nan), np.full((len(swapped), len(weights)), np.nan)
+    own = score(target.values, experiment.prediction)
+    gained, again = float(own.mean()), weights @ own
+    with np.errstate(divide="ignore", invalid="ignore"):
+        whole = 1 - swapped.mean(axis=1) / (gained if gained > 0 else float("nan"))
+        return whole, 1 - (swapped @ weights.T) / np.where(again > 0, again, np.nan)
+
+
 def _length_interval(context: Array, repeats: Array, steps: int, level: float) -> tuple[float, float]:
-    """Of n, from resampled curves (context, resample).
+    """Return the 95 % interval of n from resampled curves (context, resample).
 
     A curve is known at some k only: n lies after the last of them that is above the level, at the latest at the next.
     The low end is taken from the earliest it can be, the high end from the latest.
@@ -172,24 +270,83 @@ def _length_interval(context: Array, repeats: Array, steps: int, level: float) -
     return (float(np.floor(low)), float(np.ceil(high))) if np.isfinite(low) else (low, high)
 
 
-def _learned(experiment: Experiment, weights: Array) -> tuple[float, Array]:
-    """Best constant loss minus loss, over all samples and in each resample; NaN where nothing was learned."""
-    target = experiment.target
-    if target is None:
-        return float("nan"), np.full(len(weights), np.nan)
-    difference = target.constant_loss() - target.loss(experiment.prediction)
-    whole, again = float(difference.mean()), weights @ difference
-    return (whole if whole > 0 else float("nan")), np.where(again > 0, again, np.nan)
-
-
 def _band(repeats: Array) -> Array:
     return np.array([interval(row) for row in repeats]).reshape(-1, 2)
 
 
-def _unknown(steps: int, found: Interval | None, why: str) -> Memory:
-    nothing, band = np.empty(0), np.empty((0, 2))
-    unknown = Interval(float("nan"), float("nan"), float("nan"))
-    empty = np.empty((0, 0))
-    return Memory(
-        steps, nothing, nothing, band, nothing, band, unknown, unknown, unknown, found, empty, empty, False, why
-    )
+def _later(experiment: Experiment, variance: float) -> tuple[int, int]:
+    """How many steps after the output's own one are used, of how many: as a backward direction reads them."""
+    rest = experiment.samples.steps - experiment.reach
+    if rest < 1 or not variance or (experiment.last != experiment.reach).any():
+        return 0, max(rest, 0)
+
+    def probe(keep: int) -> tuple[Array, Array]:
+        change, _ = experiment.changed(experiment.samples.with_suffix(experiment.reach + keep, experiment.lender))
+        return change, change
+
+    # Context lengths count from 1 in the search: 1 is to keep no later step.
+    probes = search(lambda k: probe(k - 1), rest + 1, 2 * variance, (USED,))
+    curve = {k: float(change.mean()) / (2 * variance) for k, change in probes.change.items()}
+    return memory_length(curve, rest + 1) - 1, rest
+
+
+def _count_matters(experiment: Experiment, used: int, variance: float) -> bool:
+    """Whether a run over fewer steps, all those in use among them, gives another prediction."""
+    lengths = np.maximum(experiment.lengths // 2, 1)
+    if (lengths < max(used, _LEAST_STEPS)).any() or (experiment.last != experiment.lengths).any():
+        return False
+    shorter = experiment.answer_shorter(lengths)
+    if shorter is None:
+        return False
+    return float(squared_change(experiment.prediction, shorter).mean()) / (2 * variance) > USED
+
+
+def measure_missed(experiment: Experiment) -> Missed | None:
+    """Apply the residual test to the inputs of every step; None without a target that varies.
+
+    The prediction is tested on the scale between its own and the best one on which the inputs explain least.
+    """
+    target = experiment.target
+    if target is None or not target.variance > 0 or not np.isfinite(experiment.prediction).all():
+        return None
+    x = _numbers(experiment)
+    if x is None or not np.isfinite(x).all():
+        return None
+    kept = np.arange(min(MOST, len(experiment.prediction)))
+    some, prediction = target.of_samples(kept), experiment.prediction[kept]
+    candidates = [prediction, *some.between(prediction, _SHARES)]
+    residuals = [some.values - candidate for candidate in candidates]
+    x = _aligned(x, experiment)[kept]
+    return missed_dependency(residuals, x, target.variance, target=some.values, seed=experiment.seed)
+
+
+def is_missed(missed: Missed | None, memory: Memory) -> bool:
+    """Whether the rule of MISSED_DEPENDENCY is met.
+
+    An overfitted model has learned the step, and more that is not there, so that the step explains errors again.
+    """
+    if missed is None or missed.effect < EFFECT or missed.p_value >= P_VALUE:
+        return False
+    return not (memory.miscalibrated and missed.learned > LEARNED)
+
+
+def _numbers(experiment: Experiment) -> Array | None:
+    """(sample, time, feature): the first sequence of x; for ids, the input of the first recurrent layer."""
+    leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
+    if leaf.dtype.kind == "f":
+        flat: Array = leaf.reshape(*leaf.shape[:2], -1)
+        return flat
+    request = CaptureRequest(gradients=False, weight_grads=False)
+    calls = experiment.adapter.capture(experiment.model, Batch(experiment.given(experiment.samples.x)), request).calls
+    embedded = to_host(calls[0].input)
+    return embedded if embedded.shape[1] == experiment.samples.steps else None
+
+
+def _aligned(x: Array, experiment: Experiment) -> Array:
+    """Steps up to the one whose output is examined; samples of unequal length end together, zeros before them."""
+    last, reach = experiment.last, experiment.reach
+    if (last == reach).all():
+        return x[:, :reach]
+    position = np.arange(reach)[None, :] - (reach - last)[:, None]
+    taken = np.take_along_axis(x, np.maximum(position, 0)[:, :, None], axis=1)
+    return np.where(position[:, :, None] >= 0, taken, 0.0)

@@ -1,8 +1,9 @@
-"""What a model predicts at one output step, and how wrong it is, as plain numbers per sample."""
+"""Target and prediction at one output step in one form, probabilities or values, with loss and calibration."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,24 +15,45 @@ from ..typing import Array
 Task = Literal["classes", "binary", "values"]
 
 _ENTROPY, _DISTANCE = ("entropy", "nll", "bce"), ("squared", "mse", "absolute", "mae", "l1", "huber", "log_cosh")
+#: Losses whose name tells in which form they take predictions.
+_OF_LOGITS = {
+    *("bcewithlogitsloss", "crossentropyloss", "multilabelsoftmarginloss", "softmarginloss", "cross_entropy"),
+    *("binary_cross_entropy_with_logits", "softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels"),
+    *("sigmoid_binary_cross_entropy", "sigmoid_cross_entropy_with_logits", "softmax_cross_entropy_with_logits"),
+    "sparse_softmax_cross_entropy_with_logits",
+}
+_OF_PROBABILITIES = {
+    *("bceloss", "binary_cross_entropy", "binary_crossentropy", "categorical_crossentropy"),
+    "sparse_categorical_crossentropy",
+}
+_OF_VALUES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "squared_error", "mean_squared_error"}
+#: Factors on the logits that are tried for a calibration; more than 2 would be a network that has learned too little.
+_FACTORS = (*np.geomspace(0.02, 2.0, 24), 1.0)
+_LARGEST_SLOPE = 2.0
+#: With more classes than this per sample, their offsets are not fitted.
+_CLASSES_PER_SAMPLE = 0.2
+_TINY = 1e-12
 
 
 @dataclass(frozen=True)
 class Target:
-    """The target at one output step.
+    """The target at one output step, and the form in which the model predicts it.
 
     Attributes
     ----------
     values : (sample, output)
         One-hot for classes; numbers otherwise.
+    logits
+        Whether outputs are logits; None where it is found out from their values.
     """
 
     task: Task
     values: Array
+    logits: bool | None = None
 
     def of_samples(self, some: Array) -> Target:
-        """The same of some samples."""
-        return Target(self.task, self.values[some])
+        """Return the target of some samples."""
+        return replace(self, values=self.values[some])
 
     @property
     def variance(self) -> float:
@@ -39,33 +61,118 @@ class Target:
         return float(self.values.var(axis=0).sum())
 
     def prediction(self, raw: Array) -> Array:
-        """What U is of (sample, output): probabilities for classes, the output itself otherwise."""
+        """Convert outputs (sample, output) to probabilities for classes; return them as they are otherwise."""
         raw = np.asarray(raw, dtype=np.float64)
-        if self.task == "values" or _are_probabilities(raw, self.task):
+        if self.task == "values":
             return raw
-        if self.task == "binary":
-            return 1 / (1 + np.exp(-np.clip(raw, -500, 500)))
-        shifted = np.exp(raw - raw.max(axis=-1, keepdims=True))
-        probabilities: Array = shifted / shifted.sum(axis=-1, keepdims=True)
-        return probabilities
+        if self.logits is False or (self.logits is None and _are_probabilities(raw, self.task)):
+            return raw
+        return _sigmoid(raw) if self.task == "binary" else _softmax(raw)
+
+    def with_form(self, raw: Array) -> Target:
+        """Settle by the model's own outputs whether they are logits, so that exchanged ones are read the same way."""
+        if self.logits is not None or self.task == "values":
+            return self
+        return replace(self, logits=not _are_probabilities(np.asarray(raw, dtype=np.float64), self.task))
 
     def loss(self, prediction: Array) -> Array:
-        """(sample,): cross entropy of probabilities; squared error summed over outputs otherwise."""
+        """Compute the loss (sample,): cross-entropy of probabilities; squared error summed over outputs otherwise."""
         if self.task == "values":
             error: Array = np.sum((prediction - self.values) ** 2, axis=-1)
             return error
-        p = np.clip(prediction, 1e-12, 1.0)
+        p = np.clip(prediction, _TINY, 1.0)
         if self.task == "classes":
             entropy: Array = -np.sum(self.values * np.log(p), axis=-1)
             return entropy
-        q = np.clip(1 - prediction, 1e-12, 1.0)
+        q = np.clip(1 - prediction, _TINY, 1.0)
         both: Array = -np.sum(self.values * np.log(p) + (1 - self.values) * np.log(q), axis=-1)
         return both
 
     def constant_loss(self) -> Array:
-        """(sample,): the loss of the best prediction that is the same for all samples."""
+        """Compute the loss (sample,) of the best prediction that is the same for all samples."""
         best = np.broadcast_to(self.values.mean(axis=0), self.values.shape)
         return self.loss(best)
+
+    def calibration(self, prediction: Array) -> Calibration:
+        """Fit the rescaling of a prediction with the smallest loss; see :class:`Calibration`."""
+        if self.task == "values":
+            centred = prediction - prediction.mean(axis=0)
+            variance = np.maximum((centred**2).mean(axis=0), 1e-300)
+            slope = np.clip((centred * self.values).mean(axis=0) / variance, 0.0, _LARGEST_SLOPE)
+            return self._with_offsets(prediction, slope)
+        fits = [self._with_offsets(prediction, np.full(self.values.shape[1], factor)) for factor in _FACTORS]
+        if self.task == "classes":
+            return min(fits, key=lambda fit: float(self.loss(fit.apply(prediction)).mean()))
+        # Every output of its own, since their losses add up.
+        losses = [_binary_entropy(self.values, fit.apply(prediction)).mean(axis=0) for fit in fits]
+        best = np.argmin(losses, axis=0)
+        slope, offset = (np.stack([getattr(fit, key) for fit in fits]) for key in ("slope", "offset"))
+        every = np.arange(len(best))
+        return Calibration(self.task, slope[best, every], offset[best, every])
+
+    def between(self, prediction: Array, shares: Sequence[float]) -> list[Array]:
+        """Rescale a prediction by shares of the way from slope 1 to its best calibration, with the best offsets."""
+        best = self.calibration(prediction)
+        fits = [self._with_offsets(prediction, 1 + share * (best.slope - 1)) for share in shares]
+        return [fit.apply(prediction) for fit in fits]
+
+    def _with_offsets(self, prediction: Array, slope: Array) -> Calibration:
+        """Fit the offsets for a given slope: those with which the mean prediction is the mean target."""
+        wanted = self.values.mean(axis=0)
+        if self.task == "values":
+            return Calibration(self.task, slope, wanted - slope * prediction.mean(axis=0))
+        fit = Calibration(self.task, slope, np.zeros_like(slope))
+        if self.task == "classes" and len(wanted) > _CLASSES_PER_SAMPLE * len(prediction):
+            return fit
+        floor = 0.5 / len(prediction)
+        goal = np.clip(wanted, floor, 1 - floor)
+        for _ in range(30):
+            mean = np.clip(fit.apply(prediction).mean(axis=0), _TINY, 1 - _TINY)
+            change = np.log(goal / mean)
+            change = change if self.task == "classes" else change - np.log((1 - goal) / (1 - mean))
+            fit = replace(fit, offset=fit.offset + change)
+            if np.abs(change).max() < 1e-3:
+                break
+        return fit
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A rescaling of predictions: slope and offset of values, factor and offsets of the logits of classes.
+
+    Guo, Pleiss, Sun, Weinberger 2017, arXiv:1706.04599, section 4; Platt 1999.
+    """
+
+    task: Task
+    slope: Array
+    offset: Array
+
+    def apply(self, prediction: Array) -> Array:
+        """Rescale a prediction (sample, output)."""
+        if self.task == "values":
+            scaled: Array = self.slope * prediction + self.offset
+            return scaled
+        logs = np.log(np.clip(prediction, _TINY, 1.0))
+        if self.task == "classes":
+            return _softmax(self.slope * logs + self.offset)
+        return _sigmoid(self.slope * (logs - np.log(np.clip(1 - prediction, _TINY, 1.0))) + self.offset)
+
+
+def _sigmoid(logits: Array) -> Array:
+    found: Array = 1 / (1 + np.exp(-np.clip(logits, -500, 500)))
+    return found
+
+
+def _softmax(logits: Array) -> Array:
+    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    found: Array = shifted / shifted.sum(axis=-1, keepdims=True)
+    return found
+
+
+def _binary_entropy(values: Array, prediction: Array) -> Array:
+    p = np.clip(prediction, _TINY, 1 - _TINY)
+    found: Array = -(values * np.log(p) + (1 - values) * np.log(1 - p))
+    return found
 
 
 def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: Any) -> Target:
@@ -95,12 +202,24 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
     if task is None and not _tell(words) and kind == "values" and _are_logits_of(values, raw):
         kind = "binary"
     if kind == "classes":
-        return Target("classes", _one_hot(values, outputs))
+        return Target("classes", _one_hot(values, outputs), _takes_logits(loss)).with_form(raw)
     flat = values.reshape(samples, -1).astype(np.float64)
     if flat.shape[1] != outputs:
         got = f"y of shape {values.shape}, output of shape {raw.shape}"
         raise InputError(message("The target does not fit the output.", got=got, hint='task="classes" or "values"'))
-    return Target("binary" if kind == "binary" else "values", flat)
+    if kind == "binary":
+        return Target("binary", flat, _takes_logits(loss)).with_form(raw)
+    return Target("values", flat)
+
+
+def _takes_logits(loss: Any) -> bool | None:
+    """Whether a loss takes logits (True) or probabilities (False), by its name or setting; None where neither tells."""
+    setting = getattr(loss, "from_logits", None)
+    if isinstance(setting, bool):
+        return setting
+    names = set(_words(loss).split())
+    of_logits, of_probabilities = bool(names & _OF_LOGITS), bool(names & _OF_PROBABILITIES)
+    return of_logits if of_logits != of_probabilities else None
 
 
 def _tell(words: str) -> bool:
@@ -116,8 +235,14 @@ def _are_logits_of(values: Array, raw: Array) -> bool:
 
 
 def _words(loss: Any) -> str:
+    """Name of a loss, and of the well-known losses that a function of the user's own calls."""
     name = loss if isinstance(loss, str) else getattr(loss, "__name__", None) or type(loss).__name__
-    return str(name).lower()
+    return " ".join([str(name).lower(), *_called(loss)])
+
+
+def _called(loss: Any) -> list[str]:
+    names = (name.lower() for name in getattr(getattr(loss, "__code__", None), "co_names", ()))
+    return [name for name in names if name in _OF_LOGITS | _OF_PROBABILITIES | _OF_VALUES]
 
 
 def _guess(values: Array, outputs: int, words: str) -> Task:

@@ -1,22 +1,182 @@
-"""The data of an experiment: a few samples as arrays, samples first, and prefixes exchanged between them."""
+"""Data of an experiment: samples as arrays in one order of axes, exchanged prefixes, and the way back to the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .. import data
+from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port
 from ..arguments.data import is_source
-from ..errors import InputError, UnsupportedError, message, shown
+from ..errors import InputError, RnnlensError, UnsupportedError, message, shown
+from ..layout import Layout, canonical_order
 from ..results.schema import to_host
 from ..typing import Array
-from .orientation import Orientation
+from ..verbs.axes import DATA, ModelAxes
+from ..verbs.batches import layouts_of_inputs
+from ..verbs.names import catalogue
+from ..vocabulary import SAMPLE, TIME
 
-#: Finds out how a batch of data lies.
+
+class Orientation:
+    """How the data and the outputs of one model lie: as the user says, or as a run on few samples tells.
+
+    Parameters
+    ----------
+    given
+        What the user says, by the name of a tensor or ``"y"``.
+    """
+
+    def __init__(self, adapter: Adapter, model: Any, x: Any, given: Mapping[str, Layout] | None) -> None:
+        self.said = {name: layout for name, layout in (given or {}).items() if name not in DATA}
+        self.axes = ModelAxes(adapter, model, given, catalogue(adapter, model, x))
+        self.inputs = self._of_inputs(x)
+        self.targets: list[Layout] = []
+
+    def _of_inputs(self, x: Any) -> list[Layout] | None:
+        """How each leaf of x lies; None where samples come first in all, so that nothing has to be turned."""
+        if self.axes.adapter.samples_first:
+            return None
+        failure: Exception | None = None
+        if not any(name.startswith("input") for name in self.said):
+            try:
+                if self._come_first(x):
+                    return None
+            except RnnlensError as error:
+                failure = error
+        try:
+            found = layouts_of_inputs(self.axes, Batch(x), x)
+        except InputError as error:
+            raise failure or error from error
+        if found is None or all(layout is None or layout.sample == 0 for layout in found):
+            return None
+        leaves = data.leaves_of(x)
+        self.axes.learn(Batch(x), [Port("input", index=i) for i in range(len(leaves))])
+        return [self._complete(i, leaf, layout) for i, (leaf, layout) in enumerate(zip(leaves, found, strict=True))]
+
+    def _come_first(self, x: Any) -> bool:
+        """Whether every recurrent call has two samples of the first two entries of x, and three of the first three."""
+        return all(self._samples_of_first(x, count) <= {count} for count in (2, 3))
+
+    def _samples_of_first(self, x: Any, count: int) -> set[int]:
+        """How many samples the recurrent calls have on the first few entries of every leaf."""
+        few, request = (
+            data.map_leaves(lambda leaf: leaf[:count], x),
+            CaptureRequest(gradients=False, weight_grads=False),
+        )
+        calls = self.axes.adapter.capture(self.axes.model, Batch(few), request).calls
+        return {int(call.input.shape[0]) for call in calls}
+
+    def _complete(self, index: int, leaf: Any, layout: Layout | None) -> Layout:
+        """With the axis of the steps; the first that is free where it was not found out."""
+        known = self.axes.layout(Port("input", index=index), np.shape(leaf))
+        names = list(known.names if layout is None or SAMPLE in known.names else layout.names)
+        free = [i for i, name in enumerate(names) if name != SAMPLE]
+        if TIME not in names and free:
+            names[free[0]] = TIME
+        return Layout.plain(names)
+
+    def turned(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """X and y in NumPy, samples first, then steps."""
+        x = data.map_leaves(lambda leaf: np.asarray(to_host(leaf)), x)
+        y = None if y is None else data.map_leaves(lambda leaf: np.asarray(to_host(leaf)), y)
+        if self.inputs is None and "y" not in self.axes.data:
+            return x, y
+        first, lead = data.leaves_of(x)[0], (self.inputs or [Layout.plain((SAMPLE, TIME))])[0]
+        count, steps = (first.shape[lead.names.index(name)] for name in (SAMPLE, TIME))
+        self.targets = [] if y is None else [self._of_target(leaf, count, steps) for leaf in data.leaves_of(y)]
+        of_each = iter(self.targets)
+        y = None if y is None else data.map_leaves(lambda leaf: _turned(leaf, next(of_each)), y)
+        if self.inputs is not None:
+            each = iter(self.inputs)
+            x = data.map_leaves(lambda leaf: _turned(leaf, next(each)), x)
+        return x, y
+
+    def _of_target(self, leaf: Array, count: int, steps: int) -> Layout:
+        """Steps before samples, as in the inputs, or samples alone; asked for where both fit."""
+        if "y" in self.axes.data:
+            return self.axes.data["y"]
+        rest = tuple(f"axis_{i}" for i in range(2, leaf.ndim))
+        fits = {
+            (SAMPLE, *(f"axis_{i}" for i in range(1, leaf.ndim))): leaf.shape[:1] == (count,),
+            (TIME, SAMPLE, *rest): leaf.shape[:2] == (steps, count),
+        }
+        fitting = [names for names, fit in fits.items() if fit]
+        if len(fitting) != 1:
+            raise InputError(
+                message(
+                    "Which axis of y counts samples could not be found out.",
+                    got=f"shape {leaf.shape} for {count} samples of {steps} steps",
+                    hint='say so: axes={"y": ("time", "sample", "unit")}, one name for each axis',
+                )
+            )
+        return Layout.plain(fitting[0])
+
+    def as_given(self, x: Any) -> Any:
+        """X as the model wants it."""
+        if self.inputs is None:
+            return x
+        each = iter(self.inputs)
+        return data.map_leaves(lambda leaf: _turned_back(leaf, next(each)), x)
+
+    def target_as_given(self, y: Any) -> Any:
+        """Y as it was given, of some of the samples that were turned last."""
+        each = iter(self.targets)
+        return data.map_leaves(lambda leaf: _turned_back(leaf, next(each)), y) if self.targets else y
+
+    def output(self, array: Array, index: int, x: Any, samples: int) -> Array:
+        """One output of the model, samples first, then steps, on so many samples of x as the model was given them.
+
+        An output of one number for each step gets an axis for it.
+        """
+        port = Port("output", index=index)
+        if self._may_lie_otherwise(array, port, x, samples):
+            self.axes.learn(Batch(x if self.inputs is not None else _first_few(x)), [port])
+        layout = self.axes.layout(port, array.shape)
+        if SAMPLE not in layout.names:
+            raise InputError(
+                message(
+                    "Which axis of the output counts samples could not be found out.",
+                    got=f"shape {array.shape}",
+                    hint='say so: axes={"output": ("time", "sample", "unit")}',
+                )
+            )
+        turned = _turned(layout.opened(array, samples), Layout.plain(layout.names))
+        return turned[:, :, None] if set(layout.names) == {SAMPLE, TIME} else turned
+
+    def _may_lie_otherwise(self, array: Array, port: Port, x: Any, samples: int) -> bool:
+        """Whether the output has steps, or as many units as there are, or does not begin with the samples."""
+        lengths = {leaf.shape[1] for leaf in data.leaves_of(x) if len(leaf.shape) > 1}
+        many = array.ndim > 2 or (array.ndim == 2 and array.shape[1] > 1 and array.shape[1] in lengths)
+        return self.inputs is not None or port in self.axes.stated or array.shape[:1] != (samples,) or many
+
+    def names(self, array: Array, index: int) -> Layout:
+        """How an output of the model lies, as far as it was found out."""
+        return self.axes.layout(Port("output", index=index), array.shape)
+
+
+def _first_few(x: Any) -> Any:
+    return data.map_leaves(lambda leaf: leaf[:3], x)
+
+
+def _turned(array: Array, layout: Layout) -> Array:
+    if len(layout.names) != array.ndim:
+        got = f"axes ({', '.join(layout.names)}) for shape {array.shape}"
+        raise InputError(message("axes= does not fit.", got=got, expected="one name for each axis"))
+    return np.ascontiguousarray(np.transpose(array, canonical_order(layout.names)))
+
+
+def _turned_back(array: Array, layout: Layout) -> Array:
+    return np.ascontiguousarray(np.transpose(array, np.argsort(canonical_order(layout.names))))
+
+
+#: Finds the order of axes of a batch of data.
 Orient = Callable[[Any], Orientation]
+#: Changes one array of the data.
+Change = Callable[[Array], Array]
 
 
 @dataclass
@@ -42,26 +202,51 @@ class Samples:
         """Number of samples."""
         return data.len_of(self.x)
 
+    def with_suffix(self, begin: int, lender: Array) -> Any:
+        """Replace the steps from ``begin`` on by those of another sample."""
+        after = np.broadcast_to(np.arange(self.steps) >= begin, (self.count, self.steps))
+        return self._each_sequence(lambda leaf: np.where(_index(after, leaf.ndim), leaf[lender], leaf))
+
+    def shortened(self, lengths: Array, kept: Array) -> Any:
+        """Keep the last ``kept`` real steps of each sample of ``lengths`` real steps; padding follows as before."""
+        if (lengths == self.steps).all():
+            return self._each_sequence(lambda leaf: leaf[:, -int(kept.max()) :])
+        filler = int(lengths.argmin())
+        place = np.arange(self.steps)[None, :]
+        source = np.minimum(place + (lengths - kept)[:, None], self.steps - 1)
+        real = place < kept[:, None]
+
+        def moved(leaf: Array) -> Array:
+            rows = np.take_along_axis(leaf, _index(source, leaf.ndim), axis=1)
+            return np.where(_index(real, leaf.ndim), rows, leaf[filler, -1])
+
+        def counted(leaf: Array) -> Array:
+            if leaf.size == len(kept) and np.array_equal(leaf.reshape(-1), lengths):
+                return kept.reshape(leaf.shape).astype(leaf.dtype)
+            return leaf
+
+        return self._each_sequence(moved, counted)
+
+    def _each_sequence(self, change: Change, otherwise: Change = lambda leaf: leaf) -> Any:
+        """Apply ``change`` to the leaves of x that have a time axis, ``otherwise`` to the others."""
+        place = iter(range(len(data.leaves_of(self.x))))
+        return data.map_leaves(lambda leaf: change(leaf) if next(place) in self.sequences else otherwise(leaf), self.x)
+
     def with_prefix(self, keep: Array, lender: Array, lengths: Array) -> Any:
-        """The data with each sample's steps before its last ``keep`` real ones taken from another sample.
+        """Replace the steps of each sample before its last ``keep`` real ones by those of another sample.
 
         Samples of unequal length are aligned at their last real step; a shorter lender is read round and round.
         """
         position = np.arange(self.steps)[None, :]
-        mine = position >= (lengths - keep)[:, None]
+        own = position >= (lengths - keep)[:, None]
         from_end = lengths[:, None] - position
         borrowed = (lengths[lender][:, None] - from_end) % np.maximum(lengths[lender], 1)[:, None]
-        place = -1
 
-        def exchange(leaf: Any) -> Any:
-            nonlocal place
-            place += 1
-            if place not in self.sequences:
-                return leaf
+        def exchange(leaf: Array) -> Array:
             other = np.take_along_axis(leaf[lender], _index(borrowed, leaf.ndim), axis=1)
-            return np.where(_index(mine, leaf.ndim), leaf, other)
+            return np.where(_index(own, leaf.ndim), leaf, other)
 
-        return data.map_leaves(exchange, self.x)
+        return self._each_sequence(exchange)
 
 
 def _index(array: Array, ndim: int) -> Array:

@@ -1,7 +1,7 @@
-"""Memory in use, measured by intervention: what changes when everything older is another sample's.
+"""Memory in use, measured by exchange: how much a prediction changes when all older inputs are another sample's.
 
 x^(k) is a sample's last k steps behind another sample's prefix, f the prediction at one output step. No gradient is
-taken, so that a vanished one cannot mislead: a latch that holds one bit for good has no gradient and all the memory.
+taken, since a latch that holds one bit for good has memory and a gradient of zero.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CONSTANT = 1e-10
 
 
 def donors(samples: int, *, lengths: Array | None = None, seed: int = 0) -> Array:
-    """For each sample another one that lends its prefix: a permutation without fixed points.
+    """Draw for each sample another one that lends its prefix: a permutation without fixed points.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def donors(samples: int, *, lengths: Array | None = None, seed: int = 0) -> Arra
 
 
 def cycle(lender: Array) -> Array:
-    """The samples in the order in which each borrows from the one before it: (sample,) of int, for :func:`donors`."""
+    """Order the samples so that each borrows from the one before it, given the result of :func:`donors`: (sample,)."""
     lender = np.asarray(lender)
     order = [0]
     while len(order) < len(lender):
@@ -51,14 +51,14 @@ def cycle(lender: Array) -> Array:
 
 
 def total_variance(prediction: Array) -> float:
-    """Sum over units of the variance over samples of a prediction (sample, unit); 0 where it is rounding."""
+    """Sum the variance over samples of a prediction (sample, unit) over units; 0 where it is rounding only."""
     prediction = np.asarray(prediction, dtype=np.float64)
     variance = float(prediction.var(axis=0).sum())
     return variance if variance > _CONSTANT * float(np.mean(prediction**2)) else 0.0
 
 
 def squared_change(prediction: Array, swapped: Array) -> Array:
-    """|f(x^(k)) - f(x)|^2 of each sample, from two predictions (sample, unit): (sample,)."""
+    """Compute |f(x^(k)) - f(x)|^2 of each sample from two predictions (sample, unit): (sample,)."""
     difference = np.asarray(swapped, dtype=np.float64) - np.asarray(prediction, dtype=np.float64)
     change: Array = np.sum(difference**2, axis=-1)
     return change
@@ -91,13 +91,33 @@ def skill(loss: Array, constant_loss: Array) -> float:
     return 1 - float(np.mean(loss)) / constant if constant > 0 else float("nan")
 
 
-def benefit(loss: Array, swapped_loss: Array, constant_loss: Array) -> float:
-    """B(k) = (loss(x^(k)) - loss(x)) / (best constant loss - loss(x)): the share of what was learned that is lost.
+def score(target: Array, prediction: Array) -> Array:
+    """Contribution of each sample to the covariance of target and prediction, summed over units: (sample,).
 
-    All three (sample,). NaN without skill.
+    Their mean is the covariance. For one-hot targets and probabilities it is the probability given to the right class,
+    above what it is by chance: unlike the cross-entropy it is bounded.
+
+    Parameters
+    ----------
+    target, prediction : (sample, unit)
     """
-    learned = float(np.mean(constant_loss) - np.mean(loss))
-    return float(np.mean(swapped_loss) - np.mean(loss)) / learned if learned > 0 else float("nan")
+    target = np.asarray(target, dtype=np.float64)
+    contributions: Array = np.sum((target - target.mean(axis=0)) * np.asarray(prediction, dtype=np.float64), axis=-1)
+    return contributions
+
+
+def benefit(target: Array, prediction: Array, swapped: Array) -> float:
+    """B(k) = 1 - cov(y, f(x^(k))) / cov(y, f(x)): the share of the score that is lost with older inputs exchanged.
+
+    0 where nothing is lost, 1 where everything is. NaN where prediction and target do not vary together.
+
+    Parameters
+    ----------
+    target, prediction, swapped : (sample, unit)
+        y, f(x), and f of the same samples with another sample's prefix.
+    """
+    gained = float(score(target, prediction).mean())
+    return 1 - float(score(target, swapped).mean()) / gained if gained > 0 else float("nan")
 
 
 def memory_length(curve: Mapping[int, float], steps: int, level: float = USED) -> int:
@@ -117,17 +137,17 @@ def memory_length(curve: Mapping[int, float], steps: int, level: float = USED) -
 
 @dataclass(frozen=True)
 class Probes:
-    """What the exchange of prefixes did at some context lengths.
+    """Results of exchanging prefixes at some context lengths k.
 
     Attributes
     ----------
-    change, loss : by k, (sample,) each
-        |f(x^(k)) - f(x)|^2, and the loss of x^(k).
+    change, score : by k, (sample,) each
+        |f(x^(k)) - f(x)|^2, and :func:`score` of f(x^(k)).
     """
 
     steps: int
     change: dict[int, Array]
-    loss: dict[int, Array]
+    score: dict[int, Array]
 
 
 def search(probe: Callable[[int], tuple[Array, Array]], steps: int, scale: float, levels: tuple[float, ...]) -> Probes:
@@ -136,7 +156,7 @@ def search(probe: Callable[[int], tuple[Array, Array]], steps: int, scale: float
     Parameters
     ----------
     probe
-        k to (change, loss) of every sample.
+        Returns (change, score) of every sample for a context length k.
     scale
         2 sum Var f.
     """
@@ -161,6 +181,6 @@ def search(probe: Callable[[int], tuple[Array, Array]], steps: int, scale: float
 
 
 def _grid(steps: int) -> list[int]:
-    """1, 2, 4, ... and steps - 1."""
+    """Context lengths to begin with: 1, 2, 4, ... and steps - 1."""
     doubling = [2**i for i in range(steps.bit_length()) if 2**i < steps - 1]
     return [*doubling, steps - 1] if steps > 1 else []

@@ -9,37 +9,41 @@ import numpy as np
 from ..typing import Array
 
 RESAMPLES = 300
-#: Neighbours that are drawn together where samples share something with the next.
+#: Size of the blocks in which dependent neighbours are drawn.
 BLOCK = 4
 
 
-def resampling_weights(samples: int, *, order: Array | None = None, resamples: int = RESAMPLES, seed: int = 0) -> Array:
-    """How often each sample is drawn, over ``samples``: (resample, sample), rows sum to 1.
+def resampling_weights(
+    samples: int, *, order: Array | None = None, block: int = BLOCK, resamples: int = RESAMPLES, seed: int = 0
+) -> Array:
+    """Draw samples with replacement: the share of each in each resample, (resample, sample), rows sum to 1.
 
     Parameters
     ----------
     order : (sample,) of int, optional
         Samples of which each shares something with the next, the last with the first, such as the prefix that one lends
-        to the other. Blocks of neighbours are drawn then, so that what they share is drawn with them.
+        to the other, or the steps of overlapping windows. Circular blocks of neighbours are drawn then.
+    block
+        Number of samples in such a block.
 
     References
     ----------
     Circular blocks: Politis, Romano 1992, in LePage, Billard (eds.), Exploring the limits of bootstrap, 263-270.
     """
     rng = np.random.default_rng(seed)
-    if order is None or samples < 2 * BLOCK:
+    if order is None or samples < 2 * block:
         weights: Array = rng.multinomial(samples, np.full(samples, 1 / samples), size=resamples) / samples
         return weights
-    blocks = -(-samples // BLOCK)
+    blocks = -(-samples // block)
     begun = rng.multinomial(blocks, np.full(samples, 1 / samples), size=resamples)
-    covered = sum(np.roll(begun, shift, axis=1) for shift in range(BLOCK))
+    covered = sum(np.roll(begun, shift, axis=1) for shift in range(block))
     weights = np.empty((resamples, samples))
-    weights[:, np.asarray(order)] = covered / (blocks * BLOCK)
+    weights[:, np.asarray(order)] = covered / (blocks * block)
     return weights
 
 
 def resampled_variance(prediction: Array, weights: Array) -> Array:
-    """Sum over units of the variance of a prediction (sample, unit) in each resample: (resample,)."""
+    """Sum the variance of a prediction (sample, unit) over units, in each resample: (resample,)."""
     values = np.asarray(prediction, dtype=np.float64)
     values = values - values.mean(axis=0)
     variance: Array = np.maximum((weights @ values**2 - (weights @ values) ** 2).sum(axis=-1), 0.0)
@@ -47,7 +51,7 @@ def resampled_variance(prediction: Array, weights: Array) -> Array:
 
 
 def interval(values: Sequence[float] | Array, confidence: float = 0.95) -> tuple[float, float]:
-    """Percentile interval of resampled values; NaN where most are not finite."""
+    """Return the percentile interval of resampled values; NaN where most of them are not finite."""
     array = np.asarray(values, dtype=np.float64)
     finite = array[np.isfinite(array)]
     if finite.size < len(array) / 2:
@@ -60,5 +64,5 @@ def interval(values: Sequence[float] | Array, confidence: float = 0.95) -> tuple
 def bootstrap(
     statistic: Callable[[Array], float], samples: int, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float]:
-    """95 % interval of ``statistic(weights)``, a function of how much each sample counts (they sum to 1)."""
+    """Compute the 95 % interval of ``statistic(weights)``; the weights of the samples sum to 1."""
     return interval([statistic(row) for row in resampling_weights(samples, resamples=resamples, seed=seed)])

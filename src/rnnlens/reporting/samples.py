@@ -11,8 +11,7 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest
 from ..arguments.data import is_source
-from ..diagnosis.orientation import Orientation
-from ..diagnosis.samples import read_samples
+from ..diagnosis.samples import Orientation, read_samples
 from ..errors import InputError, RnnlensError, UnsupportedError
 from ..results.schema import to_host
 from ..typing import Array

@@ -39,7 +39,7 @@ def test_memory_of_a_shift_register_is_exact(x, lag):
     before = [np.array(w) for w in model.get_weights()]
     d = rl.diagnose(model, x, x[:, STEPS - 1 - lag], baseline="init")
     assert float(d["model"].memory) == lag + 1
-    assert "at initialisation" in str(d)
+    assert "re-initialised: " in str(d)
     assert not {"MISSED_DEPENDENCY", "VANISHING", "NO_SKILL"} & set(d.codes)
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)

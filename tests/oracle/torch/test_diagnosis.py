@@ -69,14 +69,14 @@ def test_a_little_variance_counts_at_one_percent_only():
     net, x = shift_register({1: 1.0, 20: 0.15}), white()  # 2.2 % of the variance is 20 steps old
     d = rl.diagnose(net, x, answer(net, x))
     assert (float(d["model"].memory), float(d["model"].memory_1_percent)) == (2, 21)
-    assert "21 where 1 % of the variance counts" in str(d)
+    assert "21 at 1 % of the variance" in str(d)
 
 
 def test_without_skill_no_memory_is_spoken_of():
     net, x = shift_register({5: 1.0}), white()
     d = rl.diagnose(net, x, white(seed=9)[:, 0])
     assert "NO_SKILL" in d.codes
-    assert "memory unknown" in str(d)
+    assert "Memory in use unknown" in str(d)
     assert not d["model"].attrs["known"]
 
 
@@ -88,7 +88,7 @@ def test_what_is_missed_is_named_and_the_way_there_judged():
     assert {"MISSED_DEPENDENCY", "PATH_OPEN"} <= set(wide.codes)
     short = rl.diagnose(shift_register({1: 0.5}), x, y)
     assert {"MISSED_DEPENDENCY", "VANISHING"} <= set(short.codes)
-    assert "Nothing older" not in str(short)
+    assert "No sign" not in str(short)
 
 
 def test_a_latch_is_memory_and_no_vanishing():
@@ -212,7 +212,7 @@ def test_baseline_is_shown_and_not_judged():
     net, x = shift_register({7: 1.0}), white()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     d = rl.diagnose(net, x, x[:, -8], baseline="init")
-    assert "at initialisation" in str(d)
+    assert "re-initialised: " in str(d)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     other = rl.diagnose(net, x, x[:, -8], baseline=shift_register({2: 1.0}))
     assert float(other["model"].memory_before) == 3

@@ -288,7 +288,7 @@ def test_what_is_no_number_is_said_and_nothing_else():
     x = white()
     d = rl.diagnose(net, x.transpose(1, 0, 2), x[:, -4])
     assert d.codes == ("NONFINITE",)
-    assert "memory unknown" in str(d)
+    assert "Memory in use unknown" in str(d)
     one = white()
     one[200, 3] = np.inf
     d = rl.diagnose(TimeFirst(3), one.transpose(1, 0, 2), white()[:, -4])

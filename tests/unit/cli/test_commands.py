@@ -416,7 +416,7 @@ def test_diagnose_says_what_is_used_and_fails_on_what_was_named(rnnlens, folder,
     factory = f"{module(DIAGNOSED)}:make"
     said = rnnlens("diagnose", factory, "held_out.npz", "-o", "d.nc")
     assert said.code == 0, said.err
-    assert "rnn uses the last step only, of 12" in said.out
+    assert "the input of the last step only, of 12 steps" in said.out
     assert rl.open(folder / "d.nc").codes == ("DEAD_UNITS", "LAST_STEP_ONLY")
     failed = rnnlens("diagnose", factory, "held_out.npz", "--fail-on", "dead_units")
     assert failed.code == 3

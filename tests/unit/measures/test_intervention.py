@@ -72,10 +72,12 @@ def test_the_search_finds_what_all_contexts_would(x, need):
 
 
 def test_skill_and_benefit_by_hand():
-    loss, swapped, constant = np.array([0.1, 0.3]), np.array([0.6, 0.6]), np.array([1.0, 1.0])
-    assert measures.skill(loss, constant) == pytest.approx(0.8)
-    assert measures.benefit(loss, swapped, constant) == pytest.approx(0.5)
-    assert np.isnan(measures.benefit(constant, swapped, loss))
+    assert measures.skill(np.array([0.1, 0.3]), np.array([1.0, 1.0])) == pytest.approx(0.8)
+    # y alternates; f is right by half of it, with the older inputs exchanged by a tenth.
+    y = np.array([[1.0], [-1.0], [1.0], [-1.0]])
+    assert measures.benefit(y, 0.5 * y, 0.1 * y) == pytest.approx(0.8)
+    assert measures.benefit(y, 0.5 * y, np.ones((4, 1))) == pytest.approx(1.0)
+    assert np.isnan(measures.benefit(y, -y, y))
 
 
 def test_a_prediction_that_does_not_vary_has_no_use():
