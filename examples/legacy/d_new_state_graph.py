@@ -38,7 +38,9 @@ with tf.variable_scope("layer_cell"):
     z = tf.layers.conv1d(inputs, 2 * units, 5, padding="same", name="conv1d")
     z = tf.nn.relu(tf.layers.batch_normalization(z, training=phase_train, name="batch_normalization"))
 with tf.variable_scope("lstm_model"):
-    cell = tf.nn.rnn_cell.DropoutWrapper(tf.nn.rnn_cell.GRUCell(units), input_keep_prob=1.0 - dropout)
+    cell = tf.nn.rnn_cell.DropoutWrapper(
+        tf.nn.rnn_cell.GRUCell(units), input_keep_prob=1.0 - dropout, state_keep_prob=1.0 - dropout
+    )
     outputs, new_state = tf.nn.dynamic_rnn(cell, z, sequence_length=length, initial_state=initial_state)
 with tf.variable_scope("output"):
     output = tf.layers.dense(tf.reshape(outputs, [-1, units]), 2, name="dense")

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from .blocks import Source
 from .boundaries import Mask, Read, Written, clocks, is_filled_with, mask_of, same, sequences, written
-from .forms import Form, Forms, Value
+from .forms import Form, Forms, Value, understood
 from .found import Boundary
 from .frames import Frame, Variable
 from .match import Match, recognised
 from .paths import Paths
-from .phase import Phase
+from .settings import NO_SETTINGS, Settings
 
 
 @dataclass(eq=False)
@@ -76,8 +76,8 @@ class Anatomy:
         return len(self.matches) == 1 and len(self.matches[0].states) == len(self.pairs)
 
 
-def take_apart(frame: Frame, phase: Any = None) -> Anatomy:
-    """Forms of all that a step makes, and the cells among them; as they are where ``phase`` is off, if it is given."""
+def take_apart(frame: Frame, settings: Settings = NO_SETTINGS) -> Anatomy:
+    """Forms of all that a step makes, and the cells among them; with ``settings`` as they are at these values."""
     reads, writes = sequences(frame), written(frame)
     floats = _floats(frame)
     made = {id(v): unselected(v.after, v.before, frame.outer) for v in floats}
@@ -87,7 +87,7 @@ def take_apart(frame: Frame, phase: Any = None) -> Anatomy:
     new = {id(v): made[id(v)][0] if condition is not None else v.after for v in states}
     leaves: dict[int, Any] = {id(v.before): ("state", i) for i, v in enumerate(floats)}
     leaves |= {id(read.value): ("read", i) for i, read in enumerate(reads)}
-    forms = Forms(leaves, frame.outer, Phase(phase, frame.outer).off)
+    forms = Forms(leaves, frame.outer, settings)
     pairs: list[tuple[Form, Form]] = []
     owners: list[tuple[Variable, tuple[int, int] | None]] = []
     for variable in states:
@@ -216,3 +216,12 @@ def _floats(frame: Frame) -> list[Variable]:
 def at_present(frame: Frame, write: Written) -> bool:
     """Whether each step is written to its own place."""
     return any(same(write.index, frame.outer) is v.before for v in clocks(frame))
+
+
+def why_unknown(anatomy: Anatomy) -> str:
+    """What of a step is in no cell that is known: its operations, or how they are put together."""
+    steps = [anatomy.new[id(v)] for v in anatomy.states]
+    strange = {op.type: op.name for t in anatomy.paths.behind(steps) if not understood(op := t.op)}
+    if not strange:
+        return "its equations are none of those of SimpleRNN, GRU and LSTM"
+    return "its step has " + ", ".join(f"{kind} ({name!r})" for kind, name in list(strange.items())[:3])

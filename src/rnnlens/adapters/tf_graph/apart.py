@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from .anatomy import Anatomy, at_present
+from .anatomy import Anatomy, at_present, why_unknown
 from .blocks import Source
 from .body import StepGraph, body_of
 from .boundaries import course_of, same
@@ -28,7 +28,8 @@ def taken_apart(anatomy: Anatomy, *, as_one: bool = False) -> list[Loop]:
     try:
         return _Apart(anatomy, as_one).loops()
     except (CannotCopyError, CannotRecordError) as reason:
-        return [refused(anatomy.frame, anatomy.states, anatomy.reads, str(reason))]
+        hint = getattr(reason, "hint", "")
+        return [refused(anatomy.frame, anatomy.states, anatomy.reads, str(reason), hint)]
 
 
 @dataclass(eq=False)
@@ -239,6 +240,7 @@ class _Apart:
         new = [anatomy.new[id(v)] for v in anatomy.states]
         fed = anatomy.paths.new_at_each_step([output, *new])
         fed = anatomy.paths.only_read(fed, [read.value for read in anatomy.reads]) or fed
+        self._refuse_chance(fed)
         fed = [t for t in fed if t.dtype.is_floating] if all(t.dtype.is_floating for t in fed) else fed
         if not fed or any(t.shape.rank != 2 or not t.dtype.is_floating or t.shape[1] is None for t in fed):
             what = ", ".join(repr(t.op.name) for t in fed) or "nothing"
@@ -266,7 +268,7 @@ class _Apart:
         if written:
             self._put_out()
         name = step.scope or anatomy.frame.name
-        cell = FoundCell(name, int(before[0].shape[1]), body=body_of(step))
+        cell = FoundCell(name, int(before[0].shape[1]), body=body_of(step), unknown=why_unknown(anatomy))
         return Loop(
             anatomy.frame.name,
             kind_of(anatomy.frame),
@@ -281,6 +283,17 @@ class _Apart:
             steps=self.stacked.shape[0],
             scope=step.scope,
         )
+
+    def _refuse_chance(self, fed: Sequence[Any]) -> None:
+        """Refuse random numbers that are new at each step and no part of the input: masks of dropped states."""
+        reads = [read.value for read in self.anatomy.reads]
+        drawn = next((op for t in fed if (op := self.anatomy.paths.chance(t, reads)) is not None), None)
+        if drawn is not None:
+            raise CannotRecordError(
+                f"its states are changed by random numbers that are drawn anew at each step ({drawn.name!r})",
+                "a keep probability of 1, set by feed= of rl.tf1.graph, as evaluation has it; or "
+                "DropoutWrapper(variational_recurrent=True); rl.gradients by inputs and weights as it is",
+            )
 
     def _what_is_put_out(self) -> tuple[Any, bool]:
         """The output of a step where its states are not kept, and whether it is written; a state where nothing is."""

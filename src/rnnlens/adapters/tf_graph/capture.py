@@ -83,10 +83,6 @@ def _fetch_values(found: Opened, asked: _Asked, request: CaptureRequest) -> None
         for name in ("lengths", "mask"):
             if getattr(loop, name) is not None:
                 of[i, name] = getattr(loop, name)
-        for name in ("input_scale", "state_scale"):
-            if getattr(loop.cell, name) is not None:
-                of[i, name] = getattr(loop.cell, name)
-        of |= {(i, "constant", key): tensor for key, tensor in loop.cell.constants.items()}
         of |= {(i, "condition", j): condition.tensor for j, condition in enumerate(loop.cell.conditions)}
         if loop.cell.body is not None:
             of |= {(i, "outer", j): tensor for j, tensor in enumerate(loop.cell.body.outer)}
@@ -217,6 +213,10 @@ def _moving(loop: Loop, mask: Array) -> Array | None:
     return (mask[:, ::turn].cumsum(axis=1) > 0)[:, ::turn]
 
 
+def _unknown(loop: Loop) -> str:
+    return f"{loop.name!r} is run as a cell of unknown equations, without gates: {loop.cell.unknown}."
+
+
 class _Told:
     """Turns what was fetched into calls of the contract."""
 
@@ -241,6 +241,7 @@ class _Told:
             for name in self.asked.plain
         ]
         told.notes.extend(self.asked.notes)
+        told.notes.extend(_unknown(loop) for loop in self.asked.loops if loop.cell.unknown)
         told.loss = None if "loss" not in self.values else float(self.values["loss"])
         outputs = {name: np.asarray(get(("model output", j))) for j, name in enumerate(self.found.net.outputs)}
         told.outputs = outputs if len(outputs) > 1 else next(iter(outputs.values()), None)
@@ -278,8 +279,6 @@ class _Told:
             final_state_grad=self._finals(i, loop) if direct and not unrolled else None,
             state_grad=state_grad,
             between=unrolled,
-            input_scale=get((i, "input_scale")),
-            state_scale=get((i, "state_scale")),
             weights_key="|".join(name_of(p, k) for k, p in weights_of(loop).items()) or f"{loop.name}/{loop.direction}",
             weight_grads=self._weight_grads(loop) if direct and self.request.weight_grads else None,
             tied=self._tied(loop),
@@ -299,8 +298,7 @@ class _Told:
 
     def _cell(self, i: int, loop: Loop) -> Any:
         if loop.cell.body is None:
-            constants = {key: np.asarray(self.values[i, "constant", key]) for key in loop.cell.constants}
-            return known_cell(loop, self._read(loop), constants)
+            return known_cell(loop, self._read(loop))
         outer = [np.asarray(self.values[i, "outer", j]) for j in range(len(loop.cell.body.outer))]
         return Renamed.of(loop, loop.cell.body.make(outer))
 

@@ -50,7 +50,8 @@ def chosen(found: Opened, wanted: tuple[str, ...] | None) -> tuple[list[Loop], l
             )
         asked = infos
     else:
-        asked = list(dict.fromkeys(wanted))
+        calls = {name: [loop.name for loop in found.loops if base(loop) == name] or [name] for name in wanted}
+        asked = list(dict.fromkeys(call for name in wanted for call in (calls[name] if name not in infos else [name])))
     for name in [*asked, *(refused if wanted is None else ())]:
         if name in refused:
             raise UnsupportedError(refused[name])

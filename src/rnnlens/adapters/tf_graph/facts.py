@@ -10,10 +10,9 @@ import tensorflow.compat.v1 as tf
 
 from ..protocol import LayerInfo, ModelFacts, Role, Submodule
 from .chosen import refusals
-from .found import Loop
 from .opened import Opened, opened
 from .public import Net
-from .weights import LayerVariables, is_table, layers_of
+from .weights import LayerVariables, base, is_table, layers_of
 
 _HOW = {"v1": "while loop", "v2": "While", "unrolled": "unrolled"}
 
@@ -23,7 +22,7 @@ def describe(net: Net) -> list[LayerInfo]:
     found = opened(net)
     if net.keras is not None:
         return _of_keras(found)
-    return [_info(found.layer(name)) for name in dict.fromkeys(loop.name for loop in found.loops)]
+    return [_info(found, name) for name in dict.fromkeys(base(loop) for loop in found.loops)]
 
 
 def _of_keras(found: Opened) -> list[LayerInfo]:
@@ -44,16 +43,21 @@ def _of_keras(found: Opened) -> list[LayerInfo]:
     return list(rows.values())
 
 
-def _info(loops: list[Loop]) -> LayerInfo:
-    first = loops[0]
+def _info(found: Opened, name: str) -> LayerInfo:
+    loops = found.first_call(name)
+    first, calls = loops[0], len({loop.name for loop in found.loops if base(loop) == name})
     direction: Literal["forward", "backward", "bidirectional"] = first.direction
     options: dict[str, Any] = dict(first.cell.options) | {"run as": _HOW[first.kind]}
     if first.time_major:
         options["time_major"] = True
     if first.cell.refused:
         options["refused"] = next(iter(first.cell.refused.splitlines()))
+    if first.cell.unknown:
+        options["unknown cell"] = first.cell.unknown
+    if calls > 1:
+        options["calls"] = calls
     return LayerInfo(
-        name=first.name,
+        name=name,
         kind=first.scope.rpartition("/")[2] or first.cell.kind,
         cell=first.cell.kind,
         units=first.cell.units,

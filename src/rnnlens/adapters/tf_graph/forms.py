@@ -19,6 +19,7 @@ from tensorflow.python.framework.tensor_util import constant_value
 
 from .blocks import Source, block_of, constant_of, window_of
 from .boundaries import is_filled_with
+from .settings import NO_SETTINGS, Settings
 
 #: What a form is a polynomial of. First word is the kind; see :class:`Forms`.
 Atom = tuple[Any, ...]
@@ -40,6 +41,36 @@ _ACTIVATIONS = {
     "Softsign": "softsign",
     "Exp": "exponential",
 }
+_ELEMENTWISE = (
+    _TRANSPARENT | _ADD | {"AddN", "Mul", "Sub", "Neg", "RealDiv", "Maximum", "Minimum", "Floor"} | set(_ACTIVATIONS)
+)
+#: Operations that known cells are made of, those between them and their variables included.
+_IN_CELLS = (
+    (_ELEMENTWISE - {"Floor"})
+    | _PARTS
+    | _SELECT
+    | frozenset(
+        {
+            "MatMul",
+            "Split",
+            "SplitV",
+            "ConcatV2",
+            "ClipByValue",
+            "LeakyRelu",
+            "Const",
+            "Enter",
+            "RefEnter",
+            "ReadVariableOp",
+        }
+        | {"VariableV2", "Variable", "VarHandleOp", "Switch", "Placeholder", "GreaterEqual", "TensorArrayReadV3"}
+        | {"TensorListGetItem", "Pack", "Less", "LogicalNot", "Cast"}
+    )
+)
+
+
+def understood(operation: Any) -> bool:
+    """Whether known cells are made of operations of this type."""
+    return operation.type in _IN_CELLS
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,12 +123,12 @@ class Forms:
         By id of a tensor: what it is called, and not looked into.
     outer
         Loop invariants: what each tensor of the body is outside of the loop.
-    off
-        What stands for a tensor, as for a conditional that is left out; None for any other.
+    settings
+        Rates and switches outside of the loop, whose present values count as constants.
     """
 
-    def __init__(self, leaves: Mapping[int, Any], outer: Source, off: Callable[[Any], Any] = lambda _: None) -> None:
-        self._leaves, self._outer, self._off = leaves, outer, off
+    def __init__(self, leaves: Mapping[int, Any], outer: Source, settings: Settings = NO_SETTINGS) -> None:
+        self._leaves, self._outer, self._settings = leaves, outer, settings
         self._interned: dict[frozenset[tuple[tuple[Atom, ...], float]], Form] = {}
         self._found: dict[int, Value] = {}
         self._leaves_of: dict[Form, frozenset[Any]] = {}
@@ -164,6 +195,8 @@ class Forms:
 
     def multiply(self, a: Form, b: Form) -> Form:
         """Their product; of sums only those of a number and one product are multiplied out, as 1 - u."""
+        if a.constant == 1.0 or b.constant == 1.0:
+            return b if a.constant == 1.0 else a
         return self._times(self._factor(a), self._factor(b))
 
     def activated(self, name: str, form: Form) -> Form:
@@ -294,22 +327,26 @@ class Forms:
         outside = self._outer.get(tensor)
         if outside is not None:
             return [outside] if not self._is_weight(tensor) else []
-        if self._is_weight(tensor) or constant_of(tensor, self._outer) is not None:
+        if self._is_weight(tensor) or self._number(tensor) is not None:
             return []
-        op, instead = tensor.op, self._off(tensor)
+        op, instead = tensor.op, self._settings.chosen_branch(tensor, self._outer)
         if instead is not None:
             return [instead]
         if op.type == "MatMul":
             return [op.inputs[0]]
         if op.type in _SELECT:
-            return list(op.inputs[1:])
+            return [*op.inputs[1:], *(t for t in op.inputs[0].op.inputs if t.dtype.is_floating)]
         if op.type in ("Split", "ConcatV2", "SplitV", "StridedSlice", "LeakyRelu", "ClipByValue", "Slice"):
             return [t for t in op.inputs if t.dtype.is_floating]
-        known = _TRANSPARENT | _ADD | {"AddN", "Mul", "Sub", "Neg", "RealDiv", "Maximum", "Minimum"} | set(_ACTIVATIONS)
-        return list(op.inputs) if op.type in known else []
+        return list(op.inputs) if op.type in _ELEMENTWISE else []
 
     def _is_weight(self, tensor: Any) -> bool:
         return block_of(tensor, self._outer) is not None
+
+    def _number(self, tensor: Any) -> Any:
+        """The value of a constant, or of a rate as it is set."""
+        number = constant_of(tensor, self._outer)
+        return self._settings.value(tensor, self._outer) if number is None else number
 
     def _made(self, tensor: Any) -> Value:
         if id(tensor) in self._leaves:
@@ -320,10 +357,10 @@ class Forms:
             return self.single(("block", block))
         if outside is not None:
             return self._found[id(outside)]
-        number = constant_of(tensor, self._outer)
+        number = self._number(tensor)
         if number is not None and tensor.dtype.is_floating:
             return self.scalar(float(number))
-        instead = self._off(tensor)
+        instead = self._settings.chosen_branch(tensor, self._outer)
         if instead is not None:
             return self.scalar(1.0) if is_filled_with(1, instead, self._outer) else self._found[id(instead)]
         made, op = self._operation(tensor), tensor.op
@@ -381,6 +418,8 @@ class Forms:
             return self._elementwise(lambda a: self.multiply(by, a), values[0])
         if op.type in ("Maximum", "Minimum"):
             return self._bounded(op, values)
+        if op.type == "Floor" and _is_uniform(values[0], start=1.0):
+            return self.scalar(1.0)
         if op.type == "ClipByValue":
             low, high = (v.constant if isinstance(v, Form) else None for v in values[1:])
             if low is not None and high is not None:
@@ -411,9 +450,18 @@ class Forms:
     def _where(self, op: Any, values: list[Any]) -> Value | None:
         if values[1] is None or values[2] is None:
             return None
+        if self._holds(op.inputs[0]):
+            return values[1]  # type: ignore[no-any-return]
         condition = id(op.inputs[0])
         self.tensors[condition] = op.inputs[0]
         return self._elementwise(lambda a, b: self.single(("where", condition, a, b)), values[1], values[2])
+
+    def _holds(self, condition: Any) -> bool:
+        """Whether a condition is true of every number, as that of dropout which keeps all: uniform draws >= 0."""
+        if condition.op.type != "GreaterEqual":
+            return False
+        drawn, rate = (self._found.get(id(t)) for t in condition.op.inputs)
+        return _is_uniform(drawn) and isinstance(rate, Form) and rate.constant is not None and rate.constant <= 0
 
     def _cut_of(self, tensor: Any, values: list[Any]) -> Value | None:
         found = cut_of(tensor)
@@ -443,6 +491,18 @@ def cut_of(tensor: Any) -> tuple[int, int] | None:
         source = tensor.op.inputs[1] if tensor.op.type == "Split" else tensor.op.inputs[0]
         stop = source.shape[-1]
     return None if stop is None else (start, int(stop))
+
+
+def _is_uniform(value: Any, start: float = 0.0) -> bool:
+    """Whether a form is random numbers from ``start`` up to, and without, ``start + 1``."""
+    if not isinstance(value, Form):
+        return False
+    terms = dict(value.terms)
+    if terms.pop((), 0.0) != start or len(terms) != 1:
+        return False
+    ((product, factor),) = terms.items()
+    atom = product[0]
+    return factor == 1.0 and len(product) == 1 and atom[0] == "leaf" and atom[1][-1] == "RandomUniform"
 
 
 def _edges(value: Columns) -> list[int]:

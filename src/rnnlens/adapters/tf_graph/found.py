@@ -111,14 +111,12 @@ class FoundCell:
     weights
         Known: each weight of ours by the blocks of variables that it is made of, joined along the last axis.
         A weight that the graph does not have is absent.
-    constants
-        Known: weights of ours that are constants of the graph, by tensor.
-    input_scale, state_scale
-        Dropout masks: a tensor (sample, n) that multiplies the input of every step, that before every step the state.
     conditions
         What has to hold in a run, so that it is what it is said to be.
     body
         Native: its step.
+    unknown
+        Native: what of its step is in no cell that rnnlens knows.
     refused
         Why it can be neither, in the words of :func:`rnnlens.errors.message`; empty for the others.
     """
@@ -128,11 +126,9 @@ class FoundCell:
     cell: type[Cell] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    input_scale: Any = None
-    state_scale: Any = None
     conditions: tuple[Condition, ...] = ()
     body: Body | None = None
+    unknown: str = ""
     refused: str = ""
 
 

@@ -77,6 +77,8 @@ class GraphCopy:
         self._replaced: dict[str, Any] = {}
         #: What was built once for a question: see :mod:`ports` and :mod:`capture`.
         self.built: dict[Hashable, Any] = {}
+        #: Variables that are rates or switches: the values at which the cells were recognised.
+        self.settings: dict[str, Array] = {}
         self._config, self._version = _shared(config), -1
         self._session: Any = None
         self._steady: dict[Hashable, bool] = {}

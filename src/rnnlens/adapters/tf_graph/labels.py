@@ -59,16 +59,6 @@ def runs_through(anatomy: Anatomy, stacked: Any) -> tuple[Condition, ...]:
         return (Condition(count - tf.shape(stacked)[0], 0, words),)
 
 
-def phase_off(frame: Frame, phase: Any) -> Condition:
-    """What has to hold in a run of a cell that is known outside of training alone."""
-    words = message(
-        f"The loop {frame.name!r} cannot be looked into in training: its states are dropped within it.",
-        got="recurrent_dropout, training=True, eager execution disabled",
-        hint="training=False; or run eagerly",
-    )
-    return Condition(phase, 0, words)
-
-
 def course_words(course: Course) -> dict[str, Any]:
     """Which way a loop runs, as a :class:`Loop` has it."""
     return {"direction": course.direction, "turned_by": course.turned_by, "time_major": course.time_major}
@@ -87,13 +77,13 @@ def common_scope(names: Iterable[str]) -> str:
     return "/".join(shared)
 
 
-def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], reason: str) -> Loop:
+def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], reason: str, hint: str = "") -> Loop:
     """A loop whose steps cannot be run by themselves."""
     words = message(
         f"The loop {frame.name!r} is run by a cell that rnnlens does not know, and its steps cannot be run one by one.",
         got=reason,
         expected="a step that is a function of its input, the states before it and weights, sample by sample",
-        hint='dynamic_rnn with a cell of tf.nn.rnn_cell or of your own; other layers by layers=["..."]',
+        hint=hint or 'dynamic_rnn with a cell of tf.nn.rnn_cell or of your own; other layers by layers=["..."]',
     )
     reads = [read for read in found if read.value.dtype.is_floating]
     readers = tuple(read.reader for read in reads[:1] if read.reader is not None)

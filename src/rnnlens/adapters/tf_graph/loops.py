@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,19 @@ from .apart import taken_apart
 from .boundaries import course_of, sequences
 from .found import Boundary, Loop
 from .frames import Frame, frames_of
-from .labels import common_scope, course_words, fused, kind_of, known_cell, masking, phase_off, refused, runs_through
+from .labels import common_scope, course_words, fused, kind_of, known_cell, masking, refused, runs_through
+from .settings import Settings
 from .unrolled import unrolled
 
 
-def find(graph: Any, ends: Iterable[Any], phase: Any = None, stacks: Sequence[frozenset[str]] = ()) -> list[Loop]:
+def find(
+    graph: Any,
+    ends: Iterable[Any],
+    value_of: Callable[[Any], Any] = lambda _: None,
+    stacks: Sequence[frozenset[str]] = (),
+    *,
+    may_vary: bool = False,
+) -> list[Loop]:
     """The recurrences among the ancestors of some tensors, in the order in which they were built.
 
     Parameters
@@ -26,13 +34,19 @@ def find(graph: Any, ends: Iterable[Any], phase: Any = None, stacks: Sequence[fr
         Our copy of the user's graph.
     ends
         Outputs and loss; loops that lead to none of them (those of gradients, of input pipelines) are left out.
-    phase
-        What is fed for the learning phase: a cell may be known where that is off alone.
+    value_of
+        The present value of a scalar tensor, as of a keep probability: a cell may be known at that value alone.
     stacks
         Variables of cells that are one recurrence, not one each.
+    may_vary
+        Whether runs of the same copy may have other values, as those in training have of the phase of Keras.
     """
     ends = list(ends)
-    built = [(frame.built, loop) for frame in frames_of(graph, ends) for loop in _loops(frame, phase, stacks)]
+    built = [
+        (frame.built, loop)
+        for frame in frames_of(graph, ends)
+        for loop in _loops(frame, value_of, stacks, may_vary=may_vary)
+    ]
     loops = zip((number for number, _ in built), _paired([loop for _, loop in built]), strict=True)
     steps = [(_first_step(loop), loop) for loop in unrolled(ends)]
     return [*(loop for _, loop in sorted([*loops, *steps], key=lambda pair: pair[0])), *fused(ends)]
@@ -43,23 +57,26 @@ def _first_step(loop: Loop) -> float:
     return int(loop.states[0].tensors[0].op._id) if loop.states else math.inf
 
 
-def _loops(frame: Frame, phase: Any, stacks: Sequence[frozenset[str]]) -> list[Loop]:
+def _loops(
+    frame: Frame, value_of: Callable[[Any], Any], stacks: Sequence[frozenset[str]], *, may_vary: bool
+) -> list[Loop]:
     """The recurrences of one loop: none where nothing is carried from step to step but what is put out."""
     if frame.nested:
         floats = [v for v in frame.variables if v.before.dtype.is_floating and v.before.shape.rank != 0]
         return [refused(frame, floats, sequences(frame), "a loop within its body")] if floats else []
-    anatomy = take_apart(frame)
+    settings = Settings(value_of)
+    anatomy = as_set = take_apart(frame, settings)
     if not anatomy.states:
         return []
+    if settings.used and (may_vary or not as_set.covered):
+        anatomy = take_apart(frame)
     if len(anatomy.matches) > 1 and any(anatomy.variables <= stack for stack in stacks):
         return taken_apart(anatomy, as_one=True)
-    if phase is not None and not anatomy.covered:
-        untrained = take_apart(frame, phase)
-        if untrained.covered:
-            first, *others = _cells(untrained)
-            conditions = (*first.cell.conditions, phase_off(frame, phase))
-            return [replace(first, cell=replace(first.cell, conditions=conditions)), *others]
-    return _cells(anatomy)
+    if anatomy is as_set or anatomy.covered or not as_set.covered:
+        return _cells(anatomy)
+    first, *others = _cells(as_set)
+    conditions = (*first.cell.conditions, *settings.conditions(frame.name))
+    return [replace(first, cell=replace(first.cell, conditions=conditions)), *others]
 
 
 def _cells(anatomy: Anatomy) -> list[Loop]:

@@ -103,7 +103,7 @@ def _stacked(loops: Sequence[Loop]) -> list[str]:
 def renamed(loops: Sequence[Loop], names: KerasNames | None) -> tuple[Loop, ...]:
     """Loops by the layers whose variables they read; several calls of a layer are numbered."""
     if names is None:
-        return tuple(loops)
+        return _calls_numbered(loops)
     placed = [(loop, _site_of(loop, names)) for loop in loops]
     counts: dict[tuple[str, str], int] = {}
     for _, site in placed:
@@ -126,6 +126,29 @@ def renamed(loops: Sequence[Loop], names: KerasNames | None) -> tuple[Loop, ...]
         direction = site.direction if loop.kind == "unrolled" else loop.direction
         found.append(replace(loop, name=name, bidirectional=site.bidirectional, output=output, direction=direction))
     return tuple(found)
+
+
+def _calls_numbered(loops: Sequence[Loop]) -> tuple[Loop, ...]:
+    """Recurrences of one cell, as of both inputs of a siamese network, as calls of one layer: ``rnn#0``, ``rnn#1``."""
+    chains = [[loop for loop in loops if loop.name == name] for name in dict.fromkeys(loop.name for loop in loops)]
+    calls: dict[Any, list[list[Loop]]] = {}
+    for chain in chains:
+        cells = [(loop.direction, sorted(map(str, _held(loop)))) for loop in chain]
+        if all(read for _, read in cells) and len({direction for direction, _ in cells}) < len(cells):
+            calls.setdefault(str(cells[0]), []).extend([loop] for loop in chain)
+        else:
+            calls.setdefault(str(sorted(cells)) if all(read for _, read in cells) else id(chain), []).append(chain)
+    names: dict[int, str] = {}
+    for of_layer in calls.values():
+        for i, chain in enumerate(of_layer):
+            name = of_layer[0][0].name if len(of_layer) == 1 else f"{of_layer[0][0].name}#{i}"
+            names |= {id(loop): name for loop in chain}
+    return tuple(replace(loop, name=names[id(loop)]) for loop in loops)
+
+
+def _held(loop: Loop) -> Iterable[Any]:
+    """The blocks of variables that a loop reads."""
+    return variables_of(loop) if loop.cell.body is not None else loop.cell.weights.items()
 
 
 def variables_of(loop: Loop) -> frozenset[str]:

@@ -17,17 +17,19 @@ from ...typing import Array
 from ..protocol import Batch
 from .definition import definition
 from .found import Loop
-from .graph_copy import GraphCopy
+from .graph_copy import GraphCopy, cone
 from .loops import find
 from .losses import fed_to, is_built, loss_in
 from .naming import renamed
 from .public import Net, refuse_closed, refuse_remote
-from .variables import read
+from .variables import is_variable, read
 
 _NONE: Mapping[tuple[Any, str], Array] = MappingProxyType({})
 #: Copies by graph: of its present version, for the ends and seeds that were asked for last.
 _COPIES: weakref.WeakKeyDictionary[Any, dict[Any, GraphCopy]] = weakref.WeakKeyDictionary()
 _MOST_COPIES, _MOST_BUILT = 4, 32
+#: Operations whose values are no settings: data, and results of loops.
+_UNSETTLED = frozenset({"Placeholder", "Exit", "RefExit", "While", "StatelessWhile"})
 
 #: What is added to variables in our copies, by graph and name, while an experiment runs in this thread.
 NUDGES: ContextVar[Mapping[tuple[Any, str], Array]] = ContextVar("nudges of variables", default=_NONE)
@@ -69,10 +71,6 @@ class Opened:
         found = read(self.net.session, names)
         return {name: value + NUDGES.get().get((self.net.graph, name), 0) for name, value in found.items()}
 
-    def constants(self, loop: Loop) -> dict[str, Array]:
-        """Those of the weights of a cell that are constants of the graph."""
-        return self.copy.run(loop.cell.constants, {}, {})
-
     def variables(self, fetches: Sequence[Any], feed: Mapping[Any, Any]) -> dict[str, Array]:
         """Present values of the variables that some tensors depend on, from the user's session."""
         return self.read(self.copy.behind(fetches, feed).variables)
@@ -89,21 +87,56 @@ def opened(net: Net, seed: int | None = None) -> Opened:
     graph = net.graph
     ends = net.ends
     kept = _COPIES.setdefault(graph, {})
-    key = (graph.version, tuple(tensor.name for tensor in ends), seed or 0, net.keras)
+    numbers = tuple((t.name, np.asarray(value).item()) for t, value in net.feed.items() if not np.ndim(value))
+    key = (graph.version, tuple(tensor.name for tensor in ends), seed or 0, net.keras, numbers)
     for stale in [other for other in kept if other[0] != graph.version]:
         kept.pop(stale).close()
-    if key not in kept or len(kept[key].built) > _MOST_BUILT:
+    if key not in kept or len(kept[key].built) > _MOST_BUILT or _is_set_otherwise(net, kept[key].settings):
         if key in kept:
             kept.pop(key).close()
         while len(kept) >= _MOST_COPIES:
             kept.pop(next(iter(kept))).close()
         made = GraphCopy(definition(graph), seed or 0, getattr(net.session, "_config", None))
         stacks = () if net.keras is None else net.keras.stacks
-        phase = made.tensor(net.keras.phase) if net.keras is not None and isinstance(net.keras.phase, str) else None
-        made.tap(renamed(find(made.graph, [made.same(tensor) for tensor in ends], phase, stacks), net.keras))
+        setting, inner_ends = _Setting(net, made), [made.same(tensor) for tensor in ends]
+        loops = find(made.graph, inner_ends, setting, stacks, may_vary=net.keras is not None)
+        made.tap(renamed(loops, net.keras))
+        made.settings = setting.held
         kept[key] = made
     kept[key] = kept.pop(key)
     return Opened(net, kept[key])
+
+
+def _is_set_otherwise(net: Net, settings: Mapping[str, Array]) -> bool:
+    """Whether a variable that is a rate or a switch has another value than when the cells were recognised."""
+    return any(not np.array_equal(value, settings[name]) for name, value in read(net.session, settings).items())
+
+
+class _Setting:
+    """The values of single numbers of a copy as a net sets them; the learning phase of Keras is off.
+
+    ``held`` has the values of the variables that these depend on.
+    """
+
+    def __init__(self, net: Net, copy: GraphCopy) -> None:
+        self._net, self._copy = net, copy
+        self.held: dict[str, Array] = {}
+        self._feed = {copy.tensor(t.name): np.asarray(value) for t, value in net.feed.items() if not np.ndim(value)}
+        if net.keras is not None and isinstance(net.keras.phase, str):
+            self._feed[copy.tensor(net.keras.phase)] = np.asarray(False)
+
+    def __call__(self, tensor: Any) -> Any:
+        """None for what depends on data, chance or a loop."""
+        operations = cone([tensor], self._feed)
+        if any(op.type in _UNSETTLED or (op.op_def.is_stateful and not _holds_value(op)) for op in operations):
+            return None
+        held = read(self._net.session, [op.name for op in operations if is_variable(op)])
+        self.held |= held
+        return self._copy.run({0: tensor}, self._feed, held)[0].item()
+
+
+def _holds_value(operation: Any) -> bool:
+    return is_variable(operation) or operation.type == "ReadVariableOp"
 
 
 def names_of_inputs(net: Net, x: Any) -> list[str]:

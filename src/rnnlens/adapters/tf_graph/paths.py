@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from .frames import Frame, Variable
@@ -47,7 +47,7 @@ class Paths:
     def new_at_each_step(self, targets: Iterable[Any]) -> list[Any]:
         """The largest floating tensors behind the targets that no state reaches and that change from step to step.
 
-        Others, as what chance says of each unit, are asked what they are computed from.
+        A condition that changes from step to step is replaced by the numbers that it is computed from.
         """
         found: dict[int, Any] = {}
         waiting, seen = list(targets), set()
@@ -63,7 +63,7 @@ class Paths:
                         waiting.extend(behind)
                     else:
                         found[id(tensor)] = tensor
-            elif id(tensor) not in self._variables and tensor.op.type not in _SHAPES:
+            elif not self.is_variable(tensor) and tensor.op.type not in _SHAPES:
                 waiting.extend(tensor.op.inputs)
         return list(found.values())
 
@@ -72,20 +72,20 @@ class Paths:
 
         Empty where something else is new to them at each step: random numbers, the number of the step, a condition.
         """
-        found: dict[int, Any] = {}
-        waiting, seen = list(targets), set()
-        while waiting:
-            tensor = waiting.pop()
-            if id(tensor) in seen or self.frame.outer.get(tensor) is not None:
-                continue
-            seen.add(id(tensor))
-            if any(tensor is read for read in reads):
-                found[id(tensor)] = tensor
+        ids, found = {id(read) for read in reads}, set()
+        for tensor in self.behind(targets, stop=ids):
+            if id(tensor) in ids:
+                found.add(id(tensor))
             elif self.is_variable(tensor) or tensor.op.type in _BRANCHES or _is_random(tensor.op):
                 return []
-            elif tensor.op.type not in _SHAPES:
-                waiting.extend(tensor.op.inputs)
         return [read for read in reads if id(read) in found]
+
+    def chance(self, tensor: Any, reads: Sequence[Any]) -> Any:
+        """The operation that draws the random numbers of a tensor; None where there is none, or data is in it too."""
+        every = list(self.behind([tensor]))
+        if any(t is read for t in every for read in reads):
+            return None
+        return next((t.op for t in every if _is_random(t.op)), None)
 
     def carried(self, targets: Iterable[Any]) -> list[Variable]:
         """The variables of the loop that lie behind the targets, and those behind what these become."""
@@ -100,18 +100,22 @@ class Paths:
 
     def directly(self, target: Any) -> list[Variable]:
         """The variables of the loop that lie behind a tensor."""
-        found: dict[int, Variable] = {}
-        waiting, seen = [target], set()
+        return [self._variables[id(t)] for t in self.behind([target]) if id(t) in self._variables]
+
+    def behind(self, targets: Iterable[Any], stop: Container[int] = ()) -> Iterator[Any]:
+        """The tensors of the body that others are computed from, themselves included; tensors by id end the search.
+
+        What only asks for the shape of a tensor is not computed from it.
+        """
+        waiting, seen = list(targets), set()
         while waiting:
             tensor = waiting.pop()
             if id(tensor) in seen or self.frame.outer.get(tensor) is not None:
                 continue
             seen.add(id(tensor))
-            if id(tensor) in self._variables:
-                found[id(tensor)] = self._variables[id(tensor)]
-            elif tensor.op.type not in _SHAPES:
+            yield tensor
+            if id(tensor) not in stop and not self.is_variable(tensor) and tensor.op.type not in _SHAPES:
                 waiting.extend(tensor.op.inputs)
-        return list(found.values())
 
     def _settle_variables(self) -> None:
         """Variables that become what the states make of them are states to all that reads them."""

@@ -137,7 +137,11 @@ class Recorder:
 
 
 class CannotRecordError(Exception):
-    """Why a loop cannot be taken apart, in words."""
+    """Why a loop cannot be taken apart, in words; ``hint`` is a way around."""
+
+    def __init__(self, reason: str, hint: str = "") -> None:
+        super().__init__(reason)
+        self.hint = hint
 
 
 def _read(array: Any, i: Any, stacked: Any) -> Any:

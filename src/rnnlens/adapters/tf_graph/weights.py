@@ -159,11 +159,11 @@ def block(pieces: Sequence[Piece], values: Mapping[str, Array], *, added: bool =
     return np.concatenate(parts, axis=-1) if len(parts) > 1 else np.array(parts[0])
 
 
-def known_cell(loop: Loop, values: Mapping[str, Array], constants: Mapping[str, Array]) -> Cell:
+def known_cell(loop: Loop, values: Mapping[str, Array]) -> Cell:
     """The cell of a loop whose equations are known, with these values of the variables."""
     arrays = {key: block(pieces, values, added=True) for key, pieces in loop.cell.weights.items()}
     assert loop.cell.cell is not None
-    return loop.cell.cell(**arrays, **constants, **loop.cell.options)
+    return loop.cell.cell(**arrays, **loop.cell.options)
 
 
 def listed(found: Opened) -> dict[str, LayerWeights]:
@@ -181,19 +181,19 @@ def listed(found: Opened) -> dict[str, LayerWeights]:
         made[scope] = LayerWeights(
             values={key: block(pieces, values) for key, pieces in present.items()},
             trainable={key: trainable.issuperset(_held(pieces)) for key, pieces in present.items()},
-            cells=_cells(found, layer, values),
+            cells=_cells(layer, values),
             statistics=frozenset(key for key in present if key in _STATISTICS),
             tables=frozenset(key for key, pieces in present.items() if is_table(graph, pieces)),
         )
     return made
 
 
-def _cells(found: Opened, layer: LayerVariables, values: Mapping[str, Array]) -> dict[str, Cell]:
+def _cells(layer: LayerVariables, values: Mapping[str, Array]) -> dict[str, Cell]:
     known = [loop for loop in layer.loops if loop.cell.cell is not None]
     alike = {(loop.cell.cell, loop.cell.units, frozenset(loop.cell.weights)) for loop in known}
     if len(known) < len(layer.loops) or len(alike) != 1:
         return {}
-    return {loop.direction: known_cell(loop, values, found.constants(loop)) for loop in known}
+    return {loop.direction: known_cell(loop, values) for loop in known}
 
 
 def is_table(graph: Any, pieces: Sequence[Piece]) -> bool:

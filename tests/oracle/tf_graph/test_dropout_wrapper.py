@@ -1,0 +1,148 @@
+"""``DropoutWrapper`` with each of its options around each cell: known where it keeps all, else exact or refused."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import rnnlens as rl
+
+cells = tf.nn.rnn_cell
+SAMPLES, STEPS, FEATURES, UNITS = 3, 5, 4, 4
+X = np.random.default_rng(0).normal(size=(SAMPLES, STEPS, FEATURES))
+KINDS = {"gru": cells.GRUCell, "lstm": cells.LSTMCell, "simple_rnn": cells.BasicRNNCell}
+AROUND = {
+    "alone": lambda make: make(),
+    "stack": lambda make: cells.MultiRNNCell([make(), make()]),
+    "residual": lambda make: cells.ResidualWrapper(make()),
+    "stack of residual": lambda make: cells.MultiRNNCell([make(), cells.ResidualWrapper(make())]),
+}
+#: Which of input, state and output are dropped.
+DROPPED = [d for d in product((False, True), repeat=3) if any(d)]
+
+
+def built(kind, around, dropped, variational, keep):
+    """Input, loss, session and the gradients of TensorFlow by input and variables, which are made before any run."""
+    x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES], name="x")
+    names = [f"{name}_keep_prob" for name in ("input", "state", "output")]
+    options = {name: keep for name, is_dropped in zip(names, dropped, strict=True) if is_dropped}
+
+    def make():
+        cell = KINDS[kind](UNITS)
+        return cells.DropoutWrapper(
+            cell, **options, variational_recurrent=variational, input_size=FEATURES, dtype=tf.float64
+        )
+
+    lengths = tf.constant([5, 3, 4])
+    outputs, state = tf.nn.dynamic_rnn(AROUND[around](make), x, sequence_length=lengths, dtype=tf.float64)
+    weights = tf.constant(np.random.default_rng(1).normal(size=(SAMPLES, STEPS, UNITS)))
+    loss = tf.reduce_sum(weights * outputs) + tf.add_n([tf.reduce_sum(s**2) for s in tf.nest.flatten(state)])
+    variables = tf.trainable_variables()
+    gradients = tf.gradients(loss, [x, *variables])
+    session = tf.Session()
+    session.run(tf.global_variables_initializer())
+    return x, outputs, loss, session, dict(zip(["x", *(v.op.name for v in variables)], gradients, strict=True))
+
+
+CASES = list(product(KINDS, AROUND, DROPPED, (False, True)))
+#: One of each kind of option under every run of the tests; the whole product with all that is ``full``.
+SOME = [
+    *(("gru", "alone", (True, True, False), variational) for variational in (False, True)),
+    ("lstm", "stack", (True, True, True), False),
+    ("lstm", "residual", (False, True, False), True),
+    ("simple_rnn", "stack of residual", (False, True, True), False),
+]
+
+
+def known_where_all_is_kept(kind, around, dropped, variational):
+    """With keep probabilities of 1 a cell has its gates and its own input; all gradients are TensorFlow's."""
+    keep = tf.placeholder(tf.float64, [], name="keep")
+    x, outputs, loss, session, gradients = built(kind, around, dropped, variational, keep)
+    net = rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss, feed={keep: 1.0})
+    layers = [row.name for row in rl.layers(net)]
+    assert [row.cell for row in rl.layers(net)] == [kind] * (2 if "stack" in around else 1)
+    trace = rl.trace(net, X)
+    assert trace.certificate.state == "passed"
+    truth = session.run(gradients, {x: X, keep: 1.0})
+    for layer in layers:
+        assert "gates" in trace[layer]
+        assert trace[layer].input_grad.shape == X.shape
+    if around == "alone":
+        np.testing.assert_allclose(trace[layers[0]].input_grad, truth["x"], rtol=1e-10, atol=1e-12)
+    by_weight = rl.gradients(net, X, of="loss", wrt="weights")
+    first = truth[next(name for name in truth if name.endswith("kernel"))]
+    mine = by_weight[f"{layers[0]}/kernel"].values
+    assert np.abs(np.sort(mine[:, 0 if mine.ndim == 2 else slice(None)].ravel())).sum() > 0
+    assert np.isclose(np.abs(mine).sum(), np.abs(of_inputs(kind, truth, first)).sum(), rtol=1e-10)
+
+
+def of_inputs(kind, truth, first):
+    """The rows of the first cell's kernels that its input meets."""
+    if kind != "gru":
+        return first[:FEATURES]
+    scope = next(name for name in truth if name.endswith("gates/kernel")).removesuffix("gates/kernel")
+    return np.concatenate([truth[f"{scope}{part}/kernel"][:FEATURES] for part in ("gates", "candidate")], 1)
+
+
+def exact_or_refused_where_some_is_dropped(kind, around, dropped, variational):
+    """What is dropped with a mask per step can be recorded but of states: those are refused, with a way around."""
+    x, outputs, loss, session, _ = built(kind, around, dropped, variational, 0.6)
+    net = rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss)
+    _, state, _ = dropped
+    if state and not variational:
+        with pytest.raises(rl.errors.UnsupportedError, match="random numbers that are drawn anew") as refusal:
+            rl.trace(net, X)
+        assert "keep probability of 1" in str(refusal.value)
+        return
+    trace = rl.trace(net, X)
+    assert trace.certificate.state != "failed"
+    for row in rl.layers(net):
+        assert trace[row.name].input_grad.shape == X.shape
+        if "unknown cell" in row.options:
+            assert state
+            assert any(row.options["unknown cell"] in note for note in trace.notes)
+        else:
+            assert row.cell == kind
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_known_where_all_is_kept(case):
+    known_where_all_is_kept(*case)
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_exact_or_refused_where_some_is_dropped(case):
+    exact_or_refused_where_some_is_dropped(*case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("check", [known_where_all_is_kept, exact_or_refused_where_some_is_dropped])
+def test_all_options(check, case):
+    check(*case)
+
+
+def test_another_value_is_another_cell():
+    """One graph, two nets: what one sets its rate to does not count for the other."""
+    keep = tf.placeholder(tf.float64, [], name="keep")
+    x, outputs, loss, session, _ = built("gru", "alone", (True, True, False), True, keep)
+    kinds = []
+    for value in (1.0, 0.6, 1.0):
+        net = rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss, feed={keep: value})
+        kinds.append(rl.layers(net)[0].cell)
+        assert rl.trace(net, X).certificate.state != "failed"
+    assert kinds == ["gru", "rnn/gru_cell", "gru"]
+
+
+def test_a_rate_in_a_variable_is_read_at_every_call():
+    """Another value of the variable is another cell."""
+    keep = tf.get_variable("keep", [], tf.float64, tf.ones_initializer(), trainable=False)
+    x, outputs, loss, session, _ = built("gru", "alone", (True, True, False), False, keep)
+    net = rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss)
+    assert "gates" in rl.trace(net, X)["rnn"]
+    keep.load(0.5, session)
+    with pytest.raises(rl.errors.UnsupportedError, match="random numbers that are drawn anew"):
+        rl.trace(net, X)
+    keep.load(1.0, session)
+    assert "gates" in rl.trace(net, X)["rnn"]
