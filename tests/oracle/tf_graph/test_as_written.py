@@ -101,9 +101,13 @@ def attention_after(run, x, lengths):
 def shared_by_two(run, x, lengths):
     """One encoder for two inputs: one set of variables, two loops."""
     ends = []
-    for name, given in (("encoder", x), ("encoder_1", 0.5 * x[:, ::-1])):
+    for given in (x, 0.5 * x[:, ::-1]):
         with tf.variable_scope("encoder", reuse=bool(ends)):
-            ends.append(run.rnn(f"shared_by_two/{name}/rnn", lambda: cell.BasicLSTMCell(UNITS), given, lengths)[1].h)
+            ends.append(
+                run.rnn(f"shared_by_two/encoder/rnn#{len(ends)}", lambda: cell.BasicLSTMCell(UNITS), given, lengths)[
+                    1
+                ].h
+            )
     return weighted(tf.abs(ends[0] - ends[1]), 1)
 
 

@@ -17,10 +17,10 @@ from .cells import Renamed
 from .chosen import chosen, within_reach
 from .differentiate import gradients
 from .errors import said_clearly
-from .found import Boundary, Loop
+from .found import Loop
 from .losses import key_of
 from .opened import Opened, fed, loss_tensor, opened
-from .ports import Spot, Spots, at_boundary, chronological
+from .ports import Spot, Spots, at_boundary, chronological, direct_state
 from .public import Net
 from .weights import block, known_cell, layers_of, name_of, weights_of
 
@@ -137,17 +137,15 @@ def _fetch_beside(asked: _Asked, made: dict[Any, Any], sources: Mapping[Any, Any
 
 
 def _direct(asked: _Asked, i: int, loop: Loop, loss: Any, graph: Any) -> None:
-    """Direct gradients of an unrolled loop: differentiation stops at every one of its states."""
-    stop = [tensor for boundary in loop.states for tensor in boundary.tensors]
-    stop += [] if loop.output is None else list(loop.output.tensors)
-    boundaries: dict[Any, Boundary] = {(i, "state_grad", j): boundary for j, boundary in enumerate(loop.states)}
+    """Direct gradients of an unrolled loop: of every state at every step."""
+    spots = {(i, "state_grad", j): direct_state(loop, j) for j in range(len(loop.states))}
     if loop.output is not None and not _is_state(loop):
-        boundaries[i, "output_grad"] = loop.output
-    for key, boundary in boundaries.items():
-        found = gradients(graph, [loss], boundary.tensors, stop=stop)
-        if any(gradient is not None for gradient in found):
-            filled = [tf.zeros_like(t) if g is None else g for t, g in zip(boundary.tensors, found, strict=True)]
-            asked.fetches[key] = chronological(loop, replace(boundary, tensors=tuple(filled)))
+        stop = (*(t for boundary in loop.states for t in boundary.tensors), *loop.output.tensors)
+        spots[i, "output_grad"] = Spot(None, loop.output.tensors, loop, loop.output, stop=stop)  # type: ignore[index]
+    for key, spot in spots.items():
+        together = joined(spot, gradients(graph, [loss], spot.sources, stop=spot.stop))
+        if together is not None:
+            asked.fetches[key] = together
 
 
 def _is_state(loop: Loop) -> bool:
@@ -182,6 +180,10 @@ def joined(spot: Spot, parts: Sequence[Any]) -> Any:
         present = [part for part in parts if part is not None]
         return tf.add_n(present) if len(present) > 1 else present[0]
     assert spot.loop is not None
+    steps = len(spot.boundary.tensors)
+    by_next = [*parts[steps:], *[None] * (2 * steps - len(parts))]
+    pairs = zip(parts[:steps], by_next, strict=True)
+    parts = [all_of_it if part is None else all_of_it - part for all_of_it, part in pairs]
     filled = [tf.zeros_like(t) if g is None else g for t, g in zip(spot.boundary.tensors, parts, strict=True)]
     if spot.boundary.last:  # where a mask carries the state, what is returned was taken from the last real step
         return tf.add_n(filled) if not spot.boundary.stacked else tf.reduce_sum(filled[0], axis=0)
@@ -240,6 +242,7 @@ class _Told:
             )
             for name in self.asked.plain
         ]
+        told.entangled = not request.gradients and any(loop.carried for loop in self.asked.loops)
         told.notes.extend(self.asked.notes)
         told.notes.extend(_unknown(loop) for loop in self.asked.loops if loop.cell.unknown)
         told.loss = None if "loss" not in self.values else float(self.values["loss"])

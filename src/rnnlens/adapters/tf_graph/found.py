@@ -150,6 +150,8 @@ class Loop:
         The states where they leave, in the same order.
     states
         Unrolled: every state after each step, one tensor per step; empty of a loop.
+    carried
+        Unrolled, and what the cell returned is fed to it again: every state but the last, as the next step reads it.
     input
         What the cell is fed at every step, as the loop reads it: turned round where the loop runs backwards.
     output
@@ -191,6 +193,7 @@ class Loop:
     lengths: Any = None
     mask: Any = None
     states: tuple[Boundary, ...] = ()
+    carried: tuple[Boundary, ...] = ()
     masked_output: Literal["state", "output", "zero"] = "zero"
     steps: int | None = None
     direction: Literal["forward", "backward"] = "forward"

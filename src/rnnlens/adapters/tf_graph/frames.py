@@ -67,6 +67,14 @@ class Frame:
     bounds: tuple[Any, ...] = ()
 
     @property
+    def in_condition(self) -> bool:
+        """Whether the loop stands within one branch of a condition of control flow v1."""
+        context = self.variables[0].reader[0]._get_control_flow_context() if self.variables else None
+        while context is not None and not context.IsCondContext():
+            context = context.outer_context
+        return context is not None
+
+    @property
     def nested(self) -> bool:
         """Whether there is a loop within its body."""
         return any(op.type in _ENTERS or op.type in _WHILES for op in self.ops)
@@ -109,6 +117,20 @@ def ancestors(ends: Iterable[Any]) -> list[Any]:
             seen[op.name] = op
             waiting.extend(tensor.op for tensor in op.inputs)
     return sorted(seen.values(), key=lambda op: op._id)
+
+
+def conditions_with_loops(graph: Any, ends: Iterable[Any]) -> list[Any]:
+    """The conditions of control flow v2 among the ancestors of ``ends`` of which a branch has a loop."""
+    conditions = [op for op in ancestors(ends) if op.type in ("If", "StatelessIf")]
+    functions = {f.signature.name: f for f in graph.as_graph_def().library.function} if conditions else {}
+
+    def has_loop(name: str) -> bool:
+        nodes = functions[name].node_def
+        called = [a.func.name for node in nodes for a in node.attr.values() if a.func.name in functions]
+        return any(node.op in _WHILES for node in nodes) or any(map(has_loop, called))
+
+    branches = ("then_branch", "else_branch")
+    return [op for op in conditions if any(has_loop(op.get_attr(which).name) for which in branches)]
 
 
 def scope_of(name: str) -> str:

@@ -106,6 +106,7 @@ class GraphCopy:
                     loop,
                     input=_tapped(loop.input, tf.identity),
                     initial=tuple(_tapped(boundary, _as_it_was) for boundary in loop.initial),
+                    carried=tuple(_tapped(boundary, tf.identity) for boundary in loop.carried),
                 )
                 for loop in loops
             )

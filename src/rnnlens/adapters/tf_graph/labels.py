@@ -102,6 +102,17 @@ def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], rea
     )
 
 
+def of_a_branch(scope: str) -> Loop:
+    """Refused: a loop that stands in one branch of a condition, where nothing can be read from outside."""
+    words = message(
+        f"The recurrence {scope!r} stands in one branch of a tf.cond, and its steps cannot be read from outside.",
+        expected="a recurrence that is always run",
+        hint="tf.cond around its input or its result: tf.cond(switch, lambda: outputs, lambda: others)",
+    )
+    cell = FoundCell("unknown", 0, refused=words)
+    return Loop(scope, "unrolled", cell, (), (), Boundary(()), None, scope=scope)
+
+
 #: Whole recurrences as one operation: their steps are nowhere in the graph.
 _FUSED = frozenset(
     {"BlockLSTM", "BlockLSTMV2", "CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", "LSTMBlockCell", "GRUBlockCell"}

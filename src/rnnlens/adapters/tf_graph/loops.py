@@ -12,8 +12,8 @@ from .anatomy import Anatomy, output_of, read_by, take_apart
 from .apart import taken_apart
 from .boundaries import course_of, sequences
 from .found import Boundary, Loop
-from .frames import Frame, frames_of
-from .labels import common_scope, course_words, fused, kind_of, known_cell, masking, refused, runs_through
+from .frames import Frame, conditions_with_loops, frames_of
+from .labels import common_scope, course_words, fused, kind_of, known_cell, masking, of_a_branch, refused, runs_through
 from .settings import Settings
 from .unrolled import unrolled
 
@@ -49,7 +49,8 @@ def find(
     ]
     loops = zip((number for number, _ in built), _paired([loop for _, loop in built]), strict=True)
     steps = [(_first_step(loop), loop) for loop in unrolled(ends)]
-    return [*(loop for _, loop in sorted([*loops, *steps], key=lambda pair: pair[0])), *fused(ends)]
+    in_branches = [of_a_branch(op.name) for op in conditions_with_loops(graph, ends)]
+    return [*(loop for _, loop in sorted([*loops, *steps], key=lambda pair: pair[0])), *fused(ends), *in_branches]
 
 
 def _first_step(loop: Loop) -> float:
@@ -61,6 +62,8 @@ def _loops(
     frame: Frame, value_of: Callable[[Any], Any], stacks: Sequence[frozenset[str]], *, may_vary: bool
 ) -> list[Loop]:
     """The recurrences of one loop: none where nothing is carried from step to step but what is put out."""
+    if frame.in_condition:
+        return [of_a_branch(frame.name)]
     if frame.nested:
         floats = [v for v in frame.variables if v.before.dtype.is_floating and v.before.shape.rank != 0]
         return [refused(frame, floats, sequences(frame), "a loop within its body")] if floats else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -25,7 +25,8 @@ class Spot:
     value
         A tensor, as the contract has it.
     sources
-        The tensors by which is differentiated; the gradient is put together from theirs.
+        The tensors by which is differentiated; the gradient is put together from theirs. Behind those of the boundary,
+        if any, the same as the next step reads them: what comes to these is taken off.
     loop, boundary
         Where it lies at the boundary of a loop.
     pieces
@@ -185,6 +186,9 @@ def at_boundary(loop: Loop, port: Port) -> Spot:
     boundary: Boundary | None = None
     stop: tuple[Any, ...] = ()
     index = port.index
+    if loop.carried and (port.kind == "state_read" or (port.kind == "output" and not index)):
+        spot = direct_state(loop, index)
+        return replace(spot, sources=()) if port.kind == "state_read" and not index else spot  # that is the output
     if port.kind == "input":
         boundary = loop.input
     elif port.kind == "output" and not port.index:
@@ -203,6 +207,18 @@ def at_boundary(loop: Loop, port: Port) -> Spot:
     # A loop whose steps nobody reads puts out its last state: what arrives there is counted once.
     counted = port.kind == "final_state" and index == 0 and loop.output is None
     return Spot(chronological(loop, boundary), () if counted else boundary.tensors, loop, boundary, stop=stop)
+
+
+def direct_state(loop: Loop, index: int) -> Spot:
+    """A state of an unrolled loop at every step, with its direct gradient: without what its own next step brings.
+
+    Where the output is fed to the cell again, that differs from what differentiation that stops at all states gives.
+    """
+    states = loop.states[index]
+    if loop.carried and index == 0:
+        return Spot(chronological(loop, states), (*states.tensors, *loop.carried[0].tensors), loop, states)
+    stop = (*every_state(loop), *(tensor for boundary in loop.states for tensor in boundary.tensors))
+    return Spot(chronological(loop, states), states.tensors, loop, states, stop=stop)
 
 
 def every_state(loop: Loop) -> tuple[Any, ...]:

@@ -7,8 +7,8 @@ are those that the next starts from, by the same blocks of the same variables. A
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import message
@@ -154,10 +154,17 @@ def _loop(forms: Forms, chain: Sequence[Step]) -> Loop | None:
     states = [Boundary(tuple(step.tensors[i] for step in chain)) for i in range(len(starts))]
     match = chain[0].match
     scope = common_scope(piece.variable for pieces in match.weights.values() for piece in pieces)
+    cell, carried = known_cell(match), ()
+    hidden = {id(t) for t in states[0].tensors}
+    if any(id(t) in hidden for t in _behind(sources)):  # what the cell returned is fed to it again
+        others = {id(t) for boundary in states[1:] for t in boundary.tensors}
+        if any(id(t) in others for t in _behind(sources, hidden)):
+            cell = replace(cell, refused=_feedback_of_another_state(scope))
+        carried = _carried(chain, edges)
     return Loop(
         _name(scope),
         "unrolled",
-        known_cell(match),
+        cell,
         tuple(
             Boundary((start,), (readers,))
             for start, readers in zip(starts, _start_edges(chain[0], edges[0]), strict=True)
@@ -166,9 +173,40 @@ def _loop(forms: Forms, chain: Sequence[Step]) -> Loop | None:
         Boundary(tuple(sources), tuple(edge[step.match.source] for edge, step in zip(edges, chain, strict=True))),
         states[0],
         states=tuple(states),
+        carried=carried,
         steps=len(chain),
         time_major=True,
         scope=scope,
+    )
+
+
+def _behind(tensors: Sequence[Any], stop: Container[int] = ()) -> Iterator[Any]:
+    """The tensors that others are computed from, themselves included, up to tensors given by id."""
+    waiting, seen = list(tensors), set()
+    while waiting:
+        tensor = waiting.pop()
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor
+            waiting.extend(tensor.op.inputs if id(tensor) not in stop else ())
+
+
+def _carried(chain: Sequence[Step], edges: Sequence[dict[Form, tuple[tuple[Any, int], ...]]]) -> tuple[Boundary, ...]:
+    """The states between the steps, with the operations by which the next step reads them."""
+    return tuple(
+        Boundary(
+            tuple(step.tensors[i] for step in chain[:-1]),
+            tuple(read[step.before[i]] for step, read in zip(chain[1:], edges[1:], strict=True)),
+        )
+        for i in range(len(chain[0].tensors))
+    )
+
+
+def _feedback_of_another_state(scope: str) -> str:
+    return message(
+        f"The steps of {scope!r} are fed what was computed from a state that is not their output.",
+        expected="feedback of what the cell returns",
+        hint="rl.gradients by inputs and weights",
     )
 
 

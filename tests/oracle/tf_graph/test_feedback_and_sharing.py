@@ -1,0 +1,149 @@
+"""Recurrences that are more than one chain of steps: outputs fed back, one cell run twice, loops in branches."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import rnnlens as rl
+
+cells = tf.nn.rnn_cell
+SAMPLES, STEPS, FEATURES, UNITS = 3, 5, 4, 3
+DRAW = np.random.default_rng(0).normal
+
+
+def net_of(x, outputs, loss, **options):
+    session = tf.Session()
+    session.run(tf.global_variables_initializer())
+    return rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss, **options)
+
+
+def decoder(make):
+    """A cell that is fed what a dense layer makes of its last output; the states after each step, flat."""
+    x = tf.placeholder(tf.float64, [SAMPLES, FEATURES])
+    with tf.variable_scope("m"):
+        cell, given, states, outputs = make(), x, [], []
+        state = cell.zero_state(SAMPLES, tf.float64)
+        for t in range(STEPS):
+            output, state = cell(given, state)
+            given = tf.layers.dense(output, FEATURES, name="head", reuse=t > 0)
+            states.append(tf.nest.flatten(state))
+            outputs.append(given)
+    outputs = tf.stack(outputs, 1)
+    return x, states, outputs, tf.reduce_sum(outputs**2)
+
+
+DECODERS = {
+    "gru": (lambda: cells.GRUCell(UNITS), [("m", ["hidden"])]),
+    "lstm": (lambda: cells.LSTMCell(UNITS), [("m", ["cell", "hidden"])]),
+    "stack": (
+        lambda: cells.MultiRNNCell([cells.BasicLSTMCell(UNITS), cells.GRUCell(UNITS)]),
+        [("m/multi_rnn_cell/cell_0", ["cell", "hidden"]), ("m/multi_rnn_cell/cell_1", ["hidden"])],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_outputs_that_are_fed_back(name):
+    """Every state is a tensor of the user's graph, so TensorFlow gives its total gradient itself."""
+    make, layers = DECODERS[name]
+    x, states, outputs, loss = decoder(make)
+    columns = list(zip(*states, strict=True))
+    truth = [tf.stack(tf.gradients(loss, column), 1) for column in columns]
+    net, data = net_of(x, outputs, loss), DRAW(size=(SAMPLES, FEATURES))
+    trace = rl.trace(net, data)
+    assert trace.certificate.state == "passed"
+    found = [trace[layer][f"{quantity}_grad"].values for layer, quantities in layers for quantity in quantities]
+    for mine, expected in zip(found, net.session.run(truth, {x: data}), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-10, atol=1e-13)
+
+
+def test_a_time_jacobian_through_what_is_fed_back():
+    x, states, outputs, loss = decoder(DECODERS["gru"][0])
+    hidden = [state[0] for state in states]
+    rows = [[tf.gradients(outputs[:, t, 1], h, unconnected_gradients="zero")[0] for h in hidden] for t in range(STEPS)]
+    net, data = net_of(x, outputs, loss), DRAW(size=(SAMPLES, FEATURES))
+    jacobian = rl.jacobian(net, data, of="output", wrt="m.hidden").isel(out_unit=1)
+    truth = net.session.run(tf.stack([tf.stack(row, 1) for row in rows], 1), {x: data})
+    np.testing.assert_allclose(jacobian.transpose("sample", "out_time", ...).values, truth, rtol=1e-10, atol=1e-13)
+
+
+def test_feedback_of_a_state_that_is_no_output_is_refused():
+    x = tf.placeholder(tf.float64, [SAMPLES, UNITS])
+    cell, given = cells.BasicLSTMCell(UNITS), x
+    state = cell.zero_state(SAMPLES, tf.float64)
+    for _ in range(STEPS):
+        _, state = cell(given, state)
+        given = tf.tanh(state.c)
+    net = net_of(x, given, tf.reduce_sum(given))
+    with pytest.raises(rl.errors.UnsupportedError, match="a state that is not their output"):
+        rl.trace(net, DRAW(size=(SAMPLES, UNITS)))
+
+
+def test_both_inputs_of_a_siamese_network_are_calls_of_one_layer():
+    x, z = (tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES], name=name) for name in "xz")
+    ends = []
+    for i, given in enumerate((x, z)):
+        with tf.variable_scope("encoder", reuse=i > 0):
+            ends.append(tf.nn.dynamic_rnn(cells.BasicLSTMCell(UNITS), given, dtype=tf.float64)[1].h)
+    outputs = ends[0] - ends[1]
+    loss = tf.reduce_sum(outputs**2)
+    variables = tf.trainable_variables()
+    gradients = tf.gradients(loss, variables)
+    clipped, _ = tf.clip_by_global_norm(gradients, 0.5)
+    net = net_of({"x": x, "z": z}, outputs, loss)
+    data = {"x": DRAW(size=(SAMPLES, STEPS, FEATURES)), "z": DRAW(size=(SAMPLES, STEPS, FEATURES))}
+    assert [(row.name, row.options["calls"]) for row in rl.layers(net)] == [("encoder/rnn", 2)]
+    assert list(rl.trace(net, data)) == ["encoder/rnn#0", "encoder/rnn#1"]
+    truth, after = net.session.run([gradients, clipped], {x: data["x"], z: data["z"]})
+    by_weight = rl.gradients(net, data, wrt="weights")
+    assert len(entries(by_weight)) == 3
+    assert norm(by_weight) == pytest.approx(np.sqrt(sum((g**2).sum() for g in truth)), rel=1e-12)
+    by_step = rl.gradients(net, data, wrt="weights", clip={"global_clipnorm": 0.5})
+    assert norm(by_step) == pytest.approx(np.sqrt(sum((g**2).sum() for g in after)), rel=1e-12)
+    bias = truth[1].reshape(4, UNITS)[[0, 2, 1, 3]]  # TensorFlow's order is input, candidate, forget, output
+    np.testing.assert_allclose(by_weight["encoder/rnn/bias"].values, bias, rtol=1e-10, atol=1e-13)
+    assert rl.weights(net, data).certificate.state == "passed"
+
+
+def entries(found):
+    return [found[layer][key].values for layer in found for key in found[layer]]
+
+
+def norm(found):
+    return np.sqrt(sum(float((values**2).sum()) for values in entries(found)))
+
+
+def test_truncated_backpropagation_runs_one_cell_in_several_loops():
+    x = tf.placeholder(tf.float64, [SAMPLES, 8, FEATURES])
+    cell, state, outputs = cells.GRUCell(UNITS), None, []
+    for i in range(4):
+        with tf.variable_scope("rnn", reuse=i > 0):
+            start = {"dtype": tf.float64} if state is None else {"initial_state": state}
+            output, state = tf.nn.dynamic_rnn(cell, x[:, 2 * i : 2 * i + 2], **start)
+            state = tf.stop_gradient(state)
+            outputs.append(output)
+    outputs = tf.concat(outputs, 1)
+    loss = tf.reduce_sum(outputs**2)
+    truth = tf.gradients(loss, tf.trainable_variables())
+    net, data = net_of(x, outputs, loss), DRAW(size=(SAMPLES, 8, FEATURES))
+    by_weight = rl.gradients(net, data, wrt="weights")
+    assert len(entries(by_weight)) == 3
+    expected = net.session.run(truth, {x: data})
+    assert norm(by_weight) == pytest.approx(np.sqrt(sum((g**2).sum() for g in expected)), rel=1e-12)
+    assert rl.trace(net, data).certificate.state == "passed"
+
+
+def test_a_loop_in_a_branch_is_refused_by_name():
+    x, switch = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES]), tf.placeholder(tf.bool, [])
+
+    def encoded():
+        return tf.nn.dynamic_rnn(cells.GRUCell(UNITS), x, dtype=tf.float64)[1]
+
+    outputs = tf.cond(switch, encoded, lambda: tf.zeros([SAMPLES, UNITS], tf.float64))
+    loss = tf.reduce_sum(outputs**2)
+    truth = tf.gradients(loss, x)[0]
+    net, data = net_of(x, outputs, loss, feed={switch: True}), DRAW(size=(SAMPLES, STEPS, FEATURES))
+    with pytest.raises(rl.errors.UnsupportedError, match=r"one branch of a tf\.cond"):
+        rl.trace(net, data)
+    by_input = rl.gradients(net, data, wrt="input")
+    np.testing.assert_allclose(by_input.values, net.session.run(truth, {x: data, switch: True}), rtol=1e-12)
