@@ -154,7 +154,8 @@ def _loop(forms: Forms, chain: Sequence[Step]) -> Loop | None:
     states = [Boundary(tuple(step.tensors[i] for step in chain)) for i in range(len(starts))]
     match = chain[0].match
     scope = common_scope(piece.variable for pieces in match.weights.values() for piece in pieces)
-    cell, carried = known_cell(match), ()
+    cell = known_cell(match)
+    carried: tuple[Boundary, ...] = ()
     hidden = {id(t) for t in states[0].tensors}
     if any(id(t) in hidden for t in _behind(sources)):  # what the cell returned is fed to it again
         others = {id(t) for boundary in states[1:] for t in boundary.tensors}
