@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -138,6 +138,16 @@ class _Linearised:
             self.targets, self.aux = compiled(arguments, zeros)
         self._tape, self._sources = tape, {**zeros, **variables}
 
+        def pulled(zeros: dict[str, Any], cotangents: dict[str, Any]) -> Any:
+            with tf.GradientTape(watch_accessed_variables=False) as inner:
+                inner.watch([*zeros.values(), *variables.values()])
+                targets, _ = run(arguments, zeros)
+            return _gradients(inner, targets, {**zeros, **variables}, cotangents)
+
+        self._pull_inside = lambda given: _graph(pulled, (zeros, given))(zeros, given)
+        #: Makes the context in which the program may be traced once more; set by the adapter.
+        self.tracing: Callable[[], AbstractContextManager[None]] = nullcontext
+
     @staticmethod
     def _probe(
         program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, keep: Keep
@@ -173,19 +183,33 @@ class _Linearised:
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
         """See :class:`rnnlens.autodiff.protocol.Linearised`."""
-        names = list(cotangents)
-        targets = [self.targets[name] for name in names]
-        linked = set().union(*(self._paths[name] for name in names))
+        linked = set().union(*(self._paths[name] for name in cotangents))
         sources = {key: z for key, z in self._sources.items() if key in linked}
         count = len(next(iter(cotangents.values())))
         rows = []
         for k in range(count):
-            given = [tf.convert_to_tensor(cotangents[name][k], dtype=self.targets[name].dtype) for name in names]
-            found = self._tape.gradient(
-                targets, sources, output_gradients=given, unconnected_gradients=tf.UnconnectedGradients.ZERO
-            )
-            rows.append({key: tf.convert_to_tensor(g).numpy() for key, g in found.items()})
+            given = {n: tf.convert_to_tensor(c[k], dtype=self.targets[n].dtype) for n, c in cotangents.items()}
+            try:
+                found = _gradients(self._tape, self.targets, sources, given)
+            except tf.errors.NotFoundError:
+                # TensorFlow has no gradient of a graph that holds some nested loops (CTC), but one within the graph.
+                with self.tracing():
+                    found = self._pull_inside(given)
+            rows.append({key: tf.convert_to_tensor(found[key]).numpy() for key in sources})
         return {key: np.stack([row[key] for row in rows]) if key in sources else None for key in self._sources}
+
+
+def _gradients(
+    tape: Any, targets: Mapping[str, Any], sources: dict[str, Any], cotangents: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Pull cotangents of some targets back to ``sources``; zeros where no path leads."""
+    found: dict[str, Any] = tape.gradient(
+        [targets[name] for name in cotangents],
+        sources,
+        output_gradients=list(cotangents.values()),
+        unconnected_gradients=tf.UnconnectedGradients.ZERO,
+    )
+    return found
 
 
 def _point(tensor: Any, keep: Keep) -> tuple[Any, Any]:

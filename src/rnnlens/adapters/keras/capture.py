@@ -14,7 +14,7 @@ from ...errors import LayerNotFoundError, ModelError, did_you_mean, message
 from ...typing import Array
 from ..protocol import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, NonRecurrentCall, RecurrentCall
 from . import loss as losses
-from .cells import KerasStepCell
+from .cells import KerasStepCell, initial_state_weights
 from .data import prepare
 from .dialect import Dialect, dialect_of
 from .discover import Places, Site, choose, given_states, places
@@ -23,7 +23,7 @@ from .masks import masked_output, output_from_state
 from .reference_run import names_of, tied_variables
 from .registered import registration_of
 from .run import Job, Result, run
-from .trees import by_key
+from .trees import by_key, input_order
 from .weights import cell_variables, cell_with_equations, class_of, computed_in, known_arrays
 
 _UPPER = frozenset({"output", "final_state"})
@@ -85,8 +85,7 @@ def _beside(model: Any, weights: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
 def _tell_around(found: Capture, job: Job, gradients: dict[str, Any]) -> None:
     """Add what arrived at the inputs of the model and, the captured calls included, at all weights."""
     keras, engine = job.keras, job.keras.engine
-    count = len(keras.tree.flatten(job.data.x))
-    taps = [gradients.get(f"model|input/{i}") for i in range(count)]
+    taps = [gradients.get(f"model|input/{i}") for i in input_order(keras, job.data.x)]
     found.input_grads = [None if tap is None else engine.to_array(tap) for tap in taps]
     names = names_of(job.model)
     kept = [(names[id(v)], gradients[f"weight|{key}"]) for key, v in job.weights.items() if id(v) in names]
@@ -217,6 +216,7 @@ class _Assembly:
     def _tied_weights(self, cell: Any) -> frozenset[str]:
         """Names of the weights whose gradient is that of other layers too."""
         names = {name for name, variable in cell_variables(cell).items() if id(variable) in self._tied}
+        names |= initial_state_weights(self._keras, cell)
         known = registration_of(cell)
         if known is not None:  # put together from several, of which one is tied
             return frozenset(known.cell.parameters if names else ())

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from ...errors import runs_again
 from ...recurrence.cells import StepCell
 from ...typing import Array
@@ -112,3 +114,21 @@ def _frozen(variable: Any) -> Any:
     """The value of a variable now, apart from later updates."""
     keras = dialect_of(variable)
     return keras.ops.convert_to_tensor(keras.value_of(variable), dtype=variable.dtype)
+
+
+def initial_state_weights(keras: Dialect, cell: Any) -> set[str]:
+    """Names of the weights from which a user's ``get_initial_state`` computes the first state.
+
+    Such a weight has gradients besides those of the steps. It is found by setting it to NaN.
+    """
+    method = getattr(cell, "get_initial_state", None)
+    if method is None or keras.is_own(getattr(method, "__func__", method)):
+        return set()
+    found = set()
+    for name, variable in cell_variables(cell).items():
+        value = keras.ops.convert_to_tensor(np.full(tuple(variable.shape), np.nan), dtype=variable.dtype)
+        with as_found(cell, keras), keras.stepping(cell, [(variable, value)]):
+            states = keras.tree.flatten(keras.initial_state(cell, 1))
+        if any(bool(np.isnan(keras.value_of(state)).any()) for state in states):
+            found.add(name)
+    return found

@@ -184,6 +184,9 @@ class Dialect(Protocol):
     def standing(self, model: Any, values: Sequence[Any], seeds: Sequence[Any]) -> AbstractContextManager[None]:
         """As ``running``, for the model as it stands: nothing is tapped, and ``values`` are those of all variables."""
 
+    def initial_state(self, cell: Any, samples: int) -> Any:
+        """The states that a cell with a ``get_initial_state`` of its own starts from."""
+
     def books(self, layer: Any) -> Iterator[Any]:
         """Containers in which a layer keeps what its calls add."""
 

@@ -290,6 +290,10 @@ class Keras2:
         """Nothing to run with; the variables of floats, to be watched."""
         return [], [v for v in variables if self.is_float(v)]
 
+    def initial_state(self, cell: Any, samples: int) -> Any:
+        """The states that a cell with a ``get_initial_state`` of its own starts from."""
+        return cell.get_initial_state(inputs=None, batch_size=samples, dtype=cell.dtype or self.floatx())
+
     def books(self, layer: Any) -> Iterator[Any]:
         """Containers in which a layer keeps what its calls add."""
         for name in ("_losses", "_callable_losses", "_updates", "_metrics"):

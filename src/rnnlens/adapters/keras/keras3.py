@@ -277,6 +277,10 @@ class Keras3:
         with keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
             yield
 
+    def initial_state(self, cell: Any, samples: int) -> Any:
+        """The states that a cell with a ``get_initial_state`` of its own starts from."""
+        return cell.get_initial_state(batch_size=samples)
+
     def books(self, layer: Any) -> Iterator[Any]:
         """Containers in which a layer keeps what its calls add."""
         yield from (layer._losses, layer._loss_ids)

@@ -61,8 +61,11 @@ def _loop(listener: Listener, site: Site, half: int) -> Callable[..., Any]:
 
 
 def _value_of(state: Any) -> Any:
-    """A stateful layer hands over its variables, of which only the values can be differentiated."""
-    return keras.ops.convert_to_tensor(state.value) if isinstance(state, keras.Variable) else state
+    """Return the value of a stateful layer's variable as a tensor that can be differentiated."""
+    if not isinstance(state, keras.Variable):
+        return state
+    value = state.value  # on TensorFlow a tf.Variable, which a tape does not see where it is read already
+    return value.read_value() if hasattr(value, "read_value") else keras.ops.convert_to_tensor(value)
 
 
 def _refuse_triple(site: Site, mask: Any) -> None:

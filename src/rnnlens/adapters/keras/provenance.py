@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from .dialect import dialect_of
+from .dialect import Dialect, dialect_of
 
 
 def provenance(model: Any) -> Mapping[str, str]:
@@ -19,8 +19,15 @@ def provenance(model: Any) -> Mapping[str, str]:
     return {
         "framework": f"{keras.name} {keras.version}",
         "engine": f"{engine} {version}",
-        "dtype": str(getattr(model, "compute_dtype", keras.floatx())),
+        "dtype": _coarsest(keras, model),
         "weights_dtype": str(getattr(model, "variable_dtype", keras.floatx())),
         "device": device or "cpu",
         "adapter": "keras",
     }
+
+
+def _coarsest(keras: Dialect, model: Any) -> str:
+    """The compute dtype with the fewest digits among those of the model and its layers."""
+    own = str(getattr(model, "compute_dtype", keras.floatx()))
+    dtypes = {own, *(str(getattr(layer, "compute_dtype", own)) for layer in model._flatten_layers())}
+    return next((dtype for dtype in ("bfloat16", "float16") if dtype in dtypes), own)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,7 @@ class KerasPullback:
             memo = self._memo(job, arguments)
             with losses.undisturbed(model, regularised=True), raised_by("Your model, run to be differentiated,"):
                 self._linear = self._linearised(job, arguments, memo)
+        self._linear.tracing = partial(_undone, model, self._keras, batch.seed)
         heard = {**self._linear.aux, **self._linear.targets}
         self.outputs = int(heard.pop("outputs"))
         values = {}
@@ -101,6 +104,9 @@ class KerasPullback:
             heard: dict[str, Any] = {f"model|input/{i}": t for i, t in enumerate(keras.tree.flatten(arguments["x"]))}
 
             def noting(key: str, tensor: Any) -> Any:
+                if not keras.is_float(tensor):  # counters, quantised weights: they have no gradient
+                    heard[key] = tensor
+                    return tensor
                 heard[key] = tap(key, keras.ops.stop_gradient(tensor) if key in cut else tensor)
                 return heard[key]
 
@@ -148,6 +154,13 @@ class KerasPullback:
 
     def __exit__(self, *exc: object) -> None:
         self._linear = None
+
+
+@contextmanager
+def _undone(model: Any, keras: Dialect, seed: int | None) -> Iterator[None]:
+    """Within the block the model may run once more as it ran for a pullback."""
+    with as_found(model, keras, seed), losses.undisturbed(model, regularised=True):
+        yield
 
 
 def _check_targets(keras: Dialect, of: set[str], heard: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ outside (see ``keras3_stamps.py``) is run again as it was compiled here.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,14 @@ from ...recurrence.cells.registry import Registration
 from ...typing import Array
 from ..protocol import Batch, Cotangents, ReferenceRun, WeightLocation
 from . import loss as losses
+from .cells import initial_state_weights
 from .data import prepare
 from .dialect import dialect_of
 from .found import as_found
 from .memos import memo_of, stamp_of_tensors
 from .registered import attributes, registration_of
 from .run import Job
+from .trees import input_order
 from .weights import has_two_biases
 
 
@@ -53,9 +56,10 @@ def reference_run(
     names = names_of(model)
     grads = dict(zip(map(id, watched or job.variables), found[1], strict=True)) if found else {}
     weights = {name: grads.get(key) for key, name in names.items() if grads}
-    paths = [path for path, _ in keras.tree.flatten_with_path(batch.x)] if isinstance(batch.x, dict) else []
-    keys = tuple(str(path[0]) for path in paths if len(path) == 1)
-    return ReferenceRun(outputs, value, found[0] if found else [], weights, keys)
+    is_flat = isinstance(batch.x, dict) and not any(map(keras.tree.is_nested, batch.x.values()))
+    keys = tuple(map(str, batch.x)) if is_flat else ()
+    by_input = [found[0][i] for i in input_order(keras, batch.x)] if found else []
+    return ReferenceRun(outputs, value, by_input, weights, keys)
 
 
 class _Run:
@@ -206,9 +210,11 @@ def _of_cell(model: Any, cell: Any, key: str) -> WeightLocation | None:
     known = registration_of(cell)
     if known is not None:
         return _registered_place(model, cell, known, key.rpartition("/")[2])
+    started = key.rpartition("/")[2] in initial_state_weights(dialect_of(model), cell)
     # Only within a recurrent layer two weights of ours are the rows of one variable.
     both = has_two_biases(cell) and len(cell.bias.shape) == 2 and key in ("bias", "recurrent_bias")
-    return _within(model, cell, "bias" if both else key, ("bias", "recurrent_bias").index(key) if both else None)
+    found = _within(model, cell, "bias" if both else key, ("bias", "recurrent_bias").index(key) if both else None)
+    return replace(found, tied=True) if found is not None and started else found
 
 
 def _within(model: Any, owner: Any, key: str, row: int | None = None) -> WeightLocation | None:

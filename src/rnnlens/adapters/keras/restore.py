@@ -43,8 +43,9 @@ _MISSING = object()
 def unchanged(model: Any, keras: Dialect) -> Iterator[None]:
     """What ``model`` and its layers keep in Python, and the process' random numbers, come back on exit."""
     memory = _Memory(keras)
-    for layer in model._flatten_layers():
+    for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
         memory.layer(layer)
+    memory.value(model)  # a cell need not be a layer
     state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         yield
@@ -73,8 +74,10 @@ class _Memory:
             self._attributes(layer)
             for books in self._keras.books(layer):
                 self.value(books)
-            if not self._keras.is_own(type(layer)) or type(layer) is self._keras.layers.Lambda:
-                for value in list(vars(layer).values()):
+            is_users = not self._keras.is_own(type(layer)) or type(layer) is self._keras.layers.Lambda
+            for value in list(vars(layer).values()):
+                # Keras' own layers change nothing but their attributes; a cell or function in one may be the user's.
+                if is_users or _package(value) not in _FOREIGN:
                     self.value(value)
 
     def value(self, value: Any) -> None:

@@ -1,0 +1,159 @@
+"""Models as people write them: every verb answers, its certificate passes, and the model is left unchanged."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+
+pytestmark = pytest.mark.op_by_op
+
+L = keras.layers
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(4, 5, 3))
+Y = X.sum((1, 2))[:, None]
+
+
+def compiled(model, loss="mse"):
+    model.compile("sgd", loss)
+    return model
+
+
+def sequential(*layers):
+    return compiled(keras.Sequential([keras.Input((5, 3)), *layers, L.Dense(1)]))
+
+
+def normalised():
+    layer = L.Normalization()
+    layer.adapt(X)
+    return sequential(layer, L.LSTM(4, name="rnn"))
+
+
+@keras.saving.register_keras_serializable("rnnlens_tests")
+class Counter(L.Layer):
+    """Counts its calls in an integer variable."""
+
+    def build(self, shape):
+        del shape
+        self.calls = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False, name="calls")
+
+    def call(self, x):
+        self.calls.assign_add(1)
+        return x
+
+
+class TrainedStart(L.SimpleRNNCell):
+    """Starts from a trained state."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.start = self.add_weight(shape=(1, self.units), name="start", initializer="normal")
+
+    def get_initial_state(self, batch_size=None):
+        return [keras.ops.repeat(self.start, batch_size, axis=0)]
+
+
+class PlainCell:
+    """A cell that is no layer, and counts its calls in Python."""
+
+    state_size = output_size = 4
+    compute_dtype = "float64"
+
+    def __init__(self):
+        self.count, self.calls = 0, []
+
+    def call(self, x, states, training=False):
+        del training
+        self.count += 1
+        self.calls.append(self.count)
+        state = keras.ops.tanh(x[:, :1] + 0.5 * states[0])
+        return state, [state]
+
+    __call__ = call
+
+
+def half_precision():
+    rnn = L.LSTM(4, return_sequences=True, name="rnn")
+    model = keras.Sequential([keras.Input((5, 3)), rnn, L.Dense(3, dtype="mixed_float16"), L.GRU(3), L.Dense(1)])
+    return compiled(model)
+
+
+MODELS = {
+    "Normalization": normalised,
+    "counter": lambda: sequential(Counter(), L.GRU(4, name="rnn")),
+    "trained start": lambda: sequential(L.RNN(TrainedStart(4), name="rnn")),
+    "one layer in half precision": half_precision,
+    "cell that is no layer": lambda: sequential(L.RNN(PlainCell(), name="rnn")),
+}
+
+
+@pytest.mark.product(keep=("Normalization", "trained start"))
+@pytest.mark.parametrize("case", MODELS)
+def test_every_verb_passes_its_certificate(case):
+    model = MODELS[case]()
+    results = [
+        rl.trace(model, X, Y),
+        rl.gradients(model, X, Y, of="loss", wrt=["input", "weights"]),
+        rl.gradients(model, X, Y, of="loss", wrt="rnn.hidden"),
+        rl.jacobian(model, X, of="output", wrt="input"),
+        rl.weights(model, X, Y),
+    ]
+    assert [result.certificate.state for result in results] == ["passed"] * 5
+
+
+@pytest.mark.one_engine("torch")
+def test_weights_of_eight_bits():
+    model = sequential(L.LSTM(4, name="rnn"))
+    with pytest.warns(UserWarning, match="quantize"):
+        model.quantize("int8")
+    assert rl.weights(model, X, Y).certificate.state == "passed"
+    assert rl.gradients(model, X, Y, of="loss", wrt="input").certificate.state == "passed"
+
+
+def test_a_counter_and_a_list_of_a_cell_are_restored():
+    model = sequential(L.RNN(PlainCell(), name="rnn"))
+    cell = model.layers[0].cell
+    count, calls = cell.count, list(cell.calls)
+    rl.trace(model, X, Y)
+    rl.jacobian(model, X, of="rnn.hidden", wrt="input")
+    assert (cell.count, cell.calls) == (count, calls)
+
+
+@pytest.mark.parametrize("order", ["ba", "ab"])
+def test_inputs_by_name_in_any_order(order):
+    inputs = {name: keras.Input((5, size), name=name) for name, size in (("b", 3), ("a", 2))}
+    hidden = L.LSTM(4, name="rnn")(L.Concatenate()([inputs["b"], inputs["a"]]))
+    model = compiled(keras.Model([inputs["b"], inputs["a"]], L.Dense(1)(hidden)))
+    data = {name: X[..., : 3 if name == "b" else 2] for name in order}
+    for name in order:
+        jacobian = rl.jacobian(model, data, of="output", wrt=f"input[{name}]")
+        assert jacobian.certificate.state == "passed"
+        gradient = rl.gradients(model, data, of="output", at={"unit": 0}, reduce="sum", wrt=f"input[{name}]")
+        np.testing.assert_allclose(jacobian.values.reshape(gradient.shape), gradient, rtol=1e-9, atol=1e-12)
+    assert rl.trace(model, data, Y).certificate.state == "passed"
+
+
+@pytest.mark.compiled
+def test_the_gradient_of_a_recorded_state_is_certified():
+    model = compiled(
+        keras.Sequential([keras.Input(batch_shape=(4, 5, 3)), L.LSTM(4, stateful=True, name="rnn"), L.Dense(1)])
+    )
+    model.predict(X, batch_size=4, verbose=0)
+    trace = rl.trace(model, X, Y)
+    assert trace.certificate.state == "passed"
+    assert np.abs(trace["rnn"].dataset.initial_state_grad).max() > 0
+
+
+@pytest.mark.compiled
+@pytest.mark.one_engine("tensorflow")
+def test_a_loss_whose_loop_tensorflow_cannot_differentiate_from_outside():
+    model = keras.Sequential([keras.Input((5, 3)), L.GRU(4, return_sequences=True, name="rnn"), L.Dense(4)])
+    compiled(model, keras.losses.CTC())
+    labels = RANDOM.integers(1, 4, (4, 2))
+    found = rl.gradients(model, X, labels, of="loss", wrt="input")
+    assert found.certificate.state == "passed"
+    moved = 1e-2 * np.asarray(found) / np.linalg.norm(found)  # CTC is computed in float32
+    losses = [float(model.compute_loss(None, labels, model(X + sign * moved))) for sign in (1, -1)]
+    np.testing.assert_allclose(np.sum(np.asarray(found) * moved), (losses[0] - losses[1]) / 2, rtol=1e-2)
