@@ -144,7 +144,7 @@ class _Linearised:
                 targets, _ = run(arguments, zeros)
             return _gradients(inner, targets, {**zeros, **variables}, cotangents)
 
-        self._pull_inside = lambda given: _graph(pulled, (zeros, given))(zeros, given)
+        self._pull_inside: Callable[[Any], Any] = lambda given: _graph(pulled, (zeros, given))(zeros, given)
         #: Makes the context in which the program may be traced once more; set by the adapter.
         self.tracing: Callable[[], AbstractContextManager[None]] = nullcontext
 
