@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from .typing import Array
-from .vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME, UNIT
+from .vocabulary import CHANNEL, DIRECTION, FEATURE, GATE, SAMPLE, TIME, UNIT
 
 #: The names that one axis stands for: one, or those folded into it, outermost first.
 Axis = tuple[str, ...]
@@ -101,15 +101,20 @@ def canonical_order(names: Sequence[str]) -> list[int]:
 
 
 def dims_of(
-    shape: Sequence[int], *, bidirectional: bool = False, last: str = UNIT, gate: bool = False
+    shape: Sequence[int],
+    *,
+    bidirectional: bool = False,
+    last: str = UNIT,
+    gate: bool = False,
+    space: tuple[str, ...] = (),
 ) -> tuple[str, ...]:
-    """Names of the axes of a tensor: sample, time, (direction), ..., unit.
+    """Names of the axes of a tensor: sample, time, (direction), (space), ..., unit.
 
     >>> dims_of((2, 5, 3)), dims_of((2, 3)), dims_of((2, 4, 4, 3))
     (('sample', 'time', 'unit'), ('sample', 'unit'), ('sample', 'axis_1', 'axis_2', 'unit'))
     """
     middle = [TIME, *([DIRECTION] if bidirectional else []), *([GATE] if gate else [])]
-    full = (SAMPLE, *middle, last)
+    full = with_space((SAMPLE, *middle, last), space)
     if len(shape) == len(full):
         return full
     without_time = tuple(dim for dim in full if dim != TIME)
@@ -118,6 +123,19 @@ def dims_of(
     if len(shape) < 2:
         return (SAMPLE,)[: len(shape)]
     return (SAMPLE, *(f"axis_{i}" for i in range(1, len(shape) - 1)), last)
+
+
+def with_space(dims: tuple[str, ...], space: tuple[str, ...]) -> tuple[str, ...]:
+    """Insert axes of space before gates, channels and features, into the dimensions of a quantity of a layer.
+
+    >>> with_space(("sample", "time", "gate", "unit"), ("height", "width"))
+    ('sample', 'time', 'height', 'width', 'gate', 'channel')
+    """
+    if not space or not set(dims) & {UNIT, FEATURE} or SAMPLE not in dims:
+        return dims
+    lead = [dim for dim in dims if dim not in (GATE, UNIT, FEATURE)]
+    last = [CHANNEL if dim == UNIT else dim for dim in dims if dim in (GATE, UNIT, FEATURE)]
+    return (*lead, *space, *last)
 
 
 def direction_axis(dims: Sequence[str]) -> int:

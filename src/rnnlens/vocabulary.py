@@ -17,6 +17,9 @@ GATE = "gate"
 STATE = "state"
 UNIT = "unit"
 UNIT_IN = "unit_in"
+CHANNEL = "channel"
+#: Axes of space of an input or a state with channels, by their number.
+SPACE: dict[int, tuple[str, ...]] = {1: ("width",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 OUT_TIME, OUT_UNIT, IN_TIME, IN_FEATURE = "out_time", "out_unit", "in_time", "in_feature"
 
 FORWARD, BACKWARD, BIDIRECTIONAL = "forward", "backward", "bidirectional"
@@ -123,6 +126,7 @@ RECURRENT_KERNEL = Quantity(
     "recurrent_kernel", (UNIT_IN, GATE, UNIT), "recurrent kernel", "1", "W_h: from h_{t-1} to each gate"
 )
 BIAS = Quantity("bias", (GATE, UNIT), "bias", "1", "added on the input side of each gate")
+BIAS_BY_CHANNEL = Quantity("bias", (GATE, CHANNEL), "bias", "1", "added to each gate")
 RECURRENT_BIAS = Quantity(
     "recurrent_bias", (GATE, UNIT), "recurrent bias", "1", "added on the recurrent side of each gate"
 )

@@ -12,6 +12,7 @@ memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -22,7 +23,7 @@ from .arrays import Array, Namespace
 from .cells import StepCell, affine
 from .parallel import for_each, large_parts, still_wanted, walk_parts
 from .replay import Replay
-from .trajectory import Adjoint
+from .trajectory import Adjoint, carried, over_time
 
 #: Largest size of all per-step Jacobians together, in bytes, up to which they are built.
 FOLD_LIMIT = 256 * 2**20
@@ -65,8 +66,8 @@ def adjoint(
         mine = tuple(None if d is None else d[some, ...] for d in direct)
         _sweep(run.of_samples(some), mine, tuple(f[some, ...] for f in final), result.of_samples(some))
 
-    batch, _, units = run.states[0].shape
-    for_each(work, walk_parts(batch, units, xp=xp), xp=xp)
+    batch, _, *sizes = run.states[0].shape
+    for_each(work, walk_parts(batch, math.prod(sizes), xp=xp), xp=xp)
     return result
 
 
@@ -81,19 +82,19 @@ def _sweep(run: Replay, direct: Sequence[Array | None], carry: tuple[Array, ...]
     gate_grad = cast(Array, out.gate_grad)
     for t in run.steps(reverse=True):
         still_wanted()
-        cotangent = tuple(c if d is None else c + d[:, t, :] for c, d in zip(carry, direct, strict=True))
-        now, after = record.at((slice(None), t, ...)), tuple(s[:, t, :] for s in run.states)
+        cotangent = tuple(c if d is None else c + d[:, t, ...] for c, d in zip(carry, direct, strict=True))
+        now, after = record.at((slice(None), t, ...)), tuple(s[:, t, ...] for s in run.states)
         dz, carry, total = cell.pull_back(now, run.state_before(t), after, cotangent, run.state_scale, xp)
         if run.mask is not None:
-            real = run.mask[:, t, None]
-            carry = tuple(xp.where(real, new, old) for new, old in zip(carry, cotangent, strict=True))
-            total = tuple(xp.where(real, new, old) for new, old in zip(total, cotangent, strict=True))
-            dz = xp.where(real[:, :, None], dz, xp.zeros_like(dz))
-        gate_grad[:, t, :, :] = dz
+            real = run.mask[:, t]
+            carry = tuple(carried(new, old, real, xp) for new, old in zip(carry, cotangent, strict=True))
+            total = tuple(carried(new, old, real, xp) for new, old in zip(total, cotangent, strict=True))
+            dz = xp.where(over_time(real, dz), dz, xp.zeros_like(dz))
+        gate_grad[:, t, ...] = dz
         for grads, value in zip(out.returned_grads or (), cotangent, strict=False):
-            grads[:, t, :] = value
+            grads[:, t, ...] = value
         for grads, value in zip(out.state_grads, total, strict=True):
-            grads[:, t, :] = value
+            grads[:, t, ...] = value
     flat = affine.join_gates(gate_grad, xp)
     out.input_grad[...] = cell.input_gradient(run.input, flat, run.input_scale, xp)
     for target, value in zip(out.initial_state_grad, carry, strict=True):
@@ -111,14 +112,14 @@ def weight_gradients(
     """
     if run.record is None or result.gate_grad is None:
         raise TypeError("weight_gradients() knows the weights of cells with equations only")
-    how, xp, (batch, time, gates, units) = affine.Contraction(by_time, probes), run.xp, result.gate_grad.shape
+    how, xp, (batch, time, *sizes) = affine.Contraction(by_time, probes), run.xp, result.gate_grad.shape
     found: dict[int, dict[str, Array]] = {}
 
     def work(some: slice) -> None:
         mine, part = run.of_samples(some), result.of_samples(some)
         found[some.start] = mine.cell.weight_gradients(mine, part, how, times)
 
-    for_each(work, large_parts(batch, len(range(time)[times]) * gates * units, xp=xp), xp=xp)
+    for_each(work, large_parts(batch, len(range(time)[times]) * math.prod(sizes), xp=xp), xp=xp)
     first, *others = (found[start] for start in sorted(found))
     return {name: sum((part[name] for part in others), start=grad) for name, grad in first.items()}
 

@@ -17,7 +17,7 @@ from .arrays import Array, Namespace
 from .cells import Cell, StepCell
 from .linear import System
 from .parallel import for_each, sample_chunks
-from .trajectory import UNSCALED, Record, Scales, Trajectory, carried, scale_of_samples, shift
+from .trajectory import UNSCALED, Record, Scales, Trajectory, carried, over_time, scale_of_samples, shift
 
 #: Replayed by the same operations, no cell is off by as much from rounding alone, unless it amplifies it through time.
 _ROUNDING = {"float64": 1e-8, "float32": 1e-2}
@@ -94,7 +94,7 @@ class Replay(Trajectory):
                 run.residual = residual(run.states[0], call.output, call.mask & call.output_from_state, xp)
         if not call.returns_sequences:
             last = _constant_put_in(call, run, run.last_output(call.masked_output))
-            run.residual = residual(last[:, None, :], call.output[:, None, :], None, xp)
+            run.residual = residual(last[:, None, ...], call.output[:, None, ...], None, xp)
             if call.cell.by_framework:
                 refuse_another_function(call, run.residual)
             if call.cell.registered_for:
@@ -112,21 +112,21 @@ class Replay(Trajectory):
         return replay(call.cell, call.input, start, mask=call.mask, order=order, hidden=hidden, scales=scales)
 
     def last_output(self, masked_output: str = "state") -> Array:
-        """(sample, unit): what the layer returns when it returns its last output only."""
+        """Return the layer's output (sample, unit) where it returns the last one only."""
         *_, last = self.steps()
-        state, xp = self.states[self.cell.output_state][:, last, :], self.xp
+        state, xp = self.states[self.cell.output_state][:, last, ...], self.xp
         if self.step_output is None:
             if self.mask is None or masked_output != "zero":
                 return state
-            return xp.where(self.mask[:, last, None], state, xp.zeros_like(state))
+            return carried(state, xp.zeros_like(state), self.mask[:, last], xp)
         if self.mask is not None and masked_output == "state":
-            return xp.where(self.mask[:, last, None], self.step_output[:, last, :], state)
+            return carried(self.step_output[:, last, ...], state, self.mask[:, last], xp)
         if self.mask is None:
-            return self.step_output[:, last, :]
-        output = self.xp.zeros_like(self.step_output[:, last, :])
+            return self.step_output[:, last, ...]
+        output = self.xp.zeros_like(self.step_output[:, last, ...])
         for t in self.steps():
             old = output if masked_output == "output" else self.xp.zeros_like(output)
-            output = carried(self.step_output[:, t, :], old, self.mask[:, t], self.xp)
+            output = carried(self.step_output[:, t, ...], old, self.mask[:, t], self.xp)
         return output
 
 
@@ -135,7 +135,7 @@ def _constant_put_in(call: Any, run: Replay, last: Array) -> Array:
     if call.output_from_state is None:
         return last
     *_, step = run.steps()
-    return run.xp.where(call.output_from_state[:, step, None], last, run.xp.zeros_like(last))
+    return run.xp.where(over_time(call.output_from_state[:, step], last), last, run.xp.zeros_like(last))
 
 
 def _output_is_hidden(call: Any, xp: Namespace) -> bool:
@@ -180,7 +180,7 @@ def _replay_in_sequence(run: Replay) -> None:
     record: Record | None = None
     states: tuple[Array, ...] = ()
     for t in run.steps():
-        step, new = cell.taken(projected[:, t, :], state, run.state_scale, xp)
+        step, new = cell.taken(projected[:, t, ...], state, run.state_scale, xp)
         mask_t = None if run.mask is None else run.mask[:, t]
         state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
         if record is None:
@@ -271,7 +271,7 @@ def distance(recomputed: Array, captured: Array, mask: Array | None, xp: Namespa
     """
     difference = recomputed - captured
     if mask is not None:
-        difference = xp.where(mask[:, :, None], difference, xp.zeros_like(difference))
+        difference = xp.where(over_time(mask, difference), difference, xp.zeros_like(difference))
     worst, magnitude = _largest(difference, xp), _largest(captured, xp)
     if math.isfinite(worst) and math.isfinite(magnitude):
         return worst, magnitude
@@ -292,7 +292,7 @@ def _at_first_step(run: Replay, output: Any, call: Any) -> float:
     first = next(run.steps())
     one = slice(first, first + 1)
     mask = None if call.mask is None else call.mask[:, one]
-    return residual(output[:, one, :], call.output[:, one, :], mask, run.xp)
+    return residual(output[:, one, ...], call.output[:, one, ...], mask, run.xp)
 
 
 def _at_the_end(run: Replay, call: Any) -> float:
@@ -323,7 +323,7 @@ def replay_custom(
     states: list[tuple[Array, ...]] = []
     outputs: list[Array] = []
     for t in run.steps():
-        output, new = cell.advance(x[:, t, :], state)
+        output, new = cell.advance(x[:, t, ...], state)
         mask_t = None if mask is None else mask[:, t]
         state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
         states.append(state)

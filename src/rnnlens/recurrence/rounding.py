@@ -50,8 +50,8 @@ class Rounding:
 def rounding_of(run: Replay, result: Adjoint) -> Rounding:
     """The sizes by which differences from another sweep through the same run are to be judged."""
     xp = run.xp
-    met = xp.sqrt(1.0 + sum(xp.sum(xp.abs(array) ** 2, axis=-1) for array in (run.input, *run.states)))
-    arrived = xp.max(xp.stack([xp.max(xp.abs(grad), axis=-1) for grad in result.state_grads]), axis=0)
+    met = xp.sqrt(1.0 + sum(xp.sum(xp.abs(_flat(array, xp)) ** 2, axis=-1) for array in (run.input, *run.states)))
+    arrived = xp.max(xp.stack([xp.max(xp.abs(_flat(grad, xp)), axis=-1) for grad in result.state_grads]), axis=0)
     kernels = {} if run.cell.by_framework else run.cell.weights()
     rows = [_largest_row(kernels.get(name), xp) for name in ("kernel", "recurrent_kernel")]
     terms = met * arrived
@@ -67,7 +67,7 @@ def _at_the_start(run: Replay, result: Adjoint) -> float:
     xp = run.xp
     by_state = []
     for first, grad in zip(result.initial_state_grad, result.state_grads, strict=True):
-        later = xp.max(xp.abs(grad), axis=(0, 2))
+        later = xp.max(xp.abs(_flat(grad, xp)), axis=(0, 2))
         later = later if run.order == "forward" else xp.flip(later)
         by_state.append(xp.concat([xp.max(xp.abs(first))[None], later]))
     sizes = xp.stack(by_state)  # (state, 1 + time)
@@ -77,10 +77,18 @@ def _at_the_start(run: Replay, result: Adjoint) -> float:
     return start * math.sqrt(float(xp.sum(lost * lost))) if start else 0.0
 
 
+def _flat(array: Array, xp: Any) -> Array:
+    """Join the axes behind time: (sample, time, n), of states with space as of others."""
+    flat: Array = xp.reshape(array, (*array.shape[:2], -1))
+    return flat
+
+
 def _largest_row(kernel: Array | None, xp: Any) -> float:
-    if kernel is None or len(kernel.shape) != 2:
+    """Largest norm of what one input number is multiplied with, over gates and, of a convolution, places."""
+    if kernel is None or len(kernel.shape) < 2:
         return 0.0
-    return float(xp.max(xp.sqrt(xp.sum(xp.abs(kernel) ** 2, axis=-1))))
+    others = tuple(axis for axis in range(len(kernel.shape)) if axis != len(kernel.shape) - 2)
+    return float(xp.max(xp.sqrt(xp.sum(xp.abs(kernel) ** 2, axis=others))))
 
 
 @np.errstate(over="ignore", invalid="ignore")

@@ -17,10 +17,11 @@ import xarray as xr
 from .. import __version__
 from ..autodiff.tensors import dtype_name, to_numpy
 from ..errors import InputError, message
-from ..layout import direction_axis
+from ..layout import direction_axis, with_space
 from ..recurrence.cells import cell_of_kind, kinds
 from ..vocabulary import (
     BACKWARD,
+    CHANNEL,
     DIRECTION,
     FEATURE,
     FORWARD,
@@ -31,6 +32,7 @@ from ..vocabulary import (
     OUT_UNIT,
     QUANTITIES,
     SAMPLE,
+    SPACE,
     STATE,
     TIME,
     UNIT,
@@ -48,6 +50,7 @@ _DIMENSION_WORDS: dict[str, tuple[str, str]] = {
     TIME: ("time step", "chronological: 0 is the first input step, whatever the direction of the layer"),
     FEATURE: ("input feature", "position in the layer input, from 0"),
     UNIT: ("unit", "position in the layer, from 0"),
+    CHANNEL: ("channel", "position among the channels of a state, from 0"),
     UNIT_IN: ("previous hidden unit", "unit of h_{t-1} that a recurrent weight reads"),
     GATE: ("gate", "gate names of rnnlens, the same for every framework"),
     STATE: ("state", "what the cell carries from step to step"),
@@ -259,10 +262,12 @@ def _rank(name: str) -> int:
 
 def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str) -> tuple[str, ...]:
     """Dimensions by quantity and rank: with or without direction, time, or, for weights, a leading time."""
-    full = quantity(name, cell).dims
+    space = cell_of_kind(cell).space
+    full = with_space(quantity(name, cell).dims, space)
     candidates = [full]
     if name in ("output", "output_grad"):
-        candidates = [full, (SAMPLE, UNIT), (SAMPLE,), (SAMPLE, *(f"axis_{i}" for i in range(1, array.ndim - 1)), UNIT)]
+        candidates = [full, with_space((SAMPLE, UNIT), space), (SAMPLE,)]
+        candidates += [(SAMPLE, *(f"axis_{i}" for i in range(1, array.ndim - 1)), UNIT)]
     elif weight_of(name.removesuffix("_grad"), cell) is not None:
         candidates = [full, (TIME, *full)]
     if bidirectional:
@@ -291,10 +296,23 @@ def _separate_units(
     """Give variables whose last axis is not as long as that of ``hidden`` a unit dimension of their own."""
     reference = next((arrays[n].shape[-1] for n in ("hidden", "hidden_grad", "output", "gates") if n in arrays), None)
     separated = {}
+    states = next((arrays[n].shape for n in ("hidden", "hidden_grad") if n in arrays), ())
     for name, dims in named.items():
+        dims = _separate_space(dims, arrays[name].shape, states)
         own = reference is not None and dims[-1:] == (UNIT,) and arrays[name].shape[-1] != reference
         separated[name] = (*dims[:-1], f"{_unit_owner(name)}_unit") if own else dims
     return separated
+
+
+def _separate_space(dims: tuple[str, ...], shape: tuple[int, ...], states: tuple[int, ...]) -> tuple[str, ...]:
+    """Name the axes of space of an input ``input_height`` ... where they are not as long as those of the states."""
+    axes = SPACE.get(len([dim for dim in dims if dim in SPACE[3]]), ())
+    if not axes or FEATURE not in dims or not states:
+        return dims
+    at = dims.index(axes[0])
+    if shape[at : at + len(axes)] == states[-1 - len(axes) : -1]:
+        return dims
+    return tuple(f"input_{dim}" if dim in axes else dim for dim in dims)
 
 
 def _unit_owner(name: str) -> str:

@@ -97,11 +97,13 @@ class Catalogue:
         if name.what == "weight":
             lead = (SAMPLE,) if per_sample else ()
             return lead + dims_of_weight(name.key, self.weights[str(name.layer)], array.ndim - len(lead))
-        if name.what == "input":
-            return dims_of(array.shape, last=FEATURE)
         info = self.recurrent.get(uncalled(name.layer, self.recurrent))
+        space = () if info is None else cell_of_kind(info.cell).space
+        if name.what == "input":
+            return dims_of(array.shape, last=FEATURE, space=space)
         both = info is not None and info.direction == "bidirectional"
-        return dims_of(array.shape, bidirectional=both, gate=name.what in ("gates", "gate_preactivation"))
+        gate = name.what in ("gates", "gate_preactivation")
+        return dims_of(array.shape, bidirectional=both, gate=gate, space=space)
 
     def suggestions(self) -> Iterator[str]:
         """Names that could have been meant."""

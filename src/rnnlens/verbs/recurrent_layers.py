@@ -27,7 +27,7 @@ from ..recurrence.cells import Cell, affine
 from ..recurrence.cells.cell import has_gates
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed, replay_sensitivity
-from ..recurrence.trajectory import Adjoint
+from ..recurrence.trajectory import Adjoint, over_time
 from ..results.checks import CEILING, REPLAY, Check, epsilon, rounding_bound
 from ..results.schema import to_host
 from ..typing import Array
@@ -153,7 +153,7 @@ def _place_output(
     index = call.cell.output_state
     if run.output_is_state:
         if call.output_from_state is not None:
-            spread = run.xp.where(call.output_from_state[:, :, None], spread, run.xp.zeros_like(spread))
+            spread = run.xp.where(over_time(call.output_from_state, spread), spread, run.xp.zeros_like(spread))
         states[index] = spread
         return states, None
     own, carried = unmasked_output_cotangent(run, spread, call.masked_output)
@@ -164,13 +164,10 @@ def _place_output(
 def _at_last_step(run: Replay, output_grad: Array) -> Array:
     """(sample, unit) to (sample, time, unit): zero but at the step that the recurrence took last."""
     *_, last = run.steps()
-    spread = run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, :], _with_time(run, output_grad)))
-    spread[:, last, :] = output_grad
+    shape = (output_grad.shape[0], run.input.shape[1], *output_grad.shape[1:])
+    spread = run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, ...], shape))
+    spread[:, last, ...] = output_grad
     return spread
-
-
-def _with_time(run: Replay, array: Array) -> tuple[int, int, int]:
-    return int(array.shape[0]), int(run.input.shape[1]), int(array.shape[1])
 
 
 @dataclass

@@ -66,7 +66,7 @@ SAYS = {
     "constants": "Layer 'rnn' cannot be traced: RNN hands constants to its cell.",
     "own call": "Layer 'rnn' cannot be traced: Doubled has a call of its own.",
     "CuDNN": "Layer 'rnn' cannot be traced: CuDNNLSTM is one kernel of cuDNN, which runs on a GPU only.",
-    "ConvLSTM": "Layer 'rnn' cannot be traced: ConvLSTM2D has states with axes of space.",
+    "ConvLSTM": "Layer 'rnn' cannot be traced: its states have axes of space, and its equations are not known.",
 }
 
 

@@ -107,7 +107,7 @@ class Dialect(Protocol):
 
     # -- layers and cells
     @property
-    def cells(self) -> Mapping[type, type[Cell]]:
+    def cells(self) -> Mapping[type, type[Cell] | Mapping[int, type[Cell]]]:
         """The cells whose equations are known, by their exact types."""
 
     @property

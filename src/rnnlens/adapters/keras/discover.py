@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message, two_layers_called
 from ..protocol import LayerInfo
 from .dialect import Dialect, dialect_of
-from .weights import kind_of, likeness
+from .weights import kind_of, known_class, likeness
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,10 +199,12 @@ def _refusal(name: str, layer: Any, wrapper: Any) -> str | None:
             f"Layer {name!r} cannot be traced: its half {kind} is not a keras.layers.RNN.",
             hint="wrap the cell in keras.layers.RNN(cell)",
         )
-    if "ConvLSTM" in kind or any("ConvLSTM" in base.__name__ for base in type(layer).__mro__):
+    has_space = any("ConvLSTM" in base.__name__ for base in type(layer).__mro__)
+    if has_space and known_class(layer.cell) is None:
         return message(
-            f"Layer {name!r} cannot be traced: {kind} has states with axes of space.",
-            expected="a recurrent layer whose states are (sample, unit)",
+            f"Layer {name!r} cannot be traced: its states have axes of space, and its equations are not known.",
+            got=f"{kind} with data_format={getattr(layer.cell, 'data_format', None)!r}",
+            expected="a ConvLSTM of Keras 3 itself, with data_format='channels_last' and Keras' own activations",
             hint="name the other layers, layers=[...]",
         )
     why = keras.refusal(layer)

@@ -13,13 +13,14 @@ import numpy as np
 from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.layers.rnn.conv_lstm import ConvLSTMCell
 from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 from keras.src.models.functional import Functional
 from keras.src.trainers.compile_utils import CompileLoss
 from keras.src.utils.tracking import Tracker
 
 from ...autodiff import Engine, Tap, engine
-from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
+from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLSTM3D, SimpleRNN
 from ...typing import Array, Namespace
 from ..threads import heard_here
 from . import keras3_loop
@@ -49,10 +50,12 @@ class Keras3:
     Variable = keras.Variable
 
     #: The cells whose equations are known, by their exact types.
-    cells: Mapping[type, type[Cell]] = {
+    #: The convolutional one by its number of axes of space.
+    cells: Mapping[type, type[Cell] | Mapping[int, type[Cell]]] = {
         keras.layers.SimpleRNNCell: SimpleRNN,
         keras.layers.LSTMCell: LSTM,
         keras.layers.GRUCell: GRU,
+        ConvLSTMCell: {1: ConvLSTM1D, 2: ConvLSTM2D, 3: ConvLSTM3D},
     }
 
     #: Keras' own activation functions that keep the shape of their input, by identity. Not ``sparsemax``: what Keras
@@ -143,8 +146,8 @@ class Keras3:
 
     # -- layers and cells
     def state_size(self, layer: Any) -> Any:
-        """Of a recurrent layer, as its cell says it."""
-        return layer.state_size
+        """State sizes declared by the layer's cell; of a convolution, which declares none, channels of h and c."""
+        return [layer.cell.filters] * 2 if isinstance(layer.cell, ConvLSTMCell) else layer.state_size
 
     def template(self, cell: Any) -> Any:
         """The nesting in which ``keras.layers.RNN`` hands the states to the cell, with sizes for leaves."""

@@ -82,12 +82,11 @@ def _refuse_triple(site: Site, mask: Any) -> None:
 def _dropout(cell: Any) -> dict[str, Any]:
     """The multipliers that a known cell applies at every step, as one tensor each; per gate for implementation 1."""
     found = {}
-    per_gate = getattr(cell, "implementation", 2) == 1
     for name, attribute, rate in (
         ("input_scale", "_dropout_mask", "dropout"),
         ("state_scale", "_recurrent_dropout_mask", "recurrent_dropout"),
     ):
         mask = getattr(cell, attribute, None)
         if mask is not None and 0.0 < getattr(cell, rate) < 1.0:
-            found[name] = keras.ops.stack(mask) if per_gate else mask
+            found[name] = keras.ops.stack(mask) if isinstance(mask, list | tuple) else mask
     return found

@@ -22,6 +22,8 @@ def known_class(cell: Any) -> type[Cell] | None:
     Only the exact Keras types with Keras' own activation functions are known: a subclass may compute anything.
     """
     ours = next((d.cells[type(cell)] for d in spoken() if type(cell) in d.cells), None)
+    if isinstance(ours, Mapping):  # a convolution, by its axes of space
+        ours = ours[cell.rank] if cell.data_format == "channels_last" else None
     if ours is None or "call" in vars(cell):
         return None
     return ours if all(_activation(cell, role) is not None for role in _roles(cell)) else None
@@ -64,7 +66,7 @@ def cell_with_equations(cell: Any, convert: Callable[[Any], Any], engine: Engine
 def likeness(layer: Any) -> tuple[Any, ...]:
     """What two recurrent layers have to have in common to be shown side by side: kind, sizes, biases."""
     cell = layer.cell
-    sizes = tuple(dialect_of(layer).tree.flatten(cell.state_size))
+    sizes = (cell.filters,) if hasattr(cell, "filters") else tuple(dialect_of(layer).tree.flatten(cell.state_size))
     details = (cell.bias is not None, getattr(cell, "reset_after", None)) if known_class(cell) else ()
     return (kind_of(cell), ", ".join(map(str, sizes)), details)
 
@@ -76,6 +78,8 @@ def known_cell(cell: Any, convert: Callable[[Any], Any]) -> Cell:
     options: dict[str, Any] = {role: _activation(cell, role) or "" for role in _roles(cell)}
     if hasattr(cell, "reset_after"):
         options["reset_after"] = bool(cell.reset_after)
+    if ours.space:
+        options |= {"strides": cell.strides, "dilation": cell.dilation_rate, "padding": cell.padding}
     made: Cell = ours(**options, **arrays)
     return made
 

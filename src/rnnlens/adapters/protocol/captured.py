@@ -138,7 +138,7 @@ class RecurrentCall:
     @property
     def returns_sequences(self) -> bool:
         """Whether ``output`` has a time axis."""
-        return len(self.output.shape) == 3
+        return len(self.output.shape) == 3 + len(self.cell.space)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from ..activations import sigmoid
 from ..trajectory import Record
 from .cell import Cell, by_name
 from .cifg import CIFG
+from .conv_lstm import ConvLSTM1D, ConvLSTM2D, ConvLSTM3D
 from .gru import GRU, gru_tensorflow1, gru_torch
 from .ind_rnn import IndRNN
 from .lru import LRU
@@ -34,6 +35,9 @@ __all__ = [
     "RECURRENT_BIAS",
     "RECURRENT_KERNEL",
     "Cell",
+    "ConvLSTM1D",
+    "ConvLSTM2D",
+    "ConvLSTM3D",
     "IndRNN",
     "LayerNormLSTM",
     "MinGRU",

@@ -53,6 +53,8 @@ class Cell:
         The weights: names, dimensions and words. Weights with a dimension ``gate`` are held as (..., gate * unit).
     keeping
         The gate whose value is the share of the state that the step keeps; None where there is no such gate.
+    space
+        Names of the axes of space of input and states, (sample, time, *space, channel); empty for (sample, time, unit).
     against_vanishing
         What to try where its gradient vanishes.
     by_framework
@@ -67,6 +69,7 @@ class Cell:
     states: ClassVar[tuple[str, ...]] = ("hidden",)
     parameters: ClassVar[Mapping[str, Quantity]] = {}
     keeping: ClassVar[str | None] = None
+    space: ClassVar[tuple[str, ...]] = ()
     against_vanishing: ClassVar[str] = (
         "an LSTM or GRU, or an orthogonal recurrent kernel (Saxe et al. 2014, arXiv:1312.6120); with relu the identity "
         "(arXiv:1504.00941)."
@@ -364,7 +367,7 @@ def _combined(grad: Array, how: affine.Contraction) -> Array:
 def flat_gate_grad(run: Trajectory, result: Adjoint, times: slice) -> Array:
     """dL/dz of some steps, gates side by side: (sample, time, gate * unit)."""
     gate_grad: Any = result.gate_grad
-    return affine.join_gates(gate_grad[:, times, :, :], run.xp)
+    return affine.join_gates(gate_grad[:, times, ...], run.xp)
 
 
 def are_elementwise(*activations: str) -> bool:

@@ -74,11 +74,19 @@ class LSTM(Cell):
     def all_gates(self, projected: Array, hidden: Array, scale: Array | None, xp: Namespace) -> Record:
         """All gates from the hidden state before; of one step, or of all steps at once."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
-        z = affine.project(hidden, self.recurrent_kernel, scale, _GATES, xp)
+        z = self.from_hidden(hidden, scale, xp)
         z += projected
         z = affine.split_gates(z, _GATES, xp)
         parts = [rec.value(z[..., :2, :], xp), act.value(z[..., 2:3, :], xp), rec.value(z[..., 3:, :], xp)]
         return Record(z, xp.concat(parts, axis=-2))
+
+    def from_hidden(self, hidden: Array, scale: Array | None, xp: Namespace) -> Array:
+        """Return the recurrent side of all pre-activations: (..., unit_in) to (..., gate * unit)."""
+        return affine.project(hidden, self.recurrent_kernel, scale, _GATES, xp)
+
+    def to_hidden(self, dz: Array, scale: Array | None, xp: Namespace) -> Array:
+        """Pull dL/dz (..., gate * unit) back to h_{t-1} (..., unit_in)."""
+        return affine.unproject(dz, self.recurrent_kernel, scale, _GATES, xp)
 
     def others(self, gates: Array, before: Sequence[Array]) -> tuple[Array, ...]:
         """c_t from the gates and c_{t-1}."""
@@ -115,7 +123,7 @@ class LSTM(Cell):
             ],
             axis=-2,
         )
-        carry_h = affine.unproject(affine.join_gates(dz, xp), self.recurrent_kernel, scale, _GATES, xp)
+        carry_h = self.to_hidden(affine.join_gates(dz, xp), scale, xp)
         return dz, (carry_h, total_c * f), (lam_h, total_c)
 
     def recurrent_gradients(
@@ -144,8 +152,8 @@ class LSTM(Cell):
         if self.projection is not None:
             by_hidden = by_hidden @ self.projection.T
         squashed = ACTIVATIONS[self.activation].value(run.states[1], run.xp)
-        parts = [by_cell * gates[:, :, 2], by_cell * run.before(1), by_cell * gates[:, :, 0], by_hidden * squashed]
-        return run.xp.stack(parts, axis=2)
+        parts = [by_cell * gates[..., 2, :], by_cell * run.before(1), by_cell * gates[..., 0, :], by_hidden * squashed]
+        return run.xp.stack(parts, axis=-2)
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Only two H x H blocks are full, the rest is diagonal."""

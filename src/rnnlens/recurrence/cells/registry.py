@@ -15,6 +15,7 @@ from ...typing import Array
 from ...vocabulary import GATE, QUANTITIES
 from .cell import Cell
 from .cifg import CIFG
+from .conv_lstm import ConvLSTM1D, ConvLSTM2D, ConvLSTM3D
 from .gru import GRU
 from .ind_rnn import IndRNN
 from .lru import LRU
@@ -32,7 +33,21 @@ Weights = Mapping[str, str | Sequence[str]] | Layout
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-_OURS = (SimpleRNN, LSTM, GRU, PeepholeLSTM, CIFG, LayerNormLSTM, MinGRU, MinLSTM, LRU, IndRNN)
+_OURS = (
+    SimpleRNN,
+    LSTM,
+    GRU,
+    PeepholeLSTM,
+    CIFG,
+    LayerNormLSTM,
+    MinGRU,
+    MinLSTM,
+    LRU,
+    IndRNN,
+    ConvLSTM1D,
+    ConvLSTM2D,
+    ConvLSTM3D,
+)
 _KINDS: dict[str, type[Cell]] = {cell.kind: cell for cell in _OURS}
 
 

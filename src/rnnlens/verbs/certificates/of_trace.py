@@ -73,7 +73,7 @@ def input_gradient(dataset: xr.Dataset) -> Array | None:
     """The gradient at a layer's input, (sample, time, feature), by its labels."""
     if "input_grad" not in dataset:
         return None
-    return np.asarray(dataset["input_grad"].transpose(SAMPLE, TIME, FEATURE).values)
+    return np.asarray(dataset["input_grad"].transpose(SAMPLE, TIME, ..., FEATURE).values)
 
 
 def initial_state_gradients(dataset: xr.Dataset, call: RecurrentCall, names: Any) -> list[Array] | None:

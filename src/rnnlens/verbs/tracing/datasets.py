@@ -100,7 +100,7 @@ def join_directions(replayed_calls: Sequence[Arrays]) -> dict[str, np.ndarray[An
         elif name in _SUMMED:
             joined[name] = array + second[name]
         else:
-            joined[name] = np.stack([array, second[name]], axis=_direction_axis(name, array))
+            joined[name] = np.stack([array, second[name]], axis=_direction_axis(name, array, first))
     return joined
 
 
@@ -111,8 +111,10 @@ def _stack_states(array: Any) -> np.ndarray[Any, Any]:
     return to_host(array)
 
 
-def _direction_axis(name: str, array: np.ndarray[Any, Any]) -> int:
-    return 1 if name.startswith(_WITHOUT_TIME) or array.ndim < 3 else 2
+def _direction_axis(name: str, array: np.ndarray[Any, Any], half: Arrays) -> int:
+    """Return the axis behind time, or behind sample of an array without time: of lower rank than states and input."""
+    timed = next((half[known].ndim for known in ("hidden", "input") if known in half), 3)
+    return 1 if name.startswith(_WITHOUT_TIME) or array.ndim < timed else 2
 
 
 def recurrent_datasets(

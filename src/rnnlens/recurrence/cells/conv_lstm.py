@@ -1,0 +1,219 @@
+"""The convolutional LSTM, whose input, states and gates have axes of space: an LSTM with convolutions for products.
+
+z = W * x_t + U * h_{t-1} + b,  (i, f, o) = rec_act(z_i, z_f, z_o),  g = act(z_g),  c_t = f c_{t-1} + i g,  h_t = o
+act(c_t) Shi et al. 2015, arXiv:1506.04214, eq. 3, without peepholes, as in Keras. The convolution of the input has
+strides, padding and dilation; that of the state keeps the size of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...errors import UnsupportedError, message
+from ...vocabulary import BIAS_BY_CHANNEL, CHANNEL, FEATURE, GATE, SPACE, Quantity
+from ..arrays import Array, Namespace
+from ..convolution import Window, convolve, convolve_back, kernel_gradient
+from ..linear import System
+from ..trajectory import Adjoint, Trajectory
+from . import affine
+from .cell import by_name, flat_gate_grad
+from .lstm import LSTM
+
+
+def _parameters(rank: int) -> Any:
+    """Weights of a convolutional LSTM with so many axes of space."""
+    window = tuple(f"kernel_{axis}" for axis in SPACE[rank])
+    return by_name(
+        Quantity("kernel", (*window, FEATURE, GATE, CHANNEL), "input kernel", "1", "W_x: convolved with the input"),
+        Quantity(
+            "recurrent_kernel",
+            (*window, "channel_in", GATE, CHANNEL),
+            "recurrent kernel",
+            "1",
+            "W_h: convolved with h_{t-1}",
+        ),
+        BIAS_BY_CHANNEL,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _ConvLSTM(LSTM):
+    """A convolutional LSTM; gates are (sample, time, *space, gate, channel).
+
+    Attributes
+    ----------
+    kernel : (*window, feature, gate * channel)
+    recurrent_kernel : (*window, channel, gate * channel)
+    bias : (gate * channel,) or None
+    strides, dilation
+        Of the convolution of the input, one number per axis of space.
+    padding : {"valid", "same"}
+    activation, recurrent_activation
+        Names known to :mod:`rnnlens.recurrence.activations`.
+    """
+
+    at_once = False
+
+    strides: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    padding: Literal["valid", "same"] = "valid"
+
+    @property
+    def units(self) -> int:
+        """Number of channels of a state."""
+        return int(self.kernel.shape[-1]) // len(self.gates)
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Number of channels of h, and of c."""
+        return self.units, self.units
+
+    @property
+    def _input_window(self) -> Window:
+        ones = (1,) * len(self.space)
+        return Window(self.strides or ones, self.dilation or ones, self.padding)
+
+    @property
+    def _state_window(self) -> Window:
+        ones = (1,) * len(self.space)
+        return Window(ones, ones, "same")
+
+    def _by_gate(
+        self, x: Array, kernel: Array, scale: Array | None, function: Callable[..., Array], xp: Namespace
+    ) -> Array:
+        """Apply ``function(x, kernel)``; gate by gate where dropout scales the input of each gate by itself."""
+        if scale is None:
+            return function(x, kernel)
+        parts = [function(x * _over_time(scale[g], x), self._columns(kernel, g)) for g in range(len(self.gates))]
+        return xp.concat(parts, axis=-1)
+
+    def _columns(self, array: Array, gate: int) -> Array:
+        """Return the block of one gate out of (..., gate * channel)."""
+        return array[..., gate * self.units : (gate + 1) * self.units]
+
+    def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
+        """W * x_t + b of all gates: (sample, ..., *space, gate * channel)."""
+        window = self._input_window
+        z = self._by_gate(x, self.kernel, scale, lambda part, kernel: convolve(part, kernel, window, xp), xp)
+        return z if self.bias is None else z + self.bias
+
+    def from_hidden(self, hidden: Array, scale: Array | None, xp: Namespace) -> Array:
+        """U * h_{t-1} of all gates."""
+        window = self._state_window
+        return self._by_gate(
+            hidden, self.recurrent_kernel, scale, lambda part, kernel: convolve(part, kernel, window, xp), xp
+        )
+
+    def to_hidden(self, dz: Array, scale: Array | None, xp: Namespace) -> Array:
+        """Pull dL/dz (..., *space, gate * channel) back to h_{t-1}."""
+        sizes = tuple(dz.shape[dz.ndim - 1 - len(self.space) : -1])
+        return self._pulled(dz, self.recurrent_kernel, sizes, scale, self._state_window, xp)
+
+    def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
+        """Pull dL/dz back to the input, shaped as ``x``."""
+        sizes = tuple(x.shape[x.ndim - 1 - len(self.space) : -1])
+        return self._pulled(gate_grad, self.kernel, sizes, scale, self._input_window, xp)
+
+    def _pulled(
+        self, dz: Array, kernel: Array, sizes: tuple[int, ...], scale: Array | None, window: Window, xp: Namespace
+    ) -> Array:
+        if scale is None:
+            return convolve_back(dz, kernel, sizes, window, xp)
+        parts = []
+        for gate in range(len(self.gates)):
+            part = convolve_back(self._columns(dz, gate), self._columns(kernel, gate), sizes, window, xp)
+            parts.append(part * _over_time(scale[gate], part))
+        return sum(parts[1:], start=parts[0])
+
+    def input_gradients(
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """Gradients of the input kernel and of the bias."""
+        flat, x = flat_gate_grad(run, result, times), run.input[:, times, ...]
+        grads = {
+            "kernel": self._kernel_gradient(x, flat, self.kernel, run.input_scale, self._input_window, how, run.xp)
+        }
+        if self.bias is not None:
+            space = tuple(range(2, flat.ndim - 1))
+            grads["bias"] = run.xp.sum(flat, axis=(0, *space) if how.by_time else (0, 1, *space))
+        return grads
+
+    def recurrent_gradients(
+        self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
+    ) -> dict[str, Array]:
+        """Gradient of the recurrent kernel."""
+        flat, before = flat_gate_grad(run, result, times), run.before(0)[:, times, ...]
+        kernel, window = self.recurrent_kernel, self._state_window
+        return {"recurrent_kernel": self._kernel_gradient(before, flat, kernel, run.state_scale, window, how, run.xp)}
+
+    def _kernel_gradient(
+        self,
+        x: Array,
+        dz: Array,
+        kernel: Array,
+        scale: Array | None,
+        window: Window,
+        how: affine.Contraction,
+        xp: Namespace,
+    ) -> Array:
+        if scale is None:
+            return kernel_gradient(x, dz, kernel, window, how.by_time, xp)
+        parts = [
+            kernel_gradient(
+                x * _over_time(scale[g], x), self._columns(dz, g), self._columns(kernel, g), window, how.by_time, xp
+            )
+            for g in range(len(self.gates))
+        ]
+        return xp.concat(parts, axis=-1)
+
+    def recurrent_terms(self, gate_grad: Array, gates: Array, before: Array) -> None:
+        """Return None: the recurrent kernel's gradient is no product of matrices."""
+        return
+
+    def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
+        """Refuse: a dense A_t between images has (height * width * channel)^2 numbers.
+
+        Raises
+        ------
+        UnsupportedError
+            Always.
+        """
+        raise UnsupportedError(
+            message(
+                "The time Jacobian of a ConvLSTM is not computed.",
+                got=f"states of {'x'.join(str(n) for n in run.states[0].shape[2:])} numbers",
+                expected="a layer whose states are (sample, time, unit)",
+                hint='rl.gradients(..., wrt="<layer>.hidden") gives the total gradient at every step and place',
+            )
+        )
+
+
+def _over_time(scale: Array, x: Array) -> Array:
+    """Give dropout multipliers (sample, *space, n) the axes between sample and space that ``x`` has."""
+    return scale[(slice(None), *[None] * (x.ndim - scale.ndim))]
+
+
+class ConvLSTM1D(_ConvLSTM):
+    """A convolutional LSTM with one axis of space."""
+
+    kind = "conv_lstm_1d"
+    space = SPACE[1]
+    parameters = _parameters(1)
+
+
+class ConvLSTM2D(_ConvLSTM):
+    """A convolutional LSTM with two axes of space."""
+
+    kind = "conv_lstm_2d"
+    space = SPACE[2]
+    parameters = _parameters(2)
+
+
+class ConvLSTM3D(_ConvLSTM):
+    """A convolutional LSTM with three axes of space."""
+
+    kind = "conv_lstm_3d"
+    space = SPACE[3]
+    parameters = _parameters(3)

@@ -1,0 +1,129 @@
+"""Layers with axes of space, against the framework's own gradients of an unrolled copy and of the model itself."""
+
+import keras
+import numpy as np
+import pytest
+
+import rnnlens as rl
+
+LAYERS = {1: keras.layers.ConvLSTM1D, 2: keras.layers.ConvLSTM2D, 3: keras.layers.ConvLSTM3D}
+SPACE = {1: (6,), 2: (5, 4), 3: (4, 3, 3)}
+NAMES = {1: ("width",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+TIME = 3
+
+OPTIONS = {
+    "1d": (1, {"padding": "same"}),
+    "2d": (2, {}),
+    "2d strides": (2, {"padding": "same", "strides": 2}),
+    "2d dilation": (2, {"dilation_rate": 2, "kernel_size": 2, "use_bias": False}),
+    "2d relu, backwards": (2, {"activation": "relu", "go_backwards": True}),
+    "3d": (3, {"padding": "same", "kernel_size": 2}),
+}
+
+
+def build(rank, bidirectional=False, **options):
+    keras.utils.set_random_seed(0)
+    recurrent = LAYERS[rank](2, **{"kernel_size": 3, "return_sequences": True, **options}, name="conv")
+    if bidirectional:
+        recurrent = keras.layers.Bidirectional(recurrent, name="conv")
+    layers = [keras.Input((TIME, *SPACE[rank], 2)), recurrent, keras.layers.Flatten(), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, TIME, *SPACE[rank], 2)).astype("float32")
+    return model, x, rng.normal(size=(2, 1)).astype("float32")
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_traces_and_gradients_are_certified(case):
+    rank, options = OPTIONS[case]
+    model, x, y = build(rank, **options)
+    trace = rl.trace(model, x, y)
+    assert trace.certificate.state == "passed", trace.certificate
+    layer = trace["conv"]
+    assert layer.hidden.dims == ("sample", "time", *NAMES[rank], "channel")
+    assert layer.gates.dims == ("sample", "time", *NAMES[rank], "gate", "channel")
+    assert layer.initial_state_grad.dims == ("sample", "state", *NAMES[rank], "channel")
+    for name, array in (("hidden", layer.hidden_grad), ("gate_preactivation", layer.gate_grad)):
+        gradient = rl.gradients(model, x, y, wrt=f"conv.{name}")
+        assert gradient.dims == array.dims
+        assert gradient.certificate.state == "passed", gradient.certificate
+        np.testing.assert_allclose(gradient.values, array.values, rtol=1e-4, atol=1e-7)
+    weights = rl.weights(model, x, y)
+    assert weights.certificate.state == "passed", weights.certificate
+    window = tuple(f"kernel_{axis}" for axis in NAMES[rank])
+    assert weights["conv"].kernel_grad.dims == (*window, "feature", "gate", "channel")
+
+
+def unrolled(model, x, zeros):
+    """Hidden states (sample, time, ...) by one call of the cell a step, each with zeros added."""
+    cell, hidden = model.get_layer("conv").cell, []
+    state = cell.get_initial_state(batch_size=2)
+    for t in range(TIME):
+        _, (new, carried) = cell(x[:, t], state)
+        state = [new + zeros[t], carried]
+        hidden.append(state[0])
+    return keras.ops.stack(hidden, axis=1)
+
+
+def test_total_gradients_are_those_of_an_unrolled_copy():
+    model, x, y = build(2)
+    trace = rl.trace(model, x, y)["conv"]
+    x, y = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
+
+    def loss(zeros):
+        flat = keras.ops.reshape(unrolled(model, x, zeros), (2, -1))
+        return keras.ops.mean((model.layers[-1](flat) - y) ** 2)
+
+    shape = tuple(trace.hidden.shape)
+    zeros = np.zeros((TIME, shape[0], *shape[2:]), dtype="float32")
+    expected = np.moveaxis(gradient(loss, zeros), 0, 1)
+    np.testing.assert_allclose(trace.hidden_grad.values, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_gradients_of_a_state_are_those_of_an_unrolled_copy():
+    model, x, _ = build(2)
+    at = {"time": 1, "height": 0, "channel": 1}
+    found = rl.gradients(model, x, of="conv.hidden", at=at, reduce="sum", wrt="input")
+    expected = gradient(lambda x: keras.ops.sum(unrolled(model, x, [0.0] * TIME)[:, 1, 0, :, 1]), x)
+    np.testing.assert_allclose(found.values, expected, rtol=1e-4, atol=1e-7)
+    assert not np.any(found.values[:, 2])
+
+
+def gradient(function, array):
+    """The engine's own gradient of a number by an array."""
+    engine = keras.backend.backend()
+    if engine == "torch":
+        tensor = keras.ops.convert_to_tensor(array).requires_grad_()
+        function(tensor).backward()
+        return tensor.grad.numpy()
+    if engine == "jax":
+        import jax
+
+        return np.asarray(jax.grad(function)(array))
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        tensor = tf.constant(array)
+        tape.watch(tensor)
+        value = function(tensor)
+    return tape.gradient(value, tensor).numpy()
+
+
+def test_bidirectional_layers_have_a_direction():
+    model, x, y = build(2, bidirectional=True, padding="same")
+    trace = rl.trace(model, x, y)
+    assert trace.certificate.state == "passed", trace.certificate
+    assert trace["conv"].hidden_grad.dims == ("sample", "time", "direction", "height", "width", "channel")
+
+
+def test_dropout_acts_as_in_training():
+    model, x, y = build(2, dropout=0.3, recurrent_dropout=0.3)
+    trace = rl.trace(model, x, y, training=True)
+    assert trace.certificate.state == "passed", trace.certificate
+
+
+def test_an_input_of_another_size_has_axes_of_its_own():
+    model, x, y = build(2)
+    dims = rl.trace(model, x, y)["conv"].input_grad.dims
+    assert dims == ("sample", "time", "input_height", "input_width", "feature")
