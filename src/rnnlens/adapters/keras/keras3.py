@@ -147,7 +147,7 @@ class Keras3:
     # -- layers and cells
     def state_size(self, layer: Any) -> Any:
         """State sizes declared by the layer's cell; of a convolution, which declares none, channels of h and c."""
-        return [layer.cell.filters] * 2 if isinstance(layer.cell, ConvLSTMCell) else layer.state_size
+        return [layer.cell.filters] * 2 if type(layer.cell) is ConvLSTMCell else layer.state_size
 
     def template(self, cell: Any) -> Any:
         """The nesting in which ``keras.layers.RNN`` hands the states to the cell, with sizes for leaves."""
