@@ -15,6 +15,7 @@ from ..results.comparison import Comparison
 from ..results.diagnosis import Diagnosis
 from ..typing import Array
 
+_NONE = (float("nan"), None)
 _SHARED = ("skill", "memory", "memory_1_percent", "memory_needed")
 
 
@@ -56,7 +57,9 @@ def compare(diagnoses: Mapping[str, Diagnosis]) -> Comparison:
         variables[key] = ("name", np.array([value for value, _ in filled]))
         variables[f"{key}_interval"] = (("name", "bound"), np.stack([bounds for _, bounds in filled]))
     first = _lengths(models[0])
-    differences = [_difference(first, _lengths(model)) for model in models]
+    samples = [model.sizes.get("sample", 0) for model in models]
+    shared = [_lengths(m) if count == samples[0] else _NONE for m, count in zip(models, samples, strict=True)]
+    differences = [_difference(first, lengths) for lengths in shared]
     variables["difference"] = ("name", np.array([v for v, _ in differences]))
     variables["difference_interval"] = (("name", "bound"), np.array([b for _, b in differences]))
     variables["findings"] = ("name", np.array([" ".join(d.codes) for d in diagnoses.values()]))
@@ -66,19 +69,19 @@ def compare(diagnoses: Mapping[str, Diagnosis]) -> Comparison:
 
 
 def _one(model: xr.Dataset, key: str) -> tuple[float, Array]:
-    if key not in model:
+    if key not in model or (key != "skill" and not bool(model.attrs["known"])):
         return float("nan"), np.full(2, np.nan)
     return float(model[key]), np.asarray(model[f"{key}_interval"], dtype=np.float64)
 
 
 def _lengths(model: xr.Dataset) -> tuple[float, Array | None]:
-    """n, and n in each resample; the weights of the samples are the same for every model of so many samples."""
-    if "change" not in model:
+    """Return n, and n in each resample; models with equal numbers of samples are resampled with the same weights."""
+    if "change" not in model or not bool(model.attrs["known"]):
         return float("nan"), None
     change, context = model["change"].values, model["context"].values
     use, steps = model["use"].values, int(model["steps"])
     weights = resampling_weights(change.shape[1])
-    # Use is change over variance: the variance of the whole follows from the two.
+    # Use is the mean change divided by twice the variance, which follows from the two.
     scale = float(change.mean(axis=1)[0] / use[0]) if use[0] else float("nan")
     curves = change @ weights.T / scale
     return float(model["memory"]), np.array(

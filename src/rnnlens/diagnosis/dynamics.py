@@ -1,4 +1,4 @@
-"""``rl.lyapunov``, ``rl.step_eigenvalues`` and ``rl.fixed_points``: what the recurrence of one layer does by itself."""
+"""``rl.lyapunov``, ``rl.step_eigenvalues`` and ``rl.fixed_points``: the dynamics of one recurrent layer."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from ..verbs.turns import in_turn
 from .experiment import in_numpy
 from .samples import Orientation, refuse_without_time
 
-#: From so many states on, starts are drawn with replacement.
+#: Largest number of steps in one round of the search: starts times period.
+MOST_STEPS = 2**15
+#: With more states than this, starts are drawn with replacement.
 _MANY = 10**6
 
 
 def _numbers_or_words(name: str, value: Any) -> Any:
-    """Numbers, where it is an array; words and results are looked at inside."""
+    """Convert arrays to numbers; keep words and results, which are checked later."""
     return value if isinstance(value, str | Mapping) or hasattr(value, "dataset") else as_numbers(name, value)
 
 
@@ -63,13 +65,13 @@ def lyapunov(
     model, x
         As for :func:`rnnlens.trace`.
     layer
-        Which recurrent layer; the only one by default.
+        Name of the recurrent layer; the only one by default.
     count
-        How many exponents, the largest first; all by default.
+        Number of exponents, the largest first; all by default.
     samples
-        At most so many trajectories.
+        Largest number of trajectories.
     seed
-        Of the directions to start from.
+        Seed of the directions to start from.
     axes
         As for :func:`rnnlens.trace`.
 
@@ -121,19 +123,19 @@ def step_eigenvalues(
 ) -> xr.Dataset:
     """Eigenvalues of the step Jacobians of a recurrent layer along its trajectories.
 
-    A_t = ds_t/ds_(t-1) is what one step does to a small change of all states, those of a cell side by side. Modes near
-    the unit circle are kept, modes near 0 forgotten; what is outside grows.
+    A_t = ds_t/ds_(t-1) maps a small change of all states, those of a cell side by side, over one step. Modes near the
+    unit circle are kept, modes near 0 are forgotten, modes outside grow.
 
     Parameters
     ----------
     model, x
         As for :func:`rnnlens.trace`.
     layer
-        Which recurrent layer; the only one by default.
+        Name of the recurrent layer; the only one by default.
     steps
-        At most so many time steps, evenly spaced, the last among them.
+        Largest number of time steps, evenly spaced, the last among them.
     samples
-        At most so many trajectories.
+        Largest number of trajectories.
     axes
         As for :func:`rnnlens.trace`.
 
@@ -194,7 +196,7 @@ def fixed_points(
     seed: int = 0,
     axes: Mapping[str, Any] | None = None,
 ) -> FixedPoints:
-    """Find the points of F(s, x) = s of a recurrent layer, and how the dynamics behave around them.
+    """Find the fixed points F(s, x) = s of a recurrent layer under a constant input, and classify them.
 
     Parameters
     ----------
@@ -203,30 +205,31 @@ def fixed_points(
     x
         A batch, from which starts and the mean input are taken; also needed with ``starts=`` from elsewhere.
     layer
-        Which recurrent layer; the only one by default.
+        Name of the recurrent layer; the only one by default.
     input
         The constant input (feature,): an array, ``"mean"`` over the batch, or ``"zero"``.
     starts
         States to start from (start, state), those of a cell side by side; a trace; states along the batch by default.
         Every second one is taken from the line between two of them, where saddles lie.
     period
-        Look for cycles of this length: fixed points of F applied so many times.
+        Length of cycles to look for: fixed points of F applied so many times. ``period * most`` is bounded.
     most
-        At most so many starts, drawn at random.
+        Largest number of starts, drawn at random.
     noise
-        Standard deviation of what is added to the starts, in units of their spread.
+        Standard deviation of the noise added to the starts, in units of their spread.
     tolerance
         Points nearer than this, relative to the spread of the starts, are one.
     seed
-        Which starts, and their noise.
+        Seed of the starts and their noise.
     axes
         As for :func:`rnnlens.trace`.
 
     Returns
     -------
     FixedPoints
-        ``states``, ``eigenvalues``, ``eigenvectors``, ``stable``, ``fixed``, ``data`` (speed, number of starts). Known
-        cells are solved in float64, custom cells in the precision of the framework.
+        ``states``, ``eigenvalues``, ``eigenvectors``, ``kinds`` (stable, saddle, repeller, marginal, slow), ``curves``
+        (lines and rings of marginal points), ``stable``, ``fixed``, ``data`` (speed, number of starts). Known cells are
+        solved in float64, custom cells in the precision of the framework.
 
     Raises
     ------
@@ -243,17 +246,21 @@ def fixed_points(
         raise InputError(
             message("A batch is needed to run the layer once.", got="x=None", hint="rl.fixed_points(model, x)")
         )
+    if period * most > MOST_STEPS:
+        got = f"period={period}, most={most}"
+        raise InputError(message("The search is too large.", got=got, expected=f"period * most <= {MOST_STEPS}"))
     name, run = _run(model, x, layer, 64, axes)
-    given = _input(input, run)
+    constant = _input(input, run)
     begin = _starts(starts, name, run, most, noise, seed)
-    found = find_points(iterate(step_map(run.cell, given, xp=run.xp), period), begin, tolerance=tolerance)
+    found = find_points(iterate(step_map(run.cell, constant, xp=run.xp), period), begin, tolerance=tolerance)
     sizes = [int(s.shape[-1]) for s in run.states]
     dataset = xr.Dataset(
         {
             "states": (("point", "state"), found.states, {"long_name": "states side by side", "units": "1"}),
             "speed": ("point", found.speed, {"long_name": "|F(s) - s|^2 / 2", "units": "1"}),
             "fixed": ("point", found.fixed, {"long_name": "fixed, not merely slow", "units": "1"}),
-            "stable": ("point", found.stable, {"long_name": "all eigenvalues within the unit circle", "units": "1"}),
+            "stable": ("point", found.stable, {"long_name": "stable", "units": "1"}),
+            "curve": ("point", found.curve, {"long_name": "curve of marginal points, -1 for none", "units": "1"}),
             "starts": ("point", found.starts, {"long_name": "starts that ended here", "units": "1"}),
             "eigenvalue_real": (("point", "mode"), found.eigenvalues.real, {"long_name": "eigenvalue", "units": "1"}),
             "eigenvalue_imag": (("point", "mode"), found.eigenvalues.imag, {"long_name": "eigenvalue", "units": "1"}),
@@ -261,7 +268,13 @@ def fixed_points(
             "eigenvector_imag": (("point", "state", "mode"), found.eigenvectors.imag),
             "trajectory": (("start", "state"), begin, {"long_name": "states to start from", "units": "1"}),
         },
-        attrs={"layer": name, "period": period, "input": given.tolist(), "state_sizes": sizes},
+        attrs={
+            "layer": name,
+            "period": period,
+            "input": constant.tolist(),
+            "state_sizes": sizes,
+            "curves": ", ".join(found.curves),
+        },
     )
     return FixedPoints({name: dataset}, provenance=adapter_for(model).provenance(model))
 
@@ -298,6 +311,8 @@ def _input(given: Any, run: Replay) -> Array:
     array = np.asarray(to_host(given), dtype=values.dtype)
     if array.shape != (features,):
         raise InputError(message("The input does not fit.", got=f"shape {array.shape}", expected=f"({features},)"))
+    if not np.isfinite(array).all():
+        raise InputError(message("The input is not finite.", got="NaN or infinity in input="))
     return array
 
 
@@ -319,16 +334,16 @@ def _starts(starts: Any, name: str, run: Replay, most: int, noise: float, seed: 
 
     rng = np.random.default_rng(seed)
     chosen = states(rng.permutation(count)[:most] if count < _MANY else rng.integers(count, size=min(most, _MANY)))
+    if not np.isfinite(chosen).all():
+        raise InputError(message("The starts are not finite.", got="NaN or infinity among them"))
     # Saddles lie between attractors: every second start is somewhere between two states.
     half, share = chosen[::2], rng.uniform(size=(len(chosen[::2]), 1))
     chosen[::2] = share * half + (1 - share) * states(rng.integers(count, size=len(half)))
-    if not np.isfinite(chosen).all():
-        raise InputError(message("The starts are not finite.", got="NaN or infinity among them"))
     return chosen + noise * chosen.std() * rng.normal(size=chosen.shape)
 
 
 def _states_of(starts: Any, name: str, count: int) -> list[Any]:
-    """The states of a layer in a trace, or in a mapping like one; or one array of them side by side."""
+    """Return the states of a layer in a trace, or in a mapping like one; or one array of them side by side."""
     if not isinstance(starts, Mapping):
         return [starts]
     node: Any = starts.get(name)

@@ -1,4 +1,4 @@
-"""Points that one step of a recurrence maps onto themselves, F(s, x) = s, and what the dynamics do around them.
+"""Fixed points of one step of a recurrence, F(s, x) = s, their stability, and the curves that marginal ones lie on.
 
 Levenberg-Marquardt on F(s) - s with the step's own Jacobian, all starts at once (Levenberg 1944; Marquardt 1963,
 doi:10.1137/0111030). Fixed and slow points of recurrent networks: Sussillo, Barak 2013, doi:10.1162/NECO_a_00409.
@@ -17,6 +17,9 @@ from ..typing import Array, Namespace
 #: Largest |F(s) - s|^2 / 2 of a fixed point in double and single precision, and of a slow point, in units of the
 #: squared spread of the starts.
 FIXED, FIXED_SINGLE, SLOW = 1e-18, 1e-12, 1e-6
+#: Distance of an eigenvalue's modulus from 1 within which a point is marginal; wider for points that form a curve.
+MARGINAL, NEARLY_MARGINAL = 1e-3, 0.05
+FEWEST_ON_A_CURVE = 5
 _ROUNDS = 200
 
 
@@ -60,7 +63,7 @@ def iterate(map_: StepMap, period: int) -> StepMap:
 
 @dataclass(frozen=True)
 class Points:
-    """Points that were found, each once.
+    """Fixed and slow points, each once.
 
     Attributes
     ----------
@@ -72,6 +75,10 @@ class Points:
         False for slow points: local minima of the speed that are not 0.
     starts : (point,)
         How many starts ended there.
+    curve : (point,) of int
+        Which of ``curves`` the point lies on; -1 for none.
+    curves
+        ``"line"`` or ``"ring"`` for each curve of marginal points.
     """
 
     states: Array
@@ -80,12 +87,19 @@ class Points:
     eigenvectors: Array
     fixed: Array
     starts: Array
+    curve: Array
+    curves: tuple[str, ...] = ()
 
     @property
     def stable(self) -> Array:
-        """(point,): fixed, and every eigenvalue within the unit circle."""
-        result: Array = self.fixed & (np.abs(self.eigenvalues) < 1).all(axis=1)
+        """(point,) of bool: fixed, every eigenvalue inside the unit circle, and on no curve of fixed points."""
+        result: Array = np.array([kind == "stable" for kind in self.kinds], dtype=bool)
         return result
+
+    @property
+    def kinds(self) -> list[str]:
+        """``"stable"``, ``"saddle"``, ``"repeller"``, ``"marginal"`` or ``"slow"`` for each point."""
+        return point_kinds(self.eigenvalues, self.fixed, self.curve)
 
 
 def find_points(map_: StepMap, starts: Array, *, tolerance: float = 1e-3) -> Points:
@@ -108,18 +122,134 @@ def find_points(map_: StepMap, starts: Array, *, tolerance: float = 1e-3) -> Poi
     if not len(states):
         nothing = np.empty((0, map_.size))
         return Points(
-            nothing, speed, nothing.astype(complex), np.empty((0, map_.size, map_.size), complex), speed < 0, members
+            nothing,
+            speed,
+            nothing.astype(complex),
+            np.empty((0, map_.size, map_.size), complex),
+            speed < 0,
+            members,
+            members,
         )
     values, vectors = np.linalg.eig(map_.jacobian(states))
     by_size = np.argsort(-np.abs(values), axis=1, kind="stable")
+    values = np.take_along_axis(values, by_size, axis=1)
+    curve, curves = marginal_curves(states, values)
     return Points(
         states,
         speed,
-        np.take_along_axis(values, by_size, axis=1),
+        values,
         np.take_along_axis(vectors, by_size[:, None, :], axis=2),
         speed <= fixed * scale**2,
         members,
+        curve,
+        curves,
     )
+
+
+def point_kinds(eigenvalues: Array, fixed: Array, curve: Array) -> list[str]:
+    """Classify points by the moduli of their eigenvalues (point, mode): one word for each.
+
+    A point is marginal where an eigenvalue is on the unit circle within :data:`MARGINAL` and none is outside, or where
+    it lies on a curve of such points.
+    """
+    moduli = np.abs(eigenvalues)
+    kinds = []
+    for i, sizes in enumerate(moduli):
+        inside, outside = sizes < 1 - MARGINAL, sizes > 1 + MARGINAL
+        if curve[i] >= 0:
+            kind = "marginal"
+        elif not fixed[i]:
+            kind = "slow"
+        elif outside.all():
+            kind = "repeller"
+        elif outside.any():
+            kind = "saddle"
+        else:
+            kind = "stable" if inside.all() else "marginal"
+        kinds.append(kind)
+    return kinds
+
+
+def marginal_curves(states: Array, eigenvalues: Array) -> tuple[Array, tuple[str, ...]]:
+    """Find the curves on which points lie close together, each with one eigenvalue near 1.
+
+    Points are joined by a minimum spanning tree (Prim 1957), which is cut where neighbours are far apart. A curve is a
+    ring where it is long and its two ends are near each other.
+
+    Returns
+    -------
+    curve : (point,) of int
+        -1 for a point on none.
+    names
+        ``"line"`` or ``"ring"`` for each curve. Seung 1996, doi:10.1073/pnas.93.23.13339.
+    """
+    curve = np.full(len(states), -1)
+    near_one = np.abs(eigenvalues - 1) <= NEARLY_MARGINAL
+    chosen = np.flatnonzero(near_one.sum(axis=1) == 1)
+    if len(chosen) < FEWEST_ON_A_CURVE:
+        return curve, ()
+    distance = np.linalg.norm(states[chosen][:, None] - states[chosen][None], axis=2)
+    edges = _spanning_tree(distance)
+    longest = 20 * float(np.median([distance[a, b] for a, b in edges]))
+    parts = _connected(len(chosen), [(a, b) for a, b in edges if distance[a, b] <= longest])
+    names: list[str] = []
+    for part in parts:
+        if len(part) < FEWEST_ON_A_CURVE:
+            continue
+        inside = [(a, b) for a, b in edges if a in part and b in part and distance[a, b] <= longest]
+        curve[chosen[sorted(part)]] = len(names)
+        names.append("ring" if _is_closed(part, inside, distance) else "line")
+    return curve, tuple(names)
+
+
+def _spanning_tree(distance: Array) -> list[tuple[int, int]]:
+    """Edges of the minimum spanning tree of points with given distances (point, point)."""
+    nearest, best = np.zeros(len(distance), dtype=int), distance[0].copy()
+    outside, edges = np.ones(len(distance), dtype=bool), []
+    outside[0] = False
+    for _ in range(len(distance) - 1):
+        new = int(np.where(outside, best, np.inf).argmin())
+        edges.append((int(nearest[new]), new))
+        outside[new] = False
+        closer = distance[new] < best
+        nearest[closer], best = new, np.minimum(best, distance[new])
+    return edges
+
+
+def _connected(count: int, edges: list[tuple[int, int]]) -> list[set[int]]:
+    """Connected components of a graph, as sets of points."""
+    member = {i: {i} for i in range(count)}
+    for a, b in edges:
+        if member[a] is not member[b]:
+            joined = member[a] | member[b]
+            for i in joined:
+                member[i] = joined
+    return list({id(part): part for part in member.values()}.values())
+
+
+def _is_closed(part: set[int], edges: list[tuple[int, int]], distance: Array) -> bool:
+    """Whether the ends of a tree are near each other although it is long: in units of the diameter of its points."""
+    neighbours: dict[int, list[int]] = {i: [] for i in part}
+    for a, b in edges:
+        neighbours[a].append(b)
+        neighbours[b].append(a)
+
+    def farthest(start: int) -> tuple[int, float]:
+        length, waiting = {start: 0.0}, [start]
+        while waiting:
+            at = waiting.pop()
+            for other in neighbours[at]:
+                if other not in length:
+                    length[other] = length[at] + float(distance[at, other])
+                    waiting.append(other)
+        end = max(length, key=length.__getitem__)
+        return end, length[end]
+
+    first, _ = farthest(next(iter(part)))
+    last, length_of_curve = farthest(first)
+    members = sorted(part)
+    diameter = float(distance[np.ix_(members, members)].max())
+    return length_of_curve > 2 * diameter and float(distance[first, last]) < 0.5 * diameter
 
 
 def _descend(map_: StepMap, s: Array, enough: float) -> tuple[Array, Array]:

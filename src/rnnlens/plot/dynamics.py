@@ -131,7 +131,10 @@ def _moduli(ax: Any, values: Numbers) -> None:
     ax.tick_params(labelsize="small")
 
 
-_KINDS = (("stable", "#0072b2", "o"), ("saddle", "#d55e00", "X"), ("slow", "0.5", "."))
+_KINDS = (
+    *(("stable", "#0072b2", "o"), ("saddle", "#d55e00", "X"), ("repeller", "#cc79a7", "D")),
+    *(("marginal", "#009e73", "s"), ("slow", "0.5", ".")),
+)
 
 
 @drawing(Line2D)
@@ -170,10 +173,9 @@ def fixed_points(
     flat = (cloud - mean) @ axes
     place.plot(*flat.T, linestyle="", marker=".", markersize=1.5, color="0.8", zorder=1, label="states", gid="states")
     where = (data["states"].values - mean) @ axes
-    fixed, stable = data["fixed"].values, data["stable"].values
-    groups = {"stable": stable, "saddle": fixed & ~stable, "slow": ~fixed}
+    kinds = np.array(points.kinds, dtype=object)
     for kind, colour, marker in _KINDS:
-        chosen = where[groups[kind]]
+        chosen = where[kinds == kind]
         if len(chosen):
             look = {"linestyle": "", "marker": marker, "markersize": 7, "color": colour, "zorder": 3}
             place.plot(*chosen.T, **{"label": f"{kind} ({len(chosen)})", "gid": kind, **look, **line})
@@ -197,7 +199,8 @@ def _components(cloud: Any) -> tuple[Any, Any, Any]:
 
 def _modes(ax: Any, points: FixedPoints, where: Any, axes: Any, span: float) -> None:
     values, vectors = points.eigenvalues.values, points.eigenvectors.values
-    for i in np.flatnonzero(~points.stable.values):
+    unstable = np.isin(points.kinds, ("saddle", "repeller", "slow"))
+    for i in np.flatnonzero(unstable):
         for mode in np.flatnonzero(np.abs(values[i]) > 1):
             way = (vectors[i, :, mode].real @ axes) * 0.05 * span * min(float(np.abs(values[i, mode])), 3.0)
             ends = np.stack([where[i] - way, where[i] + way])

@@ -1,4 +1,4 @@
-"""The result of ``rl.compare``: several diagnoses side by side."""
+"""Result of ``rl.compare``: several diagnoses side by side."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import xarray as xr
 
 from .base import Part, Result
 
-#: Columns of the table: variable, heading, how a number is written.
+#: Columns of the table: variable, heading, format of a number.
 COLUMNS = (("skill", "skill", "{:.2f}"), ("memory", "memory", "{:.0f}"), ("memory_1_percent", "at 1 %", "{:.0f}"))
 
 
 class Comparison(Result, kind="comparison"):
-    """What ``rl.compare`` returns: ``c.table``, a Dataset over ``name``; prints as a table.
+    """Several diagnoses side by side: ``c.table``, a Dataset over ``name``; prints as a table.
 
-    ``difference`` and ``difference_interval`` are those of the memory from the first, by a bootstrap over the samples
-    that all share.
+    ``difference`` and ``difference_interval`` compare the memory with that of the first, by a bootstrap over the
+    samples that all share. The memory is NaN where it is unknown.
     """
 
     @property
@@ -32,16 +32,24 @@ class Comparison(Result, kind="comparison"):
         rows = []
         for i, name in enumerate(table["name"].values):
             parts = [_cell(table, key, words, form, i) for key, words, form in COLUMNS]
-            if i and bool(table["known"].values[[0, i]].all()):
-                low, high = table["difference_interval"].values[i]
-                difference = f"{table['difference'].values[i]:+.0f}"
-                parts.append(f"{difference} against the first (95 % CI {low:+.0f} to {high:+.0f})")
+            if i:
+                parts.append(_difference(table, i))
             codes = str(table["findings"].values[i])
             rows.append((str(name), ", ".join([*parts, codes] if codes else parts)))
         return rows
 
     def _parts(self) -> list[Part]:
         return [(name, words, None) for name, words in self._rows()]
+
+
+def _difference(table: xr.Dataset, row: int) -> str:
+    """Describe the difference of the memory from that of the first diagnosis."""
+    value, (low, high) = float(table["difference"].values[row]), table["difference_interval"].values[row]
+    if not bool(table["known"].values[[0, row]].all()):
+        return "no difference of memory, as one is unknown"
+    if math.isnan(value) or math.isnan(low):
+        return "no difference of memory, as the samples are not the same"
+    return f"memory {value:+.0f} against {table['name'].values[0]} (95 % CI {low:+.0f} to {high:+.0f})"
 
 
 def _cell(table: xr.Dataset, key: str, words: str, form: str, row: int) -> str:

@@ -1,16 +1,17 @@
-"""Results about the dynamics of one layer: its fixed points, and its Lyapunov spectrum."""
+"""Result of ``rl.fixed_points``."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import xarray as xr
 
+from ..measures.fixed_points import point_kinds
 from .base import Result
+
+_KINDS = ("stable", "saddle", "repeller", "marginal")
 
 
 class FixedPoints(Result, kind="dynamics"):
-    """What ``rl.fixed_points`` returns: ``p.states (point, state)``, ``p.eigenvalues``, ``p.stable``, ``p.fixed``."""
+    """Fixed and slow points of one layer: ``p.states (point, state)``, ``p.eigenvalues``, ``p.kinds``, ``p.curves``."""
 
     @property
     def data(self) -> xr.Dataset:
@@ -42,25 +43,38 @@ class FixedPoints(Result, kind="dynamics"):
         """(point,) of bool; the others are slow points."""
         return self.data["fixed"]
 
+    @property
+    def kinds(self) -> list[str]:
+        """``"stable"``, ``"saddle"``, ``"repeller"``, ``"marginal"`` or ``"slow"`` for each point."""
+        curve = self.data["curve"] if "curve" in self.data else xr.full_like(self.fixed, -1, dtype=int)
+        return point_kinds(self.eigenvalues.values, self.fixed.values, curve.values)
+
+    @property
+    def curves(self) -> list[str]:
+        """``"line"`` or ``"ring"`` for each curve of marginal points."""
+        return [name for name in str(self.data.attrs.get("curves", "")).split(", ") if name]
+
     def _headline(self) -> str:
-        count, stable = int(self.fixed.sum()), int(self.stable.sum())
-        slow = int((~self.fixed).sum())
-        return f"{count} fixed points, {stable} of them stable, {count - stable} saddles; {slow} slow points"
+        kinds = self.kinds
+        parts = [_count(kinds.count(kind), kind) for kind in _KINDS if kind in kinds] or ["no fixed points"]
+        parts += [_count(kinds.count("slow"), "slow", "point")] if "slow" in kinds else []
+        on_curves = [f"a {name} of {self._size(i)} marginal points" for i, name in enumerate(self.curves)]
+        return f"{', '.join(on_curves)}; {', '.join(parts)}" if on_curves else ", ".join(parts)
+
+    def _size(self, curve: int) -> int:
+        return int((self.data["curve"] == curve).sum())
 
     def _rows(self) -> list[tuple[str, str]]:
-        rows = []
-        values = abs(self.eigenvalues).values
-        for i in range(min(len(values), 12)):
-            kind = "stable" if self.stable.values[i] else "saddle" if self.fixed.values[i] else "slow"
-            unstable = int((values[i] >= 1).sum())
-            rows.append(
-                (
-                    f"point {i}",
-                    f"{kind}, {unstable} unstable modes, largest |eigenvalue| {values[i].max():.4g}, "
-                    f"from {int(self.data['starts'][i])} starts, speed {float(self.data['speed'][i]):.1g}",
-                )
+        moduli, kinds, data = abs(self.eigenvalues).values, self.kinds, self.data
+        return [
+            (
+                f"point {i}",
+                f"{kinds[i]}, {int((moduli[i] > 1).sum())} unstable modes, largest |eigenvalue| {moduli[i].max():.4g}, "
+                f"from {int(data['starts'][i])} starts, speed {float(data['speed'][i]):.1g}",
             )
-        return rows
+            for i in range(min(len(moduli), 12))
+        ]
 
-    def _meta(self) -> dict[str, Any]:
-        return super()._meta()
+
+def _count(count: int, kind: str, noun: str = "fixed point") -> str:
+    return f"{count} {kind} {noun}" + ("" if count == 1 else "s")

@@ -1,0 +1,119 @@
+"""``rl.fixed_points`` and ``rl.compare`` on networks whose fixed points are known: lines, rings, repellers, saddles."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+from rnnlens.errors import InputError
+
+
+class Own(nn.Module):
+    """One nn.RNN whose recurrent kernel is given."""
+
+    def __init__(self, kernel, nonlinearity="tanh"):
+        super().__init__()
+        units = len(kernel)
+        self.rnn = nn.RNN(1, units, batch_first=True, nonlinearity=nonlinearity)
+        self.head = nn.Linear(units, 1)
+        with torch.no_grad():
+            for weight in self.rnn.parameters():
+                weight.zero_()
+            self.rnn.weight_hh_l0.copy_(torch.as_tensor(kernel))
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+X = np.random.default_rng(0).normal(size=(64, 10, 1)).astype("float32")
+
+
+def test_a_line_attractor_is_a_line_of_marginal_points():
+    net = Own(np.array([[0.5, 0.5], [0.5, 0.5]]), "relu")  # keeps the mean of two units that are not negative
+    starts = np.random.default_rng(1).uniform(0, 3, size=(200, 2))
+    points = rl.fixed_points(net, X, input="zero", starts=starts)
+    assert points.curves == ["line"]
+    assert set(points.kinds) == {"marginal"}
+    assert "a line of" in repr(points)
+    assert "saddle" not in repr(points)
+    assert not points.stable.any()
+
+
+def ring(units=48, gain=3.0):
+    """Cosine connections: a bump of activity that can stand anywhere (Ben-Yishai, Bar-Or, Sompolinsky 1995)."""
+    angle = 2 * np.pi * np.arange(units) / units
+    return gain * 2 / units * np.cos(angle[:, None] - angle[None, :])
+
+
+def test_a_ring_attractor_is_a_ring():
+    angle = 2 * np.pi * np.arange(48) / 48
+    turn = np.random.default_rng(0).uniform(0, 2 * np.pi, size=(300, 1))
+    points = rl.fixed_points(Own(ring()), X, input="zero", starts=2 * np.cos(angle - turn), tolerance=1e-3)
+    assert "ring" in points.curves
+    assert points.kinds.count("marginal") > 30
+    assert "a ring of" in repr(points)
+
+
+def test_repellers_saddles_and_stable_points_have_their_names():
+    net = Own(np.diag([2.0, 3.0]))
+    starts = np.random.default_rng(0).uniform(-1, 1, size=(200, 2))
+    points = rl.fixed_points(net, X, input="zero", starts=starts)
+    kinds = points.kinds
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"stable": 4, "saddle": 4, "repeller": 1}
+    assert points.curves == []
+    origin = np.abs(points.states.values).max(axis=1).argmin()
+    assert kinds[origin] == "repeller"
+    assert "4 stable fixed points, 4 saddle fixed points, 1 repeller fixed point" in repr(points)
+
+
+def test_saved_points_keep_their_kinds(tmp_path):
+    starts = np.random.default_rng(1).uniform(0, 3, size=(100, 2))
+    points = rl.fixed_points(Own(np.full((2, 2), 0.5), "relu"), X, input="zero", starts=starts)
+    points.save(tmp_path / "points.nc")
+    again = rl.open(tmp_path / "points.nc")
+    assert (again.kinds, again.curves) == (points.kinds, points.curves)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"period": 10**6}, "The search is too large"),
+        ({"input": np.array([np.nan])}, "The input is not finite"),
+        ({"starts": np.full((4, 2), np.inf)}, "The starts are not finite"),
+        ({"noise": float("inf")}, "noise"),
+        ({"tolerance": float("nan")}, "tolerance"),
+    ],
+)
+def test_a_search_that_cannot_be_is_one_clear_error(change, words):
+    with pytest.raises(InputError, match=words):
+        rl.fixed_points(Own(np.eye(2)), X, **change)
+
+
+def tap(lag, scale=1.0):
+    kernel = np.diag(np.ones(13), -1)
+    net = Own(kernel)
+    with torch.no_grad():
+        net.rnn.weight_ih_l0[0, 0] = 0.01
+        net.head.weight.zero_()
+        net.head.bias.zero_()
+        net.head.weight[0, lag] = 100 * scale
+    return net.eval()
+
+
+def test_comparisons_print_differences_and_no_numbers_where_memory_is_unknown():
+    x = np.random.default_rng(0).normal(size=(256, 20, 1)).astype("float32")
+    y = x[:, -4]
+    first, other = rl.diagnose(tap(3), x, y), rl.diagnose(tap(3), x, y + 0 * y)
+    noise = rl.diagnose(tap(3), x, np.random.default_rng(1).normal(size=(256, 1)))
+    fewer = rl.diagnose(tap(3), x[:128], y[:128])
+    printed = str(rl.compare({"a": first, "b": other, "noise": noise, "fewer": fewer}))
+    assert "memory +0 against a (95 % CI +0 to +0)" in printed
+    assert "no difference of memory, as one is unknown" in printed
+    assert "no difference of memory, as the samples are not the same" in printed
+    table = rl.compare({"a": first, "noise": noise}).table
+    assert np.isnan(table.memory.values[1])
+    assert np.isnan(table.difference.values[1])
+    assert np.isfinite(table.skill.values).all()
