@@ -101,8 +101,14 @@ def check_path(path: str | PathLike[str]) -> Path:
     return target
 
 
-@checked(path=path_of, lazy=switch, memory=memory_of)
-def open(path: str | PathLike[str], *, lazy: bool = False, memory: str | int | None = None) -> Any:
+@checked(path=path_of, lazy=switch, memory=memory_of, skip_damaged=switch)
+def open(
+    path: str | PathLike[str],
+    *,
+    lazy: bool = False,
+    memory: str | int | None = None,
+    skip_damaged: bool = False,
+) -> Any:
     """Read a saved result; its class is the one that was saved.
 
     Parameters
@@ -116,6 +122,9 @@ def open(path: str | PathLike[str], *, lazy: bool = False, memory: str | int | N
     memory
         Largest size that the arrays may have in memory, such as ``"4 GiB"``; by default what ``rl.options(memory=)``
         says. A file that announces more is refused before it is read.
+    skip_damaged
+        Followed trainings only: leave out records that do not match their checksums, and name them in ``gaps``. By
+        default a run with such records is refused.
 
     Returns
     -------
@@ -140,7 +149,11 @@ def open(path: str | PathLike[str], *, lazy: bool = False, memory: str | int | N
     with _reading(given):
         followed = engine == "zarr" and (given / "zarr.json").is_file()
     if followed:
-        return _open_run(given, limit, lazy=lazy)
+        if lazy:
+            raise InputError(message("A run is read whole.", got="lazy=True", hint="leave it out, or raise memory="))
+        return _open_run(given, None if memory is None else limit, skip_damaged=skip_damaged)
+    if skip_damaged:
+        raise InputError(message("Only the records of a followed training can be left out.", got=str(given)))
     with _reading(given):
         if engine == "zarr":
             return _steadily(given, lambda: _open_zarr(given, limit, lazy=lazy))
@@ -225,17 +238,18 @@ def _open_zarr(source: Path, limit: int, *, lazy: bool) -> tuple[Any, bool]:
     return _told(opened, source, sealed=store.sealed), store.sealed
 
 
-def _open_run(source: Path, limit: int, *, lazy: bool) -> Any:
+def _open_run(source: Path, memory: int | None, *, skip_damaged: bool) -> Any:
     """The complete records of a followed training."""
-    from .training_run import is_run, read_run
+    from .disk.run_folder import read_metadata
+    from .training_run import read_run
 
-    if not is_run(source):
+    with _reading(source):
+        attributes = read_metadata(Path(os.path.realpath(source)), "", sealed=False)["attributes"]
+    if attributes.get(KIND) != "run":
         hint = f"xarray.open_datatree({str(source)!r}, engine='zarr')"
         raise FileError(message("This folder was not written by rnnlens.", got=str(source), hint=hint))
-    if lazy:
-        raise InputError(message("A run is read whole.", got="lazy=True", hint="leave it out, or raise memory="))
     with _reading(source):
-        return read_run(source, memory=limit)
+        return read_run(source, memory=memory, skip_damaged=skip_damaged)
 
 
 def _steadily(source: Path, read: Callable[[], tuple[Any, bool]]) -> Any:

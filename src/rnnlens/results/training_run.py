@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,17 +10,31 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import xarray as xr
-import zarr
 
-from ..errors import FileError, did_you_mean, message
+from ..errors import FileError, RnnlensError, TooLargeError, did_you_mean, message
+from ..settings import current
 from .base import Part, Result
-from .disk.limits import check_size, damaged
+from .disk.limits import damaged, foreign
+from .disk.run_folder import (
+    MOST_ARRAYS,
+    RunArray,
+    check_total,
+    chunk_files,
+    committed_count,
+    read_array,
+    read_metadata,
+    row_sums,
+)
 from .names import from_path, to_paths
 from .schema import SCHEMA_VERSION
 from .view import LayerView
 
 STEP, WRITTEN = "step", "written"
 _KINDS = ("probe", "batch")
+#: Arrays without which there is no record.
+_NEEDED = (STEP, "epoch", WRITTEN, "sums")
+#: How often a run that looks damaged is read, and the seconds between: its writer may be replacing files.
+_ATTEMPTS, _PAUSE = 3, 0.05
 
 
 class Gap(NamedTuple):
@@ -89,11 +103,13 @@ class TrainingRun(Result, kind="run"):
         ended: str | None = None,
         path: Path | None = None,
         gaps: Iterable[Sequence[Any]] = (),
+        reading: tuple[int | None, bool] = (None, False),
         **common: Any,
     ) -> None:
         super().__init__(datasets, **common)
         self.scalars, self.of, self.ended, self.path = scalars, of, ended, path
         self.gaps = [Gap(*gap) for gap in gaps]
+        self._reading = reading  # memory=, and skip_damaged=, of the call that read it
 
     def __getitem__(self, name: str) -> LayerRun:
         return self._node(self._resolve(name))
@@ -150,7 +166,7 @@ class TrainingRun(Result, kind="run"):
         return self._other("probe")
 
     def refresh(self) -> TrainingRun:
-        """Read the run again: with what was written meanwhile."""
+        """Read the run again, with what was written meanwhile, as it was opened: ``memory=``, ``skip_damaged=``."""
         return self._other(self.of)
 
     def _other(self, kind: str) -> TrainingRun:
@@ -158,7 +174,8 @@ class TrainingRun(Result, kind="run"):
             if kind == self.of:
                 return self
             raise FileError(message(f"This run was saved without its {kind} records.", got=f"{self.of} records"))
-        return read_run(self.path, of=kind)
+        memory, skip_damaged = self._reading
+        return read_run(self.path, of=kind, memory=memory, skip_damaged=skip_damaged)
 
     def _meta(self) -> dict[str, Any]:
         columns = {str(name): np.asarray(v, dtype=float).tolist() for name, v in self.scalars.data_vars.items()}
@@ -204,11 +221,10 @@ class TrainingRun(Result, kind="run"):
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run, complete or not."""
+    """Return whether a folder is a run, complete or not."""
     try:
-        attributes = json.loads((path / "zarr.json").read_bytes())["attributes"]
-        return bool(attributes["rnnlens_kind"] == "run")
-    except (OSError, ValueError, KeyError, TypeError):
+        return bool(read_metadata(path, "", sealed=False)["attributes"]["rnnlens_kind"] == "run")
+    except (FileError, OSError, KeyError):
         return False
 
 
@@ -224,55 +240,167 @@ def refuse_newer(path: Path, attributes: Mapping[str, Any]) -> None:
         raise FileError(message("This run was written by a newer rnnlens.", got=str(path), hint="upgrade rnnlens"))
 
 
-def read_run(path: Path, *, of: str | None = None, memory: int | None = None) -> TrainingRun:
+def read_run(
+    path: Path,
+    *,
+    of: str | None = None,
+    memory: int | None = None,
+    skip_damaged: bool = False,
+) -> TrainingRun:
     """Read the complete records of a run; by default those of the probe, where there are any.
+
+    Parameters
+    ----------
+    memory
+        Largest size of the arrays in bytes; unless given, that of ``rl.options``, and at most a thousand times the size
+        of the files.
+    skip_damaged
+        Leave out records that do not match their checksums, rather than refuse the run.
 
     Raises
     ------
     FileError
         If there are no records of that kind, or the folder is damaged or of a newer rnnlens.
     TooLargeError
-        If they exceed ``memory`` bytes.
+        If they exceed ``memory``.
     """
-    root = zarr.open_group(path, mode="r", zarr_format=3)
-    attrs = dict(root.attrs)
+    for attempt in range(_ATTEMPTS):
+        try:
+            return _read_run(path, of, memory, skip_damaged=skip_damaged and attempt == _ATTEMPTS - 1)
+        except (TooLargeError, _NoRecordsError):
+            raise
+        except RnnlensError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+        except Exception as error:  # whatever the libraries below say of what they never wrote
+            if attempt == _ATTEMPTS - 1:
+                reason = str(error).partition("\n")[0]
+                raise damaged(path, f"{type(error).__name__}: {reason}") from error
+        time.sleep(_PAUSE)  # a writer may just have replaced what was read
+    raise AssertionError("unreachable")
+
+
+class _NoRecordsError(FileError):
+    """There are no records of the kind that was asked for."""
+
+
+def _read_run(path: Path, of: str | None, memory: int | None, *, skip_damaged: bool) -> TrainingRun:
+    root = Path(os.path.realpath(path))
+    attrs = read_metadata(root, "")["attributes"]
     refuse_newer(path, attrs)
-    there = [kind for kind in _KINDS if kind in root]
+    there = [kind for kind in _KINDS if (root / kind).is_dir()]
     kind = of or (there[0] if there else "probe")
     if of is not None and of not in there:
         listing = " and ".join(there) or "nothing"
-        raise FileError(message(f"This run has no {of} records.", got=f"{path}: {listing}"))
+        raise _NoRecordsError(message(f"This run has no {of} records.", got=f"{path}: {listing}"))
     sessions = attrs.get("sessions") or [{}]
-    common = {"provenance": sessions[-1].get("provenance"), "ended": (attrs.get("ended") or {}).get("reason")}
-    common["gaps"] = attrs.get("gaps", [])
+    common = {
+        "provenance": sessions[-1].get("provenance"),
+        "ended": (attrs.get("ended") or {}).get("reason"),
+        "gaps": attrs.get("gaps", []),
+        "reading": (memory, skip_damaged),
+        "of": kind,
+        "path": path,
+    }
     if kind not in there:
-        return TrainingRun({}, _scalars({STEP: [], "epoch": [], WRITTEN: []}, {}), of=kind, path=path, **common)
-    group = root[kind]
-    count = int(group["committed"][()]) if "committed" in group else 0
-    arrays = _arrays(group)
-    if memory is not None:
-        check_size(path, sum(count * int(np.prod(a.shape[1:])) * a.dtype.itemsize for a in arrays.values()), memory)
-    short = [name for name, array in arrays.items() if name.count("/") == 0 and array.shape[0] < count]
-    if short:
-        raise damaged(path, f"{count} records, but fewer of {', '.join(short)}")
-    return _told(group, arrays, count, {"of": kind, "path": path, **common})
+        chunk_files(root, kind)
+        return TrainingRun({}, _scalars({STEP: [], "epoch": [], WRITTEN: []}, {}), **common)
+    count = _count(root, kind, common["ended"])
+    group = read_metadata(root, kind)["attributes"]
+    files = chunk_files(root, kind)
+    names = group.get("arrays", [])
+    if len(names) > MOST_ARRAYS:
+        raise foreign(path, f"{len(names)} arrays")
+    arrays, broken = _announced(root, kind, names, skip_damaged=skip_damaged)
+    check_total(root, arrays, count, current().memory if memory is None else memory, granted=memory is not None)
+    values, bad, what = _verified(root, arrays, names, count, files)
+    if what and not skip_damaged:
+        many = f"{int(bad.sum())} of {count} {kind} records do not match their checksums"
+        hint = "rl.open(path, skip_damaged=True) leaves them out"
+        raise FileError(message("This run is damaged.", got=f"{path}: {many}: {_listing(what)}", hint=hint))
+    keep = ~bad
+    lost = [f"damaged on disk: {_listing(list(dict.fromkeys([*broken, *what])))}"] if broken or what else []
+    steps = values[STEP][bad]
+    for reason in lost:
+        ends = (int(steps[0]), int(steps[-1])) if len(steps) else (None, None)
+        common["gaps"] = [*common["gaps"], ("the run", *ends, int(bad.sum()), reason)]
+    found = {name: rows[keep] for name, rows in values.items()}
+    return _run_of(group, {name: (arrays[name], rows) for name, rows in found.items()}, common)
 
 
-def _arrays(group: zarr.Group) -> dict[str, zarr.Array]:
-    return {path: group[path] for path in group.attrs.get("arrays", []) if path in group}
+def _count(root: Path, kind: str, ended: str | None) -> int:
+    """Number of complete records; none where the writer died before it could say so."""
+    if not (root / kind / "committed").is_dir() and ended is None:
+        return 0
+    array = read_array(root, f"{kind}/committed")
+    if array.shape != (2,):
+        raise damaged(root, f"{kind}/committed has the shape {array.shape}")
+    return committed_count(array.rows(2, ["0"])[0], root)
 
 
-def _told(group: zarr.Group, arrays: Mapping[str, zarr.Array], count: int, common: Mapping[str, Any]) -> TrainingRun:
-    attrs = dict(group.attrs)
-    index = {name: arrays[name][:count] if name in arrays else [] for name in (STEP, "epoch", WRITTEN)}
-    table = arrays["scalars"][:count] if "scalars" in arrays else np.zeros((count, 0))
+def _announced(
+    root: Path, kind: str, names: Iterable[str], *, skip_damaged: bool
+) -> tuple[dict[str, RunArray], list[str]]:
+    """Arrays by name, and the names of those whose metadata is damaged."""
+    found: dict[str, RunArray] = {}
+    broken: list[str] = []
+    for name in [*names, "sums"]:
+        if not (root / kind / name).is_dir():
+            continue  # its rows, if it had any, have checksums that nothing matches
+        try:
+            found[name] = read_array(root, f"{kind}/{name}")
+        except FileError:
+            if not skip_damaged or name in _NEEDED:
+                raise
+            broken.append(name)
+    return found, broken
+
+
+def _verified(
+    root: Path, arrays: dict[str, RunArray], names: list[str], count: int, files: Mapping[str, list[str]]
+) -> tuple[dict[str, Any], Any, list[str]]:
+    """Rows by array, which of them are damaged, and the names of the arrays that are."""
+    values: dict[str, Any] = {}
+    bad = np.zeros(count, dtype=bool)
+    what: list[str] = []
+    if count and "sums" not in arrays:
+        raise damaged(root, "its checksums are missing")
+    if "sums" in arrays:
+        sums, _ = arrays.pop("sums").rows(count, files.get("sums", []))  # rows that are lost match nothing
+    for index, name in enumerate(names):
+        expected = sums[:, index] if count and index < sums.shape[1] else np.zeros(count, dtype=np.uint32)
+        if name not in arrays:
+            if expected.any():
+                what.append(name)
+            continue
+        values[name], lost = arrays[name].rows(count, files.get(name, []))
+        wrong = row_sums(values[name], name) != expected
+        for rows in lost:
+            wrong[rows] = True
+        if wrong.any():
+            what.append(name)
+            bad |= wrong
+    return values, bad, what
+
+
+def _listing(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _run_of(
+    attrs: Mapping[str, Any], arrays: Mapping[str, tuple[RunArray, Any]], common: Mapping[str, Any]
+) -> TrainingRun:
+    """The result, from the rows of its arrays."""
+    index = {name: arrays[name][1] if name in arrays else [] for name in (STEP, "epoch", WRITTEN)}
+    count = len(index[STEP])
+    table = arrays["scalars"][1] if "scalars" in arrays else np.zeros((count, 0))
     columns = dict(zip(attrs.get("scalars", []), np.asarray(table).T, strict=False))
     scalars = _scalars(index, columns)
     layers: dict[str, dict[str, xr.DataArray]] = {layer: {} for layer in attrs.get("layers", [])}
-    for name, array in arrays.items():
+    for name, (array, rows) in arrays.items():
         if name.startswith("layers/"):
             path, _, quantity = name.removeprefix("layers").rpartition("/")
-            layers.setdefault(from_path(path), {})[quantity] = _labelled(array, quantity, count, scalars)
+            layers.setdefault(from_path(path), {})[quantity] = _labelled(array, rows, quantity, scalars)
     for name in map(str, scalars.data_vars):
         layer = max((layer for layer in layers if name.startswith(f"{layer}/")), key=len, default=None)
         if layer is not None:
@@ -281,18 +409,15 @@ def _told(group: zarr.Group, arrays: Mapping[str, zarr.Array], count: int, commo
     return TrainingRun({layer: xr.Dataset(found) for layer, found in layers.items()}, scalars, notes=notes, **common)
 
 
-def _labelled(array: zarr.Array, name: str, count: int, scalars: xr.Dataset) -> xr.DataArray:
-    values = np.full((count, *array.shape[1:]), array.fill_value, dtype=array.dtype)
-    values[: min(count, array.shape[0])] = array[: min(count, array.shape[0])]
-    attrs = dict(array.attrs)
-    labels = attrs.pop("labels", {})
-    dims = array.metadata.dimension_names
-    sizes = dict(zip(dims, values.shape, strict=True))
-    coords = {dim: labels[dim] for dim in dims if dim in labels and len(labels[dim]) == sizes[dim]}
-    for dim, size in zip(dims[1:], values.shape[1:], strict=True):
+def _labelled(array: RunArray, rows: Any, name: str, scalars: xr.Dataset) -> xr.DataArray:
+    attrs = {key: value for key, value in array.attrs.items() if key != "labels"}
+    labels = array.attrs.get("labels", {})
+    sizes = dict(zip(array.dims, rows.shape, strict=True))
+    coords = {dim: labels[dim] for dim in array.dims if dim in labels and len(labels[dim]) == sizes[dim]}
+    for dim, size in zip(array.dims[1:], rows.shape[1:], strict=True):
         coords.setdefault(dim, np.arange(size))
     coords |= {STEP: scalars[STEP].values, "epoch": (STEP, scalars["epoch"].values)}
-    return xr.DataArray(values, dims=dims, coords=coords, name=name, attrs=attrs)
+    return xr.DataArray(rows, dims=array.dims, coords=coords, name=name, attrs=attrs)
 
 
 def _scalars(index: Mapping[str, Any], columns: Mapping[str, Any]) -> xr.Dataset:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,13 @@ from numcodecs import BitRound
 from zarr.codecs import BloscCodec
 
 from ..errors import FileError, message
+from ..results.disk.run_folder import committed, committed_count, row_sums
 from ..results.names import to_paths
 from ..typing import Array
 from .records import Record
 
+#: Most notes that are kept of one kind of records.
+_MOST_NOTES = 1000
 _COMPRESSOR = BloscCodec(cname="zstd", clevel=5, shuffle="shuffle")
 #: Bytes of one chunk of a large array; records in one of small ones.
 _CHUNK, _RECORDS = 2**20, 64
@@ -37,13 +41,15 @@ class Rows:
         self._layers: list[str] = list(group.attrs.get("layers", []))
         self._arrays: dict[str, zarr.Array] = {}
         if "committed" not in group:
-            group.create_array("committed", shape=(), dtype="int64", fill_value=0)
+            new = {"shape": (2,), "dtype": "int64", "fill_value": 0, "compressors": _COMPRESSOR}
+            group.create_array("committed", dimension_names=("number",), **new)[:] = committed(0)
         self._committed = group["committed"]
-        self._count = int(self._committed[()])
+        self._count = committed_count(self._committed[:], Path(str(group.store_path)))
+        self._sums: dict[str, Any] = {}
         for name, dtype in (("step", "int64"), ("epoch", "int64"), ("written", "float64")):
             self._array(name, (), dtype, ("step",))
         self._array("scalars", (len(self._names),), "float32", ("step", "scalar"))
-        self._arrays |= {path: group[path] for path in group.attrs.get("arrays", []) if path in group}
+        self._arrays |= {path: group[path] for path in [*group.attrs.get("arrays", []), "sums"] if path in group}
         self._trim(self._count)
         steps = self._arrays["step"][:]
         self.last_step: int | None = int(steps[-1]) if self._count else None
@@ -51,6 +57,7 @@ class Rows:
     def append(self, record: Record) -> None:
         """All parts of a record, then their number."""
         self._refuse_another_network(record)
+        self._sums = {}
         self._put("step", np.int64(record.step))
         self._put("epoch", np.int64(record.epoch))
         self._put("written", np.float64(record.time))
@@ -62,12 +69,25 @@ class Rows:
         for layer, arrays in record.layers.items():
             for name, array in arrays.items():
                 self._put_labelled(f"layers{paths[layer]}/{name}", array)
-        if record.notes:
-            notes = [*self._group.attrs.get("notes", []), *([record.step, note] for note in record.notes)]
-            self._group.attrs.update({"notes": notes})
+        self._add_notes(record)
+        self._put_sums()
+        self._committed[:] = committed(self._count + 1)
         self._count += 1
-        self._committed[()] = self._count
         self.last_step = record.step
+
+    def _add_notes(self, record: Record) -> None:
+        there = self._group.attrs.get("notes", [])
+        notes = [[record.step, note] for note in record.notes][: _MOST_NOTES - len(there)]
+        if notes:
+            self._group.attrs.update({"notes": [*there, *notes]})
+
+    def _put_sums(self) -> None:
+        """The checksums of this row, one for each array in the order in which the group names them."""
+        names = self._group.attrs["arrays"]
+        row = np.array([self._sums.get(name, 0) for name in names], dtype=np.uint32)
+        if "sums" not in self._arrays:
+            self._array("sums", row.shape, "uint32", ("step", "array"))
+        self._put("sums", row)
 
     def _refuse_another_network(self, record: Record) -> None:
         """What a layer is recorded by has the axes, and but for steps and samples the sizes, that it had before."""
@@ -94,7 +114,8 @@ class Rows:
         kept = int(np.sum(self._arrays["step"][: self._count] <= step))
         dropped = self._count - kept
         if dropped:
-            self._committed[()] = self._count = kept
+            self._committed[:] = committed(kept)
+            self._count = kept
             self._trim(kept)
             self.last_step = int(self._arrays["step"][-1]) if kept else None
         return dropped
@@ -127,7 +148,7 @@ class Rows:
             values = _rounded(values)
         if path not in self._arrays:
             words = {key: value for key, value in array.attrs.items() if isinstance(value, str | int | float)}
-            axes = {dim: np.asarray(values_).tolist() for dim, values_ in labels.items()}
+            axes = {dim: np.asarray(at).tolist() for dim, at in labels.items() if not _counts_up(at)}
             self._array(path, values.shape, str(values.dtype), ("step", *map(str, array.dims)))
             self._arrays[path].attrs.update({**words, "labels": axes})
         self._put(path, values)
@@ -141,6 +162,8 @@ class Rows:
             rows = max(array.shape[0], self._count + _ADVANCE)  # not at every record: it writes a file as well
             array.resize((rows, *sizes))
         array[(self._count, *map(slice, shape))] = values
+        if path != "sums":
+            self._sums[path] = row_sums(np.asarray(values, dtype=array.dtype)[None], path)[0]
 
     def _array(self, path: str, sizes: tuple[int, ...], dtype: str, dims: tuple[str, ...]) -> None:
         if path in self._group:
@@ -164,8 +187,14 @@ class Rows:
     def _list(self) -> None:
         """Have the group name its arrays: listing the folder would meet files that are being written."""
         named = self._group.attrs.get("arrays", [])
-        if any(path not in named for path in self._arrays):
-            self._group.attrs.update({"arrays": list(dict.fromkeys([*named, *self._arrays]))})
+        new = [path for path in self._arrays if path not in named and path != "sums"]
+        if new:
+            self._group.attrs.update({"arrays": [*named, *new]})
+
+
+def _counts_up(labels: Any) -> bool:
+    """Whether labels are 0, 1, 2, ...: those that an axis without labels gets anyway."""
+    return np.asarray(labels).dtype.kind in "iu" and np.array_equal(labels, np.arange(len(labels)))
 
 
 def _thinned(

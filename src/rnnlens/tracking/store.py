@@ -4,15 +4,17 @@ Layout, format 3 of Zarr, so that any reader of Zarr can look into it:
 
 ================================  ====================================================================
 ``/``                             attributes: what wrote it, when it was opened and how it ended
-``/probe``, ``/batch``            records by kind; attributes: names of scalars and layers, notes with steps
-``.../committed``                 how many records are complete: written last, in one step
+``/probe``, ``/batch``            records by kind; attributes: names of scalars, layers, arrays; notes with steps
+``.../committed``                 how many records are complete, and a checksum of it: written last, in one step
+``.../sums``                      (step, array): checksum of each row of each array, in the order of ``arrays``
 ``.../step, epoch, written``      (step,)
 ``.../scalars``                   (step, scalar)
 ``.../layers/<layer>/<name>``     (step, ...); attributes: words, and labels of its axes
 ================================  ====================================================================
 
-Every file is replaced, never changed, so that a reader finds the old or the new one. What lies behind ``committed``
-was half-written when its process died: readers do not look at it, and the next writer cuts it off.
+Every ``zarr.json`` holds a checksum of itself. Every file is replaced, never changed, so that a reader finds the old or
+the new one. What lies behind ``committed`` was half-written when its process died: readers do not look at it, and the
+next writer cuts it off.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import zarr
+from zarr.storage import LocalStore
 
 from ..errors import FileError, message
+from ..results.disk.run_folder import SealedMetadata, read_metadata
 from ..results.files import root_attrs
 from ..results.training_run import is_run, refuse_newer
 from .records import KINDS, Record
@@ -92,9 +96,10 @@ class Store:
         if not resume:
             _empty(self.path)
         if not (self.path / "zarr.json").is_file():  # with its attributes, so that it is a run from its first moment
-            zarr.create_group(self.path, zarr_format=3, attributes=root_attrs("run", {}))
-        self._root = zarr.open_group(self.path, mode="r+", zarr_format=3)
-        refuse_newer(self.path, self._root.attrs)
+            attributes = root_attrs("run", {})
+            zarr.create_group(SealedMetadata(LocalStore(self.path)), zarr_format=3, attributes=attributes)
+        refuse_newer(self.path, read_metadata(self.path, "")["attributes"])
+        self._root = zarr.open_group(SealedMetadata(LocalStore(self.path)), mode="r+", zarr_format=3)
         began = {"time": time.time(), "provenance": dict(provenance or {})}
         sessions = [*self._root.attrs.get("sessions", []), began]
         self._root.attrs.update({**root_attrs("run", {}), "sessions": sessions, "ended": None})

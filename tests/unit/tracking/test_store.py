@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from zarr.storage import LocalStore
 
 import rnnlens as rl
 from rnnlens.errors import FileError
+from rnnlens.results.disk.run_folder import SealedMetadata
 from rnnlens.tracking.records import Record
 from rnnlens.tracking.store import Store
 
@@ -127,7 +129,7 @@ def test_a_run_of_another_network_is_not_gone_on_with(tmp_path):
 
 def test_a_run_of_a_newer_rnnlens_is_left_alone(tmp_path):
     written(tmp_path / "a.zarr", [0]).close("finished")
-    root = zarr.open_group(tmp_path / "a.zarr", mode="r+")
+    root = zarr.open_group(SealedMetadata(LocalStore(tmp_path / "a.zarr")), mode="r+")
     root.attrs["rnnlens_schema"] = 99
     with pytest.raises(FileError, match="written by a newer rnnlens"):
         Store(tmp_path / "a.zarr")

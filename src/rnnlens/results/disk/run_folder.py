@@ -1,0 +1,335 @@
+"""The folder of a followed training, read without trust: metadata with a checksum, arrays whose rows have checksums.
+
+A run grows while it is read, so that no list of files can be sealed. Instead each ``zarr.json`` holds a checksum of
+itself, and each record a checksum of its row in every array; both are written before the record counts. Chunks are
+read here, not by Zarr: nothing is unpacked that announces more than its array holds, and no link, pipe or device is
+opened. What is damaged is found by row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numcodecs import blosc
+from zarr.abc.store import Store
+from zarr.storage import WrapperStore
+
+from ...errors import FileError, message
+from ...typing import Array
+from .limits import DEPTH, TEXT, check_size, damaged, foreign
+
+#: The attribute of every ``zarr.json`` that holds its checksum.
+SUM = "rnnlens_sum"
+METADATA = "zarr.json"
+#: Most arrays of one kind of records, and most files of a run.
+MOST_ARRAYS, MOST_FILES = 10_000, 500_000
+#: Bytes of a chunk that holds more than one row.
+CHUNK = 2**20
+#: Unless ``memory=`` is given, arrays of more bytes than this may be a thousand times as large as their files.
+_USUAL, _RATIO = 128 * 2**20, 1000
+_DTYPES = (
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+)
+#: Elements whose checksums are computed at once.
+_BLOCK = 2**18
+#: Multipliers of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", fig. 16).
+_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+# ---- checksums
+
+
+def row_sums(rows: Array, path: str) -> Array:
+    """Checksum each row of an array: (step, ...) to (step,), 32 bits.
+
+    The sum over all values of a hash of value and position, so that it does not change when another record makes an
+    axis longer: the fill value, NaN or 0, counts for nothing.
+    """
+    rows = np.ascontiguousarray(rows)
+    filled_with_nan = rows.dtype.kind == "f"
+    if rows.dtype.kind == "c":
+        rows = rows.view(rows.real.dtype).reshape(*rows.shape, 2)
+    keys = np.array([zlib.crc32(path.encode())], dtype=np.uint64)
+    for axis, size in enumerate(rows.shape[1:], start=1):
+        stride = _mixed(np.array([axis], dtype=np.uint64)) | np.uint64(1)
+        keys = (keys[:, None] + np.arange(size, dtype=np.uint64) * stride).reshape(-1)
+    keys, flat = _mixed(keys), rows.reshape(len(rows), math.prod(rows.shape[1:]))
+    sums = np.zeros(len(rows), dtype=np.uint64)
+    for columns in _blocks(flat.shape[1], _BLOCK):
+        for some in _blocks(len(flat), max(1, _BLOCK // max(1, columns.stop - columns.start))):
+            block = np.ascontiguousarray(flat[some, columns])
+            bits = block.view(f"u{block.dtype.itemsize}").astype(np.uint64)
+            counts = ~np.isnan(block) if filled_with_nan else block != 0
+            sums[some] += np.where(counts, _mixed(bits + keys[columns]), np.uint64(0)).sum(axis=1, dtype=np.uint64)
+    return (sums >> np.uint64(32)).astype(np.uint32)
+
+
+def _blocks(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _mixed(values: Array) -> Array:
+    """Mix the bits of 64-bit integers, one to one."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(30))) * _M1
+        values = (values ^ (values >> np.uint64(27))) * _M2
+        return np.asarray(values ^ (values >> np.uint64(31)))
+
+
+def committed(count: int) -> Array:
+    """Return what the array ``committed`` holds: how many records are complete, and the checksum of that number."""
+    number = np.array([count], dtype=np.uint64)
+    return np.array([count, _mixed(number + np.uint64(1)).view(np.int64)[0]], dtype=np.int64)
+
+
+def committed_count(values: Array, path: Path) -> int:
+    """Return the number of complete records.
+
+    Raises
+    ------
+    FileError
+        If its checksum does not match.
+    """
+    if values.shape != (2,) or values[0] < 0 or not np.array_equal(committed(int(values[0])), values):
+        raise damaged(path, "the number of its records does not match its checksum")
+    return int(values[0])
+
+
+def _digest(metadata: Mapping[str, Any]) -> str:
+    text = json.dumps(metadata, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class SealedMetadata(WrapperStore):  # type: ignore[misc]
+    """A store to write a run to: every ``zarr.json`` gets a checksum of itself."""
+
+    def _with_store(self, store: Any) -> SealedMetadata:
+        return SealedMetadata(store)
+
+    async def set(self, key: str, value: Any) -> None:
+        """Write one file."""
+        if key.rpartition("/")[2] == METADATA:
+            metadata = json.loads(value.to_bytes())
+            attributes = metadata.setdefault("attributes", {})
+            attributes.pop(SUM, None)
+            content = json.dumps({**metadata, "attributes": {**attributes, SUM: _digest(metadata)}}).encode()
+            if len(content) > TEXT:
+                got = f"{len(content)} bytes in {key}"
+                raise FileError(message("The metadata of this run grew too large.", got=got))
+            value = type(value).from_bytes(content)
+        await self._store.set(key, value)
+
+    async def set_if_not_exists(self, key: str, value: Any) -> None:
+        """Write one file, unless it is there."""
+        if not await self._store.exists(key):
+            await self.set(key, value)
+
+    async def _set_many(self, values: Any) -> None:
+        await Store._set_many(self, values)
+
+
+# ---- reading
+
+
+def read_metadata(root: Path, key: str, *, sealed: bool = True) -> dict[str, Any]:
+    """Read the ``zarr.json`` of a group or an array; unless ``sealed``, one of another program as well.
+
+    Raises
+    ------
+    FileError
+        If it is no plain file, too large, or does not match its checksum.
+    """
+    content = _content(root, f"{key}/{METADATA}" if key else METADATA, TEXT)
+    try:
+        found = json.loads(content)
+        expected = found.setdefault("attributes", {}).pop(SUM, None)
+        matches = _digest(found) == expected or (expected is None and not sealed)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(root, f"the metadata of {key or 'the run'} cannot be read") from error
+    if not matches:
+        raise damaged(root, f"the metadata of {key or 'the run'} does not match its checksum")
+    return dict(found)
+
+
+def _content(root: Path, key: str, most: float) -> bytes:
+    """Read a plain file of at most ``most`` bytes; links are not followed, pipes not waited for."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        handle = os.open(root / key, flags)
+    except FileNotFoundError as error:
+        raise damaged(root, f"{key} is missing") from error
+    with open(handle, "rb") as stream:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise foreign(root, f"a link or a device, {key}")
+        if found.st_size > most:
+            raise foreign(root, f"{found.st_size} bytes in {key}")
+        return stream.read()
+
+
+def chunk_files(root: Path, kind: str) -> dict[str, list[str]]:
+    """List the files of a kind of records by the array that they are chunks of.
+
+    Raises
+    ------
+    FileError
+        For links, pipes and devices anywhere in the run, and for more files than a run has.
+    """
+    found: dict[str, list[str]] = {}
+    seen = 0
+    waiting = [("", 0)]
+    while waiting:
+        prefix, depth = waiting.pop()
+        if depth > DEPTH:
+            raise foreign(root, f"more than {DEPTH} folders within folders")
+        try:
+            entries = os.scandir(root / prefix)
+        except FileNotFoundError:
+            continue
+        with entries:
+            for entry in entries:
+                seen += 1
+                key = f"{prefix}{entry.name}"
+                if seen > MOST_FILES:
+                    raise foreign(root, f"more than {MOST_FILES} files")
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append((f"{key}/", depth + 1))
+                elif entry.is_symlink() or not entry.is_file(follow_symlinks=False):
+                    if entry.is_symlink() or os.path.lexists(root / key):  # else a temporary file of the writer
+                        raise foreign(root, f"a link or a device, {key}")
+                elif key.startswith(f"{kind}/") and "/c/" in key and not key.endswith(".partial"):
+                    array, _, chunk = key.removeprefix(f"{kind}/").rpartition("/c/")
+                    found.setdefault(array, []).append(chunk)
+    return found
+
+
+@dataclass(frozen=True)
+class RunArray:
+    """One array of a run, as its metadata announces it.
+
+    Attributes
+    ----------
+    key
+        Its folder in the run.
+    shape, chunks
+        Of the whole array and of one chunk, the step first.
+    """
+
+    root: Path
+    key: str
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    dtype: np.dtype[Any]
+    fill: Any
+    dims: tuple[str, ...]
+    attrs: Mapping[str, Any]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in memory."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def rows(self, count: int, files: list[str]) -> tuple[Array, list[slice]]:
+        """Read the first ``count`` rows, and name those of chunks that cannot be read.
+
+        Parameters
+        ----------
+        files
+            Names of the chunks that exist, such as ``"0/0"``.
+        """
+        values = np.full((count, *self.shape[1:]), self.fill, dtype=self.dtype)
+        lost: list[slice] = []
+        for name in files:
+            index = [int(part) for part in name.split("/") if part.isascii() and part.isdigit()]
+            if len(index) != len(self.shape):
+                raise foreign(self.root, f"{self.key}/c/{name}")
+            part = tuple(slice(i * size, (i + 1) * size) for i, size in zip(index, self.chunks, strict=True))
+            if not all(s.start < size for s, size in zip(part, values.shape, strict=True)):
+                continue
+            chunk = self._chunk(name)
+            target = values[part]
+            if chunk is None:
+                lost.append(part[0])
+            else:
+                target[...] = chunk[tuple(slice(size) for size in target.shape)]
+        return values, lost
+
+    def _chunk(self, name: str) -> Array | None:
+        """Unpack one chunk; None where it is damaged."""
+        size = math.prod(self.chunks) * self.dtype.itemsize
+        try:
+            packed = _content(self.root, f"{self.key}/c/{name}", size + 2**16)
+            if int.from_bytes(packed[4:8], "little") != size or int.from_bytes(packed[12:16], "little") != len(packed):
+                return None
+            values: Array = np.frombuffer(blosc.decompress(packed), dtype=self.dtype).reshape(self.chunks)
+        except FileError:
+            raise
+        except Exception:  # whatever the decoder says of bytes that it did not write
+            return None
+        return values
+
+
+def read_array(root: Path, key: str) -> RunArray:
+    """Read what an array announces.
+
+    Raises
+    ------
+    FileError
+        If it is damaged, or no array as a run has them.
+    """
+    found = read_metadata(root, key)
+    try:
+        shape = tuple(int(size) for size in found["shape"])
+        chunks = tuple(int(size) for size in found["chunk_grid"]["configuration"]["chunk_shape"])
+        names = [codec["name"] for codec in found["codecs"]]
+        dims = found.get("dimension_names") or [f"dim_{axis}" for axis in range(len(shape))]
+        kind, fill = found["data_type"], found["fill_value"]
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise damaged(root, f"{key}: {type(error).__name__}: {error}") from error
+    plain = kind in _DTYPES and names == ["bytes", "blosc"] and len(shape) == len(chunks) == len(dims) > 0
+    if not plain or min(shape) < 0 or min(chunks) < 1 or max(*shape, *chunks) > 2**40:
+        raise foreign(root, f"values of type {kind} under {names} in {key}")
+    dtype = np.dtype(kind)
+    empty = np.nan if fill == "NaN" else 0
+    array = RunArray(root, key, shape, chunks, dtype, empty, tuple(map(str, dims)), found["attributes"])
+    if math.prod(chunks) * dtype.itemsize > max(CHUNK, array.row_bytes):
+        raise foreign(root, f"chunks of {math.prod(chunks)} values in {key}")
+    return array
+
+
+def check_total(root: Path, arrays: Mapping[str, RunArray], count: int, memory: int, *, granted: bool) -> None:
+    """Refuse records that exceed the memory, or, unless it was ``granted`` for them, by far the size of their files.
+
+    Raises
+    ------
+    TooLargeError
+        If they do.
+    """
+    total = sum(count * array.row_bytes for array in arrays.values())
+    check_size(root, max([total, *(a.row_bytes for a in arrays.values())], default=0), memory)
+    if not granted and total > _USUAL:
+        on_disk = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+        check_size(root, total, max(_USUAL, _RATIO * on_disk))
