@@ -48,6 +48,11 @@ class Layout:
         return any(len(axis) > 1 for axis in self.axes)
 
     @property
+    def is_uncertain(self) -> bool:
+        """Whether the role of some axis is not known."""
+        return any(name.startswith("axis_") for name in self.names)
+
+    @property
     def sample(self) -> int | None:
         """Where, in :attr:`names`, samples are counted; None for nowhere."""
         return self.names.index(SAMPLE) if SAMPLE in self.names else None

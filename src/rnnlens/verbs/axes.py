@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -80,11 +81,42 @@ class TensorLayouts:
 
 
 def learned(adapter: Adapter, model: Any, batch: Batch, ports: Iterable[Port]) -> Mapping[Port, Layout]:
-    """What the adapter finds out about the layouts of some tensors of a model."""
+    """Return the layouts of some tensors of a model, by experiment where they were not found for such data before.
+
+    Layouts in which every axis is known are kept per model and shapes, until the model's fingerprint changes.
+    """
     if adapter.samples_first:
         return {}
+    asked = list(ports)
+    known = _layouts_kept(adapter, model, batch)
+    if known is not None and all(port in known for port in asked):
+        return {port: known[port] for port in asked}
     quiet = Batch(batch.x, training=batch.training, initial_state=batch.initial_state, seed=batch.seed)
-    return adapter.layouts(model, quiet, list(ports))
+    found = adapter.layouts(model, quiet, asked)
+    if known is not None:
+        sure = {port: layout for port, layout in found.items() if not layout.coupled and not layout.is_uncertain}
+        known |= sure
+    return found
+
+
+#: By model: its fingerprint, and by what is fed to it the layouts that were found; never keeps a model alive.
+_kept: weakref.WeakKeyDictionary[Any, tuple[Any, dict[Any, dict[Port, Layout]]]] = weakref.WeakKeyDictionary()
+_MOST_SHAPES = 64
+
+
+def _layouts_kept(adapter: Adapter, model: Any, batch: Batch) -> dict[Port, Layout] | None:
+    """Return the layouts found for data of these shapes, to be added to; None where nothing may be kept."""
+    leaves = data.leaves_of(batch.x)
+    fingerprint = None if any(map(data.is_packed, leaves)) else adapter.fingerprint(model)
+    if fingerprint is None:
+        return None
+    before, by_data = _kept.get(model, (None, {}))
+    if before != fingerprint or len(by_data) > _MOST_SHAPES:
+        by_data = {}
+        _kept[model] = fingerprint, by_data
+    names = tuple(batch.x) if isinstance(batch.x, Mapping) else ()
+    shapes = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
+    return by_data.setdefault((names, shapes, batch.training, tuple(batch.initial_state or ())), {})
 
 
 class ModelAxes(TensorLayouts):

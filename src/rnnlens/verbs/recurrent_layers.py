@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port, RecurrentCall
+from ..adapters.protocol import Adapter, Batch, CaptureRequest, ChainLink, Port, RecurrentCall
 from ..autodiff.tensors import like, shared
 from ..errors import LayerNotFoundError, ModelError, message
 from ..recurrence.adjoint import (
@@ -243,8 +243,13 @@ class ReplayedLayers:
     ``entangled``: differentiation must not be cut at them, see :class:`rnnlens.adapters.protocol.Capture`.
     """
 
-    def __init__(self, replayed_calls: Mapping[str, list[ReplayedCall]], entangled: bool = False) -> None:
-        self.replayed_calls, self.entangled = dict(replayed_calls), entangled
+    def __init__(
+        self,
+        replayed_calls: Mapping[str, list[ReplayedCall]],
+        entangled: bool = False,
+        chain: list[ChainLink] | None = None,
+    ) -> None:
+        self.replayed_calls, self.entangled, self.chain = dict(replayed_calls), entangled, chain
 
     @classmethod
     def look(cls, adapter: Adapter, model: Any, batch: Batch, layers: Iterable[str]) -> ReplayedLayers:
@@ -256,14 +261,16 @@ class ReplayedLayers:
         return cls.of(capture.calls, capture.entangled)
 
     @classmethod
-    def of(cls, calls: Iterable[RecurrentCall], entangled: bool = False) -> ReplayedLayers:
+    def of(
+        cls, calls: Iterable[RecurrentCall], entangled: bool = False, chain: list[ChainLink] | None = None
+    ) -> ReplayedLayers:
         """Replay captured calls."""
         replayed_calls: dict[str, list[ReplayedCall]] = {}
         for call in on_host(calls):
             replayed_calls.setdefault(call.layer, []).append(ReplayedCall(call, Replay.from_call(call)))
         for both in replayed_calls.values():
             both.sort(key=lambda replayed: replayed.call.bidirectional and replayed.call.direction == "backward")
-        return cls(replayed_calls, entangled)
+        return cls(replayed_calls, entangled, chain)
 
     def perturbed(self) -> ReplayedLayers:
         """The same, with every number inside the layers off by one rounding."""
@@ -271,7 +278,7 @@ class ReplayedLayers:
             name: [ReplayedCall(one.call, perturbed(one.run)) for one in both]
             for name, both in self.replayed_calls.items()
         }
-        return ReplayedLayers(replayed_calls, self.entangled)
+        return ReplayedLayers(replayed_calls, self.entangled, self.chain)
 
     def is_stepwise(self, name: TensorName) -> bool:
         """Whether the framework reaches a tensor of a recurrence: its layer is a cell that the user's loop calls."""

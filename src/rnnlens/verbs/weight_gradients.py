@@ -74,13 +74,12 @@ def find_gradients(
     weights: Mapping[str, LayerWeights],
     *,
     by_time: bool | str,
-    certified: bool,
 ) -> FoundGradients:
     """Differentiate the loss by all weights, those of recurrent layers step by step where ``by_time`` says so."""
     found = FoundGradients()
     recurrent = {name for name, layer in weights.items() if layer.cells}
     if recurrent:
-        request = CaptureRequest(layers=tuple(sorted(recurrent)), boundaries=certified)
+        request = CaptureRequest(layers=tuple(sorted(recurrent)), boundaries=True)
         found.capture = adapter.capture(model, batch, request)
         found.loss = found.capture.loss
         for name in recurrent:
@@ -91,10 +90,38 @@ def find_gradients(
             found.checks += [entry.check() for entry in sums]
             found.scales[name] = max((entry.scale for entry in sums), default=0.0)
     others = [name for name in weights if name not in recurrent]
-    if others:
+    if others and not (
+        found.capture and _captured_beside(adapter, model, found.capture, weights, others, found.others)
+    ):
         ports = [Port("weight", layer, key=key) for layer in others for key in weights[layer].values]
         found.loss = _by_framework(adapter, model, batch, ports, found.others)
     return found
+
+
+def _captured_beside(
+    adapter: Adapter,
+    model: Any,
+    capture: Capture,
+    weights: Mapping[str, LayerWeights],
+    layers: Sequence[str],
+    found: dict[str, dict[str, Array]],
+) -> bool:
+    """Take gradients of weights outside of recurrent layers from the captured pass into ``found``.
+
+    Return False, with nothing taken, where the pass has not all of them: then a pass of their own is needed.
+    """
+    taken: dict[str, dict[str, Array]] = {}
+    for layer, key in ((layer, key) for layer in layers for key in weights[layer].values):
+        location = adapter.place(model, layer, None, key)
+        if location is None or location.tied or capture.altered or location.name not in capture.beside:
+            return False
+        grad = capture.beside[location.name]
+        if grad is not None:
+            taken.setdefault(layer, {})[key] = array = location.take(to_host(grad))
+            if array.shape != tuple(weights[layer].values[key].shape):
+                return False
+    found |= taken
+    return True
 
 
 def _by_framework(

@@ -134,7 +134,7 @@ def weights(
     certified = x is not None and asked_for(model, "weights", batch)
     if x is not None:
         steps = measure or by_time
-        differentiated = find_gradients(adapter, model, batch, found, by_time=steps, certified=certified)
+        differentiated = find_gradients(adapter, model, batch, found, by_time=steps)
         for name, gradients in _labelled_gradients(differentiated, found, steps).items():
             labelled[name] |= gradients
     datasets = {name: node_dataset(name, variables, provenance) for name, variables in labelled.items()}

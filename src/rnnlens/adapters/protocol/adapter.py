@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,14 @@ class Adapter(AxisConvention, ABC):
     def facts(self, model: Any) -> ModelFacts:
         """Parts, names and training of a model: whatever a verb would have to look into the model for."""
         return ModelFacts()
+
+    def fingerprint(self, model: Any) -> Hashable | None:
+        """Return a value that changes with the structure, hooks, flags and code of a model, not with its weights.
+
+        The results of experiments, such as the roles of axes, are kept per model and shapes until it changes. None, the
+        default: nothing is kept.
+        """
+        return None
 
     def reduction(self, model: Any, loss: Any) -> str | None:
         """How a loss (the model's own, where it is None) makes one number of those of all samples, in its own words.

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ...recurrence.cells import Cell
 from ...typing import Array
+from .facts import ChainLink
 
 #: How a note begins on a layer that was left out, since it is refused by name.
 NOT_LOOKED_INTO = "Not looked into"
@@ -41,6 +42,7 @@ class CaptureRequest:
     ``loss``: its value, also without gradients.
     ``boundaries``: also what the framework's own differentiation brings to the inputs of the model, of every call, and
     to all weights: what the certificate compares.
+    ``chain``: whether the model is one plain chain of well-known layers in this pass (:attr:`Capture.chain`).
     ``all_must_run``: whether a layer that was asked for and does not run, or is refused by name, is an error; else it
     is left out, and of one that is refused a note says why.
     """
@@ -52,6 +54,7 @@ class CaptureRequest:
     boundaries: bool = False
     loss: bool = False
     all_must_run: bool = True
+    chain: bool = False
 
 
 @dataclass
@@ -158,6 +161,9 @@ class Capture:
     between the steps, or one layer runs in several recurrences. Differentiation must then not be cut at recurrences.
     Said of passes without gradients only.
 
+    ``chain``: the layers from input to output, where this pass was one plain chain of well-known ones, samples first,
+    then time; None where it was not, or where that is not known.
+
     ``order``: names of all calls that were looked at, each where it was finished; empty where that is not known.
 
     With ``CaptureRequest.boundaries``: ``input_grads``, the gradient at every leaf of x, in its own layout; and
@@ -179,6 +185,7 @@ class Capture:
     whole: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
     altered: str = ""
+    chain: list[ChainLink] | None = None
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from ..protocol import (
 from .axes import layouts
 from .capture import capture
 from .discover import describe, named_modules, node_name, unwrapped
-from .facts import facts
+from .facts import facts, fingerprint
 from .functional import differentiate
 from .inputs import home_of
 from .perturb import nudged
@@ -56,6 +56,10 @@ class TorchAdapter(Adapter):
     def owns(self, model: Any) -> bool:
         """Whether it is a module; the registry asks Keras first, whose models on torch are modules as well."""
         return isinstance(model, nn.Module)
+
+    def fingerprint(self, model: Any) -> Hashable | None:
+        """See :meth:`Adapter.fingerprint`."""
+        return fingerprint(model)
 
     def facts(self, model: nn.Module) -> ModelFacts:
         """Its modules."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from ...errors import LayerNotFoundError, ModelError, did_you_mean, message, rai
 from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall
 from ..threads import hook_here
 from .assemble import Assembler, JoinedTooFarError, check_joints, node_names
+from .chain import ChainRecorder
 from .discover import (
     cell_candidates,
     named_modules,
@@ -126,7 +127,11 @@ def _pass(
     ):
         x, sources = with_sources(x) if boundaries else (x, [])
         around = Around(sources, dict(model.named_parameters()) if boundaries else {})
-        with watched(model, recorder, asked, batch, keep_gradients) as interceptor:
+        chain = ChainRecorder(model)
+        with (
+            chain.watch() if request.chain else nullcontext(),
+            watched(model, recorder, asked, batch, keep_gradients) as interceptor,
+        ):
             outputs = call_model(model, x)
         own_cells_only(recorder, training=batch.training)
         mark_endings(recorder)
@@ -139,6 +144,7 @@ def _pass(
         found = _read(recorder, asked, request, loss, outputs, keep_gradients, around)
         if not request.gradients:  # with them the pass is over, and nobody differentiates in parts
             unseen = interceptor.cut_gradients and not keep_gradients
+            found.chain = chain.chain(outputs) if request.chain and not unseen else None
             found.entangled = unseen or entangled(recorder.runs, tensors_of(outputs))
         return found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -44,3 +45,22 @@ def _dtype(module: nn.Module) -> str:
     """That of a module's own weights."""
     floats = (p.dtype for p in module._parameters.values() if p is not None and p.is_floating_point())
     return str(next(floats, "")).removeprefix("torch.")
+
+
+def fingerprint(model: nn.Module) -> Hashable:
+    """Return the structure, hooks, flags, plain attributes and forward code of every module; no values of weights."""
+    return tuple((path, *_state_of(module)) for path, module in model.named_modules(remove_duplicate=False))
+
+
+def _state_of(module: nn.Module) -> Iterator[Any]:
+    yield type(module)
+    yield getattr(type(module).forward, "__code__", None)
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_buffers"):
+            tensors = {key: tensor for key, tensor in value.items() if tensor is not None}
+            yield tuple((key, tuple(t.shape), t.dtype, t.requires_grad) for key, t in tensors.items())
+        elif name == "_modules" or "hook" in name:
+            yield tuple((key, id(part)) for key, part in (value.items() if isinstance(value, dict) else ()))
+        else:
+            is_plain = isinstance(value, (int, float, str, type(None)))
+            yield name, value if is_plain else (type(value), getattr(value, "__code__", None), id(value))

@@ -22,7 +22,7 @@ def known_chain(
     request: JacobianRequest, inside: ReplayedLayers, of: Port | None, wrt: Port | None
 ) -> SegmentGraph | None:
     """What lies around the recurrences, if the adapter knows the model as a chain and what ran agrees; else None."""
-    layers = request.adapter.chain(request.model, training=request.batch.training)
+    layers = inside.chain or request.adapter.chain(request.model, training=request.batch.training)
     if layers is None or any(len(both) != 1 for both in inside.replayed_calls.values()):
         return None
     chain = _Chain(layers, {name: both[0] for name, both in inside.replayed_calls.items()}, request.batch)

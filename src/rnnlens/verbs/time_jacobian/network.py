@@ -152,9 +152,9 @@ def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[Jacobi
         return
     outer = [None if end is not None else _port(name) for end, name in ((of, request.of), (wrt, request.wrt))]
     layouts = TensorLayouts(request.layouts, request.adapter)
-    chain = None if inside.entangled else known_chain(request, inside, outer[0], outer[1])
+    chain = None if inside.entangled or request.layouts else known_chain(request, inside, outer[0], outer[1])
     if chain is not None:
-        yield _network(request, recurrences, (of, wrt), chain, layouts)
+        yield _network(request, recurrences, (of, wrt), chain, TensorLayouts({}, AxisConvention()))
         return
     with _pullback(request, inside, outer, wrt) as pullback:
         tensors = _tensors(request, inside, pullback.values, outer, layouts)
@@ -169,7 +169,7 @@ def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[Jacobi
 
 def _look_inside(request: JacobianRequest) -> ReplayedLayers:
     """Replays of all recurrent calls."""
-    quiet = CaptureRequest(gradients=False, weight_grads=False)
+    quiet = CaptureRequest(gradients=False, weight_grads=False, chain=True)
     try:
         capture = request.adapter.capture(request.model, request.batch, quiet)
     except ModelError as error:
@@ -181,7 +181,7 @@ def _look_inside(request: JacobianRequest) -> ReplayedLayers:
     outputs = leaves_of(capture.outputs)
     if len(outputs) > 1 and not request.known.outputs:
         refuse_lone_output((request.of, request.wrt), len(outputs))
-    return ReplayedLayers.of(capture.calls, capture.entangled)
+    return ReplayedLayers.of(capture.calls, capture.entangled, capture.chain)
 
 
 def _inner(

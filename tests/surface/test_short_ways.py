@@ -1,0 +1,127 @@
+"""What a verb takes on a plain model: forward passes of the user's model, and files and functions of ours entered."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+
+CODE = str(Path(rl.__file__).parent)
+#: Parts of a function that Python calls by themselves.
+INNER = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
+
+forwards = 0
+
+
+class Tagger(nn.Module):
+    """A library layer and a head at every step; counts its own forward passes where nothing is restored."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x):
+        global forwards
+        forwards += 1
+        return self.head(self.lstm(x)[0])
+
+
+VERBS = {
+    "trace": lambda m, x, y: rl.trace(m, x, y, loss=nn.functional.mse_loss),
+    "gradients by input": lambda m, x, y: rl.gradients(m, x, y, loss=nn.functional.mse_loss, wrt="input"),
+    "gradients by weights": lambda m, x, y: rl.gradients(m, x, y, loss=nn.functional.mse_loss),
+    "gradients by states": lambda m, x, y: rl.gradients(m, x, y, loss=nn.functional.mse_loss, wrt="lstm.hidden"),
+    "weights": lambda m, x, y: rl.weights(m, x, y, loss=nn.functional.mse_loss),
+    "jacobian": lambda m, x, y: rl.jacobian(m, x),
+    "jacobian by states": lambda m, x, y: rl.jacobian(m, x, wrt="lstm.hidden"),
+}
+#: At most, without certificate.
+MOST_FILES = {"jacobian": 68, "trace": 57}
+MOST_FUNCTIONS = {"jacobian": 425, "trace": 310}
+
+
+@pytest.fixture
+def call():
+    torch.manual_seed(0)
+    return Tagger(), torch.randn(4, 10, 3), torch.randn(4, 10, 2)
+
+
+def counted(run):
+    global forwards
+    forwards = 0
+    run()
+    return forwards
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_one_forward_pass_and_one_more_for_the_certificate(verb, call):
+    """The roles of axes are found in one more, once per model and shapes: hence the first call is not counted."""
+    for certify, most in (("never", 1), ("always", 2)):
+        with rl.options(certify=certify):
+            VERBS[verb](*call)
+            assert counted(lambda: VERBS[verb](*call)) <= most, certify
+
+
+@pytest.mark.parametrize("verb", ["trace", "weights", "jacobian", "jacobian by states"])
+def test_nothing_has_to_be_found_out_first(verb, call):
+    with rl.options(certify="never"):
+        assert counted(lambda: VERBS[verb](*call)) == 1
+
+
+@pytest.mark.parametrize("verb", MOST_FILES)
+def test_files_and_functions_entered(verb, call):
+    files, functions = set(), set()
+
+    def profile(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(CODE):
+            files.add(code.co_filename)
+            if code.co_name not in INNER:
+                functions.add(code)
+
+    with rl.options(certify="never"):
+        VERBS[verb](*call)
+        sys.setprofile(profile)
+        try:
+            VERBS[verb](*call)
+        finally:
+            sys.setprofile(None)
+    assert len(files) <= MOST_FILES[verb], sorted(files)
+    assert len(functions) <= MOST_FUNCTIONS[verb]
+
+
+class Rewired(Tagger):
+    """Puts steps first after ``flip`` is set: the roles of the output's axes change, weights and shapes do not."""
+
+    flip = False
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y.transpose(0, 1) if self.flip else y * 1.0
+
+
+def test_what_was_found_is_forgotten_when_the_model_changes(call):
+    model, x = Rewired(), torch.randn(4, 4, 3)
+    ask = dict(of="output", reduce="sum", wrt="head.output", at={"sample": 0, "time": 3})
+    straight = rl.gradients(model, x, **ask).values
+    assert straight[0, 3].all()
+    model.flip = True
+    assert (rl.gradients(model, x, **ask).values != 0).any(-1).argmax() == 3
+    handle = model.lstm.register_forward_hook(lambda module, args, output: None)
+    assert counted(lambda: rl.gradients(model, x, **ask)) > 1
+    handle.remove()
+
+
+def test_what_was_found_keeps_no_model_alive():
+    import gc
+    import weakref
+
+    model, x = Tagger(), torch.randn(4, 4, 3)
+    rl.gradients(model, x, of="output", reduce="sum", wrt="input")
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
