@@ -105,7 +105,7 @@ class Rewired(Tagger):
 
 def test_what_was_found_is_forgotten_when_the_model_changes(call):
     model, x = Rewired(), torch.randn(4, 4, 3)
-    ask = dict(of="output", reduce="sum", wrt="head.output", at={"sample": 0, "time": 3})
+    ask = {"of": "output", "reduce": "sum", "wrt": "head.output", "at": {"sample": 0, "time": 3}}
     straight = rl.gradients(model, x, **ask).values
     assert straight[0, 3].all()
     model.flip = True

@@ -111,7 +111,7 @@ def _captured_beside(
     Return False, with nothing taken, where the pass has not all of them: then a pass of their own is needed.
     """
     taken: dict[str, dict[str, Array]] = {}
-    for layer, key in ((layer, key) for layer in layers for key in weights[layer].values):
+    for layer, key in [(name, key) for name in layers for key in weights[name].values]:
         location = adapter.place(model, layer, None, key)
         if location is None or location.tied or capture.altered or location.name not in capture.beside:
             return False

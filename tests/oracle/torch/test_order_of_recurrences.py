@@ -3,6 +3,8 @@
 The truth is torch's own differentiation of the untouched model, with hooks that do nothing but look.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -120,4 +122,37 @@ def test_recurrences_are_swept_in_the_order_in_which_they_read_each_other(kind, 
     expected = truth(model, x, of, wrt)
     assert abs(expected).max() > 1e-3
     np.testing.assert_allclose(found.values, expected, atol=1e-12)
-    assert found.certificate.state != "failed", found.certificate
+    assert found.certificate.state == "passed", found.certificate
+    if (of, wrt) != ("output", "input"):
+        assert found.certificate.resting == (f"d {of} / d {wrt}",)
+
+
+def test_a_wrong_order_between_ends_inside_the_model_fails_the_certificate(monkeypatch):
+    """Rows that descend in the order of the first calls are lost where the one called first reads the other."""
+    from rnnlens.verbs.time_jacobian.network import JacobianNetwork
+
+    path = JacobianNetwork.path.func
+    by_calls = property(lambda self: replace(path(self), order=tuple(reversed(range(len(self.recurrences))))))
+    monkeypatch.setattr(JacobianNetwork, "path", by_calls)
+    model, x = Delayed(1, False).double(), torch.randn(B, T, F, dtype=torch.float64)
+    with rl.options(certify="always"), pytest.warns(rl.errors.SelfCheckWarning):
+        found = rl.jacobian(model, x, of="output", wrt="a.hidden")
+    assert found.certificate.state == "failed"
+
+
+@pytest.mark.parametrize(
+    ("of", "wrt"), [("output", "lstm.hidden"), ("lstm.cell", "lstm.hidden"), ("lstm.cell", "input")]
+)
+def test_states_of_a_fused_layer_rest_on_the_whole_model(of, wrt):
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(F, H, batch_first=True), nn.Linear(H, 2)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0])
+
+    with rl.options(certify="always"):
+        found = rl.jacobian(Tagger(), torch.randn(B, T, F), of=of, wrt=wrt)
+    assert found.certificate.state == "passed", found.certificate
+    assert found.certificate.resting == (f"d {of} / d {wrt}",)

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,19 @@ import xarray as xr
 
 from ... import data
 from ...adapters.protocol import Cotangents, Port, ReferenceRun
-from ...errors import CertificateError, TooLargeError
+from ...errors import CertificateError, RnnlensError, TooLargeError
 from ...results.certificate import Certificate
 from ...results.checks import Check, coarser, epsilon, residual, rounding_bound
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME, UNIT
 from ..axes import BatchAxes
-from ..names import TensorName
+from ..names import TensorName, read
 from ..time_jacobian.ends import JacobianEnds
 from ..time_jacobian.execute import numbers
-from ..time_jacobian.network import open_network
+from ..time_jacobian.network import open_network, reopen_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
-from ..time_jacobian.request import JacobianRequest
+from ..time_jacobian.request import JacobianOptions, JacobianRequest, refuse_integers
 from .comparisons import Comparisons, attempt, outputs_of, steadied, wanted
 
 #: Measures after which a Jacobian is still linear in its rows.
@@ -190,8 +191,19 @@ SubnetworkRun = Callable[[Array], tuple[Array, Callable[[Array], list[Array | No
 _MEASURED = {"norm": "norms", "spectral": "largest singular values", "abs_mean": "mean magnitudes"}
 
 
-def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray) -> JacobianClaim | Certificate:
-    """What there is to be certified of a finished Jacobian, while its network is open; or why nothing is."""
+@dataclass(frozen=True)
+class WholeModelClaim:
+    """The claim of d output / d input, through the recurrences of a Jacobian between ends inside the model."""
+
+    request: JacobianRequest
+    plan: JacobianPlan
+    claim: JacobianClaim
+
+
+def claim_of(
+    request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray
+) -> JacobianClaim | WholeModelClaim | Certificate:
+    """Return what a finished Jacobian implies for a reference run, while its network is open; or why nothing."""
     options = request.options
     if options.out is not None:
         return Certificate("could not", why="it was written piece by piece, and is not read back")
@@ -202,6 +214,8 @@ def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArra
     if why:
         return Certificate("could not", request.adapter.engine, why=why)
     try:
+        if _has_inner_end(request) and not _can_run_by_itself(request):
+            return _through_whole_model(request, plan)
         return _claimed(request, plan, jacobian)
     except TooLargeError:
         return Certificate("could not", request.adapter.engine, why="what was measured would not fit into the memory")
@@ -211,9 +225,6 @@ def _why_not(request: JacobianRequest, plan: JacobianPlan) -> str:
     """Why the Jacobian asked for has nothing that a plain run gives; "" where it has."""
     if any(data.is_packed(leaf) for leaf in data.leaves_of(request.batch.x)):
         return "a packed input has its steps in another order than the result"
-    inner = next((name for name in (request.of, request.wrt) if _is_inside(name)), None)
-    if inner is not None and not _can_run_by_itself(request):
-        return f"{inner.text} lies inside the model, where a plain run cannot be looked at"
     if request.options.rtol is not None:
         return "rtol= left out rows on purpose"
     if plan.dtype.kind != "f":
@@ -221,14 +232,54 @@ def _why_not(request: JacobianRequest, plan: JacobianPlan) -> str:
     return ""
 
 
-def certify(request: JacobianRequest, plan: JacobianPlan, claim: JacobianClaim | Certificate) -> Certificate:
-    """Run the model plainly, and compare what arrives at its input."""
+def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> WholeModelClaim | Certificate:
+    """Return the claim of an output by an input of the model through all recurrences between two ends inside it.
+
+    A reference run has no tensor for these ends. The same recurrences and segments, swept in the same order, lead from
+    the model's output to its input, where it has one.
+    """
+    needed = {one.layer for one in (*plan.ends.of.within, *plan.ends.wrt.within)}
+    if plan.network.is_cut:
+        needed |= {plan.network.recurrences[number].layer for number in plan.network.path.recurrences}
+    options = JacobianOptions(request.options.memory)
+    for of, wrt in product(read("output", request.known), read("input", request.known)):
+        whole = replace(request, of=of, wrt=wrt, options=options)
+        try:
+            refuse_integers(wrt, request.batch, request.known)
+            with reopen_network(whole, plan.network) as network:
+                on_path = network.path.recurrences if network.is_cut else range(len(network.recurrences))
+                whole_plan = make_plan(options, network)
+                if needed <= {network.recurrences[number].layer for number in on_path}:
+                    claim = pushed_through(whole_plan, None, options.memory, _computed_in(whole, whole_plan))
+                    return WholeModelClaim(whole, whole_plan, claim)
+        except TooLargeError:
+            raise
+        except RnnlensError:
+            continue
+    inner = next(name for name in (request.of, request.wrt) if _is_inside(name))
+    why = f"{inner.text} lies inside the model, and its recurrences do not lie between an output and an input of floats"
+    return Certificate("could not", request.adapter.engine, why=why)
+
+
+def _has_inner_end(request: JacobianRequest) -> bool:
+    return _is_inside(request.of) or _is_inside(request.wrt)
+
+
+def certify(
+    request: JacobianRequest, plan: JacobianPlan, claim: JacobianClaim | WholeModelClaim | Certificate
+) -> Certificate:
+    """Compare a claim with the gradient that arrives at the model's input in a reference run."""
     if isinstance(claim, Certificate):
         return claim
+    if isinstance(claim, WholeModelClaim):
+        certificate = certify(claim.request, claim.plan, claim.claim)
+        through = f"d {claim.request.of.text} / d {claim.request.wrt.text} through the same recurrences"
+        rests = f"d {request.of.text} / d {request.wrt.text}"
+        return replace(certificate, certified=(through,), resting=(rests,)) if certificate.checks else certificate
     engine = request.adapter.engine
     outside = BatchAxes(plan.network.layouts, plan.network.samples)
     pulled = partial(_cotangents, outside, request.of, claim)
-    if _is_inside(request.of) or _is_inside(request.wrt):
+    if _has_inner_end(request):
         run, why = _stretch_by_itself(request, plan, pulled)
     else:
         run, why = attempt(partial(request.adapter.reference_run, request.model, request.batch, pulled))
@@ -321,7 +372,7 @@ def _pulled_through(
 
 def _words(plan: JacobianPlan, claim: JacobianClaim) -> dict[str, tuple[str, ...]]:
     """What was compared, and what follows from it."""
-    if not claim.probed:
+    if not claim.probed or plan.ends.measure is None:
         return {"certified": ("random combinations of its rows",)}
     before = "random combinations of the rows before they were measured"
     return {"certified": (before,), "resting": (_MEASURED[str(plan.ends.measure)],)}

@@ -56,6 +56,8 @@ class JacobianNetwork:
     is_cut
         Whether differentiation stops at the recurrences, so that they are swept through; if not, the framework goes
         through these as well.
+    inside
+        Replays of all recurrent calls.
     layouts
         Which axis of what counts samples, at the two ends.
     """
@@ -65,6 +67,7 @@ class JacobianNetwork:
     wrt: JacobianEnd
     around: SegmentGraph = field(default_factory=SegmentGraph)
     is_cut: bool = True
+    inside: ReplayedLayers = field(default_factory=lambda: ReplayedLayers({}))
     layouts: TensorLayouts = field(default_factory=lambda: TensorLayouts({}, AxisConvention()))
 
     @property
@@ -143,23 +146,30 @@ def open_network(request: JacobianRequest, *, perturbed: bool = False) -> Iterat
 
 
 @contextmanager
+def reopen_network(request: JacobianRequest, network: JacobianNetwork) -> Iterator[JacobianNetwork]:
+    """Open the network between two other ends, around the replays of one that is open."""
+    with _opened(request, network.inside) as other:
+        yield other
+
+
+@contextmanager
 def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[JacobianNetwork]:
     """Open the network around replayed recurrences; one in which they read each other in a circle is not cut."""
     recurrences = tuple(LinearisedCall.of(replayed) for both in inside.replayed_calls.values() for replayed in both)
     of, wrt = _inner(request.of, inside, recurrences, "of"), _inner(request.wrt, inside, recurrences, "wrt")
     if of is not None and wrt is not None and not inside.entangled and _same(of, wrt):
-        yield JacobianNetwork(recurrences, of, wrt)
+        yield JacobianNetwork(recurrences, of, wrt, inside=inside)
         return
     outer = [None if end is not None else _port(name) for end, name in ((of, request.of), (wrt, request.wrt))]
     layouts = TensorLayouts(request.layouts, request.adapter)
     chain = None if inside.entangled or request.layouts else known_chain(request, inside, outer[0], outer[1])
     if chain is not None:
-        yield _network(request, recurrences, (of, wrt), chain, TensorLayouts({}, AxisConvention()))
+        yield _network(request, inside, recurrences, (of, wrt), chain, TensorLayouts({}, AxisConvention()))
         return
     with _pullback(request, inside, outer, wrt) as pullback:
         tensors = _tensors(request, inside, pullback.values, outer, layouts)
         around = SegmentGraph(pullback.values, pullback, tensors)
-        network = _network(request, recurrences, (of, wrt), around, layouts, is_cut=not inside.entangled)
+        network = _network(request, inside, recurrences, (of, wrt), around, layouts)
         if inside.entangled or not network.path.is_cyclic:
             yield network
             return
@@ -305,17 +315,16 @@ def _samples_of(inside: ReplayedLayers) -> int:
 
 def _network(
     request: JacobianRequest,
+    inside: ReplayedLayers,
     recurrences: tuple[LinearisedCall, ...],
     inner: tuple[JacobianEnd | None, JacobianEnd | None],
     around: SegmentGraph,
     layouts: TensorLayouts,
-    *,
-    is_cut: bool = True,
 ) -> JacobianNetwork:
-    """With the ends that lie outside of recurrences as tensors of the framework, and refused where none leads on."""
+    """Return the network with ends outside of recurrences as tensors of the framework; refuse ends without a path."""
     of, wrt = inner[0] or _outer_end(request.of, around), inner[1] or _outer_end(request.wrt, around)
-    network = JacobianNetwork(recurrences, of, wrt, around, is_cut, layouts)
-    if is_cut and not network.path.is_cyclic and not network.is_connected:
+    network = JacobianNetwork(recurrences, of, wrt, around, not inside.entangled, inside, layouts)
+    if network.is_cut and not network.path.is_cyclic and not network.is_connected:
         raise disconnected(of, wrt)
     return network
 

@@ -96,7 +96,7 @@ def read_request(
     given = InputCoordinates(batch.x, TensorLayouts(layouts, adapter))
     _refuse_as_end(of, "of")
     _refuse_as_end(wrt, "wrt")
-    _refuse_integers(wrt, batch, known)
+    refuse_integers(wrt, batch, known)
     return JacobianRequest(adapter, model, batch, known, of, wrt, options, layouts, adapter.provenance(model), given)
 
 
@@ -118,7 +118,8 @@ def _refuse_as_end(name: TensorName, role: str) -> None:
         raise UnsupportedError(message(what, expected=_EXAMPLES[role], hint=hint))
 
 
-def _refuse_integers(wrt: TensorName, batch: Batch, known: Catalogue) -> None:
+def refuse_integers(wrt: TensorName, batch: Batch, known: Catalogue) -> None:
+    """Refuse an input of the model that holds integers."""
     if wrt.what != "input" or wrt.layer is not None:
         return
     leaves = data.leaves_of(batch.x)
