@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from .. import plot
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ..results.diagnosis import Diagnosis
     from ..results.trace import Trace
 
@@ -103,7 +102,10 @@ MOMENTS = ("before training", "after training")
 def draw(portraits: Sequence[Portrait], folder: Path) -> list[Path]:
     """Write the figures: gradient by step for all networks; for each its gradient by unit, samples, and diagnosis."""
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {"gradient-by-step.svg": draw_steps(portraits)}
+    figures = {
+        "gradient-by-step.svg": draw_steps(portraits),
+        "gradient-by-step-narrow.svg": draw_steps(portraits, True),
+    }
     figures |= {f"{portrait.layer}-before-after.png": draw_units(portrait) for portrait in portraits}
     figures |= {f"{portrait.layer}-samples.png": draw_samples(portrait) for portrait in portraits}
     figures |= {f"{p.layer}-diagnosis.png": plot.diagnosis(p.diagnosis)[0].figure for p in portraits}
@@ -112,10 +114,17 @@ def draw(portraits: Sequence[Portrait], folder: Path) -> list[Path]:
     return [folder / name for name in figures]
 
 
-def draw_steps(portraits: Sequence[Portrait]) -> Figure:
-    """A panel per network: the total gradient at each step, before and after; median over the held-out digits."""
+def draw_steps(portraits: Sequence[Portrait], narrow: bool = False) -> Figure:
+    """Draw the total gradient at each step before the answer, a panel per network; stacked for a phone if ``narrow``."""
     traces = {moment: {p.kind: p.traces[i][p.layer] for p in portraits} for i, moment in enumerate(MOMENTS)}
-    figure: Figure = plot.gradient_flow(traces, title="How far back the loss reaches").figure
+    paper = Figure((3.9, 2.2 * len(portraits) + 1.2), layout="constrained") if narrow else None
+    drawn = plot.gradient_flow(traces, title="Gradient of the loss at each step before the answer", figure=paper)
+    last = int(next(iter(portraits)).diagnosis["model"]["steps"]) - 1
+    lags = range(0, last + 1, 20 if last > 30 else 5)
+    for ax in drawn:
+        ax.set_xticks([last - lag for lag in lags], labels=[str(lag) for lag in lags])
+        ax.set_xlabel("steps before the answer", fontsize="small")
+    figure: Figure = drawn.figure
     return figure
 
 

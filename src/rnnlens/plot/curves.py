@@ -276,6 +276,8 @@ def points(
 ) -> Any:
     """Draw one point per sample and unit: for the last step, a final state, an initial-state gradient.
 
+    Up to 8 samples have a colour each, named in the legend; more are drawn in one colour.
+
     A value that lies far out (Tukey 1977: three times the distance of the quartiles beyond them) is named.
 
     Parameters
@@ -330,7 +332,7 @@ def points(
     if shared and panels.owners:
         panels.outer_ticks_only()
     _legend(panels.axes[-1], array, samples, point)
-    alike = f"{samples} samples" if samples > MOST_NAMED else None
+    alike = f"{samples} samples in one colour" if samples > MOST_NAMED else None
     panels.title(title or title_of(array), [thinned, alike, nonfinite_note(array.values)])
     return panels.result()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import xarray as xr
+from matplotlib.colors import Normalize
 from matplotlib.image import AxesImage
 
 from ..arguments import one_of
@@ -17,13 +18,14 @@ from ._axes import is_positive
 from ._call import drawing
 from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
 from ._data import (
-    DirectionView,
     Numbers,
     axis_label,
     choose,
+    dataset_of,
     halves,
     labelled,
     largest_magnitude,
+    layers_of,
     names_of,
     nonfinite_note,
     positions,
@@ -31,13 +33,14 @@ from ._data import (
     value_label,
     variable,
 )
-from ._frame import Grid, Panels, open_panels
+from ._frame import Grid, open_panels
 from ._images import (
     GUESS,
     IMSHOW,
     MOST_CELLS,
     Matrix,
     axes_of,
+    colour_bar,
     colour_bars,
     draw_image,
     matrix_of,
@@ -210,8 +213,10 @@ def _size(count: int, rows: int) -> tuple[float, float]:
     return width, height * tall
 
 
-#: Rows and columns that one panel can show.
+#: Rows and columns that one panel of ``before_after`` can show.
 CELLS = (180, 240)
+#: Decades of the ratio after / before at the ends of its colour bar.
+_RATIO = 2.0
 
 
 @drawing(AxesImage, extra=IMSHOW, samples=one_of("panels", "rms"))
@@ -235,136 +240,181 @@ def before_after(
     figure: Any = None,
     **image: Any,
 ) -> Any:
-    """Draw the same quantity of one model twice, and ``after - before``; a row per sample, all on one colour scale.
+    """Draw the same quantity of one model twice on one colour scale, and by what factor its magnitude changed.
+
+    The third column is |after| / |before| on a logarithmic scale of its own, from 0.01 (blue) to 100 (orange); white
+    is no change.
 
     Parameters
     ----------
     before, after
         Two layers of traces, or two arrays of the same dimensions and sizes: (sample, time, unit), also with gate or
-        direction; or weights, whose last two dimensions are drawn.
+        direction; or weights, whose last two dimensions are drawn. Or two traces of several layers: rows for each.
     quantity
         Which variable is drawn when layers are given.
     samples
         ``"panels"``: a row per sample; ``"rms"``: one picture of each network, the RMS over samples, each divided by
-        its own peak, so that a few hard samples do not speak for all.
+        its own peak, so that a few hard samples do not dominate.
     losses : (sample,)
-        Losses of the samples after training: rows are named with them, the typical one (of the median loss) first.
+        Losses of the samples after training, written over the second column; the typical one (of the median loss) is
+        first.
     names
         Titles of the first two columns.
     limit
-        Colour scale from -limit to limit instead of the largest magnitude of both and of the difference.
+        Colour scale from -limit to limit instead of the largest magnitude of both.
     log
         Symmetric logarithmic colours over 4 decades.
-    max_rows, page
-        More rows are thinned evenly; ``page`` shows the page-th run of them instead. The figure says so.
 
     Returns
     -------
-    1-D array of Axes: before, after, difference, row by row, forward before backward
+    1-D array of Axes: before, after, ratio, row by row, forward before backward
 
     Raises
     ------
     InputError
         If dimensions and sizes of the two differ, a keyword is unknown, or ``ax`` has not three Axes per row.
     """
-    pair = [
-        labelled(variable(one, quantity, "before_after"), "before_after", dims=dims, guess=GUESS)
-        for one in (before, after)
-    ]
-    given = pair
-    pair = [by_loss(one, losses, "before_after") for one in pair]
-    if samples == "rms":
-        pair = [rms_picture(one, "before_after") for one in pair]
-    first, second = _same_kind(*pair)
-    difference = first.copy(data=second.values - first.values)
-    across, down = axes_of(first, "before_after")
-    slots = slots_of(first, [str(d) for d in first.dims if d not in (across, down, GATE, DIRECTION)])
-    picked, thinned = choose(len(slots), max_rows, "samples", page=page)
-    columns = [halves(one, as_computed=as_computed) for one in (first, second, difference)]
-    top = limit if limit is not None else largest_magnitude(*(one.values for one in (first, second, difference)))
-    panels = open_panels(
-        3 * len(picked),
-        name="before_after",
-        grid=Grid((2.9, 2.2), (1.7, 1.1), (len(picked), 3)),
-        halves=[half.name for half in columns[0]],
-        ax=ax,
-        figure=figure,
-    )
+    pairs = _pairs(before, after, quantity, dims)
+    given = [[one for pair in pairs.values() for one in pair][side::2] for side in (0, 1)]
+    shown = {name: tuple(_pictures(one, samples, losses) for one in pair) for name, pair in pairs.items()}
+    rows, ways = _rows(shown, as_computed)
+    picked, thinned = choose(len(rows[0]), max_rows, "rows" if len(pairs) > 1 else "samples", page=page)
+    every = [one for pair in shown.values() for one in pair]
+    top = limit if limit is not None else largest_magnitude(*(one.values for one in every))
+    grid = Grid((2.9, 2.2), (2.2, 1.1), (len(picked), 3))
+    panels = open_panels(3 * len(picked), name="before_after", grid=grid, halves=ways, ax=ax, figure=figure)
     look = {"cmap": DIVERGING, "norm": around_zero(top, log=log), **image}
-    drawn: list[Any] = []
-    for number, axes in enumerate(panels.halves):
-        of_half = [column[number] for column in columns]
-        drawn += _draw_rows(axes, of_half, [slots[i] for i in picked], names, (across, down), look)
-    words = "RMS, share of the peak" if samples == "rms" else value_label(first)
-    _finish(panels, columns[0], across, down, drawn if colorbar else [], words)
-    rows = first.sizes[down] * (first.sizes[GATE] if _stacked(first, across, down) else 1)
-    merged = merge_note(steps_for((rows, first.sizes[across]), CELLS), down, across)
+    value = "RMS, share of the peak" if samples == "rms" else value_label(every[0])
+    for axes, of_half in zip(panels.halves, rows, strict=True):
+        chosen = [of_half[i] for i in picked]
+        drawn = [
+            _draw_row(axes[3 * i : 3 * i + 3], row, names, losses is not None, look) for i, row in enumerate(chosen)
+        ]
+        if colorbar:
+            colour_bar([one for i in range(len(chosen)) for one in axes[3 * i : 3 * i + 2]], drawn[-1][1], value)
+            ratio = colour_bar(axes[2::3], drawn[-1][2], f"|{names[1]}| / |{names[0]}|")
+            ratio.set_ticks([-2, -1, 0, 1, 2], labels=["≤ 0.01", "0.1", "1", "10", "≥ 100"])
+    first = rows[0][picked[0]]
+    words = f"gate, {axis_label(first.before, first.down)}" if first.stacked else axis_label(first.before, first.down)
+    panels.label([of_half[0].across_label for of_half in rows], words if len(pairs) == 1 else "unit")
+    if panels.owners and len(pairs) == 1:
+        panels.outer_ticks_only()
+    merged = merge_note(steps_for(first.shape, CELLS), first.down, first.across)
     missing = [
-        f"{name}: {note}" for name, one in zip(names, given, strict=True) if (note := nonfinite_note(one.values))
+        f"{name}: {note}"
+        for name, side in zip(names, given, strict=True)
+        if (note := nonfinite_note(np.concatenate([one.values.reshape(-1) for one in side])))
     ]
-    panels.title(title or title_of(first), [thinned, merged, *missing])
+    head = title_of(every[0]) if len(pairs) == 1 else str(every[0].attrs.get("long_name", quantity))
+    panels.title(title or head, [thinned, merged, *missing])
     return panels.result()
 
 
-def _same_kind(before: xr.DataArray, after: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
-    """Both with the dimensions in the same order."""
-    if dict(before.sizes) != dict(after.sizes):
-        raise InputError(
-            message(
-                "plot.before_after compares two results of the same dimensions and sizes.",
-                got=f"{dict(before.sizes)} and {dict(after.sizes)}",
-                hint="trace the same layers of the model with the same batch",
-            )
-        )
-    return before, after.transpose(*before.dims)
+@dataclass(frozen=True)
+class ComparedRow:
+    """One row of ``before_after``: a matrix of a layer, direction and sample at two moments."""
+
+    words: str
+    before: xr.DataArray
+    after: xr.DataArray
+    across: str
+    down: str
+    across_label: str
+
+    @property
+    def stacked(self) -> bool:
+        """Whether gates are stacked into the rows."""
+        return GATE in self.before.dims and GATE not in (self.across, self.down)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        gates = self.before.sizes[GATE] if self.stacked else 1
+        return self.before.sizes[self.down] * gates, self.before.sizes[self.across]
+
+    def matrix(self, array: xr.DataArray) -> Numbers:
+        """Return (row, column) of one moment, or of a mask."""
+        return matrix_of(array, self.across, self.down, self.stacked)
 
 
-def _stacked(array: xr.DataArray, across: str, down: str) -> bool:
-    return GATE in array.dims and GATE not in (across, down)
+def _pairs(before: Any, after: Any, quantity: str, dims: Any) -> dict[str, tuple[xr.DataArray, xr.DataArray]]:
+    """Return the arrays of both moments, by layer where there are several."""
+
+    def read(one: Any) -> dict[str, xr.DataArray]:
+        whole = dataset_of(one) is None and (isinstance(one, Mapping | xr.DataTree) or hasattr(one, "layers"))
+        layers = layers_of(one, "before_after") if whole else {}
+        members = layers if len(layers) > 1 else {"": one}
+        return {
+            name: labelled(variable(part, quantity, "before_after"), "before_after", dims=dims, guess=GUESS)
+            for name, part in members.items()
+        }
+
+    first, second = read(before), read(after)
+    found = {}
+    for name, array in first.items():
+        other = second.get(name)
+        if other is None or dict(array.sizes) != dict(other.sizes):
+            got = f"{dict(array.sizes)} and {dict(other.sizes) if other is not None else f'no layer {name!r}'}"
+            hint = "trace the same layers of the model with the same batch"
+            what = "plot.before_after compares two results of the same dimensions and sizes."
+            raise InputError(message(what, got=got, hint=hint))
+        found[name] = (array, other.transpose(*array.dims))
+    return found
 
 
-def _draw_rows(
-    axes: list[Any],
-    columns: list[DirectionView],
-    slots: list[tuple[dict[str, int], str]],
-    names: tuple[str, str],
-    dims: tuple[str, str],
-    look: dict[str, Any],
+def _pictures(array: xr.DataArray, samples: str, losses: Any) -> xr.DataArray:
+    """Name the samples with their losses, or take their RMS."""
+    array = by_loss(array, losses, "before_after")
+    return rms_picture(array, "before_after") if samples == "rms" else array
+
+
+def _rows(
+    shown: Mapping[str, tuple[xr.DataArray, ...]], as_computed: bool
+) -> tuple[list[list[ComparedRow]], list[str | None]]:
+    """Return the rows of each half of the figure, and its names; of several layers each direction is a row."""
+    one_layer = len(shown) == 1
+    found: dict[str | None, list[ComparedRow]] = {}
+    for layer, (first, second) in shown.items():
+        across, down = axes_of(first, "before_after")
+        slots = slots_of(first, [str(d) for d in first.dims if d not in (across, down, GATE, DIRECTION)])
+        pairs = zip(halves(first, as_computed=as_computed), halves(second, as_computed=as_computed), strict=True)
+        for one, other in pairs:
+            label = one.time_label if across == TIME else axis_label(first, across)
+            for where, sample in slots:
+                words = " · ".join(part for part in (layer, "" if one_layer else one.name, sample) if part)
+                row = ComparedRow(words, one.data.isel(where), other.data.isel(where), across, down, label)
+                found.setdefault(one.name if one_layer else None, []).append(row)
+    return list(found.values()), list(found)
+
+
+def _draw_row(
+    axes: Sequence[Any], row: ComparedRow, names: tuple[str, str], has_losses: bool, look: Mapping[str, Any]
 ) -> list[Any]:
-    """Before, after and difference, a row per slot; the images."""
+    """Draw before, after and their ratio; returns the images."""
+    padded = hidden(row.before)
+    nowhere = xr.zeros_like(row.before, dtype=bool) | (False if padded is None else padded)
+    empty = row.matrix(nowhere)
+    first, second = (row.matrix(without_padding(one)) for one in (row.before, row.after))
+    ratio = {"cmap": DIVERGING, "norm": Normalize(-_RATIO, _RATIO)}
+    untrained = row.words.partition(", loss")[0] if has_losses else row.words  # a loss is that after training
+    titles = (untrained, row.words, untrained)
     drawn = []
-    for row, (where, sample) in enumerate(slots):
-        for column, words in enumerate((*names, f"{names[1]} - {names[0]}")):
-            place = axes[3 * row + column]
-            drawn.append(_draw_comparison(place, columns[column], where, *dims, look))
-            between = " · " if len(words) + len(sample) < 32 else "\n"
-            place.set_title(between.join(part for part in (words, sample) if part), fontsize="small", pad=3)
+    columns = ((first, look, names[0]), (second, look, names[1]), (log_ratio(first, second), ratio, "ratio"))
+    x, y = positions(row.before, row.across), positions(row.before, row.down)
+    for place, (values, colours, name), words in zip(axes, columns, titles, strict=True):
+        matrix = Matrix(values, x, np.arange(len(values)) if row.stacked else y, empty, row.across == TIME)
+        drawn.append(draw_image(place, matrix, look=dict(colours), limits=CELLS))
+        between = " · " if len(name) + len(words) < 32 else "\n"
+        place.set_title(between.join(part for part in (name, words) if part), fontsize="small", pad=3)
+        place.tick_params(labelsize="small")
+        if row.stacked:
+            separate(place, "y", row.before.sizes[row.down], names_of(row.before, GATE))
     return drawn
 
 
-def _draw_comparison(
-    ax: Any, half: DirectionView, where: dict[str, int], across: str, down: str, look: dict[str, Any]
-) -> Any:
-    """One panel."""
-    chosen = half.data.isel(where)
-    stacked = _stacked(chosen, across, down)
-    matrix: Numbers = matrix_of(chosen, across, down, stacked)
-    rows = np.arange(len(matrix)) if stacked else positions(chosen, down)
-    drawn = draw_image(
-        ax, Matrix(matrix, positions(chosen, across), rows, over_time=across == TIME), look=look, limits=CELLS
-    )
-    ax.tick_params(labelsize="small")
-    if stacked:
-        separate(ax, "y", chosen.sizes[down], names_of(chosen, GATE))
-    return drawn
-
-
-def _finish(panels: Panels, shown: list[DirectionView], across: str, down: str, drawn: list[Any], label: str) -> None:
-    """Labels, ticks and the one colour bar."""
-    array = shown[0].data
-    words = f"gate, {axis_label(array, down)}" if _stacked(array, across, down) else axis_label(array, down)
-    panels.label([half.time_label if across == TIME else axis_label(array, across) for half in shown], words)
-    if panels.owners:
-        panels.outer_ticks_only()
-    if drawn:
-        colour_bars(panels, drawn, label, shared=True)
+def log_ratio(before: Numbers, after: Numbers) -> Numbers:
+    """Return log10(|after| / |before|) within the ends of its scale; 0 where both are 0, NaN where one is missing."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.log10(np.abs(after)) - np.log10(np.abs(before))
+    ratio = np.where((before == 0) & (after == 0), 0.0, ratio)
+    return np.where(np.isfinite(before) & np.isfinite(after), np.clip(ratio, -_RATIO, _RATIO), np.nan)

@@ -487,15 +487,32 @@ def test_lag_counts_from_coordinates_where_times_are_selected(jacobian):
 # -- before_after
 
 
-def test_before_after_and_difference_share_one_scale(gradient):
-    before, after = gradient(samples=2), gradient(samples=2) * 3
+def test_before_and_after_share_one_scale_and_their_ratio_has_its_own(gradient):
+    before, after = gradient(samples=2) + 0.1, (gradient(samples=2) + 0.1) * 3
+    after[0, 0, 0], after[0, 1, 0] = 0.0, -1e6
     axes = rl.plot.before_after(before, after)
-    assert [ax.get_title() for ax in axes[:3]] == ["before · sample 0", "after · sample 0", "after - before · sample 0"]
+    assert [ax.get_title() for ax in axes[:3]] == ["before · sample 0", "after · sample 0", "ratio · sample 0"]
+    expected = np.full(before.shape, np.log10(3.0))
+    expected[0, 0, 0], expected[0, 1, 0] = -2, 2
     for row in range(2):
-        for ax, values in zip(axes[3 * row : 3 * row + 3], (before, after, after - before), strict=True):
-            np.testing.assert_allclose(ax.images[0].get_array(), values.values[row].T)
-    assert {ax.images[0].norm.vmax for ax in axes} == {after.values.max()}
-    assert {ax.images[0].norm.vmin for ax in axes} == {-after.values.max()}
+        for ax, values in zip(axes[3 * row : 3 * row + 3], (before.values, after.values, expected), strict=True):
+            np.testing.assert_allclose(ax.images[0].get_array(), values[row].T)
+    assert {(ax.images[0].norm.vmin, ax.images[0].norm.vmax) for i, ax in enumerate(axes) if i % 3 < 2} == {(-1e6, 1e6)}
+    assert {(ax.images[0].norm.vmin, ax.images[0].norm.vmax) for ax in axes[2::3]} == {(-2, 2)}
+    bars = [one for one in axes[0].figure.axes if one not in list(axes)]
+    assert [text.get_text() for text in bars[1].get_yticklabels()] == ["≤ 0.01", "0.1", "1", "10", "≥ 100"]
+    assert bars[1].get_ylabel() == "|after| / |before|"
+
+
+def test_before_after_of_traces_has_rows_for_each_layer(layer):
+    before, after = ({"low": layer(decay=d), "top": layer(decay=d, units=5, directions=True)} for d in (0.5, 0.9))
+    axes = rl.plot.before_after(before, after, samples="rms")
+    assert [ax.get_title().replace("\n", " · ") for ax in axes[::3]] == [
+        "before · low", "before · top · forward", "before · top · backward",
+    ]  # fmt: skip
+    assert [ax.images[0].get_array().shape for ax in axes[1::3]] == [(3, 6), (5, 6), (5, 6)]
+    with pytest.raises(InputError, match="compares two results of the same dimensions and sizes"):
+        rl.plot.before_after(before, {"low": layer(), "other": layer()})
 
 
 def test_before_after_of_layers_takes_the_quantity(layer):
@@ -520,7 +537,7 @@ def test_the_picture_of_a_network_is_the_rms_of_its_samples(gradient):
     before = gradient(samples=3) + 0.1
     after = before * xr.DataArray([1.0, 1e3, 1e-3], dims="sample")
     axes = rl.plot.before_after(before, after, samples="rms")
-    assert [ax.get_title() for ax in axes] == ["before", "after", "after - before"]
+    assert [ax.get_title() for ax in axes] == ["before", "after", "ratio"]
     shapes = before.values / before.values.max(axis=(1, 2), keepdims=True)
     expected = np.sqrt((shapes**2).mean(axis=0)).T
     for ax in axes[:2]:
@@ -530,10 +547,9 @@ def test_the_picture_of_a_network_is_the_rms_of_its_samples(gradient):
 
 def test_samples_are_named_with_their_losses_the_typical_one_first(gradient):
     axes = rl.plot.before_after(gradient(samples=5), gradient(samples=5), losses=[0.9, 0.1, 0.5, 0.2, 0.4], max_rows=5)
-    words = ["sample 4, loss 0.4 (the median)", "sample 3, loss 0.2", "sample 2, loss 0.5", "sample 1, loss 0.1"]
-    assert [ax.get_title() for ax in axes[::3]][:4] == [
-        f"before{' · ' if len(name) < 26 else chr(10)}{name}" for name in words
-    ]
+    assert [ax.get_title() for ax in axes[::3]][:2] == ["before · sample 4", "before · sample 3"]  # not trained yet
+    words = [ax.get_title().replace("\n", " · ") for ax in axes[1::3]]
+    assert words[:2] == ["after · sample 4, loss 0.4 (the median)", "after · sample 3, loss 0.2"]
     np.testing.assert_allclose(axes[0].images[0].get_array(), gradient(samples=5).values[4].T)
     with pytest.raises(InputError, match="losses= has one number for each sample"):
         rl.plot.before_after(gradient(), gradient(), losses=[1.0])
