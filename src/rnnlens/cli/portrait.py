@@ -102,10 +102,8 @@ MOMENTS = ("before training", "after training")
 def draw(portraits: Sequence[Portrait], folder: Path) -> list[Path]:
     """Write the figures: gradient by step for all networks; for each its gradient by unit, samples, and diagnosis."""
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {
-        "gradient-by-step.svg": draw_steps(portraits),
-        "gradient-by-step-narrow.svg": draw_steps(portraits, True),
-    }
+    figures = {"gradient-by-step.svg": draw_steps(portraits)}
+    figures |= {"gradient-by-step-narrow.svg": draw_steps(portraits, narrow=True)}
     figures |= {f"{portrait.layer}-before-after.png": draw_units(portrait) for portrait in portraits}
     figures |= {f"{portrait.layer}-samples.png": draw_samples(portrait) for portrait in portraits}
     figures |= {f"{p.layer}-diagnosis.png": plot.diagnosis(p.diagnosis)[0].figure for p in portraits}
@@ -115,7 +113,7 @@ def draw(portraits: Sequence[Portrait], folder: Path) -> list[Path]:
 
 
 def draw_steps(portraits: Sequence[Portrait], narrow: bool = False) -> Figure:
-    """Draw the total gradient at each step before the answer, a panel per network; stacked for a phone if ``narrow``."""
+    """Draw the total gradient at each step before the answer, a panel per network; stacked if ``narrow``."""
     traces = {moment: {p.kind: p.traces[i][p.layer] for p in portraits} for i, moment in enumerate(MOMENTS)}
     paper = Figure((3.9, 2.2 * len(portraits) + 1.2), layout="constrained") if narrow else None
     drawn = plot.gradient_flow(traces, title="Gradient of the loss at each step before the answer", figure=paper)

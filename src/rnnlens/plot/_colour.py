@@ -63,10 +63,3 @@ def from_zero(values: Numbers, limit: float, *, log: bool = False) -> Normalize:
         positive = values[(values > 0) & np.isfinite(values)]
     lowest = min(float(positive.min()), limit / 10) if positive.size else limit / 10
     return SymLogNorm(linthresh=max(lowest, linear_below(limit)), linscale=0.3, vmin=0, vmax=limit, base=10)
-
-
-def scale_note(norm: Normalize) -> str:
-    """How a colour bar's label names its scale."""
-    if isinstance(norm, SymLogNorm):
-        return f", log scale, linear below {norm.linthresh:.1g}"
-    return ""

@@ -24,7 +24,7 @@ from ..arguments import path as path_of
 from ..errors import FileError, InputError, message
 from ._axes import OVER_TIME, mark_top
 
-_LETTERS_PER_INCH = 12
+LETTERS_PER_INCH = 12
 #: What is not finite, in titles and around panels; far from both ends of the maps for every kind of sight.
 ALARM = "#c00000"
 SEPARATOR: dict[str, Any] = {"color": "#404040", "linewidth": 1.2, "linestyle": "-"}
@@ -150,13 +150,13 @@ class Panels:
             redden(ax)
         colour = {"color": ALARM} if any(_missing(note) for note in said) else {}
         if self.owners:
-            width = max(24, int(_LETTERS_PER_INCH * _width(self.figure)))
+            width = max(24, int(LETTERS_PER_INCH * _width(self.figure)))
             if words or said:  # of an array without labels there is nothing to say
                 self.figure.suptitle(_wrapped(words, said, width), fontsize="medium", **colour)
             return
         first = self.axes[0]
         own = first.get_title()
-        width = max(24, int(_LETTERS_PER_INCH * _width(first.figure) * first.get_position().width))
+        width = max(24, int(LETTERS_PER_INCH * _width(first.figure) * first.get_position().width))
         whole = [_wrapped(words, said, width), textwrap.fill(own, width)]
         first.set_title("\n".join(part for part in whole if part), fontsize="medium", **colour)
 
@@ -213,7 +213,7 @@ def redden(ax: Any) -> None:
 
 def wrapped_label(words: str, inches: float) -> str:
     """``words`` in lines that fit an axis of that length."""
-    return textwrap.fill(words, max(16, int(_LETTERS_PER_INCH * inches)))
+    return textwrap.fill(words, max(16, int(LETTERS_PER_INCH * inches)))
 
 
 def _height(figure: Any) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +11,13 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from matplotlib.colors import SymLogNorm
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import NullLocator
 
 from ..errors import InputError, message
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
-from ._axes import decade_ticks, step_axis
-from ._colour import scale_note
+from ._axes import decade_ticks, power_of_ten, step_axis
 from ._data import Numbers, finite_range, place_words, refuse_places_of_others, require_dim, unit_dim
-from ._frame import SEPARATOR, Panels, wrapped_label
+from ._frame import LETTERS_PER_INCH, SEPARATOR, Panels
 
 #: Cells of an image beyond which neighbours are merged: rows, columns.
 MOST_CELLS = (400, 550)
@@ -164,14 +165,38 @@ def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "", *, among: Seque
     bar = figure.colorbar(drawn, ax=list(axes), fraction=share, pad=0.02, aspect=slender, extend=ends)
     bar.ax.tick_params(labelsize="small" if label else "x-small")
     if label:
-        bar.set_label(wrapped_label(label + scale_note(drawn.norm), 0.8 * figure.bbox.height / figure.dpi))
+        inches = sum(ax.get_position().height for ax in {_row(ax): ax for ax in axes}.values())
+        bar.set_label(one_line(label, max(inches * figure.bbox.height / figure.dpi, 1.2)))
     if isinstance(drawn.norm, SymLogNorm):
         low, high = drawn.norm.vmin or 0.0, drawn.norm.vmax or 0.0
-        found = decade_ticks(max(abs(low), abs(high)), drawn.norm.linthresh)
-        ticks = [tick for tick in found if low <= tick <= high]
-        bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
-        bar.ax.yaxis.set_minor_locator(NullLocator())
+        _log_ticks(bar, low, high, drawn.norm.linthresh)
     return bar
+
+
+def _row(ax: Any) -> Any:
+    """Return the row of a panel in its grid; the panel itself where it is in none."""
+    spec = ax.get_subplotspec()
+    return ax if spec is None else spec.rowspan.start
+
+
+def _log_ticks(bar: Any, low: float, high: float, linear: float) -> None:
+    """Tick the powers of ten of a logarithmic scale, and its end, below which values are not told apart: ``≤ 1e-4``."""
+    end, signed = f"≤ {power_of_ten(linear)}", low < 0
+    ticks = [tick for tick in decade_ticks(max(abs(low), abs(high)), linear, every=not signed) if low <= tick <= high]
+    ticks = ticks if signed else [linear, *(tick for tick in ticks if tick > 1.5 * linear)]
+    labels = [f"|x| {end}" if tick == 0 else end if tick == linear else power_of_ten(tick) for tick in ticks]
+    bar.set_ticks(ticks, labels=labels)
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+
+
+def one_line(words: str, inches: float) -> str:
+    """Shorten a label to one line of that length: without its symbol, then without its long name."""
+    most = int(LETTERS_PER_INCH * inches)
+    symbol, _, name = words.partition(", ")
+    for part in (words, name if symbol.startswith("$") else words, symbol if symbol.startswith("$") else words):
+        if part and len(re.sub(r"\$.*?\$", "dL/dh", part)) <= most:
+            return part
+    return textwrap.shorten(name if symbol.startswith("$") else words, max(most, 12), placeholder="…")
 
 
 def _slender(axes: Sequence[Any]) -> tuple[float, float]:

@@ -1,7 +1,10 @@
-"""``diagnosis``: four panels that bear out the sentence of a diagnosis."""
+"""``diagnosis``: the measurements behind the sentence of a diagnosis."""
 
 from __future__ import annotations
 
+import re
+import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,180 +13,169 @@ from matplotlib.lines import Line2D
 
 from ..errors import InputError, message
 from ..results.diagnosis import Diagnosis
-from ._axes import log_ticks, power_of_ten, whole_numbers
+from ._axes import log_ticks, power_of_ten, step_axis, whole_numbers
 from ._call import drawing
 from ._data import Numbers
 from ._frame import Grid, open_panels
 
-_USE, _BENEFIT, _MISSED, _KAPPA, _ADJOINT = "#0072b2", "#009e73", "#d55e00", "#0072b2", "#cc79a7"
-#: Decades below 1 that the panel of the state transfer shows.
-_DEEPEST = 12
+_BLUE, _GREEN, _ORANGE, _PINK = "#0072b2", "#009e73", "#d55e00", "#cc79a7"
+#: Share of the gradient at which the axis ends; smaller shares are marked by an arrow.
+FLOOR = 1e-5
+_THRESHOLD = {"color": "0.45", "linewidth": 0.9, "linestyle": ":"}
 
 
 @drawing(Line2D)
 def diagnosis(
     d: Diagnosis, *, layer: str | None = None, title: str | None = None, ax: Any = None, figure: Any = None, **line: Any
 ) -> Any:
-    """Draw what a diagnosis rests on.
+    """Draw the measurements that a diagnosis rests on, a panel for each that was made.
 
-    Use and benefit of older inputs over the context kept, with the memory n; what is missed, by lag; the state transfer
-    and the output's adjoint by lag, median and quartiles; time constants of the gates.
+    Use of older steps over the number of steps kept, with the memory in use; the benefit of these steps; the residual
+    test by lag; the gradient that survives k steps back, median and quartiles; time constants of the gates.
 
     Parameters
     ----------
     d
         What ``rl.diagnose`` returns.
     layer
-        Of which layer the lower panels are; the first by default.
-    title
-        Instead of the sentence of the diagnosis.
+        Layer of the panels on gradient and gates; the first by default.
 
     Returns
     -------
-    1-D array of four Axes
+    1-D array of Axes: use, benefit, residual test, gradient, time constants, without those that were not measured
 
     Raises
     ------
     InputError
-        If ``d`` is no diagnosis, a keyword is unknown, or ``ax`` has not four Axes.
+        If ``d`` is no diagnosis, a keyword is unknown, or ``ax`` has not one Axes per panel.
     """
     if not isinstance(d, Diagnosis):
-        raise InputError(
-            message(
-                "plot.diagnosis draws a diagnosis.",
-                got=type(d).__name__,
-                hint="rl.plot.diagnosis(rl.diagnose(model, x, y))",
-            )
-        )
-    panels = open_panels(4, name="diagnosis", grid=Grid((4.6, 3.0), shape=(2, 2)), ax=ax, figure=figure)
-    names = [name for name in d if name != "model"]
-    node = d[layer or names[0]]
+        hint = "rl.plot.diagnosis(rl.diagnose(model, x, y))"
+        raise InputError(message("plot.diagnosis draws a diagnosis.", got=type(d).__name__, hint=hint))
+    model = d["model"]
+    node = d[layer or next(name for name in d if name != "model")]
     node = node.isel(direction=0) if "direction" in node.dims else node
-    _memory(panels.axes[0], d["model"], line)
-    _missed(panels.axes[1], d["model"])
-    _transfer(panels.axes[2], node, line)
-    _gates(panels.axes[3], node, line)
-    panels.title(title or _folded(next(iter(d.sentences.values()))))
+    drawings: list[tuple[Callable[[Any, xr.Dataset, dict[str, Any]], None], xr.Dataset]] = [(_use, model)]
+    drawings += [(_benefit, model)] * _measured(model, "benefit")
+    drawings += [(_residual_test, model)] * ("missed" in model)
+    drawings += [(_gradient, node)] * any(name in node for name in ("kappa", "adjoint"))
+    drawings += [(_time_constants, node)] * ("timescale" in node)
+    columns = len(drawings) if len(drawings) < 4 else 2 if len(drawings) == 4 else 3
+    grid = Grid((4.0, 2.8), margin=(0.6, 1.0), shape=(-(-len(drawings) // columns), columns))
+    panels = open_panels(len(drawings), name="diagnosis", grid=grid, ax=ax, figure=figure)
+    for place, (draw, data) in zip(panels.axes, drawings, strict=True):
+        draw(place, data, line)
+        place.tick_params(labelsize="small")
+        place.title.set_fontsize("medium")
+    sentence = next(iter(d.sentences.values()))
+    headline, *rest = re.split(r"(?<=[.:])\s+", sentence, maxsplit=1)
+    panels.title(title or headline.rstrip(":"))
+    for owner in panels.owners:
+        owner._suptitle.set_fontweight("bold")
+        if rest and title is None:
+            width = int(13 * owner.bbox.width / panels.figure.dpi)
+            owner.supxlabel(textwrap.fill(rest[0][:1].upper() + rest[0][1:], width), fontsize="small", color="0.25")
     return panels.result()
 
 
-def _folded(sentence: str, width: int = 110) -> str:
-    words, lines = sentence.split(), [""]
-    for word in words:
-        if len(lines[-1]) + len(word) > width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return "\n".join(lines)
+def _measured(model: xr.Dataset, name: str) -> bool:
+    """Return whether a curve over the context was measured."""
+    return name in model and bool(model[name].size) and bool(np.isfinite(model[name].values).any())
 
 
-def _memory(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
-    context = model["context"].values
-    for name, colour, label in (
-        ("use", _USE, "use (of the variance)"),
-        ("benefit", _BENEFIT, "benefit (of what was learned)"),
-    ):
-        values, band = model[name].values, model[f"{name}_interval"].values
-        if values.size and np.isfinite(values).any():
-            look = {"color": colour, "marker": "o", "markersize": 3, "linewidth": 1.2}
-            ax.plot(context, values, **{"label": label, "gid": name, **look, **keywords})
-            ax.fill_between(context, band[:, 0], band[:, 1], color=colour, alpha=0.15, linewidth=0)
-    ax.axhline(0.05, color="0.6", linewidth=0.7, linestyle=":")
-    _mark_memory(ax, model)
-    ax.set_xscale("log")
-    ax.xaxis.set_major_formatter("{x:g}")
-    if context.size:
-        ax.set_xlim(0.9, float(model["steps"]) * 1.1)
-    _benefit_beyond(ax, model)
-    ax.set(xlabel="steps kept, from the last one back (k)", ylabel="lost without what is older", title="memory in use")
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(fontsize="x-small", loc="best")
+def _over_context(ax: Any, model: xr.Dataset, name: str, colour: str, keywords: dict[str, Any]) -> None:
+    """Draw a measure over the number of steps kept, with its interval."""
+    context, values, band = model["context"].values, model[name].values, model[f"{name}_interval"].values
+    look = {"color": colour, "marker": "o", "markersize": 3, "linewidth": 1.6}
+    ax.plot(context, values, **{"gid": name, **look, **keywords})
+    ax.fill_between(context, band[:, 0], band[:, 1], color=colour, alpha=0.15, linewidth=0)
+    ax.set_xlim(0, float(model["steps"]) + 0.5)
+    ax.set_xlabel("steps kept, counted back from the last")
+    whole_numbers(ax, "x")
 
 
-def _mark_memory(ax: Any, model: xr.Dataset) -> None:
-    """A line at n, and n in words, inside the axes."""
+def _use(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
+    """Draw how far the prediction moves when older steps are replaced, the 5 % threshold and the memory in use."""
+    if _measured(model, "use"):
+        _over_context(ax, model, "use", _BLUE, keywords)
+        ax.axhline(0.05, **_THRESHOLD)
+        ax.annotate(
+            "5 %", (1, 0.05), (-2, 2), ax.get_yaxis_transform(), "offset points", ha="right", fontsize="x-small"
+        )
+    ax.set(ylabel="share of the prediction's variance", title="Use of older steps")
+    ax.set_ylim(0, max(1.0, float(np.nanmax(model["use"].values, initial=0.0))) * 1.08)
     n = float(model["memory"])
     if not (bool(model.attrs["known"]) and np.isfinite(n)):
         ax.annotate("memory unknown", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
         return
-    words = f"n >= {n:.0f}" if model.attrs["censored"] else f"n = {n:.0f}"
+    words = f"memory in use: {'≥ ' if model.attrs['censored'] else ''}{n:.0f}"
     ax.axvline(n, color="0.3", linewidth=0.9, gid="memory")
-    right = n**2 < float(model["steps"])  # the left half of a logarithmic axis
-    ax.annotate(
-        words,
-        (n, 0.97),
-        xycoords=ax.get_xaxis_transform(),
-        xytext=(3 if right else -3, 0),
-        textcoords="offset points",
-        ha="left" if right else "right",
-        va="top",
-        fontsize="small",
-    )
+    side, offset = ("left", 4) if 2 * n < float(model["steps"]) else ("right", -4)
+    where = ax.get_xaxis_transform()
+    ax.annotate(words, (n, 0.97), (offset, 0), where, "offset points", ha=side, va="top", fontsize="small")
 
 
-def _benefit_beyond(ax: Any, model: xr.Dataset) -> None:
-    """A network that is sure of itself loses more than it learned: the axis ends where nothing more is told."""
-    values = np.concatenate([model["benefit"].values, model["use"].values, [1.0]])
-    top = float(np.nanmax(values))
-    ax.set_ylim(-0.05, min(top, 1.5) * 1.1)
-    if top > 1.5:
-        ax.annotate(f"benefit up to {top:.1f}", (0.02, 0.97), xycoords="axes fraction", va="top", fontsize="x-small")
+def _benefit(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
+    """Draw the performance lost when older steps are replaced."""
+    _over_context(ax, model, "benefit", _GREEN, keywords)
+    ax.set(ylabel="share of what was learned", title="Performance lost when older steps are replaced")
+    top = float(np.nanmax(model["benefit"].values))
+    ax.set_ylim(-0.05, min(max(top, 1.0), 1.5) * 1.1)
+    if top > 1.5:  # a confident network can lose more than it learned
+        ax.annotate(f"up to {top:.1f}", (0.02, 0.97), xycoords="axes fraction", va="top", fontsize="x-small")
 
 
-def _missed(ax: Any, model: xr.Dataset) -> None:
-    ax.set(xlabel="lag in steps", ylabel="squared covariance / Var y", title="what the errors would still follow from")
-    if "missed" not in model:
-        ax.annotate("no target", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
-        return
-    missed = model["missed"].values
-    ax.vlines(np.arange(missed.size), 0, missed, color=_MISSED, linewidth=1.2, gid="missed")
-    ax.axhline(float(model["missed_threshold"]), color="0.4", linewidth=0.8, linestyle="--", label="99 % of chance")
-    # Less than the rule asks for is nothing to look at: the axis does not zoom in on it.
-    ax.set_ylim(0, max(float(missed.max()) * 1.15, float(model["missed_threshold"]) * 1.15, 0.05))
-    ax.legend(fontsize="x-small", loc="best")
-    whole_numbers(ax, "x")
+def _residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
+    """Draw the covariance of errors and past inputs by lag, as a share of the threshold of the test."""
+    shares = model["missed"].values / float(model["missed_threshold"])
+    ax.vlines(np.arange(shares.size), 0, shares, color=_ORANGE, linewidth=1.4, gid="missed")
+    ax.axhline(1, **_THRESHOLD)
+    ax.annotate("threshold: 99 % of chance", (1, 1), (-2, 2), ax.get_yaxis_transform(), "offset points", ha="right",
+                fontsize="x-small")  # fmt: skip
+    ax.set_ylim(0, max(float(shares.max()), 1.0) * 1.2)
+    ax.set(xlabel="lag in steps", ylabel="share of the threshold", title="Do the errors depend on past inputs?")
+    step_axis(ax, "x", np.arange(shares.size), time=False)
 
 
-def _transfer(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
-    floor = 10.0**-_DEEPEST
-    curves = (
-        ("kappa", _KAPPA, "state transfer"),
-        ("adjoint", _ADJOINT, "adjoint, own peak"),
-    )
+def _gradient(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
+    """Draw the gradient that survives k steps back: of any final state, and of the loss at hand."""
+    curves = (("kappa", _BLUE, "of any final state (state transfer)"), ("adjoint", _PINK, "of the loss, by own peak"))
     for name, colour, label in curves:
         if name in node:
-            look = {"label": label, "gid": name, "color": colour, "linewidth": 1.2, **keywords}
-            _draw_share(ax, node[name].values, (node[f"{name}_low"].values, node[f"{name}_high"].values), look, floor)
-    ax.axhline(1e-4, color="0.6", linewidth=0.7, linestyle=":")
+            look = {"label": label, "gid": name, "color": colour, "linewidth": 1.8, **keywords}
+            _share_line(ax, node[name].values, (node[f"{name}_low"].values, node[f"{name}_high"].values), look)
+    ax.axhline(1e-4, **_THRESHOLD)
+    ax.annotate("vanished: 1e-4", (1, 1e-4), (-2, 2), ax.get_yaxis_transform(), "offset points", ha="right",
+                fontsize="x-small")  # fmt: skip
     ax.set_yscale("log")
-    ax.set_ylim(bottom=floor)
-    ax.set(xlabel="lag in steps", ylabel="share left", title="what a training signal keeps on its way back")
+    ax.set_ylim(bottom=FLOOR)
+    log_ticks(ax)
+    ax.set(xlabel="k, steps back", ylabel="share of the gradient", title="Gradient surviving k steps back")
     ax.legend(fontsize="x-small", loc="best")
     whole_numbers(ax, "x")
 
 
-def _draw_share(ax: Any, values: Numbers, band: tuple[Numbers, Numbers], look: dict[str, Any], floor: float) -> None:
-    """One curve over lag with its band; triangles at the floor where it is below."""
-    lag, colour = np.arange(values.size), look["color"]
-    ax.plot(lag, np.where(values > floor, values, np.nan), **look)
-    low, high = (np.maximum(end, floor) for end in band)
-    ax.fill_between(lag, low, high, color=colour, alpha=0.15, linewidth=0)
-    below = np.flatnonzero(~(values > floor))
+def _share_line(ax: Any, values: Numbers, band: tuple[Numbers, Numbers], look: dict[str, Any]) -> None:
+    """Draw one curve over lag with its band, and an arrow where it falls below the axis."""
+    lag = np.arange(values.size)
+    ax.plot(lag, np.where(values > 0, np.maximum(values, FLOOR * 1e-2), np.nan), **look)
+    ax.fill_between(lag, *(np.maximum(end, FLOOR * 1e-2) for end in band), color=look["color"], alpha=0.15, linewidth=0)
+    below = np.flatnonzero(~(values > FLOOR))
     if below.size:
-        marks = {"marker": "v", "markersize": 2, "linestyle": "", "clip_on": False, "gid": "below"}
-        ax.plot(below, np.full(below.size, floor), color=colour, **marks)
-        words, place = f"below {power_of_ten(floor)}", (float(below.mean()), floor)
-        ax.annotate(words, place, (0, 4), textcoords="offset points", ha="center", fontsize="x-small", gid="below")
+        marks = {"marker": "v", "markersize": 6, "linestyle": "", "clip_on": False, "gid": "below"}
+        ax.plot(below[:1], [FLOOR], color=look["color"], **marks)
+        words = f"below {power_of_ten(FLOOR)}"
+        at = (float(below[0]), FLOOR)
+        ax.annotate(words, at, (0, 9), textcoords="offset points", ha="center", fontsize="x-small", gid="below")
 
 
-def _gates(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
-    ax.set(xlabel="unit, by time constant", ylabel="steps", title="time constants of the gates")
-    if "timescale" not in node:
-        ax.annotate("this cell has no keeping gate", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
-        return
+def _time_constants(ax: Any, node: xr.Dataset, keywords: dict[str, Any]) -> None:
+    """Draw the time constant of each unit's keeping gate, in ascending order."""
     values = np.sort(node["timescale"].values)
     finite = np.where(np.isfinite(values), values, np.nan)
-    look = {"color": _USE, "marker": ".", "markersize": 4, "linewidth": 0.8}
+    look = {"color": _BLUE, "marker": ".", "markersize": 5, "linewidth": 0.8}
     ax.plot(np.arange(values.size), finite, **{"gid": "timescale", **look, **keywords})
     ax.set_yscale("log")
     log_ticks(ax)
+    ax.set(xlabel="unit, in ascending order", ylabel="steps", title="Time constants of the gates")
     whole_numbers(ax, "x")

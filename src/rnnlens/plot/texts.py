@@ -12,12 +12,12 @@ from matplotlib.collections import PatchCollection
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from ..arguments import anything, as_numbers, listed, whole
+from ..arguments import anything, as_numbers, listed, text, whole
 from ..errors import InputError, message, shown
 from ..measures.profiles import input_sensitivity
-from ..measures.samples import peak_band
+from ..measures.samples import by_own_peak, peak_band
 from ..recurrence.measures import safe_norm
-from ..vocabulary import DIRECTION, FEATURE, SAMPLE, TIME
+from ..vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME
 from ._axes import mark_steps, step_axis
 from ._call import drawing
 from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
@@ -67,9 +67,11 @@ def tokens_of(tokens: Any, count: int, figure: str) -> list[str]:
 
 def places_of(tokens: Sequence[str]) -> list[tuple[int, int]]:
     """Line and column at which each token begins."""
+    total = sum(map(len, tokens))
+    width = min(WIDTH, -(-total // -(-total // WIDTH)) + max(map(len, tokens)))  # lines of about equal length
     places, line, column = [], 0, 0
     for token in tokens:
-        if column and column + len(token) > WIDTH:
+        if column and column + len(token) > width:
             line, column = line + 1, 0
         places.append((line, column))
         column += len(token)
@@ -178,11 +180,13 @@ def input_map(
     if tokens is not None and sample is None:
         sample = 0
     one = _picked_input_map(values, sample)
+    if tokens is not None:
+        one = by_own_peak(one)
     target = _target(array)
     words = ("$|dL/dx_t|$" if target is None else f"|d {target} / $dx_t$|") + (_SCALED if x is not None else "")
     missing = nonfinite_note(np.where(real, values, 0.0))
     middle, low, high, said = _shape_of(one, real, sample)
-    label = f"{words}, share of peak" if said else words
+    label = f"{words}, share of peak" if said or tokens is not None else words
     head = " · ".join(str(part) for part in (array.attrs.get("layer"), f"what the {target or 'loss'} hangs on") if part)
     size = (5.2, 2.8)
     words_of = None if tokens is None else tokens_of(tokens, len(middle), "input_map")
@@ -302,12 +306,13 @@ def _line(
     step_axis(ax, "x", steps)
 
 
-@drawing(PatchCollection, tokens=anything, units=anything, sample=whole(least=0))
+@drawing(PatchCollection, tokens=anything, units=anything, gate=text, sample=whole(least=0))
 def unit_over_text(
     hidden: Any,
     tokens: Any,
     *,
     units: Any = None,
+    gate: str | None = None,
     sample: int = 0,
     max_panels: int = 4,
     shared: bool = False,
@@ -323,13 +328,15 @@ def unit_over_text(
     Parameters
     ----------
     hidden : (sample, time, unit), also with direction
-        ``trace["lstm"].hidden``, ``.cell``, or a plain array; (time, unit) too.
+        ``trace["lstm"].hidden``, ``.cell``, or a plain array; (time, unit) too. ``.gates``, with ``gate``.
     tokens
         One for each step; a string is its letters.
     units : int or sequence of int, optional
         Which units; the first ``max_panels``, evenly spaced, by default.
+    gate
+        Which gate is drawn where ``hidden`` holds all gates.
     sample
-        Of which sample the tokens are.
+        The sample that the tokens belong to.
     shared
         One colour scale for all units.
 
@@ -350,6 +357,7 @@ def unit_over_text(
     require_time(array, "unit_over_text")
     unit = unit_dim(array)
     require_dim(array, unit or "unit", "unit_over_text")
+    array = _one_gate(array, gate)
     if SAMPLE in array.dims:
         if sample >= array.sizes[SAMPLE]:
             got, expected = f"sample={sample}", f"0 to {array.sizes[SAMPLE] - 1}"
@@ -373,6 +381,21 @@ def unit_over_text(
         colour_bar([place], drawn)
     panels.title(title or title_of(array) or "a unit over text", [*notes, nonfinite_note(array.values)])
     return panels.result()
+
+
+def _one_gate(array: xr.DataArray, gate: str | None) -> xr.DataArray:
+    """Select a gate by name; the array as it is where it has none."""
+    if GATE not in array.dims:
+        if gate is not None:
+            got = f"gate={gate!r} for dimensions ({', '.join(map(str, array.dims))})"
+            raise InputError(message("This array has no gates.", got=got, hint='pass trace["lstm"].gates'))
+        return array
+    known = names_of(array, GATE)
+    if gate not in known:
+        what, got = "plot.unit_over_text draws one gate.", "all gates" if gate is None else f"gate={gate!r}"
+        raise InputError(message(what, got=got, expected=f"one of {', '.join(known)}", hint=f"gate={known[0]!r}"))
+    label = gate if gate == "candidate" else f"{gate} gate"
+    return array.isel({GATE: known.index(gate)}, drop=True).assign_attrs(array.attrs, long_name=label)
 
 
 def _picked_unit_text(units: Any, count: int, most: int) -> tuple[list[int], str | None]:

@@ -10,7 +10,6 @@ import xarray as xr
 from matplotlib.image import AxesImage
 
 from ..arguments import one_of
-from ..errors import InputError, message
 from ..measures.lags import input_totals
 from ..measures.samples import peak_band, quartiles, sample_peaks
 from ..recurrence.measures import lag_profile, safe_norm
@@ -135,7 +134,8 @@ def time_jacobian(
     if panels.owners and len(matrices) > 1:
         panels.outer_ticks_only()
     merged = merge_note(steps_for(matrices[0].shape, CELLS), "output step", "input step")
-    head = " · ".join(str(part) for part in (array.attrs.get("layer"), "time Jacobian") if part)
+    finding = _finding(matrices[0], empty[0], array) if len(matrices) == 1 else None
+    head = " · ".join(str(part) for part in (array.attrs.get("layer"), finding or "time Jacobian") if part)
     panels.title(title or head, [thinned, merged, *notes])
     return panels.result()
 
@@ -287,13 +287,9 @@ def jacobian_margins(
     Raises
     ------
     InputError
-        If there is one output step only, a keyword is unknown, or ``ax`` has not three Axes per direction.
+        If a keyword is unknown, or ``ax`` has not three Axes per direction.
     """
     array, _ = block_norms(jacobian, "jacobian_margins", dims)
-    if array.sizes[OUT_TIME] < 2:
-        hint = "plot.time_jacobian draws the only row as a line"
-        got = f"{dict(array.sizes)}"
-        raise InputError(message("plot.jacobian_margins needs several output steps.", got=got, hint=hint))
     array = abs(array).assign_attrs(array.attrs)
     notes = notes_of(array)
     _, matrices, empty, note = matrices_of(array, samples, 1)
@@ -303,32 +299,52 @@ def jacobian_margins(
     top = limit if limit is not None else largest_magnitude(*matrices)
     for places, matrix, padded, way in zip(panels.halves, matrices, empty, ways, strict=True):
         drawn = draw_matrix(places[0], matrix, padded, array, top, image, log=log)
-        colour_bar([places[1]], drawn, "share of peak" if "median" in (note or "") else "norm")
+        words = "share of peak" if "median" in (note or "") else "norm"
+        if drawn is not None:  # of a single row, which is drawn as a line
+            colour_bar([places[1]], drawn, words)
         _profile(places[1], matrix, padded, array, log, backward=way == BACKWARD)
         _columns(places[2], matrix, padded, array, log)
         _mark(places, array, delays, backward=way == BACKWARD)
         places[0].set_ylabel(axis_label(array, OUT_TIME))
         places[2].set_xlabel(axis_label(array, IN_TIME))
-    head = " · ".join(str(part) for part in (array.attrs.get("layer"), "time Jacobian") if part)
+        if len(matrix) == 1:
+            places[0].set_ylabel(words)
+    finding = _finding(matrices[0], empty[0], array) if len(matrices) == 1 else None
+    head = " · ".join(str(part) for part in (array.attrs.get("layer"), finding or "time Jacobian") if part)
     panels.title(title or head, [note, *notes])
     return panels.result()
 
 
+def _finding(matrix: Numbers, padded: Numbers, array: xr.DataArray) -> str | None:
+    """Return which one to three input steps carry at least half of the matrix; None where more are needed."""
+    totals = input_totals(np.where(padded | ~np.isfinite(matrix), 0.0, np.abs(matrix)))
+    steps = positions(array, IN_TIME)
+    if len(totals) < 8 or not totals.sum() > 0:
+        return None
+    order = np.argsort(-totals)
+    shares = np.cumsum(totals[order]) / totals.sum()
+    count = int(np.searchsorted(shares, 0.5)) + 1
+    if count > 3:
+        return None
+    names = [f"{step:g}" for step in sorted(steps[order[:count]])]
+    which = f"step {names[0]} carries" if count == 1 else f"steps {', '.join(names[:-1])} and {names[-1]} carry"
+    return f"input {which} {shares[count - 1]:.0%} of the time Jacobian"
+
+
 def _profile(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log: bool, *, backward: bool) -> None:
-    """Mean along each diagonal, lag upward."""
+    """Draw the mean along each diagonal over the lag."""
     out_times, in_times = (positions(array, dim).tolist() for dim in (OUT_TIME, IN_TIME))
     norms, where = (matrix.T, ~padded.T) if backward else (matrix, ~padded)
     times = (in_times, out_times) if backward else (out_times, in_times)
     norms = np.where(where, norms, 0.0)
     profile = lag_profile(norms, out_times=times[0], in_times=times[1], where=where, xp=np)
     lag = np.arange(len(profile))
-    ax.plot(_drawn(profile, log), lag, color="#0072b2", linewidth=1.2, gid="profile")
-    ax.set_ylim(-0.5, len(profile) - 0.5)
-    step_axis(ax, "y", lag)
-    ax.yaxis.tick_left()
-    ax.set_ylabel("lag", fontsize="small")
+    ax.plot(lag, _drawn(profile, log), color="#0072b2", linewidth=1.2, gid="profile")
+    ax.set_xlim(-0.5, len(profile) - 0.5)
+    step_axis(ax, "x", lag, time=False)
+    ax.set_xlabel("lag", fontsize="small")
     ax.set_title("mean by lag", fontsize="small", pad=3)
-    _value_axis(ax, "x", profile, log)
+    _value_axis(ax, profile, log)
 
 
 def _columns(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log: bool) -> None:
@@ -339,32 +355,28 @@ def _columns(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log
     ax.set_xlim(steps.min() - 0.5, steps.max() + 0.5)
     step_axis(ax, "x", steps)
     ax.set_ylabel("sum of\ncolumn", fontsize="small")
-    _value_axis(ax, "y", totals, log)
+    _value_axis(ax, totals, log)
 
 
 def _drawn(values: Numbers, log: bool) -> Numbers:
     return np.where(values > 0, values, np.nan) if log else values
 
 
-def _value_axis(ax: Any, axis: str, values: Numbers, log: bool) -> None:
+def _value_axis(ax: Any, values: Numbers, log: bool) -> None:
+    """Set the value axis of a margin."""
     ax.tick_params(labelsize="small")
     if not log:
-        getattr(ax, f"set_{axis}lim")(0, None)
+        ax.set_ylim(0, None)
         return
     positive = values[np.isfinite(values) & (values > 0)]
-    if not positive.size:
-        return
-    if axis == "y":
+    if positive.size:
         log_limits(ax, positive, room=1.6)
         ax.set_yscale("log")
-    else:
-        ax.set_xlim(max(float(positive.min()), float(positive.max()) * 1e-12) / 1.6, float(positive.max()) * 1.6)
-        ax.set_xscale("log")
-    log_ticks(ax, axis, most=4)
+        log_ticks(ax, "y", most=4)
 
 
 def _mark(places: list[Any], array: xr.DataArray, delays: Numbers, *, backward: bool) -> None:
-    """Delays of the task: diagonals of the matrix, places on the profile."""
+    """Mark delays of the task: diagonals of the matrix, named by their lag, and places on the profile."""
     matrix, profile, _ = places
     in_times = positions(array, IN_TIME)
     limits = matrix.get_xlim(), matrix.get_ylim()
@@ -372,6 +384,10 @@ def _mark(places: list[Any], array: xr.DataArray, delays: Numbers, *, backward: 
     for delay in delays:
         shift = -delay if backward else delay
         ends = np.array([in_times.min(), in_times.max()], dtype=float)
-        matrix.plot(ends, ends + shift, **look)
-        profile.axhline(delay, **look)
+        if array.sizes[OUT_TIME] > 1:
+            matrix.plot(ends, ends + shift, **look)
+            at = float(limits[1][1]) - 0.12 * (limits[1][1] - limits[1][0])
+            words = {"fontsize": "x-small", "ha": "right" if not backward else "left", "va": "bottom", "gid": "lag"}
+            matrix.annotate(f"lag {delay:g}", (at - shift, at), (-3, 2), textcoords="offset points", **words)
+        profile.axvline(delay, **look)
     matrix.set(xlim=limits[0], ylim=limits[1])

@@ -110,30 +110,24 @@ def moments_of(moments: Mapping[str, float] | None, steps: Numbers) -> dict[str,
             raise InputError(
                 message(f"The moment {name!r} is not in this run.", got=f"step {step:g}", expected=expected)
             )
-    return found
+    return dict(sorted(found.items(), key=lambda moment: moment[1]))  # numbered by time
 
 
-def mark_moments(axes: Sequence[Any], moments: Mapping[str, float]) -> None:
-    """A line through every panel at each moment; its number at the top of the first."""
-    numbers: dict[float, list[str]] = {}
-    for place, step in enumerate(moments.values(), start=1):
-        numbers.setdefault(step, []).append(str(place))
-    for step, some in numbers.items():
+def mark_moments(axes: Sequence[Any], moments: Mapping[str, float], *, words: bool = False) -> None:
+    """Draw a line through every panel at each moment; its number, or number and name, beside it in the first."""
+    names: dict[float, list[str]] = {}
+    for place, (name, step) in enumerate(moments.items(), start=1):
+        names.setdefault(step, []).append(f"{place} {name}" if words else str(place))
+    left, right = axes[0].transData.transform([(limit, 1.0) for limit in axes[0].get_xlim()])[:, 0]
+    for step, some in names.items():
         for ax in axes:
             ax.axvline(step, color="#111111", linewidth=0.9, linestyle=(0, (1, 2)), gid="moment")
-        axes[0].annotate(
-            ", ".join(some),
-            (step, 1.0),
-            xycoords=axes[0].get_xaxis_transform(),
-            xytext=(0, -3),
-            textcoords="offset points",
-            ha="center",
-            va="top",
-            fontsize="x-small",
-            fontweight="bold",
-            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
-            gid="moment",
-        )
+        late = words and axes[0].transData.transform((step, 1.0))[0] > left + 0.93 * (right - left)
+        look = {"rotation": 90, "ha": "right" if late else "left"} if words else {"ha": "center", "fontweight": "bold"}
+        box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+        offset = ((-3 if late else 3) if words else 0, -3)
+        axes[0].annotate(", ".join(some), (step, 1.0), offset, axes[0].get_xaxis_transform(), "offset points", va="top",
+                         fontsize="x-small", bbox=box, gid="moment", **look)  # fmt: skip
 
 
 def under_training(figure: Any, moments: Mapping[str, float]) -> str:
@@ -221,8 +215,8 @@ def film(
     for place in panels.axes:
         place.set_xlim(*edges_of(steps)[[0, -1]])
     _finish(panels, last, decades, str(strips[name].dims[-1]))
-    mark_moments(panels.axes, marks)
-    panels.axes[-1].set_xlabel(under_training(panels.axes[-1].figure, marks), fontsize="small")
+    mark_moments(panels.axes, marks, words=True)
+    panels.axes[-1].set_xlabel("training step", fontsize="small")
     values = np.concatenate([strip.values.reshape(-1) for strip in strips.values()])
     long_name = next(iter(strips.values())).attrs.get("long_name", quantity)
     panels.title(title or f"{long_name} over training", [nonfinite_note(values[~np.isnan(values)])])

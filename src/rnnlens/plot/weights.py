@@ -33,7 +33,7 @@ from ._data import (
     value_label,
 )
 from ._frame import Grid, Panels, open_panels
-from ._images import IMSHOW, Matrix, colour_bars, draw_image, merge_note, separate, steps_for
+from ._images import IMSHOW, Matrix, colour_bar, draw_image, fade, merge_note, separate, steps_for
 
 
 def drawing_order() -> dict[str, int]:
@@ -174,11 +174,11 @@ def weights_heatmap(
     absolute
         Draw magnitudes, on a scale from white at 0.
     shared
-        One colour scale for all kernels; else each has its own scale and colour bar.
+        One colour scale for all kernels; else each has its own scale and colour bar. A bias (a single row) always has
+        its own: a forget bias of 1 would leave nothing to see of the kernels.
     limit
-        Colour scale up to this magnitude. By default the largest of all. Where that is more than twice the largest
-        within the kernels (a forget bias of 1) or the 99.5 % quantile of their magnitudes (a few outliers), these
-        decide, so that the rest can be seen, and the figure says so.
+        Colour scale up to this magnitude. By default the largest of the kernels, or the 99.5 % quantile of their
+        magnitudes where the largest is more than twice that (a few outliers), which the title states.
     log
         Logarithmic colours over 4 decades.
 
@@ -199,15 +199,42 @@ def weights_heatmap(
     drawn = []
     for column, axes in zip(columns, panels.halves, strict=True):
         for kernel, place in zip(column, axes, strict=True):
-            own = top if shared or limit is not None else largest_magnitude(kernel.values)
+            own = top if limit is not None or (shared and not _alone(kernel)) else largest_magnitude(kernel.values)
             drawn.append(_draw_weight_maps(place, kernel, own, image, absolute=absolute, log=log))
     label = kernels[0].words if len(kernels) == 1 else "gradient" if grad else "weight"
-    colour_bars(panels, drawn, f"|{label}|" if absolute else label, shared=shared, wanted=colorbar)
+    if colorbar:
+        _bars(panels, columns, drawn, f"|{label}|" if absolute else label, shared=shared)
     panels.label("gate, unit" if any(kernel.gates for kernel in kernels) else "unit", "")
     what = "gradients of the weights" if grad else "weights"
     merged = dict.fromkeys(f"{k.title}: {note}" for k in kernels if (note := merge_note(_steps(k), "row", "unit")))
     panels.title(title or " · ".join(p for p in (attrs.get("layer"), what) if p), [*merged, clipped])
     return panels.result()
+
+
+def _alone(kernel: Kernel) -> bool:
+    """Return whether a weight has a single row, as a bias does."""
+    return len(kernel.values) == 1
+
+
+def _bars(panels: Panels, columns: list[list[Kernel]], drawn: list[Any], label: str, *, shared: bool) -> None:
+    """Draw a colour bar for the kernels and one for each bias; of two directions the first has unseen ones."""
+    images = iter(drawn)
+    for number, (column, axes) in enumerate(zip(columns, panels.halves, strict=True)):
+        triples = [(kernel, ax, next(images)) for kernel, ax in zip(column, axes, strict=True)]
+        together = [(ax, image) for kernel, ax, image in triples if shared and not _alone(kernel)]
+        bars = (
+            [colour_bar([ax for ax, _ in together], together[-1][1], label, among=[image for _, image in together])]
+            if together
+            else []
+        )
+        for kernel, ax, image in triples:
+            if not shared or _alone(kernel):
+                bars.append(colour_bar([ax], image, label if len(triples) == 1 else ""))
+                if _alone(kernel):
+                    bars[-1].set_ticks([tick for tick in (image.norm.vmin, 0, image.norm.vmax) if tick is not None])
+                    bars[-1].ax.yaxis.set_major_formatter("{x:.2g}")
+        for bar in bars if number + 1 < len(columns) and panels.owners else ():
+            fade(bar)
 
 
 def _open(columns: list[list[Kernel]], directions: list[str | None], ax: Any, figure: Any) -> Panels:
@@ -227,17 +254,14 @@ def _open(columns: list[list[Kernel]], directions: list[str | None], ax: Any, fi
 
 
 def _common_limit(kernels: list[Kernel]) -> tuple[float, str | None]:
-    """Colour limit for all kernels, and the note where something is beyond it."""
-    matrices = [kernel.values for kernel in kernels if len(kernel.values) > 1] or [kernel.values for kernel in kernels]
-    largest, limit = largest_magnitude(*(kernel.values for kernel in kernels)), largest_magnitude(*matrices)
-    words = "the largest of the kernels"
+    """Return the colour limit of all kernels, and the note where values lie beyond it."""
+    matrices = [kernel.values for kernel in kernels if not _alone(kernel)] or [kernel.values for kernel in kernels]
+    largest = largest_magnitude(*matrices)
     magnitudes = np.abs(np.concatenate([values.reshape(-1) for values in matrices]))
-    (bulk,) = quantiles(magnitudes[np.isfinite(magnitudes)], q=(0.995,), axis=0, xp=np) if limit else (0.0,)
-    if bulk and limit > 2 * bulk:
-        limit, words = float(bulk), "the 99.5 % quantile of magnitudes in the kernels"
-    if not limit or largest <= 2 * limit:
+    (bulk,) = quantiles(magnitudes[np.isfinite(magnitudes)], q=(0.995,), axis=0, xp=np) if largest else (0.0,)
+    if not bulk or largest <= 2 * bulk:
         return largest, None
-    return limit, f"colours end at {limit:.2g}, {words}; largest of all {largest:.3g}"
+    return float(bulk), f"colours end at {bulk:.2g}, the 99.5 % quantile of magnitudes; largest {largest:.3g}"
 
 
 def _steps(kernel: Kernel) -> tuple[int, int]:

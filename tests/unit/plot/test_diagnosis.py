@@ -20,7 +20,8 @@ def test_curves_and_the_memory_stand_where_they_were_measured(diagnosis, render)
     np.testing.assert_array_equal(use.get_ydata(), d["model"].use)
     (memory,) = lines(axes[0], "memory")
     assert set(memory.get_xdata()) == {11}
-    assert "n = 11" in {text.get_text() for text in axes[0].texts}
+    assert axes[0].get_xscale() == "linear"
+    assert {"memory in use: 11", "5 %"} <= {text.get_text() for text in axes[0].texts}
 
 
 def test_the_title_is_the_sentence(diagnosis, text_of):
@@ -34,17 +35,35 @@ def test_no_memory_is_drawn_where_it_is_unknown(diagnosis):
 
 
 def test_what_lies_below_the_axis_is_marked(diagnosis):
-    ax = rl.plot.diagnosis(diagnosis())[2]
+    ax = rl.plot.diagnosis(diagnosis())[3]
     (below,) = lines(ax, "below")
-    assert below.get_xdata().min() == np.flatnonzero(0.3 ** np.arange(41.0) <= 1e-12).min()
+    assert below.get_xdata().tolist() == [np.flatnonzero(0.3 ** np.arange(41.0) <= 1e-5).min()]
 
 
 def test_the_missed_step_is_the_highest(diagnosis):
-    ax = rl.plot.diagnosis(diagnosis())[1]
+    ax = rl.plot.diagnosis(diagnosis())[2]
     (collection,) = [c for c in ax.collections if c.get_gid() == "missed"]
     heights = [segment[1, 1] for segment in collection.get_segments()]
     assert int(np.argmax(heights)) == 25
-    assert ax.get_ylim()[1] > 0.4
+    np.testing.assert_allclose(heights[25], 0.4 / 0.05)  # as a share of the threshold
+    assert ax.get_ylim()[1] > 8
+
+
+def test_what_was_not_measured_has_no_panel(diagnosis):
+    d = diagnosis()
+    titles = [ax.get_title() for ax in rl.plot.diagnosis(d)]
+    assert titles == [
+        "Use of older steps",
+        "Performance lost when older steps are replaced",
+        "Do the errors depend on past inputs?",
+        "Gradient surviving k steps back",
+        "Time constants of the gates",
+    ]
+    without = type(d)(
+        {"model": d["model"].drop_vars(["missed", "missed_threshold"]), "lstm": d["lstm"].drop_vars("timescale")},
+        sentences=d.sentences,
+    )
+    assert [ax.get_title() for ax in rl.plot.diagnosis(without)] == [titles[0], titles[1], titles[3]]
 
 
 def test_points_of_each_kind_and_the_unstable_modes(fixed_points, render):

@@ -71,7 +71,9 @@ def test_moments_are_marked_in_every_panel_and_named():
     axes = rl.plot.film(a_run(), moments={"it begins": 60, "it can": 150})
     for ax in axes:
         assert [line.get_xdata()[0] for line in ax.lines if line.get_gid() == "moment"] == [60, 150]
-    assert "1 it begins (step 60); 2 it can (step 150)" in axes[-1].get_xlabel()
+    assert [text.get_text() for text in axes[0].texts if text.get_gid() == "moment"] == ["1 it begins", "2 it can"]
+    unordered = rl.plot.film(a_run(), moments={"it can": 150, "it begins": 60})  # numbered by time
+    assert [text.get_text() for text in unordered[0].texts if text.get_gid() == "moment"] == ["1 it begins", "2 it can"]
 
 
 def test_names_of_moments_stay_on_the_canvas(render):

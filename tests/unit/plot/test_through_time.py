@@ -29,12 +29,13 @@ def test_margins_are_the_profile_and_the_column_sums_of_what_is_drawn(jacobian, 
     matrix, profile, columns = rl.plot.jacobian_margins(data, delays=(3, 8))
     drawn = np.asarray(matrix.images[0].get_array())
     np.testing.assert_allclose(drawn, jacobian(samples=1, steps=12, decay=0.7).values[0])
-    values, lags = curve(profile, "profile")
+    lags, values = curve(profile, "profile")
     np.testing.assert_array_equal(lags, np.arange(12))
     np.testing.assert_allclose(values, 0.7 ** np.arange(12.0))
     np.testing.assert_allclose(curve(columns, "columns")[1], drawn.sum(axis=0))
     assert [line.get_ydata()[0] - line.get_xdata()[0] for line in by_gid(matrix, "delay")] == [3, 8]
-    assert [line.get_ydata()[0] for line in by_gid(profile, "delay")] == [3, 8]
+    assert [line.get_xdata()[0] for line in by_gid(profile, "delay")] == [3, 8]
+    assert [text.get_text() for text in by_gid(matrix, "lag")] == ["lag 3", "lag 8"]
     assert matrix.get_xlim() == columns.get_xlim()
 
 
@@ -47,14 +48,27 @@ def test_margins_of_the_backward_half_look_ahead(jacobian, by_gid):
     )
     axes = rl.plot.jacobian_margins(both, delays=2)
     for profile in (axes[1], axes[4]):
-        np.testing.assert_allclose(curve(profile, "profile")[0], 0.5 ** np.arange(8.0))
+        np.testing.assert_allclose(curve(profile, "profile")[1], 0.5 ** np.arange(8.0))
     (line,) = by_gid(axes[3], "delay")
     assert line.get_ydata()[0] - line.get_xdata()[0] == -2
 
 
-def test_one_output_step_has_no_margins(jacobian):
-    with pytest.raises(InputError, match=r"plot\.time_jacobian draws the only row as a line"):
-        rl.plot.jacobian_margins(jacobian().isel(out_time=[-1]))
+def test_one_output_step_is_a_line_with_margins(jacobian, render):
+    row, profile, columns = axes = rl.plot.jacobian_margins(jacobian(steps=6).isel(out_time=[-1]), delays=2)
+    render(axes)
+    np.testing.assert_allclose(curve(row, "row")[1], 0.5 ** np.arange(6.0)[::-1])
+    np.testing.assert_allclose(curve(columns, "columns")[1], 0.5 ** np.arange(6.0)[::-1])
+    assert len(profile.lines) == 2
+
+
+def test_the_title_names_the_steps_that_carry_the_jacobian(jacobian):
+    data = jacobian(samples=1, steps=20, decay=0.5) * 0 + np.tril(np.ones((20, 20))) * 1e-6
+    data[..., 2], data[..., 6] = 5.0, 3.0
+    assert suptitle(rl.plot.time_jacobian(data)).startswith("input steps 2") is False  # step 2 alone carries 62 %
+    assert suptitle(rl.plot.time_jacobian(data)).startswith("input step 2 carries 62% of the time Jacobian")
+    data[..., 6], data[..., 9] = 5.0, 5.0
+    assert suptitle(rl.plot.time_jacobian(data)).startswith("input steps 2 and 6 carry 67% of the time Jacobian")
+    assert suptitle(rl.plot.time_jacobian(jacobian(samples=1, steps=20, decay=1.0))).startswith("time Jacobian")
 
 
 # -- gates_over_time
@@ -209,7 +223,7 @@ def test_gradients_count_by_how_much_their_input_varies(by_gid):
 def test_the_bar_of_a_narrow_margin_is_as_tall_as_it(render, jacobian):
     axes = rl.plot.jacobian_margins(jacobian(steps=30))
     figure = render(axes)
-    assert (axes[1].get_title(), axes[1].get_ylabel()) == ("mean by lag", "lag")
+    assert (axes[1].get_title(), axes[1].get_xlabel()) == ("mean by lag", "lag")
     bar = next(one for one in figure.axes if one not in list(axes))
     assert bar.get_window_extent().height > 0.9 * axes[1].get_window_extent().height
 
@@ -245,7 +259,7 @@ def test_tokens_are_shaded_by_their_gradient(by_gid):
     gradient = np.array([0.0, 1.0, 4.0, 2.0])[None, :, None]
     (ax,) = rl.plot.input_map(gradient, tokens=["a ", "long ", "short ", "end"])
     (drawn,) = by_gid(ax, "tokens")
-    np.testing.assert_array_equal(drawn.get_array(), [0, 1, 4, 2])
+    np.testing.assert_array_equal(drawn.get_array(), [0, 0.25, 1, 0.5])  # share of the peak
     widths = [path.vertices[:, 0].max() - path.vertices[:, 0].min() for path in drawn.get_paths()]
     assert widths == [2, 5, 6, 3]
     assert "".join(text.get_text() for text in ax.texts) == "a long short end"
@@ -275,6 +289,27 @@ def test_letters_are_shaded_by_the_state_after_them(gradient, by_gid):
     assert drawn.norm.vmin == -drawn.norm.vmax
     with pytest.raises(InputError, match="There is no such unit"):
         rl.plot.unit_over_text(data, "12345", units=4)
+
+
+def test_one_gate_is_drawn_over_text(layer, by_gid, gradient):
+    data = layer(samples=2, steps=6, units=3)
+    axes = rl.plot.unit_over_text(data.gates, "abcdef", gate="forget", units=[1], sample=1)
+    np.testing.assert_allclose(by_gid(axes[0], "tokens")[0].get_array(), data.gates.values[1, :, 1, 1])
+    assert suptitle(axes) == "lstm · forget gate"
+    with pytest.raises(InputError) as caught:
+        rl.plot.unit_over_text(data.gates, "abcdef")
+    assert str(caught.value) == (
+        "plot.unit_over_text draws one gate.\n"
+        "  got:      all gates\n"
+        "  expected: one of input, forget, candidate, output\n"
+        "  try:      gate='input'"
+    )
+    with pytest.raises(InputError, match="This array has no gates"):
+        rl.plot.unit_over_text(data.hidden_grad, "abcdef", gate="forget")
+
+
+def test_an_unknown_sample_of_a_text_is_refused(gradient):
+    data = gradient(samples=2, steps=5, units=4)
     with pytest.raises(InputError, match="There is no such sample"):
         rl.plot.unit_over_text(data, "12345", sample=2)
 
