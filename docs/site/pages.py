@@ -106,7 +106,7 @@ def docstring_parts(thing: Any) -> Iterator[str]:
         if kind == "text":
             yield plain_markdown(value)
         elif kind == "examples":
-            yield "```pycon\n" + "\n\n".join(piece for _, piece in value) + "\n```"
+            yield "```text\n" + "\n\n".join(piece for _, piece in value) + "\n```"
         elif kind == "admonition":
             yield f"**{section.title}**\n\n{plain_markdown(value.contents)}"
         elif isinstance(value, list):
