@@ -53,7 +53,7 @@ class Memo:
         return found
 
 
-class Linearised(Protocol):
+class LinearisedProgram(Protocol):
     """A program that was run once and can be differentiated many times."""
 
     aux: Any
@@ -109,7 +109,7 @@ class Engine(Protocol):
         program: Callable[[Any, Tap], tuple[dict[str, Any], Any]],
         arguments: Any,
         memo: Memo,
-    ) -> Linearised:
+    ) -> LinearisedProgram:
         """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
 
     def per_step(self, function: Callable[..., Any]) -> PerStep:

@@ -13,8 +13,8 @@ from ..typing import Array
 from .protocol import Keep, Memo, Program, Tap, as_it_is
 
 
-class Engine:
-    """See :class:`rnnlens.autodiff.protocol.Engine`."""
+class TensorFlowEngine:
+    """Differentiation, compilation and arrays of TensorFlow; see :class:`rnnlens.autodiff.Engine`."""
 
     name = "tensorflow"
     compiles = True
@@ -88,11 +88,11 @@ class Engine:
         memo: Memo,
     ) -> Any:
         """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
-        return _Linearised(program, arguments, memo, self._keep)
+        return _TensorFlowProgram(program, arguments, memo, self._keep)
 
-    def per_step(self, function: Callable[..., Any]) -> _PerStep:
+    def per_step(self, function: Callable[..., Any]) -> _TensorFlowSteps:
         """The steps of a cell, differentiated."""
-        return _PerStep(function)
+        return _TensorFlowSteps(function)
 
 
 def _graph(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
@@ -118,7 +118,7 @@ def _filled(absent: Any, leaves: list[Any]) -> Any:
     return tf.nest.map_structure(lambda none: None if none else next(rest), absent)
 
 
-class _Linearised:
+class _TensorFlowProgram:
     """The compiled forward pass under a tape, its taps turned into inputs by adding zeros to them.
 
     One run forward; every pull back runs the compiled backward half.
@@ -227,7 +227,7 @@ def _traced_quietly(function: Callable[..., Any]) -> Any:
     return traced
 
 
-class _PerStep:
+class _TensorFlowSteps:
     """A step function and its derivatives, each compiled once."""
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -87,3 +87,23 @@ def dtype_name(value: Any) -> str:
 
 def _torch() -> Any:
     return importlib.import_module("rnnlens.autodiff.torch")
+
+
+def running_engines() -> set[str]:
+    """Return the engines that have run in this process, without loading any; torch does not show whether it has run.
+
+    An engine that has run holds threads, which a forked process loses and waits for endlessly.
+    """
+    found = set()
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    if bridge is not None and getattr(bridge, "_backends", None):
+        found.add("jax")
+    eager = sys.modules.get("tensorflow.python.eager.context")
+    if eager is not None and getattr(getattr(eager, "_context", None), "_context_handle", None) is not None:
+        found.add("tensorflow")
+    return found
+
+
+def needs_no_threads(engine: str) -> bool:
+    """Return whether an engine computes in the calling thread alone, as torch in the workers of its data loaders."""
+    return engine == "torch" and sys.modules["torch"].get_num_threads() == 1

@@ -69,8 +69,8 @@ class PullMany:
         return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
 
 
-class Engine:
-    """See :class:`rnnlens.autodiff.protocol.Engine`."""
+class TorchEngine:
+    """Differentiation, compilation and arrays of torch; see :class:`rnnlens.autodiff.Engine`."""
 
     name = "torch"
     compiles = False
@@ -144,11 +144,11 @@ class Engine:
     ) -> Any:
         """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
         del memo  # nothing is compiled
-        return _Linearised(program, arguments, self._keep)
+        return _TorchProgram(program, arguments, self._keep)
 
-    def per_step(self, function: Callable[..., Any]) -> _PerStep:
+    def per_step(self, function: Callable[..., Any]) -> _TorchSteps:
         """The steps of a cell, differentiated."""
-        return _PerStep(function)
+        return _TorchSteps(function)
 
 
 def set_seed(seed: int) -> None:
@@ -172,7 +172,7 @@ def _tapping(points: dict[str, Any], keep: Keep) -> Tap:
     return tap
 
 
-class _Linearised:
+class _TorchProgram:
     """The autograd graph of one run, kept until this object goes."""
 
     def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, keep: Keep) -> None:
@@ -191,7 +191,7 @@ class _Linearised:
         return dict(zip(self._points, self._pull(targets, list(self._points.values()), given), strict=True))
 
 
-class _PerStep:
+class _TorchSteps:
     """A step function and its derivatives."""
 
     def __init__(self, function: Callable[..., Any]) -> None:

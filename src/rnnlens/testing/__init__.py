@@ -1,6 +1,6 @@
 """For authors of adapters and cells: the contract of an adapter as a check, and a float64 reference.
 
-``keras_models`` and ``keras_autodiff`` are for Keras, and not loaded from here.
+``keras_models`` is for Keras, and not loaded from here.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from ..adapters.registry import adapter_of
-from ..autodiff.processes import awake, needs_no_threads
+from ..autodiff.tensors import needs_no_threads, running_engines
 from ..errors import UnsupportedError, message
 from ..recurrence.parallel import one_thread_each
 
@@ -65,7 +65,7 @@ def _forked(engine: str) -> UnsupportedError:
 def _start_anew() -> None:
     global _turn
     _turn = threading.RLock()
-    _lost.update(_ran | awake())
+    _lost.update(_ran | running_engines())
     _ran.clear()
 
 

@@ -16,7 +16,7 @@ from keras_eager import eagerly
 from spoken_keras import LEGACY, engine, keras, path_of, states_of, the_adapter, untouched
 
 from rnnlens.adapters.protocol import Batch, CaptureRequest
-from rnnlens.testing.keras_autodiff import gradients
+from rnnlens.testing.keras_models import gradients
 from rnnlens.testing.reference import bptt
 
 adapter = the_adapter()

@@ -5,7 +5,7 @@ import pytest
 from spoken_keras import floatx, keras, set_floats
 
 import rnnlens as rl
-from rnnlens.testing import keras_autodiff
+from rnnlens.testing import keras_models
 
 ops = keras.ops
 UNITS, STEPS = 3, 5
@@ -95,7 +95,7 @@ def test_a_registered_cell_is_traced_as_one_of_ours():
     def of(tensors):
         return by_hand(cell, *tensors, mask)
 
-    _, (dx, dz, dh), weights = keras_autodiff.gradients(of, [x, taps, moves], [cell.w, cell.u, cell.b])
+    _, (dx, dz, dh), weights = keras_models.gradients(of, [x, taps, moves], [cell.w, cell.u, cell.b])
     trace = rl.trace(model, x, loss=loss)
     found = trace["rnn"]
     assert list(found.gates.gate.values) == list(GATES)

@@ -6,7 +6,7 @@ import pytest
 
 import rnnlens as rl
 from rnnlens.errors import InputError, LayerNotFoundError, QuantityNotFoundError, TooLargeError
-from rnnlens.testing import keras_autodiff
+from rnnlens.testing import keras_models
 
 pytestmark = pytest.mark.usefixtures("float64", "uncertified")
 
@@ -35,7 +35,7 @@ def data_gradients(model):
         return keras.ops.mean((model(tensors[0]) - keras.ops.convert_to_tensor(Y)) ** 2)
 
     variables = model.trainable_variables
-    _, _, found = keras_autodiff.gradients(loss, [X], variables)
+    _, _, found = keras_models.gradients(loss, [X], variables)
     return {v.path: g for v, g in zip(variables, found, strict=True)}
 
 

@@ -7,7 +7,7 @@ from keras_plain import jacobian
 
 import rnnlens as rl
 from rnnlens.errors import UnsupportedError
-from rnnlens.testing.keras_autodiff import gradients
+from rnnlens.testing.keras_models import gradients
 
 pytestmark = pytest.mark.usefixtures("float64")
 
