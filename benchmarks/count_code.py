@@ -1,0 +1,221 @@
+"""Count the size of the source, and the files and functions of it that a verb enters.
+
+    python benchmarks/count_code.py                 # the working tree
+    python benchmarks/count_code.py --at ac84298    # the source of another revision, its text only
+    python benchmarks/count_code.py --verbs         # also files, functions and forward passes per verb
+
+Code lines are lines with a token that is neither comment nor docstring. A function used once is defined at the top of a
+module and named once elsewhere in the source. A module of one neighbour is imported by exactly one other module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import subprocess
+import sys
+import tarfile
+import tokenize
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_QUIET = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def sources(revision: str | None) -> dict[str, str]:
+    """Text of every module by dotted name; ``.__init__`` marks a package's own."""
+    if revision is None:
+        texts = {str(p.relative_to(ROOT / "src")): p.read_text() for p in (ROOT / "src" / "rnnlens").rglob("*.py")}
+    else:
+        archive = subprocess.run(["git", "archive", revision, "src/rnnlens"], cwd=ROOT, check=True, capture_output=True)
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+            files = [m for m in tar.getmembers() if m.name.endswith(".py")]
+            texts = {m.name.removeprefix("src/"): tar.extractfile(m).read().decode() for m in files}  # type: ignore[union-attr]
+    return {name.removesuffix(".py").replace("/", "."): text for name, text in sorted(texts.items())}
+
+
+def code_lines(text: str, tree: ast.Module) -> int:
+    """Number of lines with code on them."""
+    docstrings: set[int] = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            value = body[0].value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                docstrings |= set(range(value.lineno, (value.end_lineno or value.lineno) + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _QUIET:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def imported(node: ast.Import | ast.ImportFrom, module: str, known: set[str]) -> set[str]:
+    """Modules of ours that an import statement names: a submodule rather than its package."""
+
+    def real(name: str) -> str | None:
+        return name if name in known else f"{name}.__init__" if f"{name}.__init__" in known else None
+
+    if isinstance(node, ast.Import):
+        return {found for alias in node.names if (found := real(alias.name))}
+    base = node.module or ""
+    if node.level:
+        parents = module.split(".")[: -node.level]
+        base = ".".join([*parents, *([node.module] if node.module else [])])
+    submodules = {found for alias in node.names if (found := real(f"{base}.{alias.name}"))}
+    own = real(base)
+    return submodules | ({own} if own and len(submodules) < len(node.names) else set())
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one module (Kosaraju's algorithm)."""
+    order: list[str] = []
+    seen: set[str] = set()
+
+    def finish(start: str, graph: dict[str, set[str]], done: list[str]) -> None:
+        stack = [(start, iter(graph.get(start, ())))]
+        seen.add(start)
+        while stack:
+            rest = stack[-1][1]
+            following = next((n for n in rest if n not in seen), None)
+            if following is None:
+                done.append(stack.pop()[0])
+            else:
+                seen.add(following)
+                stack.append((following, iter(graph.get(following, ()))))
+
+    for name in edges:
+        if name not in seen:
+            finish(name, edges, order)
+    backwards: dict[str, set[str]] = defaultdict(set)
+    for name, targets in edges.items():
+        for target in targets:
+            backwards[target].add(name)
+    seen.clear()
+    found = []
+    for name in reversed(order):
+        if name not in seen:
+            part: list[str] = []
+            finish(name, backwards, part)
+            found.append(sorted(part))
+    return [part for part in found if len(part) > 1]
+
+
+def count(texts: dict[str, str]) -> dict[str, object]:
+    """All counts of the text, by the words of the table."""
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    known = set(texts)
+    lengths: list[int] = []
+    top: list[str] = []
+    classes: dict[str, set[str]] = defaultdict(set)
+    names: Counter[str] = Counter()
+    edges: dict[str, set[str]] = {}
+    inner = 0
+    for name, tree in trees.items():
+        edges[name] = set()
+        top += [node.name for node in tree.body if isinstance(node, _FUNCTIONS)]
+        for node in ast.walk(tree):
+            if isinstance(node, _FUNCTIONS):
+                lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
+                inner += sum(bool(isinstance(n, ast.Import | ast.ImportFrom)) for n in ast.walk(node))
+            elif isinstance(node, ast.ClassDef):
+                classes[node.name].add(name)
+            elif isinstance(node, ast.Name):
+                names[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                names[node.attr] += 1
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                edges[name] |= imported(node, name, known) - {name}
+    importers = Counter(target for targets in edges.values() for target in targets)
+    lengths.sort()
+    rings = circles(edges)
+    return {
+        "modules": len(texts),
+        "lines": sum(len(text.splitlines()) for text in texts.values()),
+        "code lines": sum(code_lines(text, trees[name]) for name, text in texts.items()),
+        "functions": len(lengths),
+        "function length, median": lengths[len(lengths) // 2],
+        "function length, 95th percentile": lengths[int(0.95 * len(lengths))],
+        "functions used once": sum(names[name] == 1 for name in top),
+        "modules of one neighbour": sum(n == 1 for name, n in importers.items() if not name.endswith("__init__")),
+        "files under 40 lines": sum(
+            len(text.splitlines()) < 40 for name, text in texts.items() if not name.endswith("__init__")
+        ),
+        "longest file": max(len(text.splitlines()) for text in texts.values()),
+        "imports inside functions": inner,
+        "import cycles": len(rings),
+        "modules in the largest cycle": max(map(len, rings), default=0),
+        "class names with several meanings": sum(len(owners) > 1 for owners in classes.values()),
+    }
+
+
+def entered(verbs: list[str]) -> dict[str, str]:
+    """Files and functions of ours entered by each verb on nn.LSTM + Linear, and forward passes of the model."""
+    import torch
+
+    import rnnlens as rl
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = torch.nn.LSTM(3, 5, batch_first=True), torch.nn.Linear(5, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.head(self.lstm(x)[0][:, -1])
+            return result
+
+    torch.manual_seed(0)
+    x, y, loss = torch.randn(40, 7, 3), torch.randn(40, 2), torch.nn.functional.mse_loss
+    calls = {
+        "trace": lambda net: rl.trace(net, x, y, loss=loss),
+        "gradients": lambda net: rl.gradients(net, x, y, loss=loss, wrt="input"),
+        "weights": lambda net: rl.weights(net, x, y, loss=loss),
+        "jacobian": lambda net: rl.jacobian(net, x),
+    }
+    home, found = str(Path(rl.__file__).parent), {}
+    for verb in verbs:
+        for certify in ("never", "always"):
+            with rl.options(certify=certify):
+                calls[verb](Net())  # modules that are loaded on first use do not count
+                net, entries, functions = Net(), Counter(), set()
+
+                def note(frame: object, event: str, argument: object, entries=entries, functions=functions) -> None:
+                    code = frame.f_code  # type: ignore[attr-defined]
+                    entries[code] += event == "call" and code is Net.forward.__code__
+                    if event == "call" and code.co_filename.startswith(home) and code.co_name != "<module>":
+                        functions.add((code.co_filename, code.co_qualname))
+
+                sys.setprofile(note)
+                try:
+                    calls[verb](net)
+                finally:
+                    sys.setprofile(None)
+            named = {(file, name) for file, name in functions if not name.endswith(("<genexpr>", "<listcomp>"))}
+            files = len({file for file, _ in functions})
+            word = "certified" if certify == "always" else "uncertified"
+            found[f"{verb}, {word}"] = f"{files} files, {len(named)} functions, {entries[Net.forward.__code__]} forward"
+    return found
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--at", help="a git revision; the working tree by default")
+    parser.add_argument("--verbs", action="store_true", help="also what each verb enters (needs torch; working tree)")
+    parser.add_argument("--under", default="rnnlens", help="only modules of this package, such as rnnlens.recurrence")
+    given = parser.parse_args()
+    texts = {name: text for name, text in sources(given.at).items() if name.startswith(given.under)}
+    rows = count(texts)
+    if given.verbs:
+        sys.path.insert(0, str(ROOT / "src"))
+        rows |= entered(["trace", "gradients", "weights", "jacobian"])
+    print(f"| {given.under} at {given.at or 'the working tree'} | |\n|---|---|")
+    for name, value in rows.items():
+        print(f"| {name} | {value} |")
+
+
+if __name__ == "__main__":
+    main()
