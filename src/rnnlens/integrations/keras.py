@@ -16,7 +16,7 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
-from ..adapters.keras.training import (
+from ..adapters.keras.training_capture import (
     Heard,
     batches_per_execution,
     is_built,

@@ -163,7 +163,7 @@ def test_the_batch_is_binding_in_stateful_layers():
 
 @pytest.mark.parametrize("make", [sequential, Subclass])
 def test_a_model_without_weights_is_refused_and_can_be_built_from_data(make):
-    from rnnlens.adapters.keras.data import build_from
+    from rnnlens.adapters.keras.inputs import build_from
 
     model = compiled(make())
     for verb in (rl.trace, rl.weights, rl.find_nonfinite):

@@ -32,19 +32,15 @@ from ..protocol import (
     WeightLocation,
 )
 from . import discover
+from .boundaries import put_together
 from .capture import capture, copy_of
-from .chain import between, chain
 from .dialect import dialect, dialect_of
-from .facts import facts, reduction
-from .functional import differentiate
-from .perturb import nudged
-from .ports import put_together
-from .provenance import provenance
-from .pullback import KerasPullback
+from .losses import combination, loss_of, mixes_samples, outputs_of
+from .model_facts import facts, provenance, reduction
+from .pullback import KerasPullback, differentiate
 from .reference_run import place, reference_run
-from .reinitialise import reinitialised
+from .variants import between, chain, nudged, reinitialised
 from .weights import layer_weights
-from .whole_loss import combination, loss_of, mixes_samples, outputs_of
 
 
 class KerasAdapter(Adapter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,18 +13,15 @@ from ...autodiff import Engine, tensors
 from ...errors import LayerNotFoundError, ModelError, did_you_mean, message
 from ...typing import Array
 from ..protocol import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, NonRecurrentCall, RecurrentCall
-from . import loss as losses
+from . import losses
 from .cells import KerasStepCell, initial_state_weights
-from .data import prepare
 from .dialect import Dialect, dialect_of
 from .discover import Places, Site, choose, given_states, places
 from .hooks import Call
-from .masks import masked_output, output_from_state
+from .inputs import by_key, input_order, prepare
 from .reference_run import names_of, tied_variables
-from .registered import registration_of
 from .run import Job, Result, run
-from .trees import by_key, input_order
-from .weights import cell_variables, cell_with_equations, class_of, computed_in, known_arrays
+from .weights import cell_variables, cell_with_equations, class_of, computed_in, known_arrays, registration_of
 
 _UPPER = frozenset({"output", "final_state"})
 _BOUNDARYS = _UPPER | {"input", "initial_state"}
@@ -311,3 +308,38 @@ def _turned(array: Array | None, backwards: bool) -> Array | None:
     if array is None or not backwards:
         return array
     return array.flip(1) if hasattr(array, "flip") and not isinstance(array, np.ndarray) else array[:, ::-1].copy()
+
+
+def masked_output(layer: Any, known: bool) -> Literal["state", "output", "zero"]:
+    """What ``layer`` returns at a masked step that it does not return zeros at."""
+    keras = dialect_of(layer)
+    engine = keras.engine.name
+    if layer.zero_output_for_mask and not (engine == "jax" and layer.unroll):
+        return "zero"
+    nested = any(keras.tree.is_nested(size) for size in keras.template(layer.cell))
+    return "state" if known or (engine == "jax" and not layer.unroll and not nested) else "output"
+
+
+def output_from_state(layer: Any, mask: Array | None) -> Array | None:
+    """(sample, time) of bool: where the output moves with the state after that step; None for everywhere.
+
+    ``mask`` is chronological. For a layer that returns its last output only, the entry that counts is that of the step
+    run last.
+    """
+    if mask is None:
+        return None
+    engine = dialect_of(layer).engine.name
+    backwards = layer.go_backwards
+    in_order = mask[:, ::-1] if backwards else mask
+    if engine == "jax" and not layer.unroll:
+        follows = in_order | (not layer.zero_output_for_mask)
+        return _chronological(follows, backwards)
+    follows = in_order.cumsum(axis=1) > 0
+    if layer.zero_output_for_mask and engine != "jax":
+        mirrored = layer.unroll and backwards and layer.return_sequences
+        follows = follows & (mask if mirrored else in_order)
+    return _chronological(follows, backwards)
+
+
+def _chronological(follows: Array, backwards: bool) -> Array:
+    return (follows[:, ::-1] if backwards else follows).copy()

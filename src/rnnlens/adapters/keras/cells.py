@@ -12,7 +12,7 @@ from ...errors import runs_again
 from ...recurrence.cells import StepCell
 from ...typing import Array
 from .dialect import Dialect, dialect_of
-from .found import as_found
+from .restore import as_found
 from .weights import cell_variables
 
 #: Bytes that the Jacobians of one chunk of steps may take.

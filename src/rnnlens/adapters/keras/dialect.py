@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,10 +20,6 @@ from ...autodiff import Engine, Tap
 from ...errors import UnsupportedError, message
 from ...recurrence.cells import Cell
 from ...typing import Array, Namespace
-
-if TYPE_CHECKING:
-    from .discover import Site
-    from .hooks import Listener
 
 #: Package that must be loaded already -> the module of its dialect.
 _DIALECTS = {"keras": "keras3", "tf_keras": "keras2"}
@@ -158,8 +154,8 @@ class Dialect(Protocol):
     def asks_for_training(self, model: Any) -> bool:
         """Whether a model is told if it trains."""
 
-    def listen(self, listener: Listener, site: Site, half: int, override: Override) -> None:
-        """Override what has to be overridden in a recurrent layer for ``listener`` to hear it."""
+    def listen(self, listener: Any, site: Any, half: int, override: Override) -> None:
+        """Override the methods of the layer of a ``Site`` at which a ``Listener`` records a recurrent call."""
 
     def values(self, variables: Sequence[Any]) -> list[Any] | None:
         """What to run with in place of the values of variables; None where the run may read them itself."""

@@ -24,10 +24,9 @@ from ...autodiff import Engine, Tap, engine
 from ...errors import UnsupportedError, message
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
 from ...typing import Array, Namespace
-from . import keras2_call, keras2_run
+from . import keras2_run
 from .dialect import Dialect, own_array
-from .keras2_loss import Losses, undisturbed
-from .keras2_ops import ArrayFunctions, Ops, Tree
+from .keras2_ops import ArrayFunctions, Losses, Ops, Tree, undisturbed
 
 #: The versions on which the tests run.
 _VERSIONS = ("2.21.",)
@@ -92,8 +91,8 @@ class Keras2:
     }
     single_precision = frozenset({"gelu"})
 
-    listen = staticmethod(keras2_call.listen)
-    refusal = staticmethod(keras2_call.refusal)
+    listen = staticmethod(keras2_run.listen)
+    refusal = staticmethod(keras2_run.refusal)
     undisturbed = staticmethod(undisturbed)
 
     def is_graph(self, thing: Any) -> bool:

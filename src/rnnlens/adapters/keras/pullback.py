@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,15 +14,13 @@ from ...autodiff import Engine, Memo, Tap
 from ...errors import InputError, LayerNotFoundError, message, raised_by
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback, refuse_misfits
-from . import loss as losses
-from .data import prepare
+from . import losses
+from .boundaries import Spots
 from .dialect import Dialect, dialect_of
 from .discover import given_states, places
-from .found import as_found
-from .memos import forget
-from .ports import Spots
-from .run import Job, memo_for, program
-from .trees import input_order
+from .inputs import input_order, prepare
+from .restore import as_found
+from .run import Job, Loss, forget, memo_for, program
 
 #: Bytes that the cotangents of one chunk may take, with what an engine needs around them.
 _CHUNK = 512 * 2**20
@@ -53,7 +51,7 @@ class KerasPullback:
         with as_found(model, self._keras, batch.seed):
             arguments = job.arguments()
             memo = self._memo(job, arguments)
-            with losses.undisturbed(model, regularised=True), raised_by("Your model, run to be differentiated,"):
+            with self._keras.undisturbed(model, regularised=True), raised_by("Your model, run to be differentiated,"):
                 self._linear = self._linearised(job, arguments, memo)
         self._linear.tracing = partial(_undone, model, self._keras, batch.seed)
         heard = {**self._linear.aux, **self._linear.targets}
@@ -77,7 +75,7 @@ class KerasPullback:
             forget(job.model, memo)
             raise
 
-    def _job(self, model: Any, batch: Batch, loss: losses.Loss | None) -> Job:
+    def _job(self, model: Any, batch: Batch, loss: Loss | None) -> Job:
         wanted = frozenset(self._spots.keys[port] for port in (*self._wrt, *self._cut))
         return Job(
             model=model,
@@ -159,7 +157,7 @@ class KerasPullback:
 @contextmanager
 def _undone(model: Any, keras: Dialect, seed: int | None) -> Iterator[None]:
     """Within the block the model may run once more as it ran for a pullback."""
-    with as_found(model, keras, seed), losses.undisturbed(model, regularised=True):
+    with as_found(model, keras, seed), keras.undisturbed(model, regularised=True):
         yield
 
 
@@ -181,3 +179,53 @@ def _tensor_name(key: str) -> str:
 def _missing(port: Port) -> str:
     where = "model" if port.layer is None else f"layer {port.layer!r}"
     return message(f"The {port.kind} number {port.index} of the {where} does not appear in this forward pass.")
+
+
+#: Takes a cotangent of the function's value back to one cotangent per argument.
+Pull = Callable[[Array], list[Array]]
+
+
+def differentiate(function: Callable[..., Any], arrays: Sequence[Array], keras: Dialect) -> tuple[Array, Pull]:
+    """Value of ``function(*tensors)``, and its pull-back.
+
+    Raises
+    ------
+    InputError
+        If the function does not return a tensor of floats of this engine that depends on what it was given.
+    """
+    engine = keras.engine
+    tensors = [keras.ops.convert_to_tensor(np.asarray(a)) for a in arrays]
+
+    def program(arguments: Any, tap: Callable[[str, Any], Any]) -> tuple[dict[str, Any], Any]:
+        with raised_by("Your function"):
+            value = function(*(tap(str(i), tensor) for i, tensor in enumerate(arguments)))
+        if not keras.ops.is_tensor(value) or not keras.is_float(value):
+            raise InputError(
+                message(
+                    "The function must return one tensor of floats, made with the framework's own operations.",
+                    got=f"{type(value).__name__}",
+                    expected=f"a tensor of {engine.name}, such as {keras.says_mean}",
+                )
+            )
+        return {"value": value}, None
+
+    with raised_by("Your function, differentiated,"):
+        linear = engine.linearise(program, tensors, Memo())
+    value = engine.to_array(linear.targets["value"])
+
+    def pull(cotangent: Array) -> list[Array]:
+        found = linear.vjp({"value": np.asarray(cotangent)[None]})
+        parts = [found[str(i)] for i in range(len(tensors))]
+        if all(part is None for part in parts):
+            raise InputError(
+                message(
+                    "The function's value does not depend on its tensors in a way that can be differentiated.",
+                    hint="use the framework's own differentiable operations: no NumPy, no argmax, no conversion to int",
+                )
+            )
+        return [
+            np.zeros_like(a) if p is None else np.asarray(engine.to_array(p))[0]
+            for p, a in zip(parts, arrays, strict=True)
+        ]
+
+    return np.asarray(value), pull

@@ -19,16 +19,13 @@ from ...errors import CertificateError
 from ...recurrence.cells.registry import Registration
 from ...typing import Array
 from ..protocol import Batch, Cotangents, ReferenceRun, WeightLocation
-from . import loss as losses
+from . import losses
 from .cells import initial_state_weights
-from .data import prepare
 from .dialect import dialect_of
-from .found import as_found
-from .memos import memo_of, stamp_of_tensors
-from .registered import attributes, registration_of
-from .run import Job
-from .trees import input_order
-from .weights import has_two_biases
+from .inputs import input_order, prepare
+from .restore import as_found
+from .run import Job, memo_of, stamp_of_tensors
+from .weights import attributes, has_two_biases, registration_of
 
 
 def reference_run(
@@ -48,7 +45,7 @@ def reference_run(
     loss = losses.plan(model, batch) if with_loss else None
     job = Job(model, prepare(model, batch), (), {}, batch.training, batch.seed)
     stamp = keras.stamp(model, batch.loss) if engine.compiles else None
-    with as_found(model, keras, batch.seed), losses.undisturbed(model, regularised=regularised):
+    with as_found(model, keras, batch.seed), keras.undisturbed(model, regularised=regularised):
         arguments = job.arguments()
         arguments["values"], watched = keras.plain_values(job.variables)
         run = _Run(job, watched, loss, arguments, (regularised, stamp))

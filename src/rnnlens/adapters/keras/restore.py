@@ -204,3 +204,13 @@ def _back_in_place(container: Any) -> Callable[[], None]:
 
 def _same(now: Any, before: Any) -> bool:
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+
+
+@contextmanager
+def as_found(model: Any, keras: Dialect, seed: int | None = None) -> Iterator[None]:
+    """All that layers keep in Python, variables, random generators and process-wide state come back on exit.
+
+    ``model`` may be a cell that is no layer, which has nothing of Keras to put back.
+    """
+    with keras.as_found(model, seed), unchanged(model, keras):
+        yield

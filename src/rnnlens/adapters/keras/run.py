@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from ...autodiff import Engine, Memo, Tap
 from ...errors import raised_by
-from . import loss as losses
-from .data import Data
+from ...settings import current
 from .dialect import Dialect, dialect_of
 from .discover import Site
-from .found import as_found
 from .hooks import Call, Listener
-from .memos import forget, memo_of, stamp_of_tensors
-from .restore import unchanged
+from .inputs import Data
+from .restore import as_found, unchanged
+
+#: Computes the loss from x, y, the outputs and the sample weights, as a scalar tensor.
+Loss = Callable[[Any, Any, Any, Any], Any]
 
 
 @dataclass
@@ -29,7 +32,7 @@ class Job:
     plain: Mapping[str, Any]
     training: bool
     seed: int | None = None
-    loss: losses.Loss | None = None
+    loss: Loss | None = None
     loss_given: Any = None
     gradients: bool = True
     wanted: frozenset[str] = frozenset()
@@ -108,7 +111,7 @@ def run(job: Job) -> Result:
     with as_found(job.model, job.keras, job.seed):
         arguments = job.arguments()
         memo = None if getattr(job.model, "run_eagerly", False) else memo_for(job, arguments)
-        with losses.undisturbed(job.model), raised_by("Your model, run or differentiated,"):
+        with job.keras.undisturbed(job.model, regularised=False), raised_by("Your model, run or differentiated,"):
             raw, calls = _compiled_or_eager(job, arguments, engine, memo)
     value, (arrays, outputs), gradients = raw
     made = [Call(c.place, c.half, c.index, a) for c, a in zip(calls, arrays, strict=True)]
@@ -150,3 +153,31 @@ def memo_for(job: Job, arguments: Any, *more: Hashable) -> Memo | None:
 def call_model(model: Any, x: Any, training: bool) -> Any:
     """The outputs of ``model``, told whether it trains where it asks for that."""
     return model(x, training=training) if dialect_of(model).asks_for_training(model) else model(x)
+
+
+_memos: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Memo]] = weakref.WeakKeyDictionary()
+
+
+def memo_of(model: Any, question: Hashable, stamp: Hashable | None) -> Memo:
+    """The memo of one question about ``model``; of an open run, ``stamp`` None, a new one with the old executables."""
+    kept = _memos.setdefault(model, OrderedDict())
+    memo = kept.setdefault((question, stamp), Memo())
+    kept.move_to_end((question, stamp))
+    while len(kept) > current().compiled:
+        kept.popitem(last=False)
+    return memo if stamp is not None else Memo(memo.executables)
+
+
+def stamp_of_tensors(keras: Dialect, tree: Any) -> Hashable:
+    """Structure, shapes and dtypes, and where JAX has them lie."""
+    paths = keras.tree.flatten_with_path(tree)
+    return tuple(
+        (path, None if t is None else (tuple(t.shape), str(t.dtype), getattr(t, "sharding", None))) for path, t in paths
+    )
+
+
+def forget(model: Any, memo: Memo) -> None:
+    """Drop a memo that was left half made."""
+    kept = _memos.get(model, OrderedDict())
+    for key in [key for key, one in kept.items() if one is memo]:
+        del kept[key]

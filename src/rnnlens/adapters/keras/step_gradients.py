@@ -16,8 +16,8 @@ from ...errors import LayerNotFoundError, UnsupportedError, did_you_mean, messag
 from ...typing import Array
 from .dialect import dialect_of
 from .discover import Site, places
-from .facts import facts
 from .hooks import overriding
+from .model_facts import facts
 
 #: Where a step that Keras compiled holds those that were compiled beside it, by the layers that are listened to.
 _LISTENED = "_rnnlens_listened"

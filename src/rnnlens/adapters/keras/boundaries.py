@@ -11,8 +11,7 @@ from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_
 from ..composed import Composed
 from ..protocol import Port
 from .discover import Places, Site, base_name, places
-from .registered import composed, registration_of
-from .weights import named_variables
+from .weights import composed, named_variables, registration_of
 
 #: Mark of the place where a bidirectional layer as a whole is listened to, besides its two halves.
 _WHOLE = "~whole"

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...errors import UnsupportedError, message
 from .dialect import dialect_of
-from .direct import Direct
+from .step_gradients import Direct
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import numpy as np
 from ..protocol import ModelFacts, Role, Submodule
 from .dialect import Dialect, dialect_of
 from .discover import places
-from .trees import output_names
+from .inputs import output_names
 
 _RELUS = ("relu", "relu6")
 _DROPOUTS = ("Dropout", "AlphaDropout", "GaussianDropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
@@ -95,3 +97,27 @@ def _scale(optimizer: Any) -> float:
     """The factor of a ``LossScaleOptimizer``: as it is by now, once it has taken a step."""
     scale = getattr(optimizer, "dynamic_scale", None) if getattr(optimizer, "built", False) else None
     return float(np.asarray(scale)) if scale is not None else float(getattr(optimizer, "initial_scale", 1.0))
+
+
+def provenance(model: Any) -> Mapping[str, str]:
+    """Plain strings: framework, engine, compute dtype, dtype of the weights, device of the first of them."""
+    keras = dialect_of(model)
+    engine = keras.engine.name
+    version = getattr(importlib.import_module(engine), "__version__", "unknown")
+    values = [keras.ops.convert_to_tensor(variable) for variable in (model.variables[:1] if model.built else ())]
+    device = str(getattr(values[0], "device", "cpu")) if values else "cpu"
+    return {
+        "framework": f"{keras.name} {keras.version}",
+        "engine": f"{engine} {version}",
+        "dtype": _coarsest(keras, model),
+        "weights_dtype": str(getattr(model, "variable_dtype", keras.floatx())),
+        "device": device or "cpu",
+        "adapter": "keras",
+    }
+
+
+def _coarsest(keras: Dialect, model: Any) -> str:
+    """The compute dtype with the fewest digits among those of the model and its layers."""
+    own = str(getattr(model, "compute_dtype", keras.floatx()))
+    dtypes = {own, *(str(getattr(layer, "compute_dtype", own)) for layer in model._flatten_layers())}
+    return next((dtype for dtype in ("bfloat16", "float16") if dtype in dtypes), own)

@@ -1,0 +1,222 @@
+"""Moves one tensor of a model a little, for the length of a block: to see by experiment what depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ...errors import UnsupportedError, message
+from ...typing import Array
+from ..protocol import ChainLink, Port
+from .dialect import Dialect, dialect_of
+from .discover import base_name, places
+from .pullback import Pull, differentiate
+from .restore import as_found
+from .weights import named_variables
+
+
+@contextmanager
+def nudged(model: Any, port: Port, size: float) -> Iterator[bool]:
+    """Within the block, add ``size`` times the tensor's own spread, in a fixed random pattern; False: not possible.
+
+    A weight is assigned and assigned back, bit by bit; an output is moved by a method of the layer's instance.
+    """
+    found = places(model)
+    layers = {**found.plain, **{site.name: site.owner for site in found.sites}}
+    layer = layers.get(base_name(str(port.layer), found)) if port.layer is not None else None
+    own = port.kind != "weight" or (layer is not None and port.key in named_variables(layer))
+    if layer is None or not own or port.kind not in ("weight", "output"):
+        yield False
+        return
+    moved = _moved_weight if port.kind == "weight" else _moved_output
+    with moved(layer, port.key, size):
+        yield True
+
+
+@contextmanager
+def _moved_weight(layer: Any, key: str, size: float) -> Iterator[None]:
+    variable = named_variables(layer)[key]
+    before = dialect_of(variable).value_of(variable)
+    try:
+        variable.assign(before + _pattern(before.shape, before, size))
+        yield
+    finally:
+        variable.assign(before)
+
+
+@contextmanager
+def _moved_output(layer: Any, key: str, size: float) -> Iterator[None]:
+    del key
+    keras, original, own = dialect_of(layer), layer.call, vars(layer)
+    had = own.get("call")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return keras.tree.map_structure(lambda tensor: _moved(keras, tensor, size), original(*args, **kwargs))
+
+    own["call"] = call
+    try:
+        yield
+    finally:
+        own.pop("call")
+        if had is not None:
+            own["call"] = had
+
+
+def _moved(keras: Dialect, tensor: Any, size: float) -> Any:
+    if not keras.is_float(tensor):
+        return tensor
+    shape = tuple(1 if n is None else n for n in tensor.shape)
+    spread = keras.ops.sqrt(keras.ops.mean(keras.ops.square(keras.ops.stop_gradient(tensor))))
+    pattern = keras.ops.convert_to_tensor(_pattern(shape, np.ones(1), size), dtype=tensor.dtype)
+    moved = tensor + pattern * (spread + keras.ops.cast(spread == 0, tensor.dtype))
+    mask = getattr(tensor, "_keras_mask", None)
+    if mask is not None:
+        moved._keras_mask = mask
+    return moved
+
+
+def _pattern(shape: tuple[int, ...], like: np.ndarray[Any, Any], size: float) -> np.ndarray[Any, Any]:
+    spread = float(np.sqrt(np.mean(np.square(like, dtype=np.float64)))) or 1.0
+    return np.asarray(size * spread * np.random.default_rng(0).normal(size=shape)).astype(like.dtype)
+
+
+def reinitialised(model: Any, seed: int) -> Any:
+    """A model of the same configuration, built on the same shapes, with weights drawn by its own initializers.
+
+    Raises
+    ------
+    UnsupportedError
+        If the model cannot be made from its configuration.
+    """
+    try:
+        keras = dialect_of(model)
+        twin = (
+            keras.models.clone_model(model)
+            if hasattr(model, "_functional") or _is_graph(keras, model)
+            else _again(model)
+        )
+        if not twin.built:
+            twin.build_from_config(model.get_build_config())
+        if [tuple(v.shape) for v in twin.variables] != [tuple(v.shape) for v in model.variables]:
+            raise ValueError("its weights have other shapes")
+        _compile_like(keras, twin, model)
+    except Exception as error:
+        raise UnsupportedError(
+            message(
+                f"Model {model.name!r} cannot be built anew from its configuration.",
+                got=f"{type(error).__name__}: {error}",
+                hint="pass a copy of the model from before training: baseline=that_model",
+            )
+        ) from error
+    del seed  # Keras draws from the global state; the copy is untrained either way
+    return twin
+
+
+def _compile_like(keras: Dialect, twin: Any, model: Any) -> None:
+    """The loss of the model for its copy; tf_keras copies none."""
+    loss = keras.compiled_loss(model) if isinstance(model, keras.Model) else None
+    if loss is not None and not keras.is_compiled(twin):
+        twin.compile(loss=keras.user_loss(model), loss_weights=loss._user_loss_weights)
+
+
+def _is_graph(keras: Dialect, model: Any) -> bool:
+    return (
+        isinstance(model, keras.Sequential)
+        or bool(getattr(model, "_is_graph_network", False))
+        or bool(getattr(model, "_operations", None))
+    )
+
+
+def _again(model: Any) -> Any:
+    return type(model).from_config(model.get_config())
+
+
+_RECURRENT = ("LSTM", "GRU", "SimpleRNN")
+#: Layers that pass their input on unchanged when not training.
+_IDLE = ("Dropout", "SpatialDropout1D", "GaussianNoise", "Identity")
+
+
+def chain(model: Any, *, training: bool) -> list[ChainLink] | None:
+    """The layers from input to output, or None if the model is anything but such a chain.
+
+    Exact types only: a subclass, an overridden ``call``, a second input, a mixed dtype or any other layer means None.
+    """
+    keras = dialect_of(model)
+    layers = keras.in_order(model)
+    if layers is None:
+        return None
+    links = [_link(keras, layer, training) for layer in layers]
+    return None if any(link is None for link in links) else [link for link in links if link is not None]
+
+
+def between(model: Any, of: Port, wrt: Port) -> Callable[[Array], tuple[Array, Pull]] | None:
+    """The layers of a chain from one output to another, called one after the other; None for any other model."""
+    keras = dialect_of(model)
+    layers = keras.in_order(model)
+    if layers is None:
+        return None
+    names = [layer.name for layer in layers]
+    first = 0 if wrt == Port("input") else _after(wrt, names)
+    last = len(layers) if of == Port("output") else _after(of, names)
+    if first is None or last is None or first >= last:
+        return None
+
+    def called(tensor: Any) -> Any:
+        with keras.running(model, None, keras.seeds(model, None), {}, lambda key, tensor: tensor):
+            for layer in layers[first:last]:
+                tensor = layer(tensor)
+        return tensor
+
+    def run(array: Array) -> tuple[Array, Pull]:
+        with as_found(model, keras):
+            value, pull = differentiate(called, [array], keras)
+
+        def pulled(cotangent: Array) -> list[Array]:
+            with as_found(model, keras):
+                return pull(cotangent)
+
+        return value, pulled
+
+    return run
+
+
+def _after(port: Port, names: Sequence[str]) -> int | None:
+    """The place behind the layer that a tensor comes out of."""
+    return names.index(port.layer) + 1 if port.kind == "output" and port.layer in names and not port.index else None
+
+
+def _among(keras: Dialect, names: Sequence[str]) -> list[type]:
+    return [getattr(keras.layers, name) for name in names if hasattr(keras.layers, name)]
+
+
+def _link(keras: Dialect, layer: Any, training: bool) -> ChainLink | None:
+    kind = type(layer)
+    if not isinstance(layer, keras.layers.Layer) or "call" in vars(layer):
+        return None
+    if layer.compute_dtype != layer.variable_dtype:
+        return None
+    if kind in _among(keras, _RECURRENT):
+        odd = layer.go_backwards or layer.return_state or keras.time_major(layer)
+        return None if odd else ChainLink(layer.name, "recurrent")
+    if kind is keras.layers.TimeDistributed and type(layer.layer) is keras.layers.Dense:
+        return _dense(keras, layer.layer, layer.name)
+    if kind is keras.layers.Dense:
+        return _dense(keras, layer, layer.name)
+    if kind is keras.layers.Embedding:
+        return ChainLink(layer.name, "table")
+    if kind in _among(keras, _IDLE) and not training:
+        return ChainLink(layer.name, "same")
+    return None
+
+
+def _dense(keras: Dialect, layer: Any, name: str) -> ChainLink | None:
+    if getattr(layer, "quantization_mode", None) or getattr(layer, "lora_enabled", False) or "call" in vars(layer):
+        return None
+    activation = getattr(layer.activation, "__name__", "")
+    if layer.activation is not getattr(keras.activations, activation, None):
+        return None
+    kernel, bias = keras.value_of(layer.kernel), None if layer.bias is None else keras.value_of(layer.bias)
+    return ChainLink(name, "dense", kernel, bias, activation)
