@@ -71,7 +71,7 @@ class Listener:
 
     @contextmanager
     def listening(self, sites: Sequence[Site], plain: Mapping[str, Any]) -> Iterator[None]:
-        """Overrides methods on the instances; the caller restores ``vars`` of every layer (see ``found.py``)."""
+        """Overrides methods on the instances; the caller restores ``vars`` of every layer (see ``restore.py``)."""
         halves: dict[str, int] = {}
         with overriding() as put:
 

@@ -92,7 +92,7 @@ def other_loss(change):
             loss = original.plan(model, batch)
             return lambda *args: change(loss(*args))
 
-        return types.SimpleNamespace(plan=plan, undisturbed=original.undisturbed)
+        return types.SimpleNamespace(plan=plan)
 
     return plant
 
