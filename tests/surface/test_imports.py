@@ -14,7 +14,7 @@ ROOT = Path(rnnlens.__file__).parent
 IMPORTS_IN_FUNCTIONS = {"adapters.tf_graph", "cli", "results", "tracking", "verbs"}
 
 #: Packages with import circles, those by imports under TYPE_CHECKING included; as above.
-IMPORT_CIRCLES = {"adapters.protocol", "adapters.torch", "cli", "results"}
+IMPORT_CIRCLES = {"adapters.protocol", "cli", "results"}
 
 
 def modules(root=ROOT):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Self
 
-from ..adapters.torch.heard import ModuleHook
+from ..adapters.torch.training_capture import ModuleHook
 from ..results.training_run import Gap
 from .torch.plan import Plan
 from .torch.watch import Watch, reason_of

@@ -31,18 +31,15 @@ from ..protocol import (
 )
 from .axes import layouts
 from .capture import capture
+from .cells import put_together
 from .discover import describe, named_modules, node_name, unwrapped
-from .facts import facts, fingerprint
-from .functional import differentiate
 from .inputs import home_of
-from .perturb import nudged
-from .pullback import TorchPullback
+from .losses import combination, loss_of, mixes_samples
+from .model_facts import facts, fingerprint
+from .pullback import TorchPullback, differentiate, outputs_of
 from .reference_run import place, reference_run
-from .registered import put_together
-from .reinitialise import reinitialised
-from .weights import layer_weights
-from .weights_file import load_weights
-from .whole_loss import combination, loss_of, mixes_samples, outputs_of
+from .variants import nudged, reinitialised
+from .weights import layer_weights, load_weights
 
 __all__ = ["adapter"]
 

@@ -2,92 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from ...recurrence.cells import Cell, registered
 from ..protocol import NonRecurrentCall, RecurrentCall
-from .lineage import probe_like
-from .record import Owner, PlainVisit, Recorder, Run, Visit
-from .registered import arranged, described
-from .values import replayable
+from .cells import arranged, described, replayable
+from .record import CallOwner, CallRecord, CallRecorder, OutputRecord, Recurrence, last_steps, node_names
 from .weights import NAMES, known_cell, ours
 
 #: from a tap to its gradient; None where no path led to it.
 Gradients = Callable[[Tensor], Tensor | None]
-
-
-class JoinedTooFarError(Exception):
-    """Calls were joined row by row that may not be; the recorder names whose, and the pass is to be run again."""
-
-
-def node_names(runs: list[Run]) -> list[list[str]]:
-    """Per run, the node name of each stacked layer: ``path``, ``path[1]``, ``path#0``, ``path[1]#0``."""
-    count: dict[int, int] = {}
-    for run in runs:
-        count[run.owner.key] = count.get(run.owner.key, 0) + 1
-    seen: dict[int, int] = {}
-    names = []
-    for run in runs:
-        index = seen.get(run.owner.key, 0)
-        seen[run.owner.key] = index + 1
-        suffix = f"#{index}" if count[run.owner.key] > 1 else ""
-        owner = run.owner
-        names.append(
-            [f"{owner.name}[{i}]{suffix}" if owner.layers > 1 else owner.name + suffix for i in range(owner.layers)]
-        )
-    return names
-
-
-def check_joints(recorder: Recorder, targets: Sequence[Tensor]) -> None:
-    """Refuse runs in which a state is read, by a target or by any recurrence, that the user seemed to drop.
-
-    Raises
-    ------
-    JoinedTooFarError
-        After the recorder's limits were extended.
-    """
-    masked = [run for run in recorder.runs if run.valid() is not None]
-    taps = [tap for run in masked for _, tap in _taps_by_step(run)]
-    if not taps:
-        return
-    fed = [visit.pieces[0].input for run in recorder.runs for visit in run.visits]
-    live = [tensor for tensor in [*targets, *fed] if tensor.requires_grad]
-    if not live:
-        return
-    probes = [probe_like(tensor) for tensor in live]
-    pulled = torch.autograd.grad(live, taps, probes, retain_graph=True, allow_unused=True)
-    found = {id(tap): grad for tap, grad in zip(taps, pulled, strict=True)}
-    before = len(recorder.never_by_row)
-    for run in masked:
-        dropped = ~run.valid()  # type: ignore[operator]
-        if any(_nonzero_in(found[id(tap)], dropped[step]) for step, tap in _taps_by_step(run)):
-            recorder.never_by_row.add(run.owner.key)
-    if len(recorder.never_by_row) > before:
-        raise JoinedTooFarError
-
-
-def _taps_by_step(run: Run) -> list[tuple[int, Tensor]]:
-    """Where gradients from above arrive, with the number of the step."""
-    return [
-        (step, tap)
-        for step, visit in enumerate(run.visits)
-        for tap in (visit.pieces[0].output, *visit.state_taps)
-        if tap is not None and tap.requires_grad
-    ]
-
-
-def last_steps(valid: Tensor) -> Tensor:
-    """(sample,): the last step at which a sample's state lived on."""
-    steps = torch.arange(valid.shape[0], device=valid.device)[:, None]
-    return torch.where(valid, steps, 0).amax(dim=0)
-
-
-def _nonzero_in(pulled: Tensor | None, rows: Tensor) -> bool:
-    """Whether (1, sample, unit) gradients are non-zero in the chosen samples."""
-    return pulled is not None and bool((pulled[:, rows[: pulled.shape[1]]] != 0).any())
 
 
 class Assembler:
@@ -101,7 +28,7 @@ class Assembler:
         Gradient of the loss at a tap; None without a loss.
     """
 
-    def __init__(self, recorder: Recorder, gradient: Gradients | None) -> None:
+    def __init__(self, recorder: CallRecorder, gradient: Gradients | None) -> None:
         self.recorder, self.gradient = recorder, gradient
         self._cells: dict[tuple[int, ...], tuple[str, Cell]] = {}
         self._holders: dict[int, set[tuple[int, ...]]] = {}
@@ -123,13 +50,13 @@ class Assembler:
         """One entry per call of a plain layer that was asked for."""
         return [self._plain(visit) for visit in self.recorder.plain]
 
-    def _plain(self, visit: PlainVisit) -> NonRecurrentCall:
+    def _plain(self, visit: OutputRecord) -> NonRecurrentCall:
         grad = None
         if self.gradient is not None and visit.output.is_floating_point():
             grad = _or_zeros(self.gradient(visit.output), visit.output)
         return NonRecurrentCall(visit.name, replayable(visit.output), None if grad is None else replayable(grad))
 
-    def _call(self, run: Run, layer: int, name: str, direction: int) -> RecurrentCall:
+    def _call(self, run: Recurrence, layer: int, name: str, direction: int) -> RecurrentCall:
         owner, first = run.owner, run.visits[0]
         side = ("forward", "backward")[direction]
         key, cell = self._cell(run, layer, f"{name}/{side}" if owner.directions > 1 else name, direction)
@@ -168,12 +95,12 @@ class Assembler:
                 call.framework_initial_state_grad = self._framework_initial_grad(run, layer, direction)
         return call
 
-    def _computed(self, owner: Owner, layer: int, direction: int) -> frozenset[str]:
+    def _computed(self, owner: CallOwner, layer: int, direction: int) -> frozenset[str]:
         """Return the names of the weights that the model computed from its parameters."""
         slots = (slot.split("/") for key, slot in self.recorder.computed if key == owner.key)
         return frozenset(NAMES[name] for name, *at in slots if at == [str(layer), str(direction)])
 
-    def _framework_input_grad(self, run: Run, layer: int) -> Tensor:
+    def _framework_input_grad(self, run: Recurrence, layer: int) -> Tensor:
         """What torch's own differentiation of these calls brought to their inputs."""
         assert self.gradient is not None
         grads = {id(v): _or_zeros(self.gradient(v.pieces[layer].input), v.pieces[layer].input) for v in run.visits}
@@ -183,7 +110,7 @@ class Assembler:
         }
         return _sequence(run, lambda v: timed[id(v)])
 
-    def _framework_initial_grad(self, run: Run, layer: int, direction: int) -> tuple[Tensor, ...] | None:
+    def _framework_initial_grad(self, run: Recurrence, layer: int, direction: int) -> tuple[Tensor, ...] | None:
         """The same at the states that the first call started from; None where a cell made them itself."""
         assert self.gradient is not None
         first, owner = run.visits[0], run.owner
@@ -195,7 +122,7 @@ class Assembler:
             found.append(_state(first, grad[index] if owner.stacked else grad.flatten(1)))
         return tuple(found)
 
-    def _cell(self, run: Run, layer: int, name: str, direction: int) -> tuple[str, Cell]:
+    def _cell(self, run: Recurrence, layer: int, name: str, direction: int) -> tuple[str, Cell]:
         owner, piece = run.owner, run.visits[0].pieces[layer]
         if owner.module is not None:
             return owner.name, self._registered(owner)
@@ -208,7 +135,7 @@ class Assembler:
             self._cells[_together(weights)] = known
         return known
 
-    def _registered(self, owner: Owner) -> Cell:
+    def _registered(self, owner: CallOwner) -> Cell:
         known = registered(owner.module)
         assert known is not None
         assert owner.module is not None
@@ -216,7 +143,7 @@ class Assembler:
             self._cells[(owner.key,)] = owner.name, described(owner.module, known)
         return self._cells[(owner.key,)][1]
 
-    def _output_grad(self, run: Run, layer: int, direction: int) -> Tensor:
+    def _output_grad(self, run: Recurrence, layer: int, direction: int) -> Tensor:
         owner = run.owner
         assert self.gradient is not None
         grads: dict[int, Tensor] = {}
@@ -231,7 +158,7 @@ class Assembler:
             grads[id(visit)] = grad
         return _sequence(run, lambda v: half(grads[id(v)], owner.directions, direction))
 
-    def _final_state(self, run: Run, layer: int, direction: int) -> tuple[Tensor, ...]:
+    def _final_state(self, run: Recurrence, layer: int, direction: int) -> tuple[Tensor, ...]:
         valid = run.valid()
         if valid is None:
             visit = run.visits[-1]
@@ -248,7 +175,7 @@ class Assembler:
             finals.append(replayable(values))
         return tuple(finals)
 
-    def _final_state_grad(self, run: Run, layer: int, direction: int) -> tuple[Tensor, ...]:
+    def _final_state_grad(self, run: Recurrence, layer: int, direction: int) -> tuple[Tensor, ...]:
         """What arrived at the states after the last call; nothing where samples ended earlier: see ``_state_grad``."""
         owner, visit = run.owner, run.visits[-1]
         result = []
@@ -261,7 +188,7 @@ class Assembler:
                 result.append(_state(visit, pulled[layer * owner.directions + direction]))
         return tuple(result)
 
-    def _state_grad(self, run: Run, layer: int) -> dict[int, Tensor] | None:
+    def _state_grad(self, run: Recurrence, layer: int) -> dict[int, Tensor] | None:
         """What arrived at states between the calls, by state: (sample, time, unit), zero where nothing did.
 
         The first state of a stacked layer is its output; what arrived at it is in ``output_grad``.
@@ -282,7 +209,7 @@ class Assembler:
     def _pulled(self, tap: Tensor) -> Tensor | None:
         return None if self.gradient is None else self.gradient(tap)
 
-    def _weight_grads(self, run: Run, layer: int, direction: int) -> dict[str, Tensor]:
+    def _weight_grads(self, run: Recurrence, layer: int, direction: int) -> dict[str, Tensor]:
         assert self.gradient is not None
         owner, weights = run.owner, run.visits[0].pieces[layer].weights[direction]
         # One that is tied to a weight of a cell with others of its own has a gradient of both: of neither alone.
@@ -306,7 +233,7 @@ def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
 
 
-def _at_end(visit: Visit, like: Tensor, grad: Tensor | None) -> Tensor:
+def _at_end(visit: CallRecord, like: Tensor, grad: Tensor | None) -> Tensor:
     """(time, sample, unit) of one call: zero but at its last step."""
     whole = like.detach().new_zeros((visit.steps, *like.shape[1:]))
     if grad is not None:
@@ -320,11 +247,11 @@ def half(value: Tensor, directions: int, direction: int) -> Tensor:
     return value[..., direction * size : (direction + 1) * size]
 
 
-def _sequence(run: Run, part: Callable[[Visit], Tensor]) -> Tensor:
+def _sequence(run: Recurrence, part: Callable[[CallRecord], Tensor]) -> Tensor:
     return replayable(sequence(run, [part(visit).detach() for visit in run.visits]))
 
 
-def sequence(run: Run, parts: list[Tensor]) -> Tensor:
+def sequence(run: Recurrence, parts: list[Tensor]) -> Tensor:
     """(sample, time, ...) from the time-first parts of every call; zeros where a sample has left the batch."""
     packed = [v.packing.padded(p) if v.packing is not None else p for v, p in zip(run.visits, parts, strict=True)]
     samples = packed[0].shape[1]
@@ -337,14 +264,14 @@ def _filled(part: Tensor, samples: int) -> Tensor:
     return torch.cat([part, rest], dim=1)
 
 
-def _state(visit: Visit, state: Tensor) -> Tensor:
+def _state(visit: CallRecord, state: Tensor) -> Tensor:
     """(sample, unit) in the caller's order."""
     if visit.packing is not None and visit.packing.order is not None:
         state = state.index_select(0, visit.packing.order)
     return replayable(state)
 
 
-def _mask(run: Run) -> Tensor | None:
+def _mask(run: Recurrence) -> Tensor | None:
     packing = run.visits[0].packing
     mask = packing.mask if packing is not None else run.valid()
     return None if mask is None or bool(mask.all()) else mask.T.contiguous()

@@ -19,13 +19,13 @@ from ...errors import RnnlensError
 from ...layout import Axis, Layout, named
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
-from .boundaries import leaves_of
-from .inputs import as_tensors
+from .inputs import as_tensors, leaves_of
 from .pullback import TorchPullback
 from .record import ALL
 from .sizes import Shape, shrinking
 
 Values = np.ndarray[Any, Any]
+
 
 #: Numbers that the cotangents of one pull may hold.
 ROOM = 4 * 2**20
@@ -53,12 +53,12 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
     for port in wanted if single else ():
         if port in shapes and port not in times:
             times |= _lone_step(port, shapes[port], samples.places.get(port))
-    known = _Known(shapes, samples, times, min(counts))
+    known = _KnownAxes(shapes, samples, times, min(counts))
     _find_by_size(model, batch, [port for port in ports if port in shapes], known, single=single)
     return {port: _layout(port, known) for port in shapes}
 
 
-def _find_by_size(model: nn.Module, batch: Batch, asked: Sequence[Port], known: _Known, *, single: bool) -> None:
+def _find_by_size(model: nn.Module, batch: Batch, asked: Sequence[Port], known: _KnownAxes, *, single: bool) -> None:
     """What gradients left open, where everything depends on everything: which axes shrink together with the batch."""
     shapes, samples, times, count = known.shapes, known.samples.places, known.times, known.count
 
@@ -71,17 +71,17 @@ def _find_by_size(model: nn.Module, batch: Batch, asked: Sequence[Port], known: 
     if without and not single:
         axes = {port: place.axis for port, place in times.items()}
         found = shrinking(model, batch, without, axes, look, counts=False)
-        places = {port: _Place(axis, 1, shapes[port][axis], 1) for port, axis in found.items()}
+        places = {port: _AxisPlace(axis, 1, shapes[port][axis], 1) for port, axis in found.items()}
         times |= {port: p for port, p in places.items() if p.axis != getattr(samples.get(port), "axis", None)}
     mixed = [port for port in asked if port not in samples and len(shapes[port]) > 1]
     if mixed and count > 1:
         axes = {port: place.axis for port, place in samples.items()}
         found = shrinking(model, batch, mixed, axes, look, counts=True)
-        samples |= {port: _Place(axis, 1, count, 1) for port, axis in found.items() if shapes[port][axis] == count}
+        samples |= {port: _AxisPlace(axis, 1, count, 1) for port, axis in found.items() if shapes[port][axis] == count}
 
 
 @dataclass(frozen=True)
-class _Place:
+class _AxisPlace:
     """Where an axis lies in a tensor: as ``axis`` reshaped to (before, size, after)."""
 
     axis: int
@@ -107,7 +107,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _DirectedCall:
     """One half of a recurrent call: its ports, whose tensors lie (sample, time, feature)."""
 
     input: Port
@@ -118,23 +118,23 @@ class _Call:
 
 
 @dataclass
-class _Samples:
+class _SampleAxes:
     """The axes that count samples, and the tensors in which every sample depends on others."""
 
-    places: dict[Port, _Place]
+    places: dict[Port, _AxisPlace]
     coupled: set[Port]
 
 
 @dataclass
-class _Known:
+class _KnownAxes:
     """What is known of all tensors asked for: their shapes, and which of their axes count samples and steps.
 
     ``count`` is the number of samples of the recurrent calls that have the fewest.
     """
 
     shapes: Mapping[Port, Shape]
-    samples: _Samples
-    times: dict[Port, _Place]
+    samples: _SampleAxes
+    times: dict[Port, _AxisPlace]
     count: int
 
 
@@ -144,7 +144,7 @@ class _Probe(TorchPullback):
     def __init__(self, model: nn.Module, batch: Batch, ports: Sequence[Port], *, cut: bool) -> None:
         super().__init__(model, batch, (), (), [Port("output", ALL)] if cut else [], watch=ports)
         found: list[Port] = []
-        self.calls: list[_Call] = []
+        self.calls: list[_DirectedCall] = []
         for node, (run, _) in self._found.nodes.items():
             for direction in ("forward", "backward")[: run.owner.directions]:
                 half: Any = {"direction": direction if run.owner.directions > 1 else None}
@@ -153,7 +153,7 @@ class _Probe(TorchPullback):
                 kinds: Any = ("initial_state", "final_state")
                 states = tuple(Port(kind, node, i, **half) for kind in kinds for i in range(count))
                 shape = self._found.find(inputs).value.shape
-                self.calls.append(_Call(inputs, output, states, int(shape[0]), int(shape[1])))
+                self.calls.append(_DirectedCall(inputs, output, states, int(shape[0]), int(shape[1])))
                 found += [inputs, output, *states]
         self.of = self.wrt = tuple(dict.fromkeys([*found, *self._present(ports)]))
         self.keep(self._found)
@@ -173,7 +173,7 @@ class _Probe(TorchPullback):
         """The shapes of those ports that there are."""
         return {port: tuple(map(int, self.values[port].shape)) for port in ports if port in self.values}
 
-    def arrive(self, starts: Mapping[Port, tuple[_Place, Values]]) -> dict[Port, Values]:
+    def arrive(self, starts: Mapping[Port, tuple[_AxisPlace, Values]]) -> dict[Port, Values]:
         """Where anything arrives (bool), row by row, of what starts at places in the patterns of the rows."""
         count = len(next(iter(starts.values()))[1])
         size = sum(self.values[port].numel() for port in {*starts, *self.wrt})
@@ -198,20 +198,20 @@ def _patterns(size: int) -> Values:
     return np.concatenate([bits, 1 - bits]).astype(bool)
 
 
-def _candidates(shape: tuple[int, ...], samples: int) -> list[_Place]:
+def _candidates(shape: tuple[int, ...], samples: int) -> list[_AxisPlace]:
     """Axes that could count samples: of that size, or folded with something else."""
-    plain = [_Place(axis, 1, samples, 1) for axis, size in enumerate(shape) if size == samples]
+    plain = [_AxisPlace(axis, 1, samples, 1) for axis, size in enumerate(shape) if size == samples]
     if samples == 1:
         return plain
     folded = [(axis, size // samples) for axis, size in enumerate(shape) if size > samples and size % samples == 0]
-    both = [(_Place(axis, 1, samples, rest), _Place(axis, rest, samples, 1)) for axis, rest in folded]
+    both = [(_AxisPlace(axis, 1, samples, rest), _AxisPlace(axis, rest, samples, 1)) for axis, rest in folded]
     return plain + [place for pair in both for place in pair]
 
 
-def _find_samples(probe: _Probe, ports: Sequence[Port]) -> _Samples:
+def _find_samples(probe: _Probe, ports: Sequence[Port]) -> _SampleAxes:
     """From the recurrent calls with the fewest samples to every tensor, and on from those that were found."""
     count = min(call.samples for call in probe.calls)
-    first = _Place(0, 1, count, 1)
+    first = _AxisPlace(0, 1, count, 1)
     fewest = [call for call in probe.calls if call.samples == count]
     known = {port: first for call in fewest for port in (call.input, call.output, *call.states)}
     patterns = _patterns(count)
@@ -219,7 +219,7 @@ def _find_samples(probe: _Probe, ports: Sequence[Port]) -> _Samples:
     waiting = [port for port in ports if port in probe.values]
     progress = True
     while waiting and progress:
-        found: dict[Port, _Place] = {}
+        found: dict[Port, _AxisPlace] = {}
         arrived = probe.arrive({p: (place, patterns) for p, place in known.items()})
         for port in waiting:
             if port in arrived:
@@ -230,10 +230,10 @@ def _find_samples(probe: _Probe, ports: Sequence[Port]) -> _Samples:
         known |= found
         waiting, progress = [port for port in waiting if port not in found], bool(found)
     alone = coupled - set(known) if count > 1 else set()
-    return _Samples({port: place for port, place in known.items() if port in ports}, alone)
+    return _SampleAxes({port: place for port, place in known.items() if port in ports}, alone)
 
 
-def _tell(found: dict[Port, _Place], coupled: set[Port], port: Port, passing: list[_Place] | None) -> None:
+def _tell(found: dict[Port, _AxisPlace], coupled: set[Port], port: Port, passing: list[_AxisPlace] | None) -> None:
     """Take one place for the answer, many for none, and none, where something arrived, for coupled samples."""
     if passing:
         plain = [place for place in passing if place.before == place.after == 1]
@@ -243,14 +243,14 @@ def _tell(found: dict[Port, _Place], coupled: set[Port], port: Port, passing: li
         coupled.add(port)
 
 
-def _passing_as_sink(arrived: Values, count: int, patterns: Values) -> list[_Place]:
+def _passing_as_sink(arrived: Values, count: int, patterns: Values) -> list[_AxisPlace]:
     candidates = _candidates(arrived.shape[1:], count)
     return [place for place in candidates if not (place.support(arrived) & ~patterns).any()]
 
 
 def _passing_as_source(
-    probe: _Probe, port: Port, count: int, patterns: Values, known: Mapping[Port, _Place]
-) -> list[_Place] | None:
+    probe: _Probe, port: Port, count: int, patterns: Values, known: Mapping[Port, _AxisPlace]
+) -> list[_AxisPlace] | None:
     """None where nothing known is reached from there."""
     passing, reached = [], False
     shape = tuple(probe.values[port].shape)
@@ -263,9 +263,9 @@ def _passing_as_source(
     return passing if reached else None
 
 
-def _find_times(probe: _Probe, ports: Sequence[Port], samples: Mapping[Port, _Place]) -> dict[Port, _Place]:
+def _find_times(probe: _Probe, ports: Sequence[Port], samples: Mapping[Port, _AxisPlace]) -> dict[Port, _AxisPlace]:
     """Axes along which a tensor goes with the steps of a recurrence: step by step, or else in some order."""
-    found: dict[Port, _Place] = {}
+    found: dict[Port, _AxisPlace] = {}
     for sequence in _sequences(probe.calls):
         waiting = [port for port in ports if port not in found and port in probe.values]
         if sequence.steps == 1 or not waiting:
@@ -284,27 +284,27 @@ def _find_times(probe: _Probe, ports: Sequence[Port], samples: Mapping[Port, _Pl
 
 
 @dataclass(frozen=True)
-class _Sequence:
+class _StepSequence:
     """Calls whose steps follow each other: one, or all of a layer whose state starts anew on the way."""
 
-    calls: tuple[_Call, ...]
+    calls: tuple[_DirectedCall, ...]
 
     @property
     def steps(self) -> int:
         return sum(call.steps for call in self.calls)
 
-    def placed(self, patterns: Values) -> dict[Port, tuple[_Place, Values]]:
+    def placed(self, patterns: Values) -> dict[Port, tuple[_AxisPlace, Values]]:
         """Where the inputs are on, at the steps of each pattern."""
         found, start = {}, 0
         for call in self.calls:
-            found[call.input] = _Place(1, 1, call.steps, 1), patterns[:, start : start + call.steps]
+            found[call.input] = _AxisPlace(1, 1, call.steps, 1), patterns[:, start : start + call.steps]
             start += call.steps
         return found
 
     def support(self, arrived: Mapping[Port, Values]) -> Values | None:
         """(row, step) of bool: at which outputs anything arrived; None where nothing did."""
         parts = [
-            _Place(1, 1, call.steps, 1).support(arrived[call.output]) if call.output in arrived else None
+            _AxisPlace(1, 1, call.steps, 1).support(arrived[call.output]) if call.output in arrived else None
             for call in self.calls
         ]
         rows = next((len(part) for part in parts if part is not None), None)
@@ -317,12 +317,12 @@ class _Sequence:
         return np.concatenate(filled, axis=1)
 
 
-def _sequences(calls: Sequence[_Call]) -> list[_Sequence]:
-    layers: dict[tuple[str, str | None], list[_Call]] = {}
+def _sequences(calls: Sequence[_DirectedCall]) -> list[_StepSequence]:
+    layers: dict[tuple[str, str | None], list[_DirectedCall]] = {}
     for call in calls:
         layers.setdefault((str(call.output.layer).partition("#")[0], call.output.direction), []).append(call)
-    together = [_Sequence(tuple(several)) for several in layers.values() if len(several) > 1]
-    return [*(_Sequence((call,)) for call in calls), *together]
+    together = [_StepSequence(tuple(several)) for several in layers.values() if len(several) > 1]
+    return [*(_StepSequence((call,)) for call in calls), *together]
 
 
 def _halves(size: int) -> Values:
@@ -330,26 +330,26 @@ def _halves(size: int) -> Values:
     return np.repeat(np.eye(2, dtype=bool), [size // 2, size - size // 2], axis=1)
 
 
-def _lone_step(port: Port, shape: tuple[int, ...], sample: _Place | None) -> dict[Port, _Place]:
+def _lone_step(port: Port, shape: tuple[int, ...], sample: _AxisPlace | None) -> dict[Port, _AxisPlace]:
     """Of a sequence of one step any axis of size 1 may count it: the numbers are the same."""
     axes = [axis for axis, size in enumerate(shape) if size == 1 and (sample is None or axis != sample.axis)]
-    return {port: _Place(axes[0], 1, 1, 1)} if axes and len(shape) > 2 else {}
+    return {port: _AxisPlace(axes[0], 1, 1, 1)} if axes and len(shape) > 2 else {}
 
 
-def _rest(shape: tuple[int, ...], sample: _Place | None) -> list[_Place]:
+def _rest(shape: tuple[int, ...], sample: _AxisPlace | None) -> list[_AxisPlace]:
     """Every axis that does not count samples; of one that samples are folded into, what is folded with them."""
-    axes = [_Place(axis, 1, size, 1) for axis, size in enumerate(shape) if size > 1]
+    axes = [_AxisPlace(axis, 1, size, 1) for axis, size in enumerate(shape) if size > 1]
     if sample is None:
         return axes
     others = [place for place in axes if place.axis != sample.axis]
     if sample.before > 1:
-        return [*others, _Place(sample.axis, 1, sample.before, sample.size)]
-    return [*others, _Place(sample.axis, sample.size, sample.after, 1)] if sample.after > 1 else others
+        return [*others, _AxisPlace(sample.axis, 1, sample.before, sample.size)]
+    return [*others, _AxisPlace(sample.axis, sample.size, sample.after, 1)] if sample.after > 1 else others
 
 
 def _from_above(
-    probe: _Probe, port: Port, sequence: _Sequence, axes: Sequence[_Place]
-) -> Iterator[tuple[_Place, Values, bool]]:
+    probe: _Probe, port: Port, sequence: _StepSequence, axes: Sequence[_AxisPlace]
+) -> Iterator[tuple[_AxisPlace, Values, bool]]:
     """For each axis, the steps of a recurrence's output that the halves of the axis lead to; whether step by step."""
     for place in axes:
         patterns = np.concatenate([_patterns(place.size), _halves(place.size)])
@@ -359,7 +359,7 @@ def _from_above(
             yield place, support[-2:], exact
 
 
-def _moving_along(axes: Sequence[tuple[_Place, Values, bool]], patterns: Values | None) -> _Place | None:
+def _moving_along(axes: Sequence[tuple[_AxisPlace, Values, bool]], patterns: Values | None) -> _AxisPlace | None:
     """The one axis that goes with the steps exactly; else the one whose halves lead elsewhere."""
     exact = [p for p, support, same in axes if same and (patterns is None or not (support & ~patterns).any())]
     if len(exact) == 1:
@@ -376,13 +376,13 @@ def _ordered(first: Values, second: Values) -> bool:
     return bool((forward or backward) and (a[0] != b[0] or a[-1] != b[-1]))
 
 
-def _layout(port: Port, found: _Known) -> Layout:
+def _layout(port: Port, found: _KnownAxes) -> Layout:
     shape, count = found.shapes[port], found.count
     sample, time = found.samples.places.get(port), found.times.get(port)
     coupled = port in found.samples.coupled
     if sample is None and coupled:
         same = [axis for axis, size in enumerate(shape) if size == count and (time is None or axis != time.axis)]
-        sample = _Place(same[0], 1, count, 1) if len(same) == 1 else None
+        sample = _AxisPlace(same[0], 1, count, 1) if len(same) == 1 else None
     known: dict[int, Axis] = {}
     if time is not None:
         known[time.axis] = (TIME,)

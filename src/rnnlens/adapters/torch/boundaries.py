@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,14 +14,13 @@ from torch.nn.utils.rnn import PackedSequence
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
 from ...recurrence.cells import Cell
 from ..protocol import Port
-from .assemble import half, node_names, sequence
-from .boundary import Boundary, single
-from .record import Packing, Recorder, Run
-from .state_boundaries import ending_boundary, final_boundary, read_boundary, state_boundary
-from .weights import NAMES, class_of, has_own_forward, library_parameter, ours
+from .assemble import half, sequence
+from .cells import has_own_forward
+from .record import CallRecord, CallRecorder, Packing, Recurrence, last_steps, node_names
+from .weights import NAMES, class_of, library_parameter, ours
 
 
-class Boundaries:
+class PortTable:
     """Finds the tensors of ports after a forward pass.
 
     Parameters
@@ -39,7 +39,7 @@ class Boundaries:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: CallRecorder,
         inputs: Sequence[Any],
         outputs: Sequence[Tensor],
         loss: Tensor | None,
@@ -49,11 +49,11 @@ class Boundaries:
     ) -> None:
         self.recorder, self.inputs, self.outputs, self.loss = recorder, inputs, outputs, loss
         self.plain, self.weights, self.modules = plain, weights, dict(modules)
-        self.nodes: dict[str, tuple[Run, int]] = {}
+        self.nodes: dict[str, tuple[Recurrence, int]] = {}
         for run, names in zip(recorder.runs, node_names(recorder.runs), strict=True):
             self.nodes.update({name: (run, layer) for layer, name in enumerate(names)})
 
-    def find(self, port: Port) -> Boundary:
+    def find(self, port: Port) -> PortTensors:
         """The boundary of a port.
 
         Raises
@@ -70,7 +70,7 @@ class Boundaries:
             return _of_run(*found, port)
         return self._of_plain(port)
 
-    def _of_model(self, port: Port) -> Boundary:
+    def _of_model(self, port: Port) -> PortTensors:
         if port.kind == "loss":
             if self.loss is None:
                 raise InputError(
@@ -83,10 +83,10 @@ class Boundaries:
         value = values[port.index]
         if isinstance(value, PackedSequence):
             packing = Packing.of(value.batch_sizes, value.unsorted_indices, value.data.device)
-            return Boundary([value.data], lambda parts: packing.padded(parts[0]).transpose(0, 1))
+            return PortTensors([value.data], lambda parts: packing.padded(parts[0]).transpose(0, 1))
         return single(value)
 
-    def _of_plain(self, port: Port) -> Boundary:
+    def _of_plain(self, port: Port) -> PortTensors:
         base, _, number = str(port.layer).partition("#")
         calls = self.plain.get(base, [])
         if not calls or (number and int(number) >= len(calls)) or (len(calls) > 1 and not number):
@@ -108,7 +108,7 @@ class Boundaries:
         what = f"Layer {port.layer!r} was not called in this forward pass."
         return LayerNotFoundError(message(what, hint=did_you_mean(str(port.layer), [*self.nodes, *self.plain])))
 
-    def _weight(self, port: Port) -> Boundary:
+    def _weight(self, port: Port) -> PortTensors:
         direction, _, name = port.key.rpartition("/")
         for node, (run, layer) in self.nodes.items():
             if node.partition("#")[0] == str(port.layer).partition("#")[0] and run.owner.step_cell is None:
@@ -117,11 +117,11 @@ class Boundaries:
                 tensor = run.visits[0].pieces[layer].weights[which][slot]
                 own = library_parameter(self.modules.get(run.owner.name), layer, port.key)
                 if own is not None and (run.owner.key, f"{slot}/{layer}/{which}") in self.recorder.computed:
-                    return Boundary([own], partial(_in_our_order, run.owner.cell, slot))
+                    return PortTensors([own], partial(_in_our_order, run.owner.cell, slot))
                 owned = self.recorder.behind(tensor)
                 parts = [tensor] if owned is None else [tensor, owned]
                 in_order = partial(_in_our_order, run.owner.cell, slot)
-                return Boundary(parts, in_order, partial(in_order, [tensor]))
+                return PortTensors(parts, in_order, partial(in_order, [tensor]))
         found = self.weights.get((str(port.layer), port.key))
         if found is None:
             wanted = f"{port.layer}.{port.key}"
@@ -130,7 +130,7 @@ class Boundaries:
         cell = class_of(self.modules[str(port.layer).partition("[")[0]])
         if cell is not None:  # its own forward does not call torch's kernel
             slot = {theirs: mine for mine, theirs in NAMES.items()}[name]
-            return Boundary([found], partial(_in_our_order, cell[0], slot))
+            return PortTensors([found], partial(_in_our_order, cell[0], slot))
         return single(found)
 
 
@@ -139,7 +139,7 @@ def _in_our_order(cell: type[Cell], slot: str, parts: Sequence[Tensor]) -> Tenso
     return ours(cell, slot, parts[0] if len(parts) == 1 else parts[0] + parts[1])
 
 
-def _of_run(run: Run, layer: int, port: Port) -> Boundary:
+def _of_run(run: Recurrence, layer: int, port: Port) -> PortTensors:
     direction = 1 if port.direction == "backward" else 0
     if port.kind in ("input", "output"):
         whole = port.direction is None
@@ -157,7 +157,7 @@ def _of_run(run: Run, layer: int, port: Port) -> Boundary:
     raise UnsupportedError(message(f"Layer {port.layer!r} has no port {port.kind!r}."))
 
 
-def _of_sequence(run: Run, layer: int, kind: str, direction: int | None) -> Boundary:
+def _of_sequence(run: Recurrence, layer: int, kind: str, direction: int | None) -> PortTensors:
     """What a layer was fed or returned; ``direction``: one half of what a bidirectional one returned."""
     owner, outputs = run.owner, kind == "output"
     tensors = [v.pieces[layer].output if outputs else v.pieces[layer].input for v in run.visits]
@@ -170,10 +170,10 @@ def _of_sequence(run: Run, layer: int, kind: str, direction: int | None) -> Boun
         whole = sequence(run, timed)
         return half(whole, owner.directions, direction) if outputs and direction is not None else whole
 
-    return Boundary(tensors, gather)
+    return PortTensors(tensors, gather)
 
 
-def _of_state(run: Run, layer: int, port: Port, direction: int) -> Boundary:
+def _of_state(run: Recurrence, layer: int, port: Port, direction: int) -> PortTensors:
     """A state that the first call started from, or one that the last call of a fused module returned."""
     visit = run.visits[0 if port.kind == "initial_state" else -1]
     states = visit.link.fed if port.kind == "initial_state" else visit.state_taps
@@ -185,18 +185,7 @@ def _of_state(run: Run, layer: int, port: Port, direction: int) -> Boundary:
         one = parts[0][layer * run.owner.directions + direction] if run.owner.stacked else parts[0].flatten(1)
         return one if order is None else one.index_select(0, order)
 
-    return Boundary([state], pick)
-
-
-def leaves_of(value: Any) -> list[Any]:
-    """Tensors and packed sequences within nested tuples, lists and dicts, in order."""
-    if isinstance(value, (Tensor, PackedSequence)):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in leaves_of(item)]
-    return []
+    return PortTensors([state], pick)
 
 
 def stand_ins(modules: Sequence[tuple[str, nn.Module]], ports: Sequence[Port]) -> dict[tuple[str, str], Tensor]:
@@ -237,3 +226,139 @@ def zeros_for(tensors: Sequence[Tensor], grads: Sequence[Tensor | None], count: 
         torch.zeros((count, *t.shape), dtype=t.dtype, device=t.device) if g is None else g
         for t, g in zip(tensors, grads, strict=True)
     ]
+
+
+@dataclass
+class PortTensors:
+    """The tensors behind a port, and the linear way from them (or their gradients) to the port's own layout.
+
+    ``start`` makes the port's value where that is put together in another way than the gradient is.
+    """
+
+    tensors: list[Tensor]
+    gather: Callable[[Sequence[Tensor]], Tensor]
+    start: Callable[[], Tensor] | None = None
+
+    @property
+    def value(self) -> Tensor:
+        """The port's value, inside the graph."""
+        return self.gather(self.tensors) if self.start is None else self.start()
+
+
+def single(tensor: Tensor) -> PortTensors:
+    """A port that is one tensor as it is."""
+    return PortTensors([tensor], lambda parts: parts[0])
+
+
+def state_boundary(run: Recurrence, index: int) -> PortTensors:
+    """A state of a cell after every step, (sample, time, unit), with its total gradient.
+
+    A sample that a mask holds back has the state that it holds, and the gradient that comes back to it through the
+    next step.
+    """
+    visits, valid = run.visits, run.valid()
+    slopes = [_within_step(v) for v in visits] if _is_cut_off_cell_state(run, index) else []
+    raw = [v.link.raw[index] for v in visits]
+    fed = [v.link.fed[index] for v in visits[1:]] if valid is not None else []
+    hidden = [v.link.raw[0] for v in visits] if slopes else []
+
+    def gather(parts: Sequence[Tensor]) -> Tensor:
+        count = len(visits)
+        steps = [part.flatten(1) for part in parts[:count]]
+        held = [*(part.flatten(1) for part in parts[count : count + len(fed)]), None]
+        if slopes:  # c_t as it is produced also reaches h_t
+            by_hidden = parts[count + len(fed) :]
+            steps = [c + h * slope for c, h, slope in zip(steps, by_hidden, slopes, strict=True)]
+        if valid is not None:
+            steps = [_chosen(valid[t], step, held[t]) for t, step in enumerate(steps)]
+        return sequence(run, [step.unsqueeze(0) for step in steps])
+
+    return PortTensors([*raw, *fed, *hidden], gather, lambda: torch.stack(_carried(run, index), dim=1))
+
+
+def ending_boundary(run: Recurrence, index: int) -> PortTensors:
+    """The state that each sample ends with, (sample, unit), with its total gradient: that of its own last real step."""
+    whole, valid = state_boundary(run, index), run.valid()
+    if valid is None:
+        return PortTensors(whole.tensors, lambda parts: whole.gather(parts)[:, -1])
+    last = last_steps(valid)
+    return PortTensors(whole.tensors, lambda parts: whole.gather(parts)[torch.arange(len(last)), last])
+
+
+def final_boundary(run: Recurrence, index: int) -> PortTensors:
+    """A state of a cell after the last step, (sample, unit), with its direct gradient.
+
+    The first state is the output: its gradient is found there.
+    """
+    tap = run.visits[-1].state_taps[index]
+    last = run.visits[-1].link.raw[index].flatten(1)
+    return PortTensors(
+        [] if tap is None else [tap],
+        lambda parts: parts[0][0] if parts else torch.zeros_like(last),
+        lambda: _carried(run, index)[-1],
+    )
+
+
+def read_boundary(run: Recurrence, layer: int, index: int) -> PortTensors:
+    """A state of one stacked layer wherever the user's code gets hold of it, (sample, time, unit), zero elsewhere."""
+    taps = [visit.state_taps[index] for visit in run.visits]
+
+    def gather(parts: Sequence[Tensor]) -> Tensor:
+        arrived = iter(parts)
+        found = [None if tap is None else next(arrived)[layer : layer + 1] for tap in taps]
+        return sequence(
+            run, [_at_end(visit, layer, index, part) for visit, part in zip(run.visits, found, strict=True)]
+        )
+
+    return PortTensors([tap for tap in taps if tap is not None], gather)
+
+
+def _is_cut_off_cell_state(run: Recurrence, index: int) -> bool:
+    """Whether a state is c_t out of a fused kernel, where no path of the graph leads from it to h_t."""
+    if run.owner.step_cell is not None or index != 1:
+        return False
+    hidden, cell = run.visits[0].link.raw
+    return cell.grad_fn is None or cell.grad_fn is hidden.grad_fn
+
+
+def _within_step(visit: CallRecord) -> Tensor:
+    """dh_t/dc_t within one step of an LSTM: o (1 - tanh(c)^2)."""
+    piece, (hidden, cell) = visit.pieces[0], visit.link.raw
+    weights = {name: w[3 * hidden.shape[1] :].to(hidden.dtype) for name, w in piece.weights[0].items()}
+    with torch.no_grad():
+        x, before = piece.input.to(hidden.dtype), visit.link.fed[0].to(hidden.dtype)
+        gate = x @ weights["weight_ih"].T + before @ weights["weight_hh"].T
+        if "bias_ih" in weights:
+            gate = gate + weights["bias_ih"] + weights["bias_hh"]
+        return torch.sigmoid(gate) * (1 - torch.tanh(cell) ** 2)
+
+
+def _carried(run: Recurrence, index: int) -> list[Tensor]:
+    """The state after each step, in the graph: that of before where a sample did not move on."""
+    valid = run.valid()
+    if valid is None:
+        return [visit.link.raw[index].flatten(1) for visit in run.visits]
+    state = run.visits[0].link.fed[index].flatten(1)
+    found = []
+    for visit, real in zip(run.visits, valid, strict=True):
+        new = visit.link.raw[index].flatten(1)
+        state = torch.cat([_chosen(real, new, state[: len(new)]), state[len(new) :]])
+        found.append(state)
+    return found
+
+
+def _chosen(real: Tensor, new: Tensor, held: Tensor | None) -> Tensor:
+    """Rows of ``new`` where a step was real, else of ``held``, zero where there is none."""
+    count = len(new)
+    old = torch.zeros_like(new)
+    if held is not None:
+        old = torch.cat([held, old[len(held) :]])[:count]
+    return torch.where(real[:count, None], new, old)
+
+
+def _at_end(visit: CallRecord, layer: int, index: int, part: Tensor | None) -> Tensor:
+    """(time, sample, unit) of one call: zero but at its last step."""
+    final = visit.pieces[layer].finals[index].detach()
+    zero = torch.zeros_like(final[:1]) if part is None else torch.zeros_like(part)
+    last = zero if part is None else part
+    return torch.cat([zero] * (visit.steps - 1) + [last])

@@ -5,46 +5,47 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import LayerNotFoundError, ModelError, did_you_mean, message, raised_by
+from ...errors import ModelError, message, raised_by
 from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall
 from ..threads import hook_here
-from .assemble import Assembler, JoinedTooFarError, check_joints, node_names
+from .assemble import Assembler
+from .cells import has_own_forward, replayable
 from .chain import ChainRecorder
 from .discover import (
-    cell_candidates,
+    RequestedLayers,
     named_modules,
     node_name,
-    recurrent_modules,
     refuse_own_loops,
     refuse_scripts,
     unwrapped,
 )
-from .endings import mark_endings
-from .entangled import entangled
-from .fused import Interceptor
+from .fused import CallOwners, KernelInterceptor
 from .inputs import as_tensors, call_model, on_leaves
-from .loops import listening
+from .loops import CellHook, listening
 from .losses import evaluate
-from .owners import Owners
-from .public import loops_of
-from .record import PlainVisit, Recorder, Run, differentiable, refuse_hooked, refuse_transformed
+from .record import (
+    CallRecorder,
+    OutputRecord,
+    Recurrence,
+    differentiable,
+    node_names,
+    refuse_hooked,
+    refuse_transformed,
+)
+from .recurrences import JoinedTooFarError, check_joints, entangled, mark_endings, own_cells_only
 from .restore import borrowed, differentiable_weights
-from .shell import hookable
-from .steps import CellHook, own_cells_only
-from .values import replayable
-from .weights import has_own_forward
 
 
 def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
     """See :meth:`rnnlens.adapters.protocol.Adapter.capture`."""
     model = unwrapped(model)
-    asked = Asked.of(model, request.layers)
+    asked = RequestedLayers.of(model, request.layers)
     x = as_tensors(batch.x, model, "x")
     never_by_row: set[int] = set()
     keep_gradients = False
@@ -61,72 +62,23 @@ class _NoGradientsError(Exception):
     """The model's forward runs under ``torch.no_grad``; run it again with gradients on."""
 
 
-@dataclass
-class Asked:
-    """What is looked at: recurrent modules, candidates for custom cells, plain layers; the names asked for."""
-
-    recurrent: list[tuple[str, nn.Module]]
-    cells: list[tuple[str, nn.Module]]
-    plain: list[tuple[str, nn.Module]]
-    names: tuple[str, ...] | None
-    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
-    ran: set[str] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, model: nn.Module, names: Sequence[str] | None) -> Asked:
-        """Sort the asked names; refuse those that name nothing."""
-        recurrent, cells, modules = recurrent_modules(model), cell_candidates(model), named_modules(model)
-        if names is None:
-            return cls(recurrent, cells, [], None, modules)
-        rooms = {*dict(recurrent), *dict(cells), *loops_of(model)}
-        nodes = {node_name(path, m, i): path for path, m in recurrent for i in range(getattr(m, "num_layers", 1))}
-        plain = []
-        for name in names:
-            base = name.split("#")[0]
-            if base in nodes or base in rooms:
-                continue
-            found = [(path, module) for path, module in modules if path == base]
-            if not found:
-                known = dict.fromkeys([*nodes, *(path for path, _ in modules[1:])])
-                raise LayerNotFoundError(
-                    message("No layer of that name.", got=repr(name), hint=did_you_mean(name, known))
-                )
-            plain.extend(found)
-        wanted = {name.split("#")[0].split("[")[0] for name in names}
-        bases = {name.split("#")[0] for name in names}
-        return cls(
-            [(path, m) for path, m in recurrent if path in wanted or path in bases or path.split("[")[0] in wanted],
-            [(path, m) for path, m in cells if path in bases],
-            plain,
-            tuple(names),
-            modules,
-        )
-
-    def keeps(self, node: str) -> bool:
-        """Whether a node of the result was asked for."""
-        if self.names is None:
-            return True
-        base = node.split("#")[0]
-        return any(name in (node, base) or ("#" not in name and base.rpartition("[")[0] == name) for name in self.names)
-
-
 def _pass(
     model: nn.Module,
     batch: Batch,
     x: Any,
     request: CaptureRequest,
-    asked: Asked,
+    asked: RequestedLayers,
     never_by_row: set[int],
     keep_gradients: bool,
 ) -> Capture:
     boundaries = request.boundaries and request.gradients
-    recorder = Recorder(never_by_row, weight_grads=request.weight_grads and request.gradients, separate=boundaries)
+    recorder = CallRecorder(never_by_row, weight_grads=request.weight_grads and request.gradients, separate=boundaries)
     with (
         borrowed(model, training=batch.training, seed=batch.seed),
         differentiable_weights(model, boundaries),
     ):
         x, sources = with_sources(x) if boundaries else (x, [])
-        around = Around(sources, dict(model.named_parameters()) if boundaries else {})
+        around = ModelTensors(sources, dict(model.named_parameters()) if boundaries else {})
         chain = ChainRecorder(model)
         with (
             chain.watch() if request.chain else nullcontext(),
@@ -150,7 +102,7 @@ def _pass(
 
 
 @dataclass
-class Around:
+class ModelTensors:
     """Boundaries of the whole model: the floats of x and the parameters that gradients reach around recurrent calls."""
 
     inputs: list[Tensor]
@@ -160,7 +112,7 @@ class Around:
         """Those that can have a gradient."""
         return [t for t in (*self.inputs, *self.weights.values()) if t.requires_grad]
 
-    def tell(self, capture: Capture, recorder: Recorder, gradient: Any) -> None:
+    def tell(self, capture: Capture, recorder: CallRecorder, gradient: Any) -> None:
         """Add what arrived to a capture."""
         capture.input_grads = [_maybe(gradient(t)) for t in self.inputs]
         capture.beside = {name: _maybe(gradient(t)) for name, t in self.weights.items() if t.requires_grad}
@@ -186,7 +138,7 @@ def _source(value: Any) -> Tensor:
     return torch.zeros(())
 
 
-def _weights_of(run: Run) -> list[Tensor]:
+def _weights_of(run: Recurrence) -> list[Tensor]:
     return [w for visit in run.visits for piece in visit.pieces for half in piece.weights for w in half.values()]
 
 
@@ -196,11 +148,11 @@ def _maybe(grad: Tensor | None) -> Any:
 
 @contextmanager
 def watched(
-    model: nn.Module, recorder: Recorder, asked: Asked, batch: Batch, keep_gradients: bool = False
-) -> Iterator[Interceptor]:
+    model: nn.Module, recorder: CallRecorder, asked: RequestedLayers, batch: Batch, keep_gradients: bool = False
+) -> Iterator[KernelInterceptor]:
     """Within the block, what was asked for is noted in ``recorder`` as the model runs; no hook stays behind."""
     recorder.initial_state = dict(batch.initial_state or {})
-    owners = Owners(asked)
+    owners = CallOwners(asked)
     handles: list[Any] = []
     with ExitStack() as stack:
         stack.callback(lambda: [handle.remove() for handle in handles])
@@ -217,12 +169,12 @@ def watched(
             module = stack.enter_context(hookable(model, module))
             handles.append(module.register_forward_hook(hook_here(_plain_hook(recorder, path))))
         stack.enter_context(listening(recorder, model, asked.names))
-        with Interceptor(recorder, owners.find, keep_gradients=keep_gradients) as interceptor:
+        with KernelInterceptor(recorder, owners.find, keep_gradients=keep_gradients) as interceptor:
             yield interceptor
         recorder.refuse_unused_states([node_name(path, m, 0) for path, m in asked.recurrent])
 
 
-def _plain_hook(recorder: Recorder, path: str) -> Any:
+def _plain_hook(recorder: CallRecorder, path: str) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         noted = False
 
@@ -233,10 +185,10 @@ def _plain_hook(recorder: Recorder, path: str) -> Any:
             noted = True
             refuse_transformed(path, [value])
             if not value.is_floating_point():
-                recorder.add_plain(PlainVisit(path, value))
+                recorder.add_plain(OutputRecord(path, value))
                 return value
             value = differentiable(value)
-            recorder.add_plain(PlainVisit(path, value))
+            recorder.add_plain(OutputRecord(path, value))
             return value.clone()
 
         return on_leaves(output, tap)
@@ -245,13 +197,13 @@ def _plain_hook(recorder: Recorder, path: str) -> Any:
 
 
 def _read(
-    recorder: Recorder,
-    asked: Asked,
+    recorder: CallRecorder,
+    asked: RequestedLayers,
     request: CaptureRequest,
     loss: Tensor | None,
     outputs: Any,
     kept: bool,
-    around: Around,
+    around: ModelTensors,
 ) -> Capture:
     if not recorder.runs and not recorder.plain:
         refuse_scripts(asked.modules)
@@ -294,7 +246,7 @@ def _read(
 _WITH_GRADIENTS = "The model's forward runs under torch.no_grad(); it was run with gradients on."
 
 
-def _only_asked(calls: list[RecurrentCall], asked: Asked) -> list[RecurrentCall]:
+def _only_asked(calls: list[RecurrentCall], asked: RequestedLayers) -> list[RecurrentCall]:
     """The calls asked for; without dL/dW where a call that shares the weights is left out, since it is over both."""
     left_out = {call.weights_key for call in calls if not asked.keeps(call.layer)}
     kept = [call for call in calls if asked.keeps(call.layer)]
@@ -304,7 +256,7 @@ def _only_asked(calls: list[RecurrentCall], asked: Asked) -> list[RecurrentCall]
     return kept
 
 
-def _gradients(recorder: Recorder, loss: Tensor, notes: list[str], around: Around) -> Any:
+def _gradients(recorder: CallRecorder, loss: Tensor, notes: list[str], around: ModelTensors) -> Any:
     taps: dict[int, Tensor] = {}
     for run in recorder.runs:
         for visit in run.visits:
@@ -327,7 +279,7 @@ def _gradients(recorder: Recorder, loss: Tensor, notes: list[str], around: Aroun
     return lambda tap: found.get(id(tap))
 
 
-def _broken_runs(recorder: Recorder) -> list[str]:
+def _broken_runs(recorder: CallRecorder) -> list[str]:
     counts: dict[str, list[int]] = {}
     for run in recorder.runs:
         if not run.owner.stacked:
@@ -340,7 +292,7 @@ def _broken_runs(recorder: Recorder) -> list[str]:
     ]
 
 
-def _order(recorder: Recorder, plain: Sequence[str], calls: Collection[str]) -> tuple[str, ...]:
+def _order(recorder: CallRecorder, plain: Sequence[str], calls: Collection[str]) -> tuple[str, ...]:
     """Names of all that was looked at, in the order of the calls; what turned out to be no cell is none of them."""
     names = {id(run): nodes for run, nodes in zip(recorder.runs, node_names(recorder.runs), strict=True)}
     names |= {id(visit): [name] for visit, name in zip(recorder.plain, plain, strict=True)}
@@ -368,3 +320,41 @@ def tensors_of(outputs: Any) -> list[Tensor]:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+class _ScriptWrapper(nn.Module):  # type: ignore[misc]
+    """Calls what it holds."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        inner = super().__getattr__("inner")
+        return inner if name == "inner" else getattr(inner, name)
+
+
+@contextmanager
+def hookable(model: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
+    """A module that takes hooks and is called wherever ``module`` is called in ``model``; undone afterwards."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        yield module
+        return
+    holders = [
+        (parent, name)
+        for parent in model.modules()
+        if not isinstance(parent, torch.jit.ScriptModule)
+        for name, child in parent._modules.items()
+        if child is module
+    ]
+    shell = _ScriptWrapper(module)
+    try:
+        for parent, name in holders:
+            parent._modules[name] = shell
+        yield shell
+    finally:
+        for parent, name in holders:
+            parent._modules[name] = module

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import array_api_compat.torch as torch_xp
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ...autodiff import engine
 from ...autodiff.torch import pulled, rows_of
 from ...errors import runs_again
-from ...recurrence.cells import StepCell
-from .restore import eagerly
+from ...recurrence.cells import Cell, StepCell, registered
+from ...recurrence.cells.registry import Registration
+from ...typing import Array
+from ..composed import Composed
+from ..described import differentiated
+from ..protocol import LayerWeights, Port
+from .restore import borrowed, eagerly
+
+#: Torch's kernel of one step by the class of the cell.
+_KERNELS: dict[type[nn.Module], tuple[Any, ...]] = {
+    nn.LSTMCell: (torch._VF.lstm_cell,),
+    nn.GRUCell: (torch._VF.gru_cell,),
+    nn.RNNCell: (torch._VF.rnn_tanh_cell, torch._VF.rnn_relu_cell),
+}
+#: Whether a subclass of a torch cell, with a forward of its own, steps as torch's cell does.
+_STEPS_AS_TORCH: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Form:
+class CellForm:
     """How a cell is called and what it returns.
 
     Attributes
@@ -62,7 +80,7 @@ class TorchStepCell(StepCell):
     def __init__(
         self,
         module: nn.Module,
-        form: Form,
+        form: CellForm,
         output_shape: tuple[int, ...],
         dtype: torch.dtype,
         autocast: torch.dtype | None = None,
@@ -180,3 +198,115 @@ def _pull(outputs: Sequence[Tensor], sources: Sequence[Tensor], cotangents: Sequ
     given = [c.to(out.dtype) for out, c in zip(outputs, cotangents, strict=True)]
     found = pulled(outputs, sources, given)
     return [_widened(torch.zeros_like(s) if g is None else g) for g, s in zip(found, sources, strict=True)]
+
+
+def replayable(value: Any) -> Any:
+    """A detached copy for the replay; half precision is widened to float32, in which a recurrence can be trusted."""
+    value = value.detach()
+    if value.dtype in (torch.bfloat16, torch.float16):
+        return value.float().contiguous()
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether a subclass of a torch recurrent layer or cell defines its own ``forward``."""
+    kinds = (nn.LSTM, nn.GRU, nn.RNN, *_KERNELS)
+    base = next((kind for kind in kinds if isinstance(module, kind)), None)
+    return base is not None and getattr(module.forward, "__func__", None) is not base.forward
+
+
+def has_own_step(module: nn.Module) -> bool:
+    """Return whether a subclass of a torch cell computes another step than torch's cell.
+
+    Its forward is run once on two random samples. It steps as torch's cell does where it calls torch's kernel once,
+    with the input and the state that it was given, and returns what the kernel returned.
+    """
+    kind = next((kind for kind in _KERNELS if isinstance(module, kind)), None)
+    if kind is None or not has_own_forward(module):
+        return False
+    if module not in _STEPS_AS_TORCH:
+        _STEPS_AS_TORCH[module] = _steps_as_torch(module, kind)
+    return not _STEPS_AS_TORCH[module]
+
+
+def _steps_as_torch(module: Any, kind: type[nn.Module]) -> bool:
+    weight = module.weight_ih
+    if weight.is_meta:
+        return True
+    drawn = torch.rand(2, module.input_size + 2 * module.hidden_size, generator=torch.Generator().manual_seed(0))
+    x, h, c = drawn.to(weight).split([module.input_size, module.hidden_size, module.hidden_size], dim=1)
+    state: Any = (h, c) if kind is nn.LSTMCell else h
+    for args in ((x, state), (state, x)):
+        calls = _KernelCalls(_KERNELS[kind])
+        try:
+            with borrowed(module, training=False, seed=0), torch.no_grad(), calls:
+                returned = module.forward(*args)
+        except Exception:  # the user's code, called as it may not be meant to be
+            continue
+        if len(calls.seen) == 1:
+            return _passed_through((x, *_flat(state)), returned, *calls.seen[0])
+    return False
+
+
+def _passed_through(given: Sequence[Tensor], returned: Any, args: Sequence[Any], result: Any) -> bool:
+    """Return whether a kernel took what the cell was given, and the cell returned what the kernel returned."""
+    taken = sorted(float(value.sum()) for value in (args[0], *_flat(args[1])))
+    pairs = list(zip(_flat(returned), _flat(result), strict=False))
+    alike = all(isinstance(a, Tensor) and torch.equal(a, b) for a, b in pairs)
+    return taken == sorted(float(v.sum()) for v in given) and alike and len(_flat(returned)) == len(_flat(result))
+
+
+def _flat(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+class _KernelCalls(TorchFunctionMode):  # type: ignore[misc]
+    """Records the calls of given torch kernels: arguments and result."""
+
+    def __init__(self, kernels: Sequence[Any]) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.seen: list[tuple[Any, Any]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self.kernels:
+            self.seen.append((args, result))
+        return result
+
+
+def described(module: nn.Module, known: Registration) -> Cell:
+    """The equations of a cell with the values of its weights; differentiated by torch where they are not here."""
+    parameters = dict(module.named_parameters())
+    device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    made = known.make(module, {name: replayable(p).cpu().numpy() for name, p in parameters.items()})
+    made = made.with_weights(lambda array: torch.tensor(array, device=device))
+    return differentiated(made, known, engine("torch"), torch_xp, _tensor)
+
+
+def arranged(known: Registration, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of a cell's weights in our layout."""
+    arrays = known.arrays({name: replayable(grad).cpu().numpy() for name, grad in grads.items()})
+    device = next((grad.device for grad in grads.values()), None)
+    return {name: torch.tensor(array, device=device) for name, array in arrays.items()}
+
+
+def registered_weights(module: nn.Module, known: Registration) -> LayerWeights:
+    """Its weights by our names."""
+    cell, trainable = described(module, known), all(p.requires_grad for p in module.parameters())
+    return LayerWeights(cell.weights(), dict.fromkeys(cell.weights(), trainable), {"forward": cell})
+
+
+def put_together(modules: Mapping[str, nn.Module], port: Port) -> Composed | None:
+    """What a weight of a registered cell is made of; None for any other weight."""
+    module = modules.get(str(port.layer).partition("#")[0])
+    known = None if module is None else registered(module)
+    if module is None or known is None or port.key not in known.cell.parameters:
+        return None
+    parts = {name: name.rpartition(".") for name, _ in module.named_parameters()}
+    return Composed(known, port.key, {n: (f".{path}" if path else "", key) for n, (path, _, key) in parts.items()})
+
+
+def _tensor(array: Array) -> Tensor:
+    """A copy of what NumPy may not let be written to."""
+    return array.detach() if isinstance(array, Tensor) else torch.tensor(array)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ...errors import ModelError, UnsupportedError, message
+from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message
 from ...recurrence.cells import registered
 from ..protocol import LayerInfo
+from .cells import described, has_own_forward
 from .public import loops_of, named_cell
-from .registered import described
-from .weights import class_of, has_own_forward
+from .weights import class_of
 
 _STATE_PARAMETER = re.compile(r"^(h|c|hx|hc|hidden|state|states|carry|prev|memory)$|hidden|state")
+
+
 _RECURRENT_SCRIPT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
 
 
@@ -232,3 +235,52 @@ def _custom_row(path: str, module: nn.Module) -> LayerInfo:
     return LayerInfo(
         name=path, kind=kind, cell="custom", units=units, direction="forward", return_sequences=True, options={}
     )
+
+
+@dataclass
+class RequestedLayers:
+    """What is looked at: recurrent modules, candidates for custom cells, plain layers; the names asked for."""
+
+    recurrent: list[tuple[str, nn.Module]]
+    cells: list[tuple[str, nn.Module]]
+    plain: list[tuple[str, nn.Module]]
+    names: tuple[str, ...] | None
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    ran: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, model: nn.Module, names: Sequence[str] | None) -> RequestedLayers:
+        """Sort the asked names; refuse those that name nothing."""
+        recurrent, cells, modules = recurrent_modules(model), cell_candidates(model), named_modules(model)
+        if names is None:
+            return cls(recurrent, cells, [], None, modules)
+        rooms = {*dict(recurrent), *dict(cells), *loops_of(model)}
+        nodes = {node_name(path, m, i): path for path, m in recurrent for i in range(getattr(m, "num_layers", 1))}
+        plain = []
+        for name in names:
+            base = name.split("#")[0]
+            if base in nodes or base in rooms:
+                continue
+            found = [(path, module) for path, module in modules if path == base]
+            if not found:
+                known = dict.fromkeys([*nodes, *(path for path, _ in modules[1:])])
+                raise LayerNotFoundError(
+                    message("No layer of that name.", got=repr(name), hint=did_you_mean(name, known))
+                )
+            plain.extend(found)
+        wanted = {name.split("#")[0].split("[")[0] for name in names}
+        bases = {name.split("#")[0] for name in names}
+        return cls(
+            [(path, m) for path, m in recurrent if path in wanted or path in bases or path.split("[")[0] in wanted],
+            [(path, m) for path, m in cells if path in bases],
+            plain,
+            tuple(names),
+            modules,
+        )
+
+    def keeps(self, node: str) -> bool:
+        """Whether a node of the result was asked for."""
+        if self.names is None:
+            return True
+        base = node.split("#")[0]
+        return any(name in (node, base) or ("#" not in name and base.rpartition("[")[0] == name) for name in self.names)

@@ -14,15 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
-from .lineage import Continuation, Link
-from .record import Owner, Packing, Piece, Recorder, Visit, refuse_transformed
+from .discover import RequestedLayers
+from .inputs import check_features
+from .lineage import Continuation, StateLink
+from .record import CallOwner, CallRecord, CallRecorder, LayerRecord, Packing, refuse_transformed
 from .weights import slots
 
 _VF: Any = torch._VF
+
 
 #: torch function -> (class of ours, activation)
 FUSED: dict[Any, tuple[type[Cell], str]] = {
@@ -31,6 +35,8 @@ FUSED: dict[Any, tuple[type[Cell], str]] = {
     _VF.rnn_tanh: (SimpleRNN, "tanh"),
     _VF.rnn_relu: (SimpleRNN, "relu"),
 }
+
+
 CELLS: dict[Any, tuple[type[Cell], str]] = {
     _VF.lstm_cell: (LSTM, "tanh"),
     _VF.gru_cell: (GRU, "tanh"),
@@ -40,7 +46,7 @@ CELLS: dict[Any, tuple[type[Cell], str]] = {
 
 
 @dataclass
-class Call:
+class FusedCall:
     """The arguments of one fused call under their names; ``batch_sizes`` is None unless the input is packed."""
 
     input: Tensor
@@ -60,7 +66,7 @@ class Call:
         return self.weights[layer * each : (layer + 1) * each]
 
     @classmethod
-    def of(cls, args: Sequence[Any]) -> Call:
+    def of(cls, args: Sequence[Any]) -> FusedCall:
         """From the positional arguments of torch's two overloads."""
         if isinstance(args[3], (list, tuple)):
             data, sizes, state, weights, bias, layers, dropout, training, both = args
@@ -89,7 +95,7 @@ def _as_tuple(state: Any) -> tuple[Tensor, ...]:
     return (state,) if isinstance(state, Tensor) else tuple(state)
 
 
-class Interceptor(TorchFunctionMode):  # type: ignore[misc]
+class KernelInterceptor(TorchFunctionMode):  # type: ignore[misc]
     """Routes torch's recurrent kernels to a recorder and leaves every other function alone.
 
     Parameters
@@ -105,8 +111,8 @@ class Interceptor(TorchFunctionMode):  # type: ignore[misc]
 
     def __init__(
         self,
-        recorder: Recorder,
-        owner: Callable[[type[Cell], str, Any], tuple[Owner, Tensor | None] | None],
+        recorder: CallRecorder,
+        owner: Callable[[type[Cell], str, Any], tuple[CallOwner, Tensor | None] | None],
         *,
         keep_gradients: bool = False,
     ) -> None:
@@ -121,7 +127,7 @@ class Interceptor(TorchFunctionMode):  # type: ignore[misc]
             found = self.owner(*FUSED[func], args)
             if found is not None:
                 refuse_transformed(found[0].name, args)
-                return _fused(self.recorder, func, *found, Call.of(args))
+                return _fused(self.recorder, func, *found, FusedCall.of(args))
         elif func in CELLS:
             found = self.owner(*CELLS[func], args)
             if found is not None:
@@ -137,12 +143,12 @@ class Interceptor(TorchFunctionMode):  # type: ignore[misc]
         return result
 
 
-def _fused(recorder: Recorder, func: Any, owner: Owner, order: Tensor | None, call: Call) -> Any:
+def _fused(recorder: CallRecorder, func: Any, owner: CallOwner, order: Tensor | None, call: FusedCall) -> Any:
     packing = None if call.batch_sizes is None else Packing.of(call.batch_sizes, order, call.input.device)
     x = call.input.transpose(0, 1) if call.batch_first and packing is None else call.input
     fed, before = _start(recorder, owner, call, packing)
     directions = 2 if call.bidirectional else 1
-    pieces: list[Piece] = []
+    pieces: list[LayerRecord] = []
     for layer in range(call.layers):
         states = tuple(state[layer * directions : (layer + 1) * directions] for state in fed)
         pieces.append(_one_layer(recorder, func, owner, call, layer, x, states))
@@ -154,14 +160,14 @@ def _fused(recorder: Recorder, func: Any, owner: Owner, order: Tensor | None, ca
         torch.cat([recorder.handed(owner, piece.finals[i]) for piece in pieces]).clone() for i in range(len(fed))
     )
     handed = tuple(state.clone() for state in taps)
-    visit = Visit(pieces, taps, Link(call.state, fed, raw, handed, taps, before), packing=packing)
+    visit = CallRecord(pieces, taps, StateLink(call.state, fed, raw, handed, taps, before), packing=packing)
     recorder.add(owner, visit, continues=before is not None)
     output = x.clone()
     return (output.transpose(0, 1) if call.batch_first and packing is None else output, *handed)
 
 
 def _start(
-    recorder: Recorder, owner: Owner, call: Call, packing: Packing | None
+    recorder: CallRecorder, owner: CallOwner, call: FusedCall, packing: Packing | None
 ) -> tuple[tuple[Tensor, ...], Continuation | None]:
     tail = recorder.tail(owner)
     joinable = packing is None and not call.bidirectional and tail is not None and tail.packing is None
@@ -173,7 +179,9 @@ def _start(
     return tuple(recorder.started(state) for state in given), None
 
 
-def _overridden(recorder: Recorder, owner: Owner, call: Call, packing: Packing | None) -> tuple[Tensor, ...]:
+def _overridden(
+    recorder: CallRecorder, owner: CallOwner, call: FusedCall, packing: Packing | None
+) -> tuple[Tensor, ...]:
     """The states of the call, with those that the user gave by layer name put in their place."""
     states = [state.clone() for state in call.state]
     directions = 2 if call.bidirectional else 1
@@ -192,14 +200,14 @@ def _overridden(recorder: Recorder, owner: Owner, call: Call, packing: Packing |
 
 
 def _one_layer(
-    recorder: Recorder,
+    recorder: CallRecorder,
     func: Any,
-    owner: Owner,
-    call: Call,
+    owner: CallOwner,
+    call: FusedCall,
     layer: int,
     x: Tensor,
     states: tuple[Tensor, ...],
-) -> Piece:
+) -> LayerRecord:
     x = recorder.fed(x)
     directions = 2 if call.bidirectional else 1
     weights = call.weights_of(layer)
@@ -219,7 +227,7 @@ def _one_layer(
             output, *finals = func(x, call.batch_sizes, hx, flat, call.bias, 1, 0.0, True, call.bidirectional)
         else:
             output, *finals = func(x, hx, flat, call.bias, 1, 0.0, True, call.bidirectional, False)
-    return Piece(x, x.detach().clone(), states, recorder.handed(owner, output), tuple(finals), stand_ins)
+    return LayerRecord(x, x.detach().clone(), states, recorder.handed(owner, output), tuple(finals), stand_ins)
 
 
 @contextmanager
@@ -230,7 +238,7 @@ def _without_advice() -> Iterator[None]:
         yield
 
 
-def _cell(recorder: Recorder, func: Any, owner: Owner, call: CellCall) -> Any:
+def _cell(recorder: CallRecorder, func: Any, owner: CallOwner, call: CellCall) -> Any:
     given = _as_tuple(call.state)
     tail = recorder.tail(owner)
     rows = owner.key not in recorder.never_by_row
@@ -251,7 +259,90 @@ def _cell(recorder: Recorder, func: Any, owner: Owner, call: CellCall) -> Any:
     kept = tuple(tap.squeeze(0) for tap in taps)
     handed = tuple(state.clone() for state in kept)
     finals = tuple(state.unsqueeze(0) for state in raw)
-    piece = Piece(x, x.detach().clone().unsqueeze(0), tuple(s.unsqueeze(0) for s in fed), taps[0], finals, [stand_ins])
-    visit = Visit([piece], (None, *taps[1:]), Link(given, fed, raw, handed, kept, found))
+    piece = LayerRecord(
+        x, x.detach().clone().unsqueeze(0), tuple(s.unsqueeze(0) for s in fed), taps[0], finals, [stand_ins]
+    )
+    visit = CallRecord([piece], (None, *taps[1:]), StateLink(given, fed, raw, handed, kept, found))
     recorder.add(owner, visit, continues=found is not None)
     return handed if len(handed) > 1 else handed[0]
+
+
+class CallOwners:
+    """Knows which module is running, so that a kernel call finds its name."""
+
+    def __init__(self, asked: RequestedLayers) -> None:
+        self.asked = {id(module): (path, module) for path, module in asked.recurrent}
+        self.inside_cells = {id(inner) for _, cell in asked.cells for inner in cell.modules()}
+        self.everything = asked.names is None
+        self.holders = _holders(asked)
+        self.entered: nn.Module | None = None
+        self.order: Tensor | None = None
+        self.known: dict[int, CallOwner] = {}
+        self.ran = asked.ran
+
+    def entering(self, path: str) -> Any:
+        """A forward pre-hook that checks the input and notes which module runs."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            value = args[0] if args else kwargs.get("input")
+            check_features(path, module, value)
+            if not isinstance(module, nn.Linear):
+                self.entered = module
+                self.ran.add(path)
+                self.order = value.unsorted_indices if isinstance(value, PackedSequence) else None
+
+        return hook
+
+    def find(self, cell: type[Cell], activation: str, args: tuple[Any, ...]) -> tuple[CallOwner, Tensor | None] | None:
+        """Whose call this is; None if it was not asked for."""
+        module, order = self.entered, self.order
+        self.entered = self.order = None
+        stacked = isinstance(args[2], (list, tuple)) or isinstance(args[3], (list, tuple))
+        module = self._holder(args, module)
+        if module is None:
+            return (self._bare(cell, activation, args, stacked), None) if self.everything else None
+        found = self.asked.get(id(module))
+        if found is None:
+            return None
+        owner = self.known.get(id(module))
+        if owner is None:
+            path, module = found
+            layers = int(getattr(module, "num_layers", 1))
+            directions = 2 if getattr(module, "bidirectional", False) else 1
+            owner = CallOwner(id(module), path, cell, activation, layers, directions, stacked)
+            self.known[id(module)] = owner
+        return owner, order
+
+    def _holder(self, args: tuple[Any, ...], entered: nn.Module | None) -> nn.Module | None:
+        """The module whose weights these are: a forward that is called directly runs no hook that would name it."""
+        holders = self.holders.get(id(_first_weight(args)), [])
+        if not holders or any(module is entered for module in holders):
+            return entered
+        return holders[0] if len(holders) == 1 else None
+
+    def _bare(self, cell: type[Cell], activation: str, args: tuple[Any, ...], stacked: bool) -> CallOwner:
+        """A kernel called without a registered module: a module in a plain list, or the bare function."""
+        first = _first_weight(args)
+        owner = self.known.get(id(first))
+        if owner is None:
+            unnamed = sum(o.name.startswith("unnamed_") for o in self.known.values())
+            rest = args[4:] if stacked and isinstance(args[3], (list, tuple)) else args[3:]
+            layers, both = (int(rest[1]), bool(rest[4])) if stacked else (1, False)
+            owner = CallOwner(id(first), f"unnamed_{cell.kind}_{unnamed}", cell, activation, layers, 1 + both, stacked)
+            self.known[id(first)] = owner
+        return owner
+
+
+def _first_weight(args: tuple[Any, ...]) -> Tensor:
+    weight = args[3] if isinstance(args[3], (list, tuple)) else args[2]
+    return weight[0] if isinstance(weight, (list, tuple)) else weight
+
+
+def _holders(asked: RequestedLayers) -> dict[int, list[nn.Module]]:
+    """By the identity of its first weight, the recurrent modules that hold it."""
+    found: dict[int, list[nn.Module]] = {}
+    for _, module in asked.modules:
+        first = getattr(module, "weight_ih_l0", getattr(module, "weight_ih", None))
+        if isinstance(first, nn.Parameter):
+            found.setdefault(id(first), []).append(module)
+    return found

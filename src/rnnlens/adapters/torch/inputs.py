@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...arguments import as_numpy
 from ...errors import InputError, message, raised_by
-from .weights import has_own_forward
+from .cells import has_own_forward
 
 
 def home_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -126,3 +126,14 @@ def check_features(name: str, module: nn.Module, value: Any) -> None:
                 expected=f"{size} features on the last axis",
             )
         )
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Tensors and packed sequences within nested tuples, lists and dicts, in order."""
+    if isinstance(value, (Tensor, PackedSequence)):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in leaves_of(item)]
+    return []

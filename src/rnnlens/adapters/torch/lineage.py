@@ -19,7 +19,7 @@ States = tuple[Tensor, ...]
 
 
 @dataclass
-class Link:
+class StateLink:
     """The states around one call.
 
     Attributes
@@ -136,7 +136,7 @@ class Continuation:
 
     fed: States
     rows: Tensor | None
-    link: Link
+    link: StateLink
 
     @property
     def origin(self) -> Tensor | None:

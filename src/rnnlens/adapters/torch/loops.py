@@ -1,4 +1,4 @@
-"""Loops without a module per step: each ``rl.torch.step`` of the user's is noted as the call of a cell."""
+"""Custom cells and loops that the user's own code calls step by step, recorded while the model runs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...errors import InputError, message
-from .public import LISTENER, note_loop
-from .record import Recorder
-from .steps import CellHook
+from ...errors import InputError, UnsupportedError, message
+from ...recurrence.cells import StepCell, registered
+from .cells import CellForm, TorchStepCell, leaves
+from .discover import input_argument
+from .lineage import Continuation, StateLink
+from .public import LISTENER, named_cell, note_loop
+from .record import (
+    CallOwner,
+    CallRecord,
+    CallRecorder,
+    LayerRecord,
+    autocast_around,
+    differentiable,
+    refuse_transformed,
+)
+
+#: From an input and state tensors to the arguments of the user's cell.
+Arguments = Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 class LoopStep(nn.Module):  # type: ignore[misc]
@@ -52,16 +67,17 @@ def _leaves(tensor: Tensor, given: Sequence[Tensor]) -> Iterator[Tensor]:
         waiting.extend(parent for parent, _ in node.next_functions)
 
 
-class _Loops:
+class StepListener:
     """Takes the place of the user's functions during one pass."""
 
-    def __init__(self, recorder: Recorder, model: nn.Module, asked: Sequence[str] | None) -> None:
+    def __init__(self, recorder: CallRecorder, model: nn.Module, asked: Sequence[str] | None) -> None:
         self.recorder, self.model = recorder, model
         self.asked = None if asked is None else {name.partition("#")[0] for name in asked}
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.hooks: dict[Any, CellHook] = {}
 
     def __call__(self, function: Callable[..., Any], x: Tensor, state: Sequence[Any], name: str | None) -> Any:
+        """Call the user's step and record it as the call of a cell."""
         if self.recorder.paused:
             return function(x, *state)
         key: Any = name or getattr(function, "__code__", id(function))
@@ -93,10 +109,213 @@ class _Loops:
 
 
 @contextmanager
-def listening(recorder: Recorder, model: nn.Module, asked: Sequence[str] | None) -> Iterator[None]:
+def listening(recorder: CallRecorder, model: nn.Module, asked: Sequence[str] | None) -> Iterator[None]:
     """Within the block, in this thread, steps of loops are noted."""
-    token = LISTENER.set(_Loops(recorder, model, asked))
+    token = LISTENER.set(StepListener(recorder, model, asked))
     try:
         yield
     finally:
         LISTENER.reset(token)
+
+
+class _NotACellError(Exception):
+    """Why a call cannot be a step of a recurrence."""
+
+
+class EnteredCall:
+    """One call between its two hooks: the user's tensors, those fed in their place, and how to call again."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> None:
+        self.flat, self.spec = pytree.tree_flatten((args, kwargs))
+        x = args[position] if len(args) > position else kwargs.get(name)
+        if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
+            raise _NotACellError("its input is not a floating tensor (sample, feature)")
+        self.x: Tensor = x
+        self.places = [i for i, leaf in enumerate(self.flat) if isinstance(leaf, Tensor) and leaf is not self.x]
+        self.given = [self.flat[i] for i in self.places]
+        for state in self.given:
+            if not state.is_floating_point() or state.dim() < 2 or state.shape[0] != self.x.shape[0]:
+                raise _NotACellError("one of its tensors is no state: not floating, or not (sample, ...)")
+        self.fed: list[Tensor] = []
+        self.before: Continuation | None = None
+        self.arguments: Arguments = self._again
+
+    def _again(self, x: Tensor, state: Sequence[Tensor]) -> Any:
+        # Only what is no tensor is remembered: nothing of this forward pass is kept alive.
+        again = list(self._constants)
+        for i in self._inputs:
+            again[i] = x
+        for i, value in zip(self.places, state, strict=True):
+            again[i] = value
+        return pytree.tree_unflatten(again, self.spec)
+
+    def release(self) -> None:
+        """Forget the user's tensors; only the way of calling is left."""
+        self._inputs = [i for i, leaf in enumerate(self.flat) if leaf is self.x]
+        self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in self.flat]
+
+
+class CellHook:
+    """The pair of hooks around the calls of one candidate.
+
+    A candidate that turns out not to be a cell is left to run as it is. One that the user named is refused with the
+    reason instead.
+    """
+
+    def __init__(self, recorder: CallRecorder, path: str, module: nn.Module) -> None:
+        self.recorder, self.module = recorder, module
+        self.owner = CallOwner(id(module), path, StepCell, named=named_cell(module) is not None)
+        self.owner.module = module if registered(module) is not None else None
+        self.position, self.name = input_argument(module)
+        self.active = True
+        self.entered: EnteredCall | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Feed the recurrence in place of the state that the user passed on."""
+        self.entered = None
+        if not self.active or self.recorder.paused:
+            return None
+        try:
+            entered = EnteredCall(args, kwargs, self.position, self.name)
+        except _NotACellError as reason:
+            return self._give_up(reason)
+        refuse_transformed(self.owner.name, entered.flat)
+        x = self.recorder.fed(entered.x)
+        flat = [x if leaf is entered.x else leaf for leaf in entered.flat]
+        entered.fed, entered.before = self._fed(entered.given)
+        for i, state in zip(entered.places, entered.fed, strict=True):
+            flat[i] = state
+        entered.release()
+        entered.x, self.entered = x, entered
+        return pytree.tree_unflatten(flat, entered.spec)
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Hand out copies of what was returned, so that gradients from above and from the next step stay apart."""
+        entered, self.entered = self.entered, None
+        if entered is None or not self.active or self.recorder.paused:
+            return None
+        try:
+            if not entered.given:
+                self._start_from_zero(entered, output)
+            return self._note(entered, output)
+        except _NotACellError as reason:
+            return self._give_up(reason)
+
+    def _fed(self, given: list[Tensor]) -> tuple[list[Tensor], Continuation | None]:
+        tail = self.recorder.tail(self.owner)
+        if tail is not None and given:
+            found = tail.link.continued_by(tuple(given), rowwise=self.owner.key not in self.recorder.never_by_row)
+            if found is not None:
+                tail.rows = found.rows
+                return list(found.fed), found
+        return [self.recorder.started(state) for state in given], None
+
+    def _note(self, entered: EnteredCall, output: Any) -> Any:
+        flat, spec = pytree.tree_flatten(output)
+        returned = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        states = _states_of(returned, entered)
+        raw = {id(leaf): differentiable(leaf) for leaf in returned}
+        taps = {
+            key: self.recorder.handed(self.owner, leaf.flatten(1).unsqueeze(0).clone()) for key, leaf in raw.items()
+        }
+        kept = {id(leaf): taps[id(leaf)].reshape(leaf.shape) for leaf in returned}
+        handed = {key: tensor.clone() for key, tensor in kept.items()}
+        first = returned[0]
+        if self.owner.step_cell is None:
+            form = CellForm(entered.arguments, tuple(tuple(s.shape[1:]) for s in states), len(states) == len(returned))
+            self.owner.step_cell = TorchStepCell(
+                self.module, form, tuple(first.shape[1:]), first.dtype, autocast_around(first)
+            )
+        piece = LayerRecord(
+            entered.x,
+            entered.x.detach().clone().unsqueeze(0),
+            tuple(s.flatten(1).unsqueeze(0) for s in entered.fed),
+            taps[id(first)],
+            tuple(raw[id(s)].flatten(1).unsqueeze(0) for s in states),
+            [{name: p for name, p in self.module.named_parameters() if p.requires_grad}],
+        )
+        link = StateLink(
+            tuple(entered.given or entered.fed),
+            tuple(entered.fed),
+            tuple(raw[id(s)] for s in states),
+            tuple(handed[id(s)] for s in states),
+            tuple(kept[id(s)] for s in states),
+            entered.before,
+        )
+        visit = CallRecord([piece], tuple(None if s is first else taps[id(s)] for s in states), link)
+        self.recorder.add(self.owner, visit, continues=entered.before is not None)
+        return pytree.tree_unflatten([handed.get(id(leaf), leaf) for leaf in flat], spec)
+
+    def _start_from_zero(self, entered: EnteredCall, output: Any) -> None:
+        """Find the state that a call without one started from: zeros of the shape that came back, if that is the same.
+
+        The cell is run once more to see. A returned pair may be (output, state) or a state of two tensors.
+        """
+        guesses = [output[1], output] if isinstance(output, tuple) and len(output) == 2 else [output]
+        for guess in guesses:
+            zeros = pytree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, guess)
+            arguments = _with_state(entered, zeros, self.position)
+            if arguments is not None and self._same(output, arguments(entered.x, leaves(zeros))):
+                entered.arguments, entered.fed = arguments, [differentiable(leaf) for leaf in leaves(zeros)]
+                return
+        raise _NotACellError("it starts from a state of its own that is not zero; pass the first state to it")
+
+    def _same(self, output: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+        self.recorder.paused = True
+        try:
+            with torch.no_grad():
+                again = self.module(*arguments[0], **arguments[1])
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+            return False  # not the form of this cell's state
+        finally:
+            self.recorder.paused = False
+        pairs = list(zip(leaves(output), leaves(again), strict=False))
+        return len(pairs) == len(leaves(output)) and all(torch.equal(a, b) for a, b in pairs)
+
+    def _give_up(self, reason: Exception) -> None:
+        if self.owner.named:
+            raise UnsupportedError(
+                message(
+                    f"Module {self.owner.name!r} was named a cell and cannot be looked into as one: {reason}.",
+                    expected="calls that map (input, state) to state or to (output, state)",
+                )
+            )
+        self.active = False
+        self.recorder.runs = [run for run in self.recorder.runs if run.owner is not self.owner]
+
+
+def _states_of(returned: list[Tensor], entered: EnteredCall) -> list[Tensor]:
+    """Which of the returned tensors are the state; the rest, at most one in front, is the output."""
+    extra = len(returned) - len(entered.fed)
+    if extra not in (0, 1) or not entered.fed:
+        raise _NotACellError(f"it takes {len(entered.fed)} state tensors and returns {len(returned)} tensors")
+    states = returned[extra:]
+    if [s.shape for s in states] != [s.shape for s in entered.fed]:
+        raise _NotACellError("the states that it returns differ in shape from those that it takes")
+    first = returned[0]
+    if not first.is_floating_point() or first.dim() < 2 or first.shape[0] != entered.x.shape[0]:
+        raise _NotACellError("its output is not a floating tensor (sample, ...)")
+    return states
+
+
+def _with_state(entered: EnteredCall, state: Any, position: int) -> Arguments | None:
+    """How to call the cell with a state where the user passed none: in place of a None, or after the input."""
+    flat = entered._constants
+    (args, kwargs) = pytree.tree_unflatten(list(range(len(flat))), entered.spec)
+    empty = [i for i, leaf in enumerate(flat) if leaf is None and i not in entered._inputs]
+    spec = pytree.tree_structure(state)
+    if not empty and position > 0:
+        return None
+
+    def arguments(x: Tensor, values: Sequence[Tensor]) -> Any:
+        nested = pytree.tree_unflatten(list(values), spec)
+
+        def value(index: int) -> Any:
+            if index in entered._inputs:
+                return x
+            return nested if empty and index == empty[0] else flat[index]
+
+        again = [value(i) for i in args], {key: value(i) for key, i in kwargs.items()}
+        return (*again[0], *(() if empty else (nested,))), again[1]
+
+    return arguments

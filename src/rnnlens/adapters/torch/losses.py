@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
-from ...errors import InputError, did_you_mean, message
-from ..protocol import Batch
-from .boundaries import leaves_of
-from .broadcasts import Broadcasts
-from .inputs import as_tensors
-from .loss_weights import label, weighted
+from ...errors import InputError, UnsupportedError, did_you_mean, message
+from ...typing import Array
+from ..protocol import Batch, Outputs
+from .discover import named_modules, unwrapped
+from .inputs import as_tensors, leaves_of, on_leaves
+from .restore import borrowed
+
+#: Elementwise operations by which a loss compares its arguments.
+_ELEMENTWISE = {
+    "sub", "subtract", "rsub", "__sub__", "__rsub__", "mul", "multiply", "__mul__", "__rmul__", "add", "__add__",
+    "div", "__truediv__", "where", "maximum", "minimum", "square", "squared_difference",
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "poisson_nll_loss",
+}  # fmt: skip
+#: Losses whose mean is over the weights of the classes that count, not over their number.
+_BY_CLASS = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")
+_BY_WEIGHT = ("mse_loss", "l1_loss", "huber_loss")
+_BY_LENGTH = ("ctc_loss", "CTCLoss")
+#: Losses whose mean is over all values (or all samples): means of equal batches are the mean of the whole.
+_PLAIN = {
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "poisson_nll_loss", "kl_div",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "multilabel_soft_margin_loss", "hinge_embedding_loss",
+    "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss", "PoissonNLLLoss", "KLDivLoss",
+    "BCELoss", "BCEWithLogitsLoss", "MultiLabelSoftMarginLoss", "HingeEmbeddingLoss",
+}  # fmt: skip
 
 
 def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | None:
@@ -48,7 +72,7 @@ def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | Non
             )
         return _scalar(loss(outputs), loss)
     target = as_tensors(batch.y, model, "y")
-    with Broadcasts(leaves_of(outputs), leaves_of(target)):
+    with BroadcastCheck(leaves_of(outputs), leaves_of(target)):
         if batch.sample_weight is None and batch.class_weight is None:
             return _scalar(loss(outputs, target), loss)
         return _scalar(weighted(loss, outputs, target, batch, model), loss)
@@ -90,3 +114,254 @@ def _scalar(value: Any, loss: Any) -> torch.Tensor:
             )
         )
     return value.reshape(())
+
+
+class BroadcastCheck(TorchFunctionMode):  # type: ignore[misc]
+    """Within the block, an outer product of outputs and targets of another rank raises ``InputError``."""
+
+    def __init__(self, outputs: Iterable[Any], targets: Iterable[Any]) -> None:
+        super().__init__()
+        self.outputs = {tuple(t.shape) for t in outputs if isinstance(t, Tensor)}
+        self.targets = {tuple(t.shape) for t in targets if isinstance(t, Tensor)} - self.outputs
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Check the shapes, then do what was asked."""
+        if self.targets and getattr(func, "__name__", "") in _ELEMENTWISE:
+            shapes = [tuple(t.shape) for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)]
+            for output in self.outputs.intersection(shapes):
+                for target in self.targets.intersection(shapes):
+                    _check(output, target)
+        return func(*args, **(kwargs or {}))
+
+
+def _check(output: tuple[int, ...], target: tuple[int, ...]) -> None:
+    try:
+        both = tuple(torch.broadcast_shapes(output, target))
+    except RuntimeError:
+        return
+    if len(output) != len(target) and math.prod(both) > max(math.prod(output), math.prod(target)):
+        raise InputError(
+            message(
+                "The loss would broadcast the target against the output, every sample with every other.",
+                got=f"output {output} and target {target}: {both}",
+                expected=f"a target of shape {output}",
+                hint="y[:, None], or output.squeeze(-1) in the loss",
+            )
+        )
+
+
+def weighted(loss: Any, outputs: Any, target: Any, batch: Batch, model: nn.Module) -> Tensor:
+    """Sum of weight times value, over what the loss itself divides by: 1 for a sum, the count for a mean.
+
+    Raises
+    ------
+    InputError
+        If the weights fit neither the samples nor the values of the loss.
+    UnsupportedError
+        If the loss cannot be had value by value, or divides by what is not known here.
+    """
+    values, whole = _values(loss, outputs, target), loss(outputs, target)
+    weight = values.new_ones(())
+    if batch.sample_weight is not None:
+        given = as_tensors(batch.sample_weight, model, "sample_weight").to(values)
+        weight = weight * _beside(given, values, "sample_weight")
+    if batch.class_weight is not None:
+        weight = weight * _beside(_of_classes(target, outputs, batch.class_weight).to(values), values, "class_weight")
+    divisor = _divisor(loss, values, outputs, target)
+    _must_agree(loss, values.detach().sum() / divisor, whole.detach())
+    return (weight * values).sum() / divisor
+
+
+def parameters(loss: Any) -> Mapping[str, Any]:
+    """The parameters of a callable; none where its signature cannot be read."""
+    try:
+        return inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def label(loss: Any) -> str:
+    """What a loss is called: the name of a function, of what a partial calls, or of a class."""
+    if isinstance(loss, functools.partial):
+        return label(loss.func)
+    return str(getattr(loss, "__name__", type(loss).__name__))
+
+
+def reduction(loss: Any) -> str | None:
+    """``"mean"``, ``"sum"``, ... as a loss of torch says it; None for a callable that does not."""
+    found = getattr(loss, "reduction", None)
+    if found is None and not isinstance(loss, nn.Module) and "reduction" in parameters(loss):
+        found = parameters(loss)["reduction"].default
+    return found if isinstance(found, str) else None
+
+
+def option(loss: Any, name: str, default: Any = None) -> Any:
+    """An argument that a loss was made with, as a module's attribute or a partial's keyword."""
+    if isinstance(loss, nn.Module):
+        return getattr(loss, name, default)
+    parameter = parameters(loss).get(name)
+    return default if parameter is None or parameter.default is parameter.empty else parameter.default
+
+
+def _values(loss: Any, outputs: Any, target: Any) -> Tensor:
+    """The loss before its reduction."""
+    values = None
+    if reduction(loss) not in (None, "none") and isinstance(loss, nn.Module):
+        single = copy.copy(loss)
+        single.reduction = "none"
+        values = single(outputs, target)
+    elif reduction(loss) is not None and not isinstance(loss, nn.Module):
+        values = loss(outputs, target, reduction="none")
+    if not isinstance(values, Tensor):
+        raise UnsupportedError(
+            message(
+                "sample_weight and class_weight need a loss that can be had per sample.",
+                got=label(loss),
+                expected="a loss of torch.nn with reduction=, or your own weighting inside the loss",
+            )
+        )
+    return values
+
+
+def _divisor(loss: Any, values: Tensor, outputs: Any, target: Any) -> Tensor | float:
+    """What the loss divides the sum of its values by."""
+    how = reduction(loss)
+    if how == "sum":
+        return 1.0
+    if how == "batchmean":
+        return float(outputs.shape[0])
+    if label(loss) in _BY_CLASS and not target.is_floating_point():
+        classes, ignored = option(loss, "weight"), option(loss, "ignore_index", -100)
+        counted = target != ignored
+        if classes is None:
+            return counted.sum().to(values)
+        return classes.to(values)[target.clamp(min=0)][counted].sum()
+    if label(loss) in _BY_CLASS:
+        return float(target.numel() / target.shape[1]) if target.dim() > 1 else 1.0
+    if label(loss) in _BY_WEIGHT and option(loss, "weight") is not None:
+        return option(loss, "weight").to(values).sum()
+    return float(max(values.numel(), 1))
+
+
+def _must_agree(loss: Any, ours: Tensor, own: Tensor) -> None:
+    """With weights of 1 the loss must be the user's own; otherwise its reduction is not understood."""
+    slack = 1e3 * torch.finfo(own.dtype).eps
+    if label(loss) in _BY_LENGTH or not torch.allclose(
+        ours.to(own).reshape(()), own.reshape(()), rtol=slack, atol=slack, equal_nan=True
+    ):
+        raise UnsupportedError(
+            message(
+                "How this loss averages its values is not known, so weights cannot be put into it.",
+                got=f"{label(loss)} with reduction={reduction(loss)!r}",
+                expected='reduction="sum" or a mean over values, or your own weighting inside the loss',
+            )
+        )
+
+
+def _beside(weight: Tensor, values: Tensor, name: str) -> Tensor:
+    """Weights with the first axes of the values: one per sample, or one per sample and step."""
+    if weight.dim() > 1 and weight.dim() == values.dim() + 1 and weight.shape[-1] == 1:
+        weight = weight.squeeze(-1)
+    fits = weight.dim() <= values.dim() and all(
+        mine in (1, size) for mine, size in zip(weight.shape, values.shape, strict=False)
+    )
+    if not fits or weight.dim() == 0 or (weight.shape[0] != values.shape[0]):
+        raise InputError(
+            message(
+                f"{name} does not fit the values of the loss.",
+                got=f"shape {tuple(weight.shape)}",
+                expected=f"the first axes of {tuple(values.shape)}: one weight per sample, or per sample and step",
+            )
+        )
+    return weight.reshape(*weight.shape, *([1] * (values.dim() - weight.dim())))
+
+
+def _of_classes(target: Tensor, outputs: Any, table: Mapping[Any, Any]) -> Tensor:
+    """The weight of each label; 1 for labels that the table does not name."""
+    labels, several, one_hot = target, False, False
+    if target.is_floating_point():
+        several = target.dim() > 1 and target.shape == outputs.shape and target.shape[1] > 1
+        one_hot = several and bool(((target == 0) | (target == 1)).all()) and bool((target.sum(dim=1) == 1).all())
+        labels = target.argmax(dim=1) if one_hot else target
+    if (several and not one_hot) or not torch.equal(labels, labels.round()):
+        raise InputError(
+            message("class_weight needs class labels.", got="targets that are not whole numbers", hint="sample_weight=")
+        )
+    weight = torch.ones(labels.shape, device=labels.device, dtype=torch.float64)
+    for key, value in table.items():
+        weight[labels == int(key)] = float(value)
+    return weight
+
+
+def combination(model: nn.Module, batch: Batch) -> str | None:
+    """How losses of batches make up that of the data set: ``"mean"``, ``"sum"``; None where that is not known."""
+    loss = resolved(batch.loss)
+    name, how = label(loss), reduction(loss)
+    if not _is_torchs_own(loss) or option(loss, "weight") is not None or not hasattr(batch.y, "shape"):
+        return None
+    if name in _PLAIN and how in ("mean", "sum", "batchmean"):
+        return "sum" if how == "sum" else "mean"
+    if name in _BY_CLASS and how in ("mean", "sum"):
+        ignored = how == "mean" and bool(np.any(host_array(batch.y) == option(loss, "ignore_index", -100)))
+        return None if ignored else str(how)
+    return None
+
+
+def _is_torchs_own(loss: Any) -> bool:
+    if isinstance(loss, functools.partial):
+        loss = loss.func
+    module = type(loss).__module__ if isinstance(loss, nn.Module) else getattr(loss, "__module__", "")
+    return str(module).startswith("torch.")
+
+
+def mixes_samples(model: nn.Module, training: bool) -> str | None:
+    """The name of a layer that uses statistics of its batch; ``"?"`` where a forward of the user's own may do it."""
+    for name, module in named_modules(unwrapped(model)):
+        in_use = training or not getattr(module, "track_running_stats", True)
+        if isinstance(module, _BatchNorm) and in_use:
+            return name
+    return "?"
+
+
+def loss_of(model: nn.Module, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
+    """The loss of joined outputs, and its gradient at each of them; None where it does not depend on one.
+
+    Raises
+    ------
+    UnsupportedError
+        If the loss reads the model's weights itself: those paths do not pass the outputs.
+    """
+    model = unwrapped(model)
+    like = leaves_of(outputs.tree)
+    leaves = [torch.as_tensor(new).to(old) for new, old in zip(outputs.leaves, like, strict=True)]
+    weights = [p for p in model.parameters() if p.requires_grad]
+    with borrowed(model, training=batch.training, seed=batch.seed):
+        leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in leaves]
+        rest = iter(leaves)
+        tree = on_leaves(outputs.tree, lambda value: next(rest) if isinstance(value, Tensor) else value)
+        loss = evaluate(batch, tree, model)
+        assert loss is not None
+        sources = [t for t in leaves if t.requires_grad]
+        wanted = [*sources, *weights]
+        found = iter(
+            torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else [None] * len(wanted)
+        )
+        grads = [next(found) if t.requires_grad else None for t in leaves]
+        if any(grad is not None for grad in found):
+            raise UnsupportedError(
+                message(
+                    "The loss depends on the weights of the model themselves, not only on its outputs.",
+                    got=f"{label(batch.loss)} over several batches",
+                    expected='combine="mean" or "sum", or all samples as one batch',
+                    hint="differentiate the penalty on the weights by itself: it needs no data",
+                )
+            )
+    return float(loss.detach()), [None if grad is None else host_array(grad) for grad in grads]
+
+
+def host_array(value: Any) -> Array:
+    """Return a value as a NumPy array, half precision widened to float32."""
+    if not isinstance(value, Tensor):
+        return np.asarray(value)
+    value = value.detach().cpu()
+    return (value.float() if value.dtype in (torch.float16, torch.bfloat16) else value).numpy()

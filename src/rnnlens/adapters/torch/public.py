@@ -19,8 +19,10 @@ from ...recurrence.cells import registered
 
 __all__ = ["cell", "step"]
 
+
 #: What notes the steps of loops while a model is looked at in this thread; None at all other times.
 LISTENER: ContextVar[Callable[..., Any] | None] = ContextVar("steps of loops", default=None)
+
 
 #: modules that a user called cells; nothing is written on the module and none is kept alive.
 _NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -40,7 +42,7 @@ def loops_of(model: nn.Module) -> dict[str, int]:
     return dict(_LOOPS.get(model, {}))
 
 
-class _Named:
+class _NamedCells:
     """What :func:`cell` returns: ends the naming as a context manager, or never where it is not used as one."""
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
@@ -48,7 +50,7 @@ class _Named:
         for module in modules:
             _NAMED.add(module)
 
-    def __enter__(self) -> _Named:
+    def __enter__(self) -> _NamedCells:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -58,7 +60,7 @@ class _Named:
                 _NAMED.discard(module)
 
 
-def cell(*modules: nn.Module) -> _Named:
+def cell(*modules: nn.Module) -> _NamedCells:
     """Say that ``modules`` are recurrent cells: their calls map (input, state) to state or to (output, state).
 
     Needed where rnnlens cannot see it by itself: a cell called once per forward pass, or one that holds a torch cell
@@ -81,7 +83,7 @@ def cell(*modules: nn.Module) -> _Named:
             raise InputError(
                 message("Only a module can be a cell.", got=type(module).__name__, expected="a torch.nn.Module")
             )
-    return _Named(tuple(getattr(module, "_orig_mod", module) for module in modules))
+    return _NamedCells(tuple(getattr(module, "_orig_mod", module) for module in modules))
 
 
 def step(function: Callable[..., Any], x: Tensor, *state: Any, name: str | None = None) -> Any:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ...autodiff.torch import PullMany
-from ...errors import ModelError, message, raised_by
-from ..protocol import Batch, Port
+from ...errors import InputError, ModelError, UnsupportedError, message, raised_by
+from ...typing import Array
+from ..protocol import Batch, Outputs, Port
 from ..threads import hook_here
-from .assemble import JoinedTooFarError, check_joints
-from .boundaries import Boundaries, leaves_of, stand_ins, zeros_for
-from .boundary import Boundary
-from .capture import Asked, tensors_of, watched
-from .discover import named_modules, unwrapped
-from .endings import mark_endings
-from .inputs import as_tensors, call_model, on_leaves
-from .losses import evaluate
-from .record import Recorder, refuse_hooked, refuse_transformed
+from .boundaries import PortTable, PortTensors, stand_ins, zeros_for
+from .capture import tensors_of, watched
+from .cells import replayable
+from .discover import RequestedLayers, named_modules, unwrapped
+from .inputs import as_tensors, call_model, home_of, leaves_of, on_leaves
+from .losses import (
+    evaluate,
+    host_array,
+)
+from .record import CallRecorder, refuse_hooked, refuse_transformed
+from .recurrences import JoinedTooFarError, check_joints, mark_endings, own_cells_only
 from .restore import borrowed
-from .steps import own_cells_only
-from .values import replayable
+
+#: Takes a cotangent of the function's value back to one cotangent per argument.
+Pull = Callable[[Array], list[Array]]
 
 #: Bytes that the gradients of one vectorised pull may take.
 BUDGET = 256 * 2**20
@@ -55,14 +61,14 @@ class TorchPullback:
         self._found = boundaries
         self.keep(boundaries)
 
-    def keep(self, boundaries: Boundaries) -> None:
+    def keep(self, boundaries: PortTable) -> None:
         """Hold on to the tensors of the ports asked about."""
-        self._boundaries: dict[Port, Boundary] = {port: boundaries.find(port) for port in (*self.of, *self.wrt)}
+        self._boundaries: dict[Port, PortTensors] = {port: boundaries.find(port) for port in (*self.of, *self.wrt)}
         with torch.enable_grad():
             self._starts = {port: self._boundaries[port].value for port in self.of}
         self.values: Mapping[Port, Any] = {port: replayable(b.value) for port, b in self._boundaries.items()}
 
-    def _passed(self, model: nn.Module, batch: Batch, cut: Sequence[Port]) -> Boundaries:
+    def _passed(self, model: nn.Module, batch: Batch, cut: Sequence[Port]) -> PortTable:
         """The forward pass, run again where it ran without gradients, or where calls were joined that may not be."""
         never_by_row: set[int] = set()
         keep_gradients = False
@@ -77,11 +83,11 @@ class TorchPullback:
 
     def _run(
         self, model: nn.Module, batch: Batch, cut: Sequence[Port], never_by_row: set[int], keep_gradients: bool
-    ) -> Boundaries | None:
+    ) -> PortTable | None:
         """One forward pass; None if it has to be run again because it ran without gradients."""
         modules = named_modules(model)
-        asked = Asked.of(model, None)
-        recorder = Recorder(never_by_row, separate=True, cut={_path(port) for port in cut})
+        asked = RequestedLayers.of(model, None)
+        recorder = CallRecorder(never_by_row, separate=True, cut={_path(port) for port in cut})
         plain: dict[str, list[Any]] = {}
         inputs = on_leaves(as_tensors(batch.x, model, "x"), _source)
         with borrowed(model, training=batch.training, seed=batch.seed):
@@ -104,10 +110,14 @@ class TorchPullback:
         leaves = leaves_of(outputs)
         if interceptor.cut_gradients and not keep_gradients and not any(_has_path(t) for t in (*leaves, loss)):
             return None
-        return Boundaries(recorder, leaves_of(inputs), leaves, loss, plain, weights, modules)
+        return PortTable(recorder, leaves_of(inputs), leaves, loss, plain, weights, modules)
 
     def _watch_plain(
-        self, modules: Sequence[tuple[str, nn.Module]], asked: Asked, recorder: Recorder, plain: dict[str, list[Any]]
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        asked: RequestedLayers,
+        recorder: CallRecorder,
+        plain: dict[str, list[Any]],
     ) -> list[Any]:
         recurrent = {id(module) for _, module in (*asked.recurrent, *asked.cells)}
         bases = {str(p.layer).partition("#")[0] for p in self._watched if p.layer and p.kind != "weight"}
@@ -116,7 +126,7 @@ class TorchPullback:
             if path in bases and id(module) not in recurrent:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # takes no hooks; asked for, it counts as not called
-                around = _PlainHook(recorder, path, plain.setdefault(path, []))
+                around = OutputHook(recorder, path, plain.setdefault(path, []))
                 handles.append(module.register_forward_pre_hook(hook_here(around.before), with_kwargs=True))
                 handles.append(module.register_forward_hook(hook_here(around.after)))
         return handles
@@ -144,7 +154,7 @@ class TorchPullback:
             parts.append(self._pull_many(starts, sources, some))
         return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
 
-    def _gathered(self, boundary: Boundary, found: Mapping[int, Tensor | None], count: int) -> Tensor | None:
+    def _gathered(self, boundary: PortTensors, found: Mapping[int, Tensor | None], count: int) -> Tensor | None:
         grads = [found.get(id(tensor)) for tensor in boundary.tensors]
         if all(grad is None for grad in grads):
             return None
@@ -161,18 +171,20 @@ class TorchPullback:
         self.values, self.returned = {}, None
 
 
-class _PlainHook:
+class OutputHook:
     """Notes what a layer that is not recurrent takes and returns, kept apart from the user's own tensors."""
 
-    def __init__(self, recorder: Recorder, path: str, calls: list[Any]) -> None:
+    def __init__(self, recorder: CallRecorder, path: str, calls: list[Any]) -> None:
         self.recorder, self.path, self.calls = recorder, path, calls
         self.takes: list[Tensor] = []
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Record the inputs of a call."""
         self.takes = []
         return None if self.recorder.paused else on_leaves((args, kwargs), self._note(self.takes))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Record the outputs of a call."""
         if self.recorder.paused:
             return None
         returns: list[Tensor] = []
@@ -211,3 +223,56 @@ def _source(value: Any) -> Any:
 def _has_path(value: Any) -> bool:
     tensor = getattr(value, "data", None) if hasattr(value, "batch_sizes") else value
     return isinstance(tensor, Tensor) and tensor.requires_grad
+
+
+def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: torch.nn.Module) -> tuple[Array, Pull]:
+    """Value of ``function(*tensors)`` on the model's device, and its pull-back.
+
+    Raises
+    ------
+    InputError
+        If the function does not return a tensor of floats that depends on what it was given.
+    """
+    device, _ = home_of(model)
+    with torch.inference_mode(False), torch.enable_grad():
+        tensors = [torch.tensor(np.asarray(a), device=device, requires_grad=True) for a in arrays]
+        with raised_by("Your function"):
+            value = function(*tensors)
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        raise InputError(
+            message(
+                "The function must return one tensor of floats, made with the framework's own operations.",
+                got=f"{type(value).__name__}",
+                expected="a torch.Tensor, such as output.mean()",
+            )
+        )
+
+    def pull(cotangent: Array) -> list[Array]:
+        if not value.requires_grad:
+            raise InputError(
+                message(
+                    "The function's value does not depend on its tensors in a way that can be differentiated.",
+                    hint="use the framework's own differentiable operations: no NumPy, no argmax, no conversion to int",
+                )
+            )
+        seed = torch.as_tensor(np.asarray(cotangent), dtype=value.dtype, device=value.device)
+        with raised_by("The backward pass of your function"):
+            found = torch.autograd.grad(value, tensors, seed, allow_unused=True, retain_graph=True)
+        return [np.zeros_like(a) if g is None else g.detach().cpu().numpy() for g, a in zip(found, arrays, strict=True)]
+
+    return value.detach().cpu().numpy(), pull
+
+
+def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
+    """What the model returns for one batch."""
+    with TorchPullback(model, batch, [], []) as pullback:
+        tree = pullback.returned
+    leaves = leaves_of(tree)
+    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
+        raise UnsupportedError(
+            message(
+                "The model returns packed sequences, and those of several batches cannot be joined.",
+                hint="pad_packed_sequence(..., total_length=x.shape[1]) in the model, or all samples as one batch",
+            )
+        )
+    return Outputs([host_array(leaf) for leaf in leaves], tree)

@@ -12,14 +12,14 @@ from torch import Tensor
 from ...arguments import as_numpy
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
 from ...recurrence.cells import Cell
-from .lineage import Link
+from .lineage import StateLink
 
 #: In place of a layer's name: all of them.
 ALL = "*"
 
 
 @dataclass
-class Owner:
+class CallOwner:
     """The recurrent module (or bare function) whose calls are noted; ``name`` is its path in the model.
 
     ``module`` is a cell of the user's whose equations were registered. ``autocast`` is the dtype that torch was asked
@@ -63,7 +63,7 @@ class Packing:
 
 
 @dataclass
-class Piece:
+class LayerRecord:
     """What one stacked layer did in one call, time first: (time, sample, ...), states (direction, sample, unit).
 
     ``output`` is a tensor inside the graph at which only gradients from above arrive. ``input`` and ``fed`` are inside
@@ -78,7 +78,7 @@ class Piece:
     weights: list[dict[str, Tensor]]
 
 
-class Trail:
+class StateTrail:
     """Tensors that the user's code makes of the states that a call returned, in a few operations."""
 
     LENGTH = 6
@@ -110,7 +110,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 @dataclass
-class Visit:
+class CallRecord:
     """One call: a piece per stacked layer.
 
     ``state_taps`` are the returned final states, (layer * direction, sample, unit), at which gradients from above
@@ -118,12 +118,12 @@ class Visit:
     was not passed on. ``trail``: what the user's code makes of the states, while the model runs.
     """
 
-    pieces: list[Piece]
+    pieces: list[LayerRecord]
     state_taps: tuple[Tensor | None, ...]
-    link: Link
+    link: StateLink
     rows: Tensor | None = None
     packing: Packing | None = None
-    trail: Trail | None = None
+    trail: StateTrail | None = None
 
     @property
     def steps(self) -> int:
@@ -132,11 +132,11 @@ class Visit:
 
 
 @dataclass
-class Run:
+class Recurrence:
     """Calls of one owner that continue each other: one recurrence through time."""
 
-    owner: Owner
-    visits: list[Visit]
+    owner: CallOwner
+    visits: list[CallRecord]
 
     @property
     def length(self) -> int:
@@ -161,14 +161,14 @@ class Run:
 
 
 @dataclass
-class PlainVisit:
+class OutputRecord:
     """One call of a layer that is not recurrent; ``output`` is inside the graph."""
 
     name: str
     output: Tensor
 
 
-class Recorder:
+class CallRecorder:
     """Collects the runs of one forward pass.
 
     Parameters
@@ -191,10 +191,10 @@ class Recorder:
         separate: bool = False,
         cut: Collection[str] = (),
     ) -> None:
-        self.runs: list[Run] = []
-        self.plain: list[PlainVisit] = []
+        self.runs: list[Recurrence] = []
+        self.plain: list[OutputRecord] = []
         #: All of both, in the order in which they were first called.
-        self.order: list[Run | PlainVisit] = []
+        self.order: list[Recurrence | OutputRecord] = []
         self.notes: list[str] = []
         self.never_by_row = never_by_row
         self.weight_grads = weight_grads
@@ -202,32 +202,32 @@ class Recorder:
         self.paused = False
         self.initial_state: dict[str, Any] = {}
         self.begun: set[str] = set()
-        self.trails: dict[int, Trail] = {}
-        self._tails: dict[int, Run] = {}
+        self.trails: dict[int, StateTrail] = {}
+        self._tails: dict[int, Recurrence] = {}
         self._leaves: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         #: Weights that the model computed from its parameters, by owner and slot.
         self.computed: set[tuple[int, str]] = set()
         self._by_identity: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def tail(self, owner: Owner) -> Visit | None:
+    def tail(self, owner: CallOwner) -> CallRecord | None:
         """The last call of ``owner``, if the next one may continue it."""
         run = self._tails.get(owner.key)
         return None if run is None else run.visits[-1]
 
-    def add(self, owner: Owner, visit: Visit, *, continues: bool) -> None:
+    def add(self, owner: CallOwner, visit: CallRecord, *, continues: bool) -> None:
         """Note one call."""
         owner.autocast = owner.autocast or autocast_around(visit.pieces[0].seen)
         if not owner.stacked:
-            visit.trail = self.trails[owner.key] = Trail(visit.link.handed)
+            visit.trail = self.trails[owner.key] = StateTrail(visit.link.handed)
         if continues:
             self._tails[owner.key].visits.append(visit)
             return
-        run = Run(owner, [visit])
+        run = Recurrence(owner, [visit])
         self.runs.append(run)
         self.order.append(run)
         self._tails[owner.key] = run
 
-    def add_plain(self, visit: PlainVisit) -> None:
+    def add_plain(self, visit: OutputRecord) -> None:
         """Note one call of a layer that is not recurrent."""
         self.plain.append(visit)
         self.order.append(visit)
@@ -270,12 +270,12 @@ class Recorder:
         """What a recurrence starts from in place of ``state``, which the user's code may write over later on."""
         return differentiable(state).clone()
 
-    def handed(self, owner: Owner, tensor: Tensor) -> Tensor:
+    def handed(self, owner: CallOwner, tensor: Tensor) -> Tensor:
         """What a layer returned, as a place where gradients from above arrive; they end there if it is cut."""
         is_cut = owner.name in self.cut or ALL in self.cut
         return tensor.detach().requires_grad_() if is_cut else differentiable(tensor)
 
-    def leaf(self, owner: Owner, slot: str, weight: Tensor) -> Tensor:
+    def leaf(self, owner: CallOwner, slot: str, weight: Tensor) -> Tensor:
         """The stand-in for a weight, the same one at every call, so that its gradient is the sum over them.
 
         A plain parameter is replaced by a leaf of its own (frozen or not, the user's stays untouched); a weight that
@@ -335,7 +335,7 @@ def refuse_transformed(name: str, values: Iterable[Any]) -> None:
         )
 
 
-def refuse_hooked(recorder: Recorder) -> None:
+def refuse_hooked(recorder: CallRecorder) -> None:
     """Raise for a state with a hook of the user's on its gradient, which acts on what flows through time.
 
     Raises
@@ -353,3 +353,27 @@ def refuse_hooked(recorder: Recorder) -> None:
                     hint="leave the hook out while looking; trace shows the gradients that it would have seen",
                 )
             )
+
+
+def node_names(runs: list[Recurrence]) -> list[list[str]]:
+    """Per run, the node name of each stacked layer: ``path``, ``path[1]``, ``path#0``, ``path[1]#0``."""
+    count: dict[int, int] = {}
+    for run in runs:
+        count[run.owner.key] = count.get(run.owner.key, 0) + 1
+    seen: dict[int, int] = {}
+    names = []
+    for run in runs:
+        index = seen.get(run.owner.key, 0)
+        seen[run.owner.key] = index + 1
+        suffix = f"#{index}" if count[run.owner.key] > 1 else ""
+        owner = run.owner
+        names.append(
+            [f"{owner.name}[{i}]{suffix}" if owner.layers > 1 else owner.name + suffix for i in range(owner.layers)]
+        )
+    return names
+
+
+def last_steps(valid: Tensor) -> Tensor:
+    """(sample,): the last step at which a sample's state lived on."""
+    steps = torch.arange(valid.shape[0], device=valid.device)[:, None]
+    return torch.where(valid, steps, 0).amax(dim=0)

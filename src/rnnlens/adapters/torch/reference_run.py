@@ -18,11 +18,11 @@ from ...errors import CertificateError
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ...typing import Array
 from ..protocol import Batch, Cotangents, ReferenceRun, WeightLocation
+from .cells import has_own_step
 from .discover import named_modules, unwrapped
 from .inputs import as_tensors, call_model, on_leaves
 from .losses import evaluate
 from .restore import borrowed, differentiable_weights
-from .weights import has_own_step
 
 #: torch's order of gates, as the documentation of its modules gives it.
 _GATES: dict[Any, tuple[type[Cell], tuple[str, ...]]] = {
@@ -30,7 +30,11 @@ _GATES: dict[Any, tuple[type[Cell], tuple[str, ...]]] = {
     nn.GRU: (GRU, ("reset", "update", "candidate")),
     nn.RNN: (SimpleRNN, ("candidate",)),
 }
+
+
 _CELLS = {nn.LSTMCell: nn.LSTM, nn.GRUCell: nn.GRU, nn.RNNCell: nn.RNN}
+
+
 _WEIGHTS = {
     "kernel": "weight_ih",
     "recurrent_kernel": "weight_hh",

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..protocol import Batch, Port
-from .boundaries import leaves_of
-from .inputs import as_tensors, on_leaves
+from .inputs import as_tensors, leaves_of, on_leaves
 
 Shape = tuple[int, ...]
+
+
 #: From a batch to the (samples, steps) of every recurrent call, and the shapes of tensors.
 Look = Callable[[Batch], tuple[list[tuple[int, int]], Mapping[Port, Shape]]]
 

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import weakref
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
-from ...errors import ModelError, message
+from ...errors import FileError, ModelError, message
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ..protocol import LayerWeights
-from .registered import registered_weights
-from .restore import borrowed
-from .values import replayable
-
-#: Torch's kernel of one step by the class of the cell.
-_KERNELS: dict[type[nn.Module], tuple[Any, ...]] = {
-    nn.LSTMCell: (torch._VF.lstm_cell,),
-    nn.GRUCell: (torch._VF.gru_cell,),
-    nn.RNNCell: (torch._VF.rnn_tanh_cell, torch._VF.rnn_relu_cell),
-}
-#: Whether a subclass of a torch cell, with a forward of its own, steps as torch's cell does.
-_STEPS_AS_TORCH: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+from .cells import (
+    has_own_step,
+    registered_weights,
+    replayable,
+)
 
 #: where each of our gates sits in torch's order: LSTM i, f, g, o; GRU r, z, n, of which the update gate is z.
 _ORDER: dict[type[Cell], tuple[int, ...]] = {SimpleRNN: (0,), LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}
+
 
 #: torch's name -> ours, in the order in which torch hands a layer's weights to its kernels.
 NAMES = {
@@ -72,73 +66,6 @@ def known_cell(cell: type[Cell], weights: Mapping[str, Any], activation: str = "
     arrays: dict[str, Any] = {NAMES[slot]: replayable(ours(cell, slot, value)) for slot, value in weights.items()}
     made: Any = cell
     return made(activation=activation, **arrays)  # type: ignore[no-any-return]
-
-
-def has_own_forward(module: nn.Module) -> bool:
-    """Return whether a subclass of a torch recurrent layer or cell defines its own ``forward``."""
-    kinds = (nn.LSTM, nn.GRU, nn.RNN, *_KERNELS)
-    base = next((kind for kind in kinds if isinstance(module, kind)), None)
-    return base is not None and getattr(module.forward, "__func__", None) is not base.forward
-
-
-def has_own_step(module: nn.Module) -> bool:
-    """Return whether a subclass of a torch cell computes another step than torch's cell.
-
-    Its forward is run once on two random samples. It steps as torch's cell does where it calls torch's kernel once,
-    with the input and the state that it was given, and returns what the kernel returned.
-    """
-    kind = next((kind for kind in _KERNELS if isinstance(module, kind)), None)
-    if kind is None or not has_own_forward(module):
-        return False
-    if module not in _STEPS_AS_TORCH:
-        _STEPS_AS_TORCH[module] = _steps_as_torch(module, kind)
-    return not _STEPS_AS_TORCH[module]
-
-
-def _steps_as_torch(module: Any, kind: type[nn.Module]) -> bool:
-    weight = module.weight_ih
-    if weight.is_meta:
-        return True
-    drawn = torch.rand(2, module.input_size + 2 * module.hidden_size, generator=torch.Generator().manual_seed(0))
-    x, h, c = drawn.to(weight).split([module.input_size, module.hidden_size, module.hidden_size], dim=1)
-    state: Any = (h, c) if kind is nn.LSTMCell else h
-    for args in ((x, state), (state, x)):
-        calls = _KernelCalls(_KERNELS[kind])
-        try:
-            with borrowed(module, training=False, seed=0), torch.no_grad(), calls:
-                returned = module.forward(*args)
-        except Exception:  # the user's code, called as it may not be meant to be
-            continue
-        if len(calls.seen) == 1:
-            return _passed_through((x, *_flat(state)), returned, *calls.seen[0])
-    return False
-
-
-def _passed_through(given: Sequence[Tensor], returned: Any, args: Sequence[Any], result: Any) -> bool:
-    """Return whether a kernel took what the cell was given, and the cell returned what the kernel returned."""
-    taken = sorted(float(value.sum()) for value in (args[0], *_flat(args[1])))
-    pairs = list(zip(_flat(returned), _flat(result), strict=False))
-    alike = all(isinstance(a, Tensor) and torch.equal(a, b) for a, b in pairs)
-    return taken == sorted(float(v.sum()) for v in given) and alike and len(_flat(returned)) == len(_flat(result))
-
-
-def _flat(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-
-
-class _KernelCalls(TorchFunctionMode):  # type: ignore[misc]
-    """Records the calls of given torch kernels: arguments and result."""
-
-    def __init__(self, kernels: Sequence[Any]) -> None:
-        super().__init__()
-        self.kernels = kernels
-        self.seen: list[tuple[Any, Any]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in self.kernels:
-            self.seen.append((args, result))
-        return result
 
 
 def class_of(module: nn.Module) -> tuple[type[Cell], str] | None:
@@ -222,3 +149,35 @@ def _refuse_without_values(named: Sequence[tuple[str, nn.Module]]) -> None:
                 hint="model.to_empty(device=...), and load_state_dict",
             )
         )
+
+
+def load_weights(model: torch.nn.Module, path: Path, *, unsafe: bool = False) -> None:
+    """See :meth:`rnnlens.adapters.protocol.Adapter.load_weights`."""
+    state = _read_state(path, unsafe)
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise FileError(message("These weights do not fit the model.", got=f"{path}: {error}")) from error
+
+
+def _read_state(path: Path, unsafe: bool) -> Any:
+    """A state dict; also out of a checkpoint that keeps it under its customary name."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=not unsafe)
+    except pickle.UnpicklingError as error:
+        raise FileError(
+            message(
+                "This weights file is not loaded, because doing so could run code that it contains.",
+                got=f"{path}: more than tensors (torch.load with weights_only=True refuses it)",
+                expected="torch.save(model.state_dict(), path)",
+                hint="--unsafe, if you trust whoever made the file",
+            )
+        ) from error
+    except Exception as error:  # a damaged file raises RuntimeError, EOFError, KeyError, ...
+        raise FileError(message("This weights file cannot be read.", got=f"{path}: {type(error).__name__}")) from error
+    if isinstance(state, torch.nn.Module):
+        return state.state_dict()
+    for key in ("state_dict", "model_state_dict"):
+        if isinstance(state, dict) and key in state:
+            return state[key]
+    return state

@@ -10,10 +10,8 @@ import numpy as np
 
 from ...adapters.protocol import Capture
 from ...adapters.registry import adapter_for
-from ...adapters.torch.again import Again
-from ...adapters.torch.direct import direct_calls
-from ...adapters.torch.heard_call import HeardCall
-from ...adapters.torch.heard_weights import WeightGradients
+from ...adapters.torch.training_replay import CallReplay, direct_calls
+from ...adapters.torch.training_weights import TrainingCall, WeightGradients
 from ...results.checks import Check
 from ...results.trace import Trace
 from ...results.weights import Weights
@@ -47,7 +45,7 @@ class HeardBatch(Batch):
     def __init__(
         self,
         model: Any,
-        calls: Sequence[HeardCall],
+        calls: Sequence[TrainingCall],
         weights: WeightGradients,
         *,
         step: int,
@@ -95,7 +93,7 @@ class HeardBatch(Batch):
         self, *, layers: str | Iterable[str] | None = None, quantities: str | Iterable[str] | None = None
     ) -> Trace:
         """As :attr:`trace`, of some layers and quantities."""
-        again = Again(self._calls, self.scale)
+        again = CallReplay(self._calls, self.scale)
         with options(certify="never"):
             found = trace(again, np.zeros((1, 1)), loss=again.loss, training=True, layers=layers, quantities=quantities)
         return Trace(
@@ -116,7 +114,7 @@ class HeardBatch(Batch):
         """
         adapter = adapter_for(self._model)
         provenance = adapter.provenance(self._model)
-        before = adapter.weights(Again(self._calls))
+        before = adapter.weights(CallReplay(self._calls))
         labelled = {
             name: label_cell({side: cell.weights() for side, cell in entry.cells.items()}, entry.cells)
             for name, entry in before.items()
@@ -142,17 +140,17 @@ class HeardBatch(Batch):
 
     def weight_norms(self) -> dict[str, float]:
         """Norms of the recurrent weights before the update, by the name of a scalar."""
-        return norms_of_weights(Again(self._calls), list(self.weights))
+        return norms_of_weights(CallReplay(self._calls), list(self.weights))
 
     def __repr__(self) -> str:
         return f"<rnnlens HeardBatch> batch {self.step}, layers {', '.join(self.layers)}; .trace and .weights have all"
 
 
-def _as_check(again: Again) -> Check:
+def _as_check(again: CallReplay) -> Check:
     return Check("training step", "all layers", again.deviation, 1e-4)
 
 
-def _notes(calls: Sequence[HeardCall], scale: float, passes: int) -> list[str]:
+def _notes(calls: Sequence[TrainingCall], scale: float, passes: int) -> list[str]:
     found = []
     if passes > 1:
         found.append(

@@ -12,8 +12,8 @@ from torch import nn
 from ...adapters.protocol import Batch
 from ...adapters.registry import adapter_for
 from ...adapters.threads import hook_here
-from ...adapters.torch.heard import ModuleHook
-from ...adapters.torch.heard_weights import entries
+from ...adapters.torch.training_capture import ModuleHook
+from ...adapters.torch.training_weights import entries
 from ...verbs.find_nonfinite import find_nonfinite
 from ..incidents import Incidents, is_finite, told
 

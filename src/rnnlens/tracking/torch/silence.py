@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ...adapters.torch.heard import Listener
+from ...adapters.torch.training_capture import TrainingCapture
 from ...errors import UnsupportedError, message
 
 NO_STEP = "no optimizer that holds weights of the model has stepped; watch.step() tells the steps of other loops"
 
 
-def why_unheard(listener: Listener) -> str:
+def why_unheard(listener: TrainingCapture) -> str:
     """Why no gradient of a recurrent layer was heard in a batch that was due."""
     names = ", ".join(path for path, _ in listener.heard)
     if listener.differentiates_gradients:
@@ -25,7 +25,7 @@ def why_unheard(listener: Listener) -> str:
     return f"no gradient arrived at {names}: no path leads there from what was differentiated"
 
 
-def refuse_unheard(listener: Listener) -> None:
+def refuse_unheard(listener: TrainingCapture) -> None:
     """Raise if there is nothing among the layers watched that batch mode can hear."""
     if not listener.heard:
         raise UnsupportedError(

@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any, Self
 
 from ...adapters.registry import adapter_for
-from ...adapters.torch.heard import Listener
+from ...adapters.torch.training_capture import TrainingCapture
 from ...errors import InputError, TrackingWarning, message, shown
 from ...results.training_run import Gap
 from ..alerts import Alerts
@@ -50,7 +50,7 @@ class Watch:
         self._open = False
         self._failed = False  # whether the capture of the batch of this step failed
         self._taken: int | None = None  # the backward pass whose batch was taken for the step that comes, if one was
-        self._listener: Listener | None = None
+        self._listener: TrainingCapture | None = None
         self._steps: Steps | None = None
         self._store: Store | None = None
         self._lookout: Lookout | None = None
@@ -135,7 +135,7 @@ class Watch:
         return taken if self._store is None else self._store.go_on(taken)
 
     def _hear(self) -> None:
-        self._listener = Listener(self.model, self.plan.layers, whole=not self.plan.only_direct)
+        self._listener = TrainingCapture(self.model, self.plan.layers, whole=not self.plan.only_direct)
         self._listener.failed = self._capture_failed
         refuse_unheard(self._listener)
 

@@ -1,11 +1,13 @@
-"""Recurrent calls that were heard in a training step, run again by themselves: same weights, inputs, states, dropout.
+"""Recurrent calls that were recorded in a training step, as calls of the adapter protocol or run again.
 
-What stood above and below them is not run. The direct gradients that arrived in the user's own backward pass take the
-place of what was above: the loss of the replay is their inner product with what the calls return.
+A replay uses the weights, inputs, states and dropout of the step. The layers above and below are not run: the loss of
+the replay is the inner product of the direct gradients, recorded in the user's backward pass, with what the calls
+return.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,15 +17,20 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import UnsupportedError, message
-from .heard_call import HeardCall
-from .heard_weights import unscaled, widened
+from ..protocol import RecurrentCall
+from .assemble import half
+from .cells import replayable
+from .discover import node_name
 from .inputs import on_leaves
+from .record import Packing
+from .training_weights import TrainingCall, unscaled, widened
+from .weights import class_of, known_cell
 
 #: Largest deviation of what a replayed call returns, relative to the largest number: another kernel, other rounding.
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
 
-class Again(nn.Module):  # type: ignore[misc]
+class CallReplay(nn.Module):  # type: ignore[misc]
     """A model of nothing but the recurrent calls of one step; its input is only counted.
 
     Parameters
@@ -39,7 +46,7 @@ class Again(nn.Module):  # type: ignore[misc]
         For dropout inside a stack on another device than the CPU: its generator is not ours to set back.
     """
 
-    def __init__(self, calls: Sequence[HeardCall], scale: float = 1.0) -> None:
+    def __init__(self, calls: Sequence[TrainingCall], scale: float = 1.0) -> None:
         super().__init__()
         self._calls, self._scale = list(calls), scale
         self._modules_by_path: dict[str, Any] = {}
@@ -79,7 +86,7 @@ class Again(nn.Module):  # type: ignore[misc]
         assert total is not None
         return total
 
-    def _compare(self, call: HeardCall, tensors: Sequence[Tensor]) -> None:
+    def _compare(self, call: TrainingCall, tensors: Sequence[Tensor]) -> None:
         """Hold the replay against the training step itself."""
         for tensor, before in zip(tensors, call.returned, strict=True):
             far = _deviation(widened(tensor.detach()), widened(before))
@@ -94,7 +101,7 @@ class Again(nn.Module):  # type: ignore[misc]
                     )
                 )
 
-    def _put(self, call: HeardCall) -> nn.Module:
+    def _put(self, call: TrainingCall) -> nn.Module:
         """A fresh module with the weights of the step, under the path that it has in the user's model."""
         module = _fresh(call)
         holder: nn.Module = self
@@ -117,7 +124,7 @@ def _looped(cell: Any, inputs: Tensor, initial: tuple[Tensor, ...]) -> list[Tens
     return [torch.stack(steps, 1) for steps in zip(*states, strict=True)]
 
 
-def _fresh(call: HeardCall) -> nn.Module:
+def _fresh(call: TrainingCall) -> nn.Module:
     made = _fresh_cell(call.module) if isinstance(call.module, nn.RNNCellBase) else _fresh_layer(call)
     for (layer, direction), weights in call.weights.items():
         suffix = f"_l{layer}" + ("_reverse" if direction == "backward" else "")
@@ -135,7 +142,7 @@ def _fresh_cell(user: Any) -> nn.Module:
     return made
 
 
-def _fresh_layer(call: HeardCall) -> nn.Module:
+def _fresh_layer(call: TrainingCall) -> nn.Module:
     user: Any = call.module
     kind = next(kind for kind in (nn.LSTM, nn.GRU, nn.RNN) if isinstance(user, kind))
     options: dict[str, Any] = {
@@ -160,7 +167,7 @@ def _deviation(again: Tensor, before: Tensor) -> float:
 
 
 @contextmanager
-def _autocast(call: HeardCall) -> Iterator[None]:
+def _autocast(call: TrainingCall) -> Iterator[None]:
     device = call.returned[0].device.type
     with torch.autocast(device, dtype=call.autocast, enabled=call.autocast is not None):
         yield
@@ -170,7 +177,7 @@ def _same(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _unseen_dropout(call: HeardCall) -> UnsupportedError:
+def _unseen_dropout(call: TrainingCall) -> UnsupportedError:
     return UnsupportedError(
         message(
             f"Dropout between the stacked layers of {call.path!r} was drawn by a generator of the device's own.",
@@ -179,3 +186,95 @@ def _unseen_dropout(call: HeardCall) -> UnsupportedError:
             hint="one nn module per layer with nn.Dropout between them; output_grad is known all the same",
         )
     )
+
+
+def direct_calls(calls: Sequence[TrainingCall], scale: float) -> list[RecurrentCall]:
+    """One call per direction of every heard call: output, its direct gradient and those of the final states.
+
+    Of stacked layers the uppermost, which is the one that what is above reads.
+    """
+    count, seen = Counter(call.path for call in calls), Counter[str]()
+    found = []
+    for call in calls:
+        suffix = f"#{seen[call.path]}" if count[call.path] > 1 else ""
+        seen[call.path] += 1
+        if isinstance(call.module, nn.RNNCellBase):
+            found.append(_loop(call, call.path + suffix, scale))
+            continue
+        name = node_name(call.path, call.module, call.module.num_layers - 1) + suffix
+        found += [_call(call, name, side, scale) for side in range(2 if call.module.bidirectional else 1)]
+    return found
+
+
+def _loop(call: TrainingCall, name: str, scale: float) -> RecurrentCall:
+    """A loop of cells; its output is its first state."""
+    known = class_of(call.module)
+    assert known is not None
+    output, *_ = [replayable(state) for state in call.returned]
+    arrived, *others = [replayable(unscaled(call.grads[place], scale)) for place in range(len(call.returned))]
+    return RecurrentCall(
+        layer=name,
+        direction="forward",
+        bidirectional=False,
+        cell=known_cell(known[0], call.weights[0, "forward"], known[1]),
+        input=output,  # its number of steps and samples is what counts
+        initial_state=tuple(torch.zeros_like(state[:, 0]) for state in call.returned),
+        mask=None,
+        output=output,
+        output_grad=arrived,
+        final_state_grad=(torch.zeros_like(arrived[:, -1]), *(grad[:, -1] for grad in others)),
+        compute_dtype=_half(output),
+    )
+
+
+def _half(output: Tensor) -> str:
+    return str(output.dtype).removeprefix("torch.") if output.dtype.itemsize == 2 else ""
+
+
+def _call(call: TrainingCall, name: str, side: int, scale: float) -> RecurrentCall:
+    module, top = call.module, call.module.num_layers - 1
+    directions = 2 if module.bidirectional else 1
+    direction = ("forward", "backward")[side]
+    known = class_of(module)
+    assert known is not None
+    packing = _packing(call)
+    output, *finals = call.returned
+    arrived = [unscaled(call.grads.get(place, torch.zeros_like(t)), scale) for place, t in enumerate(call.returned)]
+    mask = None if packing is None or bool(packing.mask.all()) else packing.mask.T.contiguous()
+    row = top * directions + side
+    return RecurrentCall(
+        layer=name,
+        direction=direction,  # type: ignore[arg-type]
+        bidirectional=directions > 1,
+        cell=known_cell(known[0], call.weights[top, direction], known[1]),
+        input=_steps(call, half(output, directions, side), packing),  # its number of steps and samples is what counts
+        initial_state=tuple(torch.zeros_like(_state(call, f, row, packing)) for f in finals),
+        mask=mask,
+        output=_steps(call, half(output, directions, side), packing),
+        output_grad=_steps(call, half(arrived[0], directions, side), packing),
+        final_state_grad=tuple(_state(call, grad, row, packing) for grad in arrived[1:]),
+        compute_dtype=_half(output),
+    )
+
+
+def _packing(call: TrainingCall) -> Packing | None:
+    if call.packed is None:
+        return None
+    return Packing.of(call.packed.batch_sizes, call.packed.unsorted_indices, call.returned[0].device)
+
+
+def _steps(call: TrainingCall, value: Tensor, packing: Packing | None) -> Tensor:
+    """(sample, time, unit), chronological, in the order of the caller's samples."""
+    if packing is not None:
+        value = packing.padded(value).transpose(0, 1)
+    elif value.dim() == 2:
+        value = value[None]
+    elif not call.module.batch_first:
+        value = value.transpose(0, 1)
+    return replayable(value)
+
+
+def _state(call: TrainingCall, value: Tensor, row: int, packing: Packing | None) -> Tensor:
+    """(sample, unit) of one layer and direction; torch hands final states out in the caller's order."""
+    state = value[row]
+    return replayable(state[None] if state.dim() == 1 else state)

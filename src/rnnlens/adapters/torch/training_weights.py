@@ -1,6 +1,7 @@
-"""The gradients of the recurrent weights in somebody's training step: of each backward pass, accumulated, and applied.
+"""One recorded call of a training step, and the gradients of the recurrent weights in that step.
 
-They are read where torch keeps them, and copied: ``.grad`` is the user's.
+The gradients are those of each backward pass, accumulated in ``.grad``, and as the optimizer applies them. They are
+copied from where torch keeps them: ``.grad`` is the user's.
 """
 
 from __future__ import annotations
@@ -12,13 +13,50 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from .discover import node_name
 from .weights import NAMES, cell_weights, class_of, ours
 
 
+@dataclass(eq=False)
+class TrainingCall:
+    """One call of a fused recurrent module, or all of a cell's loop: what it was fed, what it returned, what came back.
+
+    Attributes
+    ----------
+    args, kwargs
+        Detached copies; empty where only what came back is wanted. Of a loop all inputs (sample, time, feature) and the
+        initial states.
+    weights
+        By layer index and direction, in torch's words; copies where a replay is wanted: the step changes the user's.
+    random
+        State of the generator that dropout between stacked layers drew from; None where none acted.
+    returned
+        Detached: the output (of a packed sequence its data), then the final states. Of a loop every state by step
+        (sample, time, unit).
+    grads
+        By the place in ``returned``: the sum over the backward passes that came through. As torch had it: times the
+        scale of a GradScaler.
+    """
+
+    path: str
+    module: Any
+    training: bool
+    weights: dict[tuple[int, str], dict[str, Tensor]]
+    returned: list[Tensor]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    packed: PackedSequence | None = None
+    random: Tensor | None = None
+    autocast: torch.dtype | None = None
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    backwards: set[int] = field(default_factory=set)
+    number: int = 0
+
+
 @dataclass(frozen=True)
-class Slot:
+class WeightSlot:
     """Where a parameter belongs: the name of the layer in a result, its direction, and torch's word for the weight."""
 
     layer: str
@@ -42,9 +80,9 @@ class WeightGradients:
     ``whole``: the norm of the gradient of every weight of the model by its id, before and after clipping.
     """
 
-    own: dict[Slot, Tensor] = field(default_factory=dict)
-    accumulated: dict[Slot, Tensor] = field(default_factory=dict)
-    applied: dict[Slot, Tensor] = field(default_factory=dict)
+    own: dict[WeightSlot, Tensor] = field(default_factory=dict)
+    accumulated: dict[WeightSlot, Tensor] = field(default_factory=dict)
+    applied: dict[WeightSlot, Tensor] = field(default_factory=dict)
     whole: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def norms(self, moved: Collection[int] | None = None) -> dict[str, float]:
@@ -79,13 +117,13 @@ class WeightGradients:
         return found
 
 
-def _prefix(slot: Slot, grads: Iterable[Slot]) -> str:
+def _prefix(slot: WeightSlot, grads: Iterable[WeightSlot]) -> str:
     both = any(other.layer == slot.layer and other.direction != slot.direction for other in grads)
     return f"{slot.layer}/{slot.direction}" if both else slot.layer
 
 
-class WeightListener:
-    """Hears the gradients of the parameters of recurrent modules, as a part of :class:`~.heard.Listener`.
+class WeightGradientCapture:
+    """Records the gradients of the parameters of recurrent modules while a model trains.
 
     Parameters
     ----------
@@ -100,7 +138,7 @@ class WeightListener:
         self.on = False
         self._everything = list(everything)
         self._norms: dict[int, float] = {}
-        self.slots: dict[int, Slot] = {}
+        self.slots: dict[int, WeightSlot] = {}
         self.parameters: dict[int, nn.Parameter] = {}
         self._own: dict[int, Tensor] = {}
         self._reached: set[int] = set()  # by what is accumulated: others may hold gradients of another step
@@ -161,7 +199,7 @@ class WeightListener:
         held = {key: self.parameters[key].grad for key in self.parameters if key in self._reached}
         return {key: grad.detach().clone() for key, grad in held.items() if grad is not None}
 
-    def _by_slot(self, grads: Mapping[int, Tensor], scale: float) -> dict[Slot, Tensor]:
+    def _by_slot(self, grads: Mapping[int, Tensor], scale: float) -> dict[WeightSlot, Tensor]:
         return {self.slots[key]: unscaled(grad, scale) for key, grad in grads.items()}
 
     def _know(self, path: str, module: Any) -> None:
@@ -170,7 +208,9 @@ class WeightListener:
         for layer, direction, weights in cell_weights(module):
             for slot, weight in weights.items():
                 if isinstance(weight, nn.Parameter) and weight.requires_grad:
-                    self.slots.setdefault(id(weight), Slot(node_name(path, module, layer), direction, slot, known[0]))
+                    self.slots.setdefault(
+                        id(weight), WeightSlot(node_name(path, module, layer), direction, slot, known[0])
+                    )
                     self.parameters[id(weight)] = weight
 
     def _arrival(self, key: int) -> Any:

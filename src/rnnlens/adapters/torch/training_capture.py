@@ -1,32 +1,194 @@
-"""The recurrent calls of somebody's training step, overheard: nothing is run, replaced or kept in the graph.
+"""Records the recurrent calls of a training step while it runs; nothing is run again, replaced or kept in the graph.
 
-A forward hook sees what each call was fed and returned; a hook on the returned tensors hears the gradient that arrives
-there in the user's own backward pass, which is the direct gradient: a fused kernel returns each step once. Cells in a
-loop are heard by ``heard_loops.py``.
+A forward hook records the input and output of each call; a hook on the returned tensors records the gradient that
+arrives there in the user's own backward pass. For a fused kernel, which returns each step once, it is the direct
+gradient. The state that a cell in a loop returns is one tensor, read by the next step and by the user's code: what
+arrives there is the *total* gradient. What came back through the next step, and from h_t to c_t, is recorded at the
+nodes of the cell in the autograd graph; the difference is the direct gradient, with the rounding of the total one.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from .cells import has_own_forward
 from .discover import describe, recurrent_modules, unwrapped
-from .heard_call import HeardCall
-from .heard_loops import HeardLoop, Loops, joined, listen_inside
-from .heard_weights import WeightListener
 from .inputs import on_leaves
 from .record import autocast_around
-from .weights import cell_weights, has_own_forward
+from .training_weights import TrainingCall, WeightGradientCapture
+from .weights import cell_weights
 
+#: What a cell is given: its input, and its states, none where it starts from zeros.
+Fed = tuple[Tensor, list[Tensor]]
 #: No backward pass: torch counts them from 0.
 NO_PASS = -1
+
+
+@dataclass(eq=False)
+class TrainingLoop:
+    """The calls of one cell that hand its state on: what they were fed and returned, what came back.
+
+    Attributes
+    ----------
+    call
+        Of the whole loop, as far as it is known at its first step.
+    inputs, states
+        By step, detached; of states the list of all that a cell has, the initial ones aside.
+    grads, through
+        By state and step: all that arrived there, and what of it came through the cell itself.
+    fed_itself
+        Whether the state was the input as well: which of the two a gradient came through cannot be heard.
+    """
+
+    call: TrainingCall
+    initial: list[Tensor]
+    inputs: list[Tensor] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)
+    grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    through: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    fed_itself: bool = False
+
+    @property
+    def backwards(self) -> set[int]:
+        """Backward passes that came through."""
+        return self.call.backwards
+
+    @property
+    def number(self) -> int:
+        """Place in the order of the calls."""
+        return self.call.number
+
+    def finished(self) -> TrainingCall:
+        """As one call: every state by step (sample, time, unit), and the direct gradients there."""
+        call, count = self.call, len(self.initial)
+        call.returned = [_stacked([states[place] for states in self.states]) for place in range(count)]
+        call.grads = {
+            place: _stacked([self._direct(place, step) for step in range(len(self))]) for place in range(count)
+        }
+        call.args = (_stacked(self.inputs), tuple(_rows(state) for state in self.initial)) if self.inputs else ()
+        return call
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def _direct(self, place: int, step: int) -> Tensor:
+        total, through = self.grads.get((place, step)), self.through.get((place, step))
+        if total is None:
+            return torch.zeros_like(self.states[step][place])
+        return total if through is None else total - through
+
+
+class TrainingLoops:
+    """Knows which loop a cell's call goes on with: the one that returned the very tensors that it is fed as its state.
+
+    A loop lives as long as the tensors that its last step returned, or their graph.
+    """
+
+    def __init__(self) -> None:
+        self._at: Any = WeakTensorKeyDictionary()
+
+    def step(self, fed: Fed, new: list[Tensor], begin: Callable[[], TrainingCall]) -> TrainingLoop:
+        """Note a call of a cell, ``fed`` an input and a state, that returned ``new``; ``begin`` makes a loop."""
+        _, given = fed
+        loop = self._continued(given)
+        if loop is None:
+            start = given or [torch.zeros_like(state) for state in new]
+            loop = TrainingLoop(begin(), [state.detach().clone() for state in start])
+        for place, state in enumerate(new):
+            self._at[state] = (loop, place)
+        loop.states.append([state.detach() for state in new])
+        return loop
+
+    def _continued(self, given: Sequence[Tensor]) -> TrainingLoop | None:
+        known = [self._at.get(state) for state in given]
+        if not known or None in known or [place for _, place in known] != list(range(len(known))):
+            return None
+        loop: TrainingLoop = known[0][0]
+        latest = all(state.data_ptr() == last.data_ptr() for state, last in zip(given, loop.states[-1], strict=True))
+        return loop if latest and all(other is loop for other, _ in known) else None
+
+
+def listen_inside(loop: TrainingLoop, fed: Fed, new: list[Tensor], on: Callable[[], bool]) -> None:
+    """Hear what goes back, within the last call of a loop, to the states that it was fed, and between new ones.
+
+    The hidden state of an LSTM is computed from its cell state, and both are returned.
+    """
+    step, (x, given) = len(loop) - 1, fed
+    loop.fed_itself |= any(x is state for state in given)
+    ends = {(state.grad_fn, state.output_nr): (place, step) for place, state in enumerate(new)}
+    if step:
+        ends |= {(state.grad_fn, state.output_nr): (place, step - 1) for place, state in enumerate(given)}
+
+    def heard(edge: int, at: tuple[int, int]) -> Any:
+        def hook(inner: tuple[Tensor | None, ...], outer: Any) -> None:
+            grad = inner[edge]
+            if grad is not None and on():
+                known = loop.through.get(at)
+                loop.through[at] = grad.detach().clone() if known is None else known + grad.detach()
+
+        return hook
+
+    for node, edge, parent in _edges([state.grad_fn for state in new], [x.grad_fn, *(s.grad_fn for s in given)]):
+        if parent in ends:
+            node.register_hook(heard(edge, ends[parent]))
+
+
+def _edges(first: Iterable[Any], boundaries: Iterable[Any]) -> Iterator[tuple[Any, int, tuple[Any, int]]]:
+    """From nodes of the graph back to its boundaries: a node, which of its gradients, where that one goes."""
+    waiting, done = list(first), {None, *boundaries}
+    while waiting:
+        node = waiting.pop()
+        if node in done:
+            continue
+        done.add(node)
+        for edge, parent in enumerate(node.next_functions):
+            yield node, edge, parent
+            waiting.append(parent[0])
+
+
+def joined(calls: Iterable[TrainingCall | TrainingLoop]) -> tuple[list[TrainingCall], list[str]]:
+    """Calls and loops as calls, and notes; a cell whose state is changed at every step has no loop, and is left out."""
+    calls = list(calls)
+    lengths: dict[str, list[int]] = {}
+    for call in calls:
+        if isinstance(call, TrainingLoop):
+            lengths.setdefault(call.call.path, []).append(len(call))
+    changed = {path for path, found in lengths.items() if len(found) > 2 and max(found) == 1}
+    itself = {call.call.path for call in calls if isinstance(call, TrainingLoop) and call.fed_itself}
+    words = ((changed, "its state is changed between its steps"), (itself, "it is fed its own state as an input"))
+    notes = [
+        f"{path}: {why}, so that it is not heard in batch mode. A probe shows it."
+        for paths, why in words
+        for path in sorted(paths)
+    ]
+    apart = changed | itself
+    notes += [
+        f"{path}: the state was not passed on unchanged from call to call; its {sum(found)} calls are {len(found)} "
+        f"recurrences of {min(found)} to {max(found)} steps."
+        for path, found in lengths.items()
+        if len(found) > 1 and path not in apart
+    ]
+    kept = [call for call in calls if not (isinstance(call, TrainingLoop) and call.call.path in apart)]
+    return [call.finished() if isinstance(call, TrainingLoop) else call for call in kept], notes
+
+
+def _rows(value: Tensor) -> Tensor:
+    """(sample, unit), also of a single sample without its axis."""
+    return value[None] if value.dim() == 1 else value
+
+
+def _stacked(steps: Sequence[Tensor]) -> Tensor:
+    return torch.stack([_rows(value) for value in steps], dim=1)
 
 
 class ModuleHook:
@@ -61,7 +223,7 @@ class ModuleHook:
         return getattr, (nullcontext(), "__exit__")  # takes any arguments, returns None, and is Python's own
 
 
-class Listener:
+class TrainingCapture:
     """Hears torch's own recurrent layers, and cells, of a model while it trains.
 
     Parameters
@@ -87,7 +249,7 @@ class Listener:
     def __init__(self, model: nn.Module, layers: Iterable[str] | None, *, whole: bool) -> None:
         self.model, self.whole = unwrapped(model), whole
         self._on = False
-        self.calls: list[HeardCall | HeardLoop] = []
+        self.calls: list[TrainingCall | TrainingLoop] = []
         self.forwards = self.evaluations = self.without_graph = 0
         self.passes, self.carried = 0, False
         self._forward, self.backward = 0, NO_PASS
@@ -97,7 +259,7 @@ class Listener:
         self.failed: Callable[[Exception], None] | None = None
         self._states: dict[int, Tensor] = {}
         self._handles: list[Any] = []
-        self._loops = Loops()
+        self._loops = TrainingLoops()
         # A cell with a forward of its own may take its arguments in any order.
         self.heard = [
             (path, m)
@@ -109,7 +271,7 @@ class Listener:
         if layers is not None:
             wanted = {name.partition("[")[0] for name in layers}
             self.heard = [(path, m) for path, m in self.heard if path in wanted]
-        self.weights = WeightListener(self.heard, self.model.parameters())
+        self.weights = WeightGradientCapture(self.heard, self.model.parameters())
         for path, module in self.heard:
             if isinstance(module, nn.RNNBase):
                 before = ModuleHook(module, self._before(path), self._on_failure)
@@ -126,7 +288,7 @@ class Listener:
     def on(self, value: bool) -> None:
         self._on = self.weights.on = value
 
-    def batch(self) -> tuple[list[HeardCall], list[str]]:
+    def batch(self) -> tuple[list[TrainingCall], list[str]]:
         """What was heard since :meth:`forget`, in the order of the forward pass, and what is to be said of it."""
         return joined(sorted(self.calls, key=lambda call: call.number))
 
@@ -173,11 +335,11 @@ class Listener:
         self.without_graph += self.model.training and not graph
         return self.model.training and graph
 
-    def _begun(self, path: str, module: Any, returned: Sequence[Tensor]) -> HeardCall:
+    def _begun(self, path: str, module: Any, returned: Sequence[Tensor]) -> TrainingCall:
         """A call, as far as it is the same for a fused layer and for a loop of cells."""
         self._forward += 1
         weights = _weights(module, _copied if self.whole else Tensor.detach)
-        call = HeardCall(path, module, bool(module.training), weights, [t.detach() for t in returned])
+        call = TrainingCall(path, module, bool(module.training), weights, [t.detach() for t in returned])
         call.number, call.autocast = self._forward, autocast_around(returned[0])
         return call
 
@@ -215,7 +377,7 @@ class Listener:
             if tensor.requires_grad:
                 tensor.register_hook(self._arrival(call, place))
 
-    def _arrival(self, call: HeardCall | HeardLoop, place: Any) -> Any:
+    def _arrival(self, call: TrainingCall | TrainingLoop, place: Any) -> Any:
         # The hook alone keeps the call alive: it dies with the graph of a forward that nobody differentiates.
         listener = weakref.ref(self)
 
@@ -243,10 +405,10 @@ class Listener:
         call.backwards.add(task)
         call.grads[place] = grad if place not in call.grads else call.grads[place] + grad
 
-    def _begin(self, task: int, call: HeardCall | HeardLoop) -> None:
+    def _begin(self, task: int, call: TrainingCall | TrainingLoop) -> None:
         """A backward pass has reached a layer: the first of this step, or one more, perhaps through a new forward."""
         self.backward = task
-        fresh = self.weights.is_fresh((call.call if isinstance(call, HeardLoop) else call).module)
+        fresh = self.weights.is_fresh((call.call if isinstance(call, TrainingLoop) else call).module)
         self.carried = not fresh if not self.passes else self.carried and not fresh
         self.passes = 1 if fresh else self.passes + 1
         if fresh:

@@ -1,7 +1,8 @@
-"""Moves one tensor of a model a little, for the length of a block: to see by experiment what depends on it."""
+"""Variants of a model: one tensor perturbed for the length of a block, or a copy with fresh weights."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import UnsupportedError, message
 from ..protocol import Port
 from ..threads import hook_here
 from .discover import unwrapped
@@ -73,3 +75,30 @@ def _moved(value: Any, size: float) -> Any:
     pattern = torch.randn(value.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     spread = float(value.detach().float().pow(2).mean().sqrt()) or 1.0
     return value + (size * spread * pattern).to(value)
+
+
+def reinitialised(model: nn.Module, seed: int) -> nn.Module:
+    """A deep copy in which every module with parameters of its own was initialised again by its author's rule.
+
+    Raises
+    ------
+    UnsupportedError
+        If a module with parameters of its own has no ``reset_parameters``: what it started from cannot be known.
+    """
+    twin = copy.deepcopy(model)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for name, module in twin.named_modules():
+            if not any(True for _ in module.parameters(recurse=False)):
+                continue
+            reset = getattr(module, "reset_parameters", None)
+            if reset is None:
+                raise UnsupportedError(
+                    message(
+                        f"Module {name or type(module).__name__!r} cannot be initialised again.",
+                        got=f"{type(module).__name__} without reset_parameters()",
+                        hint="pass a copy of the model from before training: baseline=that_model",
+                    )
+                )
+            reset()
+    return twin

@@ -1,4 +1,4 @@
-"""What torch knows of a model without running it: its parts. A module carries no optimizer, and names no inputs."""
+"""Roles and dtypes of the modules of a torch model; a module has no optimizer and names no inputs."""
 
 from __future__ import annotations
 

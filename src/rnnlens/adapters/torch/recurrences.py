@@ -1,0 +1,193 @@
+"""After the forward pass: which recorded calls are recurrences, and how the user's code connects them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import UnsupportedError, message
+from .lineage import probe_like
+from .record import (
+    CallRecord,
+    CallRecorder,
+    Recurrence,
+    StateTrail,
+)
+
+
+def mark_endings(recorder: CallRecorder) -> None:
+    """Note the samples that a mask held back at the last step of a recurrence."""
+    for run in recorder.runs:
+        trail = run.visits[-1].trail
+        if trail is not None and run.owner.key not in recorder.never_by_row and _is_masking(run):
+            _mark(run.visits[-1], trail)
+    for visit in (visit for run in recorder.runs for visit in run.visits):
+        visit.trail = None
+
+
+def _is_masking(run: Recurrence) -> bool:
+    """Whether the user's loop makes a new tensor of every state before it passes it on."""
+    links = [visit.link for visit in run.visits]
+    return len(links) > 1 and all(
+        given is not handed
+        for before, link in pairwise(links)
+        for given, handed in zip(link.given, before.handed, strict=True)
+    )
+
+
+def _mark(visit: CallRecord, trail: StateTrail) -> None:
+    moved: Tensor | None = None
+    for index in range(len(visit.link.handed)):
+        rows = next(_moved_on(visit, trail, index), None)
+        if rows is None or (moved is not None and not torch.equal(rows, moved)):
+            return
+        moved = rows
+    visit.rows = moved
+
+
+def _moved_on(visit: CallRecord, trail: StateTrail, index: int) -> Iterator[Tensor]:
+    """Rows that moved on, for everything made of the last state that keeps some samples at the one before."""
+    count = len(visit.link.handed[index])
+    for tensor in trail.made:
+        if tensor.shape != visit.link.handed[index].shape:
+            continue
+        rows = visit.link.passed_on(tensor, index, rowwise=True)
+        if rows is not None and len(rows) == count and not bool(rows.all()):
+            yield rows
+
+
+def entangled(runs: list[Recurrence], outputs: Iterable[Tensor]) -> bool:
+    """Whether any recurrence is more than a chain of steps with something below and something above.
+
+    A chain: its layer runs once; what it is fed does not depend on what it returned, other than through the state that
+    is passed on; and its states are read after the last step only, but for the one that is its output.
+    """
+    looped = [run for run in runs if len(run.visits) > 1]
+    owners = [run.owner.key for run in runs]
+    if any(owners.count(run.owner.key) > 1 for run in runs if not run.owner.stacked or run in looped):
+        return True
+    if not looped:
+        return False
+    between = {key for run in looped for key in _states_between(run)}
+    fed = [tensor for run in runs for tensor in _fed(run)]
+    if between & _upstream([*outputs, *fed]):
+        return True
+    return any(_returned(run) & _upstream(_fed(run)) for run in looped)
+
+
+def _fed(run: Recurrence) -> list[Tensor]:
+    """What comes into a recurrence from below."""
+    return [*(piece.input for visit in run.visits for piece in visit.pieces[:1]), *run.visits[0].link.fed]
+
+
+def _states_between(run: Recurrence) -> set[Any]:
+    """Where gradients arrive that belong to a state which is not the output, before the last step."""
+    visits = run.visits[:-1] if run.valid() is None else run.visits
+    return {_key(tap) for visit in visits for tap in visit.state_taps if tap is not None}
+
+
+def _returned(run: Recurrence) -> set[Any]:
+    """All that the user's code got from a recurrence."""
+    taps = [tap for visit in run.visits for tap in visit.state_taps if tap is not None]
+    return {_key(tensor) for tensor in [*taps, *(visit.pieces[-1].output for visit in run.visits)]}
+
+
+def _key(tensor: Tensor) -> Any:
+    """The node of the graph that made a tensor; a leaf stands for itself."""
+    return id(tensor) if tensor.grad_fn is None else tensor.grad_fn
+
+
+def _upstream(tensors: Iterable[Tensor]) -> set[Any]:
+    """Every node and leaf that a tensor was computed from."""
+    seen: set[Any] = {id(tensor) for tensor in tensors if tensor.grad_fn is None}
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            seen.add(id(node.variable))
+        waiting.extend(parent for parent, _ in node.next_functions if parent is not None and parent not in seen)
+    return seen
+
+
+class JoinedTooFarError(Exception):
+    """Calls were joined row by row that may not be; the recorder names whose, and the pass is to be run again."""
+
+
+def check_joints(recorder: CallRecorder, targets: Sequence[Tensor]) -> None:
+    """Refuse runs in which a state is read, by a target or by any recurrence, that the user seemed to drop.
+
+    Raises
+    ------
+    JoinedTooFarError
+        After the recorder's limits were extended.
+    """
+    masked = [run for run in recorder.runs if run.valid() is not None]
+    taps = [tap for run in masked for _, tap in _taps_by_step(run)]
+    if not taps:
+        return
+    fed = [visit.pieces[0].input for run in recorder.runs for visit in run.visits]
+    live = [tensor for tensor in [*targets, *fed] if tensor.requires_grad]
+    if not live:
+        return
+    probes = [probe_like(tensor) for tensor in live]
+    pulled = torch.autograd.grad(live, taps, probes, retain_graph=True, allow_unused=True)
+    found = {id(tap): grad for tap, grad in zip(taps, pulled, strict=True)}
+    before = len(recorder.never_by_row)
+    for run in masked:
+        dropped = ~run.valid()  # type: ignore[operator]
+        if any(_nonzero_in(found[id(tap)], dropped[step]) for step, tap in _taps_by_step(run)):
+            recorder.never_by_row.add(run.owner.key)
+    if len(recorder.never_by_row) > before:
+        raise JoinedTooFarError
+
+
+def _taps_by_step(run: Recurrence) -> list[tuple[int, Tensor]]:
+    """Where gradients from above arrive, with the number of the step."""
+    return [
+        (step, tap)
+        for step, visit in enumerate(run.visits)
+        for tap in (visit.pieces[0].output, *visit.state_taps)
+        if tap is not None and tap.requires_grad
+    ]
+
+
+def _nonzero_in(pulled: Tensor | None, rows: Tensor) -> bool:
+    """Whether (1, sample, unit) gradients are non-zero in the chosen samples."""
+    return pulled is not None and bool((pulled[:, rows[: pulled.shape[1]]] != 0).any())
+
+
+def own_cells_only(recorder: CallRecorder, *, training: bool) -> None:
+    """Keep candidates that are cells: named ones, and the innermost whose state came back at least once."""
+    custom = [run for run in recorder.runs if run.owner.step_cell is not None]
+    joined = {run.owner.name for run in custom if len(run.visits) > 1}
+    cells = {name for name in joined if not any(other.startswith(f"{name}.") for other in joined)}
+
+    def kept(run: Recurrence) -> bool:
+        return run.owner.step_cell is None or run.owner.named or run.owner.name in cells
+
+    recorder.runs = [run for run in recorder.runs if kept(run)]
+    for run in recorder.runs:
+        if training and run.owner.step_cell is not None:
+            _refuse_chance(run.owner.name, run.owner.step_cell.module)
+
+
+def _refuse_chance(name: str, cell: nn.Module) -> None:
+    """A cell is run again to be differentiated; what it drew at random, or over the batch, would not come again."""
+    for path, inner in cell.named_modules():
+        dropout = isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0
+        if inner.training and (dropout or isinstance(inner, nn.modules.batchnorm._BatchNorm)):
+            raise UnsupportedError(
+                message(
+                    f"Cell {name!r} holds a {type(inner).__name__} ({path!r}) that acts in training mode.",
+                    got="training=True",
+                    expected="a cell whose step is a function of its input and state alone",
+                    hint="trace with training=False",
+                )
+            )
