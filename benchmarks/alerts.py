@@ -19,8 +19,7 @@ from torch import nn
 
 import rnnlens as rl
 from rnnlens.tracking.alerts import Alert, Alerts
-from rnnlens.tracking.records import Record
-from rnnlens.tracking.summary import summary
+from rnnlens.tracking.records import TrainingRecord, summary
 
 CELLS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 
@@ -65,7 +64,7 @@ def broken(net: Net, how: str, rng: np.random.Generator) -> None:
             cell.bias_hh_l0[: 2 * units] += torch.tensor(rng.choice([-9.0, 9.0]), dtype=torch.float32)
 
 
-def training(seed: int, records: int, every: int, how: str = "") -> tuple[list[Record], int]:
+def training(seed: int, records: int, every: int, how: str = "") -> tuple[list[TrainingRecord], int]:
     """One training, as its records; the step at which it was broken."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -86,7 +85,7 @@ def training(seed: int, records: int, every: int, how: str = "") -> tuple[list[R
             broken(net, how, rng)
         with rl.options(certify="never"):
             scalars, _ = summary(rl.trace(net, *probe, loss=nn.functional.mse_loss))
-        found.append(Record(i * every, 0, "probe", scalars))
+        found.append(TrainingRecord(i * every, 0, "probe", scalars))
         for _ in range(every):
             x, y = batch(task, rng, 32, steps)
             optimizer.zero_grad()
@@ -96,7 +95,7 @@ def training(seed: int, records: int, every: int, how: str = "") -> tuple[list[R
     return found, at * every
 
 
-def watched(records: list[Record]) -> list[Alert]:
+def watched(records: list[TrainingRecord]) -> list[Alert]:
     """What is found in the records of one training."""
     alerts = Alerts()
     for record in records:

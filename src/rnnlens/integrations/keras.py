@@ -32,16 +32,15 @@ from ..adapters.registry import adapter_for
 from ..errors import InputError, TrackingWarning, message, shown
 from ..results.training_run import Gap
 from ..tracking.alerts import Alerts
-from ..tracking.asked import at_the_door, listed, quantities_of, refuse_idle, refuse_unknown
+from ..tracking.batches import TrainedBatch, direct_trace
 from ..tracking.incidents import Incidents, checked_on_nonfinite, is_finite
 from ..tracking.loggers import beside
 from ..tracking.loggers import sinks as sinks_of
 from ..tracking.probe import Probe
 from ..tracking.recorder import Recorder
-from ..tracking.records import Record
-from ..tracking.schedule import Every, Schedule
+from ..tracking.records import TrainingRecord
 from ..tracking.store import Store
-from ..tracking.trained import TrainedBatch, direct_trace
+from ..tracking.watch_arguments import Every, Schedule, at_the_door, listed, quantities_of, refuse_idle, refuse_unknown
 
 __all__ = ["Watch"]
 
@@ -209,7 +208,7 @@ class Watch(_Callback):
         return not (self._schedule.off and self._batches.off and not self._reports_asked)
 
     @property
-    def record(self) -> Record | None:
+    def record(self) -> TrainingRecord | None:
         """The last record; None before the first."""
         return None if self._recorder is None else self._recorder.latest
 
@@ -348,7 +347,7 @@ class Watch(_Callback):
         assert recorder is not None
         assert probe is not None
 
-        def make() -> Record:
+        def make() -> TrainingRecord:
             synchronised(self.model)
             record = probe.record(self.model, self._step, self._epoch)
             notes = (BEGUN_LATE,) if self._waits else ()
@@ -356,8 +355,8 @@ class Watch(_Callback):
 
         self._record(make, "probe", before=before)
 
-    def _record(self, make: Callable[[], Record], what: str, *, before: bool = False) -> None:
-        """Record, and end training where a finding of ``stop_on=`` was made."""
+    def _record(self, make: Callable[[], TrainingRecord], what: str, *, before: bool = False) -> None:
+        """TrainingRecord, and end training where a finding of ``stop_on=`` was made."""
         assert self._recorder is not None
         self._recorder.record(self._step, make, before=before, what=what)
         if self._recorder.stop is not None:
@@ -401,7 +400,7 @@ class Watch(_Callback):
         if self._reports:
             self._report(trained, logs)
 
-    def _record_of(self, trained: TrainedBatch) -> Record:
+    def _record_of(self, trained: TrainedBatch) -> TrainingRecord:
         record = trained.record(layers=self._layers, keep=self._keep)
         return replace(record, notes=(*record.notes, *self._standing_notes))
 

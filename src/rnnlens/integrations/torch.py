@@ -12,10 +12,9 @@ from os import PathLike
 from typing import Any
 
 from ..adapters.torch.public import cell, step
-from ..tracking.asked import at_the_door
-from ..tracking.schedule import Every
 from ..tracking.torch.plan import Plan
-from ..tracking.torch.watch import Watch
+from ..tracking.torch.watch import TorchWatch
+from ..tracking.watch_arguments import Every, at_the_door
 
 __all__ = ["cell", "step", "watch"]
 
@@ -42,7 +41,7 @@ def watch(
     resume: bool = True,
     points: int | None = 64,
     step: int | None = None,
-) -> Watch:
+) -> TorchWatch:
     """Follow a training loop: ``with rl.torch.watch(model, "runs/a.zarr", every=50) as watch: ...``.
 
     Nothing that the loop computes is changed. A *probe* is a held-out batch that is traced between two steps: the same
@@ -57,7 +56,7 @@ def watch(
         DDP rank 0 writes, of its own samples, and its records say so.
     path
         Of the run, ending in ``.zarr``; :func:`rnnlens.open` reads it, also while it is written. A run that is there is
-        gone on with. None keeps only :attr:`~Watch.latest`.
+        gone on with. None keeps only :attr:`~TorchWatch.latest`.
     probe, loss
         ``(x, y)`` or ``(x, y, sample_weight)``, a batch that is not trained on, and ``loss(output, target)`` or the
         name of one. It is traced in evaluation mode.
@@ -102,7 +101,7 @@ def watch(
 
     Returns
     -------
-    Watch
+    TorchWatch
         A context manager. ``watch.latest`` is the last batch that was heard, ``watch.latest["lstm"].output_grad`` its
         gradients, ``.trace`` all the rest; ``watch.step()`` tells a step of a loop without an optimizer.
 
@@ -122,4 +121,4 @@ def watch(
     TrackingWarning
         At the end, if nothing was recorded, with the reason; once for every record that failed.
     """
-    return Watch(model, Plan.asked(locals()))
+    return TorchWatch(model, Plan.asked(locals()))

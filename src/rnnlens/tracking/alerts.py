@@ -27,8 +27,8 @@ from statistics import median
 from typing import Any, Literal
 
 from ..errors import InputError, did_you_mean, message, shown
-from .asked import listed
-from .records import Record
+from .records import TrainingRecord
+from .watch_arguments import listed
 
 Finding = Literal["exploding", "vanishing", "saturated"]
 FINDINGS: tuple[Finding, ...] = ("exploding", "vanishing", "saturated")
@@ -157,7 +157,7 @@ class Alerts:
         self._watched: dict[tuple[str, str], _Watched] = {}
         self._told: set[tuple[str, Finding, str]] = set()
 
-    def look(self, record: Record) -> Record:
+    def look(self, record: TrainingRecord) -> TrainingRecord:
         """The record, with a note of each finding that is new with it."""
         new = []
         for name, value in record.scalars.items():
@@ -172,7 +172,7 @@ class Alerts:
                 self.stop = alert.sentence
         return replace(record, notes=(*record.notes, *(alert.sentence for alert in new))) if new else record
 
-    def _one(self, record: Record, name: str, value: float) -> Alert | None:
+    def _one(self, record: TrainingRecord, name: str, value: float) -> Alert | None:
         made = _WATCHED.get(name.rpartition("/")[2]) if "/" in name else None
         if made is None or not _says_something(record, name):
             return None
@@ -182,7 +182,7 @@ class Alerts:
         return None if since is None else Alert(finding, name, since[0], float(value), since[1])
 
 
-def _says_something(record: Record, name: str) -> bool:
+def _says_something(record: TrainingRecord, name: str) -> bool:
     """What follows from a gradient that is not finite is no finding of its own."""
     layer, _, what = name.rpartition("/")
     return what not in ("reach", "decay") or math.isfinite(record.scalars.get(f"{layer}/adjoint", 0.0))

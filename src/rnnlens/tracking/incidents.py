@@ -14,7 +14,7 @@ from ..adapters.protocol import Batch
 from ..errors import InputError, message, shown
 from ..results.files import save
 from ..results.incident import Incident
-from .trained import TrainedBatch
+from .batches import TrainedBatch
 
 _log = logging.getLogger("rnnlens")
 #: What ``on_nonfinite=`` of a callback may be.

@@ -9,8 +9,7 @@ from typing import Any
 from ..settings import options
 from ..verbs.trace import trace
 from ..verbs.weights import weight_norms
-from .records import Record
-from .summary import summary
+from .records import TrainingRecord, summary
 
 #: What the profiles and scalars of a record are made of.
 NEEDED = ("hidden", "hidden_grad", "gates", "mask")
@@ -39,7 +38,7 @@ class Probe:
     keep: tuple[str, ...] = ()
     loss: str | Callable[..., Any] | None = None
 
-    def record(self, model: Any, step: int, epoch: int) -> Record:
+    def record(self, model: Any, step: int, epoch: int) -> TrainingRecord:
         """Trace the batch with the weights of this moment, in evaluation mode; the model is left as it was found."""
         with options(certify="first"):
             found = trace(
@@ -52,7 +51,9 @@ class Probe:
                 sample_weight=self.sample_weight,
             )
         scalars, layers = summary(found, keep=self.keep)
-        return Record(step, epoch, "probe", scalars | norms_of_weights(model, list(found)), layers, tuple(found.notes))
+        return TrainingRecord(
+            step, epoch, "probe", scalars | norms_of_weights(model, list(found)), layers, tuple(found.notes)
+        )
 
 
 def wanted(has_loss: bool) -> list[str]:

@@ -13,8 +13,8 @@ from typing import Any
 from ..errors import InputError, LayerNotFoundError, TrackingWarning, message
 from ..results.training_run import Gap
 from .alerts import Alerts
-from .records import Record, Sink
-from .schedule import Schedule
+from .records import Sink, TrainingRecord
+from .watch_arguments import Schedule
 
 #: Gaps of different causes that are kept apart; later causes are counted under one.
 MOST_GAPS = 100
@@ -48,7 +48,7 @@ class Recorder:
         self.schedule = schedule
         self.writes = rank == 0
         self.alerts = alerts
-        self.latest: Record | None = None
+        self.latest: TrainingRecord | None = None
         self.closed = False
         self._gaps: dict[tuple[str, str], Gap] = {}
         self._trained = 0  # records of training itself, which that of step 0 is not
@@ -70,7 +70,9 @@ class Recorder:
         """Return whether this worker is to record now."""
         return self.writes and self.schedule.due(step, epoch)
 
-    def record(self, step: int, make: Callable[[], Record], *, before: bool = False, what: str = "probe") -> None:
+    def record(
+        self, step: int, make: Callable[[], TrainingRecord], *, before: bool = False, what: str = "probe"
+    ) -> None:
         """Make a record and hand it to every sink; a failure becomes a gap, and training goes on.
 
         Parameters
@@ -87,7 +89,7 @@ class Recorder:
         except Exception as error:
             self.fail_record(step, error, what)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: TrainingRecord) -> None:
         """Hand a record to every sink; one that fails does not keep it from the others. A note is written once."""
         if self.alerts is not None:
             record = self.alerts.look(record)

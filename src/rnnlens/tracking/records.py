@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import xarray as xr
+
+from ..measures import dead_units, gradient_decay, gradient_reach, saturation_share
+from ..recurrence.measures import masked_mean, real_first, safe_norm
+from ..results.trace import LayerTrace, Trace
+from ..typing import Array
+from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, SAMPLE, TIME, UNIT
 
 #: Of a fixed held-out batch, between two steps of training; or of the very batch that is trained on.
 Kind = Literal["probe", "batch"]
@@ -15,7 +22,7 @@ KINDS = ("probe", "batch")
 
 
 @dataclass(frozen=True)
-class Record:
+class TrainingRecord:
     """One moment of training.
 
     Attributes
@@ -53,8 +60,155 @@ class Record:
 class Sink(Protocol):
     """Where records go: the store of a run, a logger, an alert."""
 
-    def write(self, record: Record) -> None:
+    def write(self, record: TrainingRecord) -> None:
         """Take one record; it is complete when this returns."""
 
     def close(self, reason: str) -> None:
         """No more records come; ``reason`` says why: ``"finished"``, ``"interrupted"``, the name of an error."""
+
+
+LAG = "lag"
+
+_WORDS = {
+    "adjoint_profile": (
+        "total gradient of the hidden state by step",
+        "loss",
+        "RMS over units of dL/dh_t, mean over the samples whose step t is real",
+    ),
+    "lag_profile": (
+        "total gradient of the hidden state by lag",
+        "loss",
+        "RMS over units of dL/dh, by steps back from the last real step of each sample (the first, in the backward "
+        "direction), mean over samples",
+    ),
+    "gates": ("gate activation over time", "1", "gate values, mean over units and the samples whose step t is real"),
+}
+
+
+def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, float], dict[str, dict[str, xr.DataArray]]]:
+    """Scalars by name, and profiles by layer and name; see :class:`~rnnlens.tracking.records.TrainingRecord`.
+
+    Parameters
+    ----------
+    trace
+        With at least hidden states and gates; what a layer does not have is left out.
+    keep
+        Names of quantities that are kept whole, such as ``"hidden_grad"``.
+    """
+    scalars = {} if trace.loss is None else {"loss": float(trace.loss)}
+    layers: dict[str, dict[str, xr.DataArray]] = {}
+    for name in trace:
+        layer = trace[name]
+        profiles: dict[str, list[xr.DataArray]] = {}
+        for half, values in _halves(layer):
+            prefix = name if half is None else f"{name}/{half}"
+            mask, adjoint = _mask(layer), _adjoint(values)
+            for kind, profile in _profiles(values, adjoint, mask, half).items():
+                profiles.setdefault(kind, []).append(profile)
+            scalars |= {f"{prefix}/{key}": number for key, number in _scalars(values, adjoint, mask, half).items()}
+        layers[name] = {kind: _side_by_side(parts) for kind, parts in profiles.items()}
+        layers[name] |= {quantity: layer.dataset[quantity] for quantity in keep if quantity in layer}
+    return scalars, layers
+
+
+def _halves(layer: LayerTrace) -> Iterator[tuple[str | None, Mapping[str, xr.DataArray]]]:
+    """The directions of a bidirectional layer one by one; a layer of one direction as it is, under no name."""
+    data = layer.dataset
+    if DIRECTION not in data.dims:
+        yield None, {str(name): array for name, array in data.data_vars.items()}
+        return
+    for half in (FORWARD, BACKWARD):
+        one = data.sel({DIRECTION: half})
+        yield half, {str(name): array for name, array in one.data_vars.items()}
+
+
+def _mask(layer: LayerTrace) -> Array | None:
+    mask = layer.dataset.get("mask")
+    return None if mask is None else np.asarray(mask.values, dtype=bool)
+
+
+def _adjoint(values: Mapping[str, xr.DataArray]) -> Array | None:
+    """RMS over units of the total gradient: (sample, time)."""
+    gradient = values.get("hidden_grad")
+    if gradient is None or gradient.dims != (SAMPLE, TIME, UNIT):
+        return None
+    norm = np.asarray(safe_norm(gradient.values, axis=-1), dtype=np.float64)
+    return norm / np.sqrt(gradient.sizes[UNIT])
+
+
+def _everywhere(mask: Array | None, shape: tuple[int, ...]) -> Array:
+    return np.ones(shape, dtype=bool) if mask is None else mask
+
+
+def _profiles(
+    values: Mapping[str, xr.DataArray], adjoint: Array | None, mask: Array | None, half: str | None
+) -> dict[str, xr.DataArray]:
+    found: dict[str, xr.DataArray] = {}
+    if adjoint is not None:
+        where = _everywhere(mask, adjoint.shape)
+        found["adjoint_profile"] = _labelled("adjoint_profile", masked_mean(adjoint, where, axis=0), (TIME,))
+        profile = masked_mean(*_by_lag(adjoint, where, half), axis=0)
+        found["lag_profile"] = _labelled("lag_profile", profile, (LAG,))
+    gates = values.get("gates")
+    if gates is not None and gates.dims == (SAMPLE, TIME, GATE, UNIT):
+        mean = gates.values.mean(axis=-1).astype(np.float64)
+        where = _everywhere(mask, mean.shape[:2])[:, :, None]
+        over_time = np.moveaxis(np.asarray(masked_mean(mean, where, axis=0)), 0, -1)
+        found["gates"] = _labelled("gates", over_time, (GATE, TIME), {GATE: gates[GATE].values})
+    return found
+
+
+def _by_lag(adjoint: Array, where: Array, half: str | None) -> tuple[Array, Array]:
+    """(sample, lag): by steps back from where the recurrence ends in each, and where a sample has that many steps."""
+    ends_first = half == BACKWARD
+    ordered, real = (adjoint, where) if ends_first else (adjoint[:, ::-1], where[:, ::-1])
+    moved = np.asarray(real_first(ordered, real))
+    counted = np.arange(moved.shape[1])[None, :] < real.sum(axis=1, keepdims=True)
+    return moved, counted
+
+
+def _scalars(
+    values: Mapping[str, xr.DataArray], adjoint: Array | None, mask: Array | None, half: str | None
+) -> dict[str, float]:
+    """Numbers of one layer, or one direction of it."""
+    found: dict[str, float] = {}
+    if adjoint is not None:
+        where = _everywhere(mask, adjoint.shape)
+        moved, there = _by_lag(adjoint, where, half)
+        by_lag = np.where(there, moved, np.nan)
+        counted = adjoint[where]
+        found["adjoint"] = float(safe_norm(counted, axis=0) / np.sqrt(counted.size)) if counted.size else float("nan")
+        found["reach"] = float(gradient_reach(by_lag))
+        found["decay"] = gradient_decay(by_lag)
+    hidden = values.get("hidden")
+    if hidden is not None and hidden.dims == (SAMPLE, TIME, UNIT):
+        found["dead_units"] = float(dead_units(hidden.values, mask).mean())
+    gates = values.get("gates")
+    if gates is not None and gates.dims == (SAMPLE, TIME, GATE, UNIT):
+        found |= _saturation(gates, mask)
+    return found
+
+
+def _saturation(gates: xr.DataArray, mask: Array | None) -> dict[str, float]:
+    where = None if mask is None else mask[:, :, None, None]
+    low, high = saturation_share(gates.values, axis=(0, 1, 3), where=where)
+    found: dict[str, float] = {}
+    for name, shut, open_ in zip(gates[GATE].values, low, high, strict=True):
+        if str(name) != "candidate":  # no gate, though it is listed among them
+            found |= {f"{name}/near_0": float(shut), f"{name}/near_1": float(open_)}
+    return found
+
+
+def _labelled(name: str, values: Any, dims: tuple[str, ...], coords: Mapping[str, Any] | None = None) -> xr.DataArray:
+    long_name, units, definition = _WORDS[name]
+    attrs = {"long_name": long_name, "units": units, "definition": definition}
+    positions = {dim: np.arange(size) for dim, size in zip(dims, np.shape(values), strict=True)}
+    return xr.DataArray(values, dims=dims, coords={**positions, **(coords or {})}, name=name, attrs=attrs)
+
+
+def _side_by_side(parts: list[xr.DataArray]) -> xr.DataArray:
+    """Both directions in one array, the direction last."""
+    if len(parts) == 1:
+        return parts[0]
+    joined = xr.concat(parts, dim=xr.Variable((DIRECTION,), [FORWARD, BACKWARD]), combine_attrs="override")
+    return joined.transpose(..., DIRECTION)

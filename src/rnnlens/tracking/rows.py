@@ -17,7 +17,7 @@ from ..errors import FileError, message
 from ..results.disk.run_folder import committed, committed_count, row_sums
 from ..results.names import to_paths
 from ..typing import Array
-from .records import Record
+from .records import TrainingRecord
 
 #: Most notes that are kept of one kind of records.
 _MOST_NOTES = 1000
@@ -54,7 +54,7 @@ class Rows:
         steps = self._arrays["step"][:]
         self.last_step: int | None = int(steps[-1]) if self._count else None
 
-    def append(self, record: Record) -> None:
+    def append(self, record: TrainingRecord) -> None:
         """All parts of a record, then their number."""
         self._refuse_another_network(record)
         self._sums = {}
@@ -75,7 +75,7 @@ class Rows:
         self._count += 1
         self.last_step = record.step
 
-    def _add_notes(self, record: Record) -> None:
+    def _add_notes(self, record: TrainingRecord) -> None:
         there = self._group.attrs.get("notes", [])
         notes = [[record.step, note] for note in record.notes][: _MOST_NOTES - len(there)]
         if notes:
@@ -89,7 +89,7 @@ class Rows:
             self._array("sums", row.shape, "uint32", ("step", "array"))
         self._put("sums", row)
 
-    def _refuse_another_network(self, record: Record) -> None:
+    def _refuse_another_network(self, record: TrainingRecord) -> None:
         """What a layer is recorded by has the axes, and but for steps and samples the sizes, that it had before."""
         paths = to_paths([*self._layers, *(layer for layer in record.layers if layer not in self._layers)])
         for layer, arrays in record.layers.items():

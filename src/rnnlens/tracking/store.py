@@ -36,7 +36,7 @@ from ..errors import FileError, message
 from ..results.disk.run_folder import SealedMetadata, read_metadata
 from ..results.files import root_attrs
 from ..results.training_run import is_run, refuse_newer
-from .records import KINDS, Record
+from .records import KINDS, TrainingRecord
 from .rows import Rows
 
 try:
@@ -146,7 +146,7 @@ class Store:
         """
         return sum(kind.cut(step) for kind in self._kinds.values())
 
-    def write(self, record: Record) -> None:
+    def write(self, record: TrainingRecord) -> None:
         """Append a record; when this returns it is there, whatever happens to the process.
 
         Raises

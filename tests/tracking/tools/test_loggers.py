@@ -13,7 +13,7 @@ from torch_trainings import Reader, model_and_optimizer, train
 import rnnlens as rl
 from rnnlens.errors import InputError
 from rnnlens.tracking.loggers import sinks
-from rnnlens.tracking.records import Record
+from rnnlens.tracking.records import TrainingRecord
 
 LAYERS = {
     "lstm[0]": {
@@ -33,7 +33,7 @@ LAYERS = {
 def records():
     for step in (0, 50, 100):
         broken = float("nan") if step == 100 else 0.5
-        yield Record(
+        yield TrainingRecord(
             step, step // 50, "probe", {"loss": 2.0 - step / 100, "lstm[0]/reach": 7.0, "bi/decay": broken}, LAYERS
         )
 
@@ -82,14 +82,14 @@ def test_tensorboard(tmp_path, given):
 
 def test_the_film_says_when_and_where():
     """Brightest at the peak of each record, black where there is nothing; the first record on top."""
-    from rnnlens.tracking.loggers.film import Film
+    from rnnlens.tracking.loggers.names import Film
 
     film = Film()
     for peak in (1, 6):
         profile = np.zeros(8)
         profile[peak] = 10.0**-peak
         layers = {"lstm": {"adjoint_profile": xr.DataArray(profile, dims="time")}}
-        film.add(Record(peak, 0, "probe", {}, layers))
+        film.add(TrainingRecord(peak, 0, "probe", {}, layers))
     (picture,) = film.pictures().values()
     cells = picture[:: picture.shape[0] // 2, :: picture.shape[1] // 8].sum(axis=-1)[:, :8]
     assert cells.argmax(axis=1).tolist() == [1, 6]

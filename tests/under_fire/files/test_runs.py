@@ -13,7 +13,7 @@ from zarr.storage import LocalStore
 import rnnlens as rl
 from rnnlens.errors import FileError, RnnlensError, TooLargeError
 from rnnlens.results.disk.run_folder import SUM, _digest, committed
-from rnnlens.tracking.records import Record
+from rnnlens.tracking.records import TrainingRecord
 from rnnlens.tracking.store import Store
 
 COUNT = 70
@@ -22,7 +22,7 @@ COUNT = 70
 def record(step, kind="probe"):
     profile = xr.DataArray(np.linspace(0.1, 1, 5 + step % 7) * (1 + step), dims="time")
     scalars = {"loss": 1 / (1 + step), "lstm/reach": float(step)}
-    return Record(step, 0, kind, scalars, {"lstm": {"adjoint_profile": profile}}, (f"note {step}",))
+    return TrainingRecord(step, 0, kind, scalars, {"lstm": {"adjoint_profile": profile}}, (f"note {step}",))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from rnnlens.tracking.records import Record
+from rnnlens.tracking.records import TrainingRecord
 from rnnlens.tracking.store import Store
 
 TAIL = [sys.executable, "-m", "rnnlens.cli", "tail", "--every", "0.1"]
@@ -21,7 +21,7 @@ TAIL = [sys.executable, "-m", "rnnlens.cli", "tail", "--every", "0.1"]
 def write(path, records, *, pause=0.0, end=True):
     store = Store(path)
     for i in range(records):
-        store.write(Record(10 * i, 0, "probe", {"loss": 1.0 / (1 + i), "lstm/reach": float(i)}))
+        store.write(TrainingRecord(10 * i, 0, "probe", {"loss": 1.0 / (1 + i), "lstm/reach": float(i)}))
         time.sleep(pause)
     if end:
         store.close("finished")
@@ -122,7 +122,7 @@ def test_ctrl_c_leaves_the_training_alone(tmp_path):
     assert code == 130
     assert "Traceback" not in shown
     assert "\x1b[?25h" in shown.rpartition("\x1b[?25l")[2]
-    store.write(Record(20, 0, "probe", {"loss": 0.1}))
+    store.write(TrainingRecord(20, 0, "probe", {"loss": 0.1}))
     store.close("finished")
 
 

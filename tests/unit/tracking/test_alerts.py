@@ -9,14 +9,14 @@ import pytest
 from rnnlens.errors import InputError
 from rnnlens.tracking.alerts import DEVIATIONS, Alerts
 from rnnlens.tracking.recorder import Recorder
-from rnnlens.tracking.records import Record
-from rnnlens.tracking.schedule import Schedule
+from rnnlens.tracking.records import TrainingRecord
+from rnnlens.tracking.watch_arguments import Schedule
 
 
 def watched(name, values, alerts=None):
     alerts = alerts or Alerts()
     for step, value in enumerate(values):
-        alerts.look(Record(step, 0, "probe", {name: value}))
+        alerts.look(TrainingRecord(step, 0, "probe", {name: value}))
     return alerts
 
 
@@ -69,7 +69,7 @@ def test_a_memory_of_two_steps_that_is_lost():
     """Its reach has no third to fall to."""
     alerts = Alerts()
     for step, (reach, decay) in enumerate([(2, 0.6), (2, 0.62), (3, 0.61)] * 4 + [(1, 0.02), (1, 0.03), (1, 0.03)]):
-        alerts.look(Record(step, 0, "probe", {"lstm/reach": reach, "lstm/decay": decay}))
+        alerts.look(TrainingRecord(step, 0, "probe", {"lstm/reach": reach, "lstm/decay": decay}))
     assert [(a.finding, a.name, a.step) for a in alerts.found] == [("vanishing", "lstm/decay", 12)]
 
 
@@ -79,7 +79,7 @@ def test_a_growing_memory_that_is_lost():
     grown = [round(4 * 1.09**step) for step in range(32)]
     assert not watched("lstm/reach", [*grown, 8, 8, 8]).found
     for step, reach in enumerate([*grown, 8, 8, 8]):
-        alerts.look(Record(step, 0, "probe", {"lstm/reach": reach, "lstm/decay": 0.9 if step < 32 else 0.2}))
+        alerts.look(TrainingRecord(step, 0, "probe", {"lstm/reach": reach, "lstm/decay": 0.9 if step < 32 else 0.2}))
     assert [(a.finding, a.step) for a in alerts.found] == [("vanishing", 32)]
 
 
@@ -89,7 +89,7 @@ def test_what_two_numbers_show_is_said_once():
         lost = step >= 12
         scalars = {"reach": 3 if lost else 30, "decay": 0.1 if lost else 0.9, "adjoint": 1.0}
         record = {f"{layer}/{name}": value for layer in ("a", "b") for name, value in scalars.items()}
-        alerts.look(Record(step, 0, "probe", record))
+        alerts.look(TrainingRecord(step, 0, "probe", record))
     assert [(a.finding, a.name, a.step) for a in alerts.found] == [
         ("vanishing", "a/reach", 12),
         ("vanishing", "b/reach", 12),
@@ -130,7 +130,7 @@ def test_a_finding_is_logged_noted_and_ends_training(caplog):
     with caplog.at_level(logging.WARNING, "rnnlens"):
         for step, value in enumerate([*noise(20), 500.0, 600.0]):
             assert recorder.stop is None
-            recorder.write(Record(step, 0, "probe", {"lstm/adjoint": value}))
+            recorder.write(TrainingRecord(step, 0, "probe", {"lstm/adjoint": value}))
     assert recorder.stop.startswith("exploding since step 20: lstm/adjoint is 600")
     assert caplog.messages == [recorder.stop]
     assert [r.step for r in taken if r.notes] == [21]

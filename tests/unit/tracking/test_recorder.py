@@ -7,8 +7,8 @@ import pytest
 
 from rnnlens.errors import InputError, TrackingWarning
 from rnnlens.tracking.recorder import MOST_GAPS, Recorder
-from rnnlens.tracking.records import Record
-from rnnlens.tracking.schedule import Schedule
+from rnnlens.tracking.records import TrainingRecord
+from rnnlens.tracking.watch_arguments import Schedule
 
 
 class Broken:
@@ -34,10 +34,10 @@ def test_a_sink_that_fails_keeps_nothing_from_the_others_and_ends_nothing():
     kept = Kept()
     recorder = Recorder([Broken(), kept], Schedule(1))
     with pytest.warns(TrackingWarning, match=r"(?s)Step 3 was not written to the logger Broken.*disk full"):
-        recorder.write(Record(3, 0, "probe", {}))
+        recorder.write(TrainingRecord(3, 0, "probe", {}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
-        recorder.write(Record(4, 0, "probe", {}))
+        recorder.write(TrainingRecord(4, 0, "probe", {}))
         recorder.close("finished", steps=4)
     assert kept.told == [3, 4, "finished"]
     assert [(gap.where, gap.first, gap.records) for gap in recorder.gaps] == [("the logger Broken", 3, 3)]

@@ -13,7 +13,7 @@ from zarr.storage import LocalStore
 import rnnlens as rl
 from rnnlens.errors import FileError
 from rnnlens.results.disk.run_folder import SealedMetadata
-from rnnlens.tracking.records import Record
+from rnnlens.tracking.records import TrainingRecord
 from rnnlens.tracking.store import Store
 
 
@@ -21,7 +21,9 @@ def record(step, *, time=7, kind="probe", loss=None, **rest):
     profile = xr.DataArray(10.0 ** -np.arange(time) * (1 + step), dims="time", attrs={"long_name": "adjoint"})
     gates = xr.DataArray(np.full((2, time), 0.25), dims=("gate", "time"), coords={"gate": ["input", "forget"]})
     scalars = {"loss": 1 / (1 + step) if loss is None else loss, "lstm/reach": float(step), "lstm/forget/near_0": 0.5}
-    return Record(step, step // 10, kind, scalars, {"lstm": {"adjoint_profile": profile, "gates": gates}}, **rest)
+    return TrainingRecord(
+        step, step // 10, kind, scalars, {"lstm": {"adjoint_profile": profile, "gates": gates}}, **rest
+    )
 
 
 def written(path, steps, **options):
@@ -165,7 +167,7 @@ def test_probe_and_batch_records_are_kept_apart(tmp_path):
 def test_long_profiles_are_averaged_over_equal_stretches(tmp_path):
     store = Store(tmp_path / "a.zarr", points=4)
     ramp = xr.DataArray(np.arange(8.0), dims="time")
-    store.write(Record(0, 0, "probe", {}, {"lstm": {"ramp": ramp}}))
+    store.write(TrainingRecord(0, 0, "probe", {}, {"lstm": {"ramp": ramp}}))
     store.close("finished")
     kept = rl.open(tmp_path / "a.zarr")["lstm"]["ramp"].isel(step=0)
     np.testing.assert_array_equal(kept, [0.5, 2.5, 4.5, 6.5])
@@ -195,4 +197,4 @@ def _of_two_layers(step, random):
         for name in ("lstm", "lstm_1")
     }
     names = [f"{name}/{i}" for name in layers for i in range(13)]
-    return Record(step, 0, "probe", {"loss": 1.0, **{name: float(random.normal()) for name in names}}, layers)
+    return TrainingRecord(step, 0, "probe", {"loss": 1.0, **{name: float(random.normal()) for name in names}}, layers)

@@ -57,7 +57,7 @@ def _of_lightning(logger: Any) -> Sink:
     """What a logger of Lightning's writes through."""
     inner = getattr(logger, "experiment", logger)
     if _home(inner) == "mlflow":
-        from .mlflow import MLflow
+        from .tools import MLflow
 
         return MLflow(inner.get_run(logger.run_id), client=inner)
     return _of(_home(inner), inner)
@@ -65,15 +65,15 @@ def _of_lightning(logger: Any) -> Sink:
 
 def _of(home: str, logger: Any) -> Sink:
     if hasattr(logger, "add_scalar") or (home == "tensorflow" and hasattr(logger, "as_default")):
-        from .tensorboard import TensorBoard
+        from .tools import TensorBoard
 
         return TensorBoard(logger)
     if home == "wandb" and hasattr(logger, "define_metric"):
-        from .wandb import WandB
+        from .tools import WandB
 
         return WandB(logger)
     if home == "mlflow" and hasattr(logger, "info"):
-        from .mlflow import MLflow
+        from .tools import MLflow
 
         return MLflow(logger)
     if isinstance(logger, Sink):
@@ -102,14 +102,14 @@ def _by_name(name: str, directory: Path) -> Sink:
             )
         ) from error
     if name == "tensorboard":
-        from .tensorboard import TensorBoard
+        from .tools import TensorBoard
 
         return TensorBoard(_event_writer(directory), owned=True)
     if name == "wandb":
-        from .wandb import WandB
+        from .tools import WandB
 
         return WandB(tool.init(), owned=True) if tool.run is None else WandB(tool.run)
-    from .mlflow import MLflow
+    from .tools import MLflow
 
     active = tool.active_run()
     return MLflow(tool.start_run(), owned=True) if active is None else MLflow(active)

@@ -10,8 +10,7 @@ import xarray as xr
 from ...errors import UnsupportedError
 from ...results.trace import Trace
 from ...vocabulary import DIRECTION, SAMPLE, TIME, UNIT
-from ..records import Record
-from ..summary import summary
+from ..records import TrainingRecord, summary
 from .heard_batch import HeardBatch
 from .plan import Plan
 
@@ -22,7 +21,7 @@ _WORDS = {
 }
 
 
-def record_of(batch: HeardBatch, plan: Plan) -> Record:
+def record_of(batch: HeardBatch, plan: Plan) -> TrainingRecord:
     """What the batch computed by itself, and the replay where more is asked for."""
     scalars, layers = direct_profiles(batch.direct)
     notes = list(batch.notes)
@@ -41,7 +40,7 @@ def record_of(batch: HeardBatch, plan: Plan) -> Record:
     if batch.loss is not None:
         scalars = {"loss": batch.loss, **scalars}
     scalars |= {**batch.norms(), "backward_passes": float(batch.passes)}
-    return Record(batch.step, batch.epoch, "batch", scalars, layers, tuple(notes))
+    return TrainingRecord(batch.step, batch.epoch, "batch", scalars, layers, tuple(notes))
 
 
 def direct_profiles(found: Trace) -> tuple[dict[str, float], dict[str, dict[str, xr.DataArray]]]:

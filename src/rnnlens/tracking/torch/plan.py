@@ -9,11 +9,10 @@ from typing import Any, Self
 
 from ...errors import InputError, message, shown
 from ..alerts import checked_stop_on
-from ..asked import listed, quantities_of, refuse_idle
 from ..batches import DIRECT
 from ..incidents import checked_on_nonfinite
 from ..probe import NEEDED
-from ..schedule import Every, Schedule
+from ..watch_arguments import Every, Schedule, listed, quantities_of, refuse_idle
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from ...adapters.torch.training_capture import TrainingCapture
 from ...errors import InputError, TrackingWarning, message, shown
 from ...results.training_run import Gap
 from ..alerts import Alerts
-from ..asked import listed, refuse_unknown
 from ..incidents import Incidents
 from ..loggers import beside, sinks
 from ..probe import Probe
 from ..recorder import Recorder
-from ..records import Record
+from ..records import TrainingRecord
 from ..store import Store
+from ..watch_arguments import listed, refuse_unknown
 from .heard_batch import HeardBatch
 from .lookout import Lookout
 from .making import record_of
@@ -28,7 +28,7 @@ from .silence import NO_STEP, refuse_unheard, why_unheard
 from .steps import Steps, scaler_on_stack, steps_taken
 
 
-class Watch:
+class TorchWatch:
     """Follows a training within a ``with`` block; :func:`rnnlens.torch.watch` makes one.
 
     Attributes
@@ -157,7 +157,7 @@ class Watch:
         return self._lookout is not None and self._lookout.looks
 
     @property
-    def record(self) -> Record | None:
+    def record(self) -> TrainingRecord | None:
         """The last record; None before the first."""
         return self._recorder.latest
 
@@ -363,7 +363,7 @@ class Watch:
         if batch is not None and self.plan.on_batch is not None:
             self.plan.on_batch(batch)
 
-    def _record_of(self, batch: HeardBatch) -> Record:
+    def _record_of(self, batch: HeardBatch) -> TrainingRecord:
         batch.moved = None if self._steps is None else self._steps.moved
         return record_of(batch, self.plan)
 

@@ -1,4 +1,7 @@
-"""The film of the adjoint as pixels: one row per record, one column per time step, colour by its logarithm."""
+"""What a logger is told of a record: numbers, distributions and the film, under names with slashes.
+
+Every tool groups by the parts between slashes: ``rnnlens/probe/lstm/reach``.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,41 @@ import numpy as np
 import xarray as xr
 
 from ...typing import Array
-from ...vocabulary import DIRECTION
-from ..records import Record
-from .named import PROFILE, ROOM
+from ...vocabulary import DIRECTION, GATE
+from ..records import TrainingRecord
+
+#: What all names begin with, so that they stand together and beside nobody else's.
+ROOM = "rnnlens"
+
+#: Where the adjoint over time is kept in a record.
+PROFILE = "adjoint_profile"
+
+
+def numbers(record: TrainingRecord) -> dict[str, float]:
+    """All scalars of a record, also those that are not finite."""
+    return {f"{ROOM}/{record.kind}/{name}": float(value) for name, value in record.scalars.items()}
+
+
+def distributions(record: TrainingRecord) -> Iterator[tuple[str, Array]]:
+    """Finite values of every labelled array, flat, one entry per gate; what holds none is left out."""
+    for layer, arrays in record.layers.items():
+        for name, array in arrays.items():
+            stem = f"{ROOM}/{record.kind}/{layer}/{name}"
+            for suffix, part in _by_gate(array):
+                values = np.asarray(part, dtype=np.float64).ravel()
+                values = values[np.isfinite(values)]
+                if values.size:
+                    yield stem + suffix, values
+
+
+def _by_gate(array: xr.DataArray) -> Iterator[tuple[str, xr.DataArray]]:
+    if GATE not in array.dims:
+        yield "", array
+        return
+    names = array.coords[GATE].values if GATE in array.coords else range(array.sizes[GATE])
+    for index, gate in enumerate(names):
+        yield f"/{gate}", array.isel({GATE: index})
+
 
 #: Decades below the peak of a record that have a colour of their own.
 DECADES = 6.0
@@ -26,7 +61,7 @@ class Film:
         self._rows: dict[str, list[Array]] = {}
         self._count = 0
 
-    def add(self, record: Record) -> bool:
+    def add(self, record: TrainingRecord) -> bool:
         """Take the profiles of a record. True when a new picture is due: at 2, 4, 8, ... records."""
         found = False
         for layer, arrays in record.layers.items():
