@@ -19,13 +19,10 @@ from ..recorder import Recorder
 from ..records import TrainingRecord
 from ..store import Store
 from ..watch_arguments import listed, refuse_unknown
-from .heard_batch import HeardBatch
 from .lookout import Lookout
-from .making import record_of
-from .parallel import plain_model, rank_and_world
-from .plan import Plan
-from .silence import NO_STEP, refuse_unheard, why_unheard
-from .steps import Steps, scaler_on_stack, steps_taken
+from .plan import Plan, plain_model, rank_and_world
+from .steps import NO_STEP, Steps, refuse_unheard, scaler_on_stack, steps_taken, why_unheard
+from .watched_batch import WatchedBatch, record_of
 
 
 class TorchWatch:
@@ -43,7 +40,7 @@ class TorchWatch:
 
     def __init__(self, model: Any, plan: Plan, own_loss: Callable[..., Any] | None = None) -> None:
         self.model, self.plan, self._own_loss = plain_model(model), plan, own_loss
-        self.latest: HeardBatch | None = None
+        self.latest: WatchedBatch | None = None
         self._loss: Any = None
         self.steps = self._begun = 0
         self._epoch = 0
@@ -300,7 +297,7 @@ class TorchWatch:
         scaler = self.plan.scaler or scaler_on_stack()
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         calls, notes = self._listener.batch()
-        batch = HeardBatch(
+        batch = WatchedBatch(
             self.model,
             calls,
             self._listener.weights.read(scale, applied_scale),
@@ -363,7 +360,7 @@ class TorchWatch:
         if batch is not None and self.plan.on_batch is not None:
             self.plan.on_batch(batch)
 
-    def _record_of(self, batch: HeardBatch) -> TrainingRecord:
+    def _record_of(self, batch: WatchedBatch) -> TrainingRecord:
         batch.moved = None if self._steps is None else self._steps.moved
         return record_of(batch, self.plan)
 

@@ -7,11 +7,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import xarray as xr
 
 from ...adapters.protocol import Capture
 from ...adapters.registry import adapter_for
 from ...adapters.torch.training_replay import CallReplay, direct_calls
 from ...adapters.torch.training_weights import TrainingCall, WeightGradients
+from ...errors import UnsupportedError
 from ...results.checks import Check
 from ...results.trace import Trace
 from ...results.weights import Weights
@@ -20,11 +22,14 @@ from ...verbs.trace import trace
 from ...verbs.tracing.datasets import recurrent_datasets
 from ...verbs.tracing.request import TraceRequest
 from ...verbs.weight_layout import label_cell, node_dataset
+from ...vocabulary import DIRECTION, SAMPLE, TIME, UNIT
 from ..batches import DIRECT, Batch
 from ..probe import norms_of_weights
+from ..records import TrainingRecord, summary
+from .plan import Plan
 
 
-class HeardBatch(Batch):
+class WatchedBatch(Batch):
     """One batch as it was trained on, before the update: ``batch["lstm"].output_grad`` and all that ``rl.trace`` has.
 
     The direct gradients are those that the step itself computed. Everything else is found when it is first asked for,
@@ -143,7 +148,8 @@ class HeardBatch(Batch):
         return norms_of_weights(CallReplay(self._calls), list(self.weights))
 
     def __repr__(self) -> str:
-        return f"<rnnlens HeardBatch> batch {self.step}, layers {', '.join(self.layers)}; .trace and .weights have all"
+        layers = ", ".join(self.layers)
+        return f"<rnnlens WatchedBatch> batch {self.step}, layers {layers}; .trace and .weights have all"
 
 
 def _as_check(again: CallReplay) -> Check:
@@ -161,3 +167,53 @@ def _notes(calls: Sequence[TrainingCall], scale: float, passes: int) -> list[str
     if scale != 1.0:
         found.append(f"The loss was scaled by {scale:g}; it is divided out.")
     return found
+
+
+_WORDS = {
+    "long_name": "direct gradient of the layer's output by step",
+    "units": "loss",
+    "definition": "RMS over units and samples of the gradient of the loss by y_t",
+}
+
+
+def record_of(batch: WatchedBatch, plan: Plan) -> TrainingRecord:
+    """What the batch computed by itself, and the replay where more is asked for."""
+    scalars, layers = direct_profiles(batch.direct)
+    notes = list(batch.notes)
+    if plan.only_direct:
+        for name in layers:
+            layers[name] |= {key: batch.direct.dataset(name)[key] for key in plan.keep}
+    else:
+        try:
+            replayed = batch.traced(layers=plan.layers, quantities=plan.recorded)
+        except UnsupportedError as error:  # what the step computed by itself is recorded all the same
+            notes.append(" ".join(str(error).split()))
+        else:
+            more, profiles = summary(replayed, keep=tuple(plan.keep))
+            scalars |= {**more, **batch.weight_norms()}
+            layers = {name: {**layers.get(name, {}), **found} for name, found in profiles.items()}
+    if batch.loss is not None:
+        scalars = {"loss": batch.loss, **scalars}
+    scalars |= {**batch.norms(), "backward_passes": float(batch.passes)}
+    return TrainingRecord(batch.step, batch.epoch, "batch", scalars, layers, tuple(notes))
+
+
+def direct_profiles(found: Trace) -> tuple[dict[str, float], dict[str, dict[str, xr.DataArray]]]:
+    """``lstm/direct``, the RMS of all direct gradients of a layer, and ``direct_profile``, that of every step."""
+    scalars: dict[str, float] = {}
+    layers: dict[str, dict[str, xr.DataArray]] = {}
+    for name in found:
+        layers[name] = {}
+        grad: Any = found.dataset(name).get("output_grad")
+        if grad is None:
+            continue
+        wide = grad.astype(np.float64)  # squares of float32 vanish below 1e-22
+        square: Any = (wide * wide).mean([dim for dim in (SAMPLE, UNIT) if dim in grad.dims])
+        sides = [None] if DIRECTION not in square.dims else [str(side) for side in square[DIRECTION].values]
+        for side in sides:
+            half = square if side is None else square.sel({DIRECTION: side})
+            prefix = name if side is None else f"{name}/{side}"
+            scalars[f"{prefix}/direct"] = float(np.sqrt(half.mean()))
+        if TIME in grad.dims:
+            layers[name]["direct_profile"] = np.sqrt(square).assign_attrs(_WORDS)
+    return scalars, layers
