@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _zoo_calibration import LAG, Drawn, Tap, overfitted
 from _zoo_nets import (
     Linear,
     Net,
@@ -33,11 +34,16 @@ from _zoo_tasks import TASKS, Task, needed
 
 KEPT = Path(__file__).resolve().parent.parent / ".benchmarks" / "zoo"
 FAULTS = ("NO_SKILL", "MISSED_DEPENDENCY", "VANISHING", "EXPLODING", "CHAOTIC", "DEAD_UNITS", "NONFINITE")
-CAUTIONS = ("PADDING_DOMINATES", "CONSTANT_INPUT", "STATIC_INPUT", "UNDERFLOW", "UNEQUAL_LAYERS")
+CAUTIONS = (
+    *("PADDING_DOMINATES", "CONSTANT_INPUT", "STATIC_INPUT", "UNDERFLOW", "UNEQUAL_LAYERS"),
+    "MISCALIBRATED",
+)
 HEALTHY = dict.fromkeys((*FAULTS, *CAUTIONS, "LAST_STEP_ONLY"), False)
 #: What a network without a target that matters is still known not to have.
 SOUND = {
-    code: False for code in HEALTHY if code not in ("NO_SKILL", "MISSED_DEPENDENCY", "VANISHING", "LAST_STEP_ONLY")
+    code: False
+    for code in HEALTHY
+    if code not in ("NO_SKILL", "MISSED_DEPENDENCY", "VANISHING", "LAST_STEP_ONLY", "MISCALIBRATED")
 }
 #: As `Entry.memory`: it follows from the network or the task.
 FOLLOWS = -1
@@ -124,6 +130,7 @@ def entries() -> Iterator[Entry]:
     yield from _inputs()
     yield from _dead()
     yield from _numbers()
+    yield from _calibration()
 
 
 def _entry(name: str, seed: int, task: str, cell: str, iterations: int, **rest: Any) -> Entry:
@@ -440,6 +447,38 @@ def _registers() -> Iterator[Entry]:
             yield Entry(
                 "register, few samples", seed, register, o, FOLLOWS, truth, None, samples=(64, 96)[seed // 2 % 2]
             )
+
+
+def _calibration() -> Iterator[Entry]:
+    """Errors that are no missed dependency, and one that is, on a wrong scale; the best forecasts of one series."""
+    fine = dict.fromkeys(("MISSED_DEPENDENCY", "VANISHING", "PATH_OPEN", "CHAOTIC", "EXPLODING"), False)
+    for seed in range(20):
+        yield Entry("noise target", seed, by_heart, {"kind": "noise"}, None, {**fine, "NO_SKILL": True})
+        yield Entry("overfitted", seed, by_heart, {"kind": "recall"}, None, {**fine, "MISCALIBRATED": True})
+        wrong = {**fine, "MISCALIBRATED": True, "NO_SKILL": False}
+        o = {"kind": "recall", "scale": (1.3, 1.6)[seed // 2 % 2], "offset": 0.0}
+        yield Entry("off in scale", seed, tap, o, None, wrong)
+        o = {"kind": "classes", "scale": 4.0, "offset": -6.0 + (3.0, 4.1)[seed // 2 % 2]}
+        yield Entry("weighted classes", seed, tap, o, None, wrong)
+        truth = {"MISSED_DEPENDENCY": True, "VANISHING": False, "MISCALIBRATED": True}
+        o = {"kind": "two lags", "scale": 1.6, "offset": 0.0}
+        yield Entry("missed, off in scale", seed, tap, o, None, truth, 2 * LAG)
+        for rho, horizon in product((0.9, 0.97), (1, 3, 5)):
+            o = {"kind": "forecast", "rho": rho, "horizon": horizon, "scale": rho**horizon, "offset": 0.0}
+            yield Entry("forecast", seed, tap, o, 1, {**HEALTHY, "LAST_STEP_ONLY": True, "NO_SKILL": False})
+
+
+def by_heart(entry: Entry) -> tuple[Any, Any]:
+    """A network that has learned its training samples by heart."""
+    task = Drawn(entry.options["kind"])
+    return overfitted(task, entry.seed), task
+
+
+def tap(entry: Entry) -> tuple[Any, Any]:
+    """A network of one tap; of a forecast, the best one there is."""
+    o = entry.options
+    task = Drawn(o["kind"], o.get("rho", 0.0), o.get("horizon", 0))
+    return Tap(0 if o["kind"] == "forecast" else LAG, o["scale"], o["offset"]).eval(), task
 
 
 def register(entry: Entry) -> tuple[Any, Task]:
