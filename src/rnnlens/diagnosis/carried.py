@@ -120,17 +120,17 @@ class _Bench:
 
     def measure_alone(self, call: RecurrentCall, run: Replay) -> Carried:
         """Use of the state of one layer by its own last state: the layer is run alone, by its equations."""
-        states = self.states[call.layer]
-        last = states[0][:, -1].astype(np.float64)
+        last = self.states[call.layer][0][:, -1].astype(np.float64)
         variance = total_variance(last)
         if not variance:
             return Carried(np.empty(0), np.empty(0), 1, self.steps, "state")
         again: Any = replay_custom if run.cell.by_framework else replay
 
         def change(keep: int) -> Array:
-            start = tuple(s[:, -keep - 1][self.lender] for s in states)
+            order = run.xp.asarray(self.lender)
+            start = tuple(run.xp.take(s[:, -keep - 1, ...], order, axis=0) for s in run.states)
             mask = None if run.mask is None else run.mask[:, -keep:]
-            end = again(run.cell, run.input[:, -keep:], start, mask=mask, order="forward").states[0]
+            end = again(run.cell, run.input[:, -keep:, ...], start, mask=mask, order="forward").states[0]
             return squared_change(last, np.asarray(to_host(end))[:, -1])
 
         return replace(self._search(change, variance), of="state")

@@ -1,4 +1,4 @@
-"""Measures of one recurrent layer: what its state transfers, how its adjoint fades, what its gates and units do."""
+"""Measures of one recurrent layer: state transfer, total gradient by lag, gates, units, numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -60,37 +60,36 @@ class LayerFacts:
         return float("nan") if self.adjoint_norms is None else _median_peak(self.adjoint_norms)
 
     def signal(self, lag: int, steps: int) -> float:
-        """Share of a training signal that is left ``lag`` of ``steps`` steps back, on the way that keeps more of it.
+        """Share of a training signal that is left ``lag`` of ``steps`` steps back, on the path that keeps more of it.
 
-        From the final state through the recurrence, or from the output straight to the state: a model that reads every
-        step, such as one with attention or pooling, needs no recurrence to get there. Where the layer has fewer steps
-        than the data, or more, the lag is scaled.
+        The paths: from the final state through the recurrence, and from the output directly to the state, for models
+        that read every step (attention, pooling). Where the layer has fewer steps than the data, the lag is scaled.
         """
         ways = [self.transfer.kappa] + ([] if self.adjoint is None else [self.adjoint.median])
         own = len(self.transfer.kappa) - 1
         at = round(lag * own / steps)
         if self.direction == "backward":
-            if own < steps:  # at a step in the middle it has not seen what is older
+            if own < steps:  # at a step in the middle it has not read older ones
                 return 0.0
             at = own - 1 - at
         return max(float(way[min(at, len(way) - 1)]) for way in ways)
 
     @property
     def bounded(self) -> bool:
-        """Whether the state does not run away: its norm at the end is below three times that after a quarter."""
+        """Whether the norm of the state at the end is below three times that after a quarter of the steps."""
         return self.final_norm < 3 * max(self.quarter_norm, 1e-30)
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """What gradients say about the question that the exchange of prefixes answers."""
+    """Attribution of the prediction to input steps by gradients: profile, and steps that hold 95 %."""
 
     profile: Band
     memory: int
 
 
 def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], Attribution | None]:
-    """Every recurrent call, and the attribution to the input of the first."""
+    """Measure every recurrent call, and the attribution to the input of the first."""
     found = _output_gradients(experiment)
     layers = [
         _facts(call, run, found.get((call.layer, call.direction)), experiment.ends(call))
@@ -106,7 +105,7 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
     several = len(data.leaves_of(experiment.capture.outputs)) > 1
     of = f"output[{experiment.which}]" if several else "output"
     wrt = [f"{node}.hidden" for node in nodes] + [f"{nodes[0]}.input"]
-    # Of the sum over samples: each has its own gradient where they do not depend on each other, as in inference.
+    # The gradient of the sum over samples holds the gradient of each, since samples do not interact in inference.
     with options(certify="never"):
         found = gradients(
             experiment.model,
@@ -132,7 +131,7 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
 
 
 def _projection(experiment: Experiment) -> Any:
-    """Random weights of the output: one number of each sample, at the step that is looked at."""
+    """Draw random weights of the output that give one number per sample, at the examined step."""
     whole = experiment.looked_at
     weights = np.random.default_rng(experiment.seed).normal(size=experiment.raw.shape[1])
     projection: Array = np.zeros(whole.shape)
@@ -141,12 +140,12 @@ def _projection(experiment: Experiment) -> Any:
     else:
         projection[...] = weights.reshape(whole.shape[1:])
     names = [experiment.layout.names[i] for i in canonical_order(experiment.layout.names)]
-    # One number for each step: the axis of it is ours.
+    # An output of one number per step got its last axis from us.
     return xr.DataArray(projection if len(names) == projection.ndim else projection[..., 0], dims=names)
 
 
 def by_lag(values: Array, order: Sequence[int], ends: Array | None) -> Array:
-    """(sample, time) to (sample, lag): against the order of the recurrence from each sample's end; NaN beyond it."""
+    """Reorder (sample, time) to (sample, lag): against the recurrence, from each sample's end; NaN past its start."""
     turned = values[:, order]
     if ends is None:
         return turned
@@ -188,7 +187,7 @@ def _facts(call: RecurrentCall, run: Replay, gradient: Array | None, ends: Array
 
 
 def _growth(norms: Array | None) -> float:
-    """log10 of the largest over the first norm against the order of the recurrence, median over samples."""
+    """Compute log10 of the largest norm over the first against the recurrence, median over samples."""
     if norms is None or not np.nan_to_num(norms).any():
         return 0.0
     norms = np.nan_to_num(norms)
@@ -198,7 +197,7 @@ def _growth(norms: Array | None) -> float:
 
 
 def _median_peak(norms: Array) -> float:
-    # Half of the largest number there is: the median of two of them is one.
+    # Half of the largest float, so that the median of two of them is finite.
     return float(np.median(np.nan_to_num(norms, posinf=np.finfo(norms.dtype).max / 2).max(axis=1)))
 
 

@@ -24,21 +24,29 @@ from .facts import (
     unit_spread,
 )
 from .intervention import benefit, donors, memory_length, skill, total_variance, use
-from .lags import gradient_decay, gradient_reach, input_totals, lag_shares
-from .lifetime import kept_by_gates, own_diagonal
-from .profiles import attributed_memory, attribution, band, input_sensitivity, own_peak
-from .resampling import bootstrap
-from .residual import missed_dependency
-from .samples import (
+from .profiles import (
+    attributed_memory,
+    attribution,
+    band,
     by_own_peak,
     carriers,
     far_out,
+    gradient_decay,
+    gradient_reach,
+    input_sensitivity,
+    input_totals,
+    kept_by_gates,
+    lag_shares,
     lorenz,
+    own_diagonal,
+    own_peak,
     peak_band,
     rms_of_shapes,
     sample_peaks,
     typical_first,
 )
+from .resampling import bootstrap
+from .residual import missed_dependency
 from .spectrum import (
     effective_rank,
     kaplan_yorke_dimension,

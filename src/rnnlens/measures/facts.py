@@ -1,4 +1,4 @@
-"""ModelFacts about data, states and gates that a reader of a diagnosis must know: counted, not judged."""
+"""Facts about data, states and gates: counted, not judged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEAD = 1e-4
 
 
 def unit_spread(states: Array, mask: Array | None = None) -> Array:
-    """Standard deviation of each unit over samples and real steps: states (sample, time, unit) to (unit,)."""
+    """Compute the standard deviation of each unit over samples and real steps: (sample, time, unit) to (unit,)."""
     values = np.asarray(states, dtype=np.float64)
     rows = values.reshape(-1, values.shape[-1]) if mask is None else values[np.asarray(mask, dtype=bool)]
     spread: Array = rows.std(axis=0) if len(rows) else np.zeros(values.shape[-1])
@@ -21,7 +21,7 @@ def unit_spread(states: Array, mask: Array | None = None) -> Array:
 
 
 def dead_units(states: Array, mask: Array | None = None) -> Array:
-    """Units that do not move: spread at most 1e-4 of the median unit's; (unit,) of bool.
+    """Find dead units, (unit,) of bool: their spread is at most 1e-4 of the median unit's.
 
     Where more than half of the units are dead the largest spread takes the place of the median.
     """
@@ -34,7 +34,7 @@ def dead_units(states: Array, mask: Array | None = None) -> Array:
 
 
 def gate_timescale(forget: Array, mask: Array | None = None) -> Array:
-    """Time constant of each unit in steps, -1 / ln f with f the geometric mean of its forget (or update) gate.
+    """Compute the time constant of each unit in steps: -1 / ln f, f the geometric mean of its forget (update) gate.
 
     Parameters
     ----------
@@ -55,9 +55,9 @@ def gate_timescale(forget: Array, mask: Array | None = None) -> Array:
 def stuck_gates(
     gates: Array, mask: Array | None = None, *, margin: float = 0.02, share: float = 0.99
 ) -> tuple[Array, Array]:
-    """Gates that are nearly always shut, or open: (sample, time, gate, unit) to two (gate, unit) of bool.
+    """Find gates that are nearly always shut, or open: (sample, time, gate, unit) to two (gate, unit) of bool.
 
-    Stuck: beyond ``margin`` at ``share`` of samples and steps. A fact, no fault: networks with such gates solve tasks.
+    Stuck: beyond ``margin`` at ``share`` of samples and steps. This is no fault: networks with such gates solve tasks.
     """
     values = np.asarray(gates)
     rows = values.reshape(-1, *values.shape[2:]) if mask is None else values[np.asarray(mask, dtype=bool)]
@@ -65,7 +65,7 @@ def stuck_gates(
 
 
 def constant_features(x: Array) -> Array:
-    """Input features that never vary over samples and steps: (sample, time, feature) to (feature,) of bool.
+    """Find input features that never vary over samples and steps: (sample, time, feature) to (feature,) of bool.
 
     Compared as max == min: in float32 a standard deviation is left with rounding.
     """
@@ -75,13 +75,13 @@ def constant_features(x: Array) -> Array:
 
 
 def static_share(x: Array) -> float:
-    """Share of the samples whose input does not change over time: (sample, time, feature)."""
+    """Compute the share of samples whose input (sample, time, feature) does not change over time."""
     values = np.asarray(x)
     return float((values.max(axis=1) == values.min(axis=1)).all(axis=1).mean())
 
 
 def padding_share(x: Array, mask: Array | None = None) -> float:
-    """Share of the steps that are padding: masked, or a run of identical steps at the end or the beginning.
+    """Compute the share of padded steps: masked, or in a run of identical steps at the end or the beginning.
 
     A run counts where every sample but a twentieth has one; the mean over samples of its length over the length.
     """
@@ -104,7 +104,7 @@ def _run_share(x: Array) -> float:
 
 @dataclass(frozen=True)
 class Census:
-    """How many values of an array are not what they should be."""
+    """Counts of values of an array: all, NaN, infinite, subnormal."""
 
     count: int
     nan: int

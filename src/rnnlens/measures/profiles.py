@@ -1,4 +1,7 @@
-"""Profiles over lag: each sample by its own peak, then median and band, since few samples carry most of a mean."""
+"""Profiles of gradients and gates over time or lag, and how samples are summarised to one profile.
+
+Each sample is divided by its own peak before the median over samples is taken, since few samples carry most of a mean.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..typing import Array
+from .transfer import theil_sen
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Band:
 
 
 def own_peak(norms: Array) -> Array:
-    """Each row (sample, lag) divided by its largest value; rows that are 0 throughout are left out, NaN stays."""
+    """Divide each row (sample, lag) by its largest value; rows that are 0 throughout are left out, NaN stays."""
     norms = np.asarray(norms, dtype=np.float64)
     norms = np.where(np.isinf(norms), 0.0, norms)
     peak = np.nan_to_num(norms).max(axis=1, keepdims=True)
@@ -28,7 +32,7 @@ def own_peak(norms: Array) -> Array:
 
 
 def share_of_peak(profiles: Array) -> Array:
-    """Each record of a profile, (record, time), divided by its own largest value; NaN where it has none above 0."""
+    """Divide each record of a profile (record, time) by its largest value; NaN where it has none above 0."""
     values = np.asarray(profiles, dtype=np.float64)
     finite = np.where(np.isfinite(values), values, np.nan)
     peak = np.fmax.reduce(np.where(finite > 0, finite, np.nan), axis=1, keepdims=True)
@@ -37,7 +41,7 @@ def share_of_peak(profiles: Array) -> Array:
 
 
 def band(norms: Array) -> Band:
-    """Median and quartiles over samples of profiles (sample, lag), each by its own peak; NaN where a sample ended."""
+    """Compute median and quartiles over samples of profiles (sample, lag), each by its own peak; NaN past the end."""
     relative = own_peak(norms)
     relative = relative[:, np.isfinite(relative).any(axis=0)]
     if not len(relative):
@@ -48,12 +52,12 @@ def band(norms: Array) -> Band:
 
 
 def attribution(gradient: Array, x: Array) -> Array:
-    """(|df/dx_t| sd(x_t))^2 summed over features, by step: the derivative-based measure of sensitivity.
+    """Compute (|df/dx_t| sd(x_t))^2 summed over features, by step: the derivative-based measure of sensitivity.
 
     Parameters
     ----------
     gradient, x : (sample, time, feature)
-        Of one projection of the prediction by the input, and the input.
+        Gradient of one projection of the prediction with respect to the input, and the input.
 
     Returns
     -------
@@ -69,17 +73,17 @@ def attribution(gradient: Array, x: Array) -> Array:
 
 
 def input_sensitivity(gradient: Array, x: Array) -> Array:
-    """|df/dx_t| times the input's standard deviation, by step: (sample, time, feature) to (sample, time).
+    """Compute |df/dx_t| times the standard deviation of the input, by step: (sample, time, feature) to (sample, time).
 
-    The root of :func:`attribution`: what a change of usual size at that step does. A feature that never varies over
-    samples at a step does nothing, however large its gradient.
+    The root of :func:`attribution`: the effect of a change of usual size at that step. A feature that never varies over
+    samples at a step has none, however large its gradient.
     """
     found: Array = np.sqrt(attribution(gradient, x))
     return found
 
 
 def attributed_memory(scores: Array, share: float = 0.95) -> int:
-    """Steps back from the last that hold ``share`` of the attribution (sample, time): median over samples."""
+    """Count the last steps that hold ``share`` of the attribution (sample, time): median over samples."""
     by_lag = np.asarray(scores)[:, ::-1]
     total = by_lag.sum(axis=1, keepdims=True)
     kept = by_lag[total[:, 0] > 0] / total[total[:, 0] > 0]
@@ -87,3 +91,203 @@ def attributed_memory(scores: Array, share: float = 0.95) -> int:
         return 0
     first = (np.cumsum(kept, axis=1) >= share).argmax(axis=1) + 1
     return int(np.median(first))
+
+
+def by_own_peak(values: Array) -> Array:
+    """Divide each sample (first axis) by its largest finite magnitude; NaN throughout where that is 0.
+
+    A sample without a gradient has no shape, and is left out of medians.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    peak = sample_peaks(values).reshape(-1, *[1] * (values.ndim - 1))
+    shape: Array = values / np.where(peak > 0, peak, np.nan)
+    return shape
+
+
+def sample_peaks(values: Array) -> Array:
+    """Return the largest finite magnitude of each sample: (sample, ...) to (sample,); 0 where there is none."""
+    values = np.asarray(values, dtype=np.float64)
+    flat = values.reshape(len(values), -1)
+    peaks: Array = np.where(np.isfinite(flat), np.abs(flat), 0.0).max(axis=1, initial=0.0)
+    return peaks
+
+
+def rms_of_shapes(values: Array, where: Array | None = None) -> Array:
+    """Compute the root mean square over samples, each by its own peak: (sample, ...) to (...), in [0, 1].
+
+    Samples that are 0 throughout are left out. A position that is not finite in one sample is NaN in the result.
+
+    Parameters
+    ----------
+    where : of bool, optional
+        Which entries count. A position where none counts is NaN.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    counted = np.ones(values.shape, bool) if where is None else np.broadcast_to(np.asarray(where, bool), values.shape)
+    values = np.where(counted, values, 0.0)
+    kept = sample_peaks(values) > 0
+    if not kept.any():
+        return np.where(counted.any(axis=0), 0.0, np.nan)
+    squares = np.where(counted, by_own_peak(values) ** 2, 0.0)[kept].sum(axis=0)
+    count = counted[kept].sum(axis=0)
+    found: Array = np.sqrt(squares / np.where(count > 0, count, np.nan))
+    return found
+
+
+def peak_band(norms: Array, where: Array | None = None) -> Band:
+    """Compute median and quartiles over samples of norms (sample, ...), each by its own peak; all positions are kept.
+
+    Parameters
+    ----------
+    where : of bool, optional
+        Which entries count. A position where none counts is NaN.
+    """
+    values = np.asarray(norms, dtype=np.float64)
+    shapes = by_own_peak(values if where is None else np.where(where, values, 0.0))
+    shapes = np.where(np.isinf(shapes), np.nan, shapes)
+    shapes = shapes if where is None else np.where(where, shapes, np.nan)
+    found = np.full((3, *shapes.shape[1:]), np.nan)
+    some = np.isfinite(shapes).any(axis=0)
+    if some.any():
+        found[:, some] = np.nanquantile(shapes[:, some], [0.25, 0.5, 0.75], axis=0)
+    return Band(found[1], found[0], found[2])
+
+
+def finite_median(values: Array) -> Array:
+    """Compute the median of the finite values along the first axis; NaN where there is none."""
+    values = np.asarray(values, dtype=np.float64)
+    finite = np.where(np.isfinite(values), values, np.nan)
+    some = np.isfinite(finite).any(axis=0)
+    found: Array = np.full(values.shape[1:], np.nan)
+    found[some] = np.nanmedian(finite[:, some], axis=0)
+    return found
+
+
+def spread_of(values: Array) -> tuple[Array, Array]:
+    """Compute the lower and upper quartile of the finite values along the first axis; NaN where there is none."""
+    values = np.asarray(values, dtype=np.float64)
+    finite = np.where(np.isfinite(values), values, np.nan)
+    some = np.isfinite(finite).any(axis=0)
+    found = np.full((2, *values.shape[1:]), np.nan)
+    found[:, some] = np.nanquantile(finite[:, some], [0.25, 0.75], axis=0)
+    return found[0], found[1]
+
+
+def quartiles(values: Array) -> tuple[float, float, float]:
+    """Compute lower quartile, median and upper quartile of the finite values; NaN where there is none."""
+    finite = np.asarray(values, dtype=np.float64)
+    finite = finite[np.isfinite(finite)]
+    if not finite.size:
+        return (float("nan"),) * 3
+    low, middle, high = np.quantile(finite, [0.25, 0.5, 0.75])
+    return float(low), float(middle), float(high)
+
+
+def typical_first(losses: Array) -> Array:
+    """Order the samples: the one with the median loss first, then by distance from it in rank.
+
+    A sample without a finite loss comes last.
+    """
+    losses = np.asarray(losses, dtype=np.float64)
+    order = np.argsort(np.where(np.isfinite(losses), losses, np.inf), kind="stable")
+    middle = (int(np.isfinite(losses).sum()) - 1) // 2
+    found: Array = order[np.argsort(np.abs(np.arange(len(order)) - middle), kind="stable")]
+    return found
+
+
+def lorenz(values: Array) -> Array:
+    """Compute the share of the sum that the smallest k of n values make up: (n,) to (n + 1,), from 0 to 1.
+
+    Lorenz 1905, doi:10.2307/2276207. Values are non-negative; those that are not finite are left out.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    ordered = np.sort(values[np.isfinite(values)])
+    reached = np.concatenate([[0.0], np.cumsum(ordered)])
+    share: Array = reached / (reached[-1] or 1.0)
+    return share
+
+
+def carriers(values: Array, share: float = 0.5) -> float:
+    """Find the smallest share of the samples that make up ``share`` of the sum; NaN where the sum is 0."""
+    curve = lorenz(values)
+    if curve[-1] == 0:
+        return float("nan")
+    needed = int(np.argmax(1 - curve[::-1] >= share - 1e-12))
+    return needed / (len(curve) - 1)
+
+
+def far_out(values: Array) -> int | None:
+    """Find the value farthest outside the quartiles, if that is more than three times their distance.
+
+    None where no value is, or fewer than four are finite.
+
+    References
+    ----------
+    Tukey 1977, Exploratory Data Analysis, section 2C ("far out").
+    """
+    values = np.asarray(values, dtype=np.float64)
+    if np.isfinite(values).sum() < 4:
+        return None
+    low, _, high = quartiles(values)
+    beyond = np.maximum(low - values, values - high)
+    beyond = np.where(np.isfinite(beyond), beyond, -np.inf)
+    return int(beyond.argmax()) if beyond.max() > 3 * (high - low) > 0 else None
+
+
+def gradient_reach(norms: Array, share: float = 0.95) -> int:
+    """Count the last steps that hold ``share`` of the squared gradient (sample, lag), lag 0 first.
+
+    Median over samples, each by its own sum, so that neither a spike at the last step nor a few samples decide it. The
+    same rule as for :func:`attributed_memory` (Sobol, Kucherenko 2009, doi:10.1016/j.matcom.2009.01.023).
+    """
+    squares = np.nan_to_num(np.asarray(norms, dtype=np.float64), posinf=0.0)
+    peak = squares.max(axis=1, keepdims=True)
+    relative = squares / np.where(peak > 0, peak, 1.0)
+    return attributed_memory((relative**2)[:, ::-1], share)
+
+
+def gradient_decay(norms: Array) -> float:
+    """Compute the factor by which the gradient (sample, lag) changes with every step back, lag 0 first; NaN without.
+
+    exp of the Theil-Sen slope of the median over samples, each by its own peak, from that median's peak on.
+    """
+    median = band(norms).median
+    falling = median[int(np.argmax(median)) :] if median.size else median
+    return float(np.exp(theil_sen(falling)))
+
+
+def lag_shares(norms: Array, *, runs_back: bool = False) -> Array:
+    """Accumulate the shares of a weight's gradient by lag: norms (time, gate) to (gate, lag), ending at 1.
+
+    The norm at a step is that of its contribution to dL/dW, gate by gate. Lag 0 is the last step of the recurrence: the
+    first in time with ``runs_back``. A gate whose gradient is 0 throughout is NaN.
+    """
+    norms = np.asarray(norms, dtype=np.float64)
+    reached = np.cumsum(norms if runs_back else norms[::-1], axis=0)
+    total = reached[-1]
+    shares: Array = (reached / np.where(total > 0, total, np.nan)).T
+    return shares
+
+
+def input_totals(norms: Array) -> Array:
+    """Sum the norms over outputs: (..., out_time, in_time) to (..., in_time)."""
+    totals: Array = np.asarray(norms, dtype=np.float64).sum(axis=-2)
+    return totals
+
+
+def kept_by_gates(forget: Array, mask: Array | None = None) -> Array:
+    """Multiply the forget gates from the first step on, (sample, time, unit): dc_t/dc_0 along the cell state alone.
+
+    The path through the gates of later steps is left out. Steps masked by ``mask`` (sample, time) keep everything.
+    """
+    values = np.asarray(forget, dtype=np.float64)
+    if mask is not None:
+        values = np.where(np.asarray(mask, dtype=bool)[..., None], values, 1.0)
+    kept: Array = np.cumprod(values, axis=1)
+    return kept
+
+
+def own_diagonal(jacobian: Array) -> Array:
+    """Take the derivative of each unit's state by its own initial state: (..., unit, unit) to (..., unit)."""
+    found: Array = np.diagonal(np.asarray(jacobian), axis1=-2, axis2=-1)
+    return found

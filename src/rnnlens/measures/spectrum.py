@@ -32,7 +32,7 @@ class Lyapunov:
 
 
 def lyapunov_spectrum(run: Replay, *, count: int | None = None, burn_in: float = 0.1, seed: int = 0) -> Lyapunov:
-    """Exponents by QR: Q_t R_t = A_t Q_(t-1), lambda_i = mean log |R_ii|; of diagonal steps the mean of log |a|.
+    """Compute by QR: Q_t R_t = A_t Q_(t-1), lambda_i = mean log |R_ii|; of diagonal steps the mean of log |a|.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def _growth_by_qr(run: Replay, count: int, seed: int) -> Array:
 
 
 def _growth(run: Replay, moduli: Array, count: int, burnt: int) -> Array:
-    """The same without the first ``burnt`` steps, of steps with common eigenvectors, which Q never leaves."""
+    """Growth after the first ``burnt`` steps, for steps with common eigenvectors: Q does not turn."""
     order = list(run.steps())[burnt:]
     logs = np.log(np.maximum(np.asarray(moduli, dtype=np.float64)[:, order], 1e-300))
     largest = np.argsort(-logs.mean(axis=1), axis=1)[:, None, :count]
@@ -114,7 +114,7 @@ def kaplan_yorke_dimension(exponents: Array) -> float:
 
 
 def effective_rank(matrix: Array) -> Array:
-    """Exp of the entropy of the normalised singular values of (..., n, m). Roy, Vetterli 2007, EUSIPCO."""
+    """Compute exp of the entropy of the normalised singular values of (..., n, m). Roy, Vetterli 2007, EUSIPCO."""
     values = np.linalg.svd(np.asarray(matrix, dtype=np.float64), compute_uv=False)
     total = values.sum(axis=-1, keepdims=True)
     share = values / np.where(total > 0, total, 1.0)
@@ -142,7 +142,7 @@ class KernelSpectrum:
 
 
 def kernel_spectrum(kernel: Array) -> KernelSpectrum:
-    """Of one gate's recurrent kernel (unit_in, unit), square. Henrici 1962, doi:10.1007/BF01386294."""
+    """Compute spectral facts of one gate's recurrent kernel (unit_in, unit). Henrici 1962, doi:10.1007/BF01386294."""
     w = np.asarray(kernel, dtype=np.float64)
     values, norm = np.linalg.eigvals(w), float(np.linalg.norm(w))
     gap = max(norm**2 - float(np.sum(np.abs(values) ** 2)), 0.0)

@@ -1,4 +1,4 @@
-"""How much of a cotangent on the final state arrives tau steps earlier: the state's own transfer, whatever the loss.
+"""State transfer: share of a cotangent on the final state that is left tau steps earlier, whatever the loss.
 
 The states are measured in units of their spread, so that a unit that moves by 1e-3 and one that moves by 1 count alike.
 Cotangents are swept back through the recurrence, many at once; no matrix A_t is ever built.
@@ -24,7 +24,7 @@ _TINY = 1e-290
 
 @dataclass(frozen=True)
 class Transfer:
-    """What random cotangents on the whole final state become on their way back.
+    """Sizes of random cotangents on the final state on their way back.
 
     Attributes
     ----------

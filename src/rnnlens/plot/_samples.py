@@ -9,7 +9,7 @@ import xarray as xr
 
 from ..arguments import as_numbers
 from ..errors import InputError, message
-from ..measures.samples import rms_of_shapes, typical_first
+from ..measures.profiles import rms_of_shapes, typical_first
 from ..vocabulary import IN_TIME, OUT_TIME, SAMPLE
 from ._data import Numbers, names_of, nonfinite_note, require_dim
 

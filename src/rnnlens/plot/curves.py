@@ -10,7 +10,7 @@ import xarray as xr
 from matplotlib.collections import LineCollection, PathCollection
 
 from ..errors import InputError, message
-from ..measures.samples import far_out, finite_median
+from ..measures.profiles import far_out, finite_median
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ._axes import MOST_NAMED, limits_of, log_scale, mark_below, mark_steps, step_axis, zero_line
 from ._call import drawing

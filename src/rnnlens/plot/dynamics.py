@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 
 from ..arguments import as_numbers
 from ..errors import InputError, message, shown
-from ..measures.samples import carriers, lorenz, typical_first
+from ..measures.profiles import carriers, lorenz, typical_first
 from ..recurrence.measures import safe_norm
 from ..results.dynamics import FixedPoints
 from ..vocabulary import SAMPLE, TIME

@@ -13,7 +13,7 @@ from matplotlib.quiver import Quiver
 
 from ..arguments import as_numbers
 from ..errors import InputError, message
-from ..measures.samples import finite_median, spread_of
+from ..measures.profiles import finite_median, spread_of
 from ..recurrence.measures import finite_mean, masked_mean, quantiles, saturation_share
 from ..results.schema import with_mask
 from ..vocabulary import GATE, SAMPLE, TIME

@@ -13,8 +13,7 @@ from matplotlib.lines import Line2D
 
 from ..arguments import one_of
 from ..errors import InputError, message
-from ..measures.lags import gradient_reach
-from ..measures.samples import peak_band
+from ..measures.profiles import gradient_reach, peak_band
 from ..recurrence.measures import real_first, safe_norm
 from ..results.schema import with_mask
 from ..vocabulary import BACKWARD, SAMPLE, TIME

@@ -11,7 +11,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
 from ..errors import InputError, message
-from ..measures.samples import peak_band, quartiles, sample_peaks
+from ..measures.profiles import peak_band, quartiles, sample_peaks
 from ..recurrence.measures import safe_norm
 from ..results.schema import with_mask
 from ..vocabulary import DIRECTION, SAMPLE, TIME

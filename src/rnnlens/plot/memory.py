@@ -14,8 +14,7 @@ from matplotlib.lines import Line2D
 
 from ..arguments import one_of
 from ..errors import InputError, message
-from ..measures.lifetime import kept_by_gates, own_diagonal
-from ..measures.samples import finite_median, peak_band
+from ..measures.profiles import finite_median, kept_by_gates, own_diagonal, peak_band
 from ..recurrence import measures
 from ..vocabulary import BACKWARD, DIRECTION, GATE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME
 from ._axes import End, log_limits, log_ticks, log_values, mark_below, mark_top, name_ends, power_of_ten, step_axis

@@ -14,8 +14,7 @@ from matplotlib.patches import Rectangle
 
 from ..arguments import anything, as_numbers, listed, text, whole
 from ..errors import InputError, message, shown
-from ..measures.profiles import input_sensitivity
-from ..measures.samples import by_own_peak, peak_band
+from ..measures.profiles import by_own_peak, input_sensitivity, peak_band
 from ..recurrence.measures import safe_norm
 from ..vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, TIME
 from ._axes import mark_steps, step_axis

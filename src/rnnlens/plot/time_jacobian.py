@@ -10,8 +10,7 @@ import xarray as xr
 from matplotlib.image import AxesImage
 
 from ..arguments import one_of
-from ..measures.lags import input_totals
-from ..measures.samples import peak_band, quartiles, sample_peaks
+from ..measures.profiles import input_totals, peak_band, quartiles, sample_peaks
 from ..recurrence.measures import lag_profile, safe_norm
 from ..vocabulary import BACKWARD, DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
 from ._axes import is_positive, log_limits, log_scale, log_ticks, mark_below, mark_steps, step_axis, zero_line

@@ -13,7 +13,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
 from ..errors import InputError, message
-from ..measures.lags import lag_shares
+from ..measures.profiles import lag_shares
 from ..recurrence.cells import kinds
 from ..recurrence.measures import quantiles, safe_norm
 from ..results.schema import weight_of

@@ -1,4 +1,4 @@
-"""The result of ``rl.diagnose``: a sentence per layer, the findings, and the measures that both rest on."""
+"""Result of ``rl.diagnose``: sentences, findings, and the measures behind both."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that can be told honestly from the numbers.
+    """One finding: a sentence with its numbers, the threshold that they met, and a remedy.
 
     Attributes
     ----------
     code
         ``"VANISHING"`` and so on; docs/findings has a page for each.
     severity
-        ``"fault"``: something to mend; ``"caution"``: read the numbers with care; ``"fact"``; ``"unknown"``: nothing
-        can be said.
+        ``"fault"``: something to repair; ``"caution"``: read the numbers with care; ``"fact"``; ``"unknown"``: nothing
+        can be concluded.
     layer
         Name of the layer, or ``"model"``.
     sentence
-        What is the matter, with the numbers.
+        The finding in words, with the numbers.
     evidence
         The numbers by name.
     threshold
-        The rule that they met.
+        The rule that the numbers met.
     remedy
-        What to do, on which condition, with reference.
+        What to try, on which condition, with reference.
     """
 
     code: str
@@ -62,15 +62,15 @@ class Finding:
 
 
 class Diagnosis(Result, kind="diagnosis"):
-    """What ``rl.diagnose`` returns. ``print(d)``: the sentences, then the findings; ``d["lstm"]``: the measures.
+    """Diagnosis of a model. ``print(d)`` shows the sentences, then the findings; ``d["lstm"]`` holds the measures.
 
     ``d["model"]`` holds what belongs to the whole model: the curves ``use`` and ``benefit`` over ``context`` with their
-    intervals, ``memory`` (n at 5 % and 1 %), ``skill``, what is missed by lag. A layer's node holds ``kappa`` and the
-    adjoint's profile by ``lag``, the leading exponent, gate time constants, dead units.
+    intervals, ``memory`` (n at 5 % and 1 %), ``skill``, the residual test by lag. A layer's node holds ``kappa`` and
+    the adjoint's profile by ``lag``, the leading exponent, gate timescales, dead units.
 
     Attributes
     ----------
-    sentences : by layer
+    sentences : by ``"the model"`` and by layer
     findings : list of :class:`Finding`, faults first
     """
 

@@ -264,7 +264,7 @@ def test_compared_side_by_side():
     c = rl.compare({"near": near, "far": far})
     assert c.table.difference.values.tolist() == [0, 10]
     assert c.table.difference_interval.values[1].tolist() == [10, 10]
-    assert "+10 against the first" in repr(c)
+    assert "memory +10 against near" in repr(c)
 
 
 @pytest.mark.parametrize(

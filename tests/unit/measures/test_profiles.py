@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rnnlens as rl
-from rnnlens.measures.samples import finite_median, quartiles, spread_of
+from rnnlens.measures.profiles import finite_median, quartiles, spread_of
 
 m = rl.measures
 
