@@ -14,7 +14,6 @@ from typing import Any
 
 from ...errors import FileError, message
 from ...typing import Array
-from ..composed import with_composed
 from ..protocol import (
     Adapter,
     Batch,
@@ -31,6 +30,7 @@ from ..protocol import (
     ReferenceRun,
     WeightLocation,
 )
+from ..shared.registered_cells import with_composed
 from . import discover
 from .boundaries import put_together
 from .capture import capture, copy_of

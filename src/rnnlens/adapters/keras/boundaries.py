@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
-from ..composed import Composed
 from ..protocol import Port
+from ..shared.registered_cells import ComposedWeight
 from .discover import Places, Site, base_name, places
 from .weights import composed, named_variables, registration_of
 
@@ -136,11 +136,11 @@ class Spots:
         return f"weight|{tap}"
 
 
-def put_together(model: Any) -> Callable[[Port], Composed | None]:
+def put_together(model: Any) -> Callable[[Port], ComposedWeight | None]:
     """What a weight of a layer with a registered cell is made of; None for any other weight. Layers are found once."""
 
     @cache
-    def by_layer() -> dict[str, dict[str, Composed]]:
+    def by_layer() -> dict[str, dict[str, ComposedWeight]]:
         halves: dict[str, dict[str, Site]] = {}
         for site in places(model).sites:
             if registration_of(getattr(site.layer, "cell", None)) is not None:
@@ -150,7 +150,7 @@ def put_together(model: Any) -> Callable[[Port], Composed | None]:
             for name, sites in halves.items()
         }
 
-    def find(port: Port) -> Composed | None:
+    def find(port: Port) -> ComposedWeight | None:
         return by_layer().get(str(port.layer).partition("#")[0], {}).get(port.key)
 
     return find

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...autodiff import Tap
 from ...errors import InputError, RnnlensError, UnsupportedError, message
-from ..threads import heard_here
+from ..shared.threads import substitute_in_this_thread
 from .dialect import Dialect
 from .discover import Site
 from .weights import known_class
@@ -76,7 +76,7 @@ class Listener:
         with overriding() as put:
 
             def override(layer: Any, name: str, method: Any) -> None:
-                put(layer, name, heard_here(method, getattr(layer, name)))
+                put(layer, name, substitute_in_this_thread(method, getattr(layer, name)))
 
             for site in sites:
                 half = halves[site.name] = halves.get(site.name, -1) + 1

@@ -11,7 +11,7 @@ from tensorflow.python.util import nest
 from tf_keras.src.engine.compile_utils import LossesContainer
 
 from ...autodiff.tensors import to_numpy
-from ..threads import heard_here
+from ..shared.threads import substitute_in_this_thread
 
 
 class Ops:
@@ -107,7 +107,7 @@ def undisturbed(model: Any, regularised: bool) -> Iterator[None]:
     layers = [] if regularised else list(model._flatten_layers())
     penalties = [(vars(layer), vars(layer)["_callable_losses"]) for layer in layers if layer._callable_losses]
     for books, losses in penalties:
-        books["_callable_losses"] = [heard_here(_stopped(loss), _named(loss)) for loss in losses]
+        books["_callable_losses"] = [substitute_in_this_thread(_stopped(loss), _named(loss)) for loss in losses]
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from keras.src.utils.tracking import Tracker
 from ...autodiff import Engine, Tap, engine
 from ...recurrence.cells import GRU, LSTM, Cell, ConvLSTM1D, ConvLSTM2D, ConvLSTM3D, SimpleRNN
 from ...typing import Array, Namespace
-from ..threads import heard_here
+from ..shared.threads import substitute_in_this_thread
 from . import keras3_loop
 from .dialect import Dialect, own_array
 from .keras3_stamps import stamp_of
@@ -338,7 +338,9 @@ class Keras3:
         saved = {name: own[name] for name in ("_get_regularization_losses", "_compile_loss") if name in own}
         regularisation = model._get_regularization_losses
         if not regularised:
-            stopped = heard_here(lambda: [keras.ops.stop_gradient(loss) for loss in regularisation()], regularisation)
+            stopped = substitute_in_this_thread(
+                lambda: [keras.ops.stop_gradient(loss) for loss in regularisation()], regularisation
+            )
             own["_get_regularization_losses"] = stopped
         compiled = saved.get("_compile_loss")
         if compiled is not None and not compiled.built:

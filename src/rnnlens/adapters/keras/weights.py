@@ -10,9 +10,8 @@ from ...errors import UnsupportedError, message
 from ...recurrence.cells import Cell, registered
 from ...recurrence.cells.registry import Registration
 from ...typing import Array
-from ..composed import Composed
-from ..described import differentiated
 from ..protocol import LayerWeights
+from ..shared.registered_cells import ComposedWeight, with_step_autodiff
 from .dialect import dialect_of, spoken
 
 #: Variables that a layer keeps for itself, and no optimizer moves.
@@ -146,7 +145,11 @@ def layer_weights(layer: Any, halves: Mapping[str, Any], convert: Callable[[Any]
 
 
 def _put_together(
-    layer: Any, variables: Mapping[str, Any], weights: Mapping[str, Composed], cells: dict[str, Cell], convert: Any
+    layer: Any,
+    variables: Mapping[str, Any],
+    weights: Mapping[str, ComposedWeight],
+    cells: dict[str, Cell],
+    convert: Any,
 ) -> LayerWeights:
     """The weights of a layer with a registered cell, by our names."""
     refuse_penalties(variables, layer)
@@ -220,13 +223,13 @@ def described(cell: Any, known: Registration, convert: Callable[[Any], Array], e
     def tensor(array: Array) -> Any:
         return keras.ops.convert_to_tensor(array, dtype=str(array.dtype).rpartition(".")[2])
 
-    return differentiated(made, known, engine, keras.namespace(), tensor)
+    return with_step_autodiff(made, known, engine, keras.namespace(), tensor)
 
 
-def composed(named: Mapping[str, Any], halves: Mapping[str, Any]) -> dict[str, Composed]:
+def composed(named: Mapping[str, Any], halves: Mapping[str, Any]) -> dict[str, ComposedWeight]:
     """Each weight of ours of a layer whose cells are registered; ``named``: the layer's variables by their keys."""
     keys = {id(v): key for key, v in named.items()}
-    found: dict[str, Composed] = {}
+    found: dict[str, ComposedWeight] = {}
     for direction, half in halves.items():
         known = registration_of(half.cell)
         if known is None:
@@ -235,7 +238,7 @@ def composed(named: Mapping[str, Any], halves: Mapping[str, Any]) -> dict[str, C
         prefix = f"{direction}/" if len(halves) > 1 else ""
         arrays = known.arrays({name: dialect_of(named[key]).value_of(named[key]) for name, key in held.items()})
         found |= {
-            prefix + name: Composed(known, name, {own: ("", key) for own, key in held.items()}) for name in arrays
+            prefix + name: ComposedWeight(known, name, {own: ("", key) for own, key in held.items()}) for name in arrays
         }
     return found
 

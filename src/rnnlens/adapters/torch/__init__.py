@@ -13,7 +13,6 @@ from torch import nn
 
 from ...layout import Layout
 from ...typing import Array
-from ..composed import with_composed
 from ..protocol import (
     Adapter,
     Batch,
@@ -29,6 +28,7 @@ from ..protocol import (
     ReferenceRun,
     WeightLocation,
 )
+from ..shared.registered_cells import with_composed
 from .axes import layouts
 from .capture import capture
 from .cells import put_together

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import ModelError, message, raised_by
 from ..protocol import Batch, Capture, CaptureRequest, RecurrentCall
-from ..threads import hook_here
+from ..shared.threads import hook_in_this_thread
 from .assemble import Assembler
 from .cells import has_own_forward, replayable
 from .chain import ChainRecorder
@@ -159,15 +159,15 @@ def watched(
         for path, module in named_modules(model):
             if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.Linear)):
                 hook = owners.entering(path)
-                handles.append(module.register_forward_pre_hook(hook_here(hook), with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(hook_in_this_thread(hook), with_kwargs=True))
         for path, module in asked.cells:
             around = CellHook(recorder, path, module)
             module = stack.enter_context(hookable(model, module))
-            handles.append(module.register_forward_pre_hook(hook_here(around.before), with_kwargs=True))
-            handles.append(module.register_forward_hook(hook_here(around.after), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(hook_in_this_thread(around.before), with_kwargs=True))
+            handles.append(module.register_forward_hook(hook_in_this_thread(around.after), with_kwargs=True))
         for path, module in asked.plain:
             module = stack.enter_context(hookable(model, module))
-            handles.append(module.register_forward_hook(hook_here(_plain_hook(recorder, path))))
+            handles.append(module.register_forward_hook(hook_in_this_thread(_plain_hook(recorder, path))))
         stack.enter_context(listening(recorder, model, asked.names))
         with KernelInterceptor(recorder, owners.find, keep_gradients=keep_gradients) as interceptor:
             yield interceptor

@@ -20,9 +20,8 @@ from ...errors import runs_again
 from ...recurrence.cells import Cell, StepCell, registered
 from ...recurrence.cells.registry import Registration
 from ...typing import Array
-from ..composed import Composed
-from ..described import differentiated
 from ..protocol import LayerWeights, Port
+from ..shared.registered_cells import ComposedWeight, with_step_autodiff
 from .restore import borrowed, eagerly
 
 #: Torch's kernel of one step by the class of the cell.
@@ -281,7 +280,7 @@ def described(module: nn.Module, known: Registration) -> Cell:
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     made = known.make(module, {name: replayable(p).cpu().numpy() for name, p in parameters.items()})
     made = made.with_weights(lambda array: torch.tensor(array, device=device))
-    return differentiated(made, known, engine("torch"), torch_xp, _tensor)
+    return with_step_autodiff(made, known, engine("torch"), torch_xp, _tensor)
 
 
 def arranged(known: Registration, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -297,14 +296,16 @@ def registered_weights(module: nn.Module, known: Registration) -> LayerWeights:
     return LayerWeights(cell.weights(), dict.fromkeys(cell.weights(), trainable), {"forward": cell})
 
 
-def put_together(modules: Mapping[str, nn.Module], port: Port) -> Composed | None:
+def put_together(modules: Mapping[str, nn.Module], port: Port) -> ComposedWeight | None:
     """What a weight of a registered cell is made of; None for any other weight."""
     module = modules.get(str(port.layer).partition("#")[0])
     known = None if module is None else registered(module)
     if module is None or known is None or port.key not in known.cell.parameters:
         return None
     parts = {name: name.rpartition(".") for name, _ in module.named_parameters()}
-    return Composed(known, port.key, {n: (f".{path}" if path else "", key) for n, (path, _, key) in parts.items()})
+    return ComposedWeight(
+        known, port.key, {n: (f".{path}" if path else "", key) for n, (path, _, key) in parts.items()}
+    )
 
 
 def _tensor(array: Array) -> Tensor:

@@ -14,7 +14,7 @@ from ...autodiff.torch import PullMany
 from ...errors import InputError, ModelError, UnsupportedError, message, raised_by
 from ...typing import Array
 from ..protocol import Batch, Outputs, Port
-from ..threads import hook_here
+from ..shared.threads import hook_in_this_thread
 from .boundaries import PortTable, PortTensors, stand_ins, zeros_for
 from .capture import tensors_of, watched
 from .cells import replayable
@@ -127,8 +127,8 @@ class TorchPullback:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # takes no hooks; asked for, it counts as not called
                 around = OutputHook(recorder, path, plain.setdefault(path, []))
-                handles.append(module.register_forward_pre_hook(hook_here(around.before), with_kwargs=True))
-                handles.append(module.register_forward_hook(hook_here(around.after)))
+                handles.append(module.register_forward_pre_hook(hook_in_this_thread(around.before), with_kwargs=True))
+                handles.append(module.register_forward_hook(hook_in_this_thread(around.after)))
         return handles
 
     def vjp(self, cotangents: Mapping[Port, Any]) -> dict[Port, Tensor | None]:

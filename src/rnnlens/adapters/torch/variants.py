@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import UnsupportedError, message
 from ..protocol import Port
-from ..threads import hook_here
+from ..shared.threads import hook_in_this_thread
 from .discover import unwrapped
 from .inputs import on_leaves
 from .weights import NAMES
@@ -35,7 +35,7 @@ def nudged(model: nn.Module, port: Port, size: float) -> Iterator[bool]:
         with _moved_weights(module, path, port.key, size):
             yield True
         return
-    hook = hook_here(lambda _module, _args, output: on_leaves(output, lambda v: _moved(v, size)))
+    hook = hook_in_this_thread(lambda _module, _args, output: on_leaves(output, lambda v: _moved(v, size)))
     handle = module.register_forward_hook(hook)
     try:
         yield True

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...adapters.protocol import Batch
 from ...adapters.registry import adapter_for
-from ...adapters.threads import hook_here
+from ...adapters.shared.threads import hook_in_this_thread
 from ...adapters.torch.training_capture import ModuleHook
 from ...adapters.torch.training_weights import entries
 from ...verbs.find_nonfinite import find_nonfinite
@@ -43,7 +43,7 @@ class Lookout:
         self._model, self._loss, self._own_loss, self.incidents = model, loss, own_loss, incidents
         self._fed: Any = None
         self._handle = model.register_forward_pre_hook(
-            ModuleHook(model, hook_here(self._remember), _ignore), with_kwargs=True
+            ModuleHook(model, hook_in_this_thread(self._remember), _ignore), with_kwargs=True
         )
 
     def remove(self) -> None:

@@ -1,0 +1,1 @@
+"""Code that the adapters of several frameworks share; it imports no framework."""

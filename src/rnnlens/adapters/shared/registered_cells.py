@@ -1,0 +1,143 @@
+"""Registered cells: weights composed of several of a framework's weights, and steps differentiated by its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...autodiff import Engine
+from ...recurrence.cells import Cell
+from ...recurrence.cells.registry import Registration
+from ...typing import Array, Namespace
+from ..protocol import Port, Pullback
+
+
+@dataclass(frozen=True)
+class ComposedWeight:
+    """One weight composed of several: its name, and by weight of the framework's cell the layer within and the key."""
+
+    registration: Registration
+    name: str
+    keys: Mapping[str, tuple[str, str]]
+
+
+class ComposedPullback:
+    """A pull-back with composed weights among its ports; implements :class:`Pullback`."""
+
+    def __init__(self, inner: Pullback, parts: Mapping[Port, tuple[ComposedWeight, Mapping[str, Port]]]) -> None:
+        self._inner, self._parts, self.outputs = inner, parts, inner.outputs
+        self.values: Mapping[Port, Array] = dict(inner.values) | {
+            port: what.registration.arrays({n: inner.values[p] for n, p in ports.items()})[what.name]
+            for port, (what, ports) in parts.items()
+        }
+
+    def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
+        """See :meth:`Pullback.vjp`."""
+        found = dict(self._inner.vjp(cotangents))
+        count = len(next(iter(cotangents.values())))
+        return found | {port: self._joined(what, ports, found, count) for port, (what, ports) in self._parts.items()}
+
+    def _joined(
+        self, what: ComposedWeight, ports: Mapping[str, Port], found: Mapping[Port, Array | None], count: int
+    ) -> Array | None:
+        if all(found.get(port) is None for port in ports.values()):
+            return None
+        filled = {}
+        for name, port in ports.items():
+            grad = found.get(port)
+            value = np.asarray(_host(self._inner.values[port]))
+            filled[name] = np.zeros((count, *value.shape), value.dtype) if grad is None else np.asarray(_host(grad))
+        rows = [what.registration.arrays({n: g[k] for n, g in filled.items()})[what.name] for k in range(count)]
+        return np.stack(rows)
+
+    def __enter__(self) -> Pullback:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._inner.__exit__(*exc)
+
+
+def with_composed(
+    make: Callable[[Sequence[Port], Sequence[Port]], Pullback],
+    of: Sequence[Port],
+    wrt: Sequence[Port],
+    find: Callable[[Port], ComposedWeight | None],
+) -> Pullback:
+    """Return the pull-back of ``make(of, wrt)``, in which composed weights among ``wrt`` are pulled part by part."""
+    parts: dict[Port, tuple[ComposedWeight, Mapping[str, Port]]] = {}
+    plain: dict[Port, None] = {}
+    for port in wrt:
+        what = find(port) if port.kind == "weight" else None
+        if what is None:
+            plain[port] = None
+            continue
+        ports = {n: replace(port, layer=f"{port.layer}{within}", key=key) for n, (within, key) in what.keys.items()}
+        parts[port] = (what, ports)
+        plain |= dict.fromkeys(ports.values())
+    inner = make(of, tuple(plain))
+    return ComposedPullback(inner, parts) if parts else inner
+
+
+def _host(array: Array) -> Array:
+    return array.detach().cpu().numpy() if hasattr(array, "detach") else array
+
+
+class StepAutodiff:
+    """Implements :class:`rnnlens.recurrence.cells.autodiff.Autodiff`.
+
+    Parameters
+    ----------
+    xp
+        Array functions on the engine's tensors, as :meth:`Cell.step` takes them.
+    tensor
+        From an array of the replay to a tensor of the engine.
+    """
+
+    def __init__(self, cell: Cell, engine: Engine, xp: Namespace, tensor: Callable[[Array], Any]) -> None:
+        self._cell, self._array, self._xp, self._tensor = cell, engine.to_array, xp, tensor
+        self._per_step = engine.per_step(self._pure)
+
+    def vjp(
+        self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]
+    ) -> tuple[Array, list[Array], Mapping[str, Array]]:
+        """Pull dL/ds_t back to what was projected, to the states before and to the weights."""
+        dz, carry, weights = self._per_step.vjp(*self._given(projected, before, cotangent))
+        grads = {name: self._array(grad) for name, grad in weights.items()}
+        return self._array(dz), [self._array(part) for part in carry], grads
+
+    def produced(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> list[Array]:
+        """Pull dL/ds_t back to each state where the step computes it."""
+        return [self._array(part) for part in self._per_step.produced(*self._given(projected, before, cotangent))]
+
+    def _given(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> Any:
+        x, states, given = (
+            self._tensor(projected),
+            [self._tensor(b) for b in before],
+            list(map(self._tensor, cotangent)),
+        )
+        # A map of fixed points asks in another precision than that of the weights.
+        weights = {name: self._tensor(_as(w, projected)) for name, w in self._cell.weights().items()}
+        return (x, states, weights), (given[0] * 0, given)
+
+    def _pure(self, projected: Any, states: Sequence[Any], weights: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        _, after = self._cell.holding(weights).step(projected, tuple(states), None, self._xp)
+        return after[0] * 1, list(after)
+
+
+def with_step_autodiff(
+    cell: Cell, known: Registration, engine: Engine, xp: Namespace, tensor: Callable[[Array], Any]
+) -> Cell:
+    """Return the cell, with the engine's autodiff of its step where its class has no derivatives."""
+    if not known.differentiates:
+        object.__setattr__(cell, "autodiff", StepAutodiff(cell, engine, xp, tensor))
+    return cell
+
+
+def _as(weight: Array, like: Array) -> Array:
+    if hasattr(like, "detach"):
+        return weight.to(like)
+    return (weight.detach().cpu().numpy() if hasattr(weight, "detach") else weight).astype(like.dtype)

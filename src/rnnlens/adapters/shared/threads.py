@@ -1,0 +1,32 @@
+"""Substitutes and hooks that act only in the thread that installed them.
+
+A user's model may run in other threads while a call of ours is going on; those forward passes remain the user's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+def substitute_in_this_thread(substitute: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls the substitute in this thread, and the user's original in every other."""
+    here = threading.get_ident()
+
+    @functools.wraps(original)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (substitute if threading.get_ident() == here else original)(*args, **kwargs)
+
+    return either
+
+
+def hook_in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that does nothing in other threads than this one."""
+    here = threading.get_ident()
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        return hook(*args, **kwargs) if threading.get_ident() == here else None
+
+    return guarded
