@@ -157,3 +157,37 @@ def test_a_loss_whose_loop_tensorflow_cannot_differentiate_from_outside():
     moved = 1e-2 * np.asarray(found) / np.linalg.norm(found)  # CTC is computed in float32
     losses = [float(model.compute_loss(None, labels, model(X + sign * moved))) for sign in (1, -1)]
     np.testing.assert_allclose(np.sum(np.asarray(found) * moved), (losses[0] - losses[1]) / 2, rtol=1e-2)
+
+
+class Loop(keras.Model):
+    """Calls a cell in a loop of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = L.LSTMCell(4, name="cell"), L.Dense(1, name="head")
+
+    def call(self, x):
+        states = [keras.ops.zeros((x.shape[0], 4), dtype=x.dtype)] * 2
+        for t in range(x.shape[1]):
+            output, states = self.cell(x[:, t], states)
+        return self.head(output)
+
+
+@pytest.mark.one_engine("torch")
+def test_a_cell_in_the_models_own_loop_has_gradients_and_is_refused_by_name_elsewhere():
+    model = compiled(Loop())
+    model(X)
+    layer = keras.Sequential([keras.Input((5, 3)), L.LSTM(4, name="rnn"), L.Dense(1)])
+    layer.set_weights(model.get_weights())
+    expected = rl.gradients(compiled(layer), X, Y, of="loss", wrt="rnn.hidden")
+    for step in (1, 4):
+        found = rl.gradients(model, X, Y, of="loss", wrt=f"cell#{step}.output")
+        np.testing.assert_allclose(found, expected.isel(time=step), rtol=1e-9, atol=1e-12)
+    for verb in (rl.trace, lambda *data: rl.jacobian(*data[:2], of="output", wrt="input")):
+        with pytest.raises(rl.errors.UnsupportedError) as caught:
+            verb(model, X, Y)
+        assert str(caught.value) == (
+            "Cell 'cell' is called in a loop of the model's own, which is not traced in Keras.\n"
+            "  expected: a keras.layers.RNN around the cell\n"
+            "  try:      keras.layers.RNN(cell, return_sequences=True); rl.gradients by input, output and weights works"
+        )

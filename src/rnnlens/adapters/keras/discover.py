@@ -98,6 +98,7 @@ def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[Site], d
     """
     if wanted is None:
         if not found.sites:
+            _refuse_loop(found)
             raise ModelError(
                 message(
                     "There is no recurrent layer in this model.",
@@ -115,6 +116,19 @@ def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[Site], d
         if site.refusal is not None:
             raise UnsupportedError(site.refusal)
     return chosen, others
+
+
+def _refuse_loop(found: Places) -> None:
+    """Raise UnsupportedError for a model whose only recurrence is a cell called in a loop of its own."""
+    cells = [name for name, layer in found.plain.items() if hasattr(layer, "state_size")]
+    if cells:
+        raise UnsupportedError(
+            message(
+                f"Cell {cells[0]!r} is called in a loop of the model's own, which is not traced in Keras.",
+                expected="a keras.layers.RNN around the cell",
+                hint="keras.layers.RNN(cell, return_sequences=True); rl.gradients by input, output and weights works",
+            )
+        )
 
 
 def given_states(found: Places, initial_state: Mapping[str, Any] | None) -> list[str]:

@@ -102,9 +102,12 @@ class Listener:
         return tensor
 
     def hears_all(self, call: Call, name: str, tree: Any) -> Any:
-        """The same for every tensor of a nested structure."""
-        flat = [self.hears(call, f"{name}/{i}", t) for i, t in enumerate(self.keras.tree.flatten(tree))]
-        return self.keras.tree.pack_sequence_as(tree, flat)
+        """Do the same for every tensor of a nested structure; a tensor that occurs twice, as h of a cell, stays one."""
+        flat = self.keras.tree.flatten(tree)
+        tapped: dict[int, Any] = {}
+        for i, tensor in enumerate(flat):
+            tapped[id(tensor)] = self.hears(call, f"{name}/{i}", tapped.get(id(tensor), tensor))
+        return self.keras.tree.pack_sequence_as(tree, [tapped[id(tensor)] for tensor in flat])
 
     def enters(self, site: Site, half: int, sequence: Any, initial_state: Any, mask: Any) -> tuple[Call, Any, Any]:
         """A recurrence starts: its call, and the input and initial state to go on with."""

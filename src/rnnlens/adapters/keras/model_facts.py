@@ -117,7 +117,8 @@ def provenance(model: Any) -> Mapping[str, str]:
 
 
 def _coarsest(keras: Dialect, model: Any) -> str:
-    """The compute dtype with the fewest digits among those of the model and its layers."""
+    """The dtype with the fewest digits in which the model or one of its layers computes."""
     own = str(getattr(model, "compute_dtype", keras.floatx()))
-    dtypes = {own, *(str(getattr(layer, "compute_dtype", own)) for layer in model._flatten_layers())}
-    return next((dtype for dtype in ("bfloat16", "float16") if dtype in dtypes), own)
+    declared = {own, *(str(getattr(layer, "compute_dtype", own)) for layer in model._flatten_layers())}
+    computed = {keras.computed(dtype) if dtype.startswith("float") else dtype for dtype in declared}
+    return next((dtype for dtype in ("bfloat16", "float16", "float32") if dtype in computed), own)
