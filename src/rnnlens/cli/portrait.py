@@ -121,7 +121,8 @@ def draw_steps(portraits: Sequence[Portrait], narrow: bool = False) -> Figure:
     lags = range(0, last + 1, 20 if last > 30 else 5)
     for ax in drawn:
         ax.set_xticks([last - lag for lag in lags], labels=[str(lag) for lag in lags])
-        ax.set_xlabel("steps before the answer", fontsize="small")
+        if ax.get_xlabel():
+            ax.set_xlabel("steps before the answer", fontsize="small")
     figure: Figure = drawn.figure
     return figure
 

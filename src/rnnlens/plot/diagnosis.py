@@ -99,9 +99,7 @@ def _use(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     if _measured(model, "use"):
         _over_context(ax, model, "use", _BLUE, keywords)
         ax.axhline(0.05, **_THRESHOLD)
-        ax.annotate(
-            "5 %", (1, 0.05), (-2, 2), ax.get_yaxis_transform(), "offset points", ha="right", fontsize="x-small"
-        )
+        ax.annotate("5 %", (0, 0.05), (3, 2), ax.get_yaxis_transform(), "offset points", fontsize="x-small")
     ax.set(ylabel="share of the prediction's variance", title="Use of older steps")
     ax.set_ylim(0, max(1.0, float(np.nanmax(model["use"].values, initial=0.0))) * 1.08)
     n = float(model["memory"])

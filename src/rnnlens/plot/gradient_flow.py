@@ -146,7 +146,8 @@ def gradient_flow(
     labels = [one.time_label for lines in content.values() for one in lines]
     label = max(set(labels), key=labels.count)
     for place in panels.axes:
-        place.set_xlabel(label, fontsize="small")
+        if place.xaxis.get_tick_params().get("labelbottom", True):
+            place.set_xlabel(label, fontsize="small")
     panels.value_label("share of the sample's peak")
     notes = dict.fromkeys(note for lines in content.values() for one in lines for note in one.notes)
     how = "median over samples, each by its own peak; band: quartiles; steps: how many carry 95 % of the gradient"

@@ -13,7 +13,7 @@ from matplotlib.image import AxesImage
 
 from ..arguments import one_of
 from ..errors import InputError, message
-from ..vocabulary import DIRECTION, GATE, TIME
+from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ._axes import is_positive
 from ._call import drawing
 from ._colour import DIVERGING, POSITIVE, around_zero, from_zero
@@ -59,7 +59,7 @@ def heatmap(
     dims: Sequence[str] | None = None,
     x: str | None = None,
     y: str | None = None,
-    samples: str = "panels",
+    samples: str | None = None,
     losses: Any = None,
     shared: bool = True,
     limit: float | None = None,
@@ -73,7 +73,7 @@ def heatmap(
     figure: Any = None,
     **image: Any,
 ) -> Any:
-    """Draw units by time as colours, a panel per sample; gates above each other, directions side by side.
+    """Draw units by time as colours: one picture of all samples, or a panel per sample; directions side by side.
 
     Colours run from one sign to the other, or up from white where no value is negative; white is 0. Steps that the
     layer's mask leaves out are grey.
@@ -86,17 +86,17 @@ def heatmap(
         Dimensions across and down. Default: time and unit; without time the last two. All others become panels, gates
         are stacked into y.
     samples
-        ``"panels"``: one for each sample; ``"rms"``: one picture of the network, the RMS over samples, each divided by
-        its own peak, so that a few hard samples do not speak for all.
+        ``"rms"`` (default for several samples): one picture of the network, the RMS over samples, each divided by its
+        own peak, so that a few hard samples do not dominate; ``"panels"``: one for each sample, with its signs.
     losses : (sample,)
-        Losses of the samples: panels are named with them, the typical one (of the median loss) first.
+        Losses of the samples: a panel for each, named with its loss, the typical one (of the median loss) first.
     shared
         One colour scale for all panels, from the largest finite magnitude in the *whole* array, drawn or not; else
         each panel has its own scale and colour bar.
     limit
         Colours up to this value instead, and down to its negative. Values beyond it take the end colours.
     log
-        Logarithmic colours over 4 decades, linear below: shows a gradient while it vanishes.
+        Logarithmic colours over 4 decades; the colour bar names the end below which values are not told apart.
 
     Returns
     -------
@@ -110,6 +110,9 @@ def heatmap(
     array = labelled(data, "heatmap", dims=dims, guess=GUESS)
     notes = notes_of(array)
     array = by_loss(array, losses, "heatmap")
+    if samples is None:
+        several = array.sizes.get(SAMPLE, 1) > 1 and SAMPLE not in (x, y) and array.ndim > 2
+        samples = "rms" if several and losses is None and page is None else "panels"
     if samples == "rms":
         array = rms_picture(array, "heatmap")
     across, down = axes_of(array, "heatmap", x, y)
@@ -283,7 +286,11 @@ def before_after(
     top = limit if limit is not None else largest_magnitude(*(one.values for one in every))
     grid = Grid((2.9, 2.2), (2.2, 1.1), (len(picked), 3))
     panels = open_panels(3 * len(picked), name="before_after", grid=grid, halves=ways, ax=ax, figure=figure)
-    look = {"cmap": DIVERGING, "norm": around_zero(top, log=log), **image}
+    values = np.concatenate([one.values.reshape(-1) for one in every])
+    look: dict[str, Any] = {"cmap": DIVERGING, "norm": around_zero(top, log=log)}
+    if is_positive(values):
+        look = {"cmap": POSITIVE, "norm": from_zero(values, top, log=log)}
+    look |= image
     value = "RMS, share of the peak" if samples == "rms" else value_label(every[0])
     for axes, of_half in zip(panels.halves, rows, strict=True):
         chosen = [of_half[i] for i in picked]
@@ -292,7 +299,7 @@ def before_after(
         ]
         if colorbar:
             colour_bar([one for i in range(len(chosen)) for one in axes[3 * i : 3 * i + 2]], drawn[-1][1], value)
-            ratio = colour_bar(axes[2::3], drawn[-1][2], f"|{names[1]}| / |{names[0]}|")
+            ratio = colour_bar(axes[2::3], drawn[-1][2], "times as large")
             ratio.set_ticks([-2, -1, 0, 1, 2], labels=["≤ 0.01", "0.1", "1", "10", "≥ 100"])
     first = rows[0][picked[0]]
     words = f"gate, {axis_label(first.before, first.down)}" if first.stacked else axis_label(first.before, first.down)

@@ -501,7 +501,7 @@ def test_before_and_after_share_one_scale_and_their_ratio_has_its_own(gradient):
     assert {(ax.images[0].norm.vmin, ax.images[0].norm.vmax) for ax in axes[2::3]} == {(-2, 2)}
     bars = [one for one in axes[0].figure.axes if one not in list(axes)]
     assert [text.get_text() for text in bars[1].get_yticklabels()] == ["≤ 0.01", "0.1", "1", "10", "≥ 100"]
-    assert bars[1].get_ylabel() == "|after| / |before|"
+    assert bars[1].get_ylabel() == "times as large"
 
 
 def test_before_after_of_traces_has_rows_for_each_layer(layer):

@@ -13,6 +13,12 @@ from rnnlens.plot._images import extreme_of_blocks
 from rnnlens.plot.curves import thin
 
 
+def mosaic(data, **keywords):
+    """A panel for each sample."""
+    return rl.plot.heatmap(data, samples="panels", **keywords)
+
+
+
 def lines(ax):
     (found,) = [c for c in ax.collections if c.get_gid() == "lines"]
     return np.stack([path.vertices for path in found.get_paths()])
@@ -247,7 +253,7 @@ def test_grids_are_never_strips(count):
 @pytest.mark.parametrize("samples", [1, 3, 5])
 def test_each_image_is_unit_by_time_of_its_sample(gradient, samples):
     data = gradient(samples=samples)
-    axes = rl.plot.heatmap(data)
+    axes = mosaic(data)
     assert [ax.get_title() for ax in axes] == [f"sample {i}" for i in range(samples)]
     for i, ax in enumerate(axes):
         (image,) = ax.images
@@ -256,7 +262,7 @@ def test_each_image_is_unit_by_time_of_its_sample(gradient, samples):
 
 
 def test_zero_is_white_and_the_scale_symmetric(gradient):
-    axes = rl.plot.heatmap(gradient() - 0.5)
+    axes = mosaic(gradient() - 0.5)
     (image,) = axes[0].images
     assert (image.norm.vmin, image.norm.vmax) == (-image.norm.vmax, pytest.approx(1.5403))
     assert image.to_rgba(np.zeros((1, 1)))[0, 0].tolist() == [1, 1, 1, 1]
@@ -273,8 +279,10 @@ def test_what_is_never_negative_has_colours_of_one_sign(gradient, log):
 @pytest.mark.parametrize("name", ["heatmap", "curves", "points", "histogram"])
 def test_an_array_without_labels_has_no_title(name):
     values = np.random.default_rng(0).normal(size=(2, 5) if name == "points" else (2, 6, 5))
-    axes = getattr(rl.plot, name)(values)
+    axes = mosaic(values) if name == "heatmap" else getattr(rl.plot, name)(values)
     assert axes[0].figure.get_suptitle() == ""
+    if name == "heatmap":  # what was done with the samples has to be said
+        assert rl.plot.heatmap(values)[0].figure.get_suptitle() == "values, RMS over 2 samples, each by its own peak"
 
 
 def test_zero_is_white_on_a_log_scale_too(gradient):
@@ -285,22 +293,22 @@ def test_zero_is_white_on_a_log_scale_too(gradient):
 
 def test_shared_scale_holds_for_all_panels_and_is_that_of_the_whole_array(gradient):
     data = gradient(samples=40)
-    axes = rl.plot.heatmap(data, max_panels=2)
+    axes = mosaic(data, max_panels=2)
     assert {ax.images[0].norm.vmax for ax in axes} == {data.values.max()}
-    assert len({ax.images[0].norm.vmax for ax in rl.plot.heatmap(data, shared=False, max_panels=2)}) == 2
+    assert len({ax.images[0].norm.vmax for ax in mosaic(data, shared=False, max_panels=2)}) == 2
 
 
 def test_one_colour_bar_when_shared_else_one_per_panel(gradient):
     def bars(axes):
         return len(axes[0].figure.axes) - len(axes)
 
-    assert bars(rl.plot.heatmap(gradient())) == 1
-    assert bars(rl.plot.heatmap(gradient(), shared=False)) == 3
-    assert bars(rl.plot.heatmap(gradient(), colorbar=False)) == 0
+    assert bars(mosaic(gradient())) == 1
+    assert bars(mosaic(gradient(), shared=False)) == 3
+    assert bars(mosaic(gradient(), colorbar=False)) == 0
 
 
 def test_limit_fixes_the_scale(gradient):
-    scales = [rl.plot.heatmap(data, limit=0.01)[0].images[0].norm for data in (gradient() - 0.5, gradient())]
+    scales = [mosaic(data, limit=0.01)[0].images[0].norm for data in (gradient() - 0.5, gradient())]
     assert [(norm.vmin, norm.vmax) for norm in scales] == [(-0.01, 0.01), (0, 0.01)]
 
 
@@ -308,7 +316,7 @@ def test_one_nan_neither_spoils_the_scale_nor_hides(gradient, by_gid):
     data = gradient()
     data[1, 2, 3] = np.nan
     data[1, 0, 0] = -np.inf
-    axes = rl.plot.heatmap(data)
+    axes = mosaic(data)
     (image,) = axes[1].images
     assert image.norm.vmax == np.nanmax(data.values)
     assert np.argwhere(np.ma.getmaskarray(image.get_array())).tolist() == [[0, 0], [3, 2]]
@@ -395,7 +403,7 @@ def test_merged_cells_stay_in_their_place_where_sizes_do_not_divide(gradient):
 
 
 def test_64_samples_are_thinned_and_say_so(gradient):
-    axes = rl.plot.heatmap(gradient(samples=64))
+    axes = mosaic(gradient(samples=64))
     assert len(axes) == 16
     assert "16 of 64 samples, evenly spaced" in suptitle(axes)
 
