@@ -211,7 +211,7 @@ def _modes(ax: Any, points: FixedPoints, where: Any, axes: Any, span: float) -> 
 def gradient_carriers(
     gradient: Any, losses: Any, *, title: str | None = None, ax: Any = None, figure: Any = None, **point: Any
 ) -> Any:
-    """Draw who carries the gradient: the loss of each sample against the norm of its gradient, and their Lorenz curve.
+    """Draw which samples make up the gradient: the loss of each against the norm of its gradient, and a Lorenz curve.
 
     Where the curve hangs far below the diagonal a few samples speak for the batch, and a mean over samples is theirs.
 
@@ -250,7 +250,7 @@ def gradient_carriers(
     count = len(norms)
     said = None if math.isnan(share) else f"{round(share * count)} of {count} samples carry half of the gradient"
     missing = " and ".join(note for note in (nonfinite_note(array.values), nonfinite_note(values)) if note)
-    head = " · ".join(str(part) for part in (array.attrs.get("layer"), "who carries the gradient") if part)
+    head = " · ".join(str(part) for part in (array.attrs.get("layer"), "samples that make up the gradient") if part)
     panels.title(title or head, [said, missing])
     return panels.result()
 

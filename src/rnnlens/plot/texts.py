@@ -186,7 +186,8 @@ def input_map(
     missing = nonfinite_note(np.where(real, values, 0.0))
     middle, low, high, said = _shape_of(one, real, sample)
     label = f"{words}, share of peak" if said or tokens is not None else words
-    head = " · ".join(str(part) for part in (array.attrs.get("layer"), f"what the {target or 'loss'} hangs on") if part)
+    subject = f"input steps that the {target or 'loss'} depends on"
+    head = " · ".join(str(part) for part in (array.attrs.get("layer"), subject) if part)
     size = (5.2, 2.8)
     words_of = None if tokens is None else tokens_of(tokens, len(middle), "input_map")
     if shape is not None:  # so wide that the image fills the height, as its colour bar does

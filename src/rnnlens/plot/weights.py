@@ -354,7 +354,7 @@ def weight_lags(
         panels.outer_ticks_only()
     _legend(panels.axes, panels.owners)
     everything = np.concatenate([array.values.reshape(-1) for array in found.values()])
-    head = " · ".join(str(part) for part in (dataset.attrs.get("layer"), "where dL/dW comes from") if part)
+    head = " · ".join(str(part) for part in (dataset.attrs.get("layer"), "lags that make up dL/dW") if part)
     panels.title(title or head, [nonfinite_note(everything)])
     return panels.result()
 

@@ -240,10 +240,10 @@ def test_a_gradient_of_something_else_than_the_loss_says_so():
     attrs = {"long_name": "gradient of output with respect to input", "layer": "model"}
     gradient = xr.DataArray(np.ones((2, 5, 1)), dims=("sample", "time", "feature"), attrs=attrs)
     (ax,) = rl.plot.input_map(gradient)
-    assert suptitle([ax]).startswith("model · what the output hangs on")
+    assert suptitle([ax]).startswith("model · input steps that the output depends on")
     assert ax.get_ylabel().startswith("|d output / $dx_t$|")
     (of_loss,) = rl.plot.input_map(gradient.assign_attrs(long_name="gradient of loss with respect to input"))
-    assert suptitle([of_loss]).startswith("model · what the loss hangs on")
+    assert suptitle([of_loss]).startswith("model · input steps that the loss depends on")
     assert of_loss.get_ylabel().startswith("$|dL/dx_t|$")
 
 
