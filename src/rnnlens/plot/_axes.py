@@ -66,7 +66,7 @@ def name_ends(ax: Any, ends: Sequence[End], *, left: bool = False, outside: bool
 
 
 def _make_room(ax: Any, ends: Sequence[End], width: float, *, left: bool) -> None:
-    """The axis longer by what the names take of a panel ``width`` inches wide; ticks where it was."""
+    """Lengthen the axis so that names fit within a panel ``width`` inches wide; ticks stay where they were."""
     low, high = ax.get_xlim()
     lines = [re.sub(r"\$.*?\$", "dL/dh", line) for end in ends for line in end.words.split("\n")]
     gutter = min(0.55, (_LETTER * max(map(len, lines)) + 0.12) / max(width, 0.5))
@@ -76,7 +76,7 @@ def _make_room(ax: Any, ends: Sequence[End], width: float, *, left: bool) -> Non
 
 
 def _height(ax: Any, y: float) -> float:
-    """Place of a value on the axis, 0 to 1; the lower border where it has none."""
+    """Return the place of a value on the axis, 0 to 1; the lower border where it has none."""
     if not math.isfinite(y) or (ax.get_yscale() == "log" and y <= 0):
         return 0.02
     low, high = ax.transData.transform([(0, limit) for limit in ax.get_ylim()])[:, 1]
@@ -84,7 +84,7 @@ def _height(ax: Any, y: float) -> float:
 
 
 def _apart(wanted: Sequence[float], gap: float) -> list[float]:
-    """Heights in the same order as ``wanted`` and near to it, at least ``gap`` apart where they fit."""
+    """Move heights at least ``gap`` apart where they fit, in the order of ``wanted`` and near to it."""
     order = np.argsort(wanted, kind="stable")
     gap = min(gap, 0.96 / max(1, len(wanted) - 1))
     placed = np.asarray(wanted, dtype=float)[order]
@@ -101,7 +101,7 @@ def _apart(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def mark_below(ax: Any, x: Numbers, values: Numbers, colour: Any = "0.3") -> None:
-    """Triangles at the lower border where a value is finite and below it, 0 among them, and how low that border is.
+    """Draw triangles at the lower border below which a finite value lies, 0 included, and write its value.
 
     Call it when the limits of the axis are final.
     """
@@ -132,7 +132,7 @@ def mark_below(ax: Any, x: Numbers, values: Numbers, colour: Any = "0.3") -> Non
 
 
 def power_of_ten(value: float) -> str:
-    """``1e-10``, ``0.01``: as short as it can be said."""
+    """Write a number as short as possible: ``1e-10``, ``0.01``."""
     if 1e-3 <= value < 1e4:
         return f"{value:.2g}"
     number, _, exponent = f"{value:.1e}".partition("e")
@@ -140,7 +140,7 @@ def power_of_ten(value: float) -> str:
 
 
 def step_axis(ax: Any, axis: str, steps: Numbers, *, time: bool = True) -> None:
-    """Ticks at whole steps, the last of them among these."""
+    """Tick whole steps, always including the last."""
     steps = np.asarray(steps, dtype=float)
     if not steps.size:
         return
@@ -166,7 +166,7 @@ class Powers(Locator):
         return self.tick_values(low, high)
 
     def tick_values(self, vmin: float, vmax: float) -> list[float]:
-        """Those within the limits."""
+        """Return the ticks within the limits."""
         low, high = sorted((vmin, vmax))
         if not 0 < low < high < math.inf:
             return []
@@ -199,7 +199,7 @@ class Short(Formatter):
 
 
 def log_ticks(ax: Any, axis: str = "y", *, most: int = 7) -> None:
-    """Labels of a logarithmic axis that cannot run into each other."""
+    """Tick a logarithmic axis with labels that do not overlap."""
     place = getattr(ax, f"{axis}axis")
     place.set_major_locator(Powers(most))
     place.set_major_formatter(Short())
@@ -214,7 +214,7 @@ DEEPEST = 12
 
 
 def limits_of(values: Numbers, *, log: bool) -> tuple[float, float]:
-    """Value axis for the finite values with a margin of 5 %; around 0 for a constant."""
+    """Return limits of the value axis with a margin of 5 %; around 0 for a constant."""
     found = finite_range(values) or (0.0, 0.0)
     low, high = min(found[0], 0.0) if log else found[0], max(found[1], 0.0) if log else found[1]
     room = abs(low) * 0.1 or 1.0 if low == high else 0.05 * (high - low)
@@ -222,13 +222,13 @@ def limits_of(values: Numbers, *, log: bool) -> tuple[float, float]:
 
 
 def is_positive(values: Numbers) -> bool:
-    """Whether no finite value is negative and some is not 0: such a quantity gets a true logarithmic axis."""
+    """Return whether no finite value is negative and some is not 0, which allows a true logarithmic axis."""
     found = finite_range(values)
     return found is not None and found[0] >= 0 and found[1] > 0
 
 
 def log_scale(ax: Any, values: Numbers) -> None:
-    """Logarithmic value axis: a true one for what is never negative, else a symmetric one that is linear around 0."""
+    """Set a logarithmic value axis: a true one for values >= 0, else a symmetric one that is linear around 0."""
     if not is_positive(values):
         log_around_zero(ax, largest_magnitude(values))
         ax.set_ylim(*limits_of(values, log=True))
@@ -239,7 +239,7 @@ def log_scale(ax: Any, values: Numbers) -> None:
 
 
 def log_limits(ax: Any, values: Numbers, *, room: float) -> None:
-    """Value axis for the values that are finite and positive, ``DEEPEST`` decades at most, ``room`` times the top.
+    """Set limits of the value axis: at most ``DEEPEST`` decades of positive values, up to ``room`` times the top.
 
     Where something lies deeper, 0 among it, the axis ends at a power of ten, so that what is below can be named.
     """
@@ -257,19 +257,19 @@ def log_limits(ax: Any, values: Numbers, *, room: float) -> None:
 
 
 def whole_numbers(ax: Any, *axes: str) -> None:
-    """Ticks at whole numbers only, for axes that count steps or units."""
+    """Tick whole numbers only, for axes that count steps or units."""
     for axis in axes:
         getattr(ax, f"{axis}axis").set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
 
 
 def log_values(ax: Any) -> None:
-    """Logarithmic value axis; call :func:`log_ticks` when its limits are final."""
+    """Set a logarithmic value axis; call :func:`log_ticks` when its limits are final."""
     ax.set_yscale("log")
     log_ticks(ax)
 
 
 def decade_ticks(limit: float, linear: float = 0.0, *, every: bool = False) -> list[float]:
-    """0 and every other power of ten up to ``limit``, both signs; every one where few lie above ``linear``.
+    """Return 0 and every other power of ten up to ``limit``, both signs; every one where few lie above ``linear``.
 
     What lies within the linear part of the scale would be written over 0.
     """
@@ -280,7 +280,7 @@ def decade_ticks(limit: float, linear: float = 0.0, *, every: bool = False) -> l
 
 
 def log_around_zero(ax: Any, limit: float) -> None:
-    """Symmetric logarithmic value axis over ``DECADES`` decades, with few enough ticks to be read."""
+    """Set a symmetric logarithmic value axis over ``DECADES`` decades."""
     limit = limit or 1.0
     ax.set_yscale("symlog", linthresh=linear_below(limit), linscale=0.5)
     ax.yaxis.set_major_locator(FixedLocator(decade_ticks(limit)))
@@ -288,7 +288,7 @@ def log_around_zero(ax: Any, limit: float) -> None:
 
 
 def mark_steps(ax: Any, steps: Any) -> None:
-    """Crosses at the lower rim at the x positions where a value is NaN or infinite."""
+    """Draw crosses at the lower rim at the x positions where a value is NaN or infinite."""
     if len(steps):
         ax.plot(
             steps,
@@ -303,11 +303,11 @@ def mark_steps(ax: Any, steps: Any) -> None:
 
 
 def mark_top(ax: Any, x: float, gid: str) -> None:
-    """A triangle at ``x`` that hangs from the upper border, where a title cannot cross it; light around it."""
+    """Draw a triangle at ``x`` that hangs from the upper border, where a title cannot cross it; light around it."""
     ends = {"marker": CARETDOWNBASE, "markersize": 6, "color": "#111111", "markeredgecolor": "white", "zorder": 4}
     ax.plot([x], [1.0], transform=ax.get_xaxis_transform(), gid=gid, markeredgewidth=0.5, **ends)
 
 
 def zero_line(ax: Any) -> None:
-    """Thin line at 0 behind the data."""
+    """Draw a thin line at 0 behind the data."""
     ax.axhline(0, color="#909090", linewidth=0.6, zorder=0.5, gid="zero")

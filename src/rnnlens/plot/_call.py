@@ -25,27 +25,27 @@ _PANELS, _LINES, _BINS, _DELAYS = 1000, 100_000, 100_000, 1000
 
 
 def _several(name: str, value: Any) -> tuple[str, ...]:
-    """Names of dimensions, in order; the same one may come twice."""
+    """Check names of dimensions, in order; a name may occur twice."""
     found = names(name, value)
     return (found,) if isinstance(found, str) else tuple(value) if isinstance(value, list | tuple) else found
 
 
 def _words(name: str, value: Any) -> str:
-    """Text, also an empty one."""
+    """Check text, which may be empty."""
     if not isinstance(value, str):
         raise InputError(message(f"{name}= is text.", got=shown(value), expected="a string"))
     return value
 
 
 def two_titles(name: str, value: Any) -> tuple[str, str]:
-    """Two titles."""
+    """Check a pair of titles."""
     if not isinstance(value, tuple | list) or len(value) != 2 or not all(isinstance(part, str) for part in value):
         raise InputError(message(f"{name}= is two titles.", got=shown(value), expected='such as ("before", "after")'))
     return (value[0], value[1])
 
 
 def _delays(name: str, value: Any) -> Any:
-    """Lags of a task: a number, or several."""
+    """Check lags of a task: a number, or several."""
     alone = isinstance(value, int | float) or getattr(value, "ndim", None) == 0
     several = [value] if alone else listed(value, most=_DELAYS)
     found = np.empty(0) if several == [] else None if several is None else np.asarray(as_numbers(name, several))
@@ -172,7 +172,7 @@ def _documented(function: Callable[..., Any], artist: type, extra: Sequence[str]
 
 @cache
 def _known(artist: type) -> tuple[frozenset[str], frozenset[str]]:
-    """Settable properties of an artist class, and their aliases."""
+    """Return the settable properties of an artist class, and their aliases."""
     inspector = ArtistInspector(artist)
     aliases = {alias for names in inspector.aliasd.values() for alias in names}
     return frozenset(inspector.get_setters()), frozenset(aliases)
@@ -186,7 +186,7 @@ def known_properties(
     extra: Iterable[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """``defaults`` overridden by what the caller gave, aliases resolved.
+    """Return ``given`` with aliases resolved, over ``defaults``.
 
     Raises
     ------

@@ -37,17 +37,17 @@ DECADES = 4
 
 
 def line_colours(count: int) -> list[Any]:
-    """Colours for ``count`` lines that a legend names."""
+    """Return colours for ``count`` lines that a legend names."""
     return [CYCLE[i % len(CYCLE)] for i in range(count)]
 
 
 def linear_below(limit: float) -> float:
-    """Where a logarithmic scale becomes linear; not 0 for the smallest of numbers."""
+    """Return the value below which a logarithmic scale is linear; never 0."""
     return max(limit * 10.0**-DECADES, float(np.finfo(float).tiny))
 
 
 def around_zero(limit: float, *, log: bool = False) -> Normalize:
-    """Symmetric scale from -limit to limit, so that 0 is white."""
+    """Return a symmetric scale from -limit to limit, on which 0 is white."""
     limit = limit if limit > 0 and math.isfinite(limit) else 1.0
     if log:
         return SymLogNorm(linthresh=linear_below(limit), linscale=0.5, vmin=-limit, vmax=limit, base=10)
@@ -55,7 +55,7 @@ def around_zero(limit: float, *, log: bool = False) -> Normalize:
 
 
 def from_zero(values: Numbers, limit: float, *, log: bool = False) -> Normalize:
-    """Scale for values >= 0; the logarithmic one goes linearly to 0 below the smallest value (``DECADES`` at most)."""
+    """Return a scale for values >= 0; the logarithmic one is linear below the smallest value (``DECADES`` at most)."""
     limit = limit if limit > 0 and math.isfinite(limit) else 1.0
     if not log:
         return Normalize(0, limit)

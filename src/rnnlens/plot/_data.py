@@ -42,7 +42,7 @@ class DirectionView:
 
 
 def numbers(data: Any, figure: str) -> Numbers:
-    """Plain floating numbers from any array of any framework: never a view that is written to, never a graph."""
+    """Return real numbers of an array of any framework: never a view that is written to, never part of a graph."""
     _refuse_whole_results(data, figure)
     if isinstance(data, np.ma.MaskedArray):
         data = np.ma.filled(data.astype(np.result_type(data.dtype, np.float32)), np.nan)
@@ -178,14 +178,14 @@ def require_time(array: xr.DataArray, figure: str, *, hint: str | None = None) -
 
 
 def unit_dim(array: xr.DataArray) -> str | None:
-    """The dimension that counts units: ``unit``, that of a state of another size (``cell_unit``), or ``feature``."""
+    """Return the dimension that counts units: ``unit``, ``cell_unit`` of a state of another size, or ``feature``."""
     dims = [str(d) for d in array.dims]
     exact = [d for d in (UNIT, FEATURE) if d in dims]
     return next(iter(exact + [d for d in dims if d.endswith(("_unit", "_feature"))]), None)
 
 
 def halves(array: xr.DataArray, *, as_computed: bool = False) -> list[DirectionView]:
-    """Forward and backward, each without the direction dimension; one nameless half where there is no direction.
+    """Split into forward and backward, without the direction dimension; one nameless part where there is none.
 
     Both run in chronological time. ``as_computed`` turns the backward one round: its first step is then the one that
     the layer computed first, the last of the sequence.
@@ -205,28 +205,28 @@ def halves(array: xr.DataArray, *, as_computed: bool = False) -> list[DirectionV
 
 
 def names_of(array: xr.DataArray, dim: Hashable) -> list[str]:
-    """Labels along ``dim`` as text: its coordinate, else positions."""
+    """Return labels along ``dim`` as text: its coordinate, else positions."""
     if dim in array.coords:
         return [str(value) for value in array.coords[dim].values]
     return [str(i) for i in range(array.sizes[dim])]
 
 
 def positions(array: xr.DataArray, dim: Hashable) -> Numbers:
-    """Numbers along ``dim`` for an axis: its coordinate where that is numeric, else 0, 1, 2, ..."""
+    """Return numbers along ``dim`` for an axis: its coordinate where that is numeric, else 0, 1, 2, ..."""
     if dim in array.coords and array.coords[dim].values.dtype.kind in "iuf":
         return np.asarray(array.coords[dim].values)
     return np.arange(array.sizes[dim])
 
 
 def axis_label(array: xr.DataArray, dim: Hashable) -> str:
-    """The words for ``dim``: long_name of its coordinate, else its name."""
+    """Return the words for ``dim``: long_name of its coordinate, else its name."""
     if dim in array.coords:
         return str(array.coords[dim].attrs.get("long_name", dim)).replace("_", " ")
     return _WORDS.get(str(dim), str(dim).replace("_", " "))
 
 
 def value_label(array: xr.DataArray) -> str:
-    """The words for the values: symbol, long_name, else name, and units unless they are 1."""
+    """Return the words for the values: symbol, long_name, else name, and units unless they are 1."""
     words = str(array.attrs.get("long_name") or (array.name if array.name is not None else "value")).replace("_", " ")
     units = str(array.attrs.get("units", "1")).removesuffix(" / 1")  # a loss per unit of a pure number
     words = ", ".join(part for part in (symbol_of(array), words) if part)
@@ -234,27 +234,27 @@ def value_label(array: xr.DataArray) -> str:
 
 
 def symbol_of(array: xr.DataArray) -> str:
-    """The derivative that the definition of a gradient begins with, for matplotlib's mathtext; empty without one."""
+    """Return the derivative at the start of a gradient's definition, as mathtext; empty without one."""
     definition = str(array.attrs.get("definition", "")).replace("partial ", "\\partial{}").replace(" / ", "/")
     found = re.match(r"(dL/d|\\partial\{\}L/\\partial\{\})([a-z]+_[a-z0])\b", definition)
     return f"${found[1]}{found[2]}$" if found else ""
 
 
 def place_words(array: xr.DataArray, dim: Hashable, index: int) -> str:
-    """The words for one position along ``dim``: ``unit 3``; a name needs no dimension: ``GRU``, ``before training``."""
+    """Return the words for one position along ``dim``: ``unit 3``; a name stands alone: ``before training``."""
     name = names_of(array, dim)[index]
     named = dim in array.coords and array.coords[dim].values.dtype.kind in "UO"
     return name if named else f"{axis_label(array, dim)} {name}"
 
 
 def title_of(array: xr.DataArray) -> str:
-    """Layer and long_name, as far as they are known."""
+    """Return the layer and long_name, as far as they are known."""
     words = array.attrs.get("long_name") or array.name
     return " · ".join(str(part) for part in (array.attrs.get("layer"), words) if part)
 
 
 def chunks(values: Numbers) -> Iterator[Numbers]:
-    """The values in flat pieces of bounded size, so that no temporary array is as large as the data."""
+    """Yield the values in flat pieces of bounded size, so that no temporary array is as large as the data."""
     flat = values.reshape(-1) if values.flags.c_contiguous else None
     if flat is None:
         yield from (values[i].reshape(-1) for i in range(len(values))) if values.ndim > 1 else (values,)
@@ -264,7 +264,7 @@ def chunks(values: Numbers) -> Iterator[Numbers]:
 
 
 def finite_range(values: Numbers) -> tuple[float, float] | None:
-    """Smallest and largest finite value; None where there is none."""
+    """Return the smallest and largest finite value; None where there is none."""
     low, high = math.inf, -math.inf
     for piece in chunks(values):
         with np.errstate(invalid="ignore"):
@@ -279,13 +279,13 @@ def finite_range(values: Numbers) -> tuple[float, float] | None:
 
 
 def largest_magnitude(*arrays: Numbers) -> float:
-    """Largest finite magnitude in any of the arrays, 0 where there is none."""
+    """Return the largest finite magnitude in any of the arrays, 0 where there is none."""
     ranges = [found for found in map(finite_range, arrays) if found is not None]
     return max((max(abs(low), abs(high)) for low, high in ranges), default=0.0)
 
 
 def nonfinite_counts(values: Numbers) -> tuple[int, int]:
-    """Number of NaN, number of infinities."""
+    """Count NaN, and infinities."""
     nan = infinite = 0
     for piece in chunks(values):
         finite = int(np.count_nonzero(np.isfinite(piece)))
@@ -296,7 +296,7 @@ def nonfinite_counts(values: Numbers) -> tuple[int, int]:
 
 
 def nonfinite_note(values: Numbers) -> str | None:
-    """``"NaN: 3 of 4,000 (0.075 %)"``, with infinities likewise; None where all values are finite."""
+    """Count NaN and infinities: ``"NaN: 3 of 4,000 (0.075 %)"``; None where all values are finite."""
     parts = [
         f"{word}: {count:,} of {values.size:,} ({100 * count / values.size:.3g} %)"
         for word, count in zip(("NaN", "Inf"), nonfinite_counts(values), strict=True)
@@ -306,7 +306,7 @@ def nonfinite_note(values: Numbers) -> str | None:
 
 
 def choose(count: int, limit: int, words: str, *, page: int | None = None) -> tuple[list[int], str | None]:
-    """Which of ``count`` things to show when at most ``limit`` fit, and the sentence that says so.
+    """Select which of ``count`` items to show when at most ``limit`` fit, and the note that states it.
 
     Without ``page`` evenly spaced ones, first and last among them; with ``page`` the page-th run of ``limit``.
     """
@@ -325,7 +325,7 @@ def choose(count: int, limit: int, words: str, *, page: int | None = None) -> tu
 
 
 def dataset_of(layer: Any) -> xr.Dataset | None:
-    """The variables of one layer (a layer result or a Dataset); None for anything else."""
+    """Return the variables of one layer (a layer result or a Dataset); None for anything else."""
     if isinstance(layer, xr.Dataset):
         return layer
     found = getattr(layer, "dataset", None)
@@ -333,7 +333,7 @@ def dataset_of(layer: Any) -> xr.Dataset | None:
 
 
 def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
-    """Layers by name, from a trace, a DataTree, a mapping of layers, or one layer.
+    """Return the layers by name, from a trace, a DataTree, a mapping of layers, or one layer.
 
     Raises
     ------
@@ -370,7 +370,7 @@ def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
 
 
 def variable(result: Any, name: str, figure: str) -> Any:
-    """One variable of a layer; anything that is no layer is returned as it is.
+    """Return one variable of a layer; anything that is no layer is returned as it is.
 
     Raises
     ------

@@ -113,7 +113,7 @@ class Drawing(np.ndarray[Any, Any]):
         return self
 
     def _repr_png_(self) -> bytes | None:
-        """The whole figure; nothing for an empty selection of its Axes."""
+        """Return the whole figure as PNG; None for an empty selection of its Axes."""
         if not self.size:
             return None
         stored = io.BytesIO()
@@ -138,13 +138,13 @@ class Panels:
         return [ax for half in self.halves for ax in half]
 
     def result(self) -> Drawing:
-        """What the plot returns: a 1-D array of Axes in drawing order."""
+        """Return a 1-D array of Axes in drawing order."""
         found = np.empty(len(self.axes), dtype=object)
         found[:] = self.axes
         return found.view(Drawing)
 
     def title(self, words: str, notes: Iterable[str | None] = ()) -> None:
-        """Common title with the notes in lines below it, wrapped to the width of the figure."""
+        """Set the common title with the notes below it, wrapped to the width of the figure."""
         said = [part for note in notes if note for part in note.split("; ")]
         for ax in self.axes:
             redden(ax)
@@ -161,7 +161,7 @@ class Panels:
         first.set_title("\n".join(part for part in whole if part), fontsize="medium", **colour)
 
     def label(self, x: Sequence[str] | str, y: str) -> None:
-        """Axis labels: once per half and once at the left where there are several panels, else on the Axes."""
+        """Label axes: once per half and once at the left where there are several panels, else on the Axes."""
         words = [x] * len(self.halves) if isinstance(x, str) else list(x)
         for number, (half, label) in enumerate(zip(self.halves, words, strict=True)):
             if self.owners and len(half) > 1:
@@ -204,7 +204,7 @@ def _missing(words: str) -> bool:
 
 
 def redden(ax: Any) -> None:
-    """Frame and title of a panel in red, where something in it is NaN or infinite."""
+    """Colour frame and title of a panel red where something in it is NaN or infinite."""
     if _missing(ax.get_title()) or any(line.get_gid() == "non-finite" for line in ax.lines):
         ax.title.set_color(ALARM)
         for spine in ax.spines.values():
@@ -212,7 +212,7 @@ def redden(ax: Any) -> None:
 
 
 def wrapped_label(words: str, inches: float) -> str:
-    """``words`` in lines that fit an axis of that length."""
+    """Wrap ``words`` into lines that fit an axis of that length."""
     return textwrap.fill(words, max(16, int(LETTERS_PER_INCH * inches)))
 
 
@@ -225,7 +225,7 @@ def _width(figure: Any) -> float:
 
 
 def _wrapped(words: str, notes: Iterable[str], width: int) -> str:
-    """The words, and below them the notes: several to a line where they fit, none broken that fits by itself."""
+    """Wrap the words, and below them the notes: several to a line where they fit."""
     lines: list[str] = []
     for note in notes:
         joined = f"{lines[-1]}; {note}" if lines else note
@@ -234,7 +234,7 @@ def _wrapped(words: str, notes: Iterable[str], width: int) -> str:
 
 
 def near_square(count: int, *, aspect: float = 1.5) -> tuple[int, int]:
-    """Rows and columns for ``count`` panels, also for a prime count: the last row may have gaps, a strip is never made.
+    """Return rows and columns for ``count`` panels; the last row may have gaps, so that a prime count makes no strip.
 
     ``aspect`` is the wanted ratio of columns to rows.
     """
@@ -320,7 +320,7 @@ def open_panels(
     ax: Any = None,
     figure: Any = None,
 ) -> Panels:
-    """``count`` panels per half in a grid, halves side by side; on the caller's ``ax`` or ``figure`` where given."""
+    """Open ``count`` panels per half, halves side by side, on a new figure or the caller's ``ax`` or ``figure``."""
     grid = grid or Grid()
     check_figure(figure, name)
     if ax is not None:

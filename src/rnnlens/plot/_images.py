@@ -40,12 +40,12 @@ IMSHOW = (
 
 
 def steps_for(shape: tuple[int, int], limits: tuple[int, int] = MOST_CELLS) -> tuple[int, int]:
-    """How many rows and columns are merged into one cell."""
+    """Return how many rows and columns are merged into one cell."""
     return -(-shape[0] // limits[0]), -(-shape[1] // limits[1])
 
 
 def extreme_of_blocks(matrix: Numbers, steps: tuple[int, int]) -> Numbers:
-    """Each block of ``steps`` (rows, columns) becomes its value of largest magnitude, sign kept; NaN if it holds one.
+    """Reduce each block of ``steps`` (rows, columns) to its value of largest magnitude, sign kept; NaN if it has one.
 
     A mean would hide what is looked for: a spike at one step, opposite signs, a missing value.
     """
@@ -59,7 +59,7 @@ def extreme_of_blocks(matrix: Numbers, steps: tuple[int, int]) -> Numbers:
 
 
 def merge_note(steps: tuple[int, int], rows: str, columns: str) -> str | None:
-    """The sentence for a figure whose cells were merged, from the names of dimensions; None where none were."""
+    """Return the note on merged cells, from the names of dimensions; None where none were merged."""
     rows, columns = ("step" if word == "time" else word for word in (rows, columns))
     if steps == (1, 1):
         return None
@@ -67,14 +67,14 @@ def merge_note(steps: tuple[int, int], rows: str, columns: str) -> str | None:
 
 
 def edges(centres: Numbers) -> tuple[float, float]:
-    """Outer edges of cells that are centred on evenly spaced positions."""
+    """Return the outer edges of cells that are centred on evenly spaced positions."""
     first, last = float(centres[0]), float(centres[-1])
     half = 0.5 * (last - first) / (len(centres) - 1) if len(centres) > 1 else 0.5
     return first - half, last + half
 
 
 def evenly_spaced(centres: Numbers) -> bool:
-    """Whether positions can be an axis as they are: every step is there, none is left out."""
+    """Return whether positions can be an axis as they are: every step is there, none is left out."""
     gaps = np.diff(centres.astype(float))
     return bool(len(centres) < 2 or (abs(gaps[0]) == 1 and np.allclose(gaps, gaps[0])))
 
@@ -96,7 +96,7 @@ class Matrix:
 def draw_image(
     ax: Any, matrix: Matrix, *, look: dict[str, Any], upward: bool = False, limits: tuple[int, int] = MOST_CELLS
 ) -> Any:
-    """One matrix as an image; returns the AxesImage.
+    """Draw a matrix as an image; return the AxesImage.
 
     ``look`` holds properties of the image; limits among them replace its scale. Cells beyond ``limits`` (rows, columns)
     are merged. Non-finite cells take the colour of missing values and a cross, the latter not where the matrix is
@@ -139,14 +139,14 @@ def _cross_out(ax: Any, missing: Numbers, x: Numbers, y: Numbers) -> None:
 
 
 def name_ticks(ax: Any, axis: str, places: Sequence[float] | Numbers, names: Sequence[str], *, most: int = 12) -> None:
-    """Ticks with names; every n-th of them where there are more than ``most``."""
+    """Tick places by name; every n-th where there are more than ``most``."""
     every = -(-len(names) // most)
     setter = ax.set_xticks if axis == "x" else ax.set_yticks
     setter(list(places)[::every], labels=list(names)[::every])
 
 
 def separate(ax: Any, axis: str, size: int, names: Sequence[str], *, kind: str = "gate") -> None:
-    """Lines between blocks of ``size`` cells along ``axis``, and the name of each block at its middle."""
+    """Draw lines between blocks of ``size`` cells along ``axis``, and the name of each block at its middle."""
     line = ax.axvline if axis == "x" else ax.axhline
     for number in range(1, len(names)):
         line(number * size - 0.5, gid=f"{kind} separator", **SEPARATOR)
@@ -156,7 +156,7 @@ def separate(ax: Any, axis: str, size: int, names: Sequence[str], *, kind: str =
 
 
 def colour_bar(axes: Sequence[Any], drawn: Any, label: str = "", *, among: Sequence[Any] = ()) -> Any:
-    """Colour bar beside ``axes``, its label wrapped to its length, its ticks far enough apart to be read.
+    """Draw a colour bar beside ``axes``, its label on one line, its ticks far enough apart to be read.
 
     It has pointed ends where colours end before the values of ``drawn``, or of the images ``among`` which it is.
     """
@@ -200,7 +200,7 @@ def one_line(words: str, inches: float) -> str:
 
 
 def _slender(axes: Sequence[Any]) -> tuple[float, float]:
-    """Share of the width for a colour bar that is as tall as these axes and can be seen; its length by its width."""
+    """Return the share of the width for a colour bar as tall as these axes, and its length by its width."""
     boxes = [ax.get_window_extent() for ax in axes]
     width = max(box.x1 for box in boxes) - min(box.x0 for box in boxes)
     height = max(box.y1 for box in boxes) - min(box.y0 for box in boxes)
@@ -209,7 +209,7 @@ def _slender(axes: Sequence[Any]) -> tuple[float, float]:
 
 
 def beyond(norm: Any, images: Sequence[Any]) -> str:
-    """Which ends of a colour scale some value lies beyond: matplotlib's ``extend``."""
+    """Return the ends of a colour scale that some value lies beyond: matplotlib's ``extend``."""
     ranges = [found for image in images if image is not None and (found := finite_range(_values(image))) is not None]
     if not ranges or norm.vmin is None or norm.vmax is None:
         return "neither"
@@ -224,7 +224,7 @@ def _values(image: Any) -> Numbers:
 
 
 def colour_bars(panels: Panels, drawn: list[Any], label: str, *, shared: bool, wanted: bool = True) -> None:
-    """One colour bar for all panels, or one for each.
+    """Draw one colour bar for all panels, or one for each.
 
     The other half of a bidirectional layer gets one that is not seen, so that both are equally wide.
     """
@@ -259,7 +259,7 @@ GUESS = {2: (TIME, "unit"), 3: (SAMPLE, TIME, "unit"), 4: (SAMPLE, TIME, GATE, "
 
 
 def axes_of(array: xr.DataArray, figure: str, x: str | None = None, y: str | None = None) -> tuple[str, str]:
-    """Dimension across and dimension down."""
+    """Return the dimension across and the dimension down."""
     for given in (x, y):
         if given is not None:
             refuse_places_of_others(array, given, figure, DIRECTION)
@@ -285,7 +285,7 @@ def axes_of(array: xr.DataArray, figure: str, x: str | None = None, y: str | Non
 
 
 def slots_of(array: xr.DataArray, keep: list[str]) -> list[tuple[dict[str, int], str]]:
-    """Selection and title of each panel."""
+    """Return selection and title of each panel."""
     found: list[tuple[dict[str, int], str]] = [({}, "")]
     for dim in keep:
         found = [
@@ -297,7 +297,7 @@ def slots_of(array: xr.DataArray, keep: list[str]) -> list[tuple[dict[str, int],
 
 
 def matrix_of(data: xr.DataArray, across: str, down: str, stacked: bool) -> Numbers:
-    """(down, across), gates stacked into the rows."""
+    """Return a matrix (down, across), gates stacked into the rows."""
     if not stacked:
         return np.asarray(data.transpose(down, across).values)
     values = data.transpose(GATE, down, across).values

@@ -15,7 +15,7 @@ from ._data import Numbers, names_of, nonfinite_note, require_dim
 
 
 def by_loss(array: xr.DataArray, losses: Any, figure: str) -> xr.DataArray:
-    """The samples named with their losses, the typical one (of the median loss) first; as it is without losses.
+    """Name the samples with their losses, the typical one (of the median loss) first; unchanged without losses.
 
     Raises
     ------
@@ -42,7 +42,7 @@ def by_loss(array: xr.DataArray, losses: Any, figure: str) -> xr.DataArray:
 
 
 def rms_picture(array: xr.DataArray, figure: str) -> xr.DataArray:
-    """One picture of all samples: the RMS over them, each by its own peak; padded steps do not count."""
+    """Return one picture of all samples: the RMS over them, each by its own peak; padded steps do not count."""
     require_dim(array, SAMPLE, figure)
     ordered = array.transpose(SAMPLE, ...)
     padded = hidden(ordered)
@@ -62,7 +62,7 @@ NOTE = "padding is grey"
 
 
 def hidden(array: xr.DataArray) -> xr.DataArray | None:
-    """True where a value belongs to a padded step (of either axis); None where no step is padding."""
+    """Return a mask that is True at padded steps (of either axis); None where no step is padding."""
     found: xr.DataArray | None = None
     for name in MASKS:
         if name in array.coords:
@@ -72,13 +72,13 @@ def hidden(array: xr.DataArray) -> xr.DataArray | None:
 
 
 def without_padding(array: xr.DataArray) -> xr.DataArray:
-    """The array with NaN at padded steps."""
+    """Return the array with NaN at padded steps."""
     padded = hidden(array)
     return array if padded is None else array.where(~padded)
 
 
 def notes_of(array: xr.DataArray) -> list[str | None]:
-    """What is missing at real steps, and that there is padding."""
+    """Return the notes on values that are not finite at real steps, and on padding."""
     padded = hidden(array)
     if padded is None:
         return [nonfinite_note(array.values)]
@@ -86,7 +86,7 @@ def notes_of(array: xr.DataArray) -> list[str | None]:
 
 
 def mean_of_real(array: xr.DataArray) -> xr.DataArray:
-    """Mean over samples, each step over those for which it is real; NaN where it is so for none."""
+    """Return the mean over samples, each step over those for which it is real; NaN where it is so for none."""
     padded = hidden(array)
     if padded is None:
         return array.mean(SAMPLE, skipna=False)  # a missing value in any sample stays visible
@@ -95,6 +95,6 @@ def mean_of_real(array: xr.DataArray) -> xr.DataArray:
 
 
 def shade(ax: Any, steps: Numbers, padded: Numbers) -> None:
-    """Grey behind the steps that are padding in every sample."""
+    """Shade the steps that are padding in every sample."""
     for step in np.asarray(steps, dtype=float)[padded]:
         ax.axvspan(step - 0.5, step + 0.5, color="#dcdcdc", linewidth=0, zorder=0.2, gid="padding")

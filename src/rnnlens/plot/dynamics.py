@@ -64,7 +64,7 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
 
 
 def _of(values: Any) -> tuple[Numbers, Numbers, str, str]:
-    """(row, mode) of complex numbers, a place in time for each row, what that is, and the layer."""
+    """Return eigenvalues (row, mode), a time for each row, the label of these times, and the layer."""
     if isinstance(values, FixedPoints):
         array = values.eigenvalues.values
         return array, np.zeros(len(array)), "", str(values.layers[0])
@@ -91,7 +91,7 @@ def _of(values: Any) -> tuple[Numbers, Numbers, str, str]:
 
 
 def _plane(ax: Any, values: Numbers, when: Numbers, label: str, keywords: dict[str, Any]) -> None:
-    """All of them, in the order of time."""
+    """Draw all eigenvalues in the complex plane, later ones darker."""
     angle = np.linspace(0, 2 * np.pi, 200)
     ax.plot(np.cos(angle), np.sin(angle), color="0.4", linewidth=0.9, gid="unit circle")
     for line in (ax.axhline, ax.axvline):
@@ -114,7 +114,7 @@ def _plane(ax: Any, values: Numbers, when: Numbers, label: str, keywords: dict[s
 
 
 def _moduli(ax: Any, values: Numbers) -> None:
-    """|eigenvalue| by rank."""
+    """Draw |eigenvalue| by rank."""
     seen = np.isfinite(values).all(axis=1)
     moduli = -np.sort(-np.abs(values[seen]), axis=1)
     rank = np.arange(1, values.shape[1] + 1)
@@ -187,7 +187,7 @@ def fixed_points(
 
 
 def _components(cloud: Any) -> tuple[Any, Any, Any]:
-    """Mean, first two principal axes (state, 2), and their shares of the variance."""
+    """Return the mean, first two principal axes (state, 2), and their shares of the variance."""
     mean = cloud.mean(axis=0)
     _, sizes, axes = np.linalg.svd(cloud - mean, full_matrices=False)
     axes = axes[:2].T if len(axes) > 1 else np.concatenate([axes[:1].T, np.zeros_like(axes[:1].T)], axis=1)
@@ -256,7 +256,7 @@ def gradient_carriers(
 
 
 def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keywords: dict[str, Any]) -> None:
-    """A point per sample; the typical one and the largest are named."""
+    """Draw a point per sample; the typical one and the largest are named."""
     seen = np.isfinite(losses) & np.isfinite(norms)
     limits = [_limits(values[seen]) for values in (losses, norms)]
     inside = [np.maximum(values[seen], low) for values, (low, _) in zip((losses, norms), limits, strict=True)]
@@ -289,7 +289,7 @@ def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keyword
 
 
 def _limits(values: Numbers) -> tuple[float, float]:
-    """Twelve decades at most around what is positive."""
+    """Return limits around the positive values, twelve decades at most."""
     positive = values[values > 0]
     if not positive.size:
         return 0.1, 10.0
@@ -298,7 +298,7 @@ def _limits(values: Numbers) -> tuple[float, float]:
 
 
 def _curve(ax: Any, norms: Numbers) -> None:
-    """Share of the gradient that the samples with the least of it carry."""
+    """Draw the share of the gradient that the samples with the least of it carry."""
     share = lorenz(norms)
     part = np.linspace(0, 1, len(share))
     ax.plot([0, 1], [0, 1], color="0.5", linewidth=0.8, linestyle="--", gid="equal")

@@ -132,7 +132,7 @@ def gates(
 
 
 def _mask_of(layer: Any, mask: Any, array: Any) -> Numbers | None:
-    """(sample, time) of bool, or None."""
+    """Return the mask, (sample, time) of bool, or None."""
     if mask is None:
         dataset = dataset_of(layer)
         mask = dataset["mask"] if dataset is not None and "mask" in dataset else None
@@ -146,7 +146,7 @@ def _mask_of(layer: Any, mask: Any, array: Any) -> Numbers | None:
 
 
 def _summary(half: DirectionView, number: int, valid: Numbers | None) -> _Gate:
-    """Numbers of one gate of one direction."""
+    """Summarise one gate of one direction over samples."""
     array = half.data.isel({GATE: number})
     unit = unit_dim(array)
     order = [d for d in (SAMPLE, TIME) if d in array.dims]
@@ -165,7 +165,7 @@ def _summary(half: DirectionView, number: int, valid: Numbers | None) -> _Gate:
 
 
 def _draw_row(axes: list[Any], row: _Gate, steps: Numbers, keywords: dict[str, Any], *, last: bool) -> None:
-    """Activity, map, saturation of one gate."""
+    """Draw activity, map and saturation of one gate."""
     activity, picture, saturation = axes
     low, high = quantiles(row.mean, q=(0.1, 0.9), axis=0, xp=np)
     activity.fill_between(steps, low, high, color="#56b4e9", alpha=0.45, linewidth=0, gid="band")
@@ -193,17 +193,17 @@ def _draw_row(axes: list[Any], row: _Gate, steps: Numbers, keywords: dict[str, A
 
 
 def near_low(gate: str) -> str:
-    """The words for the share of values at the lower end: a candidate lies between -1 and 1."""
+    """Return the words for the share of values at the lower end: a candidate lies between -1 and 1."""
     return "share near -1 (< -0.9)" if gate == "candidate" else "share near 0 (< 0.1)"
 
 
 def near_high(gate: str) -> str:
-    """The words for the share of values at the upper end."""
+    """Return the words for the share of values at the upper end."""
     return "share near +1 (> 0.9)" if gate == "candidate" else "share near 1 (> 0.9)"
 
 
 def _name_columns(axes: list[Any], half: DirectionView, unit: str) -> None:
-    """Titles above the first row, labels below the last."""
+    """Write titles above the first row and labels below the last."""
     for ax, words in zip(
         axes[:3], ("mean of units, 80 % band", "mean over samples", "share of steps, per unit"), strict=True
     ):
@@ -286,7 +286,7 @@ def gates_over_time(
 
 
 def _draw_gate_lines(ax: Any, half: DirectionView, data: xr.DataArray, keywords: dict[str, Any]) -> None:
-    """The gates of one unit."""
+    """Draw the gates of one unit."""
     steps = positions(half.data, TIME)
     names = names_of(half.data, GATE)
     padded = hidden(data)
@@ -311,7 +311,7 @@ def _draw_gate_lines(ax: Any, half: DirectionView, data: xr.DataArray, keywords:
 
 
 def _by_sample(data: xr.DataArray) -> Numbers:
-    """(sample, time)."""
+    """Return the values as (sample, time)."""
     return np.asarray(data.transpose(SAMPLE, TIME).values if SAMPLE in data.dims else data.values[None])
 
 
@@ -380,7 +380,7 @@ def saturation_arrows(
 
 
 def _gates(layer: Any) -> xr.DataArray:
-    """The gates, NaN where the layer's mask says that a step is padding."""
+    """Return the gates, NaN at steps that are padding."""
     guess = {4: (SAMPLE, TIME, GATE, "unit")}
     array = labelled(variable(layer, "gates", "saturation_arrows"), "saturation_arrows", guess=guess)
     for dim in (GATE, unit_dim(array) or "unit"):
@@ -405,7 +405,7 @@ def _refuse_others(before: xr.DataArray, after: xr.DataArray) -> None:
 
 
 def _shares(gate: xr.DataArray, name: str) -> Numbers:
-    """(unit, 2): share near 1, share near 0."""
+    """Return for each unit the share near 1 and the share near 0, (unit, 2)."""
     unit = unit_dim(gate)
     values = gate.transpose(..., unit).values.reshape(-1, gate.sizes[unit])
     low = -0.9 if name == "candidate" else 0.1
@@ -414,7 +414,7 @@ def _shares(gate: xr.DataArray, name: str) -> Numbers:
 
 
 def _draw_saturation(ax: Any, before: Numbers, after: Numbers, gate: str, keywords: dict[str, Any]) -> None:
-    """An arrow per unit, a ring where it begins."""
+    """Draw an arrow per unit, a ring where it begins."""
     ax.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
     size = float(np.clip(900 / len(before), 3, 18))
     ax.scatter(*before.T, s=size, facecolor="none", edgecolor="#0072b2", linewidth=0.7, clip_on=False, gid="before")

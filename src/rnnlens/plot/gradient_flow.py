@@ -231,7 +231,7 @@ def _fading(quantity: str, half: DirectionView, count: int, *, from_start: bool)
 
 
 def _open(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -> Panels:
-    """Open a panel for each; forward and backward side by side, all stacked on a narrow figure."""
+    """Open one row per kernel, as tall as it has rows, within reason."""
     ways = max(1, len({way for _, way in keys}))
     columns = ways if ways > 1 or len(keys) == 1 else min(2 if len(keys) == 4 else 3, len(keys))
     if figure is not None and hasattr(figure, "bbox") and figure.bbox.width / figure.dpi < _NARROW:

@@ -175,12 +175,12 @@ class _Kind:
     keywords: dict[str, Any]
 
     def matrix(self, panel: xr.DataArray) -> Numbers:
-        """(row, column) of a panel."""
+        """Return the matrix (row, column) of a panel."""
         return matrix_of(panel, self.across, self.down, self.stacked)
 
 
 def _draw_maps(ax: Any, data: xr.DataArray, slot: tuple[dict[str, int], str], top: float | None, kind: _Kind) -> Any:
-    """One panel; ``top`` None scales it by itself."""
+    """Draw one panel; ``top`` None scales it by itself."""
     where, name = slot
     one = data.isel(where)
     matrix = kind.matrix(without_padding(one))
@@ -205,12 +205,12 @@ def _draw_maps(ax: Any, data: xr.DataArray, slot: tuple[dict[str, int], str], to
 
 
 def _cells(count: int) -> tuple[int, int]:
-    """Rows and columns that one of ``count`` panels can show."""
+    """Return rows and columns that one of ``count`` panels can show."""
     return MOST_CELLS if count == 1 else (200, 300) if count <= 4 else (150, 220)
 
 
 def _size(count: int, rows: int) -> tuple[float, float]:
-    """Inches of one panel: large alone, small among many; tall for many rows."""
+    """Return inches of one panel: large alone, small among many; tall for many rows."""
     tall = min(1.0, 0.55 + rows / 400)
     width, height = (6.0, 4.6) if count == 1 else (3.4, 2.4) if count <= 4 else (2.6, 1.9)
     return width, height * tall

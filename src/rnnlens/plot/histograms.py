@@ -34,7 +34,7 @@ from .weights import Kernel, kernels_of
 
 
 def equal_bins(arrays: Sequence[Numbers], bins: int | None) -> Numbers:
-    """Equal bins from the lowest to the highest finite value of all arrays; see :func:`histogram` for their number."""
+    """Return the edges of equal bins over the finite values of all arrays; :func:`histogram` states their number."""
     if bins is None:
         bins = int(np.clip(np.sqrt(max(array.size for array in arrays)), 10, 60))
     ranges = [found for found in map(finite_range, arrays) if found is not None]
@@ -47,7 +47,7 @@ def equal_bins(arrays: Sequence[Numbers], bins: int | None) -> Numbers:
 
 
 def count_in_bins(values: Numbers, edges: Numbers) -> Numbers:
-    """Finite values per bin, in pieces, so that memory does not grow with the data."""
+    """Count finite values per bin, in pieces, so that memory does not grow with the data."""
     counts = np.zeros(len(edges) - 1, dtype=np.int64)
     span = (np.float64(edges[0]), np.float64(edges[-1]))  # Python floats would put the bin edges into float32
     for piece in chunks(values):
@@ -57,7 +57,7 @@ def count_in_bins(values: Numbers, edges: Numbers) -> Numbers:
 
 
 def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords: Mapping[str, Any]) -> None:
-    """One step per layer: filled where it is alone, lightly filled where there are two, outlines where there are more.
+    """Draw one histogram per layer: filled if alone, lightly filled if there are two, outlines if there are more.
 
     A panel whose values are all the same has no distribution: it says how many there are of it.
     """
@@ -90,7 +90,7 @@ def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords
 
 
 def one_value(values: Numbers) -> tuple[int, float] | None:
-    """How many finite values there are, and which, where all are the same and more than one; else None."""
+    """Return count and value where all finite values are equal and more than one; else None."""
     found = finite_range(values)
     if found is None or found[0] != found[1] or values.size < 2:
         return None
@@ -102,7 +102,7 @@ def _steps_of(ax: Any) -> list[Any]:
 
 
 def scale_counts(panels: Panels, *, shared: bool, log: bool, clip_peaks: int) -> None:
-    """Counts axes; tallest bars cut off and labelled."""
+    """Set the counts axes; the tallest bars are cut off and labelled."""
     drawn = [ax for ax in panels.axes if _steps_of(ax)]
     tops = [_top([s.get_data().values for s in _steps_of(ax)], clip_peaks) for ax in drawn]
     for ax, own in zip(drawn, tops, strict=True):
@@ -117,14 +117,14 @@ def scale_counts(panels: Panels, *, shared: bool, log: bool, clip_peaks: int) ->
 
 
 def _top(counts: Sequence[Numbers], clip_peaks: int) -> float:
-    """Height of the tallest bar that is not cut off; at least 1."""
+    """Return the height of the tallest bar that is not cut off; at least 1."""
     ordered = np.sort(np.concatenate(list(counts)))
     kept = ordered[: len(ordered) - clip_peaks]
     return float(max(1, kept.max() if kept.size else 1))
 
 
 def _write_counts(ax: Any, top: float, clip_peaks: int) -> None:
-    """The counts of the bars that reach beyond ``top``, at the upper rim."""
+    """Write the counts of the bars that reach beyond ``top`` at the upper rim."""
     beyond = [
         (count, 0.5 * (left + right))
         for step in _steps_of(ax)
@@ -241,7 +241,7 @@ def histogram(
 
 
 def _layers(data: Any, dims: Sequence[str] | None, overlay: str | None) -> dict[str, xr.DataArray]:
-    """What is overlaid, by name."""
+    """Return the overlaid arrays by name."""
     if isinstance(data, Mapping) and dataset_of(data) is None:
         if overlay is not None:
             raise InputError(
@@ -263,13 +263,13 @@ def _layers(data: Any, dims: Sequence[str] | None, overlay: str | None) -> dict[
 
 
 def _with_missing(title: str, arrays: Sequence[Numbers]) -> str:
-    """Panel title with the exact share of NaN and Inf, where there are any."""
+    """Append the exact share of NaN and Inf to a panel title, where there are any."""
     notes = [note for note in map(nonfinite_note, arrays) if note]
     return "\n".join([part for part in [title, *notes] if part])
 
 
 def name_layers(panels: Panels, names: Sequence[str], title: str | None) -> None:
-    """Legend beside the panels."""
+    """Draw the legend beside the panels."""
     pairs = list(zip(names, line_colours(len(names)), strict=True))
     if len(pairs) > 2:
         handles: list[Any] = [panels.axes[0].plot([], [], color=colour, label=name)[0] for name, colour in pairs]
@@ -346,7 +346,7 @@ def weights_histogram(
 def _open(
     columns: list[list[Kernel]], directions: list[str | None], wide: int, ax: Any, figure: Any
 ) -> tuple[Panels, list[list[list[Any]]]]:
-    """A grid with a row per kernel; panels that a kernel without gates does not need are taken away."""
+    """Open a grid with a row per kernel, without the panels that a kernel without gates does not need."""
     per_kernel = [len(kernel.gates) or 1 for kernel in columns[0]]
     if ax is not None:
         panels = open_panels(sum(per_kernel), name="weights_histogram", halves=directions, ax=ax)
@@ -370,7 +370,7 @@ def _open(
 
 
 def _deal(axes: list[Any], counts: list[int]) -> list[list[Any]]:
-    """Axes in runs of the given lengths."""
+    """Split Axes into runs of the given lengths."""
     starts = np.cumsum([0, *counts])
     return [axes[starts[i] : starts[i + 1]] for i in range(len(counts))]
 
@@ -378,7 +378,7 @@ def _deal(axes: list[Any], counts: list[int]) -> list[list[Any]]:
 def _draw_row(
     row: list[Any], kernel: Kernel, edges: Numbers | None, bins: int | None, keywords: dict[str, Any], *, shared: bool
 ) -> None:
-    """The gates of one kernel."""
+    """Draw the gates of one kernel."""
     if edges is None and shared:
         edges = equal_bins([kernel.values], bins)
     for number, ax in enumerate(row):

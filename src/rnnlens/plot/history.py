@@ -111,7 +111,7 @@ def weight_norms(
 
 
 def _lines_of(history: Any) -> tuple[dict[tuple[str, str], Numbers], Numbers, str]:
-    """Values over training by layer and weight, the steps, and the words for them."""
+    """Return values over training by layer and weight, the steps, and the words for them."""
     if hasattr(history, "dataset") and isinstance(history.dataset, xr.Dataset):
         history = history.dataset
     if isinstance(history, xr.Dataset | xr.DataArray):
@@ -136,7 +136,7 @@ def _lines_of(history: Any) -> tuple[dict[tuple[str, str], Numbers], Numbers, st
 
 
 def _parted(name: str) -> tuple[str, str]:
-    """``outer/lstm/kernel``: layer and weight."""
+    """Split ``outer/lstm/kernel`` into layer and weight."""
     layer, _, weight = name.rpartition("/")
     return layer, weight
 
@@ -173,7 +173,7 @@ def _labelled_lines(history: xr.Dataset | xr.DataArray) -> tuple[dict[tuple[str,
 
 
 def _draw_norms(ax: Any, steps: Numbers, members: dict[str, Numbers], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Lines of one layer, by name."""
+    """Draw the lines of one layer, by name."""
     drawn = {}
     for (name, values), colour in zip(members.items(), line_colours(len(members)), strict=True):
         bad = ~np.isfinite(values)
@@ -191,7 +191,7 @@ def _draw_norms(ax: Any, steps: Numbers, members: dict[str, Numbers], keywords: 
 
 
 def _scale(ax: Any, values: Numbers, *, log: bool) -> bool:
-    """Value axis; whether it is logarithmic."""
+    """Set the value axis; return whether it is logarithmic."""
     finite = values[np.isfinite(values)]
     positive = finite[finite > 0]
     if not finite.size:
@@ -210,7 +210,7 @@ def _scale(ax: Any, values: Numbers, *, log: bool) -> bool:
 
 
 def _name(ax: Any, steps: Numbers, members: dict[str, Numbers], drawn: dict[str, Any], *, outside: bool) -> None:
-    """Names at the ends of few lines, a legend for many; what is below a logarithmic axis."""
+    """Name few lines at their ends, many in a legend; mark values below a logarithmic axis."""
     if ax.get_yscale() == "log":
         for name, values in members.items():
             mark_below(ax, steps, values, drawn[name].get_color())
@@ -285,7 +285,7 @@ def norm_history(
 
 
 def _moments(history: Any, quantity: str) -> dict[Any, xr.DataArray]:
-    """Arrays by training step."""
+    """Return the arrays by training step."""
     if isinstance(history, xr.DataArray):
         along = next((name for name in ROWS if name in history.dims and name != TIME), None)
         if along is None:
@@ -325,7 +325,7 @@ def _variable(one: Any, quantity: str) -> Any:
 
 
 def _row(array: xr.DataArray) -> tuple[Numbers, Numbers, tuple[float, float, float]]:
-    """Shape (time,), where it is padding, and the quartiles of the peaks."""
+    """Return shape (time,), its padding, and the quartiles of the peaks."""
     lead = [SAMPLE] if SAMPLE in array.dims else []
     ordered = array.transpose(*lead, TIME, ...)
     norms = np.asarray(safe_norm(ordered.values, axis=tuple(range(len(lead) + 1, ordered.ndim)), xp=np), dtype=float)
@@ -342,7 +342,7 @@ def _row(array: xr.DataArray) -> tuple[Numbers, Numbers, tuple[float, float, flo
 
 
 def _draw_history(places: list[Any], names: list[Any], steps: Numbers, rows: list[Any], look: dict[str, Any]) -> None:
-    """The map of shapes, and the sizes beside it."""
+    """Draw the map of shapes, and the sizes beside it."""
     shapes, empty = np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
     at = np.arange(len(rows))
     colours = {"cmap": POSITIVE, "norm": from_zero(shapes, 1.0, log=look["log"]), **look["keywords"]}

@@ -137,7 +137,7 @@ def lag_profile(
 
 
 def _rows(norms: Numbers, where: Numbers, times: tuple[Numbers, Numbers]) -> Numbers:
-    """(sample, lag): the profile of each sample."""
+    """Return the lag profile of each sample, (sample, lag)."""
     pieces, counted = (a if a.ndim == 3 else a[None] for a in (norms, where))
     out_times, in_times = (None if _whole(t) else t.tolist() for t in times)
     if len(times[0]) != len(times[1]):
@@ -151,7 +151,7 @@ def _rows(norms: Numbers, where: Numbers, times: tuple[Numbers, Numbers]) -> Num
 
 
 def _curve(name: str, rows: Numbers, samples: str, epsilon: float, confidence: float) -> _Curve:
-    """One line for all samples, its band, mean lag and horizon."""
+    """Summarise all samples: line, band, mean lag and horizon."""
     low = high = None
     if len(rows) > 1 and samples == "median":
         found = peak_band(rows)
@@ -167,12 +167,12 @@ def _curve(name: str, rows: Numbers, samples: str, epsilon: float, confidence: f
 
 
 def _whole(times: Numbers) -> bool:
-    """Whether these are all steps from 0 on."""
+    """Return whether these are all steps from 0 on."""
     return bool(np.array_equal(times, np.arange(len(times))))
 
 
 def _draw_lags(ax: Any, curve: _Curve, keywords: dict[str, Any]) -> None:
-    """One profile with its band, mean lag and horizon."""
+    """Draw one profile with its band, mean lag and horizon."""
     lags = np.arange(len(curve.mean))
     shown = np.where(curve.mean > 0, curve.mean, np.nan)
     if curve.low is not None and curve.high is not None:
@@ -187,7 +187,7 @@ def _draw_lags(ax: Any, curve: _Curve, keywords: dict[str, Any]) -> None:
 
 
 def _scale(ax: Any, curves: Sequence[_Curve], delays: Numbers, *, outside: bool) -> None:
-    """Logarithmic value axis over what is finite and positive; delays, names at the ends."""
+    """Set a logarithmic value axis, mark the delays, and name the lines at their ends."""
     log_values(ax)
     log_limits(ax, np.concatenate([curve.mean for curve in curves]), room=2)
     longest = max(len(curve.mean) for curve in curves)
@@ -285,7 +285,7 @@ def _mask(layer: Any, gates: xr.DataArray) -> Numbers | None:
 def _values(
     gates: xr.DataArray, array: xr.DataArray, keep: str, half: int | None, mask: Numbers | None, *, most: int
 ) -> tuple[Numbers, Numbers, Numbers]:
-    """(step, unit) of what is kept and of what arrives, and the steps."""
+    """Return (step, unit) of the product of the gates and of the measured derivative, and the steps."""
     backward = half is not None and names_of(gates, DIRECTION)[half] == BACKWARD
     backward = backward or (half is None and gates.attrs.get("direction") == BACKWARD)
     if half is not None:
@@ -315,7 +315,7 @@ def _values(
 
 
 def _median(values: Numbers) -> Numbers:
-    """Median over samples, NaN where any sample is not finite: it must be seen."""
+    """Return the median over samples, NaN where any sample is not finite."""
     return np.where(np.isfinite(values).all(axis=0), finite_median(values), np.nan)
 
 
@@ -331,7 +331,7 @@ def _refuse(array: xr.DataArray) -> None:
 
 
 def _draw_lifetime(ax: Any, kept: Numbers, arrived: Numbers, steps: Numbers, keywords: dict[str, Any]) -> None:
-    """Points of all units, a colour per step; what is too small lies at the border."""
+    """Draw the points of all units, a colour per step; what is too small lies at the border."""
     values = np.concatenate([kept.reshape(-1), arrived.reshape(-1)])
     positive = values[np.isfinite(values) & (values > 0)]
     low = max(float(positive.min(initial=1.0)), _DEEPEST) / 3

@@ -45,7 +45,7 @@ MOST_LINES = 40
 
 
 def tokens_of(tokens: Any, count: int, figure: str) -> list[str]:
-    """The tokens as text, one for each step; a string is its letters.
+    """Return the tokens as text, one for each step; a string is its letters.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def tokens_of(tokens: Any, count: int, figure: str) -> list[str]:
 
 
 def places_of(tokens: Sequence[str]) -> list[tuple[int, int]]:
-    """Line and column at which each token begins."""
+    """Return the line and column at which each token begins."""
     total = sum(map(len, tokens))
     width = min(WIDTH, -(-total // -(-total // WIDTH)) + max(map(len, tokens)))  # lines of about equal length
     places, line, column = [], 0, 0
@@ -80,12 +80,12 @@ def places_of(tokens: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def height_of(tokens: Sequence[str]) -> float:
-    """Inches that the text takes."""
+    """Return the height of the text in inches."""
     return LINE * (min(places_of(tokens)[-1][0] + 1, MOST_LINES) + 0.4)
 
 
 def width_of(tokens: Sequence[str]) -> int:
-    """Letters of the longest line, a third of a full one at least."""
+    """Return the number of letters of the longest line, a third of a full one at least."""
     longest = max(column + len(token) for (_, column), token in zip(places_of(tokens), tokens, strict=True))
     return max(WIDTH // 3, longest)
 
@@ -214,7 +214,7 @@ def input_map(
 
 
 def _sensitivity(array: xr.DataArray, x: Any) -> tuple[Numbers, str | None]:
-    """(sample, time), and the note on what the standard deviation is of."""
+    """Return the sensitivity (sample, time), and the note on its standard deviation."""
     lead = [SAMPLE] if SAMPLE in array.dims else []
     rest = [d for d in array.dims if d not in (SAMPLE, TIME)]
     ordered = array.transpose(*lead, TIME, *rest).values
@@ -236,7 +236,7 @@ def _sensitivity(array: xr.DataArray, x: Any) -> tuple[Numbers, str | None]:
 
 
 def _real(array: xr.DataArray, values: Numbers) -> Numbers:
-    """(sample, time): True where a step is no padding."""
+    """Return a mask (sample, time) that is True where a step is not padding."""
     padded = hidden(array)
     if padded is None:
         return np.ones(values.shape, dtype=bool)
@@ -255,7 +255,7 @@ def _picked_input_map(values: Numbers, sample: int | None) -> Numbers:
 
 
 def _shape_of(values: Numbers, real: Numbers, sample: int | None) -> tuple[Numbers, Numbers, Numbers, str | None]:
-    """Median and quartiles over samples, each by its own peak; of one sample its values."""
+    """Return median and quartiles over samples, each by its own peak; of one sample its values."""
     if len(values) == 1:
         return values[0], values[0], values[0], None
     found = peak_band(values, real if sample is None else None)
@@ -265,13 +265,13 @@ def _shape_of(values: Numbers, real: Numbers, sample: int | None) -> tuple[Numbe
 
 
 def _target(array: xr.DataArray) -> str | None:
-    """What was differentiated, by its name; None for the loss."""
+    """Return the name of the differentiated quantity; None for the loss."""
     found = _TARGET.match(str(array.attrs.get("long_name", "")))
     return None if found is None or found["of"] == "loss" else found["of"]
 
 
 def _sides(shape: Any, count: int) -> tuple[int, int]:
-    """Rows and columns of an image of so many pixels."""
+    """Return rows and columns of an image of so many pixels."""
     sizes = np.atleast_1d(as_numbers("shape", shape)).astype(int)
     if sizes.size != 2 or int(sizes.prod()) != count or (sizes < 1).any():
         got = f"shape={tuple(sizes.tolist())} for {count} steps"
@@ -280,7 +280,7 @@ def _sides(shape: Any, count: int) -> tuple[int, int]:
 
 
 def _image(ax: Any, values: Numbers, sides: tuple[int, int], look: dict[str, Any]) -> Any:
-    """The steps as pixels, close to their colour bar."""
+    """Draw the steps as pixels, close to their colour bar."""
     rows, columns = sides
     ax.set_anchor("E")
     grid = Matrix(values.reshape(rows, columns), np.arange(columns), np.arange(rows), over_time=False)
@@ -292,7 +292,7 @@ def _image(ax: Any, values: Numbers, sides: tuple[int, int], look: dict[str, Any
 def _line(
     ax: Any, steps: Numbers, bands: tuple[Numbers, Numbers, Numbers], keywords: dict[str, Any], *, log: bool
 ) -> None:
-    """The steps as they are, with the band."""
+    """Draw the steps as they are, with the band."""
     middle, low, high = ([np.where(part > 0, part, np.nan) for part in bands]) if log else bands
     look = {"color": "#0072b2", "linewidth": 1.3, "gid": "sensitivity", "marker": "o" if len(steps) == 1 else None}
     ax.fill_between(steps, low, high, color="#0072b2", alpha=0.2, linewidth=0, gid="band")
@@ -399,7 +399,7 @@ def _one_gate(array: xr.DataArray, gate: str | None) -> xr.DataArray:
 
 
 def _picked_unit_text(units: Any, count: int, most: int) -> tuple[list[int], str | None]:
-    """Which units are drawn."""
+    """Select the units that are drawn."""
     if units is None:
         return choose(count, most, "units")
     given = listed(units, most=count) if not isinstance(units, int | np.integer) else [units]

@@ -40,7 +40,7 @@ GUESS = {
 
 
 def block_norms(data: Any, figure: str, dims: Sequence[str] | None) -> tuple[xr.DataArray, bool]:
-    """One number per pair of steps, and whether it is a norm taken here, over output units and input features.
+    """Return one number per pair of steps, and whether it is a norm taken here, over output units and input features.
 
     A Jacobian of a layer that returns its last output only gets an ``out_time`` of one step: the last.
     """
@@ -142,7 +142,7 @@ def time_jacobian(
 def matrices_of(
     array: xr.DataArray, samples: str, most: int
 ) -> tuple[list[str], list[Numbers], list[Numbers], str | None]:
-    """Titles, (out_time, in_time) matrices, where these are padding, and the note on what was done to samples."""
+    """Return titles, (out_time, in_time) matrices, their padding, and the note on how samples were reduced."""
     directions = names_of(array, DIRECTION) if DIRECTION in array.dims else [""]
     parts = [array.isel({DIRECTION: i}) if DIRECTION in array.dims else array for i in range(len(directions))]
     note: str | None = None
@@ -165,7 +165,7 @@ def matrices_of(
 
 
 def _of_all(part: xr.DataArray, samples: str) -> tuple[xr.DataArray, str | None]:
-    """One Jacobian for all samples, and the note that says how."""
+    """Reduce all samples to one Jacobian; return it and the note on how."""
     if SAMPLE not in part.dims:
         return part, None
     count = part.sizes[SAMPLE]
@@ -197,7 +197,7 @@ def draw_matrix(
     *,
     log: bool,
 ) -> Any:
-    """One panel; signed values on the diverging map, others from white up, padding grey, what cannot be hatched."""
+    """Draw one panel: signed values on the diverging map, others from white up, padding grey."""
     with np.errstate(invalid="ignore"):
         signed = bool((matrix < 0).any())
     look: dict[str, Any] = {"cmap": DIVERGING if signed else POSITIVE}
@@ -213,7 +213,7 @@ def draw_matrix(
 
 
 def _hatch(ax: Any, matrix: Numbers, in_times: Numbers, out_times: Numbers) -> None:
-    """The triangle that no input can reach its output from, where every value in it is 0."""
+    """Hatch the triangle of inputs that cannot reach their output, where every value in it is 0."""
     for later in (True, False):  # a backward layer is reached from later steps only
         never = in_times[None, :] > out_times[:, None] if later else in_times[None, :] < out_times[:, None]
         if not never.any() or (matrix[never] != 0).any():
@@ -230,7 +230,7 @@ def _hatch(ax: Any, matrix: Numbers, in_times: Numbers, out_times: Numbers) -> N
 
 
 def _draw_row(ax: Any, row: Numbers, padded: Numbers, steps: Numbers, *, log: bool) -> None:
-    """The only output step there is, as a line; on a logarithmic axis where nothing is negative."""
+    """Draw the only output step as a line, on a logarithmic axis where nothing is negative."""
     bad = ~np.isfinite(row)
     mark_steps(ax, steps[bad & ~padded])
     shade(ax, steps, padded)
@@ -347,7 +347,7 @@ def _profile(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log
 
 
 def _columns(ax: Any, matrix: Numbers, padded: Numbers, array: xr.DataArray, log: bool) -> None:
-    """Sum of each column, under it."""
+    """Draw the sum of each column, under it."""
     steps = positions(array, IN_TIME)
     totals = input_totals(np.where(padded, 0.0, matrix))
     ax.plot(steps, _drawn(totals, log), color="#0072b2", linewidth=1.2, gid="columns")

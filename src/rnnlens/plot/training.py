@@ -32,7 +32,7 @@ _DENSER = 8.0
 
 
 def edges_of(places: Numbers) -> Numbers:
-    """Where cells meet whose middles these are: half-way between neighbours."""
+    """Return the edges of cells from their middles: half-way between neighbours."""
     places = np.asarray(places, dtype=float)
     if len(places) < 2:
         return np.array([places[0] - 0.5, places[0] + 0.5])
@@ -41,7 +41,7 @@ def edges_of(places: Numbers) -> Numbers:
 
 
 def is_denser_early(steps: Numbers) -> bool:
-    """Whether records at the end lie many times as far apart as at the start, as those at powers of two do."""
+    """Return whether late records lie many times as far apart as early ones, as those at powers of two do."""
     gaps = np.diff(np.asarray(steps, dtype=float))
     if len(gaps) < 4 or np.any(gaps <= 0):
         return False
@@ -50,7 +50,7 @@ def is_denser_early(steps: Numbers) -> bool:
 
 
 def training_axis(ax: Any, steps: Numbers) -> None:
-    """Linear, or logarithmic where records are denser early (step 0, before training, has room at its left end)."""
+    """Set a linear axis, or a logarithmic one where records are denser early (step 0 has room at its left end)."""
     if is_denser_early(steps):
         first, last = float(steps[steps > 0].min()), float(steps.max())
         ax.set_xscale("symlog", linthresh=first, linscale=0.5)
@@ -66,7 +66,7 @@ def training_axis(ax: Any, steps: Numbers) -> None:
 
 
 def scalar_line(ax: Any, scalar: xr.DataArray, *, label: str | None = None, colour: Any = None) -> None:
-    """One number over training; positive ones that span more than a decade on a logarithmic axis."""
+    """Draw one number over training; positive ones that span more than a decade on a logarithmic axis."""
     steps, values = positions(scalar, "step"), np.asarray(scalar.values, dtype=float)
     bad = ~np.isfinite(values)
     name = str(scalar.name)
@@ -80,7 +80,7 @@ def scalar_line(ax: Any, scalar: xr.DataArray, *, label: str | None = None, colo
 
 
 def log_where_it_helps(ax: Any, lines: Sequence[Numbers], *, most: float = _RANGE) -> bool:
-    """A logarithmic value axis where all that is finite is positive and spans a decade."""
+    """Set a logarithmic value axis where all finite values are positive and span a decade."""
     values = np.concatenate([np.ravel(line) for line in lines])
     values = values[np.isfinite(values)]
     if not values.size or values.min() <= 0 or values.max() < most * values.min():
@@ -91,7 +91,7 @@ def log_where_it_helps(ax: Any, lines: Sequence[Numbers], *, most: float = _RANG
 
 
 def moments_of(moments: Mapping[str, float] | None, steps: Numbers) -> dict[str, float]:
-    """Named moments of training, each within the run.
+    """Check named moments of training, each within the run.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def mark_moments(axes: Sequence[Any], moments: Mapping[str, float], *, words: bo
 
 
 def under_training(figure: Any, moments: Mapping[str, float]) -> str:
-    """What stands below the axis of training: its name, and the numbered moments, in lines that fit the figure."""
+    """Return the label of the training axis with the numbered moments, in lines that fit the figure."""
     named = "; ".join(f"{n} {name} (step {step:g})" for n, (name, step) in enumerate(moments.items(), start=1))
     lines = wrapped_label(named, 0.9 * float(figure.bbox.width / figure.dpi))
     return f"training step\n{lines}" if named else "training step"
@@ -224,7 +224,7 @@ def film(
 
 
 def _strips(run: Any, layers: Any, quantity: str) -> dict[str, xr.DataArray]:
-    """Profiles (step, time) by what their panels are called."""
+    """Return profiles (step, time) by the name of their panel."""
     held = {name: run[name] for name in run} if isinstance(run, Mapping) and hasattr(run, "scalars") else None
     if held is None:
         expected = 'a followed training: rl.open("runs/a.zarr")'
@@ -273,7 +273,7 @@ def _under(run: Any, below: Any) -> xr.DataArray | None:
 
 
 def _draw_film(ax: Any, strip: xr.DataArray, keywords: Mapping[str, Any]) -> Any:
-    """One panel: training steps across, time steps down, the first on top."""
+    """Draw one panel: training steps across, time steps down, the first on top."""
     down = next(str(dim) for dim in strip.dims if dim != STEP)
     shares: Numbers = share_of_peak(strip.transpose(STEP, down).values)
     # What is below the scale has its lowest colour, which is white; what is not a number is grey.
@@ -289,7 +289,7 @@ def _draw_film(ax: Any, strip: xr.DataArray, keywords: Mapping[str, Any]) -> Any
 
 
 def _finish(panels: Panels, drawn: Any, decades: float, down: str) -> None:
-    """One colour bar for all, and ticks of training at the bottom only."""
+    """Draw one colour bar for all panels, and ticks of training at the bottom only."""
     for place in panels.axes[:-1]:
         if panels.owners:
             place.tick_params(labelbottom=False)
@@ -397,7 +397,7 @@ def _selected(run: Any, select: Any) -> dict[str, xr.DataArray]:
 
 
 def _groups(chosen: Mapping[str, xr.DataArray]) -> dict[str, dict[str, xr.DataArray]]:
-    """By kind, in the order of the panels; within a kind by what is left of the name."""
+    """Group scalars by kind, in the order of the panels."""
     found: dict[str, dict[str, xr.DataArray]] = {}
     for name, scalar in chosen.items():
         kind, rest = _parted(name)
@@ -407,7 +407,7 @@ def _groups(chosen: Mapping[str, xr.DataArray]) -> dict[str, dict[str, xr.DataAr
 
 
 def _parted(name: str) -> tuple[str, str]:
-    """``lstm/weight_norm/kernel``: a kind, and what tells its lines apart."""
+    """Split ``lstm/weight_norm/kernel`` into a kind and the name of its line."""
     norm = _NORM.fullmatch(name)
     if norm is not None:
         words = (norm["layer"], norm["weight"], norm["after"] and "clipped")
@@ -430,7 +430,7 @@ def _draw_timeline(ax: Any, kind: str, lines: Mapping[str, xr.DataArray], keywor
 
 
 def _name(ax: Any, lines: Mapping[str, xr.DataArray], *, beside: bool) -> None:
-    """A legend where there is more than one line, or one of a layer; many names stand beside the panel."""
+    """Draw a legend where there is more than one line; many names stand beside the panel."""
     if len(lines) > 1 or next(iter(lines)):
         where = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.05)} if beside else {"loc": "best"}
         columns = 1 + len(lines) // _BESIDE if beside else 1 if len(lines) <= _INSIDE else 2

@@ -37,7 +37,7 @@ from ._images import IMSHOW, Matrix, colour_bar, draw_image, fade, merge_note, s
 
 
 def drawing_order() -> dict[str, int]:
-    """From top to bottom as the cells list their weights; others follow."""
+    """Return the rank of each weight from top to bottom, in the order in which cells list them."""
     names = dict.fromkeys(name for cell in kinds().values() for name in cell.parameters)
     return {name: position for position, name in enumerate(names)}
 
@@ -60,7 +60,7 @@ class Kernel:
 
 
 def kernels_of(weights: Any, figure: str, *, grad: bool = False) -> tuple[list[Kernel], dict[str, Any]]:
-    """All weights of a layer (their gradients with ``grad``) in drawing order, forward first; and its attributes.
+    """Return weights of a layer (gradients with ``grad``) in drawing order, forward first, and its attributes.
 
     Raises
     ------
@@ -101,7 +101,7 @@ def _is_derived(name: str) -> bool:
 
 
 def _labelled(name: str, data: Any, figure: str, *, recurrent: bool) -> xr.DataArray:
-    """Plain arrays have gates where there is a recurrent kernel among them."""
+    """Label a weight; plain arrays have gates where there is a recurrent kernel among them."""
     if isinstance(data, xr.DataArray):
         return labelled(data, figure)
     known = weight_of(name.removesuffix("_grad")) if recurrent else None
@@ -119,7 +119,7 @@ def _labelled(name: str, data: Any, figure: str, *, recurrent: bool) -> xr.DataA
 
 
 def _split(name: str, array: xr.DataArray) -> list[Kernel]:
-    """By direction; a gradient by time is summed over it, which is dL/dW."""
+    """Split by direction; a gradient by time is summed over it, which is dL/dW."""
     words = value_label(array)
     if TIME in array.dims:
         array = array.sum(TIME, skipna=False, keep_attrs=True)
@@ -238,7 +238,7 @@ def _bars(panels: Panels, columns: list[list[Kernel]], drawn: list[Any], label: 
 
 
 def _open(columns: list[list[Kernel]], directions: list[str | None], ax: Any, figure: Any) -> Panels:
-    """One row per kernel, as tall as it has rows, within reason."""
+    """Open one row per kernel, as tall as it has rows, within reason."""
     count = max(len(column) for column in columns)
     tall = [0.1 + 2.6 * min(1.0, max(c.values.shape[0] for c in row) / 64) ** 0.6 for row in zip(*columns, strict=True)]
     wide = max(kernel.values.shape[1] * kernel.values.shape[2] for kernel in columns[0])
@@ -272,7 +272,7 @@ def _steps(kernel: Kernel) -> tuple[int, int]:
 def _draw_weight_maps(
     ax: Any, kernel: Kernel, top: float, keywords: dict[str, Any], *, absolute: bool, log: bool
 ) -> Any:
-    """One kernel with its separators and its count of missing values."""
+    """Draw one kernel with its separators and its count of missing values."""
     rows, gates, units = kernel.values.shape
     matrix = kernel.values.reshape(rows, gates * units)
     matrix = np.abs(matrix) if absolute else matrix
@@ -360,7 +360,7 @@ def weight_lags(
 
 
 def _weights_of(dataset: xr.Dataset) -> list[str]:
-    """Names of the weights that have a gradient here, in drawing order."""
+    """Return the names of the weights that have a gradient here, in drawing order."""
     gradients = [str(name).removesuffix("_norm") for name in dataset.data_vars]
     found = {name.removesuffix("_grad") for name in gradients if name.endswith("_grad")}
     order = drawing_order()
@@ -368,7 +368,7 @@ def _weights_of(dataset: xr.Dataset) -> list[str]:
 
 
 def _by_time(dataset: xr.Dataset, name: str) -> xr.DataArray | None:
-    """(direction, time, gate) norms of what each step adds, of a weight; None where it has no gradient by time."""
+    """Return the norms of each step's part of dL/dW, (direction, time, gate); None without a gradient by time."""
     for key in (f"{name}_grad_norm", f"{name}_grad"):
         if key in dataset and TIME in dataset[key].dims:
             array = labelled(dataset[key], "weight_lags")
@@ -384,7 +384,7 @@ def _by_time(dataset: xr.Dataset, name: str) -> xr.DataArray | None:
 
 
 def _draw_weight_lags(ax: Any, norms: xr.DataArray, runs_back: bool, delays: Numbers, keywords: dict[str, Any]) -> None:
-    """The gates of one weight."""
+    """Draw the gates of one weight."""
     names = names_of(norms, GATE)
     shares = lag_shares(norms.transpose(TIME, GATE).values, runs_back=runs_back)
     lag = np.arange(shares.shape[1])

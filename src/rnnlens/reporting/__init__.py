@@ -26,7 +26,7 @@ __all__ = ["check_path", "report"]
 
 
 def _switch_or(kind: type, expected: str) -> Check:
-    """A switch, or a finished result."""
+    """Make a check for a switch or a finished result."""
 
     def finished(name: str, value: Any) -> Any:
         if not isinstance(value, kind):
@@ -37,7 +37,7 @@ def _switch_or(kind: type, expected: str) -> Check:
 
 
 def _tokens(name: str, value: Any) -> Any:
-    """From number to text."""
+    """Check a mapping from number to text."""
     if not (callable(value) or isinstance(value, Mapping | Sequence)) or isinstance(value, str):
         expected = "a list or mapping from number to text, or a function"
         raise InputError(message(f"{name}= gives no text.", got=shown(value), expected=expected))
@@ -149,7 +149,7 @@ def report(
 
 
 def write(target: Path, material: Material, origin: ReportOrigin) -> None:
-    """Render, and replace the file in one step."""
+    """Render the page, and replace the file in one step."""
     text = render(material, origin)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -162,7 +162,7 @@ def write(target: Path, material: Material, origin: ReportOrigin) -> None:
 
 
 def check_path(path: Path) -> Path:
-    """Find out now that no report could be written to ``path``, rather than after a long computation.
+    """Refuse a path that no report can be written to, before a long computation.
 
     Raises
     ------
@@ -179,7 +179,7 @@ def check_path(path: Path) -> Path:
 
 
 def _results(model: Any) -> list[Any] | None:
-    """The finished results that were given in place of a model."""
+    """Return the finished results given in place of a model; None for a model."""
     if isinstance(model, Result | xr.DataArray):
         return [model]
     found = listed(model) if isinstance(model, list | tuple) else None
@@ -207,7 +207,7 @@ def _title(material: Material) -> str:
 
 
 def _name(model: Any, results: Sequence[Any] | None) -> str:
-    """The kinds of the results, or of the model."""
+    """Return the class names of the results, or of the model."""
     return ", ".join(dict.fromkeys(type(one).__name__ for one in ([model] if results is None else results)))
 
 
@@ -218,7 +218,7 @@ def _now() -> str:
 def _call(
     path: Any, has_target: bool, samples: int, seed: int, given: Mapping[str, Any], diagnosis: Any, jacobian: Any
 ) -> str:
-    """The call that was made, as far as words go."""
+    """Return the call that was made, as code."""
     words = [f"path={str(path)!r}"]
     words += [f"{name}={_word(value, name)}" for name, value in given.items() if value is not None]
     words += [f"samples={samples}"] * (samples != 64) + [f"seed={seed}"]
@@ -233,7 +233,7 @@ def _arguments(given: Mapping[str, Any], samples: int, seed: int) -> dict[str, s
 
 
 def _word(value: Any, name: str) -> str:
-    """A plain value as it is written, a function by its name, anything else by the name of its argument."""
+    """Write a plain value as code, a function by its name, anything else by the name of its argument."""
     if isinstance(value, str | int | float | tuple | list):
         return shown(value) if not isinstance(value, str) else repr(value)
     called = str(getattr(value, "__name__", ""))

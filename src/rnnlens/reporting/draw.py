@@ -109,7 +109,7 @@ def lines(drawn: Sequence[StaticLine], frame: CurveAxes, height: int = 190) -> M
 
 
 def _word(x: float, y: float, anchor: str, word: str) -> Markup:
-    """Write a word beside a mark."""
+    """Write a plain value as code, a function by its name, anything else by the name of its argument."""
     text = Markup('<text class="word" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
     return text.format(x, y, anchor, word)
 

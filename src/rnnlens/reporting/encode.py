@@ -41,7 +41,7 @@ class Scale:
     log: bool = False
 
     def codes(self, values: Array, levels: int) -> Array:
-        """Codes 0 to ``levels``; what is not finite gets 0 here, and has to be marked by the caller."""
+        """Return codes 0 to ``levels``; values that are not finite get 0, and the caller marks them."""
         span = self.high - self.low or 1.0
         with np.errstate(divide="ignore", invalid="ignore"):
             measured = np.log10(values) if self.log else np.asarray(values, dtype=np.float64)
@@ -49,12 +49,12 @@ class Scale:
         return np.clip(np.rint(share * levels), 0, levels)
 
     def to_json(self) -> list[Any]:
-        """``[low, high, log]``."""
+        """Return ``[low, high, log]``."""
         return [float(f"{self.low:.7g}"), float(f"{self.high:.7g}"), self.log]
 
 
 def scale_of(values: Array, *, log: bool = False, signed: bool = False) -> Scale:
-    """The scale that holds all finite values: symmetric about 0 where ``signed``."""
+    """Return the scale that holds all finite values: symmetric about 0 where ``signed``."""
     finite = np.asarray(values, dtype=np.float64)
     finite = finite[np.isfinite(finite)]
     if log:
@@ -75,7 +75,7 @@ def scale_of(values: Array, *, log: bool = False, signed: bool = False) -> Scale
 
 
 def image(values: Array, palette: str, scale: Scale, padded: Array | None = None) -> str:
-    """A map (row, column) as the data URL of an indexed PNG; ``padded`` (column,) marks steps that are no data."""
+    """Return a map (row, column) as the data URL of an indexed PNG; ``padded`` (column,) marks padding."""
     codes = scale.codes(values, LEVELS)
     codes[~np.isfinite(values)] = BROKEN
     if padded is not None:
@@ -89,7 +89,7 @@ def image(values: Array, palette: str, scale: Scale, padded: Array | None = None
 
 
 def row_codes(values: Array, scale: Scale, padded: Array | None = None) -> str:
-    """Curves (row, step) as base64 of little-endian 16-bit codes; ``padded`` has their shape."""
+    """Return the curves (row, step) as base64 of little-endian 16-bit codes; ``padded`` has their shape."""
     codes = scale.codes(values, FINE)
     codes[~np.isfinite(values)] = FINE_BROKEN
     if padded is not None:
@@ -99,7 +99,7 @@ def row_codes(values: Array, scale: Scale, padded: Array | None = None) -> str:
 
 @cache
 def colours(palette: str) -> Array:
-    """(256, 3) of uint8: a colour for each code, no two the same."""
+    """Return a colour for each code, (256, 3) of uint8, no two the same."""
     shades = colormaps[_MAPS[palette]](np.linspace(0, 1, LEVELS + 1))[:, :3]
     table = np.zeros((256, 3), dtype=np.int64)
     table[: LEVELS + 1] = np.rint(shades * 255)
@@ -117,7 +117,7 @@ def colours(palette: str) -> Array:
 
 
 def hex_colours(palette: str) -> str:
-    """All colours of a palette in one string, six digits each."""
+    """Return all colours of a palette in one string, six digits each."""
     return bytes(colours(palette).ravel()).hex()
 
 

@@ -136,7 +136,7 @@ _WANTED = (
 
 
 def look(model: Any, request: ReportRequest) -> Material:
-    """Trace a model and its baseline on the same samples, rank these, and ask for everything else."""
+    """Trace a model and its baseline on the same samples, rank these, and compute everything else."""
     adapter = adapter_for(model)
     held, why_one = read(adapter, model, request.x, request.y, request.axes)
     material = Material(total=held.count, layers=find_layers(model))
@@ -153,7 +153,7 @@ def look(model: Any, request: ReportRequest) -> Material:
 
 
 def look_at(results: Sequence[Any]) -> Material:
-    """The same of results that are already there, as far as they go."""
+    """Collect the same from finished results, as far as they go."""
     material = Material()
     for result in results:
         if isinstance(result, Trace):
@@ -180,7 +180,7 @@ def look_at(results: Sequence[Any]) -> Material:
 
 
 def moment(name: str, found: Trace) -> Moment:
-    """What a trace holds, as the report shows it."""
+    """Return the trace in the form in which the report shows it."""
     tracks = tracks_of(found)
     first = next((found.dataset(layer) for layer in found.layers if "input" in found.dataset(layer)), None)
     if first is None:
@@ -190,7 +190,7 @@ def moment(name: str, found: Trace) -> Moment:
 
 
 def _trace(material: Material, adapter: Adapter, model: Any, held: ReportSamples, request: ReportRequest) -> None:
-    """As many samples as were asked for, or as fit the memory granted."""
+    """Trace as many samples as were asked for, or as fit the memory granted."""
     count = held.count if held.count is not None else 0
     chosen = list(range(min(request.samples, count))) if held.count is not None else []
     while True:
@@ -212,7 +212,7 @@ def _trace(material: Material, adapter: Adapter, model: Any, held: ReportSamples
 
 
 def _traced(model: Any, x: Any, y: Any, request: ReportRequest) -> Trace:
-    """States, gates and gradients; also the states of cells that only they know."""
+    """Trace states, gates and gradients; also states of registered cells."""
     options: dict[str, Any] = {
         "layers": request.layers,
         "loss": request.loss,
@@ -237,7 +237,7 @@ def _rank(material: Material, adapter: Adapter, model: Any, held: ReportSamples,
 
 
 def _gradient_sizes(tracks: Sequence[Track], count: int) -> Array:
-    """(sample,): peak of the gradient of each sample; 0 without gradients, so that samples keep their order."""
+    """Return the peak of each sample's gradient, (sample,); 0 without gradients, which keeps their order."""
     for track in reversed(tracks):
         for gradient in track.gradients.values():
             return np.nan_to_num(norms(gradient), nan=np.inf).max(axis=1)
@@ -277,7 +277,7 @@ def _shape(found: Moment) -> list[tuple[str, int, int, int]]:
 
 
 def _words(held: ReportSamples, numbers: Sequence[int], tokens: Any) -> list[list[str]] | None:
-    """What each step of each sample is called: of integer inputs, by ``tokens``, or by their number."""
+    """Return the text of each step of each sample: of integer inputs, by ``tokens``, or by their number."""
     if held.count is None:
         return None
     leaf = np.asarray(data.leaves_of(held.x)[0])
@@ -326,7 +326,7 @@ def _time_map(material: Material, adapter: Adapter, model: Any, held: ReportSamp
 
 
 def _healthy(material: Material) -> list[int]:
-    """The samples that tell most, without those whose states are not finite: one would be all of a mean."""
+    """Return the samples shown first, without those whose states are not finite, which would dominate a mean."""
     telling = list(material.ranking.telling) if material.ranking is not None else []
     states = [state for track in material.moments[0].tracks for state in track.states.values()]
     healthy = [i for i in telling if all(np.isfinite(state[i]).all() for state in states)]
@@ -353,7 +353,7 @@ def _diagnose(material: Material, model: Any, held: ReportSamples, request: Repo
 
 
 def _reason(error: RnnlensError) -> str:
-    """What went wrong in one line, with what was got where that was said."""
+    """Return an error in one line, with the value it names."""
     what, *rest = str(error).splitlines()
     got = next((line.partition("got:")[2].strip() for line in rest if line.strip().startswith("got:")), "")
     return f"{what.rstrip('.')}: {got}" if got else what

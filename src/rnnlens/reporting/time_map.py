@@ -65,7 +65,7 @@ def of_model(
     outputs: Sequence[tuple[int, ...]],
     request: ReportRequest,
 ) -> TimeMap:
-    """Outputs by inputs; of a model that answers once at the end, the states of its last layer by the inputs.
+    """Compute outputs by inputs; of a model with a single output step, the states of its last layer by the inputs.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def of_model(
 
 
 def of_array(found: xr.DataArray) -> TimeMap:
-    """The same of a time Jacobian that is already there."""
+    """Convert a finished time Jacobian."""
     return _labelled(found, "", int(found.sizes.get(SAMPLE, 0)), 0, [])
 
 

@@ -67,12 +67,12 @@ class Track:
 
 
 def symbol(state: str) -> str:
-    """A state as it is written in formulas: h, c; by its own name where it has no letter."""
+    """Return the symbol of a state in formulas (h, c), or its name where it has none."""
     return _SYMBOLS.get(state, state.replace("_", " "))
 
 
 def tracks_of(trace: Trace) -> list[Track]:
-    """All tracks of a trace, layers in the order of their calls."""
+    """Return all tracks of a trace, layers in the order of their calls."""
     found = []
     for name in trace.layers:
         dataset = trace.dataset(name)
@@ -107,13 +107,13 @@ def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
 
 
 def norms(values: Array) -> Array:
-    """(sample, time, unit) to the norm over units, (sample, time), in float64."""
+    """Return the norm over units, (sample, time), of (sample, time, unit), in float64."""
     size: Array = safe_norm(np.asarray(values, dtype=np.float64), axis=-1)
     return size
 
 
 def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
-    """By what the units of a track may be sorted: one number per unit each, largest first when sorted.
+    """Return the keys by which units are sorted: one number per unit each.
 
     Parameters
     ----------
@@ -146,7 +146,7 @@ def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
 
 
 def binned(values: Array, width: int, *, size: bool = False) -> Array:
-    """(sample, time, ...) with ``width`` steps merged into one: their mean, or where ``size`` their root mean square.
+    """Merge ``width`` steps of (sample, time, ...) into one: their mean, or where ``size`` their root mean square.
 
     A bin in which any value is not finite is NaN: it must not look healthy.
     """
@@ -165,7 +165,7 @@ def binned(values: Array, width: int, *, size: bool = False) -> Array:
 
 
 def quartiles(curves: Array) -> Array:
-    """Median between its quartiles over samples, (3, time), of what is finite; NaN where nothing is."""
+    """Return lower quartile, median and upper quartile over finite samples, (3, time); NaN where none is finite."""
     kept = np.where(np.isfinite(curves), curves, np.nan)
     empty = ~np.isfinite(kept).any(axis=0)
     kept[:, empty] = 0.0
@@ -175,7 +175,7 @@ def quartiles(curves: Array) -> Array:
 
 
 def by_own_peak(curves: Array) -> Array:
-    """Each sample divided by its largest finite value; one that is 0 throughout is NaN."""
+    """Divide each sample by its largest finite value; NaN where it is 0 throughout."""
     finite = np.where(np.isfinite(curves), curves, 0.0)
     peak = finite.max(axis=1, keepdims=True, initial=0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
