@@ -190,13 +190,13 @@ def _log_ticks(bar: Any, low: float, high: float, linear: float) -> None:
 
 
 def one_line(words: str, inches: float) -> str:
-    """Shorten a label to one line of that length: without its symbol, then without its long name."""
+    """Shorten a label to one line of that length: without the part before its first comma, then only that part."""
     most = int(LETTERS_PER_INCH * inches)
     symbol, _, name = words.partition(", ")
-    for part in (words, name if symbol.startswith("$") else words, symbol if symbol.startswith("$") else words):
+    for part in (words, name, symbol):
         if part and len(re.sub(r"\$.*?\$", "dL/dh", part)) <= most:
             return part
-    return textwrap.shorten(name if symbol.startswith("$") else words, max(most, 12), placeholder="…")
+    return textwrap.shorten(name or words, max(most, 12), placeholder="…")
 
 
 def _slender(axes: Sequence[Any]) -> tuple[float, float]:

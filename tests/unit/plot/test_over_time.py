@@ -18,7 +18,6 @@ def mosaic(data, **keywords):
     return rl.plot.heatmap(data, samples="panels", **keywords)
 
 
-
 def lines(ax):
     (found,) = [c for c in ax.collections if c.get_gid() == "lines"]
     return np.stack([path.vertices for path in found.get_paths()])
