@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 class RnnlensError(Exception):
-    """Base of all errors of rnnlens."""
+    """Base class of all errors of rnnlens."""
 
 
 class InputError(RnnlensError, ValueError):
@@ -71,7 +71,7 @@ class UserCodeError(RnnlensError):
 
 
 class CertificateError(RnnlensError):
-    """Why a result cannot be held against the model's plain run; never leaves rnnlens."""
+    """A result that cannot be compared with the reference run, and why; never leaves rnnlens."""
 
 
 class SelfCheckWarning(UserWarning):
@@ -79,7 +79,7 @@ class SelfCheckWarning(UserWarning):
 
 
 class TrackingWarning(UserWarning):
-    """What a watch has to say of a training that it follows: nothing was recorded, a record failed, another writes."""
+    """A warning of a watch: nothing was recorded, a record failed, or another process writes."""
 
 
 def message(what: str, *, got: object = None, expected: object = None, hint: str | None = None) -> str:
@@ -132,7 +132,7 @@ def shape_of(value: object) -> tuple[int, ...] | None:
 
 @contextmanager
 def raised_by(whose: str) -> Iterator[None]:
-    """Within the block code of the user runs: what it raises becomes one error of ours that says ``whose`` code it was.
+    """Turn errors of user code that runs within the block into one of ours that names ``whose`` code it was.
 
     Errors of ours, KeyboardInterrupt and SystemExit pass as they are.
 
@@ -198,7 +198,7 @@ def _cut(got: object) -> str:
 
 @contextmanager
 def runs_again(cell: str) -> Iterator[None]:
-    """Within the block a cell of the user is run apart from its model, on steps that were captured.
+    """Turn errors of a user's cell that runs apart from its model, on captured steps, into one of ours.
 
     Raises
     ------
@@ -214,7 +214,7 @@ def runs_again(cell: str) -> Iterator[None]:
 
 
 def two_layers_called(name: str) -> str:
-    """What is said of a model whose layers cannot be told apart by name."""
+    """Return the message for a model with two layers of one name."""
     return message(
         f"Two different layers are called {name!r}.",
         expected="a name of its own for each layer",
@@ -223,7 +223,7 @@ def two_layers_called(name: str) -> str:
 
 
 def no_function_of_its_own(cell: str, got: str) -> str:
-    """What to say of a cell that reads what only exists while its model runs."""
+    """Return the message for a cell that reads state which only exists while its model runs."""
     return message(
         f"{cell}, run again on its own input and state, does not do what it did within the model.",
         got=got,

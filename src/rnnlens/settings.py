@@ -27,7 +27,7 @@ _BYTES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What is in force.
+    """The options in force.
 
     Attributes
     ----------
@@ -136,7 +136,7 @@ class options:  # noqa: N801 - called like a function
 
 
 def parse_memory(amount: str | int | float) -> int:
-    """Number of bytes in words such as ``"2 GiB"``, ``"500 MB"``, or in a plain number.
+    """Return the number of bytes in words such as ``"2 GiB"``, ``"500 MB"``, or in a plain number.
 
     >>> parse_memory("1.5 KiB"), parse_memory("2GB"), parse_memory(4096)
     (1536, 2000000000, 4096)
@@ -162,7 +162,7 @@ def parse_memory(amount: str | int | float) -> int:
 
 
 def format_memory(size: int | float) -> str:
-    """Bytes in words, in binary units.
+    """Format bytes in binary units.
 
     >>> format_memory(1536), format_memory(3 * 1024**3)
     ('1.5 KiB', '3 GiB')
@@ -177,7 +177,7 @@ def format_memory(size: int | float) -> str:
 
 
 def _unit(word: str) -> int | None:
-    """Bytes in a unit, however it is capitalised; K, M, G and T alone are binary, as users of tools mean them."""
+    """Return the bytes in a unit, however it is capitalised; K, M, G and T alone are binary."""
     by_lower = {unit.lower(): size for unit, size in _BYTES.items()}
     return by_lower.get({"": "b"}.get(word.lower(), word.lower()) if len(word) != 1 else _letter(word.lower()))
 

@@ -25,32 +25,32 @@ class JaxEngine:
         self._keep = keep
 
     def to_array(self, tensor: Any) -> Array:
-        """A NumPy array (torch off the CPU: a torch tensor); halves become float32."""
+        """Copy a tensor to NumPy (torch off the CPU: to a torch tensor); halves become float32."""
         tensor = jnp.asarray(tensor)
         if tensor.dtype in (jnp.bfloat16, jnp.float16):
             tensor = tensor.astype(jnp.float32)
         return np.asarray(tensor)
 
     def like(self, array: Array, other: Array) -> Array:
-        """A NumPy array as the kind of array that ``other``, a result of :meth:`to_array`, is."""
+        """Convert a NumPy array to the kind of array of ``other``, a result of :meth:`to_array`."""
         del other
         return array
 
     def join(self, arrays: Sequence[Array]) -> Array:
-        """Results of :meth:`to_array` joined along their first axis."""
+        """Concatenate results of :meth:`to_array` along their first axis."""
         return np.concatenate(list(arrays))
 
     def own(self, array: Any) -> Any:
-        """A copy where the engine would otherwise share memory with the user's array."""
+        """Copy an array where the engine would otherwise share memory with the user's."""
         # JAX on a CPU may use a NumPy array's own memory.
         return np.array(array) if isinstance(array, np.ndarray) else array
 
     def values(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """What to run with in place of the values of variables; None where the program may read them itself."""
+        """Return tensors to substitute for the values of variables; None where the program may read them itself."""
         return list(tensors)
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
-        """Loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
+        """Return loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
         zeros = _zeros(program)
 
         def loss_of(zeros: dict[str, Any]) -> Any:
@@ -60,7 +60,7 @@ class JaxEngine:
         return loss, aux, found
 
     def forward(self, program: Program) -> tuple[Any, Any]:
-        """Loss and aux, without gradients."""
+        """Return loss and aux, without gradients."""
         return program(lambda key, tensor: tensor)
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
@@ -68,7 +68,7 @@ class JaxEngine:
         return _compiled(function, arguments, memo)
 
     def settings(self) -> Hashable:
-        """The engine's own settings that what is compiled depends on."""
+        """Return the engine's own settings that compiled programs depend on."""
         config = jax.config
         return (
             config.jax_enable_x64,
@@ -79,7 +79,7 @@ class JaxEngine:
 
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:
-        """Nothing to put back: Keras draws from variables here."""
+        """Do nothing: Keras draws from variables on this engine."""
         del seed
         yield
 
@@ -114,7 +114,7 @@ def _adding(zeros: dict[str, Any], keep: Keep) -> Tap:
 
 
 def _compiled(function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
-    """Compiled from the text that ``function`` lowers to now; equal texts, constants included, are compiled once."""
+    """Compile the text that ``function`` lowers to now; equal texts, constants included, are compiled once."""
     trees: list[Any] = []
 
     def flat(leaves: list[Any]) -> list[Any]:
@@ -151,7 +151,7 @@ class _JaxProgram:
         self._keys = list(zeros)
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
-        """See :class:`rnnlens.autodiff.protocol.Linearised`."""
+        """Pull cotangents back; see :class:`rnnlens.autodiff.LinearisedProgram`."""
         count = len(next(iter(cotangents.values())))
         linked = self._memo.once(frozenset(cotangents), lambda: self._linked(set(cotangents)))
         full = {}
@@ -220,7 +220,7 @@ class _JaxSteps:
 
 
 def linked_outputs(function: Callable[[Any], Mapping[str, Any]], template: Any, names: set[str]) -> set[str]:
-    """Keys of ``function(template)`` that depend on the entries ``names`` of its dictionary argument.
+    """Return the keys of ``function(template)`` that depend on the entries ``names`` of its dictionary argument.
 
     Meant for pull backs, in which JAX leaves out whatever has no path: what remains is linked.
     """
@@ -233,7 +233,7 @@ def linked_outputs(function: Callable[[Any], Mapping[str, Any]], template: Any, 
 
 
 def with_outputs_moved(closed: Any, arguments: Sequence[Any], moves: Mapping[int, Any]) -> list[Any]:
-    """Results of a program in which some results, by index, are moved where they are computed.
+    """Run a program in which some results, by index, are moved where they are computed.
 
     What the program computes from them moves along. A result that is one of its arguments is moved at the end only.
     """
@@ -276,7 +276,7 @@ def _reach(jaxpr: Any, marked: list[bool]) -> list[bool]:
 
 
 def _through(equation: Any, incoming: list[bool]) -> list[bool]:
-    """What one operation passes on: exactly for calls and loops, everything to everything otherwise."""
+    """Return which results of one operation depend on marked arguments: exact for calls and loops, else all."""
     inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
     inner = getattr(inner, "jaxpr", inner)
     count = len(equation.outvars)

@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 def as_it_is(old: Any, new: Any) -> Any:
-    """Where nothing is attached to tensors."""
+    """Return the new tensor unchanged, where nothing is attached to tensors."""
     del old
     return new
 
 
 class Memo:
-    """What was found out and compiled for one question about a model.
+    """Results and executables that are kept for one question about a model.
 
     One memo serves every run of a question that depends on nothing outside; a question that may have changed gets a
     new one each time, which shares no more than ``executables``: what was compiled, by the trace it was compiled from.
@@ -37,14 +37,14 @@ class Memo:
         self._made: dict[Any, Any] = {}
 
     def once(self, name: Any, make: Callable[[], T]) -> T:
-        """What ``make`` returned when it was first asked for under this name."""
+        """Return the result that ``make`` returned at the first call under this name."""
         if name not in self._made:
             self._made[name] = make()
         found: T = self._made[name]
         return found
 
     def executable(self, trace: str, make: Callable[[], T]) -> T:
-        """What was compiled from this very trace, or is now; what was not used for longest is dropped."""
+        """Return the executable compiled from exactly this trace, or compile it; the least recently used is dropped."""
         key = hashlib.sha256(trace.encode()).digest()
         found: T = self.executables.pop(key) if key in self.executables else make()
         while len(self.executables) >= settings.current().compiled:
@@ -60,49 +60,49 @@ class LinearisedProgram(Protocol):
     targets: Mapping[str, Any]
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
-        """K cotangents per target, stacked along a first axis, to K gradients per tapped key; None: no path."""
+        """Pull K cotangents per target, stacked along a first axis, to K gradients per tapped key; None: no path."""
 
 
 class Engine(Protocol):
-    """The little that adapters ask of an engine."""
+    """The operations of an engine that adapters use: differentiation, compilation, arrays."""
 
     name: str
     #: Whether :meth:`compile` does anything.
     compiles: bool
 
     def to_array(self, tensor: Any) -> Array:
-        """A NumPy array (torch off the CPU: a torch tensor), not shared with the user; halves become float32."""
+        """Copy a tensor to NumPy (torch off the CPU: to a torch tensor); halves become float32."""
 
     def like(self, array: Array, other: Array) -> Array:
-        """A NumPy array as the kind of array that ``other``, a result of :meth:`to_array`, is."""
+        """Convert a NumPy array to the kind of array of ``other``, a result of :meth:`to_array`."""
 
     def join(self, arrays: Sequence[Array]) -> Array:
-        """Results of :meth:`to_array` joined along their first axis."""
+        """Concatenate results of :meth:`to_array` along their first axis."""
 
     def own(self, array: Any) -> Any:
-        """A copy where the engine would otherwise share memory with the user's array."""
+        """Copy an array where the engine would otherwise share memory with the user's."""
 
     def values(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """What to run with in place of the values of variables; None where the program may read them itself."""
+        """Return tensors to substitute for the values of variables; None where the program may read them itself."""
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
-        """Loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
+        """Return loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
 
     def forward(self, program: Program) -> tuple[Any, Any]:
-        """Loss and aux, without gradients."""
+        """Return loss and aux, without gradients."""
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
-        """``function``, traced now, for trees of tensors of the structure, shapes and dtypes of ``arguments``.
+        """Trace ``function`` now, for trees of tensors of the structure, shapes and dtypes of ``arguments``.
 
         What was compiled before is taken from ``memo.executables`` only where the trace is the same to the last
         constant, so that nothing which ``function`` reads from outside can be out of date.
         """
 
     def settings(self) -> Hashable:
-        """The engine's own settings that what is compiled depends on."""
+        """Return the engine's own settings that compiled programs depend on."""
 
     def preserved(self, seed: int | None = None) -> AbstractContextManager[None]:
-        """Process-wide random generators, seeded where a seed is given, are put back on exit."""
+        """Restore process-wide random generators on exit, after seeding them where a seed is given."""
 
     def linearise(
         self,
@@ -120,13 +120,13 @@ class PerStep(Protocol):
     """A step of many rows at once, and its derivatives; rows do not depend on each other."""
 
     def step(self, x: Any, states: Any, weights: Any) -> Any:
-        """Output and new states."""
+        """Compute output and new states."""
 
     def vjp(self, inputs: Any, cotangents: Any) -> Any:
-        """Cotangents of (output, new states) to those of (x, states, weights), zeros where no path leads."""
+        """Pull cotangents of (output, new states) back to (x, states, weights), zeros where no path leads."""
 
     def produced(self, inputs: Any, cotangents: Any) -> Any:
-        """Cotangents of (output, new states) to each new state where the step computes it."""
+        """Pull cotangents of (output, new states) back to each new state where the step computes it."""
 
     def jacobian(self, inputs: Any) -> Any:
-        """Rows of [new states, output], (n, rows, size), by the states side by side and by the input."""
+        """Return rows of [new states, output], (n, rows, size), by the states side by side and by the input."""

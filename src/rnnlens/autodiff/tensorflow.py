@@ -23,7 +23,7 @@ class TensorFlowEngine:
         self._keep = keep
 
     def to_array(self, tensor: Any) -> Array:
-        """A NumPy array (torch off the CPU: a torch tensor); halves become float32."""
+        """Copy a tensor to NumPy (torch off the CPU: to a torch tensor); halves become float32."""
         tensor = tf.convert_to_tensor(tensor)
         if tensor.dtype in (tf.bfloat16, tf.float16):
             tensor = tf.cast(tensor, tf.float32)
@@ -31,25 +31,25 @@ class TensorFlowEngine:
         return np.asarray(tensor)
 
     def like(self, array: Array, other: Array) -> Array:
-        """A NumPy array as the kind of array that ``other``, a result of :meth:`to_array`, is."""
+        """Convert a NumPy array to the kind of array of ``other``, a result of :meth:`to_array`."""
         del other
         return array
 
     def join(self, arrays: Sequence[Array]) -> Array:
-        """Results of :meth:`to_array` joined along their first axis."""
+        """Concatenate results of :meth:`to_array` along their first axis."""
         return np.concatenate(list(arrays))
 
     def own(self, array: Any) -> Any:
-        """A copy where the engine would otherwise share memory with the user's array."""
+        """Copy an array where the engine would otherwise share memory with the user's."""
         return array
 
     def values(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """What to run with in place of the values of variables; None where the program may read them itself."""
+        """Return tensors to substitute for the values of variables; None where the program may read them itself."""
         del tensors
         return None
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
-        """Loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
+        """Return loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
         points: dict[str, Any] = {}
         with tf.GradientTape(watch_accessed_variables=False) as tape:
 
@@ -63,7 +63,7 @@ class TensorFlowEngine:
         return loss, aux, {key: tf.convert_to_tensor(g) for key, g in found.items()}
 
     def forward(self, program: Program) -> tuple[Any, Any]:
-        """Loss and aux, without gradients."""
+        """Return loss and aux, without gradients."""
         return program(lambda key, tensor: tensor)
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
@@ -72,12 +72,12 @@ class TensorFlowEngine:
         return _graph(function, arguments)
 
     def settings(self) -> Hashable:
-        """The engine's own settings that what is compiled depends on."""
+        """Return the engine's own settings that compiled programs depend on."""
         return ()
 
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:
-        """Nothing to put back: Keras draws from variables here."""
+        """Do nothing: Keras draws from variables on this engine."""
         del seed
         yield
 
@@ -96,7 +96,7 @@ class TensorFlowEngine:
 
 
 def _graph(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
-    """``function`` as one graph, for arguments of these shapes and dtypes; it is traced now and never again."""
+    """Trace ``function`` into one graph, for arguments of these shapes and dtypes; it is never traced again."""
     absent = tf.nest.map_structure(lambda leaf: leaf is None, arguments)
 
     def flat(leaves: list[Any]) -> Any:
@@ -182,7 +182,7 @@ class _TensorFlowProgram:
         return shapes, variables, paths
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
-        """See :class:`rnnlens.autodiff.protocol.Linearised`."""
+        """Pull cotangents back; see :class:`rnnlens.autodiff.LinearisedProgram`."""
         linked = set().union(*(self._paths[name] for name in cotangents))
         sources = {key: z for key, z in self._sources.items() if key in linked}
         count = len(next(iter(cotangents.values())))
@@ -213,7 +213,7 @@ def _gradients(
 
 
 def _point(tensor: Any, keep: Keep) -> tuple[Any, Any]:
-    """(what a tape is to watch, the tensor to go on with); a variable is watched itself, wherever it is read."""
+    """Return (the tensor that a tape watches, the tensor to go on with); a variable is watched itself."""
     if isinstance(tensor, tf.Variable):
         return tensor, tf.convert_to_tensor(tensor)
     new = keep(tensor, tf.identity(tensor))
@@ -238,7 +238,7 @@ class _TensorFlowSteps:
         self._function = function
 
     def vjp(self, inputs: Any, cotangents: Any) -> Any:
-        """See :class:`rnnlens.autodiff.protocol.PerStep`."""
+        """Pull cotangents back; see :class:`rnnlens.autodiff.protocol.PerStep`."""
         return self._pull(inputs, cotangents)
 
     def produced(self, inputs: Any, cotangents: Any) -> Any:
@@ -259,7 +259,7 @@ class _TensorFlowSteps:
         return [tf.convert_to_tensor(g) for g in found]
 
     def jacobian(self, inputs: Any) -> Any:
-        """Rows of [new states, output] by states and by input."""
+        """Return rows of [new states, output] by states and by input."""
         return self._rows(inputs)
 
     def _vjp(self, inputs: Any, cotangents: Any) -> Any:

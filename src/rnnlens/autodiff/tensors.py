@@ -26,7 +26,7 @@ _WIDENED = {"bfloat16": "float32"}
 
 
 def engine_of(value: Any) -> str | None:
-    """The engine whose tensor this is; None for NumPy's arrays and everything else."""
+    """Return the engine whose tensor this is; None for NumPy's arrays and everything else."""
     if isinstance(value, np.ndarray):
         return None
     for engine, names in _TENSORS.items():
@@ -38,7 +38,7 @@ def engine_of(value: Any) -> str | None:
 
 
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array of any array: also of one that requires grad, lies on a device, or is in bfloat16 (then float32).
+    """Convert any array to NumPy: also one that requires grad, lies on a device, or is in bfloat16 (then float32).
 
     Shares memory where that can be.
     """
@@ -49,7 +49,7 @@ def to_numpy(value: Any) -> np.ndarray[Any, Any]:
 
 
 def shared(value: Any) -> np.ndarray[Any, Any] | None:
-    """The NumPy array that has the memory of a tensor on the CPU; None for anything else."""
+    """Return the NumPy array that shares memory with a tensor on the CPU; None for anything else."""
     if engine_of(value) != "torch" or value.device.type != "cpu":
         return None
     array: np.ndarray[Any, Any] = value.numpy()
@@ -57,7 +57,7 @@ def shared(value: Any) -> np.ndarray[Any, Any] | None:
 
 
 def like(array: Any, reference: Any) -> Array:
-    """An array as one of the same kind, dtype and device as another."""
+    """Convert an array to the kind, dtype and device of another."""
     engine = engine_of(reference)
     if engine == "torch":
         return _torch().like(array, reference)
@@ -66,21 +66,21 @@ def like(array: Any, reference: Any) -> Array:
 
 
 def join(parts: Sequence[Any], axis: int) -> Array:
-    """Arrays of one kind, end to end."""
+    """Concatenate arrays of one kind."""
     if engine_of(parts[0]) == "torch":
         return _torch().join(parts, axis)
     return np.concatenate([np.asarray(part) for part in parts], axis=axis)
 
 
 def repeated(row: Any, count: int) -> Array:
-    """An array whose first axis has length 1, as often as that, without a copy."""
+    """Repeat an array whose first axis has length 1, without a copy."""
     if engine_of(row) == "torch":
         return row.expand(count, *row.shape[1:])
     return np.broadcast_to(np.asarray(row), (count, *row.shape[1:]))
 
 
 def dtype_name(value: Any) -> str:
-    """Name of the dtype of an array of any library, without that of the library."""
+    """Return the name of an array's dtype without that of its library."""
     dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
     return str(getattr(dtype, "name", dtype)).rpartition(".")[2]
 

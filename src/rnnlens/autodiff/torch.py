@@ -28,7 +28,7 @@ def like(array: Any, reference: torch.Tensor) -> torch.Tensor:
 
 
 def join(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
-    """Tensors end to end, off the graph."""
+    """Concatenate tensors, detached from the graph."""
     return torch.cat([part.detach() for part in parts], dim=axis)
 
 
@@ -38,7 +38,7 @@ def pulled(
     cotangents: Sequence[torch.Tensor] | None = None,
     **options: Any,
 ) -> list[torch.Tensor | None]:
-    """Cotangents of targets (of scalars: 1) to one gradient per source; None where no path leads."""
+    """Pull cotangents of targets (of scalars: 1) back to one gradient per source; None where no path leads."""
     live = [i for i, target in enumerate(targets) if target.requires_grad]
     if not live or not sources:
         return [None] * len(sources)
@@ -47,7 +47,7 @@ def pulled(
 
 
 class PullMany:
-    """K cotangents per target to K gradients per source: all at once, until an operation cannot be batched.
+    """Pull-back of K cotangents per target to K gradients per source: batched unless an operation cannot be.
 
     The graph is kept.
     """
@@ -58,7 +58,7 @@ class PullMany:
     def __call__(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Every cotangent, and every gradient, has one leading axis K."""
+        """Pull cotangents back; they and the gradients have one leading axis K."""
         count = len(cotangents[0])
         if self._batched and count > 1:
             try:
@@ -79,33 +79,33 @@ class TorchEngine:
         self._keep = keep
 
     def to_array(self, tensor: Any) -> Array:
-        """A NumPy array (torch off the CPU: a torch tensor); halves become float32."""
+        """Copy a tensor to NumPy (torch off the CPU: to a torch tensor); halves become float32."""
         tensor = torch.as_tensor(tensor).detach()
         if tensor.dtype in (torch.bfloat16, torch.float16):
             tensor = tensor.to(torch.float32)
         return tensor if tensor.device.type != "cpu" else tensor.resolve_conj().numpy()
 
     def like(self, array: Array, other: Array) -> Array:
-        """A NumPy array as the kind of array that ``other``, a result of :meth:`to_array`, is."""
+        """Convert a NumPy array to the kind of array of ``other``, a result of :meth:`to_array`."""
         return torch.as_tensor(array, device=other.device) if isinstance(other, torch.Tensor) else array
 
     def join(self, arrays: Sequence[Array]) -> Array:
-        """Results of :meth:`to_array` joined along their first axis."""
+        """Concatenate results of :meth:`to_array` along their first axis."""
         return torch.cat(list(arrays)) if isinstance(arrays[0], torch.Tensor) else np.concatenate(list(arrays))
 
     def own(self, array: Any) -> Any:
-        """A copy where the engine would otherwise share memory with the user's array."""
+        """Copy an array where the engine would otherwise share memory with the user's."""
         if isinstance(array, torch.Tensor):
             return array.detach().clone()
         return np.array(array)
 
     def values(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """What to run with in place of the values of variables; None where the program may read them itself."""
+        """Return tensors to substitute for the values of variables; None where the program may read them itself."""
         # Detached twins share memory with the parameters and leave requires_grad and grad alone.
         return [tensor.detach() for tensor in tensors]
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
-        """Loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
+        """Return loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
         points: dict[str, Any] = {}
         with torch.enable_grad():
             loss, aux = program(_tapping(points, self._keep))
@@ -114,22 +114,22 @@ class TorchEngine:
         return loss.detach(), aux, dict(zip(points, zeros, strict=True))
 
     def forward(self, program: Program) -> tuple[Any, Any]:
-        """Loss and aux, without gradients."""
+        """Return loss and aux, without gradients."""
         with torch.no_grad():
             return program(lambda key, tensor: tensor)
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
-        """``function`` itself: nothing is compiled."""
+        """Return ``function`` itself: nothing is compiled."""
         del arguments, memo
         return function
 
     def settings(self) -> Hashable:
-        """The engine's own settings that what is compiled depends on."""
+        """Return the engine's own settings that compiled programs depend on."""
         return ()
 
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:
-        """Torch's own generators, which Keras' unseeded dropout draws from, are put back on exit."""
+        """Restore torch's own generators on exit, from which Keras' unseeded dropout draws."""
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=list(devices)):
             if seed is not None:
@@ -182,7 +182,7 @@ class _TorchProgram:
             self.targets, self.aux = program(arguments, _tapping(self._points, keep))
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
-        """See :class:`rnnlens.autodiff.protocol.Linearised`."""
+        """Pull cotangents back; see :class:`rnnlens.autodiff.LinearisedProgram`."""
         targets = [self.targets[name] for name in cotangents]
         given = [
             torch.as_tensor(c, dtype=t.dtype, device=t.device)
@@ -198,12 +198,12 @@ class _TorchSteps:
         self._function = function
 
     def step(self, x: Any, states: Any, weights: Any) -> Any:
-        """Output and new states."""
+        """Compute output and new states."""
         with torch.no_grad():
             return self._function(x, states, weights)
 
     def vjp(self, inputs: Any, cotangents: Any) -> Any:
-        """See :class:`rnnlens.autodiff.protocol.PerStep`."""
+        """Pull cotangents back; see :class:`rnnlens.autodiff.protocol.PerStep`."""
         x, states, weights = inputs
         leaves = [t.detach().requires_grad_() for t in (x, *states, *weights.values())]
         count = len(states)
@@ -230,7 +230,7 @@ class _TorchSteps:
         return pulled(targets, [state], given, retain_graph=True)[0]
 
     def jacobian(self, inputs: Any) -> Any:
-        """Rows of [new states, output] by states and by input."""
+        """Return rows of [new states, output] by states and by input."""
         x, states, weights = inputs
         sizes = [s.shape[-1] for s in states]
         x = x.detach().requires_grad_()

@@ -125,7 +125,7 @@ def weight_gradients(
 
 
 def probed(weights: Mapping[str, Array], probes: int) -> dict[str, Array]:
-    """Whole gradients reduced to the combinations of rows that ``weight_gradients(..., probes=probes)`` returns."""
+    """Reduce whole gradients to the combinations of rows that ``weight_gradients(..., probes=probes)`` returns."""
     how = affine.Contraction(probes=probes)
     return {name: affine.probe_rows(w.shape[0], w, how) @ w if len(w.shape) == 2 else w for name, w in weights.items()}
 
@@ -138,7 +138,7 @@ def per_state(cotangent: Array | Sequence[Array | None], count: int) -> tuple[Ar
 
 
 def final_or_zero(run: Replay, final: Sequence[Array] | None) -> tuple[Array, ...]:
-    """What the sweep starts from at the last step."""
+    """Return the cotangents of the last states from which the sweep starts: zeros where none are given."""
     if final is not None:
         return tuple(final)
     return tuple(run.xp.zeros_like(s) for s in run.initial_state)
@@ -217,7 +217,7 @@ def _as_produced(run: Replay, returned: tuple[Array, ...], output: Array) -> tup
 
 
 def custom_weight_gradients(run: Replay, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:
-    """dL/dW of a custom cell by the framework's names; with a leading time axis if ``by_time``."""
+    """Return dL/dW of a cell run by a framework, by the framework's names; with a leading time axis if ``by_time``."""
     xp, before = run.xp, run.states_before()
     grads, output = result.returned_grads or result.state_grads, cast(Array, result.output_cotangent)
     if run.mask is not None:
@@ -241,7 +241,7 @@ def _device(run: Replay) -> object:
 
 
 def _fold(a: Array, xp: Namespace) -> Array:
-    """(sample, time, n) to (sample * time, n)."""
+    """Fold samples and steps into one axis: (sample, time, n) to (sample * time, n)."""
     return xp.reshape(a, (a.shape[0] * a.shape[1], *a.shape[2:]))
 
 

@@ -20,14 +20,14 @@ from .parallel import for_each, row_parts
 
 
 class Array(Protocol):
-    """What code that knows no library asks of an array, besides what it asks of its namespace.
+    """An array of any library: the attributes and operators that this package uses, besides its namespace's functions.
 
     Indexing and arithmetic return arrays of the same library; in-place arithmetic writes to the array itself.
     """
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Numbers along each axis."""
+        """Number of entries along each axis."""
 
     @property
     def ndim(self) -> int:
@@ -35,20 +35,20 @@ class Array(Protocol):
 
     @property
     def dtype(self) -> Any:
-        """Of the library's own kind."""
+        """Data type, an object of the array's library."""
 
     @property
     def T(self) -> Self:  # noqa: N802
-        """A matrix, turned."""
+        """The transposed matrix."""
 
     def sum(self, axis: int = ..., /) -> Self:
-        """Over one axis, or over all."""
+        """Sum over one axis, or over all axes."""
 
     def any(self, axis: int = ..., /) -> Self:
-        """Over one axis, or over all."""
+        """Return whether any entry along one axis, or all axes, is true."""
 
     def all(self) -> Self:
-        """Over all axes."""
+        """Return whether all entries are true."""
 
     def __getitem__(self, key: Any, /) -> Self: ...
     def __setitem__(self, key: Any, value: Any, /) -> None: ...
@@ -98,7 +98,7 @@ class Namespace(Protocol):
 
 
 def namespace(*arrays: Array) -> Namespace:
-    """The functions of the arrays' library."""
+    """Return the array-API namespace of the arrays' library."""
     found: Namespace = array_namespace(*arrays)
     return found
 
@@ -127,19 +127,19 @@ class Workspace:
         return int(size) if size is not None else int(np.dtype(str(self.like.dtype).rpartition(".")[2]).itemsize)
 
     def empty(self, *shape: int) -> Array:
-        """Uninitialised array."""
+        """Return an uninitialised array."""
         return self.xp.empty(shape, dtype=self.like.dtype, device=self._device)
 
     def zeros(self, *shape: int) -> Array:
-        """Array of zeros; memory that is never touched is never paid for."""
+        """Return an array of zeros; the system provides its memory only where it is written to."""
         return self.xp.zeros(shape, dtype=self.like.dtype, device=self._device)
 
     def eye(self, n: int) -> Array:
-        """Identity matrix."""
+        """Return the identity matrix."""
         return self.xp.eye(n, dtype=self.like.dtype, device=self._device)
 
     def asarray(self, values: Any) -> Array:
-        """Numbers from anywhere, in this dtype and on this device."""
+        """Convert numbers of any library to an array of this dtype on this device."""
         if not self.is_torch and hasattr(values, "detach"):
             values = values.detach().cpu().numpy()
         return self.xp.asarray(values, dtype=self.like.dtype, device=self._device)
@@ -149,7 +149,7 @@ class Workspace:
         return getattr(self.like, "device", None)
 
     def matmul(self, a: Any, b: Any, out: Any) -> None:
-        """``out = a @ b``, batched over the first axis. ``out`` must not overlap ``a`` or ``b``."""
+        """Compute ``out = a @ b``, batched over the first axis. ``out`` must not overlap ``a`` or ``b``."""
         if self.is_numpy:
             for_each(
                 lambda rows: np.matmul(a[:, rows], b, out=out[:, rows]), row_parts(a.shape, b.shape[-1]), xp=self.xp
@@ -160,7 +160,7 @@ class Workspace:
             out[...] = self.xp.matmul(a, b)
 
     def multiply(self, a: Any, b: Any, out: Any) -> None:
-        """``out = a * b``, broadcast."""
+        """Compute ``out = a * b``, broadcast."""
         if self.is_numpy:
             np.multiply(a, b, out=out)
         elif self.is_torch:
@@ -169,7 +169,7 @@ class Workspace:
             out[...] = a * b
 
     def add_product(self, target: Any, a: Any, b: Any) -> None:
-        """``target += a * b``, broadcast."""
+        """Compute ``target += a * b``, broadcast."""
         if self.is_torch:
             target.addcmul_(a, b)
         elif self.is_numpy:
@@ -191,7 +191,7 @@ class Workspace:
 
     @cached_property
     def negligible(self) -> float:
-        """Magnitude below which a sweep takes a number for zero: 1e8 times the smallest normal one (1e-30 in float32).
+        """Magnitude below which a sweep sets numbers to zero: 1e8 times the smallest normal one (1e-30 in float32).
 
         Below the smallest normal number processors compute many times slower, and vanishing gradients end up there.
         """
@@ -205,7 +205,7 @@ class Workspace:
             values[self.xp.abs(values) < self.negligible] = 0
 
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
-        """As NumPy, on the host."""
+        """Copy an array to NumPy on the host."""
         if self.is_torch:
             host = array.detach().cpu()
             # NumPy has no bfloat16.

@@ -87,14 +87,14 @@ def forward(
 
 
 def reverse_flops(system: System, alive: Sequence[int] | np.ndarray[Any, Any], with_input: bool) -> float:
-    """Operations of a reverse sweep, where so many rows are ``alive`` at its steps; from states only without blocks."""
+    """Return the operations of a reverse sweep with ``alive`` rows at each step; from states only without blocks."""
     if with_input:
         return 2.0 * system.batch * plan_blocks(system, alive, system.features).products
     return 2.0 * system.batch * float(np.sum(alive)) * system.multiplications(False)
 
 
 def unit_flops(system: System, state: int, alive: Sequence[int] | np.ndarray[Any, Any], features: int) -> float:
-    """Operations of a reverse sweep of all units of a state, where so many groups of them are ``alive`` at its steps.
+    """Return the operations of a reverse sweep of all units of a state, with ``alive`` groups of them at each step.
 
     ``features``: numbers made of each unit at a step; 1 where they are reduced on the spot.
     """
@@ -105,7 +105,7 @@ def unit_flops(system: System, state: int, alive: Sequence[int] | np.ndarray[Any
 
 
 def forward_flops(system: System, alive: int, out_rows: int) -> float:
-    """Operations of a forward sweep; each row alive is also multiplied into ``out_rows`` outputs (0: none)."""
+    """Return the operations of a forward sweep; each row is also multiplied into ``out_rows`` outputs (0: none)."""
     readout = out_rows * system.state_sizes[0]
     return 2.0 * system.batch * alive * (system.multiplications(False) + readout)
 
@@ -132,18 +132,18 @@ class Entrances:
     state: int = 0
 
     def group(self, system: System) -> int:
-        """Rows that enter together."""
+        """Return the number of rows that enter together."""
         if self.kind != "input":
             return system.state_sizes[self.state]
         return system.features if self.blocks is None else int(self.blocks.shape[2])
 
     def count(self, system: System) -> int:
-        """All rows."""
+        """Return the number of all rows."""
         return self.group(system) * (1 if self.kind == "initial" else len(self.times))
 
 
 class ForwardSweep:
-    """Buffers and steps of one forward sweep. A row is [states]."""
+    """One forward sweep: its buffers and steps. A row is [states]."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class ForwardSweep:
         self.per_row = 2.0 * self.count * system.multiplications(False)
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
-        """All steps, or up to the last one of interest."""
+        """Walk through all steps, or up to the last one of interest."""
         remaining, entering = len(self.steps), frozenset(self.entrances.times)
         if self.entrances.kind == "initial":
             self._enter_state(None)
@@ -195,7 +195,7 @@ class ForwardSweep:
         return self.entrances.kind == "input"
 
     def _step(self, step: LinearStep) -> None:
-        """One step on: [states before] to [states after]."""
+        """Push all rows one step on: [states before] to [states after]."""
         rows = slice(self.start, self.stop + self.pruning.probes_alive)
         step.push(self.old[:, rows], self.new[:, rows])
         self.cost.flops += (rows.stop - rows.start) * self.per_row
@@ -212,7 +212,7 @@ class ForwardSweep:
         self._entered(fresh)
 
     def _enter_state(self, step: LinearStep | None) -> None:
-        """A unit change of a state as it is produced: one of c_t reaches h_t as well."""
+        """Let a unit change of a state enter as it is produced: a change of c_t reaches h_t as well."""
         fresh, state = slice(self.start - self.group, self.start), self.entrances.state
         columns = state_columns(self.system, state)
         self.old[:, fresh] = 0

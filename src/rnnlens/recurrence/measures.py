@@ -116,7 +116,7 @@ def _full_grid(norms: Array, out_times: Sequence[int], in_times: Sequence[int], 
 
 
 def _sum_along_diagonals(square: Array, xp: Namespace) -> Array:
-    """(..., T, T) to (..., T): entry tau is the sum of square[t, t - tau] over t."""
+    """Sum (..., T, T) along diagonals to (..., T): entry tau is the sum of square[t, t - tau] over t."""
     length = square.shape[-1]
     lead = tuple(square.shape[:-2])
     turned = xp.flip(square, axis=-1)  # column j holds in_time T - 1 - j
@@ -134,7 +134,7 @@ def lag_profile(
     where: Array | None = None,
     xp: Namespace | None = None,
 ) -> Array:
-    """m(tau): mean over t of the norm of the time Jacobian G[t, t - tau].
+    """Return m(tau), the mean over t of the norm of the time Jacobian G[t, t - tau].
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def lag_profile(
 
 
 def real_first(values: Array, where: Array, *, xp: Namespace | None = None) -> Array:
-    """(sample, step): the steps at which ``where`` is True moved to the front, in their order; NaN behind them.
+    """Move the steps of (sample, step) at which ``where`` is True to the front, in their order; NaN behind them.
 
     So the n-th column is n real steps away from the first, however much padding lies before or between.
     """
@@ -174,7 +174,7 @@ def real_first(values: Array, where: Array, *, xp: Namespace | None = None) -> A
 
 
 def half_life(profile: Array, *, axis: int = -1, level: float = 0.5, xp: Namespace | None = None) -> Array:
-    """Lags from the peak of ``profile`` until it has fallen to ``level`` of the peak, for good or not.
+    """Return the lags from the peak of ``profile`` until it has fallen to ``level`` of the peak, for good or not.
 
     Between two lags the profile is taken as exponential, so that m(tau) = a**tau gives ln(level) / ln(a) exactly.
     Infinite where it never falls that low; NaN where the profile is 0 throughout or has no finite value.
@@ -228,7 +228,7 @@ def mean_lag(profile: Array, *, axis: int = -1, xp: Namespace | None = None) -> 
 
 
 def covering_lag(profile: Array, *, share: float = 0.9, axis: int = -1, xp: Namespace | None = None) -> Array:
-    """tau_90: the smallest lag up to which ``share`` of the whole profile lies; -1 where it is 0 throughout."""
+    """Return tau_90, the smallest lag up to which ``share`` of the whole profile lies; -1 where it is 0 throughout."""
     xp = xp or array_namespace(profile)
     profile = xp.moveaxis(profile, axis, -1)
     finite = xp.where(xp.isfinite(profile), profile, xp.zeros_like(profile))

@@ -22,7 +22,7 @@ _DIMS = {2: ("sample", "unit"), 3: ("sample", "time", "unit"), 4: ("sample", "ti
 
 @dataclass(frozen=True)
 class NonfiniteValue:
-    """One number: what it is of, its index by dimension, and its value."""
+    """One number that is not finite: its quantity, its index by dimension, and its value."""
 
     quantity: str
     index: Mapping[str, int]
@@ -42,14 +42,14 @@ def largest(dtype: object) -> float:
 
 
 def broken(array: Values, limit: float) -> Values:
-    """Where an array is not finite, or larger than ``limit``."""
+    """Return where an array is not finite, or larger than ``limit``."""
     with np.errstate(all="ignore"):
         bad: Values = ~np.isfinite(array) | (np.abs(array) > limit)
     return bad
 
 
 def first(quantity: str, array: Values, dims: Sequence[str], limit: float) -> NonfiniteValue | None:
-    """The first number of an array, in the order of its axes, that is not finite or larger than ``limit``."""
+    """Return the first number of an array, in the order of its axes, that is not finite or larger than ``limit``."""
     bad = broken(array, limit)
     if not bad.any():
         return None
@@ -70,7 +70,7 @@ def first_forward(run: Replay, limit: float) -> NonfiniteValue | None:
 
 
 def _forward(run: Replay) -> Iterator[tuple[str, Array]]:
-    """What a step computes, in its order, of all steps."""
+    """Yield the arrays that a step computes, in its order, for all steps."""
     yield "input", run.input
     if run.record is not None:
         yield "gate_preactivation", run.record.preactivation
@@ -82,7 +82,7 @@ def _forward(run: Replay) -> Iterator[tuple[str, Array]]:
 
 
 def on_cpu(array: Array) -> Values:
-    """As NumPy has it."""
+    """Return an array as NumPy's, on the host."""
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
@@ -168,7 +168,7 @@ def _biases(weights: Mapping[str, Array], column: int) -> list[Array]:
 
 
 def magnitude_by_step(run: Replay, sample: int) -> Values:
-    """(time,): the largest magnitude in one sample at each step, of pre-activations or, of cells without, states."""
+    """Return the largest magnitude (time,) of one sample at each step: of pre-activations, or states without gates."""
     values = run.states[-1] if run.record is None else affine.join_gates(run.record.preactivation, run.xp)
     with np.errstate(all="ignore"):
         largest_there: Values = np.max(np.abs(on_cpu(values)[sample]), axis=-1)

@@ -34,7 +34,7 @@ _WORTHWHILE_PRODUCT = 2**25
 
 @cache
 def _blas() -> list[Any]:
-    """NumPy's matrix library; looking for it takes longer than a small job."""
+    """Return NumPy's matrix libraries; finding them takes longer than a small job, so once."""
     return list(ThreadpoolController().select(user_api="blas").lib_controllers)
 
 
@@ -48,7 +48,7 @@ def _set_threads(library: Any, count: int) -> None:
 
 
 class _OneThreadEach:
-    """Counts who wants matrix products of one thread: the first sets the limit, the last one lifts it.
+    """A counter of callers that need matrix products of one thread: the first sets the limit, the last lifts it.
 
     The number of threads is one for the whole process: two callers that each set it and set it back could leave it at
     one for good.
@@ -61,7 +61,7 @@ class _OneThreadEach:
 
     @property
     def granted(self) -> int:
-        """How many threads the user lets a product have."""
+        """Number of threads that the user allows a product."""
         return max(self.before, default=1)
 
     def enter(self) -> None:
@@ -73,7 +73,7 @@ class _OneThreadEach:
             self.users += 1
 
     def leave(self) -> None:
-        """Lift the limit, unless somebody else still wants it."""
+        """Lift the limit, unless another caller still needs it."""
         with self.lock:
             self.users -= 1
             if self.users == 0:
@@ -90,7 +90,7 @@ _products = _OneThreadEach()
 
 @contextmanager
 def one_thread_each() -> Iterator[int]:
-    """Within the block a matrix product of NumPy's takes one thread; yields how many the user lets it have."""
+    """Limit NumPy's matrix products to one thread within the block; yields how many threads the user allows."""
     _products.enter()
     try:
         yield _products.granted
@@ -100,12 +100,12 @@ def one_thread_each() -> Iterator[int]:
 
 @cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Threads that stay: each new one would take memory of its own from the allocator, and keep it."""
+    """Return a pool of threads that stay: each new thread would take and keep memory of its own."""
     return ThreadPoolExecutor(workers, thread_name_prefix="rnnlens")
 
 
 class _Dealt(threading.local):
-    """What this thread knows of the job that it works on: whether its caller has given it up; None outside of jobs."""
+    """The job of the current thread: an event that is set when its caller was interrupted; None outside of jobs."""
 
     given_up: threading.Event | None = None
 
@@ -114,7 +114,7 @@ _dealt = _Dealt()
 
 
 def _start_anew() -> None:
-    """A forked process has the pool and the lock, but none of the threads."""
+    """Reset the pool and its lock in a forked process, which has none of the threads."""
     if _products.users:
         _products.set(_products.before)
     _products.lock, _products.users = threading.Lock(), 0
@@ -130,13 +130,13 @@ class GivenUpError(Exception):
 
 
 def still_wanted() -> None:
-    """Leave a job whose caller was interrupted; long walks ask at every step."""
+    """Raise in a job whose caller was interrupted; long walks call this at every step."""
     if _dealt.given_up is not None and _dealt.given_up.is_set():
         raise GivenUpError
 
 
 def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[slice]:
-    """Slices over samples of about ``size`` numbers each, where one sample has ``elements``."""
+    """Return slices over samples of about ``size`` numbers each, where one sample has ``elements``."""
     count = max(1, size // max(elements, 1))
     return (slice(start, min(start + count, batch)) for start in range(0, batch, count))
 
@@ -162,7 +162,7 @@ def for_each(work: Callable[[slice], None], parts: Iterable[slice], *, xp: Names
 
 
 def _deal(work: Callable[[slice], None], parts: list[slice], workers: int) -> None:
-    """All parts on the pool's threads; whatever ends the wait, no thread goes on working on what nobody wants."""
+    """Run all parts on the pool's threads; an interrupted caller stops the jobs that are still running."""
     given_up = threading.Event()
 
     def job(part: slice) -> None:
@@ -184,17 +184,17 @@ def _deal(work: Callable[[slice], None], parts: list[slice], workers: int) -> No
 
 
 def walk_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
-    """Parts of the samples for a walk over time, where one sample has so many elements per step of a state."""
+    """Return parts of the samples for a walk over time, where one sample has ``elements`` per step of a state."""
     return _shares(batch, elements, _WORTHWHILE_STEP, xp)
 
 
 def large_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
-    """Parts of the samples for a few large operations, where one sample has so many elements."""
+    """Return parts of the samples for a few large operations, where one sample has ``elements``."""
     return _shares(batch, elements, _WORTHWHILE, xp)
 
 
 def row_parts(shape: Sequence[int], columns: int) -> list[slice]:
-    """Parts of the rows of one product (sample, row, n) @ (sample, n, columns), where samples were not dealt."""
+    """Return parts of the rows of a product (sample, row, n) @ (sample, n, columns), where samples are not split."""
     batch, rows, inner = shape
     if batch * rows * inner * columns < _WORTHWHILE_PRODUCT:
         return [slice(None)]

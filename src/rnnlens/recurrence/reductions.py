@@ -17,7 +17,7 @@ from .arrays import Array, Workspace, namespace
 
 
 def frobenius(block: Array) -> Array:
-    """Frobenius norm of each block."""
+    """Return the Frobenius norm of each block."""
     xp = namespace(block)
     if isinstance(block, np.ndarray):
         return np.sqrt(np.einsum("bgof,bgof->bg", block, block))
@@ -25,7 +25,7 @@ def frobenius(block: Array) -> Array:
 
 
 def spectral(block: Array) -> Array:
-    """Largest singular value of each block, from the smaller of its two Gram matrices."""
+    """Return the largest singular value of each block, from the smaller of its two Gram matrices."""
     xp = namespace(block)
     if 1 in block.shape[-2:]:
         return frobenius(block)
@@ -40,7 +40,7 @@ def spectral(block: Array) -> Array:
 
 
 def total(block: Array) -> Array:
-    """Sum over each block."""
+    """Return the sum over each block."""
     return namespace(block).sum(block, axis=(-2, -1))
 
 
@@ -65,7 +65,7 @@ REDUCTIONS: Mapping[str, Callable[[Array], Array]] = {
 
 @dataclass(frozen=True)
 class Extent:
-    """How much a sweep brings at each step: samples, groups of rows, rows of one group, and numbers per row."""
+    """Sizes of the values at each step of a sweep: samples, groups of rows, rows per group, numbers per row."""
 
     samples: int
     groups: int
@@ -75,7 +75,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What becomes of the blocks of a sweep.
+    """How the blocks of a sweep are reduced.
 
     Attributes
     ----------
@@ -136,7 +136,7 @@ class Collector:
         self.error_squares = 0.0
 
     def take(self, t: int, first: int, values: Array) -> None:
-        """Keep the values of step t."""
+        """Store the values of step t, reduced where that is requested."""
         if t not in self.steps or values.shape[1] == 0:
             return
         values = values if self.readout is None else self.readout(t, values)
@@ -146,7 +146,7 @@ class Collector:
         self.put(t, first // self.rows, block)
 
     def put(self, t: int, start: int, block: Array) -> None:
-        """Keep what has been made of the groups from ``start`` on at step t: (sample, group, ...)."""
+        """Store the reduced values (sample, group, ...) of the groups from ``start`` on at step t."""
         place = self.steps[t]
         groups = slice(start, start + int(block.shape[1]))
         if self.average:
@@ -156,14 +156,14 @@ class Collector:
             self.result[:, place, groups] = block
 
     def residue(self, t: int, values: Array) -> None:
-        """Count what was pruned away."""
+        """Count the squares of pruned rows."""
         if t not in self.steps:
             return
         values = values if self.readout is None else self.readout(t, values)
         self.lose(t, values * values)
 
     def lose(self, t: int, squares: Array) -> None:
-        """Count squares (sample, probe, ...) of what was pruned away, as each probe has it."""
+        """Count squares (sample, probe, ...) of pruned rows, as estimated by each probe."""
         if t in self.steps:
             self.error_squares += float(squares.sum()) / int(squares.shape[1])
 
@@ -188,17 +188,17 @@ class FieldCollector:
         target[...] = target + values
 
     def residue(self, t: int, values: Array) -> None:
-        """Fields are not pruned."""
+        """Do nothing: fields are not pruned."""
 
 
 def probe_signs(probes: int, outputs: int, times: int, samples: int, seed: int) -> np.ndarray[Any, Any]:
-    """Random signs (sample, time, probe, output): E[z z^T] = I, so that E|z^T G|^2 = |G|_F^2 (Hutchinson 1990)."""
+    """Return random signs (sample, time, probe, output): E[z z^T] = I, so E|z^T G|^2 = |G|_F^2 (Hutchinson 1990)."""
     signs = np.random.default_rng(seed).integers(0, 2, size=(samples, times, probes, outputs))
     return 2.0 * signs - 1.0
 
 
 def sketched(block: Array) -> Array:
-    """Estimate of |G|_F^2 and its variance (sample, group, 2), from z^T G (sample, group, probe, in)."""
+    """Estimate |G|_F^2 and its variance (sample, group, 2) from z^T G (sample, group, probe, in)."""
     xp = namespace(block)
     squares = xp.sum(block * block, axis=-1)
     probes = int(squares.shape[-1])

@@ -39,12 +39,12 @@ class Replay(Trajectory):
 
     @property
     def preactivation(self) -> Array | None:
-        """(sample, time, gate, unit), None where no gates are known."""
+        """Pre-activations (sample, time, gate, unit); None where no gates are known."""
         return super().preactivation if self.cell.gates else None
 
     @property
     def gates(self) -> Array | None:
-        """(sample, time, gate, unit), None where no gates are known."""
+        """Gates (sample, time, gate, unit); None where no gates are known."""
         return super().gates if self.cell.gates else None
 
     @property
@@ -103,7 +103,7 @@ class Replay(Trajectory):
 
     @classmethod
     def as_computed(cls, call: Any) -> Replay:
-        """Replay a captured call, held against nothing: of numbers that are not finite no comparison says anything."""
+        """Replay a captured call without comparing it: comparisons mean nothing for numbers that are not finite."""
         if call.cell.by_framework:
             return replay_custom(call.cell, call.input, call.initial_state, mask=call.mask, order=call.direction)
         hidden = call.output if _output_is_hidden(call, array_namespace(call.input)) else None
@@ -131,7 +131,7 @@ class Replay(Trajectory):
 
 
 def _constant_put_in(call: Any, run: Replay, last: Array) -> Array:
-    """The last output, (sample, unit), zero where the framework returned that for it."""
+    """Set the last output (sample, unit) to zero where the framework returned zeros."""
     if call.output_from_state is None:
         return last
     *_, step = run.steps()
@@ -139,7 +139,7 @@ def _constant_put_in(call: Any, run: Replay, last: Array) -> Array:
 
 
 def _output_is_hidden(call: Any, xp: Namespace) -> bool:
-    """Whether the output gives the hidden state at every real step."""
+    """Return whether the output equals the hidden state at every real step."""
     if not call.returns_sequences or call.mask is None or call.output_from_state is None:
         return bool(call.returns_sequences)
     return bool(xp.all(call.output_from_state | ~call.mask))
@@ -194,7 +194,7 @@ def _replay_in_sequence(run: Replay) -> None:
 
 
 def _of_all_steps(part: Array, time: int, xp: Namespace) -> Array:
-    """Memory for what one step has, (sample, ...), of all steps: (sample, time, ...)."""
+    """Allocate memory (sample, time, ...) for the values (sample, ...) of one step."""
     return xp.empty((part.shape[0], time, *part.shape[1:]), dtype=part.dtype, device=device(part))
 
 
@@ -207,7 +207,7 @@ def _replay_at_once(run: Replay, hidden: Array) -> None:
 
 
 def _gates_at_once(run: Replay, hidden: Array) -> Record:
-    """Gates of all steps, a few samples at a time: what is computed together then stays in the processor's cache."""
+    """Compute gates of all steps, a few samples at a time: intermediate arrays then stay in the processor's cache."""
     xp, cell, (batch, time, _) = run.xp, run.cell, run.input.shape
     shape = (batch, time, cell.parts, cell.units)
     z, a = (xp.empty(shape, dtype=hidden.dtype, device=device(hidden)) for _ in range(2))
@@ -227,7 +227,7 @@ def _gates_at_once(run: Replay, hidden: Array) -> Record:
 
 
 def _one_step_residual(run: Replay) -> float:
-    """How far h_t recomputed from the gates is from the h_t that the framework returned."""
+    """Return the largest difference between h_t recomputed from the gates and the framework's, relative."""
     xp, gates, worst, largest = run.xp, cast(Record, run.record).gates, 0.0, 0.0
     batch, time, size = run.states[0].shape
     for some in sample_chunks(batch, time * size):
@@ -240,7 +240,7 @@ def _one_step_residual(run: Replay) -> float:
 
 
 def _fill_masked(hidden: Array, run: Replay) -> Array:
-    """At masked steps frameworks return various things; the state is the one carried over."""
+    """Replace the outputs at masked steps, which differ by framework, by the state carried over."""
     xp, state = run.xp, run.initial_state[0]
     filled: list[Array] = []
     for t in run.steps():
@@ -250,7 +250,7 @@ def _fill_masked(hidden: Array, run: Replay) -> Array:
 
 
 def _other_states(run: Replay, gates: Array) -> tuple[Array, ...]:
-    """All states but the first where all gates are known, as c_t of an LSTM: an element-wise recurrence."""
+    """Compute all states but the first from known gates, as c_t of an LSTM, by an element-wise recurrence."""
     states = run.initial_state[1:]
     if not states:
         return ()
@@ -265,7 +265,7 @@ def _other_states(run: Replay, gates: Array) -> tuple[Array, ...]:
 
 
 def distance(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> tuple[float, float]:
-    """Largest difference at unmasked steps, and largest magnitude captured.
+    """Return the largest difference at unmasked steps, and the largest magnitude captured.
 
     A network that diverged has NaN on both sides: that is agreement.
     """
@@ -282,13 +282,13 @@ def distance(recomputed: Array, captured: Array, mask: Array | None, xp: Namespa
 
 
 def _largest(values: Array, xp: Namespace) -> float:
-    """Largest magnitude; infinite where there is a NaN."""
+    """Return the largest magnitude; infinite where there is a NaN."""
     high, low = float(xp.max(values)), float(xp.min(values))
     return math.inf if math.isnan(high) or math.isnan(low) else max(abs(high), abs(low))
 
 
 def _at_first_step(run: Replay, output: Any, call: Any) -> float:
-    """How far the replayed output of the step that the recurrence took first is from the captured one."""
+    """Return the residual of the replayed output at the recurrence's first step."""
     first = next(run.steps())
     one = slice(first, first + 1)
     mask = None if call.mask is None else call.mask[:, one]
@@ -296,14 +296,14 @@ def _at_first_step(run: Replay, output: Any, call: Any) -> float:
 
 
 def _at_the_end(run: Replay, call: Any) -> float:
-    """How far the replayed states are from those that the layer returned after its last step."""
+    """Return the residual of the replayed states against those that the layer returned after its last step."""
     *_, last = run.steps()
     pairs = zip(run.states, call.final_state or (), strict=False)
     return max((residual(s[:, last, None], f[:, None], None, run.xp) for s, f in pairs), default=0.0)
 
 
 def residual(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> float:
-    """Largest difference relative to the largest magnitude captured."""
+    """Return the largest difference relative to the largest magnitude captured."""
     difference, magnitude = distance(recomputed, captured, mask, xp)
     return difference / (magnitude or 1.0)
 
@@ -336,7 +336,7 @@ def replay_custom(
 
 
 def refuse_another_function(call: Any, off: float) -> None:
-    """Judge by ``off``, the residual of the step that the recurrence took first, which nothing before it has amplified.
+    """Refuse a cell whose residual ``off`` at its first step exceeds rounding; no earlier step has amplified it.
 
     Half precision is left to the self-checks.
 
@@ -351,7 +351,7 @@ def refuse_another_function(call: Any, off: float) -> None:
 
 
 def refuse_other_equations(call: Any, off: float) -> None:
-    """Judge the equations that a user registered, likewise.
+    """Refuse registered equations whose residual ``off`` at the first step exceeds rounding.
 
     Raises
     ------
@@ -371,7 +371,7 @@ def refuse_other_equations(call: Any, off: float) -> None:
 
 
 def refuse_other_ends(call: Any, off: float, off_at_the_end: float) -> None:
-    """Judge the states after the last step, where the outputs on the way there are right.
+    """Refuse registered equations whose states after the last step differ where the outputs agree.
 
     Raises
     ------

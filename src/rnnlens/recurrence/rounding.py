@@ -23,7 +23,7 @@ from .trajectory import Adjoint, Scales
 
 @dataclass(frozen=True)
 class Rounding:
-    """What rounding in a sweep goes by.
+    """Magnitudes that determine the rounding error of a sweep.
 
     The derivative of an activation, 1 - h^2, is exact to eps whatever is left of it, so that what comes out of
     saturated units is no more exact than it would be without it (Higham, Accuracy and Stability of Numerical
@@ -48,7 +48,7 @@ class Rounding:
 
 @np.errstate(over="ignore", invalid="ignore")
 def rounding_of(run: Replay, result: Adjoint) -> Rounding:
-    """The sizes by which differences from another sweep through the same run are to be judged."""
+    """Return the magnitudes against which differences from another sweep through the same run are judged."""
     xp = run.xp
     met = xp.sqrt(1.0 + sum(xp.sum(xp.abs(_flat(array, xp)) ** 2, axis=-1) for array in (run.input, *run.states)))
     arrived = xp.max(xp.stack([xp.max(xp.abs(_flat(grad, xp)), axis=-1) for grad in result.state_grads]), axis=0)
@@ -63,7 +63,7 @@ def rounding_of(run: Replay, result: Adjoint) -> Rounding:
 
 
 def _at_the_start(run: Replay, result: Adjoint) -> float:
-    """The largest gradient at a first state, times the root of the sum of squares of what is lost at single steps."""
+    """Return the largest gradient at a first state, times the digits lost at all steps (root of the sum of squares)."""
     xp = run.xp
     by_state = []
     for first, grad in zip(result.initial_state_grad, result.state_grads, strict=True):
@@ -84,7 +84,7 @@ def _flat(array: Array, xp: Any) -> Array:
 
 
 def _largest_row(kernel: Array | None, xp: Any) -> float:
-    """Largest norm of what one input number is multiplied with, over gates and, of a convolution, places."""
+    """Return the largest norm of a kernel's row: of the weights of one input number, over gates and places."""
     if kernel is None or len(kernel.shape) < 2:
         return 0.0
     others = tuple(axis for axis in range(len(kernel.shape)) if axis != len(kernel.shape) - 2)
@@ -93,7 +93,7 @@ def _largest_row(kernel: Array | None, xp: Any) -> float:
 
 @np.errstate(over="ignore", invalid="ignore")
 def perturbed(run: Replay) -> Replay:
-    """The same run from an input that is off by one rounding, and then its gates and states by one more each.
+    """Replay from an input off by one rounding, and perturb gates and states by one rounding each.
 
     Where small differences grow from step to step, this trajectory leaves the other one as any second run does.
     """
@@ -108,7 +108,7 @@ def perturbed(run: Replay) -> Replay:
 
 
 def replay_sensitivity(run: Replay) -> float:
-    """How far a step's output moves where its gates are off by one rounding, relative to the largest output.
+    """Return how much a step's output changes with gates off by one rounding, relative to the largest output.
 
     0 of a cell whose output does not follow from its gates and the states before: :attr:`Cell.at_once`.
     """
@@ -123,7 +123,7 @@ def replay_sensitivity(run: Replay) -> float:
 
 
 def one_rounding(xp: Any, unit: float | None = None) -> Callable[[Array], Array]:
-    """A function that moves every number of an array by one rounding, up or down, from the same random signs each time.
+    """Return a function that moves every number of an array by one rounding, up or down by the same random signs.
 
     ``unit``: the machine epsilon, where it is not that of the array itself.
     """

@@ -29,7 +29,7 @@ LEAST_SAVING = 0.1
 
 
 class ReverseSweep:
-    """Buffers and steps of one reverse sweep. A row is [states | dx].
+    """One reverse sweep: its buffers and steps. A row is [states | dx].
 
     ``steps``: a stretch of steps to go through to its end; None for all, or as many as are of interest.
     """
@@ -60,11 +60,11 @@ class ReverseSweep:
 
     @property
     def left(self) -> Array:
-        """Rows (sample, row, state number) as they are before the first step, in the order of the recurrence."""
+        """Rows (sample, row, state) as they are before the first step, in the order of the recurrence."""
         return self.old[:, self.start : self.stop, : self.system.rows]
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
-        """All steps, or down to the last one of interest."""
+        """Walk through all steps, or down to the last one of interest."""
         whole = self.taps.steps is None or self.taps.initial or self.steps is not None
         remaining = None if whole else len(self.taps.steps)  # type: ignore[arg-type]
         for t, step in walk(
@@ -92,7 +92,7 @@ class ReverseSweep:
         return self.cost
 
     def _enter(self, t: int, step: LinearStep) -> None:
-        """Let new rows in, add what the source has at this step, and bring all to their totals."""
+        """Let new rows enter, add the source's cotangents of this step, and make all rows total."""
         first = self.source.first(t)
         entering = slice(first, self.start)
         if first < self.start:
@@ -109,11 +109,11 @@ class ReverseSweep:
             self.pruning.note(self.old, self.system.rows, first, entering.stop)
 
     def _alive(self, columns: slice) -> Array:
-        """Rows alive, and the probes behind them."""
+        """Return the rows alive, and the probes behind them."""
         return self.old[:, self.start : self.stop + self.pruning.probes_alive, columns]
 
     def _step(self, step: LinearStep, with_input: bool) -> None:
-        """One step back: [rows] to [states before | dx]."""
+        """Pull all rows one step back: [rows] to [states before | dx]."""
         stop = self.stop + self.pruning.probes_alive
         width = self.width if with_input else self.system.rows
         rows, target = self.old[:, self.start : stop, self.whole], self.new[:, self.start : stop, :width]
@@ -122,17 +122,17 @@ class ReverseSweep:
         self.old, self.new = self.new, self.old
 
     def _hand_out(self, t: int, step: LinearStep) -> None:
-        """What is wanted of the rows before they go through the step."""
+        """Hand requested states to their sinks before the rows go through the step."""
         for state, sink in self.taps.states.items():
             self._hand_state(sink, t, state, step)
 
     def _hand_state(self, sink: RowSink, t: int, state: int, step: LinearStep | None) -> None:
-        """The rows at one state as a step produces it, or as it was initially."""
+        """Hand the rows at one state to a sink: as a step produces it, or at the start."""
         rows, columns = self._alive(self.whole), self.columns[state]
         self._give(sink, t, rows[:, :, columns] if step is None else step.produced(rows, state, columns))
 
     def _give(self, sink: RowSink, t: int, values: Array) -> None:
-        """Hand rows to a sink, and what is left of pruned ones."""
+        """Hand rows to a sink, and the residue of pruned ones."""
         alive = self.stop - self.start
         sink.take(t, self.start, values[:, :alive])
         if int(values.shape[1]) > alive:
@@ -141,14 +141,14 @@ class ReverseSweep:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a reverse sweep is cut: steps per block (0: not at all), and multiplications per sample."""
+    """How a reverse sweep is split: steps per block (0: no blocks), and multiplications per sample."""
 
     length: int
     products: float
 
 
 def plan_blocks(system: System, alive: Sequence[int] | np.ndarray[Any, Any], features: int) -> Blocks:
-    """The cheapest length of block.
+    """Choose the length of block that needs the fewest multiplications.
 
     Parameters
     ----------
@@ -189,7 +189,7 @@ class BlockedSweep:
         self.cost = Cost()
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
-        """All blocks down to the last step of interest."""
+        """Sweep all blocks down to the last step of interest."""
         system, wanted = self.system, self.taps.steps
         order = list(steps(system.time, system.order, reverse=True))
         left = None if wanted is None or self.taps.initial else len(wanted)
@@ -234,7 +234,7 @@ class BlockedSweep:
         self.carried, self.first = rows, lowest
 
     def _hand_out(self, kept: list[int], across: Array) -> None:
-        """The older rows at the inputs, as many steps in one product as leave it no wider than the state."""
+        """Hand the older rows to the input's sink, several steps in one product no wider than the state."""
         system, work, older = self.system, self.work, int(self.carried.shape[1])
         at_once = max(1, system.rows // max(1, system.features))
         for start in range(0, len(kept), at_once):
@@ -251,7 +251,7 @@ class BlockedSweep:
 
 @dataclass
 class _Window:
-    """The rows of a source that enter within a block, and behind them the unit vectors of the state at its end."""
+    """Rows of a source that enter within a block, followed by the unit vectors of the state at its end."""
 
     source: RowSource
     system: System
@@ -267,15 +267,15 @@ class _Window:
 
     @property
     def lasting(self) -> bool:
-        """Only sources that enter once are cut into blocks."""
+        """False: only sources that enter once are swept in blocks."""
         return False
 
     def first(self, t: int) -> int:
-        """As in the source, counted from the block's lowest row."""
+        """Return the first row alive, counted from the block's lowest row."""
         return self.source.first(t) - self.lowest
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
-        """The source's rows; at the block's end also the unit vectors."""
+        """Return the source's rows, and at the block's end the unit vectors too."""
         entering = min(stop, self.own)
         found = self.source.parts(t, first + self.lowest, entering + self.lowest, samples)
         if t != self.entry or not self.units:
@@ -297,7 +297,7 @@ class _Window:
 
 @dataclass
 class _Split:
-    """Hands the block's own rows on, and keeps what the unit vectors bring: (sample, unit, step, feature)."""
+    """A sink that passes the block's own rows on and stores those of the unit vectors (sample, unit, step, feature)."""
 
     sink: RowSink
     lowest: int
@@ -306,7 +306,7 @@ class _Split:
     places: Mapping[int, int]
 
     def take(self, t: int, first: int, values: Array) -> None:
-        """Rows ``first ... own - 1`` are the source's."""
+        """Pass rows ``first ... own - 1`` to the sink, and store the others."""
         own = self.own - first
         if own:
             self.sink.take(t, first + self.lowest, values[:, :own])
@@ -314,4 +314,4 @@ class _Split:
             self.across[:, :, self.places[t]] = values[:, own:]
 
     def residue(self, t: int, values: Array) -> None:
-        """Nothing is pruned."""
+        """Do nothing: nothing is pruned."""

@@ -29,18 +29,18 @@ FLUSH_EVERY = 4
 
 
 class RowSink(Protocol):
-    """Takes the values that a sweep passes by."""
+    """Receiver of the values of a sweep."""
 
     def take(self, t: int, first: int, values: Array) -> None:
-        """Values (sample, row, n) at step t; ``first`` is the number of the first of these rows."""
+        """Receive values (sample, row, n) at step t; ``first`` is the number of the first of these rows."""
 
     def residue(self, t: int, values: Array) -> None:
-        """What signed sums of pruned rows (sample, probe, n) are at step t."""
+        """Receive signed sums of pruned rows (sample, probe, n) at step t."""
 
 
 @dataclass
 class Taps:
-    """What a sweep hands out, each None where nobody wants it.
+    """Sinks of a sweep, None for what nobody requested.
 
     ``input``: at the layer's input. ``states``: by state index, at the states after each step.
     ``initial``: by state index, at the initial state (t = -1). ``steps``: the steps of interest, None for all.
@@ -52,20 +52,20 @@ class Taps:
     steps: frozenset[int] | None = None
 
     def wants(self, t: int) -> bool:
-        """Whether step t is of interest."""
+        """Return whether step t is of interest."""
         return self.steps is None or t in self.steps
 
 
 @dataclass
 class Cost:
-    """Floating-point operations done, and the bytes of the sweep's own buffers."""
+    """Cost of a sweep: floating-point operations, and the bytes of its buffers."""
 
     flops: float = 0.0
     buffer_bytes: int = 0
 
 
 def elements(array: Array) -> int:
-    """How many numbers an array holds."""
+    """Return the number of entries of an array."""
     count = 1
     for n in array.shape:
         count *= int(n)
@@ -79,14 +79,14 @@ class RowSource(Protocol):
     group: int
 
     def first(self, t: int) -> int:
-        """First row alive at step t; never grows in the direction of the sweep."""
+        """Return the first row alive at step t; it never grows in the direction of the sweep."""
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
-        """What enters at step t into rows ``first ... stop - 1``: by state, (sample or 1, row, size)."""
+        """Return what enters at step t into rows ``first ... stop - 1``: by state, (sample or 1, row, size)."""
 
     @property
     def lasting(self) -> bool:
-        """Whether rows receive something at every step, not at their first one only."""
+        """Whether rows receive cotangents at every step, not only at their first."""
 
 
 @dataclass
@@ -117,15 +117,15 @@ class PointRows:
 
     @property
     def lasting(self) -> bool:
-        """Points enter once."""
+        """False: each row receives a cotangent once."""
         return False
 
     def first(self, t: int) -> int:
-        """Groups at or after t, in the order of the recurrence."""
+        """Return the first row of the groups at or after t, in the order of the recurrence."""
         return self.group * bisect_left(self._ranks, self._sign * t)
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
-        """The block of step t, if this is the step at which rows enter."""
+        """Return the block of step t, if rows enter at this step."""
         if stop == first:
             return {}
         found = {}
@@ -161,7 +161,7 @@ class Units:
         return sorted(self.times, reverse=self.order == "backward")
 
     def summed(self, work: Workspace, pattern: Pattern) -> PointRows:
-        """One row for all units of a colour: their sum."""
+        """Return one row per colour: the sum of its units."""
         block = work.asarray(pattern.colour == np.arange(pattern.count)[:, None])[None, None]
         if self.moves is not None:
             block = block * work.asarray(self.moves)[:, :, None, None]
@@ -197,20 +197,20 @@ class FieldRows:
 
     @property
     def lasting(self) -> bool:
-        """Fields enter everywhere."""
+        """True: rows receive cotangents at every step."""
         return True
 
     def first(self, t: int) -> int:
-        """First row that holds anything at t or after it in the order of the recurrence."""
+        """Return the first row that is not zero at t or after it, in the order of the recurrence."""
         return int(self._first[t if self.order == "forward" else self._time - 1 - t])
 
     def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
-        """What the field holds at step t."""
+        """Return the cotangents of the field at step t."""
         return {state: field[samples, first:stop, t] for state, field in self.fields.items()}
 
 
 class Pruning(Protocol):
-    """What a sweep asks about its rows."""
+    """Which rows of a sweep are dropped."""
 
     probes: int
     active: bool
@@ -219,17 +219,17 @@ class Pruning(Protocol):
 
     @property
     def probes_alive(self) -> int:
-        """Probe rows right behind the last row alive."""
+        """Number of probe rows right behind the last row alive."""
 
     def note(self, rows: Array, width: int, first: int, stop: int) -> None:
-        """Rows ``first ... stop - 1`` have entered."""
+        """Record that rows ``first ... stop - 1`` have entered."""
 
     def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
-        """The new end of the rows alive."""
+        """Drop vanished rows, and return the new end of the rows alive."""
 
 
 class NoPruning:
-    """Every row lives to the end."""
+    """Pruning that drops nothing."""
 
     probes = 0
     active = False
@@ -238,10 +238,10 @@ class NoPruning:
     dropped = 0
 
     def note(self, rows: Array, width: int, first: int, stop: int) -> None:
-        """Nothing to remember."""
+        """Do nothing."""
 
     def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
-        """Nothing to drop."""
+        """Return ``stop``: nothing is dropped."""
         return stop
 
 
@@ -270,17 +270,17 @@ class Vanished:
 
     @property
     def probes_alive(self) -> int:
-        """All of them as soon as something was dropped."""
+        """Number of probe rows: all of them as soon as something was dropped."""
         return self.probes if self.active else 0
 
     def note(self, rows: Array, width: int, first: int, stop: int) -> None:
-        """Remember the norm (sample,) with which each group entered."""
+        """Record the norm (sample,) with which each group entered."""
         norms = self._norms(rows[:, first:stop, :width])
         for i in range(norms.shape[1]):
             self._start[first // self.group + i] = norms[:, i]
 
     def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
-        """Look at the norms now and then; fold vanished rows into the probes."""
+        """Compare norms now and then, and fold vanished rows into the probes."""
         self._calls += 1
         if self._calls % self.every or stop == start:
             return stop

@@ -35,7 +35,7 @@ class UnitSweep(ReverseSweep):
         self.needs_b = taps.input is not None
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
-        """All steps, or down to the last one of interest; what was pruned is counted by units."""
+        """Walk through all steps, or down to the last one of interest; pruned rows are counted by units."""
         cost = super().run(progress)
         self.pruning.dropped = self.pruning.dropped * self.units // self.pattern.count
         return cost
@@ -64,7 +64,7 @@ class UnitSweep(ReverseSweep):
 
 @dataclass
 class UnitRows:
-    """All units of some groups at one step, from the rows that stand for them.
+    """All units of some groups at one step, in the rows that are their sums by colour.
 
     rows : (sample, group, colour, state)
     matrix : (sample or 1, state, feature) that each unit is multiplied with, or None: then ``columns`` are wanted.
@@ -76,7 +76,7 @@ class UnitRows:
     columns: slice | None
 
     def hand(self, sink: RowSink, t: int, first: int) -> int:
-        """Give a sink the groups from ``first`` on, reduced where that needs no blocks; numbers made per entry."""
+        """Give a sink the groups from ``first`` on, reduced where that needs no blocks; return numbers per entry."""
         if isinstance(sink, Collector):
             if t not in sink.steps or not int(self.rows.shape[1]):
                 return 0
@@ -92,7 +92,7 @@ class UnitRows:
         return width
 
     def through(self, sink: Collector, t: int) -> UnitRows:
-        """Followed by what a sink applies to all values."""
+        """Apply the sink's readout to the matrix that each unit is multiplied with."""
         if sink.readout is None or self.matrix is None:
             return self
         return replace(self, matrix=sink.readout(t, self.matrix))
@@ -107,7 +107,7 @@ class UnitRows:
         return self.matrix is None or int(self.pattern.reach.shape[1]) <= 2
 
     def norms(self) -> Array:
-        """(sample, group): Frobenius norm of the block of all units."""
+        """Return the Frobenius norm (sample, group) of the block of all units."""
         xp = namespace(self.rows)
         if self.matrix is None:
             return frobenius(self._inside())
@@ -122,7 +122,7 @@ class UnitRows:
         return xp.concat(parts, axis=1)
 
     def _triangle(self, matrix: Array) -> tuple[Array, Array | None, Array | None]:
-        """(sample or 1, 1, unit) each: R of the QR of the one or two rows of ``matrix`` that each unit reaches.
+        """Return R (sample or 1, 1, unit) each, of the QR of the one or two rows of ``matrix`` that each unit reaches.
 
         |v b + w c|^2 = (v r + w s)^2 + (w q)^2, two squares, does not cancel where the two vectors do.
         """
@@ -136,7 +136,7 @@ class UnitRows:
         return r[:, None], s[:, None], xp.sqrt(xp.sum(rest * rest, axis=2))[:, None]
 
     def _totals(self) -> Array:
-        """(sample, group): sum over the block of all units."""
+        """Return the sum (sample, group) over the block of all units."""
         xp = namespace(self.rows)
         if self.matrix is None:
             return total(self._inside())
@@ -147,18 +147,18 @@ class UnitRows:
         return xp.concat(parts, axis=1)
 
     def _entry(self, w: int) -> Array:
-        """(sample, group, unit): what each unit has in the w-th of the columns that it reaches."""
+        """Return the entry (sample, group, unit) of each unit in the w-th of the columns that it reaches."""
         colour, column = self.pattern.colour, self.pattern.reach[:, w]
         if self.pattern.count == 1:
             return self.rows[:, :, 0, _index(column)]
         return self.rows[:, :, colour, column]
 
     def _inside(self) -> Array:
-        """The wanted columns of all rows: every number there belongs to one unit."""
+        """Return the requested columns of all rows: every number there belongs to one unit."""
         return self.rows[:, :, :, self.columns]
 
     def blocks(self) -> Iterator[tuple[int, Array]]:
-        """Blocks (sample, group, unit, feature) of a few groups at a time, with the number of the first."""
+        """Yield blocks (sample, group, unit, feature) of a few groups, with the number of the first."""
         columns, matrix = self.columns, self.matrix
         width = int(matrix.shape[2]) if matrix is not None else columns.stop - columns.start  # type: ignore[union-attr]
         for start, some in self._chunks(width):
@@ -181,7 +181,7 @@ class UnitRows:
         return block
 
     def _by_cells(self, matrix: Array) -> Array:
-        """The same as one small product for all units that reach the same columns."""
+        """Compute the blocks as one small product for all units that reach the same columns."""
         xp, reach, cells = namespace(self.rows), self.pattern.reach, self.pattern.cells().reach
         order, (units, width) = np.argsort(reach[:, 0], kind="stable"), reach.shape
         values = self.rows[:, :, self.pattern.colour[order][:, None], reach[order]]
@@ -191,7 +191,7 @@ class UnitRows:
         return flat[:, :, np.argsort(order)]
 
     def _chunks(self, width: int) -> Iterator[tuple[int, UnitRows]]:
-        """A few groups at a time: what is made of them stays in the processor's cache."""
+        """Yield a few groups at a time, so that intermediate arrays stay in the processor's cache."""
         samples, groups = (int(n) for n in self.rows.shape[:2])
         count = max(1, _AT_ONCE // max(1, samples * int(self.pattern.colour.size) * width))
         for start in range(0, groups, count):
@@ -199,7 +199,7 @@ class UnitRows:
 
 
 def _squares(values: Array) -> Array:
-    """(sample, group, unit) to (sample, group)."""
+    """Sum squares over units: (sample, group, unit) to (sample, group)."""
     if isinstance(values, np.ndarray):
         found: Array = np.einsum("bgu,bgu->bg", values, values)
         return found
@@ -207,7 +207,7 @@ def _squares(values: Array) -> Array:
 
 
 def _index(columns: np.ndarray[Any, Any]) -> slice | np.ndarray[Any, Any]:
-    """A slice where the columns are one after the other: a view then."""
+    """Return a slice where the columns are consecutive: indexing is then a view."""
     if columns.size and int(columns[-1] - columns[0]) == columns.size - 1 and (np.diff(columns) == 1).all():
         return slice(int(columns[0]), int(columns[-1]) + 1)
     return columns

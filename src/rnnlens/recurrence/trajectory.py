@@ -71,12 +71,12 @@ class Trajectory:
 
     @property
     def preactivation(self) -> Array | None:
-        """(sample, time, gate, unit), None where no gates are known."""
+        """Pre-activations (sample, time, gate, unit); None where no gates are known."""
         return None if self.record is None else self.record.preactivation
 
     @property
     def gates(self) -> Array | None:
-        """(sample, time, gate, unit), None where no gates are known."""
+        """Gates (sample, time, gate, unit); None where no gates are known."""
         return None if self.record is None else self.record.gates
 
     @property

@@ -65,7 +65,7 @@ def close(got: Any, wanted: Any, rtol: float, what: str) -> None:
 
 
 def reference_of(call: RecurrentCall) -> Any:
-    """float64 BPTT of a captured call of a known cell, fed with the direct gradients that were captured."""
+    """Run float64 BPTT of a captured call of a known cell, from the direct gradients that were captured."""
     grads = None if call.final_state_grad is None else [np.asarray(g, dtype=float) for g in call.final_state_grad]
     return bptt(
         call.cell,
@@ -169,13 +169,13 @@ def _weight_gradients(call: RecurrentCall) -> Any:
         before.append(np.concatenate(parts, axis=1))
         cotangents.append(reference.state_grads[i])
     if len(cotangents) == 2:
-        cotangents[1] = _without_paththrough_hidden(call, reference)
+        cotangents[1] = _without_path_through_hidden(call, reference)
     mask = None if call.mask is None else np.asarray(call.mask)
     return weight_gradients(call.cell, np.asarray(call.input, dtype=float), before, cotangents, mask=mask)
 
 
-def _without_paththrough_hidden(call: RecurrentCall, reference: Any) -> Any:
-    """Lambda of c: dL/dc_t less what reaches it through h_t of the same step."""
+def _without_path_through_hidden(call: RecurrentCall, reference: Any) -> Any:
+    """Return dL/dc_t without the part that reaches it through h_t of the same step."""
     backward, steps = call.direction == "backward", call.input.shape[1]
     bare = reference.state_grads[1].copy()
     for b, t in np.ndindex(*call.input.shape[:2]):

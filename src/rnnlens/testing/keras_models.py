@@ -18,7 +18,7 @@ Gradients = tuple[Any, list[Any], list[Any]]
 
 
 def stacked(keras: Any) -> Any:
-    """Two layers, the upper one returning its last output."""
+    """Return a model of two layers, the upper one returning its last output."""
     layers = keras.layers
     return keras.Sequential(
         [
@@ -31,7 +31,7 @@ def stacked(keras: Any) -> Any:
 
 
 def bidirectional(keras: Any) -> Any:
-    """A masked bidirectional layer whose halves are multiplied."""
+    """Return a model with a masked bidirectional layer whose halves are multiplied."""
     layers = keras.layers
     half = layers.LSTM(2, return_sequences=True)
     return keras.Sequential(
@@ -66,7 +66,7 @@ def encoder_decoder(keras: Any) -> Any:
 
 
 def subclassed(keras: Any) -> Any:
-    """As many people write models: it has no ``.output``."""
+    """Return a subclassed model, as many people write them: it has no ``.output``."""
 
     class Subclassed(keras.Model):  # type: ignore[misc]  # Keras has no types
         def __init__(self) -> None:
@@ -94,7 +94,7 @@ MODELS: dict[str, Make] = {
 
 
 def gradients(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gradients:
-    """Loss and its gradients with respect to a list of arrays and a list of Keras variables.
+    """Return a loss and its gradients with respect to a list of arrays and a list of Keras variables.
 
     Variables of ``tf_keras`` are TensorFlow's own; what its layers assign meanwhile is the caller's to put back.
     """

@@ -70,7 +70,7 @@ def step(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
 
 
 def _sides(cell: Any, x: Matrix) -> tuple[list[slice], Matrix, Matrix, Any]:
-    """Where each gate lies, the input side with its bias, the recurrent kernel and the recurrent bias."""
+    """Return where each gate lies, the input side with its bias, the recurrent kernel and the recurrent bias."""
     n, weights = cell.units, {name: np.asarray(w) for name, w in cell.weights().items()}
     gate = [slice(k * n, (k + 1) * n) for k in range(len(cell.gates))]
     return (
@@ -118,7 +118,7 @@ EQUATIONS: dict[str, Callable[[Any, Matrix, Sequence[Matrix]], list[Matrix]]] = 
 
 
 def step_jacobians(cell: Cell, x: Matrix, state: Sequence[Matrix]) -> tuple[Matrix, Matrix]:
-    """A_t (S, S) and B_t (S, feature) of one step of one sample; states side by side."""
+    """Return A_t (S, S) and B_t (S, feature) of one step of one sample; states side by side."""
     sizes = [s.shape[0] for s in state]
     flat = np.concatenate([*state, x]).astype(complex)
     columns = []
@@ -133,7 +133,7 @@ def step_jacobians(cell: Cell, x: Matrix, state: Sequence[Matrix]) -> tuple[Matr
 
 @dataclass
 class Reference:
-    """States after each step, their total gradients, and what comes out below; sample-first, chronological."""
+    """States after each step, their total gradients, and the gradients below; sample-first, chronological."""
 
     states: list[Matrix]
     state_grads: list[Matrix]
@@ -151,7 +151,7 @@ def bptt(
     backward: bool = False,
     final_state_grad: Sequence[Matrix] | None = None,
 ) -> Reference:
-    """Backpropagation through time, dense and by sample.
+    """Run backpropagation through time, dense and sample by sample.
 
     Parameters
     ----------
@@ -196,7 +196,7 @@ def bptt(
 
 
 def _store(grads: list[Matrix], lam: Matrix, at: tuple[int, int], through: Matrix | None) -> None:
-    """Total gradients of the states ``at`` a sample and step; ``through`` is dh_t/dc_t where there is a path by it."""
+    """Store total gradients of the states ``at`` a sample and step; ``through`` is dh_t/dc_t where there is a path."""
     parts = np.split(lam, np.cumsum([g.shape[2] for g in grads])[:-1])
     for target, value in zip(grads, parts, strict=True):
         target[at] = value
@@ -205,7 +205,7 @@ def _store(grads: list[Matrix], lam: Matrix, at: tuple[int, int], through: Matri
 
 
 def through_hidden(cell: Any, x: Matrix, before: Sequence[Matrix]) -> Matrix:
-    """dh_t/dc_t (unit_in, unit) within one step, gates held fixed."""
+    """Return dh_t/dc_t (unit_in, unit) within one step, gates held fixed."""
     act, rec = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation]
     n = cell.units
     c = step(cell, x, before)[1].real
@@ -226,7 +226,7 @@ def weight_gradients(
     *,
     mask: Matrix | None = None,
 ) -> Mapping[str, Matrix]:
-    """dL/dW by the complex step on every weight, given the cotangent of every step's states.
+    """Return dL/dW by the complex step on every weight, given the cotangents of every step's states.
 
     ``state_cotangent`` is lambda_t itself: for an LSTM dL/dc_t *without* the path through h_t.
     """

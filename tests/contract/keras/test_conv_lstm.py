@@ -69,14 +69,14 @@ def unrolled(model, x, zeros):
 def test_total_gradients_are_those_of_an_unrolled_copy():
     model, x, y = build(2)
     trace = rl.trace(model, x, y)["conv"]
-    x, y = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
+    x, y = (keras.ops.convert_to_tensor(array, dtype=str(trace.hidden.dtype)) for array in (x, y))
 
     def loss(zeros):
         flat = keras.ops.reshape(unrolled(model, x, zeros), (2, -1))
         return keras.ops.mean((model.layers[-1](flat) - y) ** 2)
 
     shape = tuple(trace.hidden.shape)
-    zeros = np.zeros((TIME, shape[0], *shape[2:]), dtype="float32")
+    zeros = np.zeros((TIME, shape[0], *shape[2:]), dtype=trace.hidden.dtype)
     expected = np.moveaxis(gradient(loss, zeros), 0, 1)
     np.testing.assert_allclose(trace.hidden_grad.values, expected, rtol=1e-4, atol=1e-7)
 

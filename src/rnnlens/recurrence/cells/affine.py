@@ -14,18 +14,18 @@ from ..arrays import Array, Namespace, namespace
 
 
 def columns(kernel: Array, gate: int, gates: int) -> Array:
-    """The part of a (n, gate * unit) kernel that belongs to one gate: (n, unit)."""
+    """Select the columns of one gate from a kernel (n, gate * unit): (n, unit)."""
     units = kernel.shape[1] // gates
     return kernel[:, gate * units : (gate + 1) * units]
 
 
 def split_gates(z: Array, gates: int, xp: Namespace) -> Array:
-    """(..., gate * unit) to (..., gate, unit)."""
+    """Give gates an axis: (..., gate * unit) to (..., gate, unit)."""
     return xp.reshape(z, (*z.shape[:-1], gates, z.shape[-1] // gates))
 
 
 def join_gates(z: Array, xp: Namespace) -> Array:
-    """(..., gate, unit) to (..., gate * unit)."""
+    """Lay gates side by side: (..., gate, unit) to (..., gate * unit)."""
     return xp.reshape(z, (*z.shape[:-2], z.shape[-2] * z.shape[-1]))
 
 
@@ -36,7 +36,7 @@ def _with_time(scale: Array, like: Array) -> Array:
 
 
 def project(x: Array, kernel: Array, scale: Array | None, gates: int, xp: Namespace) -> Array:
-    """(sample, ..., n) @ (n, gate * unit), the input scaled by dropout where there is any."""
+    """Multiply (sample, ..., n) with a kernel (n, gate * unit), the input scaled by dropout where there is any."""
     if scale is None:
         return x @ kernel
     if len(scale.shape) == 2:
@@ -46,7 +46,7 @@ def project(x: Array, kernel: Array, scale: Array | None, gates: int, xp: Namesp
 
 
 def unproject(dz: Array, kernel: Array, scale: Array | None, gates: int, xp: Namespace) -> Array:
-    """The adjoint of :func:`project`: (sample, ..., gate * unit) back to (sample, ..., n)."""
+    """Pull cotangents (sample, ..., gate * unit) of :func:`project` back to its input (sample, ..., n)."""
     if scale is None:
         return dz @ kernel.T
     if len(scale.shape) == 2:
@@ -63,7 +63,7 @@ def _unproject_gate(dz: Array, kernel: Array, scale: Array, gate: int, gates: in
 
 
 class Contraction(NamedTuple):
-    """What becomes of the terms x_t dz_t^T of a kernel's gradient.
+    """How the terms x_t dz_t^T of a kernel's gradient are summed.
 
     ``by_time`` keeps the time axis; otherwise time is summed over. ``probes`` > 0 returns that many random combinations
     of the gradient's rows instead of the rows: all that a check needs, at a small part of the cost (Freivalds 1977).
@@ -74,7 +74,7 @@ class Contraction(NamedTuple):
 
 
 def probe_rows(rows: int, like: Array, how: Contraction) -> Array:
-    """Random signs (probes, rows), the same at every call."""
+    """Return random signs (probes, rows), the same at every call."""
     signs = 2.0 * np.random.default_rng(rows).integers(0, 2, size=(how.probes, rows)) - 1.0
     return namespace(like).asarray(signs, dtype=like.dtype, device=device(like))
 

@@ -95,32 +95,32 @@ class Cell:
             setattr(self, name, given[name])
 
     def weights(self) -> dict[str, Array]:
-        """The weights that exist, by name."""
+        """Return the weights that exist, by name."""
         return {name: value for name in self.parameters if (value := getattr(self, name, None)) is not None}
 
     def with_weights(self, convert: Callable[[Array], Array]) -> Self:
-        """The same cell with every weight converted: to another library, another precision."""
+        """Return a copy of the cell with every weight converted, to another library or precision."""
         return self.holding({name: convert(value) for name, value in self.weights().items()})
 
     def holding(self, weights: Mapping[str, Array]) -> Self:
-        """The same cell with these weights in place of its own."""
+        """Return a copy of the cell with some weights replaced."""
         changed = copy(self)
         for name, value in weights.items():
             object.__setattr__(changed, name, value)
         return changed
 
     def gate(self, array: Array, name: str) -> Array:
-        """The block of one gate out of (..., gate * unit): of what is projected, of a kernel, of a bias."""
+        """Select the block of one gate from an array (..., gate * unit)."""
         index, units = self.gates.index(name), array.shape[-1] // self.parts
         return array[..., index * units : (index + 1) * units]
 
     def record(self, preactivations: Sequence[Array], gates: Sequence[Array], xp: Namespace) -> Record:
-        """What a step computed: one (..., unit) array per gate, before its activation and after it."""
+        """Stack one (..., unit) array per gate, before and after its activation, into a :class:`Record`."""
         return Record(xp.stack(list(preactivations), axis=-2), xp.stack(list(gates), axis=-2))
 
     @property
     def parts(self) -> int:
-        """How many blocks of units :meth:`project` returns side by side: one per gate, at least one."""
+        """Number of blocks of units that :meth:`project` returns side by side: one per gate, at least one."""
         return max(1, len(self.gates))
 
     @property
@@ -135,7 +135,7 @@ class Cell:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of the states of this very cell."""
+        """Names of the states of this instance."""
         return self.states
 
     @property
@@ -145,14 +145,14 @@ class Cell:
 
     @property
     def biases_add_up(self) -> bool:
-        """Whether only the sum of the two biases matters; False where there are no two."""
+        """Whether only the sum of the two biases matters; False for a cell without two biases."""
         found = self.weights()
         return "bias" in found and "recurrent_bias" in found
 
     # One step.
 
     def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
-        """The input side of all pre-activations: (sample, ..., feature) to (sample, ..., gate * unit), with biases.
+        """Compute the input side of all pre-activations, with biases: (sample, ..., n) to (sample, ..., gate * unit).
 
         A pre-activation is this plus what the states add to it. It is linear in ``x``, unless a cell of its own kind
         says otherwise here, in :meth:`input_gradient` and :meth:`input_gradients`.
@@ -167,13 +167,13 @@ class Cell:
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """From the projected input and the states before to the gates and the states after."""
+        """Compute the gates and the states after a step from the projected input and the states before."""
         raise NotImplementedError(f"{type(self).__name__}.step")
 
     def taken(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """:meth:`step`, with what the framework needs to differentiate it where the cell does not do so itself."""
+        """Run :meth:`step`, and record the projected input where the framework differentiates the step."""
         record, after = self.step(projected, before, scale, xp)
         return (record if self.autodiff is None else record._replace(inner=projected)), tuple(after)
 
@@ -186,7 +186,7 @@ class Cell:
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """The adjoint of :meth:`step`: from dL/ds_t to dL/dz_t (..., gate, unit) and dL/ds_{t-1} through this step.
+        """Pull dL/ds_t back through :meth:`step`: to dL/dz_t (..., gate, unit) and dL/ds_{t-1}.
 
         Third, the total gradients of the states as they are produced: with what the same step computes from them.
         """
@@ -213,27 +213,27 @@ class Cell:
         return self.autodiff
 
     def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
-        """The first state from the gates (..., gate, unit), itself before the step, and the other states after it."""
+        """Compute the first state from the gates (..., gate, unit), its old value, and the other new states."""
         raise NotImplementedError(f"{type(self).__name__}.hidden")
 
     def others(self, gates: Array, before: Sequence[Array]) -> tuple[Array, ...]:
-        """All states but the first after a step, from the gates and from themselves before it: element-wise."""
+        """Compute all states but the first after a step, element-wise from the gates and their own values before it."""
         return ()
 
     def all_gates(self, projected: Array, hidden: Array, scale: Array | None, xp: Namespace) -> Record:
-        """Gates of all steps from the first state before each."""
+        """Compute the gates of all steps from the first state before each."""
         return self.step(projected, (hidden,), scale, xp)[0]
 
     # What a sweep leaves on the input and the weights.
 
     def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
-        """The adjoint of :meth:`project`: from dL/dz (sample, ..., gate * unit) to dL/dx (sample, ..., feature)."""
+        """Pull dL/dz (sample, ..., gate * unit) back through :meth:`project` to dL/dx (sample, ..., feature)."""
         return affine.unproject(gate_grad, self.weights()["kernel"], scale, self.parts, xp)
 
     def input_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """dL/dW of the weights in :meth:`project`, but for the recurrent bias, summed as ``how`` says."""
+        """Return dL/dW of the weights in :meth:`project`, except the recurrent bias, summed as ``how`` states."""
         found, flat = self.weights(), flat_gate_grad(run, result, times)
         grads = {"kernel": affine.outer(run.input[:, times, :], flat, run.input_scale, self.parts, how, run.xp)}
         biases = ["bias"] if "bias" in found else []
@@ -243,7 +243,7 @@ class Cell:
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """dL/dW of the weights that the step itself takes, by the framework's differentiation."""
+        """Return dL/dW of the weights used in :meth:`step`, differentiated by the framework."""
         xp, steps = run.xp, range(run.input.shape[1])[times]
         assert result.returned_grads is not None
         cotangent = [run.at_real_steps(grad) for grad in result.returned_grads]
@@ -263,7 +263,7 @@ class Cell:
     def weight_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """dL/dW of all weights."""
+        """Return dL/dW of all weights."""
         grads = self.input_gradients(run, result, how, times)
         for name, grad in self.recurrent_gradients(run, result, how, times).items():
             grads[name] = grads[name] + grad if name in grads else grad
@@ -272,7 +272,7 @@ class Cell:
     def recurrent_terms(
         self, gate_grad: Array, gates: Array, before: Array
     ) -> tuple[Array, list[tuple[slice, Array]]] | None:
-        """Of what the recurrent kernel's gradient is the product, from labelled numbers alone: for the certificate.
+        """Return the factors of the recurrent kernel's gradient, from labelled arrays alone, for the certificate.
 
         (sample, time, gate, unit) each: the gradient at the recurrent side of each gate, and what that side was fed, by
         gates. None where it takes more than gates and the first state.
@@ -280,7 +280,7 @@ class Cell:
         return None
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """dL/dgate (sample, time, gate, unit), after the activation, at real steps: from the equations of the states.
+        """Return dL/dgate (sample, time, gate, unit) after the activation, at real steps, from the states' equations.
 
         Dividing dL/dz by the slope of the activation would lose everything in saturated gates.
         """
@@ -296,7 +296,7 @@ class Cell:
     # The whole recurrence, seen otherwise.
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """The recurrence around its trajectory; by default from unit vectors, pulled back."""
+        """Linearise the recurrence around a trajectory; by default by pulling unit cotangents through each step."""
         return UnitVectorSystem(self, run)
 
     def pull_rows(self, run: Trajectory, t: int, rows: Sequence[Array]) -> list[Array]:
@@ -310,7 +310,7 @@ class Cell:
         return list(self.pull_back(record, before, after, rows, run.state_scale, run.xp)[1])
 
     def map_at(self, x: Array, xp: Namespace) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
-        """One step under a constant input x (feature,), in float64: s (n, S) to F(s), and to dF/ds (n, S, S)."""
+        """Return one step under a constant input x (feature,), in float64: s (n, S) to F(s), and to dF/ds (n, S, S)."""
         cell, sizes = self.with_weights(lambda w: np.asarray(w, dtype=np.float64)), self.state_sizes
         projected = cell.project(np.asarray(x, dtype=np.float64)[None], None, np)
         cuts, total = np.cumsum(sizes)[:-1], sum(sizes)
@@ -339,7 +339,7 @@ class Cell:
 def of_every_gate(
     cell: Cell, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
 ) -> dict[str, Array]:
-    """Gradient of a recurrent kernel that takes h_{t-1} to every gate as it is."""
+    """Return the gradient of a recurrent kernel that multiplies h_{t-1} for every gate."""
     before, flat = run.before(0)[:, times, :], flat_gate_grad(run, result, times)
     return {"recurrent_kernel": affine.outer(before, flat, run.state_scale, cell.parts, how, run.xp)}
 
@@ -347,7 +347,7 @@ def of_every_gate(
 def flattened(
     record: Record, before: Sequence[Array], cotangent: Sequence[Array], xp: Namespace
 ) -> tuple[Array, list[Array], list[Array]]:
-    """What was projected, the states before and the cotangents as (n, size), all with the axes of the cotangents."""
+    """Flatten the projected input, the states before and the cotangents to (n, size), with the cotangents' axes."""
     lead = tuple(cotangent[0].shape[:-1])
 
     def flat(array: Array) -> Array:
@@ -357,7 +357,7 @@ def flattened(
 
 
 def _combined(grad: Array, how: affine.Contraction) -> Array:
-    """A gradient, or the random combinations of its rows that were asked for."""
+    """Return a gradient, or random combinations of its rows where ``how`` requests probes."""
     matrix = len(grad.shape) - int(how.by_time) == 2
     if not how.probes or not matrix:
         return grad
@@ -365,21 +365,21 @@ def _combined(grad: Array, how: affine.Contraction) -> Array:
 
 
 def flat_gate_grad(run: Trajectory, result: Adjoint, times: slice) -> Array:
-    """dL/dz of some steps, gates side by side: (sample, time, gate * unit)."""
+    """Return dL/dz of some steps, gates side by side: (sample, time, gate * unit)."""
     gate_grad: Any = result.gate_grad
     return affine.join_gates(gate_grad[:, times, ...], run.xp)
 
 
 def are_elementwise(*activations: str) -> bool:
-    """Whether none of these activations mixes the units of a layer."""
+    """Return whether none of these activations mixes the units of a layer."""
     return all(ACTIVATIONS[name].slope is not None for name in activations)
 
 
 def by_name(*parameters: Quantity) -> Mapping[str, Quantity]:
-    """What a cell lists as its ``parameters``."""
+    """Return quantities by their names, as a cell declares its ``parameters``."""
     return {parameter.name: parameter for parameter in parameters}
 
 
 def has_gates(quantity: Quantity) -> bool:
-    """Whether a weight has one block per gate."""
+    """Return whether a weight has one block per gate."""
     return GATE in quantity.dims

@@ -51,24 +51,24 @@ class CIFG(Cell):
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """Gates from the hidden state, then the cell state, then the hidden state."""
+        """Compute gates from the hidden state, then the cell state, then the hidden state."""
         record = self.all_gates(projected, before[0], scale, xp)
         (c,) = self.others(record.gates, before[1:])
         return record, (self.hidden(record.gates, before[0], (c,), xp), c)
 
     def all_gates(self, projected: Array, hidden: Array, scale: Array | None, xp: Namespace) -> Record:
-        """All gates from the hidden state before."""
+        """Compute all gates from the hidden state before."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         z = affine.split_gates(projected + affine.project(hidden, self.recurrent_kernel, scale, 3, xp), 3, xp)
         parts = [k.value(z[..., g, :], xp) for g, k in enumerate((rec, act, rec))]
         return Record(z, xp.stack(parts, axis=-2))
 
     def others(self, gates: Array, before: Sequence[Array]) -> tuple[Array, ...]:
-        """c_t from the gates and c_{t-1}."""
+        """Compute c_t from the gates and c_{t-1}."""
         return (gates[..., 0, :] * before[0] + (1 - gates[..., 0, :]) * gates[..., 1, :],)
 
     def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
-        """h_t from the gates and c_t."""
+        """Compute h_t from the gates and c_t."""
         return gates[..., 2, :] * ACTIVATIONS[self.activation].value(others[0], xp)
 
     def pull_back(
@@ -80,7 +80,7 @@ class CIFG(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """As of an LSTM, with (c_{t-1} - g) where that has c_{t-1}."""
+        """Pull back as an LSTM does, with (c_{t-1} - g) in place of c_{t-1} in the forget gate."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         (lam_h, lam_c), z, a = cotangent, record.preactivation, record.gates
         f, g, o = (a[..., k, :] for k in range(3))
@@ -98,17 +98,17 @@ class CIFG(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """That of the recurrent kernel."""
+        """Return the gradient of the recurrent kernel."""
         return of_every_gate(self, run, result, how, times)
 
     def recurrent_terms(
         self, gate_grad: Array, gates: Array, before: Array
     ) -> tuple[Array, list[tuple[slice, Array]]] | None:
-        """h_{t-1} reaches every gate as it is."""
+        """Return dL/dz and h_{t-1}, which every gate multiplies unchanged."""
         return gate_grad, [(slice(None), before)]
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """dL/df = dL/dc (c_{t-1} - g), dL/dg = dL/dc (1 - f), dL/do = dL/dh act(c), with total gradients."""
+        """Return dL/df = dL/dc (c_{t-1} - g), dL/dg = dL/dc (1 - f) and dL/do = dL/dh act(c), with total gradients."""
         gates: Any = run.gates
         by_hidden, by_cell = result.state_grads
         squashed = ACTIVATIONS[self.activation].value(run.states[1], run.xp)

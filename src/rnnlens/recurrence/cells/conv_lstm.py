@@ -23,7 +23,7 @@ from .lstm import LSTM
 
 
 def _parameters(rank: int) -> Any:
-    """Weights of a convolutional LSTM with so many axes of space."""
+    """Return the weights of a convolutional LSTM with ``rank`` axes of space."""
     window = tuple(f"kernel_{axis}" for axis in SPACE[rank])
     return by_name(
         Quantity("kernel", (*window, FEATURE, GATE, CHANNEL), "input kernel", "1", "W_x: convolved with the input"),
@@ -94,13 +94,13 @@ class _ConvLSTM(LSTM):
         return array[..., gate * self.units : (gate + 1) * self.units]
 
     def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
-        """W * x_t + b of all gates: (sample, ..., *space, gate * channel)."""
+        """Compute W * x_t + b of all gates: (sample, ..., *space, gate * channel)."""
         window = self._input_window
         z = self._by_gate(x, self.kernel, scale, lambda part, kernel: convolve(part, kernel, window, xp), xp)
         return z if self.bias is None else z + self.bias
 
     def from_hidden(self, hidden: Array, scale: Array | None, xp: Namespace) -> Array:
-        """U * h_{t-1} of all gates."""
+        """Compute U * h_{t-1} of all gates."""
         window = self._state_window
         return self._by_gate(
             hidden, self.recurrent_kernel, scale, lambda part, kernel: convolve(part, kernel, window, xp), xp
@@ -130,7 +130,7 @@ class _ConvLSTM(LSTM):
     def input_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Gradients of the input kernel and of the bias."""
+        """Return the gradients of the input kernel and of the bias."""
         flat, x = flat_gate_grad(run, result, times), run.input[:, times, ...]
         grads = {
             "kernel": self._kernel_gradient(x, flat, self.kernel, run.input_scale, self._input_window, how, run.xp)
@@ -143,7 +143,7 @@ class _ConvLSTM(LSTM):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Gradient of the recurrent kernel."""
+        """Return the gradient of the recurrent kernel."""
         flat, before = flat_gate_grad(run, result, times), run.before(0)[:, times, ...]
         kernel, window = self.recurrent_kernel, self._state_window
         return {"recurrent_kernel": self._kernel_gradient(before, flat, kernel, run.state_scale, window, how, run.xp)}

@@ -69,21 +69,21 @@ class GRU(Cell):
 
     @property
     def keeps_inner(self) -> bool:
-        """The recurrent part of the candidate, before the reset gate multiplies it."""
+        """Whether a step records the recurrent part of the candidate before the reset gate multiplies it."""
         return self.reset_after
 
     @property
     def biases_add_up(self) -> bool:
-        """Not where the reset gate comes between them."""
+        """Whether only the sum of the two biases matters: not where the reset gate multiplies one of them."""
         return super().biases_add_up and not self.reset_after
 
     def _kernels(self) -> tuple[Array, Array]:
-        """The recurrent kernel of (update, reset), and that of the candidate."""
+        """Return the recurrent kernel of (update, reset), and that of the candidate."""
         split = 2 * self.units
         return self.recurrent_kernel[:, :split], self.recurrent_kernel[:, split:]
 
     def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
-        """Without the recurrent bias where the reset gate multiplies it."""
+        """Compute the input side, without the recurrent bias where the reset gate multiplies it."""
         if not self.reset_after:
             whole: Array = super().project(x, scale, xp)
             return whole
@@ -95,7 +95,7 @@ class GRU(Cell):
     def input_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """The recurrent bias is on the other side where the reset gate multiplies it."""
+        """Return gradients of the input side; the recurrent bias is on it unless the reset gate multiplies it."""
         grads = super().input_gradients(run, result, how, times)
         if self.recurrent_bias is not None and not self.reset_after:
             grads["recurrent_bias"] = affine.total(flat_gate_grad(run, result, times), how, run.xp)
@@ -104,7 +104,7 @@ class GRU(Cell):
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """One step, or all steps at once where every state before is known."""
+        """Compute one step, or all steps at once where every state before is known."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         h, split = before[0], 2 * self.units
         if self.reset_after:
@@ -128,7 +128,7 @@ class GRU(Cell):
         return Record(z, gates, inner), (self.hidden(gates, h, (), xp),)
 
     def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
-        """h_t from the gates and h_{t-1}."""
+        """Compute h_t from the gates and h_{t-1}."""
         return gates[..., 0, :] * before + (1 - gates[..., 0, :]) * gates[..., 2, :]
 
     def pull_back(
@@ -140,7 +140,7 @@ class GRU(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """Through the candidate into the reset gate, and through all three into h_{t-1}."""
+        """Pull dL/dh_t back through the candidate into the reset gate, and through all three gates into h_{t-1}."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         (lam,), h = cotangent, before[0]
         z, a = record.preactivation, record.gates
@@ -162,7 +162,7 @@ class GRU(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """The reset gate lies on one side of the candidate's product or on the other."""
+        """Return the gradients of the recurrent kernel and, with ``reset_after``, of the recurrent bias."""
         xp, scale, gates, gate_grad = run.xp, run.state_scale, run.gates, result.gate_grad
         assert gates is not None
         assert gate_grad is not None
@@ -180,7 +180,7 @@ class GRU(Cell):
     def recurrent_terms(
         self, gate_grad: Array, gates: Array, before: Array
     ) -> tuple[Array, list[tuple[slice, Array]]] | None:
-        """The reset gate multiplies what the candidate's product gives, or what it is fed."""
+        """Return dL/dz and h_{t-1}, the reset gate multiplied to the one or the other in the candidate."""
         reset = gates[:, :, 1]
         if not self.reset_after:
             return gate_grad, [(slice(0, 2), before), (slice(2, 3), reset * before)]
@@ -189,7 +189,7 @@ class GRU(Cell):
         return multiplied, [(slice(None), before)]
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """dL/du = dL/dh (h_{t-1} - n), dL/dn = dL/dh (1 - u), dL/dr through n."""
+        """Return dL/du = dL/dh (h_{t-1} - n), dL/dn = dL/dh (1 - u), and dL/dr through n."""
         gates: Any = run.gates
         update, candidate = gates[:, :, 0], gates[:, :, 2]
         by_hidden, before = result.state_grads[0], run.before(0)
@@ -203,7 +203,7 @@ class GRU(Cell):
         return run.xp.stack([by_hidden * (before - candidate), by_reset, by_hidden * (1 - update)], axis=2)
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """One H x H block; the update gate on its diagonal."""
+        """Linearise as one unit x unit block with the update gate on its diagonal."""
         plain = are_elementwise(self.activation, self.recurrent_activation)
         return GruSystem(self, run) if plain else super().linear_system(run)
 
@@ -275,7 +275,7 @@ class GruSystem(GateSystem):
 def gru_tensorflow1(
     units: int, *, gates: str = "gates", candidate: str = "candidate"
 ) -> Callable[[Mapping[str, Array]], Mapping[str, Array]]:
-    """Of ``tf.compat.v1.nn.rnn_cell.GRUCell``: (r, u) in one matrix on [x, h], the candidate in another on [x, r h].
+    """Convert weights of ``tf.compat.v1.nn.rnn_cell.GRUCell``: (r, u) act on [x, h] in one matrix, n on [x, r h].
 
     Cho et al. 2014, arXiv:1406.1078v3, eqs. 5-8; h_t = u h_{t-1} + (1 - u) n.
 
@@ -301,7 +301,7 @@ def gru_tensorflow1(
 
 
 def gru_torch(named: Mapping[str, Array]) -> dict[str, Array]:
-    """Of a module that keeps weight_ih, weight_hh, bias_ih, bias_hh as ``torch.nn.GRUCell``: (r, z, n), transposed."""
+    """Convert weight_ih, weight_hh, bias_ih, bias_hh in the layout of ``torch.nn.GRUCell``: (r, z, n), transposed."""
 
     def ordered(array: Any) -> Array:
         xp, size = array_namespace(array), array.shape[0] // 3

@@ -47,7 +47,7 @@ class IndRNN(Cell):
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """Element-wise."""
+        """Compute h_t = act(projected + u h_{t-1}), element-wise."""
         z = projected + self.recurrent_weight * before[0]
         h = ACTIVATIONS[self.activation].value(z, xp)
         return self.record([z], [h], xp), (h,)
@@ -61,7 +61,7 @@ class IndRNN(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """Dz = act'(z) dL/dh_t, and u dz to the state before."""
+        """Return dz = act'(z) dL/dh_t, and u dz for the state before."""
         z, a = record.preactivation[..., 0, :], record.gates[..., 0, :]
         dz = ACTIVATIONS[self.activation].vjp(z, a, cotangent[0], xp)
         return dz[..., None, :], (dz * self.recurrent_weight,), (cotangent[0],)
@@ -69,17 +69,17 @@ class IndRNN(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """That of u."""
+        """Return the gradient of the recurrent weight u."""
         assert result.gate_grad is not None
         terms = result.gate_grad[:, times, 0, :] * run.before(0)[:, times, :]
         return {"recurrent_weight": affine.total(terms, how, run.xp)}
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """Its one gate is h itself."""
+        """Return dL/dh_t: the only gate is the state itself."""
         return result.state_grads[0][:, :, None, :]
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """A_t = diag(u act'(z_t))."""
+        """Linearise with A_t = diag(u act'(z_t))."""
         if not are_elementwise(self.activation):
             return super().linear_system(run)
         z, a = run.known_record.preactivation, run.known_record.gates

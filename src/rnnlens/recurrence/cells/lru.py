@@ -53,7 +53,7 @@ class LRU(Cell):
 
     @property
     def units(self) -> int:
-        """Real numbers of the state: two for each mode."""
+        """Number of real numbers in the state: two per mode."""
         return 2 * int(self.nu.shape[0])
 
     def _eigenvalues(self, xp: Namespace) -> tuple[Array, Array]:
@@ -61,20 +61,20 @@ class LRU(Cell):
         return size * xp.cos(phase), size * xp.sin(phase)
 
     def _into(self, xp: Namespace) -> Array:
-        """(feature, 2 * mode): B, its parts side by side."""
+        """Return B (feature, 2 * mode), real and imaginary part side by side."""
         return xp.concat([self.input_real, self.input_imaginary], axis=-1)
 
     def _scales(self, xp: Namespace) -> Array:
         return xp.exp(xp.concat([self.gamma, self.gamma], axis=-1))
 
     def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
-        """Gamma (B u_t)."""
+        """Compute gamma (B u_t)."""
         return affine.project(x, self._into(xp), scale, 1, xp) * self._scales(xp)
 
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """A rotation and a decay of each mode."""
+        """Rotate and decay each mode, and add the projected input."""
         real, imaginary = self._eigenvalues(xp)
         re, im = self._halves(before[0])
         turned = xp.concat([real * re - imaginary * im, imaginary * re + real * im], axis=-1)
@@ -94,20 +94,20 @@ class LRU(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """The rotation back: by the conjugate of lambda."""
+        """Rotate cotangents back: multiply them with the conjugate of lambda."""
         real, imaginary = self._eigenvalues(xp)
         re, im = self._halves(cotangent[0])
         carry = xp.concat([real * re + imaginary * im, real * im - imaginary * re], axis=-1)
         return cotangent[0][..., None, :], (carry,), (cotangent[0],)
 
     def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
-        """B^T gamma dL/dx_t."""
+        """Return B^T gamma dL/dx_t."""
         return affine.unproject(gate_grad * self._scales(xp), self._into(xp), scale, 1, xp)
 
     def input_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Those of B, and of gamma: d(gamma B u)/d gamma_log is what was projected."""
+        """Return the gradients of B and of gamma; d(gamma B u)/d gamma_log is the projected input."""
         xp, flat = run.xp, flat_gate_grad(run, result, times)
         into = affine.outer(run.input[:, times, :], flat * self._scales(xp), run.input_scale, 1, how, xp)
         real, imaginary = self._halves(into)
@@ -118,7 +118,7 @@ class LRU(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """D lambda / d nu = -exp(nu) lambda, d lambda / d theta = i exp(theta) lambda."""
+        """Return gradients of nu and theta: d lambda/d nu = -exp(nu) lambda, d lambda/d theta = i exp(theta) lambda."""
         xp, (real, imaginary) = run.xp, self._eigenvalues(run.xp)
         re, im = self._halves(run.before(0)[:, times, :])
         up, across = self._halves(flat_gate_grad(run, result, times))
@@ -128,7 +128,7 @@ class LRU(Cell):
         return {"nu": -xp.exp(self.nu) * along, "theta": xp.exp(self.theta) * around}
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """A_t = diag(lambda), the same at every step."""
+        """Linearise with A_t = diag(lambda), the same at every step."""
         xp = array_namespace(run.input)
         real, imaginary = (part[None, None, :] for part in self._eigenvalues(xp))
         inputs = Kernels(self._scales(xp)[None, None, None, :], [self._into(xp)], run.input_scale)

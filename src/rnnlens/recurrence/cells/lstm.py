@@ -60,19 +60,19 @@ class LSTM(Cell):
 
     @property
     def state_sizes(self) -> tuple[int, ...]:
-        """Size of h, and of c."""
+        """Sizes of h and of c."""
         return int(self.recurrent_kernel.shape[0]), self.units
 
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """One step from the projected input (sample, gate * unit) and the states before."""
+        """Compute one step from the projected input (sample, gate * unit) and the states before."""
         record = self.all_gates(projected, before[0], scale, xp)
         (c,) = self.others(record.gates, before[1:])
         return record, (self.hidden(record.gates, before[0], (c,), xp), c)
 
     def all_gates(self, projected: Array, hidden: Array, scale: Array | None, xp: Namespace) -> Record:
-        """All gates from the hidden state before; of one step, or of all steps at once."""
+        """Compute all gates of one step, or of all steps at once, from the hidden state before."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         z = self.from_hidden(hidden, scale, xp)
         z += projected
@@ -89,11 +89,11 @@ class LSTM(Cell):
         return affine.unproject(dz, self.recurrent_kernel, scale, _GATES, xp)
 
     def others(self, gates: Array, before: Sequence[Array]) -> tuple[Array, ...]:
-        """c_t from the gates and c_{t-1}."""
+        """Compute c_t from the gates and c_{t-1}."""
         return (gates[..., 1, :] * before[0] + gates[..., 0, :] * gates[..., 2, :],)
 
     def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
-        """h_t from the gates and c_t."""
+        """Compute h_t from the gates and c_t."""
         h = gates[..., 3, :] * ACTIVATIONS[self.activation].value(others[0], xp)
         return h if self.projection is None else h @ self.projection
 
@@ -106,7 +106,7 @@ class LSTM(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """The total gradient of c_t includes the path through h_t."""
+        """Pull dL/dh_t and dL/dc_t back; the total gradient of c_t includes the path through h_t."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         lam_h, lam_c = cotangent
         inner = lam_h if self.projection is None else lam_h @ self.projection.T
@@ -129,7 +129,7 @@ class LSTM(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Those of the recurrent kernel and of the projection."""
+        """Return the gradients of the recurrent kernel and of the projection."""
         grads = of_every_gate(self, run, result, how, times)
         if self.projection is not None:
             gates: Any = run.gates
@@ -142,11 +142,11 @@ class LSTM(Cell):
     def recurrent_terms(
         self, gate_grad: Array, gates: Array, before: Array
     ) -> tuple[Array, list[tuple[slice, Array]]] | None:
-        """h_{t-1} reaches every gate as it is."""
+        """Return dL/dz and h_{t-1}, which every gate multiplies unchanged; None with a projection."""
         return None if self.projection is not None else (gate_grad, [(slice(None), before)])
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """dL/di = dL/dc g, dL/df = dL/dc c_{t-1}, dL/dg = dL/dc i, dL/do = dL/dh act(c), with total gradients."""
+        """Return dL/di = dL/dc g, dL/df = dL/dc c_{t-1}, dL/dg = dL/dc i, dL/do = dL/dh act(c), of total gradients."""
         gates: Any = run.gates
         by_hidden, by_cell = result.state_grads
         if self.projection is not None:
@@ -156,7 +156,7 @@ class LSTM(Cell):
         return run.xp.stack(parts, axis=-2)
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """Only two H x H blocks are full, the rest is diagonal."""
+        """Linearise in gated form: only two unit x unit blocks of A_t are full, the rest is diagonal."""
         plain = self.projection is None and are_elementwise(self.activation, self.recurrent_activation)
         return LstmSystem(self, run) if plain else super().linear_system(run)
 

@@ -63,11 +63,11 @@ class LayerNormLSTM(Cell):
     recurrent_activation: str = "sigmoid"
 
     def project(self, x: Array, scale: Array | None, xp: Namespace) -> Array:
-        """LN(W x_t) gain_x + b."""
+        """Compute LN(W x_t) gain_x + b."""
         return self._normal(affine.project(x, self.kernel, scale, 4, xp), xp)[0] * self.gain_input + self.bias
 
     def _normal(self, value: Array, xp: Namespace) -> tuple[Array, Array]:
-        """LN of a vector, and what it was divided by."""
+        """Return LN of a vector, and its standard deviation, with epsilon."""
         centred = value - xp.mean(value, axis=-1, keepdims=True)
         spread = xp.sqrt(xp.mean(centred * centred, axis=-1, keepdims=True) + self.epsilon)
         return centred / spread, spread
@@ -75,7 +75,7 @@ class LayerNormLSTM(Cell):
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """An LSTM but for what is normalised."""
+        """Compute one step of an LSTM with both products and c_t normalised."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         product = affine.project(before[0], self.recurrent_kernel, scale, 4, xp)
         z = projected + self._normal(product, xp)[0] * self.gain_recurrent
@@ -86,7 +86,7 @@ class LayerNormLSTM(Cell):
         return self.record([z_i, z_f, z_g, z_o], [i, f, g, o], xp), (h, c)
 
     def _at_output(self, gates: Array, c: Array, lam_h: Array, xp: Namespace) -> tuple[Array, Array, Array, Array]:
-        """LN(c), what it was divided by, act of it scaled and shifted, and dL/d(LN(c) gain_c + shift_c)."""
+        """Return LN(c), its standard deviation, act(LN(c) gain_c + shift_c), and the gradient at its argument."""
         act = ACTIVATIONS[self.activation]
         normal, spread = self._normal(c, xp)
         inner = normal * self.gain_cell + self.shift_cell
@@ -102,7 +102,7 @@ class LayerNormLSTM(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """As of an LSTM, through two normalisations."""
+        """Pull back as an LSTM does, through two normalisations."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         (lam_h, lam_c), z, a = cotangent, record.preactivation, record.gates
         i, f, g, _ = (a[..., k, :] for k in range(4))
@@ -120,19 +120,19 @@ class LayerNormLSTM(Cell):
         return stacked, (carry_h, total_c * f), (lam_h, total_c)
 
     def _by_product(self, dz: Array, hidden: Array, scale: Array | None, xp: Namespace) -> tuple[Array, Array]:
-        """LN(U h), and the gradient at U h."""
+        """Return LN(U h), and the gradient at U h."""
         normal, spread = self._normal(affine.project(hidden, self.recurrent_kernel, scale, 4, xp), xp)
         return normal, _through(normal, spread, dz * self.gain_recurrent, xp)
 
     def input_gradient(self, x: Array, gate_grad: Array, scale: Array | None, xp: Namespace) -> Array:
-        """Through LN(W x_t)."""
+        """Pull dL/dz back to the input, through LN(W x_t)."""
         normal, spread = self._normal(affine.project(x, self.kernel, scale, 4, xp), xp)
         return affine.unproject(_through(normal, spread, gate_grad * self.gain_input, xp), self.kernel, scale, 4, xp)
 
     def input_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Those of the input kernel, its gain and the bias."""
+        """Return the gradients of the input kernel, its gain and the bias."""
         xp, flat, x = run.xp, flat_gate_grad(run, result, times), run.input[:, times, :]
         normal, spread = self._normal(affine.project(x, self.kernel, run.input_scale, 4, xp), xp)
         by_product = _through(normal, spread, flat * self.gain_input, xp)
@@ -145,7 +145,7 @@ class LayerNormLSTM(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Those of the recurrent kernel, its gain, and of what is done to the cell state."""
+        """Return the gradients of the recurrent kernel, its gain, and of gain and shift of the cell state."""
         xp, flat, before = run.xp, flat_gate_grad(run, result, times), run.before(0)[:, times, :]
         normal, by_product = self._by_product(flat, before, run.state_scale, xp)
         lam_h = result.state_grads[0]
@@ -161,7 +161,7 @@ class LayerNormLSTM(Cell):
         }
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """As of an LSTM; dL/do = dL/dh act(LN(c) gain_c + shift_c)."""
+        """Return gate gradients as of an LSTM; dL/do = dL/dh act(LN(c) gain_c + shift_c)."""
         a, (by_hidden, by_cell) = run.known_record.gates, result.state_grads
         _, _, squashed, _ = self._at_output(a, run.states[1], by_hidden, run.xp)
         parts = [by_cell * a[:, :, 2], by_cell * run.before(1), by_cell * a[:, :, 0], by_hidden * squashed]
@@ -169,6 +169,6 @@ class LayerNormLSTM(Cell):
 
 
 def _through(normal: Array, spread: Array, cotangent: Array, xp: Namespace) -> Array:
-    """The adjoint of LN: less its mean, and less what lies along the normalised vector."""
+    """Pull cotangents back through LN: subtract their mean, and their component along the normalised vector."""
     centred = cotangent - xp.mean(cotangent, axis=-1, keepdims=True)
     return (centred - normal * xp.mean(cotangent * normal, axis=-1, keepdims=True)) / spread

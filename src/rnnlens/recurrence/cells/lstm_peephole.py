@@ -69,13 +69,13 @@ class PeepholeLSTM(Cell):
 
     @property
     def state_sizes(self) -> tuple[int, ...]:
-        """Size of h, and of c."""
+        """Sizes of h and of c."""
         return int(self.recurrent_kernel.shape[0]), self.units
 
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """The output gate waits for the new cell state."""
+        """Compute one step; the output gate reads the new cell state."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         z = projected + affine.project(before[0], self.recurrent_kernel, scale, 4, xp)
         z_i, z_f, z_g, z_o = (self.gate(z, name) for name in self.gates)
@@ -91,7 +91,7 @@ class PeepholeLSTM(Cell):
         return self.record([z_i, z_f, z_g, z_o], [i, f, g, o], xp), (h, c)
 
     def _unprojected(self, gates: Array, c: Array, lam_h: Array, xp: Namespace) -> tuple[Array, Array, Array]:
-        """dL/d(P m) behind the clip, dL/dm and m = o act(c), from dL/dh."""
+        """Return dL/d(P m) behind the clip, dL/dm, and m = o act(c), from dL/dh."""
         m = gates[..., 3, :] * ACTIVATIONS[self.activation].value(c, xp)
         if self.projection is None:
             return lam_h, lam_h, m
@@ -107,7 +107,7 @@ class PeepholeLSTM(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """c_t reaches h_t by itself and by the output gate; c_{t-1} reaches c_t by itself and by two gates."""
+        """Pull back; c_t reaches h_t directly and by the output gate, c_{t-1} reaches c_t directly and by two gates."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         (lam_h, lam_c), z, a = cotangent, record.preactivation, record.gates
         i, f, g, o = (a[..., k, :] for k in range(4))
@@ -126,7 +126,7 @@ class PeepholeLSTM(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """Those of the recurrent kernel, the peepholes and the projection."""
+        """Return the gradients of the recurrent kernel, the peepholes and the projection."""
         grads, xp = of_every_gate(self, run, result, how, times), run.xp
         assert result.gate_grad is not None
         dz, old, new = result.gate_grad[:, times, ...], run.before(1)[:, times, :], run.states[1][:, times, :]
@@ -140,7 +140,7 @@ class PeepholeLSTM(Cell):
         return grads
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """As of an LSTM, through the clip."""
+        """Return gate gradients as of an LSTM, through the clip."""
         a, old, new, xp = run.known_record.gates, run.before(1), run.states[1], run.xp
         i, f, g = (a[:, :, k] for k in range(3))
         _, inner, _ = self._unprojected(a, new, result.state_grads[0], xp)
@@ -161,7 +161,7 @@ def _clipped(value: Array, limit: float | None, xp: Namespace) -> Array:
 
 
 def _inside(value: Array, limit: float | None, xp: Namespace) -> Array | float:
-    """One where nothing was clipped."""
+    """Return one where nothing was clipped, zero elsewhere."""
     if limit is None:
         return 1.0
     return xp.where((value > limit) | (value < -limit), xp.zeros_like(value), xp.ones_like(value))

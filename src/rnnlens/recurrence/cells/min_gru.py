@@ -44,14 +44,14 @@ class MinGRU(Cell):
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """Gates from the input, a mean of the old state and the candidate."""
+        """Compute gates from the input, and the weighted mean of the old state and the candidate."""
         z = affine.split_gates(projected, 2, xp)
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         a = xp.stack([rec.value(z[..., 0, :], xp), act.value(z[..., 1, :], xp)], axis=-2)
         return Record(z, a), (self.hidden(a, before[0], (), xp),)
 
     def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
-        """The mean."""
+        """Compute h_t = (1 - z) h_{t-1} + z n."""
         return (1 - gates[..., 0, :]) * before + gates[..., 0, :] * gates[..., 1, :]
 
     def pull_back(
@@ -63,7 +63,7 @@ class MinGRU(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """No product with a recurrent kernel: dL/dh_{t-1} = (1 - z) dL/dh_t."""
+        """Pull back without a recurrent kernel: dL/dh_{t-1} = (1 - z) dL/dh_t."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         (lam,), z, a = cotangent, record.preactivation, record.gates
         dz = rec.vjp(z[..., 0, :], a[..., 0, :], lam * (a[..., 1, :] - before[0]), xp)
@@ -73,16 +73,16 @@ class MinGRU(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """There are no recurrent weights."""
+        """Return nothing: the cell has no recurrent weights."""
         return {}
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """dL/dz = dL/dh (n - h_{t-1}), dL/dn = dL/dh z."""
+        """Return dL/dz = dL/dh (n - h_{t-1}) and dL/dn = dL/dh z."""
         a, lam = run.known_record.gates, result.state_grads[0]
         return run.xp.stack([lam * (a[:, :, 1] - run.before(0)), lam * a[:, :, 0]], axis=2)
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """A_t = diag(1 - z_t)."""
+        """Linearise with A_t = diag(1 - z_t)."""
         if not are_elementwise(self.activation, self.recurrent_activation):
             return super().linear_system(run)
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]

@@ -47,7 +47,7 @@ class MinLSTM(Cell):
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """Gates from the input, a weighted sum of the old state and the candidate."""
+        """Compute gates from the input, and the weighted sum of the old state and the candidate."""
         z = affine.split_gates(projected, 3, xp)
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         a = xp.concat([rec.value(z[..., :2, :], xp), act.value(z[..., 2:, :], xp)], axis=-2)
@@ -57,11 +57,11 @@ class MinLSTM(Cell):
         return gates[..., 0, :] + gates[..., 1, :] if self.normalised else 1.0
 
     def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
-        """The weighted sum."""
+        """Compute h_t = f' h_{t-1} + i' n."""
         return (gates[..., 1, :] * before + gates[..., 0, :] * gates[..., 2, :]) / self._sum(gates)
 
     def _by_gates(self, gates: Array, before: Array, after: Array, lam: Array) -> list[Array]:
-        """dL/di, dL/df, dL/dn from dL/dh: of h = (f h' + i n) / (f + i), dh/df = (h' - h) / (f + i)."""
+        """Return dL/di, dL/df, dL/dn from dL/dh, of h = (f h' + i n) / (f + i) with dh/df = (h' - h) / (f + i)."""
         total, less = self._sum(gates), after if self.normalised else 0.0
         i, n = gates[..., 0, :], gates[..., 2, :]
         return [lam * (n - less) / total, lam * (before - less) / total, lam * i / total]
@@ -75,7 +75,7 @@ class MinLSTM(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """No product with a recurrent kernel: dL/dh_{t-1} = f' dL/dh_t."""
+        """Pull back without a recurrent kernel: dL/dh_{t-1} = f' dL/dh_t."""
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         (lam,), z, a = cotangent, record.preactivation, record.gates
         grads = self._by_gates(a, before[0], after[0], lam)
@@ -85,16 +85,16 @@ class MinLSTM(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """There are no recurrent weights."""
+        """Return nothing: the cell has no recurrent weights."""
         return {}
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """By the gates before they are normalised."""
+        """Return the gradients of the gates before they are normalised."""
         grads = self._by_gates(run.known_record.gates, run.before(0), run.states[0], result.state_grads[0])
         return run.xp.stack(grads, axis=2)
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """A_t = diag(f'_t)."""
+        """Linearise with A_t = diag(f'_t)."""
         if not are_elementwise(self.activation, self.recurrent_activation):
             return super().linear_system(run)
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]

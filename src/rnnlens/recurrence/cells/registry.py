@@ -52,25 +52,25 @@ _KINDS: dict[str, type[Cell]] = {cell.kind: cell for cell in _OURS}
 
 
 def kinds() -> dict[str, type[Cell]]:
-    """Every kind of cell that is known by name."""
+    """Return all kinds of cells by name."""
     return dict(_KINDS)
 
 
 def cell_of_kind(kind: str) -> type[Cell]:
-    """The class of a kind of cell; :class:`Cell` itself, without gates, for one that is not known."""
+    """Return the class of a kind of cell; :class:`Cell` itself, without gates, for an unknown kind."""
     return _KINDS.get(kind, Cell)
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What a user said of a framework's class of cells."""
+    """The equations and weights that a user registered for a framework's class of cells."""
 
     cell: type[Cell]
     weights: Weights | None
     options: Callable[[Any], Mapping[str, Any]]
 
     def arrays(self, by_name: Mapping[str, Array]) -> dict[str, Array]:
-        """Our weights from the framework's, by the names that these have within their layer; gradients likewise.
+        """Convert the framework's weights or gradients, by their names within the layer, to those of our cell.
 
         Raises
         ------
@@ -100,7 +100,7 @@ class Registration:
         return joined
 
     def single(self, name: str) -> tuple[str, bool] | None:
-        """The one weight of the framework that ours is, and whether it is transposed; None where it is put together."""
+        """Return the one framework weight behind ours and whether it is transposed; None where ours joins several."""
         if callable(self.weights):
             return None
         source = name if self.weights is None else self.weights.get(name)
@@ -122,7 +122,7 @@ class Registration:
         return by_name[key].T if turned else by_name[key]
 
     def make(self, layer: Any, by_name: Mapping[str, Array]) -> Cell:
-        """The cell with the values of a framework's own.
+        """Make the cell with the values of a framework's own.
 
         Raises
         ------
@@ -147,7 +147,7 @@ class Registration:
 
     @property
     def differentiates(self) -> bool:
-        """Whether the cell knows its own derivatives."""
+        """Whether the cell defines its own derivatives."""
         return self.cell.pull_back is not Cell.pull_back
 
 
@@ -155,7 +155,7 @@ _REGISTERED: weakref.WeakKeyDictionary[type, Registration] = weakref.WeakKeyDict
 
 
 def registered(layer: Any) -> Registration | None:
-    """What was registered for the very class of a framework's cell; a subclass may compute anything."""
+    """Return the registration of exactly the class of a framework's cell; a subclass may compute anything."""
     return _REGISTERED.get(type(layer))
 
 
@@ -206,7 +206,7 @@ def register(
 
 
 def _check_class(cell: Any) -> None:
-    """Refuse a class that leaves out what has no default, or that takes the name of another."""
+    """Refuse a class that lacks a required attribute, or that takes another cell's kind."""
     if not (isinstance(cell, type) and issubclass(cell, Cell)):
         raise InputError(message("Equations are a subclass of rl.cells.Cell.", got=repr(cell)))
     problems = [
@@ -244,7 +244,7 @@ def _check_class(cell: Any) -> None:
 
 
 def _check_shapes(cell: Cell, layer: str) -> None:
-    """Gates lie side by side: a weight with gates has as many blocks of one size."""
+    """Refuse weights whose rank or number of gate blocks does not fit their declared dimensions."""
     for name, value in cell.weights().items():
         known = cell.parameters[name]
         rank = len(known.dims) - int(GATE in known.dims)

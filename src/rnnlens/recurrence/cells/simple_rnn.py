@@ -43,14 +43,14 @@ class SimpleRNN(Cell):
     def step(
         self, projected: Array, before: Sequence[Array], scale: Array | None, xp: Namespace
     ) -> tuple[Record, tuple[Array, ...]]:
-        """One step, or all steps at once where every state before is known."""
+        """Compute one step, or all steps at once where every state before is known."""
         z = projected + affine.project(before[0], self.recurrent_kernel, scale, 1, xp)
         h = ACTIVATIONS[self.activation].value(z, xp)
         z, a = affine.split_gates(z, 1, xp), affine.split_gates(h, 1, xp)
         return Record(z, a), (h,)
 
     def hidden(self, gates: Array, before: Array, others: Sequence[Array], xp: Namespace) -> Array:
-        """The only gate."""
+        """Return the only gate, which is h_t."""
         return gates[..., 0, :]
 
     def pull_back(
@@ -62,7 +62,7 @@ class SimpleRNN(Cell):
         scale: Array | None,
         xp: Namespace,
     ) -> Pulled:
-        """Dz = act'(z) dL/dh_t, and U^T dz to the state before."""
+        """Return dz = act'(z) dL/dh_t, and U^T dz for the state before."""
         (lam,) = cotangent
         z, a = record.preactivation[..., 0, :], record.gates[..., 0, :]
         dz = ACTIVATIONS[self.activation].vjp(z, a, lam, xp)
@@ -72,21 +72,21 @@ class SimpleRNN(Cell):
     def recurrent_gradients(
         self, run: Trajectory, result: Adjoint, how: affine.Contraction, times: slice = slice(None)
     ) -> dict[str, Array]:
-        """That of the recurrent kernel."""
+        """Return the gradient of the recurrent kernel."""
         return of_every_gate(self, run, result, how, times)
 
     def recurrent_terms(
         self, gate_grad: Array, gates: Array, before: Array
     ) -> tuple[Array, list[tuple[slice, Array]]] | None:
-        """h_{t-1} reaches the only gate as it is."""
+        """Return dL/dz and h_{t-1}, which the only gate multiplies unchanged."""
         return gate_grad, [(slice(None), before)]
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
-        """Its one gate is h itself."""
+        """Return dL/dh_t: the only gate is the state itself."""
         return result.state_grads[0][:, :, None, :]
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """One H x H block, diag(act') U."""
+        """Linearise as one unit x unit block, diag(act') U."""
         return SimpleRnnSystem(self, run) if are_elementwise(self.activation) else super().linear_system(run)
 
 

@@ -38,12 +38,12 @@ class StepCell(Cell):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """hidden, state_1, state_2, ..."""
+        """Names of the states: hidden, state_1, state_2, ..."""
         return unnamed_states(len(self.state_sizes))
 
     @abstractmethod
     def advance(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
-        """(n, feature) and states (n, size) to output (n, output_size) and new states."""
+        """Compute the output (n, output_size) and the new states from x (n, feature) and states (n, size)."""
 
     @abstractmethod
     def vjp(
@@ -69,18 +69,18 @@ class StepCell(Cell):
 
     @abstractmethod
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
-        """Per-step Jacobians of the vector [new states, output], states side by side, S = sum(state_sizes).
+        """Return per-step Jacobians of the vector [new states, output], states side by side, S = sum(state_sizes).
 
         Returns ``(n, S + output_size, S)`` with respect to the states and ``(n, S + output_size, feature)`` with
         respect to the input.
         """
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
-        """Per-step Jacobians from the framework."""
+        """Linearise with per-step Jacobians from the framework."""
         return StepCellSystem(self, run, masked_output)
 
     def pull_rows(self, run: Trajectory, t: int, rows: Sequence[Array]) -> list[Array]:
-        """One row after the other."""
+        """Pull rows of cotangents back through step t, one row after the other."""
         xp = run.xp
         x, state = run.input[:, t, :], run.state_before(t)
         nothing = xp.zeros((x.shape[0], self.output_size), dtype=x.dtype)
@@ -91,7 +91,7 @@ class StepCell(Cell):
         return [np.stack([np.asarray(f[i]) for f in found], axis=1) for i in range(len(rows))]
 
     def map_at(self, x: Array, xp: Namespace) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
-        """In the precision of the framework; ``xp`` makes the arrays that it wants."""
+        """Return one step and its Jacobian in the framework's precision; ``xp`` makes the framework's arrays."""
         cuts, total = np.cumsum(self.state_sizes)[:-1], sum(self.state_sizes)
 
         def given(s: Array) -> tuple[Array, list[Array]]:
@@ -126,7 +126,7 @@ class StepCellSystem(TrajectorySystem):
             self.rows = self.columns = sum(self.state_sizes)
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Dense matrices."""
+        """Linearise some steps as dense matrices."""
         run, xp, at = self.run, self.run.xp, (samples, slice(first, stop))
         states = sum(int(s.shape[-1]) for s in run.states)
         x = run.input[at]
@@ -144,7 +144,7 @@ class StepCellSystem(TrajectorySystem):
         return ProductSteps(self.work, product, produced=cache(lambda: self._produced(first, stop, samples)))
 
     def _produced(self, first: int, stop: int, samples: slice) -> Array:
-        """Rows [states, own output] by each state as it is produced: one pull-back per row."""
+        """Return rows [states, own output] by each state as it is produced: one pull-back per row."""
         run, xp, at = self.run, self.run.xp, (samples, slice(first, stop))
         x = run.input[at]
         lead, before = x.shape[:2], [xp.reshape(s[at], (-1, s.shape[-1])) for s in run.states_before()]
@@ -162,7 +162,7 @@ class StepCellSystem(TrajectorySystem):
         return made if run.mask is None else self._not_at_masked(made, run.mask[at])
 
     def _not_at_masked(self, made: Array, mask: Array) -> Array:
-        """At a masked step no state is produced, but carried over: by the output as well where the layer returns it."""
+        """Replace rows at masked steps, where states are carried over and the output may repeat a state."""
         xp, states = self.run.xp, int(made.shape[-1])
         carried = xp.zeros_like(made)
         carried[:, :, :states] = self.work.eye(states)
@@ -173,7 +173,7 @@ class StepCellSystem(TrajectorySystem):
         return xp.where(mask[:, :, None, None], made, carried)
 
     def _masked_rows(self, product: Array, states: int, masked: Array) -> None:
-        """At masked steps the layer returns a state, or a constant, in place of an output."""
+        """Write the rows of the output at masked steps, where the layer returns a state or a constant."""
         xp, rows = self.run.xp, product[:, :, states:, :]
         new = xp.zeros_like(rows)
         if self.masked_output == "state":

@@ -13,13 +13,13 @@ class InputAt(Protocol):
     """B of one step of some samples."""
 
     def pull(self, rows: Array, out: Array) -> None:
-        """Rows @ B. rows : (sample, row, state); out : (sample, row, feature)."""
+        """Compute rows @ B. rows : (sample, row, state); out : (sample, row, feature)."""
 
     def push(self, block: Array | None, out: Array) -> None:
-        """Block @ B^T, or B^T where it is None. block : (sample or 1, row, feature); out : (sample, row, state)."""
+        """Compute block @ B^T, or B^T for None. block : (sample or 1, row, feature); out : (sample, row, state)."""
 
     def matrix(self) -> Array:
-        """B : (sample or 1, state, feature)."""
+        """Return B : (sample or 1, state, feature)."""
 
 
 class Inputs(Protocol):
@@ -29,16 +29,16 @@ class Inputs(Protocol):
     features: int
 
     def at(self, work: Workspace, samples: slice, t: int) -> InputAt:
-        """B of some samples at one step."""
+        """Return B of some samples at one step."""
 
     def masked(self, work: Workspace, mask: Array) -> Inputs:
-        """Zero where ``mask`` (sample, time) is False."""
+        """Return B with zeros where ``mask`` (sample, time) is False."""
 
     def multiplications(self) -> int:
-        """Of one row at one step of one sample."""
+        """Return the multiplications of one row at one step of one sample."""
 
     def numbers(self) -> int:
-        """How many a step of one sample takes to hold."""
+        """Return how many numbers one step of one sample holds."""
 
 
 class Matrices:
@@ -49,20 +49,20 @@ class Matrices:
         self.states, self.features = (int(n) for n in values.shape[2:])
 
     def at(self, work: Workspace, samples: slice, t: int) -> _Matrix:
-        """A view."""
+        """Return views of the matrices of one step."""
         at = self.values[:, 0 if self.values.shape[1] == 1 else t]
         return _Matrix(work, at if at.shape[0] == 1 else at[samples])
 
     def masked(self, work: Workspace, mask: Array) -> Matrices:
-        """A copy for every step."""
+        """Return a copy for every step, zero where masked."""
         return Matrices(work.xp.where(mask[:, :, None, None], self.values, work.zeros(1, 1, 1, 1)))
 
     def multiplications(self) -> int:
-        """Those of the matrix."""
+        """Return the number of entries of the dense B_t."""
         return self.states * self.features
 
     def numbers(self) -> int:
-        """Those of the matrix."""
+        """Return the number of entries of the dense B_t."""
         return self.states * self.features
 
 
@@ -101,7 +101,7 @@ class Kernels:
         self.stacked = namespace(coefficients).concat([kernel.T for kernel in self.kernels], axis=0)
 
     def at(self, work: Workspace, samples: slice, t: int) -> _Factors:
-        """Views."""
+        """Return views of the factors of one step."""
         at = self.coefficients[:, 0 if self.coefficients.shape[1] == 1 else t]
         scale = self.scale
         if scale is not None:
@@ -109,21 +109,21 @@ class Kernels:
         return _Factors(work, at if at.shape[0] == 1 else at[samples], self, scale)
 
     def masked(self, work: Workspace, mask: Array) -> Kernels:
-        """A copy of the coefficients for every step."""
+        """Return a copy with the coefficients of every step, zero where masked."""
         zero = work.zeros(1, 1, 1, 1)
         return Kernels(work.xp.where(mask[:, :, None, None], self.coefficients, zero), self.kernels, self.scale)
 
     def multiplications(self) -> int:
-        """Those of B: with more than one row it is built for the step, which is quicker than a product per gate."""
+        """Return the multiplications by B, which is built for a step with several gates, as that is faster."""
         return self.states * self.features * (1 if len(self.kernels) > 1 else 2)
 
     def numbers(self) -> int:
-        """The coefficients: kernels are held once."""
+        """Return the number of coefficients: kernels are held once for all steps."""
         return self.states * len(self.kernels)
 
 
 class _Factors:
-    """coefficients : (sample or 1, gate, state); scale : (sample, feature) or (gate, sample, feature)."""
+    """B of one step in factors: coefficients (sample or 1, gate, state), scale (sample, feature) or (gate, ...)."""
 
     def __init__(self, work: Workspace, coefficients: Array, whole: Kernels, scale: Array | None) -> None:
         self.work, self.coefficients, self.scale = work, coefficients, scale
@@ -163,12 +163,12 @@ class _Factors:
 
 
 def as_inputs(b: Array | Inputs) -> Inputs:
-    """Matrices given as such, or a B that is one already."""
+    """Wrap given matrices in :class:`Matrices`; return any other B unchanged."""
     return Matrices(b) if hasattr(b, "dtype") else b  # type: ignore[arg-type]
 
 
 def _for_each(matrices: Array, rows: Array) -> Array:
-    """One matrix for each sample of ``rows``, as a view."""
+    """Return one matrix for each sample of ``rows``, as a view."""
     count = int(rows.shape[0])
     if int(matrices.shape[0]) == count:
         return matrices

@@ -53,42 +53,42 @@ class Dense:
     whole: Callable[[], Array] | None = None
 
     def arrive(self, rows: Array, fresh: int) -> None:
-        """Nothing: every diagonal is in the matrix."""
+        """Do nothing: every diagonal is in the matrix."""
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
-        """[rows] @ product = [states before | dx]."""
+        """Compute [rows] @ product = [states before | dx]."""
         if inputs:
             self.work.matmul(rows, self.product, out)
         else:
             self.work.matmul(rows, self.product[:, :, : self.product.shape[1]], out)
 
     def push(self, rows: Array, out: Array) -> None:
-        """[states before] @ A^T = [states after]."""
+        """Compute [states before] @ A^T = [states after]."""
         self.work.matmul(rows, transposed(self.product[:, :, : self.product.shape[1]]), out)
 
     def inject(self, block: Array | None, out: Array) -> None:
-        """The columns of the input, or what a block makes of them."""
+        """Write the input's columns of the product, or a block multiplied with them."""
         into = transposed(self.input_matrix())
         out[...] = into if block is None else self.work.xp.matmul(block, into)
 
     def spread(self, rows: Array, state: int, columns: slice) -> None:
-        """To all that leaves the step, as from c_t to h_t."""
+        """Carry a change of one produced state to all that leaves the step, as from c_t to h_t."""
         if self.whole is not None:
             rows[...] = transposed(self.whole()[:, :, columns])
 
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """The total gradient of c_t includes that through h_t."""
+        """Return cotangents of a state as produced; the total gradient of c_t includes the path through h_t."""
         if self.whole is not None:
             return self.work.xp.matmul(rows, self.whole()[:, :, columns])
         return rows[:, :, columns]
 
     def after(self, earlier: Dense) -> Dense:
-        """The product of the two matrices."""
+        """Return the product of both steps as one dense step."""
         xp, size = self.work.xp, self.product.shape[1]
         return Dense(self.work, xp.matmul(self.product[:, :, :size], earlier.product[:, :, :size]))
 
     def input_matrix(self) -> Array:
-        """The columns of the input."""
+        """Return the columns of the input."""
         return self.product[:, :, self.product.shape[1] :]
 
 
@@ -106,12 +106,12 @@ class Gated:
         return self.keep.shape[2]
 
     def arrive(self, rows: Array, fresh: int) -> None:
-        """The total of dc: lift * dh is added."""
+        """Add lift * dh to dc, which makes its total."""
         units = self._units
         self.work.add_product(rows[:, :, :units], rows[:, :, units:], self.lift)
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
-        """One product, [dc | dh] @ product = [dh before | dx]; dc follows element-wise."""
+        """Compute [dc | dh] @ product = [dh before | dx], and dc before element by element."""
         units = self._units
         if inputs:
             self.work.matmul(rows, self.product, out[:, :, units:])
@@ -120,31 +120,31 @@ class Gated:
         self.work.multiply(rows[:, :, :units], self.keep, out[:, :, :units])
 
     def push(self, rows: Array, out: Array) -> None:
-        """From h alone; c follows element-wise."""
+        """Push h by one product; c follows element by element."""
         units = self._units
         self.work.matmul(rows[:, :, units:], transposed(self.product[:, :, :units]), out)
         self.work.add_product(out[:, :, :units], rows[:, :, :units], self.keep)
         self.work.add_product(out[:, :, units:], out[:, :, :units], self.lift)
 
     def inject(self, block: Array | None, out: Array) -> None:
-        """Into c by three gates, into h by the output gate and by c."""
+        """Write changes of the input to c by three gates, to h by the output gate and by c."""
         units = self._units
         into = transposed(self.product[:, :, units:])
         out[...] = into if block is None else self.work.xp.matmul(block, into)
         self.work.add_product(out[:, :, units:], out[:, :, :units], self.lift)
 
     def spread(self, rows: Array, state: int, columns: slice) -> None:
-        """A change of c_t moves h_t."""
+        """Carry a change of c_t to h_t."""
         units = self._units
         if state == 1:
             rows[:, :, units:] = rows[:, :, :units] * self.lift
 
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """Totals already, on arrival."""
+        """Return cotangents of a state, which :meth:`arrive` has made total already."""
         return rows[:, :, columns]
 
     def after(self, earlier: Gated) -> Dense:
-        """The product of the two as matrices: nothing of it is diagonal any more."""
+        """Return the product of both steps as a dense step: their diagonals do not remain."""
         return Dense(self.work, self.work.xp.matmul(self._matrix(), earlier._matrix()))
 
     def _matrix(self) -> Array:
@@ -157,7 +157,7 @@ class Gated:
         return out
 
     def input_matrix(self) -> Array:
-        """From what the gates receive to [c | h]."""
+        """Return B_t from the input to [c | h]."""
         units = self._units
         lifted = self.product[:, :, units:] * 1
         self.work.add_product(lifted[:, units:], lifted[:, :units], self.work.xp.permute_dims(self.lift, (0, 2, 1)))
@@ -165,7 +165,7 @@ class Gated:
 
 
 class ProductSystem:
-    """What all systems of product matrices answer.
+    """Base of all systems of product matrices: sizes and costs.
 
     Attributes
     ----------
@@ -183,32 +183,32 @@ class ProductSystem:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """A gated row is [c | h], a dense one [states]."""
+        """Order of the states in a row: [c | h] in a gated one, [states] in a dense one."""
         return (1, 0) if self.gated else tuple(range(len(self.state_sizes)))
 
     @property
     def scratch(self) -> int:
-        """The product that is added on arrival."""
+        """Numbers per row for the product that :meth:`Gated.arrive` adds."""
         return self.columns if self.gated else 0
 
     def multiplications(self, inputs: bool) -> int:
-        """Those of the product matrix; element-wise ones are not counted."""
+        """Return the entries of the product matrix; element-wise multiplications are not counted."""
         return self.rows * (self.columns + (self.features if inputs else 0))
 
     def numbers(self, inputs: bool) -> int:
-        """Those of the product matrix."""
+        """Return the entries of the product matrix."""
         return self.multiplications(inputs)
 
     def pattern(self, state: int) -> Pattern | None:
-        """Every unit reaches every other."""
+        """Return None: every unit reaches every other."""
         return None
 
     def moduli(self) -> Array | None:
-        """Each step has eigenvectors of its own."""
+        """Return None: each step has eigenvectors of its own."""
         return None
 
 
 def transposed(matrices: Any) -> Array:
-    """(..., n, m) to (..., m, n), as a view."""
+    """Transpose (..., n, m) to (..., m, n), as a view."""
     turned: Array = matrices.mT if hasattr(matrices, "mT") else matrices.swapaxes(-1, -2)
     return turned

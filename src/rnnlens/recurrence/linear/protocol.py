@@ -28,16 +28,16 @@ class LinearStep(Protocol):
         """
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
-        """The transposed step: rows @ A and, with ``inputs``, rows @ B, of rows that :meth:`arrive` has seen.
+        """Pull rows back: rows @ A and, with ``inputs``, rows @ B, of rows that went through :meth:`arrive`.
 
         out : (sample, row, state), with ``inputs`` (sample, row, state + feature)
         """
 
     def push(self, rows: Array, out: Array) -> None:
-        """The step itself: rows @ A^T, of tangents of the states before; out : (sample, row, state)."""
+        """Push tangents of the states before on: rows @ A^T; out : (sample, row, state)."""
 
     def inject(self, block: Array | None, out: Array) -> None:
-        """Tangents of the states that changes of the input make: block @ B^T; out : (sample, row, state).
+        """Write the tangents of the states for changes of the input: block @ B^T; out : (sample, row, state).
 
         block : (sample or 1, row, feature), or None for the unit vectors of the input
         """
@@ -49,20 +49,20 @@ class LinearStep(Protocol):
         """
 
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """Cotangents (sample, row, size) of one state as it is produced, from rows that :meth:`arrive` has seen."""
+        """Return cotangents (sample, row, size) of one state as produced, of rows that :meth:`arrive` made total."""
 
     def after(self, earlier: Any) -> LinearStep:
-        """The two steps as one, of the states alone: A = A_self A_earlier. ``earlier`` has the same structure."""
+        """Compose two steps, of the states alone: A = A_self A_earlier. ``earlier`` has the same structure."""
 
     def input_matrix(self) -> Array:
-        """B : (sample, state, feature), of the states as they leave the step."""
+        """Return B : (sample, state, feature), of the states as they leave the step."""
 
 
 class LinearSteps(Protocol):
     """Consecutive steps, chronological."""
 
     def __getitem__(self, at: int, /) -> LinearStep:
-        """By position, from 0."""
+        """Return a step by its position, from 0."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,16 @@ class Pattern:
 
     @property
     def count(self) -> int:
-        """How many colours."""
+        """Number of colours."""
         return int(self.colour.max()) + 1
 
     @property
     def entries(self) -> int:
-        """Numbers that all units together can reach."""
+        """Number of entries that all units together can reach."""
         return int(self.reach.size)
 
     def cells(self) -> Pattern:
-        """One unit for all that reach the same columns, all of one colour."""
+        """Return a pattern with one unit for all that reach the same columns, all of one colour."""
         _, first = np.unique(self.reach[:, 0], return_index=True)
         return Pattern(np.zeros(first.size, dtype=int), self.reach[first])
 
@@ -126,33 +126,33 @@ class System(Protocol):
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """See above."""
+        """Numbers of the states in the order in which they lie in a row."""
 
     @property
     def scratch(self) -> int:
-        """See above."""
+        """Numbers per row that a step needs besides the rows and its result."""
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> LinearSteps:
         """Linearise steps ``first ... stop - 1`` (chronological) of some samples; without B where not ``inputs``."""
 
     def multiplications(self, inputs: bool) -> int:
-        """Of one row at one step of one sample, pulled back or pushed on; with ``inputs`` also by B."""
+        """Return the multiplications of one row at one step of one sample; with ``inputs`` also those by B."""
 
     def numbers(self, inputs: bool) -> int:
-        """How many a step of one sample takes to hold."""
+        """Return how many numbers one step of one sample holds."""
 
     def pattern(self, state: int) -> Pattern | None:
-        """Which units of a state never meet on their way back; None where they do."""
+        """Return which units of a state never meet in a reverse sweep; None where they do."""
 
     def moduli(self) -> Array | None:
-        """|eigenvalue| of A_t by state (sample, time, state), where all A_t have the same eigenvectors; else None.
+        """Return |eigenvalue| of A_t (sample, time, state) where all A_t have the same eigenvectors; else None.
 
         How fast products of such steps grow then follows without any product.
         """
 
 
 def state_columns(system: System, state: int) -> slice:
-    """Where a state lies in a row of a sweep: gated rows are [c | h], all others [states in their order]."""
+    """Return the columns of a state in a row of a sweep: gated rows are [c | h], all others [states in their order]."""
     start = 0
     for other in system.layout:
         if other == state:
@@ -164,7 +164,7 @@ def state_columns(system: System, state: int) -> slice:
 def walk(
     system: System, samples: slice, *, reverse: bool, inputs: bool, budget: int, steps: Sequence[int] | None = None
 ) -> Iterator[tuple[int, LinearStep]]:
-    """ProductSteps in the order of the recurrence (or against it), each with its time index.
+    """Yield linear steps in the order of the recurrence (or the opposite order), each with its time index.
 
     They are built in blocks as long as ``budget`` bytes allow: with few calls, but never all of them at once.
     ``steps``: only these, a stretch without gaps in either order.

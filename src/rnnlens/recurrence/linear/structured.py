@@ -22,34 +22,34 @@ class Transition(Protocol):
 
     @property
     def states(self) -> int:
-        """Numbers of a row."""
+        """Number of entries of a row."""
 
     def at(self, samples: slice, t: int) -> Transition:
-        """One step of some samples."""
+        """Return one step of some samples."""
 
     def masked(self, mask: Array) -> Transition:
-        """The identity where ``mask`` (sample, time) is False."""
+        """Return A_t with the identity where ``mask`` (sample, time) is False."""
 
     def pull(self, rows: Array, out: Array) -> None:
-        """Rows @ A."""
+        """Compute rows @ A."""
 
     def push(self, rows: Array, out: Array) -> None:
-        """Rows @ A^T."""
+        """Compute rows @ A^T."""
 
     def after(self, earlier: Any) -> Transition:
-        """A_self A_earlier, of single steps."""
+        """Return A_self A_earlier, of single steps."""
 
     def multiplications(self) -> int:
-        """Of one row at one step."""
+        """Return the multiplications of one row at one step."""
 
     def numbers(self) -> int:
-        """How many a step of one sample takes to hold."""
+        """Return how many numbers one step of one sample holds."""
 
     def moduli(self) -> Array | None:
-        """|eigenvalue| by state (sample or 1, time or 1, state), of all steps with the same eigenvectors; else None."""
+        """Return |eigenvalue| (sample or 1, time or 1, state) of steps with the same eigenvectors; else None."""
 
     def pattern(self, columns: slice) -> Pattern | None:
-        """Which units of a state never meet; ``columns`` is where the state lies in a row."""
+        """Return which units of a state never meet; ``columns`` is where the state lies in a row."""
 
 
 def _at(values: Array, samples: slice, t: int) -> Array:
@@ -58,7 +58,7 @@ def _at(values: Array, samples: slice, t: int) -> Array:
 
 
 def _where(work: Workspace, mask: Array, values: Array, otherwise: float) -> Array:
-    """Values at real steps, a constant at masked ones."""
+    """Replace values at masked steps by a constant."""
     fill = work.zeros(*[1] * len(values.shape)) + otherwise
     return work.xp.where(mask[(..., *[None] * (len(values.shape) - 2))], values, fill)
 
@@ -72,41 +72,41 @@ class Diagonal:
 
     @property
     def states(self) -> int:
-        """All states."""
+        """Number of states."""
         return int(self.values.shape[-1])
 
     def at(self, samples: slice, t: int) -> Diagonal:
-        """A view."""
+        """Return a view of one step."""
         return Diagonal(self.work, _at(self.values, samples, t))
 
     def masked(self, mask: Array) -> Diagonal:
-        """Ones at masked steps."""
+        """Return ones at masked steps."""
         return Diagonal(self.work, _where(self.work, mask, self.values, 1.0))
 
     def pull(self, rows: Array, out: Array) -> None:
-        """Element-wise."""
+        """Multiply rows with the diagonal."""
         self.work.multiply(rows, self.values[:, None, :], out)
 
     push = pull
 
     def after(self, earlier: Diagonal) -> Diagonal:
-        """Element-wise."""
+        """Multiply both diagonals."""
         return Diagonal(self.work, self.values * earlier.values)
 
     def multiplications(self) -> int:
-        """One per state."""
+        """Return one multiplication per state."""
         return self.states
 
     def numbers(self) -> int:
-        """One per state."""
+        """Return one number per state."""
         return self.states
 
     def moduli(self) -> Array | None:
-        """Of the numbers themselves."""
+        """Return the magnitudes of the diagonal."""
         return self.work.xp.abs(self.values)
 
     def pattern(self, columns: slice) -> Pattern:
-        """No unit reaches another: one row stands for all."""
+        """Return a single colour: no unit reaches another."""
         return _one_colour(columns)
 
 
@@ -123,24 +123,24 @@ class ComplexDiagonal:
 
     @property
     def states(self) -> int:
-        """Real and imaginary parts."""
+        """Number of real and imaginary parts."""
         return 2 * int(self.real.shape[-1])
 
     def at(self, samples: slice, t: int) -> ComplexDiagonal:
-        """A view."""
+        """Return a view of one step."""
         return ComplexDiagonal(self.work, _at(self.real, samples, t), _at(self.imaginary, samples, t))
 
     def masked(self, mask: Array) -> ComplexDiagonal:
-        """One at masked steps."""
+        """Return the number one at masked steps."""
         real, imaginary = _where(self.work, mask, self.real, 1.0), _where(self.work, mask, self.imaginary, 0.0)
         return ComplexDiagonal(self.work, real, imaginary)
 
     def pull(self, rows: Array, out: Array) -> None:
-        """Times the conjugate: the transpose of a turn is the turn back."""
+        """Multiply rows with the conjugate: the transpose of a rotation is its inverse."""
         self._turn(rows, out, -self.imaginary)
 
     def push(self, rows: Array, out: Array) -> None:
-        """Times the complex number."""
+        """Multiply rows with the complex number."""
         self._turn(rows, out, self.imaginary)
 
     def _turn(self, rows: Array, out: Array, imaginary: Array) -> None:
@@ -153,25 +153,25 @@ class ComplexDiagonal:
         work.add_product(out[:, :, units:], x, imaginary)
 
     def after(self, earlier: ComplexDiagonal) -> ComplexDiagonal:
-        """The complex product."""
+        """Multiply both complex diagonals."""
         real = self.real * earlier.real - self.imaginary * earlier.imaginary
         return ComplexDiagonal(self.work, real, self.real * earlier.imaginary + self.imaginary * earlier.real)
 
     def multiplications(self) -> int:
-        """Four per complex state."""
+        """Return four multiplications per complex state."""
         return 2 * self.states
 
     def numbers(self) -> int:
-        """Two per complex state."""
+        """Return two numbers per complex state."""
         return self.states
 
     def moduli(self) -> Array | None:
-        """Of both parts."""
+        """Return the modulus of each complex number, once for each of its two parts."""
         modulus = self.work.xp.sqrt(self.real**2 + self.imaginary**2)
         return self.work.xp.concat([modulus, modulus], axis=-1)
 
     def pattern(self, columns: slice) -> Pattern:
-        """A part of a unit reaches its own two parts only."""
+        """Return the pattern in which a part of a unit reaches only the two parts of the same unit."""
         units, column = self.states // 2, np.arange(columns.start, columns.stop)
         imaginary = column >= units
         colour = imaginary.astype(int) if imaginary.any() and not imaginary.all() else 0 * column
@@ -188,19 +188,19 @@ class PerHead:
 
     @property
     def states(self) -> int:
-        """Of all heads."""
+        """Number of states of all heads."""
         return int(self.values.shape[-1]) * self.size
 
     def at(self, samples: slice, t: int) -> PerHead:
-        """A view."""
+        """Return a view of one step."""
         return PerHead(self.work, _at(self.values, samples, t), self.size)
 
     def masked(self, mask: Array) -> PerHead:
-        """Ones at masked steps."""
+        """Return ones at masked steps."""
         return PerHead(self.work, _where(self.work, mask, self.values, 1.0), self.size)
 
     def pull(self, rows: Array, out: Array) -> None:
-        """One number for all states of a head."""
+        """Multiply all states of a head with its number."""
         xp, shape = self.work.xp, (*rows.shape[:2], self.values.shape[-1], self.size)
         # Of one axis in two: views, however the rows lie in memory.
         self.work.multiply(xp.reshape(rows, shape), self.values[:, None, :, None], xp.reshape(out, shape))
@@ -208,25 +208,25 @@ class PerHead:
     push = pull
 
     def after(self, earlier: PerHead) -> PerHead:
-        """Element-wise."""
+        """Multiply the numbers of both steps."""
         return PerHead(self.work, self.values * earlier.values, self.size)
 
     def multiplications(self) -> int:
-        """One per state."""
+        """Return one multiplication per state."""
         return self.states
 
     def numbers(self) -> int:
-        """One per head."""
+        """Return one number per head."""
         return int(self.values.shape[-1])
 
     def moduli(self) -> Array | None:
-        """Of its head."""
+        """Return for each state the magnitude of its head's number."""
         xp, wide = self.work.xp, (*self.values.shape, self.size)
         spread = xp.broadcast_to(xp.abs(self.values)[..., None], wide)
         return xp.reshape(spread, (*self.values.shape[:-1], self.states))
 
     def pattern(self, columns: slice) -> Pattern:
-        """No unit reaches another: one row stands for all."""
+        """Return a single colour: no unit reaches another."""
         return _one_colour(columns)
 
 
@@ -251,26 +251,26 @@ class MinusLowRank:
 
     @property
     def states(self) -> int:
-        """Of all heads: keys times values."""
+        """Number of states of all heads: keys times values."""
         heads, keys = self.decay.shape[-2:]
         return int(heads) * int(keys) * self.size
 
     def at(self, samples: slice, t: int) -> MinusLowRank:
-        """A view."""
+        """Return a view of one step."""
         decay, left, right = (_at(part, samples, t) for part in (self.decay, self.left, self.right))
         return MinusLowRank(self.work, decay, left, right, self.size)
 
     def masked(self, mask: Array) -> MinusLowRank:
-        """Nothing is taken away at masked steps, and nothing decays."""
+        """Return the identity at masked steps: decay one, nothing subtracted."""
         decay, left = _where(self.work, mask, self.decay, 1.0), _where(self.work, mask, self.left, 0.0)
         return MinusLowRank(self.work, decay, left, self.right, self.size)
 
     def pull(self, rows: Array, out: Array) -> None:
-        """Row times decay, less right (left . row)."""
+        """Compute row * decay - right (left . row)."""
         self._apply(rows, out, self.left, self.right)
 
     def push(self, rows: Array, out: Array) -> None:
-        """Row times decay, less left (right . row)."""
+        """Compute row * decay - left (right . row)."""
         self._apply(rows, out, self.right, self.left)
 
     def _apply(self, rows: Array, out: Array, seen: Array, written: Array) -> None:
@@ -281,7 +281,7 @@ class MinusLowRank:
         target -= xp.matmul(written[:, None], read)
 
     def after(self, earlier: MinusLowRank) -> MinusLowRank:
-        """(D2 - U2 V2^T)(D1 - U1 V1^T) = D2 D1 - [D2 U1 | U2] [V1 | D1 V2 - V1 U1^T V2]^T."""
+        """Return the product D2 D1 - [D2 U1 | U2] [V1 | D1 V2 - V1 U1^T V2]^T of (D2 - U2 V2^T) and (D1 - U1 V1^T)."""
         xp = self.work.xp
         carried = self.decay[..., None] * earlier.left
         reread = earlier.decay[..., None] * self.right
@@ -292,19 +292,19 @@ class MinusLowRank:
         )
 
     def multiplications(self) -> int:
-        """One per state for what decays, two per rank for what is taken away."""
+        """Return one multiplication per state for the decay, and two per state and rank."""
         return self.states * (1 + 2 * int(self.left.shape[-1]))
 
     def numbers(self) -> int:
-        """One per key for what decays, two per rank for what is taken away."""
+        """Return one number per key for the decay, and two per key and rank."""
         return self.states // self.size * (1 + 2 * int(self.left.shape[-1]))
 
     def moduli(self) -> Array | None:
-        """Each step has eigenvectors of its own."""
+        """Return None: each step has eigenvectors of its own."""
         return None
 
     def pattern(self, columns: slice) -> Pattern | None:
-        """A unit reaches the keys of its own head and value: one row per key stands for all units of whole heads."""
+        """Return one colour per key: a unit reaches only the keys of its own head and value."""
         head = int(self.decay.shape[-1]) * self.size
         if columns.start % head or columns.stop % head:
             return None

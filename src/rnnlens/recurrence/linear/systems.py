@@ -26,36 +26,36 @@ class StructuredStep:
     inputs: InputAt | None = None
 
     def arrive(self, rows: Array, fresh: int) -> None:
-        """Nothing: no state is computed from another one within the step."""
+        """Do nothing: no state is computed from another one within the step."""
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
-        """The states by structure, the input by its factors."""
+        """Pull the states back by structure, and the input by B."""
         states = self.transition.states
         self.transition.pull(rows, out[:, :, :states])
         if inputs:
             self._b.pull(rows, out[:, :, states:])
 
     def push(self, rows: Array, out: Array) -> None:
-        """The states by structure."""
+        """Push the states on by structure."""
         self.transition.push(rows, out)
 
     def inject(self, block: Array | None, out: Array) -> None:
-        """By the factors of B."""
+        """Multiply changes of the input with B_t in factored form."""
         self._b.push(block, out)
 
     def spread(self, rows: Array, state: int, columns: slice) -> None:
-        """Nothing, as on arrival."""
+        """Do nothing: no state is computed from another one within the step."""
 
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """As they left the step."""
+        """Return the cotangents of the state, unchanged."""
         return rows[:, :, columns]
 
     def after(self, earlier: StructuredStep) -> StructuredStep:
-        """The same structure."""
+        """Compose two steps of the same structure."""
         return StructuredStep(self.transition.after(earlier.transition))
 
     def input_matrix(self) -> Array:
-        """Built on request."""
+        """Build B_t as a dense matrix."""
         return self._b.matrix()
 
     @property
@@ -103,27 +103,27 @@ class StructuredSystem:
             raise ValueError(f"A, B and the states differ in size: {sizes}")
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> list[StructuredStep]:
-        """Views."""
+        """Return views of some steps."""
         return [
             StructuredStep(self.transition.at(samples, t), self.inputs.at(self.work, samples, t) if inputs else None)
             for t in range(first, stop)
         ]
 
     def multiplications(self, inputs: bool) -> int:
-        """Of the structure."""
+        """Return the multiplications of one structured step."""
         return self.transition.multiplications() + (self.inputs.multiplications() if inputs else 0)
 
     def numbers(self, inputs: bool) -> int:
-        """Of the structure."""
+        """Return how many numbers one structured step holds."""
         return self.transition.numbers() + (self.inputs.numbers() if inputs else 0)
 
     def pattern(self, state: int) -> Pattern | None:
-        """That of the structure."""
+        """Return which units of a state never meet, by the structure of A_t."""
         start = sum(self.state_sizes[:state])
         return self.transition.pattern(slice(start, start + self.state_sizes[state]))
 
     def moduli(self) -> Array | None:
-        """Those of the structure, for all samples and steps."""
+        """Return moduli of the eigenvalues for all samples and steps, where the structure has fixed eigenvectors."""
         found = self.transition.moduli()
         return None if found is None else self.work.xp.broadcast_to(found, (self.batch, self.time, self.rows))
 
@@ -205,7 +205,7 @@ def minus_rank_one(
 
 
 class _DenseSystem(ProductSystem):
-    """Given matrices."""
+    """A system of given dense matrices."""
 
     def __init__(self, a: Array, b: Array, order: Order, state_sizes: Sequence[int]) -> None:
         self.work = _work(a)
@@ -215,13 +215,13 @@ class _DenseSystem(ProductSystem):
         self.product = self.work.xp.concat([a, b], axis=3)
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Views."""
+        """Return views of some steps."""
         width = self.rows + (self.features if inputs else 0)
         return ProductSteps(self.work, self.product[samples, first:stop, :, :width])
 
 
 def dense(a: Array, b: Array, *, order: Order = "forward", state_sizes: Sequence[int] | None = None) -> _DenseSystem:
-    """Any A_t as matrices (sample, time, state, state), and B_t (sample, time, state, feature)."""
+    """Make a system of any A_t as matrices (sample, time, state, state), and B_t (sample, time, state, feature)."""
     return _DenseSystem(a, b, order, (int(a.shape[2]),) if state_sizes is None else state_sizes)
 
 
@@ -230,7 +230,7 @@ def _work(like: Array) -> Workspace:
 
 
 def _system(transition: Transition, like: Array, b: Array | Inputs, options: dict[str, Any]) -> StructuredSystem:
-    """The system, as many samples and steps as the array, or else the mask, has."""
+    """Make the system, with as many samples and steps as the array has, or else the mask."""
     mask = options.get("mask")
     batch, time = (int(n) for n in (like if mask is None else mask).shape[:2])
     options.setdefault("batch", batch)
@@ -241,7 +241,7 @@ def _system(transition: Transition, like: Array, b: Array | Inputs, options: dic
 def with_output(
     system: System, c: Array, d: Array | Inputs | None = None, *, mask: Array | None = None, repeats: bool = False
 ) -> System:
-    """The same recurrence with its output as a last state.
+    """Return the same recurrence with its output as a last state.
 
     Parameters
     ----------
@@ -256,7 +256,7 @@ def with_output(
 
 
 class _WithOutput:
-    """See :func:`with_output`."""
+    """A system with its output as a last state; made by :func:`with_output`."""
 
     def __init__(self, system: System, c: Array, d: Inputs | None, mask: Array | None, repeats: bool) -> None:
         self.system, self.work, self.features, self.order = system, system.work, system.features, system.order
@@ -274,7 +274,7 @@ class _WithOutput:
         self.c, self.d = Matrices(c), d
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> LinearSteps:
-        """Those of the recurrence, each with its C and D."""
+        """Build steps of the recurrence, each with its C and D."""
         inner = self.system.build(first, stop, samples, inputs=inputs)
         return [self._step(inner[t - first], t, samples, inputs) for t in range(first, stop)]
 
@@ -286,25 +286,25 @@ class _WithOutput:
         return _StepWithOutput(self.work, inner, self.states, self.c.at(self.work, samples, t), d, held)
 
     def multiplications(self, inputs: bool) -> int:
-        """Those of the recurrence, and of D; C is passed only by what enters at a step."""
+        """Return multiplications of the recurrence and of D; C only multiplies rows that enter at a step."""
         return self.system.multiplications(inputs) + (self.d.multiplications() if inputs and self.d else 0)
 
     def numbers(self, inputs: bool) -> int:
-        """Those of the recurrence, C and D."""
+        """Return how many numbers a step of the recurrence, C and D hold."""
         return self.system.numbers(inputs) + self.c.numbers() + (self.d.numbers() if inputs and self.d else 0)
 
     def pattern(self, state: int) -> Pattern | None:
-        """That of the recurrence; all outputs meet in the states."""
+        """Return the pattern of the recurrence; None for the output, whose units meet in the states."""
         return self.system.pattern(state) if state < len(self.system.state_sizes) else None
 
     def moduli(self) -> Array | None:
-        """Those of the recurrence: nothing depends on the output."""
+        """Return the moduli of the recurrence: no state depends on the output."""
         return self.system.moduli()
 
 
 @dataclass
 class _StepWithOutput:
-    """Rows are [states | output]. held : (sample, 1, 1), one where the output repeats itself."""
+    """One step with rows [states | output]; held : (sample, 1, 1), one where the output repeats itself."""
 
     work: Workspace
     inner: LinearStep
@@ -314,7 +314,7 @@ class _StepWithOutput:
     held: Array | None
 
     def arrive(self, rows: Array, fresh: int) -> None:
-        """What came to the output belongs to the states that it is made of."""
+        """Add cotangents of the output to the states that it is computed from."""
         fresh = int(rows.shape[1]) if self.held is not None else fresh
         if fresh:
             into = self.work.empty(int(rows.shape[0]), fresh, self.states)
@@ -323,7 +323,7 @@ class _StepWithOutput:
         self.inner.arrive(rows[:, :, : self.states], fresh)
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
-        """The states by the recurrence, what came to the output by D; the output itself leads no further back."""
+        """Pull states back by the recurrence and the output by D; the output depends on no earlier state but itself."""
         own, states = slice(self.states, int(rows.shape[2])), self.states
         features = int(out.shape[2]) - own.stop
         inner = self.work.empty(int(rows.shape[0]), int(rows.shape[1]), states + (features if inputs else 0))
@@ -338,14 +338,14 @@ class _StepWithOutput:
             out[:, :, own.stop :] += inner[:, :, states:]
 
     def push(self, rows: Array, out: Array) -> None:
-        """The states by the recurrence, the output by C."""
+        """Push the states by the recurrence, and compute the output by C."""
         self.inner.push(rows[:, :, : self.states], out[:, :, : self.states])
         self.c.push(out[:, :, : self.states], out[:, :, self.states :])
         if self.held is not None:
             out[:, :, self.states :] += rows[:, :, self.states :] * self.held
 
     def inject(self, block: Array | None, out: Array) -> None:
-        """Into the states by B, into the output by C and D."""
+        """Write changes of the input to the states by B, to the output by C and D."""
         self.inner.inject(block, out[:, :, : self.states])
         self.c.push(out[:, :, : self.states], out[:, :, self.states :])
         if self.d is not None:
@@ -354,19 +354,19 @@ class _StepWithOutput:
             out[:, :, self.states :] += by_input
 
     def spread(self, rows: Array, state: int, columns: slice) -> None:
-        """A change of a state moves the output."""
+        """Carry a change of a state to the output."""
         if columns.start < self.states:
             self.inner.spread(rows[:, :, : self.states], state, columns)
             self.c.push(rows[:, :, : self.states], rows[:, :, self.states :])
 
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """As the recurrence has it; the output as it came."""
+        """Return cotangents of a state as the recurrence produces it; of the output unchanged."""
         if columns.start >= self.states:
             return rows[:, :, columns]
         return self.inner.produced(rows[:, :, : self.states], state, columns)
 
     def after(self, earlier: Any) -> LinearStep:
-        """The output is the later one's, or where that repeats itself the earlier one's."""
+        """Compose two steps; the output is the later one's, or where that repeats itself the earlier one's."""
         c, held = self.c, None
         if self.held is not None:
             c = Matrices((c.matrix() + self.held * earlier.c.matrix())[:, None]).at(self.work, slice(None), 0)
@@ -374,7 +374,7 @@ class _StepWithOutput:
         return _StepWithOutput(self.work, self.inner.after(earlier.inner), self.states, c, None, held)
 
     def input_matrix(self) -> Array:
-        """From the input to [states | output]."""
+        """Return B_t from the input to [states | output]."""
         b = self.inner.input_matrix()
         rows = self.work.xp.matmul(self.c.matrix(), b)
         if self.d is not None:
