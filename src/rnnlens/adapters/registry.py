@@ -17,6 +17,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
     ("tf_keras.src.engine.base_layer_v1", "Layer", "rnnlens.adapters.tf_graph:keras"),
     ("tf_keras", "layers.Layer", "rnnlens.adapters.keras:legacy"),
     ("torch", "nn.Module", "rnnlens.adapters.torch:adapter"),
+    ("rnnlens.adapters.tf_graph.public", "TimeMajorNet", "rnnlens.adapters.tf_graph:time_major"),
     ("rnnlens.adapters.tf_graph.public", "Net", "rnnlens.adapters.tf_graph:adapter"),
     ("tensorflow", "compat.v1.Session", "rnnlens.adapters.tf_graph:adapter"),
 )

@@ -5,7 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import rnnlens as rl
-from rnnlens.adapters.tf_graph.definition import definition, imported, seeded
+from rnnlens.adapters.tf_graph.graph_copy import definition, imported, seeded
 from rnnlens.errors import UnsupportedError
 
 cell = tf.nn.rnn_cell

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
+from ...layout import Layout
 from ...typing import Array
 from ..protocol import (
     Adapter,
@@ -24,16 +25,15 @@ from ..protocol import (
     ReferenceRun,
     WeightLocation,
 )
-from . import facts
+from . import model_facts
+from .axes import layouts
 from .capture import capture
-from .differentiate import differentiate
+from .missing_gradient import blocked
 from .opened import opened
-from .perturb import nudged
 from .public import Net
-from .pullback import GraphPullback
+from .pullback import GraphPullback, differentiate
 from .reference_run import prepared, reference_run
-from .weights import listed, place_of
-from .why import blocked
+from .weights import listed, nudged, place_of
 
 
 class TfGraphAdapter(Adapter):
@@ -52,11 +52,11 @@ class TfGraphAdapter(Adapter):
 
     def describe(self, model: Any) -> list[LayerInfo]:
         """The recurrences of the graph, by scope."""
-        return facts.describe(net_of(model))
+        return model_facts.describe(net_of(model))
 
     def facts(self, model: Any) -> ModelFacts:
         """Layers, inputs and outputs."""
-        return facts.facts(net_of(model))
+        return model_facts.facts(net_of(model))
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
         """All variables that outputs or loss depend on, by layer."""
@@ -64,7 +64,7 @@ class TfGraphAdapter(Adapter):
 
     def provenance(self, model: Any) -> Mapping[str, str]:
         """TensorFlow's version, how loops are run, dtype, device."""
-        return facts.provenance(net_of(model))
+        return model_facts.provenance(net_of(model))
 
     def place(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Our weights are blocks of variables."""
@@ -123,6 +123,16 @@ class TfGraphAdapter(Adapter):
         return "?"
 
 
+class TimeMajorGraphAdapter(TfGraphAdapter):
+    """The same for graphs that are fed (time, sample, ...)."""
+
+    samples_first = False
+
+    def layouts(self, model: Any, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, Layout]:
+        """Found by feeding the graph one step, or one sample, more."""
+        return layouts(model, batch, ports)
+
+
 class KerasGraphAdapter(TfGraphAdapter):
     """The same for tf_keras models that were built with eager execution disabled."""
 
@@ -148,4 +158,5 @@ def net_of(model: Any) -> Net:
 
 
 adapter = TfGraphAdapter()
+time_major = TimeMajorGraphAdapter()
 keras = KerasGraphAdapter()

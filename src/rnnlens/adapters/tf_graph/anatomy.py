@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .blocks import Source
-from .boundaries import Mask, Read, Written, clocks, is_filled_with, mask_of, same, sequences, written
-from .forms import Form, Forms, Value, understood
-from .found import Boundary
-from .frames import Frame, Variable
-from .match import Match, recognised
-from .paths import Paths
-from .settings import NO_SETTINGS, Settings
+from .cells import Match, recognised
+from .forms import Forms, TensorForm, Value, understood
+from .found import LoopBoundary
+from .frames import Frame, Paths, Variable
+from .sequences import Mask, Read, Written, clocks, is_filled_with, mask_of, same, sequences, written
+from .settings import NO_SETTINGS, GraphSettings
 
 
 @dataclass(eq=False)
@@ -41,7 +40,7 @@ class Anatomy:
     writes: list[Written]
     states: list[Variable]
     new: dict[int, Any]
-    pairs: list[tuple[Form, Form]]
+    pairs: list[tuple[TensorForm, TensorForm]]
     owners: list[tuple[Variable, tuple[int, int] | None]]
     mask: Mask | None
     condition: tuple[Any, bool] | None
@@ -76,7 +75,7 @@ class Anatomy:
         return len(self.matches) == 1 and len(self.matches[0].states) == len(self.pairs)
 
 
-def take_apart(frame: Frame, settings: Settings = NO_SETTINGS) -> Anatomy:
+def take_apart(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> Anatomy:
     """Forms of all that a step makes, and the cells among them; with ``settings`` as they are at these values."""
     reads, writes = sequences(frame), written(frame)
     floats = _floats(frame)
@@ -88,7 +87,7 @@ def take_apart(frame: Frame, settings: Settings = NO_SETTINGS) -> Anatomy:
     leaves: dict[int, Any] = {id(v.before): ("state", i) for i, v in enumerate(floats)}
     leaves |= {id(read.value): ("read", i) for i, read in enumerate(reads)}
     forms = Forms(leaves, frame.outer, settings)
-    pairs: list[tuple[Form, Form]] = []
+    pairs: list[tuple[TensorForm, TensorForm]] = []
     owners: list[tuple[Variable, tuple[int, int] | None]] = []
     for variable in states:
         for pair, columns in _aligned(forms, forms.of(variable.before), forms.of(new[id(variable)])):
@@ -141,8 +140,8 @@ def _condition(
     return None
 
 
-def _aligned(forms: Forms, before: Value, after: Value) -> list[tuple[tuple[Form, ...], tuple[int, int] | None]]:
-    pieces: list[tuple[tuple[Form, ...], tuple[int, int] | None]] = []
+def _aligned(forms: Forms, before: Value, after: Value) -> list[tuple[tuple[TensorForm, ...], tuple[int, int] | None]]:
+    pieces: list[tuple[tuple[TensorForm, ...], tuple[int, int] | None]] = []
     at = 0
     for pair, width in forms.aligned(before, after):
         pieces.append((pair, None if width is None else (at, at + width)))
@@ -150,7 +149,7 @@ def _aligned(forms: Forms, before: Value, after: Value) -> list[tuple[tuple[Form
     return pieces
 
 
-def read_by(anatomy: Anatomy, source: Form) -> Read | None:
+def read_by(anatomy: Anatomy, source: TensorForm) -> Read | None:
     """The tensor that the loop reads step by step, where a form is what it reads."""
     atom = source.atom
     if atom is None or atom[0] != "leaf" or atom[1][0] != "read" or atom[2] is not None:
@@ -159,21 +158,21 @@ def read_by(anatomy: Anatomy, source: Form) -> Read | None:
     return read
 
 
-Output = tuple[Boundary | None, Literal["state", "output", "zero"]]
+Output = tuple[LoopBoundary | None, Literal["state", "output", "zero"]]
 
 
-def output_of(anatomy: Anatomy, hidden: Form) -> Output | None:
+def output_of(anatomy: Anatomy, hidden: TensorForm) -> Output | None:
     """Where the steps of a state are stacked, and what stands at masked steps; None where another thing is put out."""
     writes = [w for w in anatomy.writes if w.stacked is not None]
     found = _output_of(anatomy, hidden, writes) if writes else None
     return (None, "state") if found is None and not any(w.variable.read for w in writes) else found
 
 
-def _output_of(anatomy: Anatomy, hidden: Form, writes: Sequence[Written]) -> Output | None:
+def _output_of(anatomy: Anatomy, hidden: TensorForm, writes: Sequence[Written]) -> Output | None:
     if len(writes) > 1 or not at_present(anatomy.frame, writes[0]):
         return None
     form = anatomy.forms.form(writes[0].value)
-    boundary = Boundary((writes[0].stacked,), stacked=True)
+    boundary = LoopBoundary((writes[0].stacked,), stacked=True)
     if form is hidden and not anatomy.masked:
         return boundary, "state"
     atom = form.atom
@@ -187,7 +186,7 @@ def _output_of(anatomy: Anatomy, hidden: Form, writes: Sequence[Written]) -> Out
     return None if instead is None else (boundary, instead)
 
 
-def _instead(anatomy: Anatomy, other: Form, hidden: Form) -> Literal["state", "output", "zero"] | None:
+def _instead(anatomy: Anatomy, other: TensorForm, hidden: TensorForm) -> Literal["state", "output", "zero"] | None:
     """What is put out where a step is left out."""
     if other.constant == 0.0:
         return "zero"
@@ -199,7 +198,7 @@ def _instead(anatomy: Anatomy, other: Form, hidden: Form) -> Literal["state", "o
     return _kept(anatomy, other, hidden) if atom[1][0] == "state" else None
 
 
-def _kept(anatomy: Anatomy, other: Form, hidden: Form) -> Literal["state", "output"] | None:
+def _kept(anatomy: Anatomy, other: TensorForm, hidden: TensorForm) -> Literal["state", "output"] | None:
     """Whether a variable is the state before, or what was put out before, which is zero at first; else None."""
     if any(old is other and new is hidden for old, new in anatomy.pairs):
         return "state"

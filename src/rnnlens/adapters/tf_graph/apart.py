@@ -11,13 +11,12 @@ import tensorflow.compat.v1 as tf
 from .anatomy import Anatomy, at_present, why_unknown
 from .blocks import Source
 from .body import StepGraph, body_of
-from .boundaries import course_of, same
-from .copying import CannotCopyError
-from .forms import Form
-from .found import Boundary, FoundCell, Loop
+from .cells import Match
+from .forms import TensorForm
+from .found import FoundCell, Loop, LoopBoundary
 from .labels import common_scope, course_words, flat_mask, kind_of, known_cell, refused, runs_through
-from .match import Match
-from .record import CannotRecordError, Carried, Recorder, rewire
+from .record import CannotCopyError, CannotRecordError, CarriedState, LoopRecorder, rewire
+from .sequences import course_of, same
 
 
 def taken_apart(anatomy: Anatomy, *, as_one: bool = False) -> list[Loop]:
@@ -45,7 +44,7 @@ class _Apart:
             raise CannotRecordError("no tensor with time in front that it reads step by step")
         self.stacked = floats[0].stacked
         with self.stacked.graph.as_default():
-            self.recorder = Recorder(anatomy.frame, tf.shape(self.stacked)[0])
+            self.recorder = LoopRecorder(anatomy.frame, tf.shape(self.stacked)[0])
         for read in anatomy.reads:
             self.recorder.steps[id(read.value)] = read.stacked
         self.starts = {id(v): self._tapped(v.entry) for v in anatomy.states}
@@ -72,8 +71,8 @@ class _Apart:
             return tf.identity(tensor, name=f"rnnlens/{self.anatomy.frame.name}/boundary")
 
     @staticmethod
-    def _boundary(tap: Any, *, stacked: bool = False) -> Boundary:
-        return Boundary((tap.op.inputs[0],), (((tap.op, 0),),), stacked=stacked)
+    def _boundary(tap: Any, *, stacked: bool = False) -> LoopBoundary:
+        return LoopBoundary((tap.op.inputs[0],), (((tap.op, 0),),), stacked=stacked)
 
     def _mask(self) -> dict[str, Any]:
         """Lengths or mask of the loop; recorded where it is another condition than these."""
@@ -98,7 +97,7 @@ class _Apart:
         """All steps of tensors that follow from known ones and from variables of the loop that are no states."""
         anatomy = self.anatomy
         beside = [v for v in anatomy.paths.carried(self._unknown(wanted)) if not self._is_state(v)]
-        carried = [Carried(v.entry, v.after) for v in beside]
+        carried = [CarriedState(v.entry, v.after) for v in beside]
         before: dict[int, Sequence[Any]] = {id(v.before): (i,) for i, v in enumerate(beside)}
         before |= {id(v.before): (v.entry,) for v in anatomy.states}  # of which only the shape is asked
         _, _, ends = self.recorder.run(wanted, carried, before)
@@ -139,7 +138,7 @@ class _Apart:
         starts = [self._start(i) for i in match.states]
         kept = None if anatomy.condition is None else (anatomy.condition[0], not anatomy.condition[1])
         carried = [
-            Carried(start, self._tensor_of(anatomy.pairs[i][1]), kept)
+            CarriedState(start, self._tensor_of(anatomy.pairs[i][1]), kept)
             for start, i in zip(starts, match.states, strict=True)
         ]
         _, steps, ends = recorder.run([], carried, self._before(match))
@@ -153,9 +152,9 @@ class _Apart:
             kind_of(anatomy.frame),
             known_cell(match),
             tuple(self._boundary(start) for start in starts),
-            tuple(Boundary((end,)) for end in ends),
+            tuple(LoopBoundary((end,)) for end in ends),
             self._boundary(tap, stacked=True),
-            Boundary((steps[0],), stacked=True),
+            LoopBoundary((steps[0],), stacked=True),
             **self.mask,
             **course_words(course_of(self.stacked)),
             masked_output="state",
@@ -163,7 +162,7 @@ class _Apart:
             scope=common_scope(piece.variable for pieces in match.weights.values() for piece in pieces),
         )
 
-    def _tensor_of(self, form: Form) -> Any:
+    def _tensor_of(self, form: TensorForm) -> Any:
         found = self.anatomy.forms.tensors_of(form)
         if not found:
             raise CannotRecordError("a value that no tensor of its body holds")
@@ -258,7 +257,7 @@ class _Apart:
         for tensor, piece in zip(fed, pieces, strict=True):
             recorder.steps[id(tensor)] = piece
         kept = None if anatomy.condition is None else (anatomy.condition[0], not anatomy.condition[1])
-        carried = [Carried(self.starts[id(v)], t, kept) for v, t in zip(anatomy.states, new, strict=True)]
+        carried = [CarriedState(self.starts[id(v)], t, kept) for v, t in zip(anatomy.states, new, strict=True)]
         places = {id(v.before): [i] for i, v in enumerate(anatomy.states)}
         steps, _, ends = recorder.run([output], carried, places)
         recorder.steps |= around
@@ -274,9 +273,9 @@ class _Apart:
             kind_of(anatomy.frame),
             cell,
             tuple(self._boundary(self.starts[id(v)]) for v in anatomy.states),
-            tuple(Boundary((end,)) for end in ends),
+            tuple(LoopBoundary((end,)) for end in ends),
             self._boundary(tap, stacked=True),
-            Boundary((steps[0],), stacked=True),
+            LoopBoundary((steps[0],), stacked=True),
             **self.mask,
             **course_words(course_of(self.stacked)),
             masked_output="zero",

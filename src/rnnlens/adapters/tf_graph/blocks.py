@@ -1,17 +1,24 @@
-"""Blocks of variables, and constants: what a tensor of a graph is where it does not depend on any input."""
+"""Variables of a graph: their values, and which block of a variable, or which constant, a tensor is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import tensorflow.compat.v1 as tf
 from tensorflow.python.framework import tensor_util
+
+from ...errors import ModelError, UnsupportedError, message
+from ...typing import Array
 
 #: Along one axis: the first place and the one behind the last; ``(0, None)`` is all of it.
 Window = tuple[int, int | None]
 
 _SAME = frozenset({"Identity", "EnsureShape", "ReadVariableOp", "Enter", "RefEnter", "Switch", "PreventGradient"})
+#: Operations that hold the value of a variable.
 VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _CUTS = frozenset({"Split", "SplitV", "StridedSlice", "Slice", "Unpack"})
 
@@ -174,6 +181,13 @@ def _strided(op: Any, begin: Any, end: Any) -> tuple[Any, ...] | None:
     return tuple(window) if isinstance(window[-1], tuple) else None
 
 
+def behind_identities(tensor: Any) -> Any:
+    """The tensor of which another is a plain copy."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
 def constant_of(tensor: Any, outer: Source) -> Any:
     """The number that a tensor is; None where it is none, or several."""
     tensor = outer.settled(tensor)
@@ -183,3 +197,67 @@ def constant_of(tensor: Any, outer: Source) -> Any:
         return None
     value = tensor_util.constant_value(tensor)
     return None if value is None or value.size != 1 else value.reshape(-1)[0]
+
+
+def is_variable(operation: Any) -> bool:
+    """Whether an operation holds the value of a variable; of floats, integers or flags."""
+    return operation.type in VARIABLES
+
+
+def dtype_of(operation: Any) -> Any:
+    """The dtype of the value of a variable."""
+    return tf.as_dtype(operation.get_attr("dtype")).base_dtype
+
+
+def shape_of(operation: Any) -> tuple[int, ...]:
+    """The shape that a variable was made with."""
+    return tuple(tf.TensorShape(operation.get_attr("shape")).as_list())
+
+
+def trainable_names(graph: Any) -> frozenset[str]:
+    """Names of the operations of trainable variables."""
+    return frozenset(variable.op.name for variable in graph.get_collection("trainable_variables"))
+
+
+def read(session: Any, names: Iterable[str]) -> dict[str, Array]:
+    """Present values by name of the operation.
+
+    Raises
+    ------
+    ModelError
+        If one has none yet.
+    UnsupportedError
+        If the graph has no operation that reads it.
+    """
+    wanted = list(names)
+    tensors = [_readable(session.graph.get_operation_by_name(name)) for name in wanted]
+    try:
+        values = session.run(tensors) if tensors else []
+    except tf.errors.FailedPreconditionError as error:
+        raise ModelError(
+            message(
+                "A variable of the graph has no value in this session.",
+                got=(re.search(r"node ([\w/.-]+)", error.message) or [error.message[:80]] * 2)[1],
+                hint="session.run(tf.compat.v1.global_variables_initializer()), or restore a checkpoint first; of a "
+                "tf_keras model: model.get_weights(), since Keras sets its variables when they are first read",
+            )
+        ) from error
+    return {name: np.array(value) for name, value in zip(wanted, values, strict=True)}
+
+
+def _readable(operation: Any) -> Any:
+    """A tensor of the user's graph that is the value of a variable, and that assigns nothing when it is fetched."""
+    tensor = operation.outputs[0]
+    if operation.type != "VarHandleOp":
+        return tensor
+    for reader in tensor.consumers():
+        plain = reader.type == "ReadVariableOp" and not reader.control_inputs
+        if plain and reader._get_control_flow_context() is None:
+            return reader.outputs[0]
+    raise UnsupportedError(
+        message(
+            f"The graph has no operation that reads the variable {operation.name!r}, and none is added to it.",
+            expected="tf.compat.v1.get_variable, which makes one",
+            hint="variable.read_value(), before the graph is finalised",
+        )
+    )

@@ -11,9 +11,9 @@ import tensorflow.compat.v1 as tf
 from ...recurrence.cells import StepCell
 from ...typing import Array
 from .blocks import VARIABLES, Source, variable_of
-from .copying import CannotCopyError, Copier
 from .found import Body
 from .labels import common_scope
+from .record import CannotCopyError, Copier
 
 #: Bytes that the Jacobians of one chunk of steps may take.
 _CHUNK = 256 * 2**20
@@ -140,10 +140,13 @@ def sources_of(tensor: Any) -> tuple[set[str], bool]:
 
 
 class BodyCell(StepCell):
-    """The cell of a loop as TensorFlow runs it, on the values that its weights had in the run that was captured."""
+    """The cell of a loop as TensorFlow runs it, on the values that its weights had in the run that was captured.
 
-    def __init__(self, step: StepGraph, values: Iterable[Array]) -> None:
-        self._step = step
+    ``names``: what the layer calls its weights, in the order of the variables of the step.
+    """
+
+    def __init__(self, step: StepGraph, values: Iterable[Array], names: Sequence[str]) -> None:
+        self._step, self._names = step, names
         self._session = tf.Session(graph=step.graph)
         self._fixed = dict(zip(step.fed, values, strict=True))
         self.state_sizes = tuple(int(t.shape[-1]) for t in step.before)
@@ -166,9 +169,9 @@ class BodyCell(StepCell):
     def weight_vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> Mapping[str, Array]:
-        """Pull back to the weights, summed over ``n``; by the names of the variables."""
+        """Pull back to the weights, summed over ``n``; by ``names``."""
         found = self._run(self._step.by_weight, x, state, output_cotangent, state_cotangent)
-        return dict(zip(self._step.variables, found, strict=True))
+        return dict(zip(self._names, found, strict=True))
 
     def produced(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
@@ -214,7 +217,7 @@ def body_of(step: StepGraph) -> Body:
     return Body(
         outer=tuple(step.outer.values()),
         variables=dict(step.variables),
-        make=lambda values: BodyCell(step, values),
+        make=lambda values, names: BodyCell(step, values, names),
         state_sizes=tuple(int(t.shape[-1]) for t in step.before),
         output_size=int(step.output.shape[-1]),
     )

@@ -1,262 +1,246 @@
-"""What a loop reads step by step, what it puts out, which steps it leaves out, and which way it runs."""
+"""Where a port sits in the copy: the tensors that are there, and how they are laid out as the contract has them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import tensorflow.compat.v1 as tf
-from tensorflow.python.framework import tensor_util
 
-from .blocks import Source, constant_of
-from .frames import Frame, Variable
-
-_READS = frozenset({"TensorArrayReadV3", "TensorListGetItem"})
-
-
-@dataclass(frozen=True, eq=False)
-class Read:
-    """A tensor with time in front of which the body reads one step at a time.
-
-    ``value``: the step within the body; ``reader``: the operation, and number of its input, that reads ``stacked``;
-    None where the body indexes the user's own tensor, which others may read too.
-    """
-
-    value: Any
-    stacked: Any
-    reader: tuple[Any, int] | None
-
-
-@dataclass(frozen=True, eq=False)
-class Written:
-    """What the body writes at each step, and where all steps are stacked; ``stacked`` is None where nobody does.
-
-    ``index``: the place that it writes to, within the body.
-    """
-
-    value: Any
-    index: Any
-    stacked: Any
-    variable: Variable
-
-
-@dataclass(frozen=True, eq=False)
-class Mask:
-    """Which steps are left out: those behind ``lengths`` (sample,), or where ``steps`` (time, sample) is False."""
-
-    lengths: Any = None
-    steps: Read | None = None
-    #: Whether the condition is True at steps that are left out.
-    inverted: bool = False
-
-    def agrees(self, other: Mask | None) -> bool:
-        """Whether another says the same of every step."""
-        if other is None or self.inverted != other.inverted or self.lengths is not other.lengths:
-            return False
-        return (self.steps and self.steps.stacked) is (other.steps and other.steps.stacked)
-
-
-def same(tensor: Any, outer: Source) -> Any:
-    """The tensor behind identities and invariants."""
-    while True:
-        tensor = outer.settled(tensor)
-        if tensor.op.type not in ("Identity", "Enter", "EnsureShape"):
-            return tensor
-        tensor = tensor.op.inputs[0]
-
-
-def clocks(frame: Frame) -> list[Variable]:
-    """The variables that count steps: integers that grow by one, from 0."""
-    counters = [v for v in frame.variables if v.before.dtype.is_integer and _is_next(v.after, v.before, frame.outer)]
-    return [v for v in counters if constant_of(v.entry, Source()) == 0]
-
-
-def steps_run(frame: Frame) -> Any:
-    """How many steps a loop runs: a number, or a tensor outside; None where nothing counts them."""
-    if frame.bounds and all(isinstance(bound, np.ndarray) for bound in frame.bounds):
-        return min(int(bound) for bound in frame.bounds)
-    with frame.variables[0].entry.graph.as_default():
-        if frame.bounds:
-            return tf.reduce_min(tf.stack([tf.cast(bound, tf.int32) for bound in frame.bounds]))
-        ends = [clock.exit for clock in clocks(frame) if clock.exit is not None]
-        return tf.cast(ends[0], tf.int32) if ends else None
-
-
-def _is_next(after: Any, before: Any, outer: Source) -> bool:
-    if after.op.type not in ("Add", "AddV2"):
-        return False
-    sides = [same(t, outer) for t in after.op.inputs]
-    ones = [constant_of(t, outer) for t in after.op.inputs]
-    return any(s is before and o == 1 for s, o in zip(sides, ones[::-1], strict=True))
-
-
-def sequences(frame: Frame) -> list[Read]:
-    """What the body reads at the present step."""
-    times = [v.before for v in clocks(frame)]
-    found = []
-    for op in frame.ops:
-        axis = _indexed(op, frame, times)
-        if axis is not None:
-            found.append(Read(op.outputs[0], _taken(frame, frame.outer.get(op.inputs[0]), axis), None))
-        if op.type not in _READS:
-            continue
-        place, source = (1, 2) if op.type == "TensorArrayReadV3" else (1, 0)
-        filled = frame.outer.get(op.inputs[source])
-        if filled is None or not any(same(op.inputs[place], frame.outer) is t for t in times):
-            continue
-        filled = _made(filled)
-        if filled.op.type == "TensorArrayScatterV3":
-            found.append(Read(op.outputs[0], filled.op.inputs[2], (filled.op, 2)))
-        elif filled.op.type == "TensorListFromTensor":
-            found.append(Read(op.outputs[0], filled.op.inputs[0], (filled.op, 0)))
-    return found
-
-
-def _indexed(op: Any, frame: Frame, times: Sequence[Any]) -> int | None:
-    """The axis along which an operation takes the present step of an invariant, and all of the others: x[:, t]."""
-    if op.type not in ("StridedSlice", "GatherV2") or frame.outer.get(op.inputs[0]) is None:
-        return None
-    now = [any(same(t, frame.outer) is time for time in times) for t in _places(op, frame.outer)]
-    if op.type == "GatherV2":
-        axis = constant_of(op.inputs[2], frame.outer)
-        return int(axis) if now == [True] and axis in (0, 1) and op.inputs[1].shape.rank == 0 else None
-    kept = op.get_attr("begin_mask") & op.get_attr("end_mask")
-    marks = (op.get_attr("shrink_axis_mask"), kept, op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask"))
-    for axis in (0, 1):
-        others = sum(1 << i for i in range(len(now)) if i != axis)
-        if (
-            now == [i == axis for i in range(len(now))]
-            and marks[0] == 1 << axis
-            and marks[1] == others
-            and not marks[2]
-        ):
-            return axis
-    return None
-
-
-def _places(op: Any, outer: Source) -> list[Any]:
-    """What an operation that takes a part of a tensor goes by, axis by axis."""
-    begin = same(op.inputs[1], outer)
-    return list(begin.op.inputs) if begin.op.type == "Pack" else [begin]
-
-
-def _taken(frame: Frame, tensor: Any, axis: int) -> Any:
-    """The steps of a tensor that a loop takes one by one, time first."""
-    count = steps_run(frame)
-    with tensor.graph.as_default():
-        taken = tensor[:count] if axis == 0 else tensor[:, :count]
-        return taken if axis == 0 else tf.transpose(taken, [1, 0, *range(2, tensor.shape.rank)])
-
-
-def _made(tensor: Any) -> Any:
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return tensor
-
-
-#: Operations that write a step: which input is the value, which the place, which what was written before.
-_WRITES = {"TensorArrayWriteV3": (2, 1, 3), "TensorListSetItem": (2, 1, 0)}
-
-
-def written(frame: Frame) -> list[Written]:
-    """What the body puts out."""
-    found = []
-    for variable in frame.variables:
-        op = _made(variable.after).op
-        if op.type in _WRITES:
-            value, index, before = (op.inputs[i] for i in _WRITES[op.type])
-            if same(before, frame.outer) is variable.before:
-                found.append(Written(value, index, _stacked(variable.exit), variable))
-    return found
-
-
-def _stacked(tensor: Any) -> Any:
-    waiting = [] if tensor is None else [tensor]
-    while waiting:
-        for op in waiting.pop(0).consumers():
-            if op.type in ("TensorArrayGatherV3", "TensorListStack"):
-                return op.outputs[0]
-            if op.type in ("Identity", "Exit"):
-                waiting.append(op.outputs[0])
-    return None
-
-
-def mask_of(condition: Any, frame: Frame, reads: Sequence[Read]) -> Mask | None:
-    """What the condition of a select says of the present step; None where it is another."""
-    times = [v.before for v in clocks(frame)]
-    condition = same(condition, frame.outer)
-    if condition.op.type in ("GreaterEqual", "Greater", "Less", "LessEqual"):
-        left, right = (same(t, frame.outer) for t in condition.op.inputs)
-        ahead = any(left is t for t in times)
-        lengths = right if ahead else left
-        clock = left if ahead else right
-        inverted = {("GreaterEqual", True): True, ("Less", True): False, ("Greater", False): False}
-        inverted[("LessEqual", False)] = True
-        key = (condition.op.type, ahead)
-        known = any(clock is t for t in times) and key in inverted and lengths.graph is not frame.graph
-        known = known or (any(clock is t for t in times) and key in inverted and frame.kind == "v1")
-        return Mask(lengths=lengths, inverted=inverted[key]) if known and lengths.shape.rank == 1 else None
-    inverted_by = False
-    while condition.op.type in ("Tile", "ExpandDims", "Reshape", "LogicalNot", "BroadcastTo", "Identity", "Squeeze"):
-        inverted_by ^= condition.op.type == "LogicalNot"
-        condition = condition.op.inputs[0]
-    for read in reads:
-        if read.value is condition and condition.dtype.name == "bool":
-            return Mask(steps=read, inverted=inverted_by)
-    return None
-
-
-def is_filled_with(number: int, tensor: Any, outer: Source) -> bool:
-    """Whether every number of a tensor is this one, 0 or 1."""
-    tensor = same(tensor, outer)
-    if tensor.op.type in ("ZerosLike", "OnesLike"):
-        return bool((tensor.op.type == "OnesLike") == number)
-    if tensor.op.type == "Fill":
-        return bool(constant_of(tensor.op.inputs[1], outer) == number)
-    value = tensor_util.constant_value(tensor) if tensor.op.type == "Const" else None
-    return value is not None and bool(np.all(value == number))
+from ...errors import InputError, LayerNotFoundError, did_you_mean, message
+from ..protocol import Batch, Port
+from .blocks import dtype_of, is_variable
+from .found import Loop, LoopBoundary, WeightPiece
+from .inputs import loss_tensor, names_of_inputs
+from .opened import Opened
+from .weights import LayerVariables, layers_of
 
 
 @dataclass(frozen=True)
-class Course:
-    """Which way a loop runs through the user's tensor: ``source``, what ``turned_by``, and whether time comes first."""
+class Spot:
+    """One port in the graph.
 
-    source: Any
-    direction: Literal["forward", "backward"]
-    turned_by: Any
-    time_major: bool
+    Attributes
+    ----------
+    value
+        A tensor, as the contract has it.
+    sources
+        The tensors by which is differentiated; the gradient is put together from theirs. Behind those of the boundary,
+        if any, the same as the next step reads them: what comes to these is taken off.
+    loop, boundary
+        Where it lies at the boundary of a loop.
+    pieces
+        Of a weight: the blocks of variables that it is; their gradients are cut out of those of the variables.
+    stop
+        Tensors that differentiation stops at, so that the gradient by the port is the direct one.
+    """
 
-
-def course_of(stacked: Any) -> Course:
-    """From the tensor that the loop reads, time first, back over what turns it round."""
-    tensor, axis, turned_by = stacked, 0, None
-    direction: Literal["forward", "backward"] = "forward"
-    while True:
-        op = tensor.op
-        if op.type == "Identity":
-            tensor = op.inputs[0]
-        elif op.type == "Transpose" and (was := _before_transpose(op, axis)) is not None:
-            tensor, axis = op.inputs[0], was
-        elif op.type == "ReverseSequence" and op.get_attr("seq_dim") == axis and direction == "forward":
-            tensor, direction, turned_by = op.inputs[0], "backward", op.inputs[1]
-        elif op.type == "ReverseV2" and _turns(op, axis) and direction == "forward":
-            tensor, direction = op.inputs[0], "backward"
-        else:
-            return Course(tensor, direction, turned_by, axis == 0)
-
-
-def _before_transpose(op: Any, axis: int) -> int | None:
-    order = tensor_util.constant_value(op.inputs[1])
-    rank = op.inputs[0].shape.rank
-    if order is not None:
-        return int(order[axis]) if int(order[axis]) in (0, 1) else None
-    # The order of axes that ``tf.nn.dynamic_rnn`` makes from the rank: the first two change places.
-    return 1 - axis if rank is None or rank >= 2 else None
+    value: Any
+    sources: tuple[Any, ...]
+    loop: Loop | None = None
+    boundary: LoopBoundary | None = None
+    pieces: tuple[WeightPiece, ...] = ()
+    stop: tuple[Any, ...] = ()
+    halves: tuple[Spot, ...] = ()
 
 
-def _turns(op: Any, axis: int) -> bool:
-    axes = tensor_util.constant_value(op.inputs[1])
-    rank = op.inputs[0].shape.rank
-    return axes is not None and [int(a) % rank if rank else int(a) for a in np.reshape(axes, -1)] == [axis]
+def chronological(loop: Loop, boundary: LoopBoundary) -> Any:
+    """What lies at a boundary of a loop, as (sample, time, ...), the first step first."""
+    if not boundary.stacked and len(boundary.tensors) == 1:
+        return boundary.tensors[0]
+    if boundary.last:
+        return boundary.tensors[0][-1] if boundary.stacked else boundary.tensors[-1]
+    found = tf.stack(boundary.tensors, axis=1) if not boundary.stacked else swapped(boundary.tensors[0])
+    return turned(loop, found)
+
+
+def swapped(tensor: Any) -> Any:
+    """Time and sample change places."""
+    rank = tensor.shape.rank or 3
+    return tf.transpose(tensor, [1, 0, *range(2, rank)])
+
+
+def turned(loop: Loop, tensor: Any) -> Any:
+    """(sample, time, ...) from the order of the run to that of time, or back."""
+    if loop.direction == "forward":
+        return tensor
+    if loop.turned_by is None:
+        return tf.reverse(tensor, [1])
+    return tf.reverse_sequence(tensor, tf.cast(loop.turned_by, tf.int64), seq_axis=1, batch_axis=0)
+
+
+def as_run(loop: Loop, boundary: LoopBoundary, array: Any) -> list[Any]:
+    """The inverse of :func:`chronological`: one tensor for each of the boundary."""
+    if not boundary.stacked and len(boundary.tensors) == 1:
+        return [array]
+    if boundary.last and boundary.stacked:
+        return [tf.pad(array[None], [[tf.shape(boundary.tensors[0])[0] - 1, 0], [0, 0], [0, 0]])]
+    if boundary.last:
+        return [*map(tf.zeros_like, boundary.tensors[:-1]), array]
+    array = turned(loop, array)
+    return [swapped(array)] if boundary.stacked else tf.unstack(array, len(boundary.tensors), axis=1)
+
+
+class PortTensors:
+    """Finds ports in the copy of a graph; its tensors are made once for each."""
+
+    def __init__(self, found: Opened, batch: Batch) -> None:
+        self._opened, self._batch = found, batch
+        self._layers: dict[str, LayerVariables] = layers_of(found)
+
+    def __call__(self, port: Port) -> Spot:
+        """The place of a port.
+
+        Raises
+        ------
+        LayerNotFoundError, InputError
+            If there is none.
+        """
+        with self._opened.copy.graph.as_default(), tf.name_scope("rnnlens/ports"):
+            if port.kind == "weight":
+                return self._weight(port)
+            return self._of_model(port) if port.layer is None else self._of_layer(port)
+
+    def _of_model(self, port: Port) -> Spot:
+        if port.kind == "loss":
+            loss = loss_tensor(self._opened, self._batch)
+            return Spot(loss, (loss,))
+        if port.kind == "output":
+            if port.index >= len(self._opened.outputs):
+                known = ", ".join(self._opened.net.outputs) or "none: rl.tf1.graph(..., outputs={...})"
+                raise InputError(message(f"The graph has no output number {port.index}.", expected=known))
+            output = self._opened.outputs[port.index]
+            return Spot(output, (output,))
+        if port.kind == "input":
+            names = names_of_inputs(self._opened.net, self._batch.x)
+            alike = self._opened.inputs[list(self._opened.net.inputs).index(names[port.index])]
+            return Spot(alike[0], alike)
+        raise InputError(message(f"A graph has no {port.kind}.", hint="name a recurrent layer"))
+
+    def _of_layer(self, port: Port) -> Spot:
+        loops = self._opened.layer(str(port.layer))
+        if not loops:
+            return self._of_tensor(port)
+        if port.direction is not None:
+            loops = [loop for loop in loops if loop.direction == port.direction]
+        if len(loops) > 1:
+            return self._of_both(port, loops)
+        if not loops:
+            raise InputError(message(f"Layer {port.layer!r} does not run {port.direction}."))
+        return at_boundary(loops[0], port)
+
+    def _of_both(self, port: Port, loops: Sequence[Loop]) -> Spot:
+        """Both halves of a layer: their inputs are one tensor, in two orders."""
+        if port.kind != "input":
+            raise InputError(
+                message(
+                    f"{port.kind} of the bidirectional layer {port.layer!r} exists once per half.",
+                    hint='direction="forward" or direction="backward"',
+                )
+            )
+        halves = tuple(at_boundary(loop, port) for loop in loops)
+        return Spot(halves[0].value, (), halves=halves)
+
+    def _of_tensor(self, port: Port) -> Spot:
+        tensor = self._named(str(port.layer))
+        if port.kind != "output" or tensor is None:
+            known = dict.fromkeys([*(loop.name for loop in self._opened.loops), *self._layers])
+            raise LayerNotFoundError(
+                message(f"No layer is called {port.layer!r}.", hint=did_you_mean(str(port.layer), known))
+            )
+        return Spot(_read(tensor), (tensor,))
+
+    def _named(self, name: str) -> Any:
+        """A tensor by its own name, or what comes out of a scope."""
+        if ":" in name:
+            try:
+                return self._opened.copy.tensor(name)
+            except (KeyError, ValueError):
+                return None
+        return self._layers[name].output if name in self._layers else None
+
+    def _weight(self, port: Port) -> Spot:
+        layer = self._layers.get(str(port.layer))
+        key = port.key if port.direction is None or "/" in port.key else f"{port.direction}/{port.key}"
+        pieces = None if layer is None else layer.weights.get(key) or layer.weights.get(port.key)
+        if pieces is None:
+            known = [] if layer is None else list(layer.weights)
+            raise LayerNotFoundError(
+                message(f"There is no weight {port.key!r} in {port.layer!r}.", hint=did_you_mean(port.key, known))
+            )
+        names = dict.fromkeys(piece.variable for piece in pieces)
+        graph = self._opened.copy.graph
+        held = tuple(graph.get_operation_by_name(name).outputs[0] for name in names)
+        return Spot(None, held, pieces=pieces)
+
+
+def _read(tensor: Any) -> Any:
+    """A tensor, or what reads it where it is a variable."""
+    if not is_variable(tensor.op) or tensor.op.type != "VarHandleOp":
+        return tensor
+    return tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype_of(tensor.op))
+
+
+def at_boundary(loop: Loop, port: Port) -> Spot:
+    """A port of one loop."""
+    boundary: LoopBoundary | None = None
+    stop: tuple[Any, ...] = ()
+    index = port.index
+    if loop.carried and (port.kind == "state_read" or (port.kind == "output" and not index)):
+        spot = direct_state(loop, index)
+        return replace(spot, sources=()) if port.kind == "state_read" and not index else spot  # that is the output
+    if port.kind == "input":
+        boundary = loop.input
+    elif port.kind == "output" and not port.index:
+        boundary = loop.output or loop.final[0]
+        stop = every_state(loop) if loop.kind == "unrolled" else ()
+    elif port.kind in ("final_state", "output"):
+        index = port.index - (port.kind == "output")
+        boundary = loop.final[index] if index < len(loop.final) else None
+        stop = every_state(loop) if loop.kind == "unrolled" else ()
+    elif port.kind == "initial_state":
+        boundary = loop.initial[index] if index < len(loop.initial) else None
+    if boundary is None:
+        raise InputError(
+            message(f"Layer {port.layer!r} has no {port.kind} number {index}.", expected=f"0 to {len(loop.final) - 1}")
+        )
+    # A loop whose steps nobody reads puts out its last state: what arrives there is counted once.
+    counted = port.kind == "final_state" and index == 0 and loop.output is None
+    return Spot(chronological(loop, boundary), () if counted else boundary.tensors, loop, boundary, stop=stop)
+
+
+def direct_state(loop: Loop, index: int) -> Spot:
+    """A state of an unrolled loop at every step, with its direct gradient: without what its own next step brings.
+
+    Where the output is fed to the cell again, that differs from what differentiation that stops at all states gives.
+    """
+    states = loop.states[index]
+    if loop.carried and index == 0:
+        return Spot(chronological(loop, states), (*states.tensors, *loop.carried[0].tensors), loop, states)
+    stop = (*every_state(loop), *(tensor for boundary in loop.states for tensor in boundary.tensors))
+    return Spot(chronological(loop, states), states.tensors, loop, states, stop=stop)
+
+
+def every_state(loop: Loop) -> tuple[Any, ...]:
+    """All tensors by which an unrolled loop goes on from one step to the next."""
+    output = () if loop.output is None else loop.output.tensors
+    return (*output, *(tensor for boundary in loop.final for tensor in boundary.tensors))
+
+
+def joined(spot: Spot, parts: Sequence[Any]) -> Any:
+    """The gradient by a port from those by its tensors, as the contract has it; None where there is none."""
+    if all(part is None for part in parts):
+        return None
+    if spot.boundary is None:
+        present = [part for part in parts if part is not None]
+        return tf.add_n(present) if len(present) > 1 else present[0]
+    assert spot.loop is not None
+    steps = len(spot.boundary.tensors)
+    by_next = [*parts[steps:], *[None] * (2 * steps - len(parts))]
+    pairs = zip(parts[:steps], by_next, strict=True)
+    parts = [all_of_it if part is None else all_of_it - part for all_of_it, part in pairs]
+    filled = [tf.zeros_like(t) if g is None else g for t, g in zip(spot.boundary.tensors, parts, strict=True)]
+    if spot.boundary.last:  # where a mask carries the state, what is returned was taken from the last real step
+        return tf.add_n(filled) if not spot.boundary.stacked else tf.reduce_sum(filled[0], axis=0)
+    return chronological(spot.loop, replace(spot.boundary, tensors=tuple(filled)))

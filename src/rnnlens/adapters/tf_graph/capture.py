@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,14 @@ import tensorflow.compat.v1 as tf
 from ...errors import UnsupportedError
 from ...typing import Array
 from ..protocol import Batch, Capture, CaptureRequest, NonRecurrentCall, Port, RecurrentCall
-from .cells import Renamed
-from .chosen import chosen, within_reach
-from .differentiate import gradients
-from .errors import said_clearly
+from .boundaries import PortTensors, Spot, at_boundary, chronological, direct_state, joined
 from .found import Loop
+from .inputs import fed, loss_tensor, said_clearly
 from .losses import key_of
-from .opened import Opened, fed, loss_tensor, opened
-from .ports import Spot, Spots, at_boundary, chronological, direct_state
+from .model_facts import chosen, within_reach
+from .opened import Opened, opened
 from .public import Net
+from .pullback import gradients
 from .weights import block, known_cell, layers_of, name_of, weights_of
 
 Fetched = dict[Any, Any]
@@ -60,7 +59,7 @@ def _ask(found: Opened, batch: Batch, request: CaptureRequest) -> _Asked:
     asked = _Asked()
     layers, asked.notes = within_reach(found, request)
     asked.loops, names = chosen(found, layers)
-    spots = Spots(found, batch)
+    spots = PortTensors(found, batch)
     asked.plain = {name: spots(Port("output", name)) for name in names}
     with found.copy.graph.as_default(), tf.name_scope("rnnlens/capture"):
         _fetch_values(found, asked, request)
@@ -90,7 +89,7 @@ def _fetch_values(found: Opened, asked: _Asked, request: CaptureRequest) -> None
     asked.fetches |= {("model output", j): tensor for j, tensor in enumerate(found.outputs)}
 
 
-def _fetch_gradients(found: Opened, asked: _Asked, request: CaptureRequest, spots: Spots, batch: Batch) -> None:
+def _fetch_gradients(found: Opened, asked: _Asked, request: CaptureRequest, spots: PortTensors, batch: Batch) -> None:
     """Direct gradients at every boundary, and at weights, in one backward pass; of unrolled loops in one more each."""
     graph, loss = found.copy.graph, asked.fetches["loss"]
     wanted: dict[Any, Any] = {}
@@ -170,24 +169,6 @@ def _by_output(loop: Loop, output_grad: Array, states: dict[int, Array]) -> tupl
     last = 0 if loop.direction == "backward" else -1
     found, first[:, last] = output_grad + first[:, last], 0
     return found, {**states, 0: first}
-
-
-def joined(spot: Spot, parts: Sequence[Any]) -> Any:
-    """The gradient by a port from those by its tensors, as the contract has it; None where there is none."""
-    if all(part is None for part in parts):
-        return None
-    if spot.boundary is None:
-        present = [part for part in parts if part is not None]
-        return tf.add_n(present) if len(present) > 1 else present[0]
-    assert spot.loop is not None
-    steps = len(spot.boundary.tensors)
-    by_next = [*parts[steps:], *[None] * (2 * steps - len(parts))]
-    pairs = zip(parts[:steps], by_next, strict=True)
-    parts = [all_of_it if part is None else all_of_it - part for all_of_it, part in pairs]
-    filled = [tf.zeros_like(t) if g is None else g for t, g in zip(spot.boundary.tensors, parts, strict=True)]
-    if spot.boundary.last:  # where a mask carries the state, what is returned was taken from the last real step
-        return tf.add_n(filled) if not spot.boundary.stacked else tf.reduce_sum(filled[0], axis=0)
-    return chronological(spot.loop, replace(spot.boundary, tensors=tuple(filled)))
 
 
 def _variables(found: Opened, asked: _Asked, request: CaptureRequest) -> list[str]:
@@ -303,7 +284,7 @@ class _Told:
         if loop.cell.body is None:
             return known_cell(loop, self._read(loop))
         outer = [np.asarray(self.values[i, "outer", j]) for j in range(len(loop.cell.body.outer))]
-        return Renamed.of(loop, loop.cell.body.make(outer))
+        return loop.cell.body.make(outer, list(weights_of(loop)))
 
     def _read(self, loop: Loop) -> Mapping[str, Array]:
         names = {piece.variable for pieces in loop.cell.weights.values() for piece in pieces}

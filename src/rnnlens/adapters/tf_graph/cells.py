@@ -1,57 +1,447 @@
-"""Cells of unknown equations, with their weights by the names of the layer."""
+"""Cells by structure: which forms of the new states are those of a cell that rnnlens knows.
+
+Nothing is asked of names. A cell is what its equations are: TensorFlow's own classes, the layers of tf_keras and a cell
+that somebody wrote by hand are told by the same sentences. What comes close is no cell: it stays of unknown equations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
-from ...recurrence.cells import StepCell
-from ...typing import Array
-from .found import Loop
-from .weights import short
+from ...recurrence.cells import GRU, LSTM, Cell, PeepholeLSTM, SimpleRNN
+from .blocks import Block
+from .forms import Atom, Forms, TensorForm
+from .found import WeightPiece
+
+#: State before a step and state that the step makes.
+Pair = tuple[TensorForm, TensorForm]
 
 
-class Renamed(StepCell):
-    """A native cell whose weights are called as the layer lists them.
+@dataclass(frozen=True)
+class Match:
+    """A cell that was recognised.
 
-    Parameters
+    Attributes
     ----------
-    inner
-        The step, which names its weights by the operations of their variables.
-    names
-        From these to those of the layer.
+    states
+        Which of the pairs are its states, in the order of the class.
+    source
+        What it is fed.
     """
 
-    def __init__(self, inner: StepCell, names: Mapping[str, str]) -> None:
-        self._inner, self._names = inner, names
-        self.state_sizes, self.output_size = inner.state_sizes, inner.output_size
-        self.output_state, self.output_is_state = inner.output_state, inner.output_is_state
+    cell: type[Cell]
+    states: tuple[int, ...]
+    source: TensorForm
+    units: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, tuple[WeightPiece, ...]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, loop: Loop, inner: StepCell) -> Renamed:
-        """The cell of a loop."""
-        assert loop.cell.body is not None
-        return cls(inner, {name: short(loop, name) for name in loop.cell.body.variables})
 
-    def advance(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
-        """See :class:`StepCell`."""
-        return self._inner.advance(x, state)
+@dataclass(frozen=True)
+class Affine:
+    """``sum(form @ block) + sum(vectors) + sum(vector * form) + constant``."""
 
-    def vjp(self, x: Array, state: Sequence[Array], output: Array, new: Sequence[Array]) -> Any:
-        """See :class:`StepCell`."""
-        return self._inner.vjp(x, state, output, new)
+    products: Mapping[TensorForm, Block]
+    vectors: tuple[Block, ...]
+    peepholes: Mapping[Any, Block]
+    constant: float
 
-    def weight_vjp(
-        self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
-    ) -> Mapping[str, Array]:
-        """See :class:`StepCell`."""
-        found = self._inner.weight_vjp(x, state, output_cotangent, state_cotangent)
-        return {self._names[name]: gradient for name, gradient in found.items()}
+    @property
+    def width(self) -> int:
+        """Number of units."""
+        return next(iter(self.products.values())).width
 
-    def produced(self, x: Array, state: Sequence[Array], output: Array, new: Sequence[Array]) -> tuple[Array, ...]:
-        """See :class:`StepCell`."""
-        return self._inner.produced(x, state, output, new)
 
-    def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
-        """See :class:`StepCell`."""
-        return self._inner.jacobian(x, state)
+def recognised(forms: Forms, pairs: Sequence[Pair]) -> list[Match]:
+    """Cells among states, given as pairs of forms before and after; each state belongs to one at most."""
+    found: list[Match] = []
+    free = set(range(len(pairs)))
+    for h, c in permutations(range(len(pairs)), 2):
+        if {h, c} <= free and (match := _lstm(forms, pairs, h, c)) is not None:
+            found.append(match)
+            free -= {h, c}
+    for h in sorted(free):
+        match = _gru(forms, pairs[h], h) or _simple(forms, pairs[h], h)
+        if match is not None:
+            found.append(match)
+    return found
+
+
+def affine_of(form: TensorForm) -> Affine | None:
+    """A form as what a gate takes before its activation; None where it is another."""
+    products: dict[TensorForm, Block] = {}
+    vectors: list[Block] = []
+    peepholes: dict[Any, Block] = {}
+    for product, factor in form.terms.items():
+        kinds = sorted(atom[0] for atom in product)
+        if not product:
+            continue
+        if factor != 1.0:
+            return None
+        if kinds == ["matmul"] and product[0][1] not in products:
+            products[product[0][1]] = product[0][2]
+        elif kinds == ["block"]:
+            vectors.append(product[0][1])
+        elif len(product) == 2 and "block" in kinds and "matmul" not in kinds:
+            vector, seen = product if product[0][0] == "block" else product[::-1]
+            peepholes[_alone(seen)] = vector[1]
+        else:
+            return None
+    if not products or len({block.width for block in (*products.values(), *vectors)}) != 1:
+        return None
+    if not all(_is_vector(block) for block in (*vectors, *peepholes.values())):
+        return None
+    return Affine(products, tuple(vectors), peepholes, form.terms.get((), 0.0))
+
+
+def factor_of(form: TensorForm) -> Atom:
+    """The atom as which a form stands in a product."""
+    return form.atom if form.atom is not None else ("sum", form)
+
+
+def _alone(atom: Atom) -> TensorForm | Any:
+    """What peepholes are told apart by: the sum inside an atom, or the atom."""
+    return atom[1] if atom[0] == "sum" else atom
+
+
+def _activated(atom: Atom) -> tuple[str, Affine] | None:
+    """The name of the activation and what it is given; a sum by itself is linear."""
+    if atom[0] == "act":
+        name, inner = atom[1], affine_of(atom[2])
+    elif atom[0] == "sum":
+        name, inner = "linear", affine_of(atom[1])
+    else:
+        return None
+    return None if inner is None else (name, inner)
+
+
+def _two_sides(gates: Sequence[Affine], state: TensorForm) -> TensorForm | None:
+    """What all gates are fed besides the state; None where they are fed unlike things."""
+    sources = {frozenset(gate.products) - {state} for gate in gates}
+    if any(state not in gate.products for gate in gates) or len(sources) != 1:
+        return None
+    (source,) = sources
+    return next(iter(source)) if len(source) == 1 else None
+
+
+# Which variable is which weight.
+
+
+def _piece(block: Block, plus: float = 0.0) -> WeightPiece:
+    rows = slice(*block.rows) if isinstance(block.rows, tuple) else block.rows
+    return WeightPiece(block.variable, rows, slice(*block.columns), plus)
+
+
+def _vector(block: Block, plus: float = 0.0) -> WeightPiece:
+    """One row of a matrix, as a bias of shape (1, unit) is, counts as a vector."""
+    rows = block.rows[0] if isinstance(block.rows, tuple) else block.rows
+    return WeightPiece(block.variable, rows, slice(*block.columns), plus)
+
+
+def _is_vector(block: Block) -> bool:
+    return not isinstance(block.rows, tuple) or block.rows[1] - block.rows[0] == 1
+
+
+def _joined(pieces: Sequence[WeightPiece]) -> tuple[WeightPiece, ...]:
+    """Neighbouring blocks of one variable as one."""
+    out: list[WeightPiece] = []
+    for piece in pieces:
+        last = out[-1] if out else None
+        if (
+            last is not None
+            and (last.variable, last.rows, last.plus) == (piece.variable, piece.rows, piece.plus)
+            and last.columns.stop == piece.columns.start
+        ):
+            out[-1] = WeightPiece(last.variable, last.rows, slice(last.columns.start, piece.columns.stop), last.plus)
+        else:
+            out.append(piece)
+    return tuple(out)
+
+
+def _kernels(gates: Sequence[Affine], source: TensorForm, state: TensorForm) -> dict[str, tuple[WeightPiece, ...]]:
+    return {
+        "kernel": _joined([_piece(gate.products[source]) for gate in gates]),
+        "recurrent_kernel": _joined([_piece(gate.products[state]) for gate in gates]),
+    }
+
+
+def _biases(gates: Sequence[Affine]) -> dict[str, tuple[WeightPiece, ...]] | None:
+    """At most one bias per gate, and what constant the graph adds to it; None where they cannot be told."""
+    counts = {len(gate.vectors) for gate in gates}
+    if counts == {0}:
+        return {} if not any(gate.constant for gate in gates) else None
+    if counts != {1}:
+        return None
+    return {"bias": _joined([_vector(gate.vectors[0], gate.constant) for gate in gates])}
+
+
+# A step of which nobody says what its states are: in a graph without a loop.
+
+
+def steps_to(forms: Forms, form: TensorForm) -> Iterator[tuple[Match, tuple[Pair, ...]]]:
+    """All readings of a form as the first state that some cell makes: the cell, and its states before and after."""
+    for after in _cells_within(form):
+        for c in _in_products(forms, after):
+            for h in _sources(after):
+                match = _lstm(forms, [(h, form), (c, after)], 0, 1)
+                if match is not None:
+                    yield match, ((h, form), (c, after))
+    for h in _in_products(forms, form):
+        if (match := _gru(forms, (h, form), 0)) is not None:
+            yield match, ((h, form),)
+    inner = form.atom[2] if form.atom is not None and form.atom[0] == "act" else form
+    gate = affine_of(inner)
+    for h in () if gate is None else gate.products:
+        if (match := _simple(forms, (h, form), 0)) is not None:
+            yield match, ((h, form),)
+
+
+def _cells_within(form: TensorForm) -> list[TensorForm]:
+    """What could be c' in o act(c'), projected or not."""
+    form, _ = _unclipped(form)
+    if form.atom is not None and form.atom[0] == "matmul":
+        form = form.atom[1]
+    if len(form.terms) != 1:
+        return []
+    atoms = [atom for product in form.terms for atom in product]
+    found = [atom[2] if atom[0] == "act" else atom[1] for atom in atoms if atom[0] in ("act", "sum")]
+    return [cell for cell in found if len(_unclipped(cell)[0].terms) == 2]
+
+
+def _in_products(forms: Forms, form: TensorForm) -> list[TensorForm]:
+    """What could be the state in u h, or f c."""
+    inner, _ = _unclipped(form)
+    atoms = {atom for product in inner.terms if len(product) == 2 for atom in product}
+    return [atom[1] if atom[0] == "sum" else forms.single(atom) for atom in atoms]
+
+
+def _sources(cell: TensorForm) -> list[TensorForm]:
+    inner, _ = _unclipped(cell)
+    atoms = {atom for product in inner.terms for atom in product}
+    gates = [gate for gate in map(_activated, atoms) if gate is not None]
+    return list({source: None for _, gate in gates for source in gate.products})
+
+
+# One cell each.
+
+
+def _simple(forms: Forms, pair: Pair, index: int) -> Match | None:
+    before, after = pair
+    atom = after.atom
+    found = _activated(atom) if atom is not None and atom[0] == "act" else None
+    if found is None and (inner := affine_of(after)) is not None:
+        found = "linear", inner
+    if found is None or found[1].peepholes:
+        return None
+    name, gate = found
+    source, biases = _two_sides([gate], before), _biases([gate])
+    if source is None or biases is None:
+        return None
+    weights = _kernels([gate], source, before) | biases
+    return Match(SimpleRNN, (index,), source, gate.width, {"activation": name}, weights)
+
+
+def _gru(forms: Forms, pair: Pair, index: int) -> Match | None:
+    """The state is u h + n - u n."""
+    before, after = pair
+    if len(after.terms) != 3:
+        return None
+    state = factor_of(before)
+    kept = [p for p, c in after.terms.items() if c == 1.0 and len(p) == 2 and state in p]
+    alone = [p for p, c in after.terms.items() if c == 1.0 and len(p) == 1]
+    if len(kept) != 1 or len(alone) != 1:
+        return None
+    (update,), (candidate,) = [a for a in kept[0] if a != state], alone[0]
+    if forms.multiply(forms.single(update), forms.single(candidate)).terms.keys() - after.terms.keys():
+        return None
+    u = _activated(update)
+    if u is None or after.terms.get(tuple(sorted((update, candidate), key=forms.order))) != -1.0:
+        return None
+    name, inner = (candidate[1], candidate[2]) if candidate[0] == "act" else ("linear", candidate[-1])
+    if candidate[0] not in ("act", "sum"):
+        return None
+    made = _reset_before(forms, u, inner, before) or _reset_after(forms, u, inner, before)
+    if made is None:
+        return None
+    rest, weights, source, units = made
+    options = {"activation": name, "recurrent_activation": u[0], **rest}
+    return Match(GRU, (index,), source, units, options, weights)
+
+
+_Made = tuple[dict[str, Any], dict[str, tuple[WeightPiece, ...]], TensorForm, int]
+
+
+def _reset_before(forms: Forms, u: tuple[str, Affine], inner: TensorForm, before: TensorForm) -> _Made | None:
+    """The candidate is given W x + b + U (r h)."""
+    gate = affine_of(inner)
+    if gate is None or gate.peepholes or len(gate.products) != 2:
+        return None
+    for gated in gate.products:
+        reset = _reset_of(gated, before)
+        if reset is None:
+            continue
+        r = _activated(reset)
+        if r is None or r[0] != u[0]:
+            return None
+        source, biases = _two_sides([u[1], r[1]], before), _biases([u[1], r[1], gate])
+        if source is None or biases is None or gate.products.keys() != {source, gated}:
+            return None
+        gates = [u[1], r[1], gate]
+        recurrent = [u[1].products[before], r[1].products[before], gate.products[gated]]
+        weights = {
+            "kernel": _joined([_piece(g.products[source]) for g in gates]),
+            "recurrent_kernel": _joined([_piece(block) for block in recurrent]),
+        }
+        return {"reset_after": False}, weights | biases, source, gate.width
+    return None
+
+
+def _reset_of(gated: TensorForm, before: TensorForm) -> Atom | None:
+    """The reset gate r of r h."""
+    if len(gated.terms) != 1:
+        return None
+    ((product, factor),) = gated.terms.items()
+    if factor != 1.0 or len(product) != 2 or factor_of(before) not in product:
+        return None
+    return next((atom for atom in product if atom != factor_of(before)), None)
+
+
+def _reset_after(forms: Forms, u: tuple[str, Affine], inner: TensorForm, before: TensorForm) -> _Made | None:
+    """The candidate is given W x + b + r (U h + b')."""
+    gated = [p for p in inner.terms if len(p) == 2]
+    if len(gated) != 1 or inner.terms[gated[0]] != 1.0:
+        return None
+    plain = affine_of(forms.make({p: c for p, c in inner.terms.items() if p != gated[0]}))
+    for reset, side in (gated[0], gated[0][::-1]):
+        if reset[0] != "act" or side[0] not in ("sum", "matmul"):
+            continue
+        r, recurrent = _activated(reset), affine_of(side[1] if side[0] == "sum" else forms.single(side))
+        if r is None or recurrent is None or plain is None or r[0] != u[0]:
+            return None
+        source = _two_sides([u[1], r[1]], before)
+        fits = plain.products.keys() == {source} and recurrent.products.keys() == {before}
+        if source is None or not fits or plain.constant or recurrent.constant:
+            return None
+        biases = _both_biases([u[1], r[1]], plain, recurrent)
+        if biases is None:
+            return None
+        kernels = [u[1].products[source], r[1].products[source], plain.products[source]]
+        recurrents = [u[1].products[before], r[1].products[before], recurrent.products[before]]
+        weights = {
+            "kernel": _joined([_piece(block) for block in kernels]),
+            "recurrent_kernel": _joined([_piece(block) for block in recurrents]),
+        }
+        return {"reset_after": True}, weights | biases, source, plain.width
+    return None
+
+
+def _both_biases(two: Sequence[Affine], plain: Affine, recurrent: Affine) -> dict[str, tuple[WeightPiece, ...]] | None:
+    """Input and recurrent bias: those of the candidate say which variable is which."""
+    if any(gate.constant for gate in two):
+        return None
+    if not plain.vectors and not recurrent.vectors:
+        return {} if not any(gate.vectors for gate in two) else None
+    if len(plain.vectors) != 1 or len(recurrent.vectors) != 1 or any(len(gate.vectors) != 2 for gate in two):
+        return None
+    found: dict[str, tuple[WeightPiece, ...]] = {}
+    for key, own in (("bias", plain.vectors[0]), ("recurrent_bias", recurrent.vectors[0])):
+        same = [[v for v in g.vectors if (v.variable, v.rows) == (own.variable, own.rows)] for g in two]
+        if any(len(vectors) != 1 for vectors in same):
+            return None
+        found[key] = _joined([_vector(block) for block in (same[0][0], same[1][0], own)])
+    return found
+
+
+def _lstm(forms: Forms, pairs: Sequence[Pair], h: int, c: int) -> Match | None:
+    """The states are f c + i g and o act(c'), clipped and projected where the cell does so."""
+    new_cell, cell_clip = _unclipped(pairs[c][1])
+    made = _output(forms, pairs[h][1], pairs[c][1])
+    if made is None or len(new_cell.terms) != 2:
+        return None
+    activation, output, projection, projection_clip = made
+    for forget, i, g in _candidates(new_cell, pairs[c][0]):
+        gates = [_activated(atom) for atom in (i, forget, g, output)]
+        if any(gate is None for gate in gates):
+            continue
+        (ri, a_i), (rf, a_f), (act, a_g), (ro, a_o) = [gate for gate in gates if gate is not None]
+        if not ri == rf == ro or act != activation:
+            continue
+        affines = [a_i, a_f, a_g, a_o]
+        source = _two_sides(affines, pairs[h][0])
+        peepholes = _peepholes(affines, pairs[c])
+        biases = _biases(affines)
+        if source is None or peepholes is None or biases is None:
+            continue
+        options: dict[str, Any] = {"activation": act, "recurrent_activation": ro}
+        weights = _kernels(affines, source, pairs[h][0]) | biases | peepholes
+        if projection is not None:
+            weights["projection"] = (_piece(projection),)
+        if not peepholes and cell_clip is None and projection_clip is None:
+            return Match(LSTM, (h, c), source, a_i.width, options, weights)
+        options |= {"cell_clip": cell_clip, "projection_clip": projection_clip}
+        return Match(PeepholeLSTM, (h, c), source, a_i.width, options, weights)
+    return None
+
+
+def _unclipped(form: TensorForm) -> tuple[TensorForm, float | None]:
+    atom = form.atom
+    if atom is not None and atom[0] == "clip" and atom[1] is not None and atom[2] is not None and -atom[1] == atom[2]:
+        return atom[3], atom[2]
+    return form, None
+
+
+def _candidates(new_cell: TensorForm, before: TensorForm) -> Iterator[tuple[Atom, Atom, Atom]]:
+    """(f, i, g) of f c + i g; where i and g could be either, the one whose block comes first is i."""
+    products = [p for p, factor in new_cell.terms.items() if factor == 1.0 and len(p) == 2]
+    state = factor_of(before)
+    kept = [p for p in products if state in p]
+    if len(products) != 2 or len(kept) != 1:
+        return
+    forget = next((a for a in kept[0] if a != state), state)
+    one, other = next(p for p in products if p is not kept[0])
+    first, second = sorted((one, other), key=_place)
+    yield forget, first, second
+    yield forget, second, first
+
+
+def _place(atom: Atom) -> int:
+    found = _activated(atom)
+    return min(block.columns[0] for block in found[1].products.values()) if found is not None else 0
+
+
+def _output(
+    forms: Forms, new_hidden: TensorForm, new_cell: TensorForm
+) -> tuple[str, Atom, Block | None, float | None] | None:
+    """Activation, output gate, projection and its clip, of h' = clip(P (o act(c')))."""
+    form, clip = _unclipped(new_hidden)
+    projection = None
+    if form.atom is not None and form.atom[0] == "matmul":
+        _, form, projection = form.atom
+    elif clip is not None:
+        return None
+    if len(form.terms) != 1:
+        return None
+    ((product, factor),) = form.terms.items()
+    if factor != 1.0 or len(product) != 2:
+        return None
+    for squashed, output in (product, product[::-1]):
+        if squashed[0] == "act" and squashed[2] is new_cell:
+            return squashed[1], output, projection, clip
+        if squashed == factor_of(new_cell):
+            return "linear", output, projection, clip
+    return None
+
+
+def _peepholes(gates: Sequence[Affine], cell: Pair) -> dict[str, tuple[WeightPiece, ...]] | None:
+    """Those of input, forget and output gate, the last on the new cell state; None where there are others."""
+    found: dict[str, tuple[WeightPiece, ...]] = {}
+    for gate, name, state in zip(gates, ("input", "forget", "", "output"), (*cell[:1] * 3, cell[1]), strict=True):
+        if gate.peepholes:
+            seen = _alone(factor_of(state))
+            if not name or list(gate.peepholes) != [seen]:
+                return None
+            found[f"peephole_{name}"] = (_vector(gate.peepholes[seen]),)
+    return found

@@ -18,8 +18,8 @@ import numpy as np
 from tensorflow.python.framework.tensor_util import constant_value
 
 from .blocks import Source, block_of, constant_of, window_of
-from .boundaries import is_filled_with
-from .settings import NO_SETTINGS, Settings
+from .sequences import is_filled_with
+from .settings import NO_SETTINGS, GraphSettings
 
 #: What a form is a polynomial of. First word is the kind; see :class:`Forms`.
 Atom = tuple[Any, ...]
@@ -74,7 +74,7 @@ def understood(operation: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class TensorForm:
     """A sum of products of atoms: ``terms`` maps each product, a sorted tuple of atoms, to its factor."""
 
     terms: Mapping[tuple[Atom, ...], float]
@@ -104,10 +104,10 @@ class Form:
 class Columns:
     """Forms side by side, each with its width: what a concatenation along the last axis is."""
 
-    parts: tuple[tuple[Form, int], ...]
+    parts: tuple[tuple[TensorForm, int], ...]
 
 
-Value = Form | Columns
+Value = TensorForm | Columns
 
 
 class Forms:
@@ -127,13 +127,13 @@ class Forms:
         Rates and switches outside of the loop, whose present values count as constants.
     """
 
-    def __init__(self, leaves: Mapping[int, Any], outer: Source, settings: Settings = NO_SETTINGS) -> None:
+    def __init__(self, leaves: Mapping[int, Any], outer: Source, settings: GraphSettings = NO_SETTINGS) -> None:
         self._leaves, self._outer, self._settings = leaves, outer, settings
-        self._interned: dict[frozenset[tuple[tuple[Atom, ...], float]], Form] = {}
+        self._interned: dict[frozenset[tuple[tuple[Atom, ...], float]], TensorForm] = {}
         self._found: dict[int, Value] = {}
-        self._leaves_of: dict[Form, frozenset[Any]] = {}
+        self._leaves_of: dict[TensorForm, frozenset[Any]] = {}
         self._alike: dict[Any, int] = {}
-        self._by_form: dict[Form, list[Any]] = defaultdict(list)
+        self._by_form: dict[TensorForm, list[Any]] = defaultdict(list)
         self.tensors: dict[Any, Any] = {}
 
     def of(self, tensor: Any) -> Value:
@@ -150,60 +150,60 @@ class Forms:
                 continue
             made = self._found[id(current)] = self._made(current)
             self.tensors[id(current)] = current
-            if isinstance(made, Form):
+            if isinstance(made, TensorForm):
                 self._by_form[made].append(current)
             waiting.pop()
         return self._found[id(tensor)]
 
-    def form(self, tensor: Any) -> Form:
+    def form(self, tensor: Any) -> TensorForm:
         """The form of a tensor as one; columns side by side are then not looked into."""
         found = self.of(tensor)
-        return found if isinstance(found, Form) else self.leaf(("columns", found.parts))
+        return found if isinstance(found, TensorForm) else self.leaf(("columns", found.parts))
 
-    def tensors_of(self, form: Form) -> list[Any]:
+    def tensors_of(self, form: TensorForm) -> list[Any]:
         """The tensors that have a form, of those that were looked into."""
         return self._by_form.get(form, [])
 
     # Making forms.
 
-    def make(self, terms: Mapping[tuple[Atom, ...], float]) -> Form:
+    def make(self, terms: Mapping[tuple[Atom, ...], float]) -> TensorForm:
         """The one form of these terms."""
         kept = {product: factor for product, factor in terms.items() if factor != 0.0}
         key = frozenset(kept.items())
         if key not in self._interned:
-            self._interned[key] = Form(kept, len(self._interned))
+            self._interned[key] = TensorForm(kept, len(self._interned))
         return self._interned[key]
 
-    def leaf(self, name: Any, start: int | None = None, stop: int | None = None) -> Form:
+    def leaf(self, name: Any, start: int | None = None, stop: int | None = None) -> TensorForm:
         """Columns of a tensor that is not looked into."""
         return self.single(("leaf", name, start, stop))
 
-    def single(self, atom: Atom) -> Form:
+    def single(self, atom: Atom) -> TensorForm:
         """An atom by itself."""
         return self.make({(atom,): 1.0})
 
-    def scalar(self, value: float) -> Form:
+    def scalar(self, value: float) -> TensorForm:
         """A number."""
         return self.make({(): value})
 
-    def add(self, a: Form, b: Form, sign: float = 1.0) -> Form:
+    def add(self, a: TensorForm, b: TensorForm, sign: float = 1.0) -> TensorForm:
         """Their sum, or difference."""
         terms = dict(a.terms)
         for product, factor in b.terms.items():
             terms[product] = terms.get(product, 0.0) + sign * factor
         return self.make(terms)
 
-    def multiply(self, a: Form, b: Form) -> Form:
+    def multiply(self, a: TensorForm, b: TensorForm) -> TensorForm:
         """Their product; of sums only those of a number and one product are multiplied out, as 1 - u."""
         if a.constant == 1.0 or b.constant == 1.0:
             return b if a.constant == 1.0 else a
         return self._times(self._factor(a), self._factor(b))
 
-    def activated(self, name: str, form: Form) -> Form:
+    def activated(self, name: str, form: TensorForm) -> TensorForm:
         """An activation of a form."""
         return self.single(("act", name, form))
 
-    def clipped(self, low: float | None, high: float | None, form: Form) -> Form:
+    def clipped(self, low: float | None, high: float | None, form: TensorForm) -> TensorForm:
         """A form kept within bounds; two one-sided bounds are one clip, and 0.2 z + 0.5 in [0, 1] an activation."""
         atom = form.atom
         if atom is not None and atom[0] == "clip" and (atom[1] is None) != (low is None):
@@ -218,26 +218,26 @@ class Forms:
                         return self.activated(name, scaled)
         return self.single(("clip", low, high, form))
 
-    def scaled(self, form: Form, factor: float) -> Form | None:
+    def scaled(self, form: TensorForm, factor: float) -> TensorForm | None:
         """A form times a number, where it becomes a sum of whole products again; None otherwise."""
         found = {product: c * factor for product, c in form.terms.items()}
         if len(found) == 1:
             ((product, c),) = found.items()
             if len(product) == 1 and product[0][0] == "sum" and abs(c - 1) < 1e-6:
-                inner: Form = product[0][1]
+                inner: TensorForm = product[0][1]
                 return inner
         whole = {product: float(round(c)) for product, c in found.items() if abs(c - round(c)) < 1e-6}
         return self.make(whole) if len(whole) == len(found) else None
 
-    def _factor(self, form: Form) -> Form:
+    def _factor(self, form: TensorForm) -> TensorForm:
         plain = len(form.terms) <= 1 or (len(form.terms) == 2 and () in form.terms and self._is_gate(form))
         return form if plain else self.single(("sum", form))
 
     @staticmethod
-    def _is_gate(form: Form) -> bool:
+    def _is_gate(form: TensorForm) -> bool:
         return all(len(product) <= 1 and all(a[0] in ("act", "leaf") for a in product) for product in form.terms)
 
-    def _times(self, a: Form, b: Form) -> Form:
+    def _times(self, a: TensorForm, b: TensorForm) -> TensorForm:
         terms: dict[tuple[Atom, ...], float] = {}
         for p, x in a.terms.items():
             for q, y in b.terms.items():
@@ -251,17 +251,17 @@ class Forms:
 
     def mentioned(self, value: Value) -> frozenset[Any]:
         """Names of all leaves that a value is made of, however deep within."""
-        parts = [value] if isinstance(value, Form) else [form for form, _ in value.parts]
+        parts = [value] if isinstance(value, TensorForm) else [form for form, _ in value.parts]
         return frozenset().union(*(self._mentioned(form) for form in parts))
 
-    def _mentioned(self, form: Form) -> frozenset[Any]:
+    def _mentioned(self, form: TensorForm) -> frozenset[Any]:
         if form not in self._leaves_of:
             found: set[Any] = set()
             for atom in {atom for product in form.terms for atom in product}:
                 if atom[0] == "leaf":
                     found |= {atom[1]} if atom[1][0] != "columns" else self.mentioned(Columns(atom[1][1]))
                 for part in atom[1:]:
-                    if isinstance(part, Form):
+                    if isinstance(part, TensorForm):
                         found |= self._mentioned(part)
             self._leaves_of[form] = frozenset(found)
         return self._leaves_of[form]
@@ -270,9 +270,9 @@ class Forms:
 
     def columns(self, value: Value, start: int, stop: int) -> Value:
         """Some columns of a value."""
-        if isinstance(value, Form):
+        if isinstance(value, TensorForm):
             return self._restricted(value, start, stop)
-        parts: list[tuple[Form, int]] = []
+        parts: list[tuple[TensorForm, int]] = []
         at = 0
         for form, width in value.parts:
             low, high = max(start, at), min(stop, at + width)
@@ -282,7 +282,7 @@ class Forms:
             at += width
         return parts[0][0] if len(parts) == 1 else Columns(tuple(parts))
 
-    def _restricted(self, form: Form, start: int, stop: int) -> Form:
+    def _restricted(self, form: TensorForm, start: int, stop: int) -> TensorForm:
         terms: dict[tuple[Atom, ...], float] = {}
         for product, factor in form.terms.items():
             cut = tuple(sorted((self._cut(atom, start, stop) for atom in product), key=self.order))
@@ -302,19 +302,19 @@ class Forms:
             return (*atom[:2], *(self._restricted(form, start, stop) for form in atom[2:]))
         return (*atom[:-1], self._restricted(atom[-1], start, stop))
 
-    def aligned(self, *values: Value) -> list[tuple[tuple[Form, ...], int | None]]:
+    def aligned(self, *values: Value) -> list[tuple[tuple[TensorForm, ...], int | None]]:
         """The values cut at the same columns; one piece of unknown width where none of them is columns."""
         joined = next((v for v in values if isinstance(v, Columns)), None)
         if joined is None:
-            return [(tuple(v for v in values if isinstance(v, Form)), None)]
+            return [(tuple(v for v in values if isinstance(v, TensorForm)), None)]
         edges = sorted({edge for v in values if isinstance(v, Columns) for edge in _edges(v)})
-        pieces: list[tuple[tuple[Form, ...], int | None]] = []
+        pieces: list[tuple[tuple[TensorForm, ...], int | None]] = []
         for start, stop in zip([0, *edges], edges, strict=False):
             cut = tuple(self.columns(v, start, stop) for v in values)
-            pieces.append((tuple(c for c in cut if isinstance(c, Form)), stop - start))
+            pieces.append((tuple(c for c in cut if isinstance(c, TensorForm)), stop - start))
         return pieces
 
-    def _elementwise(self, function: Callable[..., Form], *values: Value) -> Value:
+    def _elementwise(self, function: Callable[..., TensorForm], *values: Value) -> Value:
         made = [(function(*forms), width) for forms, width in self.aligned(*values)]
         return made[0][0] if made[0][1] is None else Columns(tuple((f, w or 0) for f, w in made))
 
@@ -413,7 +413,7 @@ class Forms:
             return self._elementwise(lambda a: self.multiply(self.scalar(-1.0), a), *values)
         if op.type == "Mul":
             return self._elementwise(self.multiply, *values)
-        if op.type == "RealDiv" and isinstance(values[1], Form) and values[1].constant:
+        if op.type == "RealDiv" and isinstance(values[1], TensorForm) and values[1].constant:
             by = self.scalar(1 / values[1].constant)
             return self._elementwise(lambda a: self.multiply(by, a), values[0])
         if op.type in ("Maximum", "Minimum"):
@@ -421,14 +421,14 @@ class Forms:
         if op.type == "Floor" and _is_uniform(values[0], start=1.0):
             return self.scalar(1.0)
         if op.type == "ClipByValue":
-            low, high = (v.constant if isinstance(v, Form) else None for v in values[1:])
+            low, high = (v.constant if isinstance(v, TensorForm) else None for v in values[1:])
             if low is not None and high is not None:
                 return self._elementwise(lambda a: self.clipped(low, high, a), values[0])
         return None
 
     def _bounded(self, op: Any, values: list[Any]) -> Value | None:
         for value, bound in (values, values[::-1]):
-            if isinstance(bound, Form) and bound.constant is not None:
+            if isinstance(bound, TensorForm) and bound.constant is not None:
                 limits = (bound.constant, None) if op.type == "Maximum" else (None, bound.constant)
                 return self._elementwise(lambda a, at=limits: self.clipped(at[0], at[1], a), value)
         return None
@@ -439,7 +439,7 @@ class Forms:
         block = block_of(op.inputs[1], self._outer)
         if block is None or value is None or block.rows is None:
             return None
-        if isinstance(value, Form):
+        if isinstance(value, TensorForm):
             return self.single(("matmul", value, block))
         total, at = self.scalar(0.0), 0
         for form, width in value.parts:
@@ -461,7 +461,7 @@ class Forms:
         if condition.op.type != "GreaterEqual":
             return False
         drawn, rate = (self._found.get(id(t)) for t in condition.op.inputs)
-        return _is_uniform(drawn) and isinstance(rate, Form) and rate.constant is not None and rate.constant <= 0
+        return _is_uniform(drawn) and isinstance(rate, TensorForm) and rate.constant is not None and rate.constant <= 0
 
     def _cut_of(self, tensor: Any, values: list[Any]) -> Value | None:
         found = cut_of(tensor)
@@ -472,12 +472,12 @@ class Forms:
         axis, rank = constant_of(op.inputs[-1], self._outer), op.outputs[0].shape.rank
         if axis is None or rank is None or int(axis) % rank != rank - 1:
             return None
-        parts: list[tuple[Form, int]] = []
+        parts: list[tuple[TensorForm, int]] = []
         for tensor, value in zip(op.inputs[:-1], values[:-1], strict=True):
             width = tensor.shape[-1]
             if width is None or value is None:
                 return None
-            parts += [(value, int(width))] if isinstance(value, Form) else list(value.parts)
+            parts += [(value, int(width))] if isinstance(value, TensorForm) else list(value.parts)
         return Columns(tuple(parts))
 
 
@@ -495,7 +495,7 @@ def cut_of(tensor: Any) -> tuple[int, int] | None:
 
 def _is_uniform(value: Any, start: float = 0.0) -> bool:
     """Whether a form is random numbers from ``start`` up to, and without, ``start + 1``."""
-    if not isinstance(value, Form):
+    if not isinstance(value, TensorForm):
         return False
     terms = dict(value.terms)
     if terms.pop((), 0.0) != start or len(terms) != 1:

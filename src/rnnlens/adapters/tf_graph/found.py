@@ -20,7 +20,7 @@ from ...typing import Array
 
 
 @dataclass(frozen=True)
-class Boundary:
+class LoopBoundary:
     """A tensor at the boundary of a loop.
 
     Attributes
@@ -44,7 +44,7 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightPiece:
     """A block of a variable: ``variable[rows, columns] + plus``; a vector has columns only.
 
     ``variable`` is the name of the operation that holds it (``"rnn/gru_cell/gates/kernel"``). ``plus``: a constant that
@@ -69,8 +69,7 @@ class Body:
         Those of them that are the values of variables: name of the operation of the variable to the tensor in
         ``outer``.
     make
-        From the values of ``outer``, in that order, to the cell; its ``weight_vjp`` names weights as
-        ``variables`` does.
+        From the values of ``outer``, in that order, and names for ``variables`` to the cell, whose weights they name.
     state_sizes
         Sizes of the states, in the order of :attr:`Loop.initial`.
     output_size
@@ -79,7 +78,7 @@ class Body:
 
     outer: tuple[Any, ...]
     variables: Mapping[str, Any]
-    make: Callable[[list[Array]], StepCell]
+    make: Callable[[list[Array], list[str]], StepCell]
     state_sizes: tuple[int, ...]
     output_size: int
 
@@ -125,7 +124,7 @@ class FoundCell:
     units: int
     cell: type[Cell] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    weights: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    weights: Mapping[str, tuple[WeightPiece, ...]] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
     body: Body | None = None
     unknown: str = ""
@@ -186,14 +185,14 @@ class Loop:
     name: str
     kind: Literal["v1", "v2", "unrolled"]
     cell: FoundCell
-    initial: tuple[Boundary, ...]
-    final: tuple[Boundary, ...]
-    input: Boundary
-    output: Boundary | None
+    initial: tuple[LoopBoundary, ...]
+    final: tuple[LoopBoundary, ...]
+    input: LoopBoundary
+    output: LoopBoundary | None
     lengths: Any = None
     mask: Any = None
-    states: tuple[Boundary, ...] = ()
-    carried: tuple[Boundary, ...] = ()
+    states: tuple[LoopBoundary, ...] = ()
+    carried: tuple[LoopBoundary, ...] = ()
     masked_output: Literal["state", "output", "zero"] = "zero"
     steps: int | None = None
     direction: Literal["forward", "backward"] = "forward"

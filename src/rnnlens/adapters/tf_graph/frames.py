@@ -1,4 +1,4 @@
-"""While loops of either control flow in one form: variables, invariants and a body.
+"""While loops of either control flow in one form: variables, invariants, a body, and what depends on what within it.
 
 Control flow v1 is a ring of Enter, Merge, Switch, NextIteration and Exit within the graph; v2 one operation whose body
 is a function. Everything behind this module reads :class:`Frame` and need not know which it was.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import tensorflow.compat.v1 as tf
 from tensorflow.python.framework import function_def_to_graph, tensor_util
 from tensorflow.python.ops import handle_data_util
 
-from .blocks import Source
+from .blocks import Source, behind_identities
 
 _ENTERS = frozenset({"Enter", "RefEnter"})
 _WHILES = frozenset({"While", "StatelessWhile"})
@@ -168,9 +168,9 @@ def _old_frame(name: str, enters: Sequence[Any], every: Sequence[Any] = ()) -> F
 
 def _needed(variables: Sequence[Variable]) -> tuple[Variable, ...]:
     """What is read; what is put out, also where nobody reads it, and what that was at the step before."""
-    writes = [v for v in variables if _unchanged(v.after).op.type == "TensorArrayWriteV3"]
-    put_out = {id(_unchanged(_unchanged(v.after).op.inputs[2])) for v in writes}
-    return tuple(v for v in variables if v.read or v in writes or id(_unchanged(v.after)) in put_out)
+    writes = [v for v in variables if behind_identities(v.after).op.type == "TensorArrayWriteV3"]
+    put_out = {id(behind_identities(behind_identities(v.after).op.inputs[2])) for v in writes}
+    return tuple(v for v in variables if v.read or v in writes or id(behind_identities(v.after)) in put_out)
 
 
 def _first(ops: Iterable[Any]) -> int:
@@ -198,7 +198,7 @@ def _new_frame(op: Any, functions: dict[str, Any]) -> Frame:
     body, starts, ends = body_graph(functions[op.get_attr("body").name], op.inputs, op.graph)
     variables, outer, readers = [], {}, {}
     for i, (before, after) in enumerate(zip(starts, ends, strict=True)):
-        if _unchanged(after) is before:
+        if behind_identities(after) is before:
             outer[id(before)] = op.inputs[i]
             readers[id(before)] = (op, i)
         else:
@@ -214,13 +214,13 @@ def _bounds(loop: Any, condition: Any, changing: set[int]) -> tuple[Any, ...]:
     place = {id(tensor): i for i, tensor in enumerate(given)}
     found, waiting = [], [goes_on]
     while waiting:
-        op = _unchanged(waiting.pop()).op
+        op = behind_identities(waiting.pop()).op
         if op.type == "LogicalAnd":
             waiting.extend(op.inputs)
             continue
         if op.type != "Less":
             return ()
-        counter, bound = (_unchanged(t) for t in op.inputs)
+        counter, bound = (behind_identities(t) for t in op.inputs)
         i, k = (place.get(id(t)) for t in (counter, bound))
         value = tensor_util.constant_value(bound) if k is None else loop.inputs[k]
         if i is None or tensor_util.constant_value(loop.inputs[i]) != 0 or value is None or k in changing:
@@ -251,7 +251,147 @@ def body_graph(function: Any, inputs: Sequence[Any], home: Any) -> tuple[Any, li
     return graph, given, list(returned)
 
 
-def _unchanged(tensor: Any) -> Any:
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return tensor
+_SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+
+
+#: Parts of conditions.
+_BRANCHES = frozenset({"Switch", "Merge", "If", "StatelessIf"})
+
+
+def _is_random(op: Any) -> bool:
+    draws = op.type.startswith(("Random", "Stateful", "Truncated", "Multinomial"))
+    return bool(op.op_def.is_stateful and draws)
+
+
+class Paths:
+    """Which tensors of a body follow from the states before the step, and which change from step to step.
+
+    What only asks for the shape of a tensor does not depend on it. Random numbers change from step to step.
+    """
+
+    def __init__(self, frame: Frame, states: Sequence[Variable]) -> None:
+        self.frame = frame
+        self._state_ids = {id(v.before) for v in states}
+        self._variables = {id(v.before): v for v in frame.variables}
+        self._found: dict[int, tuple[bool, bool]] = {}
+        self._settle_variables()
+
+    def by_state(self, tensor: Any) -> bool:
+        """Whether it follows from the states."""
+        return self._of(tensor)[0]
+
+    def is_variable(self, tensor: Any) -> bool:
+        """Whether it stands for a variable of the loop at the beginning of a step."""
+        return id(tensor) in self._variables
+
+    def by_step(self, tensor: Any) -> bool:
+        """Whether it changes from step to step."""
+        return self._of(tensor)[1]
+
+    def new_at_each_step(self, targets: Iterable[Any]) -> list[Any]:
+        """The largest floating tensors behind the targets that no state reaches and that change from step to step.
+
+        A condition that changes from step to step is replaced by the numbers that it is computed from.
+        """
+        found: dict[int, Any] = {}
+        waiting, seen = list(targets), set()
+        while waiting:
+            tensor = waiting.pop(0)
+            if id(tensor) in seen or self.frame.outer.get(tensor) is not None:
+                continue
+            seen.add(id(tensor))
+            if not self.by_state(tensor):
+                if self.by_step(tensor):
+                    behind = [] if tensor.dtype.is_floating else [t for t in tensor.op.inputs if self.by_step(t)]
+                    if behind and not self.is_variable(tensor):
+                        waiting.extend(behind)
+                    else:
+                        found[id(tensor)] = tensor
+            elif not self.is_variable(tensor) and tensor.op.type not in _SHAPES:
+                waiting.extend(tensor.op.inputs)
+        return list(found.values())
+
+    def only_read(self, targets: Iterable[Any], reads: Sequence[Any]) -> list[Any]:
+        """Those of the tensors that are read at each step from which alone, and weights, the targets follow.
+
+        Empty where something else is new to them at each step: random numbers, the number of the step, a condition.
+        """
+        ids, found = {id(read) for read in reads}, set()
+        for tensor in self.behind(targets, stop=ids):
+            if id(tensor) in ids:
+                found.add(id(tensor))
+            elif self.is_variable(tensor) or tensor.op.type in _BRANCHES or _is_random(tensor.op):
+                return []
+        return [read for read in reads if id(read) in found]
+
+    def chance(self, tensor: Any, reads: Sequence[Any]) -> Any:
+        """The operation that draws the random numbers of a tensor; None where there is none, or data is in it too."""
+        every = list(self.behind([tensor]))
+        if any(t is read for t in every for read in reads):
+            return None
+        return next((t.op for t in every if _is_random(t.op)), None)
+
+    def carried(self, targets: Iterable[Any]) -> list[Variable]:
+        """The variables of the loop that lie behind the targets, and those behind what these become."""
+        found: dict[int, Variable] = {}
+        waiting = list(targets)
+        while waiting:
+            for variable in self.directly(waiting.pop()):
+                if id(variable) not in found:
+                    found[id(variable)] = variable
+                    waiting.append(variable.after)
+        return [v for v in self.frame.variables if id(v) in found]
+
+    def directly(self, target: Any) -> list[Variable]:
+        """The variables of the loop that lie behind a tensor."""
+        return [self._variables[id(t)] for t in self.behind([target]) if id(t) in self._variables]
+
+    def behind(self, targets: Iterable[Any], stop: Container[int] = ()) -> Iterator[Any]:
+        """The tensors of the body that others are computed from, themselves included; tensors by id end the search.
+
+        What only asks for the shape of a tensor is not computed from it.
+        """
+        waiting, seen = list(targets), set()
+        while waiting:
+            tensor = waiting.pop()
+            if id(tensor) in seen or self.frame.outer.get(tensor) is not None:
+                continue
+            seen.add(id(tensor))
+            yield tensor
+            if id(tensor) not in stop and not self.is_variable(tensor) and tensor.op.type not in _SHAPES:
+                waiting.extend(tensor.op.inputs)
+
+    def _settle_variables(self) -> None:
+        """Variables that become what the states make of them are states to all that reads them."""
+        while True:
+            self._found = {}
+            more = {i for i, v in self._variables.items() if i not in self._state_ids and self.by_state(v.after)}
+            if not more:
+                return
+            self._state_ids |= more
+
+    def _of(self, tensor: Any) -> tuple[bool, bool]:
+        waiting = [tensor]
+        while waiting:
+            current = waiting[-1]
+            inputs = self._inputs(current)
+            needed = [t for t in inputs if id(t) not in self._found]
+            if needed and id(current) not in self._found:
+                waiting.extend(needed)
+                continue
+            waiting.pop()
+            if id(current) not in self._found:
+                self._found[id(current)] = self._judged(current, inputs)
+        return self._found[id(tensor)]
+
+    def _inputs(self, tensor: Any) -> list[Any]:
+        leaf = id(tensor) in self._variables or self.frame.outer.get(tensor) is not None
+        return [] if leaf or tensor.op.type in _SHAPES else list(tensor.op.inputs)
+
+    def _judged(self, tensor: Any, inputs: list[Any]) -> tuple[bool, bool]:
+        if id(tensor) in self._variables:
+            return id(tensor) in self._state_ids, True
+        if self.frame.outer.get(tensor) is not None:
+            return False, False
+        state = any(self._found[id(t)][0] for t in inputs)
+        return state, _is_random(tensor.op) or any(self._found[id(t)][1] for t in inputs)

@@ -18,7 +18,7 @@ from ...errors import InputError, ModelError, UnsupportedError, message, two_lay
 from ...trees import leaves_of
 from ...typing import Array
 from ..protocol import Batch, LayerInfo
-from .naming import KerasNames, Site
+from .naming import KerasNames, KerasSite
 from .public import Net
 
 _KINDS = {"SimpleRNN": "simple_rnn", "LSTM": "lstm", "GRU": "gru"}
@@ -67,7 +67,7 @@ def _flat(tensors: Any) -> list[Any]:
 
 
 def _names(model: Any, graph: Any, outputs: list[Any]) -> KerasNames:
-    sites: list[Site] = []
+    sites: list[KerasSite] = []
     owners: dict[str, tuple[str, str]] = {}
     made: dict[str, tuple[str, ...]] = {}
     for name, layer, wrapper in _walk(model):
@@ -133,7 +133,7 @@ def _is_rnn(layer: Any) -> bool:
     return any(base.__name__ == "RNN" for base in type(layer).__mro__)
 
 
-def _sites(name: str, layer: Any, wrapper: Any) -> Iterator[Site]:
+def _sites(name: str, layer: Any, wrapper: Any) -> Iterator[KerasSite]:
     if hasattr(layer, "forward_layer"):
         for half in (layer.forward_layer, layer.backward_layer):
             yield _site(name, half, layer, wrapper)
@@ -141,9 +141,9 @@ def _sites(name: str, layer: Any, wrapper: Any) -> Iterator[Site]:
         yield _site(name, layer, layer, wrapper)
 
 
-def _site(name: str, half: Any, owner: Any, wrapper: Any) -> Site:
+def _site(name: str, half: Any, owner: Any, wrapper: Any) -> KerasSite:
     cell = getattr(half, "cell", None)
-    return Site(
+    return KerasSite(
         name,
         "backward" if half.go_backwards else "forward",
         owner is not half,

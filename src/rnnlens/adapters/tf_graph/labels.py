@@ -1,4 +1,4 @@
-"""What is said of a loop besides its tensors: its kind, its mask, which way it runs, what its cell is called."""
+"""What a found loop has besides its tensors: its kind, mask and direction, the scope of its cell, why it is refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import tensorflow.compat.v1 as tf
 
 from ...errors import message
 from .anatomy import Anatomy
-from .boundaries import Course, Read, course_of, steps_run
-from .found import Boundary, Condition, FoundCell, Loop
+from .cells import Match
+from .found import Condition, FoundCell, Loop, LoopBoundary
 from .frames import Frame, Variable, ancestors
-from .match import Match
+from .sequences import Course, Read, course_of, steps_run
 
 
 def known_cell(match: Match) -> FoundCell:
@@ -87,15 +87,15 @@ def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], rea
     )
     reads = [read for read in found if read.value.dtype.is_floating]
     readers = tuple(read.reader for read in reads[:1] if read.reader is not None)
-    source = Boundary((reads[0].stacked,), (readers,), stacked=True) if readers else Boundary(())
+    source = LoopBoundary((reads[0].stacked,), (readers,), stacked=True) if readers else LoopBoundary(())
     course = course_words(course_of(reads[0].stacked)) if reads else {}
     units = states[0].before.shape[-1] if states[0].before.shape.rank else None
     return Loop(
         frame.name,
         kind_of(frame),
         FoundCell("unknown", int(units or 0), refused=words),
-        tuple(Boundary((v.entry,), ((v.reader,),)) for v in states),
-        tuple(Boundary((v.exit,)) for v in states if v.exit is not None),
+        tuple(LoopBoundary((v.entry,), ((v.reader,),)) for v in states),
+        tuple(LoopBoundary((v.exit,)) for v in states if v.exit is not None),
         source,
         None,
         **course,
@@ -110,7 +110,7 @@ def of_a_branch(scope: str) -> Loop:
         hint="tf.cond around its input or its result: tf.cond(switch, lambda: outputs, lambda: others)",
     )
     cell = FoundCell("unknown", 0, refused=words)
-    return Loop(scope, "unrolled", cell, (), (), Boundary(()), None, scope=scope)
+    return Loop(scope, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope)
 
 
 #: Whole recurrences as one operation: their steps are nowhere in the graph.
@@ -132,5 +132,5 @@ def fused(ends: Iterable[Any]) -> list[Loop]:
                 hint="tf.nn.dynamic_rnn with tf.nn.rnn_cell.LSTMCell or GRUCell, on the same weights",
             )
             cell = FoundCell("unknown", 0, refused=words)
-            found.setdefault(scope, Loop(scope, "unrolled", cell, (), (), Boundary(()), None, scope=scope))
+            found.setdefault(scope, Loop(scope, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope))
     return list(found.values())

@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from ...errors import message
 from ..protocol import LayerInfo
-from .found import Loop, Piece
+from .found import Loop, WeightPiece
 
 #: The layer of variables that are in no scope.
 NO_SCOPE = "variables"
 
 
 @dataclass(frozen=True)
-class Site:
+class KerasSite:
     """One recurrent Keras layer, or one half of a bidirectional one.
 
     ``variables``: those of its cell, by the names of their operations. ``built``: whether it has made them; nobody has
@@ -45,7 +45,7 @@ class KerasNames:
     with. ``scales``: by output, what its loss is multiplied by there; None where tensors say so.
     """
 
-    sites: tuple[Site, ...]
+    sites: tuple[KerasSite, ...]
     owners: tuple[tuple[str, tuple[str, str]], ...]
     outputs: tuple[tuple[str, tuple[str, ...]], ...]
     phase: str | bool | None = None
@@ -158,7 +158,7 @@ def variables_of(loop: Loop) -> frozenset[str]:
     return frozenset(piece.variable for pieces in loop.cell.weights.values() for piece in pieces)
 
 
-def _site_of(loop: Loop, names: KerasNames) -> Site | None:
+def _site_of(loop: Loop, names: KerasNames) -> KerasSite | None:
     """The layer whose cell a loop runs: the one that has its variables; of two the one that is named in its scope."""
     read = variables_of(loop)
     fitting = [site for site in names.sites if read and read <= site.variables]
@@ -178,6 +178,6 @@ def owner_of(variable: str, names: KerasNames | None) -> tuple[str, str]:
     return scope or NO_SCOPE, key
 
 
-def pieces_of(variable: str) -> tuple[Piece, ...]:
+def pieces_of(variable: str) -> tuple[WeightPiece, ...]:
     """A variable as it is."""
-    return (Piece(variable),)
+    return (WeightPiece(variable),)

@@ -8,19 +8,26 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from ...arguments import anything, checked
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, message, shown
+from .sequences import course_of
 
 __all__ = ["Net", "graph"]
 
 
 #: Operations of training and saving.
 _NO_ENDS = ("Apply", "ResourceApply", "Assign", "ResourceScatter", "Scatter", "Save", "Restore", "Var")
+
+
+#: Operations that lay the steps of a tensor out for a loop, and which of their inputs that is.
+_STEPS = {"TensorArrayScatterV3": 2, "TensorListFromTensor": 0}
+#: Operations that put the steps of a loop together again: what is behind them is in the order of that loop.
+_ENDS_OF_LOOPS = frozenset({"TensorArrayGatherV3", "TensorListStack", "Exit", "While", "StatelessWhile"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +84,10 @@ class Net:
         return f"rl.tf1.graph(inputs={list(self.inputs)}, outputs={list(self.outputs)}{loss})"
 
 
+class TimeMajorNet(Net):
+    """A part of a graph that is fed (time, sample, ...)."""
+
+
 @checked(session=anything, inputs=anything, outputs=anything, loss=anything, targets=anything, feed=anything)
 def graph(
     session: Any,
@@ -131,14 +142,40 @@ def graph(
     if not isinstance(feed, Mapping | None):
         raise InputError(message("feed= is given by tensor.", got=shown(feed), expected="{tensor or its name: value}"))
     find = _Finder(session.graph)
-    return Net(
+    fed = {name: find.alike(f"inputs[{name!r}]", t) for name, t in _named("input", inputs).items()}
+    kind = TimeMajorNet if is_time_major(session.graph, [t for alike in fed.values() for t in alike]) else Net
+    return kind(
         session,
-        MappingProxyType({name: find.alike(f"inputs[{name!r}]", t) for name, t in _named("input", inputs).items()}),
+        MappingProxyType(fed),
         MappingProxyType({name: find.one(f"outputs[{name!r}]", t) for name, t in _named("output", outputs).items()}),
         None if loss is None else scalar(find.one("loss", loss)),
         _targets(find, targets),
         MappingProxyType({find.one("feed", tensor): value for tensor, value in (feed or {}).items()}),
     )
+
+
+def is_time_major(graph: Any, inputs: Sequence[Any]) -> bool:
+    """Whether a loop of the graph takes steps along the first axis of what inputs lead to."""
+    given = {tensor.ref() for tensor in inputs}
+    for op in graph.get_operations():
+        if op.type in _STEPS and not op.name.startswith("gradients"):
+            course = course_of(op.inputs[_STEPS[op.type]])
+            if course.time_major and _comes_from(course.source, given):
+                return True
+    return False
+
+
+def _comes_from(tensor: Any, given: set[Any]) -> bool:
+    """Whether a tensor is one of those given, or computed from them outside of any loop."""
+    waiting, seen = [tensor], set()
+    while waiting:
+        current = waiting.pop()
+        if current.ref() in given:
+            return True
+        if current.ref() not in seen and current.op.type not in _ENDS_OF_LOOPS:
+            seen.add(current.ref())
+            waiting.extend(current.op.inputs)
+    return False
 
 
 def _ends(operation: Any) -> bool:

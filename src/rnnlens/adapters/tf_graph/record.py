@@ -1,9 +1,8 @@
-"""Loops taken apart into loops that show what happens within: one per cell, and one for what lies between the cells.
+"""Parts of a loop's body run as loops of our own, so that what lies between them can be read and differentiated.
 
-``MultiRNNCell``, dropout, residual connections and projections around a cell are all one loop of the user's graph, and
-nothing between them can be seen or differentiated from outside. In our copy that loop is run as several, one after the
-other: what comes before the first cell, each cell by itself, what comes after the last; each on the steps that the one
-before it put out. The numbers are the same, random ones are drawn once and in one run, and every boundary is a tensor.
+``MultiRNNCell``, dropout, residual connections and projections around a cell are all one loop of the user's graph. In
+our copy that loop is run as several, one after the other: what comes before the first cell, each cell by itself, what
+comes after the last. Each runs on the steps that the one before it returned. Random numbers are drawn once.
 """
 
 from __future__ import annotations
@@ -14,13 +13,206 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from .boundaries import clocks
-from .copying import Copier
-from .frames import Frame
+from .blocks import VARIABLES, Source
+from .frames import Frame, body_graph
+from .sequences import clocks
+
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+_CONDITIONS = frozenset({"If", "StatelessIf"})
+_LOOPS = frozenset({"While", "StatelessWhile", "Enter", "RefEnter", "NextIteration", "LoopCond"})
+
+
+class CannotCopyError(Exception):
+    """Why a body cannot be made once more, in words."""
+
+
+class Copier:
+    """Makes the operations behind tensors of a body once more, in the graph and context that are the default.
+
+    Parameters
+    ----------
+    given
+        By id of a tensor of the body: what stands in its place.
+    outer
+        The invariants of the loop.
+    outside
+        From a tensor outside of the loop to what is to be read in its place.
+    """
+
+    def __init__(self, given: dict[int, Any], outer: Source, outside: Callable[[Any], Any]) -> None:
+        self._made, self._outer, self._outside = dict(given), outer, outside
+        #: Names of the operations that drew random numbers.
+        self.random: set[str] = set()
+
+    def __call__(self, tensor: Any) -> Any:
+        """The tensor, made once more; what was made before is not made again."""
+        waiting = [tensor]
+        while waiting:
+            current = waiting[-1]
+            if id(current) in self._made:
+                waiting.pop()
+                continue
+            needed = [t for t in self._needs(current) if id(t) not in self._made]
+            if needed:
+                waiting.extend(needed)
+                continue
+            self._make(current)
+            waiting.pop()
+        return self._made[id(tensor)]
+
+    def _needs(self, tensor: Any) -> list[Any]:
+        if self._outer.get(tensor) is not None:
+            return []
+        op = tensor.op
+        if op.type in _LOOPS:
+            raise CannotCopyError(f"a loop within its body ({op.name!r})")
+        if op.type in ("Switch", "Placeholder"):
+            raise CannotCopyError(f"a variable of the loop other than its states ({op.name!r})")
+        if op.type == "ReadVariableOp" or op.type in VARIABLES:
+            return []
+        return _boundary_of(op) if op.type == "Merge" else list(op.inputs)
+
+    def _make(self, tensor: Any) -> None:
+        outside = self._outer.get(tensor)
+        op = tensor.op
+        if outside is not None:
+            self._made[id(tensor)] = self._outside(outside)
+        elif op.type in VARIABLES:
+            self._made[id(tensor)] = self._outside(tensor)
+        elif op.type == "ReadVariableOp":
+            self._made[id(tensor)] = self._outside(read_of(self._outer.settled(_handle(op, self._outer)), tensor.dtype))
+        elif op.type == "Merge":
+            self._made[id(tensor)] = self._condition(op)
+        elif op.type in _CONDITIONS:
+            self._keep(op, self._condition_of_functions(op))
+        elif op.type in _CALLS:
+            self._keep(op, self._call(op, op.get_attr("f").name, list(op.inputs)))
+        else:
+            self._keep(op, self._operation(op))
+
+    def _keep(self, op: Any, outputs: Sequence[Any]) -> None:
+        for old, new in zip(op.outputs, outputs, strict=True):
+            self._made[id(old)] = new
+
+    def _operation(self, op: Any) -> list[Any]:
+        if op.op_def.is_stateful and op.outputs and op.outputs[0].dtype.name != "resource":
+            self.random.add(op.name)
+        attrs = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
+        made = tf.get_default_graph().create_op(
+            op.type,
+            [self._made[id(t)] for t in op.inputs],
+            [t.dtype for t in op.outputs],
+            attrs=attrs,
+            name=op.name.rpartition("/")[2],
+        )
+        return list(made.outputs)
+
+    def _condition(self, merge: Any) -> Any:
+        """One output of a condition of control flow v1; both branches are made in branches of a new one."""
+        pred = self._made[id(_context(merge).pred)]
+        inside = {id(t): self._made[id(t)] for t in _boundary_of(merge)}
+
+        def branch(index: int) -> Any:
+            copier = _Branch(inside, self._outer, self._outside)
+            return lambda: tf.identity(copier(merge.inputs[index]))
+
+        return tf.cond(pred, branch(1), branch(0))
+
+    def _condition_of_functions(self, op: Any) -> list[Any]:
+        inputs = list(op.inputs[1:])
+
+        def branch(which: str) -> Callable[[], list[Any]]:
+            name = op.get_attr(which).name
+            return lambda: [tf.identity(t) for t in self._call(op, name, inputs)]
+
+        found = tf.cond(self._made[id(op.inputs[0])], branch("then_branch"), branch("else_branch"))
+        return list(found) if isinstance(found, (list, tuple)) else [found]
+
+    def _call(self, op: Any, name: str, inputs: list[Any]) -> list[Any]:
+        function, home = function_of(op.graph, name)
+        _, taken, returned = body_graph(function, inputs, home)
+        given = {id(p): self._made[id(t)] for p, t in zip(taken, inputs, strict=True)}
+        copier = Copier(given, Source(), lambda t: t)
+        found = [copier(t) for t in returned]
+        self.random |= copier.random
+        return found
+
+
+def _handle(read: Any, outer: Source) -> Any:
+    tensor = outer.settled(read.inputs[0])
+    while tensor.op.type in ("Identity", "Switch", "Enter"):
+        tensor = outer.settled(tensor.op.inputs[0])
+    return tensor
+
+
+def read_of(handle: Any, dtype: Any) -> Any:
+    """The value of a resource variable, read outside of any loop."""
+    graph = handle.graph
+    name = f"rnnlens_read/{handle.op.name}"
+    try:
+        return graph.get_tensor_by_name(f"{name}:0")
+    except KeyError:
+        with graph.as_default(), tf.control_dependencies(None):
+            return graph.create_op(
+                "ReadVariableOp", [handle], [dtype], name=f"{name}/", attrs={"dtype": _type(dtype)}
+            ).outputs[0]
+
+
+def _type(dtype: Any) -> Any:
+    return tf.AttrValue(type=dtype.as_datatype_enum)
+
+
+class _Branch(Copier):
+    """Within one branch of a condition of control flow v1: a Switch is what it lets in."""
+
+    def _needs(self, tensor: Any) -> list[Any]:
+        if tensor.op.type == "Switch":
+            return []
+        return super()._needs(tensor)
+
+    def _make(self, tensor: Any) -> None:
+        if tensor.op.type == "Switch" and id(tensor) not in self._made:
+            source = tensor.op.inputs[0]
+            self._made[id(tensor)] = self._made[id(source)]
+            return
+        super()._make(tensor)
+
+
+def _context(merge: Any) -> Any:
+    context = merge.inputs[1].op._get_control_flow_context()
+    if getattr(context, "pred", None) is None:
+        raise CannotCopyError(f"a condition that the graph no longer describes ({merge.name!r})")
+    return context
+
+
+def _boundary_of(merge: Any) -> list[Any]:
+    """What the two branches of a condition read from around them, and the condition itself."""
+    context = _context(merge)
+    found, waiting, seen = [context.pred], [t.op for t in merge.inputs], set()
+    while waiting:
+        op = waiting.pop()
+        if op.name in seen:
+            continue
+        seen.add(op.name)
+        if op.type == "Switch" and op.inputs[1] is context.pred:
+            found.append(op.inputs[0])
+        else:
+            waiting.extend(t.op for t in op.inputs)
+    return found
+
+
+def function_of(graph: Any, name: str) -> tuple[Any, Any]:
+    """A function, and the graph that knows it; the graph of a function asks the one around it."""
+    while graph is not None:
+        for function in graph.as_graph_def().library.function:
+            if function.signature.name == name:
+                return function, graph
+        graph = getattr(graph, "outer_graph", None)
+    raise CannotCopyError(f"a function that the graph does not have ({name!r})")
 
 
 @dataclass(frozen=True, eq=False)
-class Carried:
+class CarriedState:
     """One state of a loop of ours: where it starts, and the tensor of the body that it becomes.
 
     ``kept``: the condition of the body under which a sample keeps its state, and whether that is where it is False.
@@ -31,7 +223,7 @@ class Carried:
     kept: tuple[Any, bool] | None = None
 
 
-class Recorder:
+class LoopRecorder:
     """Runs parts of the body of one loop as loops of our own, in the same graph.
 
     Parameters
@@ -52,7 +244,7 @@ class Recorder:
     def run(
         self,
         wanted: Sequence[Any],
-        carried: Sequence[Carried] = (),
+        carried: Sequence[CarriedState] = (),
         before: Mapping[int, Sequence[Any]] | None = None,
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """All steps of some tensors of the body; all steps of the states, and the states at the end.
@@ -109,7 +301,7 @@ class Recorder:
     def _body(
         self,
         wanted: Sequence[Any],
-        carried: Sequence[Carried],
+        carried: Sequence[CarriedState],
         known: Mapping[int, Any],
         before: Mapping[int, Sequence[Any]],
     ) -> Callable[..., Any]:
@@ -150,7 +342,7 @@ def _read(array: Any, i: Any, stacked: Any) -> Any:
     return value
 
 
-def _after(carried: Carried, old: Any, copier: Copier) -> Any:
+def _after(carried: CarriedState, old: Any, copier: Copier) -> Any:
     new = copier(carried.after)
     if carried.kept is not None:
         condition, contrary = copier(carried.kept[0]), carried.kept[1]

@@ -17,12 +17,12 @@ from ...errors import CertificateError
 from ...trees import leaves_of
 from ...typing import Array
 from ..protocol import Batch, Cotangents, ReferenceRun
-from .definition import definition
-from .graph_copy import GraphCopy, cone
+from .blocks import is_variable, read
+from .graph_copy import GraphCopy, cone, definition
+from .inputs import fed, fed_in, loss_tensor, names_of_inputs
 from .losses import fed_to, is_built, key_of, loss_in
-from .opened import Opened, fed, fed_in, loss_tensor, names_of_inputs, opened
+from .opened import Opened, opened
 from .public import Net
-from .variables import is_variable, read
 from .weights import layers_of, name_of
 
 _GRAPHS: weakref.WeakKeyDictionary[Any, dict[Any, _Plain]] = weakref.WeakKeyDictionary()

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import message
-from .blocks import Source
-from .boundaries import same
-from .copying import function_of
+from .blocks import Source, behind_identities
 from .found import Condition
 from .frames import body_graph
+from .record import function_of
+from .sequences import same
 
 
-class Settings:
+class GraphSettings:
     """Single numbers outside of the loops that do not depend on data, with their present values.
 
     A cell can be known at these values alone: at a keep probability of 1, say. ``used`` has the values that were read.
@@ -45,15 +45,15 @@ class Settings:
         """The tensor that a conditional passes on at the present value of its switch; None for any other tensor."""
         op = tensor.op
         if op.type == "Merge":
-            switch = _behind(op.inputs[0]).op
+            switch = behind_identities(op.inputs[0]).op
             taken = self.value(switch.inputs[1], outer) if switch.type == "Switch" else None
-            passed = None if taken is None else _behind(op.inputs[int(taken)]).op
+            passed = None if taken is None else behind_identities(op.inputs[int(taken)]).op
             return passed.inputs[0] if passed is not None and passed.type == "Switch" else None
         if op.type in ("If", "StatelessIf") and (taken := self.value(op.inputs[0], outer)) is not None:
             branch = op.get_attr("then_branch" if taken else "else_branch").name
             function, home = function_of(op.graph, branch)
             _, given, returned = body_graph(function, op.inputs[1:], home)
-            passed = _behind(returned[tensor.value_index])
+            passed = behind_identities(returned[tensor.value_index])
             return next((t for t, p in zip(op.inputs[1:], given, strict=True) if p is passed), None)
         return None
 
@@ -68,10 +68,4 @@ class Settings:
 
 
 #: Without any value: all that is not constant counts as variable.
-NO_SETTINGS = Settings()
-
-
-def _behind(tensor: Any) -> Any:
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return tensor
+NO_SETTINGS = GraphSettings()

@@ -1,8 +1,9 @@
-"""The weights of a graph: by the layer that has them, ours as blocks of variables."""
+"""The weights of a graph, by layer, as blocks of variables: listed, cut out of gradients, and perturbed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +11,13 @@ import numpy as np
 
 from ...recurrence.cells import Cell
 from ...typing import Array
-from ..protocol import LayerWeights, WeightLocation
-from .found import Loop, Piece
+from ..protocol import LayerWeights, Port, WeightLocation
+from .blocks import dtype_of, is_variable, trainable_names
+from .found import Loop, WeightPiece
 from .graph_copy import cone
 from .naming import owner_of, pieces_of
-from .opened import Opened
-from .variables import dtype_of, is_variable, trainable_names
+from .opened import NUDGES, Opened, opened
+from .public import Net
 
 #: What batch normalisation keeps for itself.
 _STATISTICS = ("moving_mean", "moving_variance", "renorm_mean", "renorm_stddev")
@@ -30,7 +32,7 @@ class LayerVariables:
     ``loops``: those whose cell it is; none for a layer that is not recurrent. ``calls``: its output, one per call.
     """
 
-    weights: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
+    weights: dict[str, tuple[WeightPiece, ...]] = field(default_factory=dict)
     loops: list[Loop] = field(default_factory=list)
     calls: tuple[Any, ...] = ()
 
@@ -100,11 +102,11 @@ def _recurrent(loops: Sequence[Loop]) -> LayerVariables:
     return LayerVariables(weights, list(loops))
 
 
-def weights_of(loop: Loop) -> Mapping[str, tuple[Piece, ...]]:
+def weights_of(loop: Loop) -> Mapping[str, tuple[WeightPiece, ...]]:
     """The weights of one cell: by our names, or of an unknown one by those of its variables within its scope."""
     if loop.cell.body is None:
         return loop.cell.weights
-    return {short(loop, name): (Piece(name),) for name in loop.cell.body.variables}
+    return {short(loop, name): (WeightPiece(name),) for name in loop.cell.body.variables}
 
 
 def short(loop: Loop, variable: str) -> str:
@@ -116,7 +118,7 @@ def short(loop: Loop, variable: str) -> str:
     return variable.replace("/", ".")
 
 
-def _held(pieces: Sequence[Piece]) -> list[str]:
+def _held(pieces: Sequence[WeightPiece]) -> list[str]:
     return [piece.variable for piece in pieces]
 
 
@@ -143,7 +145,7 @@ def _is_weight(tensor: Any) -> bool:
     return is_variable(tensor.op)
 
 
-def block(pieces: Sequence[Piece], values: Mapping[str, Array], *, added: bool = False) -> Array:
+def block(pieces: Sequence[WeightPiece], values: Mapping[str, Array], *, added: bool = False) -> Array:
     """A weight of ours, or its gradient, cut out of variables; with ``added`` also what the graph adds to them.
 
     Leading axes stay.
@@ -196,7 +198,7 @@ def _cells(layer: LayerVariables, values: Mapping[str, Array]) -> dict[str, Cell
     return {loop.direction: known_cell(loop, values) for loop in known}
 
 
-def is_table(graph: Any, pieces: Sequence[Piece]) -> bool:
+def is_table(graph: Any, pieces: Sequence[WeightPiece]) -> bool:
     """Whether the rows of a variable are looked up by integers."""
     waiting, seen = [graph.get_operation_by_name(pieces[0].variable).outputs[0]], set()
     while waiting:
@@ -210,7 +212,7 @@ def is_table(graph: Any, pieces: Sequence[Piece]) -> bool:
     return False
 
 
-def name_of(pieces: Sequence[Piece], key: str) -> str:
+def name_of(pieces: Sequence[WeightPiece], key: str) -> str:
     """The name of a weight as a framework's weight of its own: that of the variable, or of the block of several."""
     if len(pieces) == 1 and pieces[0].rows is None and pieces[0].columns == slice(None):
         return pieces[0].variable
@@ -240,3 +242,25 @@ def place_of(found: Opened, layer: str, direction: str | None, key: str) -> Weig
     name = name_of(pieces, key)
     users = [n for n, other in layers.items() for k, p in other.weights.items() if name_of(p, k) == name]
     return WeightLocation(name, lambda gradient: gradient, tied=len(users) > 1)
+
+
+@contextmanager
+def nudged(net: Net, port: Port, size: float) -> Iterator[bool]:
+    """See :meth:`Adapter.perturbed_port`; only weights can be moved, all of the variables that they lie in."""
+    found = opened(net)
+    layer = layers_of(found).get(str(port.layer)) if port.kind == "weight" else None
+    pieces = () if layer is None else layer.weights.get(port.key, ())
+    names = list(dict.fromkeys(piece.variable for piece in pieces))
+    if not names:
+        yield False
+        return
+    moves = {}
+    for name, value in found.read(names).items():
+        spread = float(np.sqrt(np.mean(np.square(value, dtype=np.float64)))) or 1.0
+        pattern = np.random.default_rng(0).normal(size=value.shape)
+        moves[net.graph, name] = (size * spread * pattern).astype(value.dtype)
+    token = NUDGES.set({**NUDGES.get(), **moves})
+    try:
+        yield True
+    finally:
+        NUDGES.reset(token)

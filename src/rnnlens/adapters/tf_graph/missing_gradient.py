@@ -13,10 +13,10 @@ import tensorflow.compat.v1 as tf
 from tensorflow.python.framework import ops
 
 from ..protocol import Batch, Obstacle, Port
+from .blocks import is_variable
+from .boundaries import PortTensors
 from .graph_copy import cone
 from .opened import Opened
-from .ports import Spots
-from .variables import is_variable
 from .weights import layers_of
 
 _STOPS = ("StopGradient", "PreventGradient")
@@ -34,7 +34,7 @@ _Block = tuple[str, str, str]
 
 def blocked(found: Opened, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
     """What is in the way from targets to a tensor; None where the graph shows nothing that is."""
-    spots = Spots(found, batch)
+    spots = PortTensors(found, batch)
     targets = [tensor for port in of for tensor in _ends(found, spots, port)]
     sources = _sources(found, spots, wrt)
     if not sources or not targets:
@@ -49,12 +49,12 @@ def blocked(found: Opened, batch: Batch, of: Sequence[Port], wrt: Port) -> Obsta
     return _first_block(targets, above, own)
 
 
-def _ends(found: Opened, spots: Spots, port: Port) -> Sequence[Any]:
+def _ends(found: Opened, spots: PortTensors, port: Port) -> Sequence[Any]:
     spot = None if _of_loop(found, port) else spots(port)
     return _leaving(found, port) if spot is None else (spot.value,)
 
 
-def _sources(found: Opened, spots: Spots, port: Port) -> list[Any]:
+def _sources(found: Opened, spots: PortTensors, port: Port) -> list[Any]:
     return list(_leaving(found, port) if _of_loop(found, port) else spots(port).sources)
 
 

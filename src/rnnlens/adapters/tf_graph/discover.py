@@ -1,0 +1,148 @@
+"""The recurrences of a graph: every loop that leads to outputs or loss, with its boundaries and the cell within."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .anatomy import Anatomy, output_of, read_by, take_apart
+from .apart import taken_apart
+from .found import Loop, LoopBoundary
+from .frames import Frame, conditions_with_loops, frames_of
+from .labels import common_scope, course_words, fused, kind_of, known_cell, masking, of_a_branch, refused, runs_through
+from .loops import unrolled
+from .sequences import course_of, sequences
+from .settings import GraphSettings
+
+
+def find(
+    graph: Any,
+    ends: Iterable[Any],
+    value_of: Callable[[Any], Any] = lambda _: None,
+    stacks: Sequence[frozenset[str]] = (),
+    *,
+    may_vary: bool = False,
+) -> list[Loop]:
+    """The recurrences among the ancestors of some tensors, in the order in which they were built.
+
+    Parameters
+    ----------
+    graph
+        Our copy of the user's graph.
+    ends
+        Outputs and loss; loops that lead to none of them (those of gradients, of input pipelines) are left out.
+    value_of
+        The present value of a scalar tensor, as of a keep probability: a cell may be known at that value alone.
+    stacks
+        Variables of cells that are one recurrence, not one each.
+    may_vary
+        Whether runs of the same copy may have other values, as those in training have of the phase of Keras.
+    """
+    ends = list(ends)
+    built = [
+        (frame.built, loop)
+        for frame in frames_of(graph, ends)
+        for loop in _loops(frame, value_of, stacks, may_vary=may_vary)
+    ]
+    loops = zip((number for number, _ in built), _paired([loop for _, loop in built]), strict=True)
+    steps = [(_first_step(loop), loop) for loop in unrolled(ends)]
+    in_branches = [of_a_branch(op.name) for op in conditions_with_loops(graph, ends)]
+    return [*(loop for _, loop in sorted([*loops, *steps], key=lambda pair: pair[0])), *fused(ends), *in_branches]
+
+
+def _first_step(loop: Loop) -> float:
+    """The number of the operation that makes the first state of an unrolled loop; one that is refused comes last."""
+    return int(loop.states[0].tensors[0].op._id) if loop.states else math.inf
+
+
+def _loops(
+    frame: Frame, value_of: Callable[[Any], Any], stacks: Sequence[frozenset[str]], *, may_vary: bool
+) -> list[Loop]:
+    """The recurrences of one loop: none where nothing is carried from step to step but what is put out."""
+    if frame.in_condition:
+        return [of_a_branch(frame.name)]
+    if frame.nested:
+        floats = [v for v in frame.variables if v.before.dtype.is_floating and v.before.shape.rank != 0]
+        return [refused(frame, floats, sequences(frame), "a loop within its body")] if floats else []
+    settings = GraphSettings(value_of)
+    anatomy = as_set = take_apart(frame, settings)
+    if not anatomy.states:
+        return []
+    if settings.used and (may_vary or not as_set.covered):
+        anatomy = take_apart(frame)
+    if len(anatomy.matches) > 1 and any(anatomy.variables <= stack for stack in stacks):
+        return taken_apart(anatomy, as_one=True)
+    if anatomy is as_set or anatomy.covered or not as_set.covered:
+        return _cells(anatomy)
+    first, *others = _cells(as_set)
+    conditions = (*first.cell.conditions, *settings.conditions(frame.name))
+    return [replace(first, cell=replace(first.cell, conditions=conditions)), *others]
+
+
+def _cells(anatomy: Anatomy) -> list[Loop]:
+    known = _known(anatomy) if anatomy.whole else None
+    return taken_apart(anatomy) if known is None else [known]
+
+
+def _known(anatomy: Anatomy) -> Loop | None:
+    """A loop that is one known cell and nothing else, as it stands; None for any other."""
+    frame, match = anatomy.frame, anatomy.matches[0]
+    read = read_by(anatomy, match.source)
+    output = output_of(anatomy, anatomy.pairs[match.states[0]][1])
+    understood = anatomy.mask is not None or not anatomy.masked
+    in_one = any(columns is not None for _, columns in anatomy.owners)
+    if read is None or read.reader is None or output is None or not understood or in_one:
+        return None
+    owners = [anatomy.owners[i][0] for i in match.states]
+    return Loop(
+        frame.name,
+        kind_of(frame),
+        replace(known_cell(match), conditions=runs_through(anatomy, read.stacked)),
+        tuple(LoopBoundary((v.entry,), ((v.reader,),)) for v in owners),
+        tuple(LoopBoundary((v.exit,)) for v in owners),
+        LoopBoundary((read.stacked,), ((read.reader,),), stacked=True),
+        output[0],
+        **masking(anatomy),
+        **course_words(course_of(read.stacked)),
+        masked_output=output[1],
+        steps=read.stacked.shape[0],
+        scope=common_scope(piece.variable for pieces in match.weights.values() for piece in pieces),
+    )
+
+
+# Two directions, one layer.
+
+#: Not the cells of two stacks, of which each goes its own way.
+_WITHIN = r"(?:/(?!cell_\d+$).*)?$"
+_HALVES = (
+    re.compile(rf"^(?P<stem>.*?)(?:^|/)(?:fw|forward)\w*{_WITHIN}"),
+    re.compile(rf"^(?P<stem>.*?)(?:^|/)(?:bw|backward)\w*{_WITHIN}"),
+)
+
+
+def _paired(loops: Sequence[Loop]) -> list[Loop]:
+    """Loops of the two directions of one layer under one name."""
+    found = list(loops)
+    for i, one in enumerate(loops):
+        for k, other in enumerate(loops):
+            stem = _stem(one, other)
+            if stem is not None and not found[i].bidirectional and not found[k].bidirectional:
+                found[i] = replace(one, name=stem, bidirectional=True)
+                found[k] = replace(other, name=stem, bidirectional=True)
+    return found
+
+
+def _stem(forward: Loop, backward: Loop) -> str | None:
+    """The scope of a layer whose halves these are; None where they are none."""
+    if (forward.direction, backward.direction) != ("forward", "backward"):
+        return None
+    if forward.cell.cell is not backward.cell.cell or forward.cell.units != backward.cell.units:
+        return None
+    names = [pattern.match(loop.name) for pattern, loop in zip(_HALVES, (forward, backward), strict=True)]
+    if any(name is None for name in names) or len({name["stem"] for name in names if name}) != 1:
+        return None
+    same_source = course_of(forward.input.tensors[0]).source is course_of(backward.input.tensors[0]).source
+    return names[0]["stem"] if same_source and names[0] is not None else None

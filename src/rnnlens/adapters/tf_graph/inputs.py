@@ -1,0 +1,204 @@
+"""What a graph is fed: data, targets and states, checked and converted; and what it says where that fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, UserCodeError, did_you_mean, message, shown
+from ...trees import leaves_of
+from ...typing import Array
+from ..protocol import Batch
+from .losses import fed_to, is_built, loss_in
+from .opened import Opened
+from .public import Net
+
+
+def names_of_inputs(net: Net, x: Any) -> list[str]:
+    """The names of the inputs in the order of the leaves of x.
+
+    Raises
+    ------
+    InputError
+        If x does not fit the inputs.
+    """
+    known = list(net.inputs)
+    if not known:
+        raise InputError(
+            message(
+                "A session by itself does not say what x is fed to.",
+                expected="a net: a part of its graph as a model, with names for what it is fed and what it returns",
+                hint='net = rl.tf1.graph(session, inputs={"x": placeholder}, outputs={"y": tensor}, loss=loss, '
+                "targets=labels, feed={keep_prob: 1.0}), and then rl.trace(net, x, y)",
+            )
+        )
+    if isinstance(x, Mapping):
+        unknown = [key for key in x if key not in known]
+        if unknown or len(x) < len(known):
+            missing = [name for name in known if name not in x]
+            got = f"{list(map(str, x))}" + (f", without {missing}" if missing else "")
+            raise InputError(message("x does not fit the inputs of the graph.", got=got, expected=", ".join(known)))
+        return list(x)
+    if len(leaves_of(x)) != len(known):
+        got, expected = f"{len(leaves_of(x))} arrays", f"{len(known)}: {', '.join(known)}"
+        raise InputError(message("x does not fit the inputs of the graph.", got=got, expected=expected))
+    return known
+
+
+def fed(found: Opened, batch: Batch) -> dict[Any, Array]:
+    """What every run of a batch is fed, in the copy."""
+    feed = fed_in(found.net, found.copy.graph, batch)
+    if is_built(found.net, batch):
+        feed |= fed_to(loss_in(found.net, found.copy.graph, found.copy.tensor, batch, found.copy.built), batch)
+    for layer, states in (batch.initial_state or {}).items():
+        feed |= _started(found, layer, states)
+    return feed
+
+
+def fed_in(net: Net, graph: Any, batch: Batch) -> dict[Any, Array]:
+    """What the tensors of any copy of the net's graph are fed, but for what was built there."""
+    _refuse(net, batch)
+    feed = {tensor.name: _fitting(f"feed[{tensor.op.name!r}]", tensor, value) for tensor, value in net.feed.items()}
+    for name, leaf in zip(names_of_inputs(net, batch.x), leaves_of(batch.x), strict=True):
+        given = {tensor.name: _fitting(f"x[{name!r}]", tensor, leaf) for tensor in net.inputs[name]}
+        if any(0 in array.shape for array in given.values()):
+            got, expected = f"x[{name!r}] of shape {np.shape(leaf)}", "at least 1 sample and 1 time step"
+            raise InputError(message("x is empty.", got=got, expected=expected))
+        feed |= given
+    if net.keras is not None:
+        from . import keras_v1
+
+        feed |= {name: np.asarray(value) for name, value in keras_v1.phase_feed(net, batch.training).items()}
+    if not is_built(net, batch):
+        feed |= _targets(net, batch)
+    return {graph.get_tensor_by_name(name): value for name, value in feed.items()}
+
+
+def _targets(net: Net, batch: Batch) -> dict[str, Array]:
+    """Targets and, of a Keras model, the weights of samples, by the tensors that they are fed to."""
+    leaves = [np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf) for leaf in leaves_of(batch.y)]
+    if not leaves:
+        return {}
+    if len(leaves) != len(net.targets):
+        got = f"{len(leaves)} array{'s' * (len(leaves) != 1)}"
+        expected = f"{len(net.targets)}, one for each of targets=" if net.targets else "none: the net has no targets="
+        hint = "rl.tf1.graph(..., targets=labels) says what y is fed to"
+        raise InputError(message("y does not fit the targets of the graph.", got=got, expected=expected, hint=hint))
+    pairs = list(zip(net.targets, leaves, strict=True))
+    feed = {tensor.name: _fitting("y", tensor, _ranked(net, tensor, leaf)) for alike, leaf in pairs for tensor in alike}
+    if net.keras is not None:
+        from . import keras_v1
+
+        given = zip(net.keras.weights, keras_v1.sample_weights(batch), strict=False)
+        feed |= {name: np.asarray(weight) for name, weight in given if weight is not None}
+    return feed
+
+
+def _ranked(net: Net, tensor: Any, leaf: Array) -> Array:
+    """Keras takes one number per sample for a column of them."""
+    short = net.keras is not None and tensor.shape.rank == np.ndim(leaf) + 1 and tensor.shape[-1] in (1, None)
+    return leaf[..., None] if short else leaf
+
+
+def _refuse(net: Net, batch: Batch) -> None:
+    """Refuse by name what a graph has no place for."""
+    if net.keras is not None:
+        return
+    if batch.training:
+        raise UnsupportedError(
+            message(
+                "A graph has no training mode of its own: it has what you feed for it.",
+                got="training=True",
+                hint="rl.tf1.graph(..., feed={phase: True})",
+            )
+        )
+    for name in ("sample_weight", "class_weight"):
+        if getattr(batch, name) is not None:
+            raise UnsupportedError(
+                message(
+                    f"{name}= has no place in a graph: its loss weighs as it was built.",
+                    hint="feed the weights: rl.tf1.graph(..., targets=(labels, weights)), y=(labels, weights)",
+                )
+            )
+
+
+def _started(found: Opened, layer: str, states: Sequence[Any]) -> dict[Any, Array]:
+    """The states that a layer is made to start from."""
+    loops = found.layer(layer)
+    if not loops:
+        names = [loop.name for loop in found.loops]
+        raise LayerNotFoundError(message(f"No layer is called {layer!r}.", hint=did_you_mean(layer, names)))
+    entries = [boundary.tensors[0] for loop in loops for boundary in loop.initial]
+    if len(states) != len(entries):
+        got, expected = f"{len(states)} states", f"{len(entries)}"
+        raise InputError(message(f"initial_state[{layer!r}] does not fit.", got=got, expected=expected))
+    return {tap: _fitting(f"initial_state[{layer!r}]", tap, state) for tap, state in zip(entries, states, strict=True)}
+
+
+def _fitting(where: str, tensor: Any, value: Any) -> Array:
+    """An array that a tensor can be fed.
+
+    Raises
+    ------
+    InputError
+        If it does not fit in shape or kind.
+    """
+    dtype = tensor.dtype.base_dtype
+    array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+    if array.dtype.kind in "OUS" and dtype != tf.string:
+        raise InputError(
+            message(f"{where} holds no numbers.", got=shown(value), expected=f"{tensor.name} {dtype.name}")
+        )
+    if not tensor.shape.is_compatible_with(array.shape):
+        got, expected = f"shape {array.shape}", f"{tensor.name} {tensor.shape}"
+        raise InputError(message(f"{where} does not fit the graph.", got=got, expected=expected))
+    if not (dtype.is_floating or dtype.is_complex) and array.dtype.kind == "f" and not np.all(array == np.round(array)):
+        got, expected = f"{array.dtype}", f"{tensor.name} {dtype.name}"
+        raise InputError(message(f"{where} does not fit the graph.", got=got, expected=expected))
+    return array.astype(dtype.as_numpy_dtype, copy=False) if dtype != tf.string else array
+
+
+def loss_tensor(found: Opened, batch: Batch) -> Any:
+    """The scalar of the copy that is differentiated; see :func:`losses.loss_in`."""
+    return loss_in(found.net, found.copy.graph, found.copy.tensor, batch, found.copy.built).tensor
+
+
+_UNFED = re.compile(r"You must feed a value for placeholder tensor '([^']+)'")
+
+#: Lines of an error of TensorFlow that say where, not what.
+_NOISE = ("Graph execution error", "Detected at node", "node ", "Node: ", "File ", "(0)", "(1)", "Errors may have")
+
+
+@contextmanager
+def said_clearly(net: Net) -> Iterator[None]:
+    """Within the block, errors of a run become ours.
+
+    Raises
+    ------
+    InputError
+        If a placeholder is not fed.
+    UserCodeError
+        If the user's graph fails on this batch.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        unfed = _UNFED.search(error.message or "")
+        if unfed:
+            known = [tensor.op.name for alike in net.targets for tensor in alike]
+            hint = f"of rl.tf1.graph: feed={{{unfed[1]!r}: ...}}, or targets={unfed[1]!r} if it is what y is fed to"
+            hint = "y, which is fed to targets=" if unfed[1] in known else hint
+            raise InputError(
+                message(f"The placeholder {unfed[1]!r} is not fed.", expected="a value in every run", hint=hint)
+            ) from error
+        said = [line.strip() for line in (error.message or "").splitlines() if line.strip()]
+        told = [line for line in said if not line.startswith(_NOISE)]
+        first = next(iter(told or said), type(error).__name__)
+        raise UserCodeError(
+            message("The graph failed on this batch.", got=f"{type(error).__name__}: {first}")
+        ) from error

@@ -1,0 +1,256 @@
+"""What a loop reads step by step, what it puts out, which steps it leaves out, and which way it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+from tensorflow.python.framework import tensor_util
+
+from .blocks import Source, behind_identities, constant_of
+from .frames import Frame, Variable
+
+_READS = frozenset({"TensorArrayReadV3", "TensorListGetItem"})
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A tensor with time in front of which the body reads one step at a time.
+
+    ``value``: the step within the body; ``reader``: the operation, and number of its input, that reads ``stacked``;
+    None where the body indexes the user's own tensor, which others may read too.
+    """
+
+    value: Any
+    stacked: Any
+    reader: tuple[Any, int] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """What the body writes at each step, and where all steps are stacked; ``stacked`` is None where nobody does.
+
+    ``index``: the place that it writes to, within the body.
+    """
+
+    value: Any
+    index: Any
+    stacked: Any
+    variable: Variable
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which steps are left out: those behind ``lengths`` (sample,), or where ``steps`` (time, sample) is False."""
+
+    lengths: Any = None
+    steps: Read | None = None
+    #: Whether the condition is True at steps that are left out.
+    inverted: bool = False
+
+    def agrees(self, other: Mask | None) -> bool:
+        """Whether another says the same of every step."""
+        if other is None or self.inverted != other.inverted or self.lengths is not other.lengths:
+            return False
+        return (self.steps and self.steps.stacked) is (other.steps and other.steps.stacked)
+
+
+def same(tensor: Any, outer: Source) -> Any:
+    """The tensor behind identities and invariants."""
+    while True:
+        tensor = outer.settled(tensor)
+        if tensor.op.type not in ("Identity", "Enter", "EnsureShape"):
+            return tensor
+        tensor = tensor.op.inputs[0]
+
+
+def clocks(frame: Frame) -> list[Variable]:
+    """The variables that count steps: integers that grow by one, from 0."""
+    counters = [v for v in frame.variables if v.before.dtype.is_integer and _is_next(v.after, v.before, frame.outer)]
+    return [v for v in counters if constant_of(v.entry, Source()) == 0]
+
+
+def steps_run(frame: Frame) -> Any:
+    """How many steps a loop runs: a number, or a tensor outside; None where nothing counts them."""
+    if frame.bounds and all(isinstance(bound, np.ndarray) for bound in frame.bounds):
+        return min(int(bound) for bound in frame.bounds)
+    with frame.variables[0].entry.graph.as_default():
+        if frame.bounds:
+            return tf.reduce_min(tf.stack([tf.cast(bound, tf.int32) for bound in frame.bounds]))
+        ends = [clock.exit for clock in clocks(frame) if clock.exit is not None]
+        return tf.cast(ends[0], tf.int32) if ends else None
+
+
+def _is_next(after: Any, before: Any, outer: Source) -> bool:
+    if after.op.type not in ("Add", "AddV2"):
+        return False
+    sides = [same(t, outer) for t in after.op.inputs]
+    ones = [constant_of(t, outer) for t in after.op.inputs]
+    return any(s is before and o == 1 for s, o in zip(sides, ones[::-1], strict=True))
+
+
+def sequences(frame: Frame) -> list[Read]:
+    """What the body reads at the present step."""
+    times = [v.before for v in clocks(frame)]
+    found = []
+    for op in frame.ops:
+        axis = _indexed(op, frame, times)
+        if axis is not None:
+            found.append(Read(op.outputs[0], _taken(frame, frame.outer.get(op.inputs[0]), axis), None))
+        if op.type not in _READS:
+            continue
+        place, source = (1, 2) if op.type == "TensorArrayReadV3" else (1, 0)
+        filled = frame.outer.get(op.inputs[source])
+        if filled is None or not any(same(op.inputs[place], frame.outer) is t for t in times):
+            continue
+        filled = behind_identities(filled)
+        if filled.op.type == "TensorArrayScatterV3":
+            found.append(Read(op.outputs[0], filled.op.inputs[2], (filled.op, 2)))
+        elif filled.op.type == "TensorListFromTensor":
+            found.append(Read(op.outputs[0], filled.op.inputs[0], (filled.op, 0)))
+    return found
+
+
+def _indexed(op: Any, frame: Frame, times: Sequence[Any]) -> int | None:
+    """The axis along which an operation takes the present step of an invariant, and all of the others: x[:, t]."""
+    if op.type not in ("StridedSlice", "GatherV2") or frame.outer.get(op.inputs[0]) is None:
+        return None
+    now = [any(same(t, frame.outer) is time for time in times) for t in _places(op, frame.outer)]
+    if op.type == "GatherV2":
+        axis = constant_of(op.inputs[2], frame.outer)
+        return int(axis) if now == [True] and axis in (0, 1) and op.inputs[1].shape.rank == 0 else None
+    kept = op.get_attr("begin_mask") & op.get_attr("end_mask")
+    marks = (op.get_attr("shrink_axis_mask"), kept, op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask"))
+    for axis in (0, 1):
+        others = sum(1 << i for i in range(len(now)) if i != axis)
+        if (
+            now == [i == axis for i in range(len(now))]
+            and marks[0] == 1 << axis
+            and marks[1] == others
+            and not marks[2]
+        ):
+            return axis
+    return None
+
+
+def _places(op: Any, outer: Source) -> list[Any]:
+    """What an operation that takes a part of a tensor goes by, axis by axis."""
+    begin = same(op.inputs[1], outer)
+    return list(begin.op.inputs) if begin.op.type == "Pack" else [begin]
+
+
+def _taken(frame: Frame, tensor: Any, axis: int) -> Any:
+    """The steps of a tensor that a loop takes one by one, time first."""
+    count = steps_run(frame)
+    with tensor.graph.as_default():
+        taken = tensor[:count] if axis == 0 else tensor[:, :count]
+        return taken if axis == 0 else tf.transpose(taken, [1, 0, *range(2, tensor.shape.rank)])
+
+
+#: Operations that write a step: which input is the value, which the place, which what was written before.
+_WRITES = {"TensorArrayWriteV3": (2, 1, 3), "TensorListSetItem": (2, 1, 0)}
+
+
+def written(frame: Frame) -> list[Written]:
+    """What the body puts out."""
+    found = []
+    for variable in frame.variables:
+        op = behind_identities(variable.after).op
+        if op.type in _WRITES:
+            value, index, before = (op.inputs[i] for i in _WRITES[op.type])
+            if same(before, frame.outer) is variable.before:
+                found.append(Written(value, index, _stacked(variable.exit), variable))
+    return found
+
+
+def _stacked(tensor: Any) -> Any:
+    waiting = [] if tensor is None else [tensor]
+    while waiting:
+        for op in waiting.pop(0).consumers():
+            if op.type in ("TensorArrayGatherV3", "TensorListStack"):
+                return op.outputs[0]
+            if op.type in ("Identity", "Exit"):
+                waiting.append(op.outputs[0])
+    return None
+
+
+def mask_of(condition: Any, frame: Frame, reads: Sequence[Read]) -> Mask | None:
+    """What the condition of a select says of the present step; None where it is another."""
+    times = [v.before for v in clocks(frame)]
+    condition = same(condition, frame.outer)
+    if condition.op.type in ("GreaterEqual", "Greater", "Less", "LessEqual"):
+        left, right = (same(t, frame.outer) for t in condition.op.inputs)
+        ahead = any(left is t for t in times)
+        lengths = right if ahead else left
+        clock = left if ahead else right
+        inverted = {("GreaterEqual", True): True, ("Less", True): False, ("Greater", False): False}
+        inverted[("LessEqual", False)] = True
+        key = (condition.op.type, ahead)
+        known = any(clock is t for t in times) and key in inverted and lengths.graph is not frame.graph
+        known = known or (any(clock is t for t in times) and key in inverted and frame.kind == "v1")
+        return Mask(lengths=lengths, inverted=inverted[key]) if known and lengths.shape.rank == 1 else None
+    inverted_by = False
+    while condition.op.type in ("Tile", "ExpandDims", "Reshape", "LogicalNot", "BroadcastTo", "Identity", "Squeeze"):
+        inverted_by ^= condition.op.type == "LogicalNot"
+        condition = condition.op.inputs[0]
+    for read in reads:
+        if read.value is condition and condition.dtype.name == "bool":
+            return Mask(steps=read, inverted=inverted_by)
+    return None
+
+
+def is_filled_with(number: int, tensor: Any, outer: Source) -> bool:
+    """Whether every number of a tensor is this one, 0 or 1."""
+    tensor = same(tensor, outer)
+    if tensor.op.type in ("ZerosLike", "OnesLike"):
+        return bool((tensor.op.type == "OnesLike") == number)
+    if tensor.op.type == "Fill":
+        return bool(constant_of(tensor.op.inputs[1], outer) == number)
+    value = tensor_util.constant_value(tensor) if tensor.op.type == "Const" else None
+    return value is not None and bool(np.all(value == number))
+
+
+@dataclass(frozen=True)
+class Course:
+    """Which way a loop runs through the user's tensor: ``source``, what ``turned_by``, and whether time comes first."""
+
+    source: Any
+    direction: Literal["forward", "backward"]
+    turned_by: Any
+    time_major: bool
+
+
+def course_of(stacked: Any) -> Course:
+    """From the tensor that the loop reads, time first, back over what turns it round."""
+    tensor, axis, turned_by = stacked, 0, None
+    direction: Literal["forward", "backward"] = "forward"
+    while True:
+        op = tensor.op
+        if op.type == "Identity":
+            tensor = op.inputs[0]
+        elif op.type == "Transpose" and (was := _before_transpose(op, axis)) is not None:
+            tensor, axis = op.inputs[0], was
+        elif op.type == "ReverseSequence" and op.get_attr("seq_dim") == axis and direction == "forward":
+            tensor, direction, turned_by = op.inputs[0], "backward", op.inputs[1]
+        elif op.type == "ReverseV2" and _turns(op, axis) and direction == "forward":
+            tensor, direction = op.inputs[0], "backward"
+        else:
+            return Course(tensor, direction, turned_by, axis == 0)
+
+
+def _before_transpose(op: Any, axis: int) -> int | None:
+    order = tensor_util.constant_value(op.inputs[1])
+    rank = op.inputs[0].shape.rank
+    if order is not None:
+        return int(order[axis]) if int(order[axis]) in (0, 1) else None
+    # The order of axes that ``tf.nn.dynamic_rnn`` makes from the rank: the first two change places.
+    return 1 - axis if rank is None or rank >= 2 else None
+
+
+def _turns(op: Any, axis: int) -> bool:
+    axes = tensor_util.constant_value(op.inputs[1])
+    rank = op.inputs[0].shape.rank
+    return axes is not None and [int(a) % rank if rank else int(a) for a in np.reshape(axes, -1)] == [axis]

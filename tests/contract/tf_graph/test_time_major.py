@@ -1,0 +1,51 @@
+"""Graphs that are fed (time, sample, feature): every verb names their axes, as it does of any other framework."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import rnnlens as rl
+
+SAMPLES, STEPS, FEATURES = 3, 7, 4
+X = np.random.default_rng(0).normal(size=(STEPS, SAMPLES, FEATURES))
+Y = np.random.default_rng(1).normal(size=(SAMPLES, 2))
+
+
+@pytest.fixture(params=["any number of steps", "a fixed number of steps"])
+def parts(request):
+    """A net, and TensorFlow's gradient of its loss by its input."""
+    steps = None if request.param.startswith("any") else STEPS
+    x, y = tf.placeholder(tf.float64, [steps, None, FEATURES]), tf.placeholder(tf.float64, [None, 2])
+    outputs, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(5), x, dtype=tf.float64, time_major=True)
+    head = tf.layers.dense(state, 2, name="head")
+    loss = tf.reduce_mean(tf.square(head - y))
+    truth = tf.gradients(loss, x)[0]
+    rows = [tf.gradients(head[:, unit], x)[0] for unit in range(2)]
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        net = rl.tf1.graph(session, inputs=x, outputs={"head": head, "steps": outputs}, loss=loss, targets=y)
+        yield net, session.run(truth, {x: X, y: Y}), session.run(rows, {x: X})
+
+
+def test_gradients(parts):
+    net, truth, _ = parts
+    by_input = rl.gradients(net, X, Y, wrt="input")
+    assert by_input.dims == ("sample", "time", "feature")
+    np.testing.assert_allclose(by_input.values, truth.swapaxes(0, 1), rtol=1e-10, atol=1e-14)
+    assert rl.trace(net, X, Y).certificate.state == "passed"
+
+
+def test_gradients_in_batches(parts):
+    net, _, _ = parts
+    whole = rl.gradients(net, X, of="output[head]", reduce="sum", wrt="input")
+    parts = rl.gradients(net, X, of="output[head]", reduce="sum", wrt="input", batch_size=2)
+    np.testing.assert_allclose(parts.values, whole.values, rtol=1e-12)
+
+
+def test_time_jacobian(parts):
+    net, _, rows = parts
+    jacobian = rl.jacobian(net, X, of="output[head]", wrt="input")
+    assert jacobian.attrs["certificate"].startswith("certified")
+    for unit, row in enumerate(rows):
+        mine = jacobian.isel(out_unit=unit).transpose("sample", "in_time", "in_feature")
+        np.testing.assert_allclose(mine.values, row.swapaxes(0, 1), rtol=1e-10, atol=1e-14)
