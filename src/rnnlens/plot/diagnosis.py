@@ -100,7 +100,7 @@ def _use(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
         _over_context(ax, model, "use", _BLUE, keywords)
         ax.axhline(0.05, **_THRESHOLD)
         ax.annotate("5 %", (0, 0.05), (3, 2), ax.get_yaxis_transform(), "offset points", fontsize="x-small")
-    ax.set(ylabel="share of the prediction's variance", title="Use of older steps")
+    ax.set(ylabel="use (share of the variance)", title="Use of older steps")
     ax.set_ylim(0, max(1.0, float(np.nanmax(model["use"].values, initial=0.0))) * 1.08)
     n = float(model["memory"])
     if not (bool(model.attrs["known"]) and np.isfinite(n)):
@@ -116,7 +116,7 @@ def _use(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
 def _benefit(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     """Draw the performance lost when older steps are replaced."""
     _over_context(ax, model, "benefit", _GREEN, keywords)
-    ax.set(ylabel="share of what was learned", title="Performance lost when older steps are replaced")
+    ax.set(ylabel="benefit (share of the score)", title="Performance lost when older steps are replaced")
     top = float(np.nanmax(model["benefit"].values))
     ax.set_ylim(-0.05, min(max(top, 1.0), 1.5) * 1.1)
     if top > 1.5:  # a confident network can lose more than it learned

@@ -84,12 +84,17 @@ def test_sentence_is_that_of_the_diagnosis():
 
 
 def test_figures_show_before_and_after():
-    panel, _ = draw_steps([portrait()]).axes
+    (panel,) = draw_steps([portrait()]).axes
     before, after = (line for line in panel.lines if line.get_gid() == "hidden_grad")
     np.testing.assert_allclose(before.get_ydata(), 0.5 ** np.arange(STEPS)[::-1])
     np.testing.assert_allclose(after.get_ydata(), 0.9 ** np.arange(STEPS)[::-1])
-    ends = [text.get_text().split("\n")[0] for text in panel.texts if text.get_gid() == "end"]
-    assert ends == ["before training", "after training"]
+    names = [text.get_text().partition(":")[0] for text in panel.get_legend().get_texts()]
+    assert names == ["before training", "after training"]
+    assert panel.get_xlabel() == "steps before the answer"
+    places = {
+        text.get_text(): float(place) for place, text in zip(panel.get_xticks(), panel.get_xticklabels(), strict=True)
+    }
+    assert places["0"] == STEPS - 1
     assert panel.get_yscale() == "log"
 
 
@@ -98,11 +103,12 @@ def test_the_picture_of_a_network_is_that_of_all_its_digits_each_by_its_own_peak
     assert [ax.get_title() for ax in images] == [
         "before training",
         "after training",
-        "after training - before training",
+        "ratio",
     ]
     np.testing.assert_allclose(images[1].images[0].get_array()[2], 0.9 ** np.arange(STEPS)[::-1])
     one = [ax.get_title() for ax in draw_samples(portrait()).axes if ax.images]
-    assert one[0] == "before training\nsample 2, loss 0.4 (the median)"
+    assert one[0] == "before training · sample 2"  # whose loss then is not known
+    assert one[1] == "after training\nsample 2, loss 0.4 (the median)"
 
 
 def test_digits_are_split_without_overlap_and_scaled():
