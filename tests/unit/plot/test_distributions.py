@@ -324,8 +324,8 @@ def test_colours_that_end_before_the_values_have_pointed_bars(weights, gradient)
     data["kernel"].values[1, 0, 0] = 50.0
     assert ends(rl.plot.weights_heatmap(data)) == "max"
     assert ends(rl.plot.weights_heatmap(weights())) == "neither"
-    assert ends(rl.plot.heatmap(gradient() - 1, limit=0.5)) == "both"
-    assert ends(rl.plot.heatmap(gradient() - 1, limit=1.01)) == "max"
+    assert ends(rl.plot.heatmap(gradient() - 1, limit=0.5, samples="panels")) == "both"
+    assert ends(rl.plot.heatmap(gradient() - 1, limit=1.01, samples="panels")) == "max"
 
 
 def test_missing_weights_are_red_in_title_and_panel(weights):
