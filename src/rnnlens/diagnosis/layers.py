@@ -11,6 +11,7 @@ import xarray as xr
 
 from .. import data
 from ..adapters.protocol import RecurrentCall
+from ..errors import UnsupportedError, message
 from ..layout import canonical_order
 from ..measures.facts import Census, census, dead_units, gate_timescale, stuck_gates
 from ..measures.profiles import Band, attributed_memory, attribution, band
@@ -89,7 +90,22 @@ class Attribution:
 
 
 def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], Attribution | None]:
-    """Measure every recurrent call, and the attribution to the input of the first."""
+    """Measure every recurrent call, and the attribution to the input of the first.
+
+    Raises
+    ------
+    UnsupportedError
+        If the states of a layer have axes of space.
+    """
+    for call, _ in experiment.runs:
+        if call.cell.space:
+            raise UnsupportedError(
+                message(
+                    f"Layer {call.layer!r} cannot be diagnosed: its states have axes of space.",
+                    expected="layers whose states are (sample, time, unit)",
+                    hint="rl.trace and rl.gradients give its gates and total gradients at every step and place",
+                )
+            )
     found = _output_gradients(experiment)
     layers = [
         _facts(call, run, found.get((call.layer, call.direction)), experiment.ends(call))

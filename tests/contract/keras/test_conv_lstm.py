@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import rnnlens as rl
+from rnnlens.errors import UnsupportedError
 
 LAYERS = {1: keras.layers.ConvLSTM1D, 2: keras.layers.ConvLSTM2D, 3: keras.layers.ConvLSTM3D}
 SPACE = {1: (6,), 2: (5, 4), 3: (4, 3, 3)}
@@ -127,3 +128,21 @@ def test_an_input_of_another_size_has_axes_of_its_own():
     model, x, y = build(2)
     dims = rl.trace(model, x, y)["conv"].input_grad.dims
     assert dims == ("sample", "time", "input_height", "input_width", "feature")
+
+
+REFUSED = {
+    "jacobian": (lambda model, x, y: rl.jacobian(model, x, measure="norm"), "The time Jacobian of a ConvLSTM"),
+    "fixed points": (lambda model, x, y: rl.fixed_points(model, x, layer="conv"), "Fixed points of a ConvLSTM"),
+    "diagnosis": (
+        lambda model, x, y: rl.diagnose(model, np.repeat(x, 64, axis=0), np.repeat(y, 64, axis=0)),
+        "Layer 'conv' cannot be diagnosed: its states have axes of space.",
+    ),
+}
+
+
+@pytest.mark.parametrize("verb", REFUSED)
+def test_what_needs_states_without_space_is_refused_by_name(verb):
+    call, words = REFUSED[verb]
+    with pytest.raises(UnsupportedError) as caught:
+        call(*build(2))
+    assert str(caught.value).startswith(words)

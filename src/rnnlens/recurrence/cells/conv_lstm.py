@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from ...errors import UnsupportedError, message
 from ...vocabulary import BIAS_BY_CHANNEL, CHANNEL, FEATURE, GATE, SPACE, Quantity
@@ -186,6 +186,22 @@ class _ConvLSTM(LSTM):
                 got=f"states of {'x'.join(str(n) for n in run.states[0].shape[2:])} numbers",
                 expected="a layer whose states are (sample, time, unit)",
                 hint='rl.gradients(..., wrt="<layer>.hidden") gives the total gradient at every step and place',
+            )
+        )
+
+    def map_at(self, x: Array, xp: Namespace) -> NoReturn:
+        """Refuse: fixed points are searched for among states that are vectors.
+
+        Raises
+        ------
+        UnsupportedError
+            Always.
+        """
+        raise UnsupportedError(
+            message(
+                "Fixed points of a ConvLSTM are not computed.",
+                got="a state with axes of space",
+                expected="a layer whose states are (sample, time, unit)",
             )
         )
 
