@@ -26,7 +26,7 @@ from . import affine
 from .linearise import Pulled, UnitVectorSystem
 
 
-class StepAutodiff(Protocol):
+class StepDerivatives(Protocol):
     """The step of one cell, differentiated by a framework; arrays (n, size) in and out, of the kind that is given."""
 
     def vjp(
@@ -77,7 +77,7 @@ class Cell:
     by_framework: ClassVar[bool] = False
     at_once: ClassVar[bool] = False
     #: The framework's differentiation of :meth:`step`; its adapter gives it to a cell without a ``pull_back``.
-    autodiff: StepAutodiff | None = None
+    autodiff: StepDerivatives | None = None
     #: The framework's class that it was registered for; empty where an adapter knows the framework's equations itself.
     registered_for: str = ""
     #: Which of the states a masked step returns, where the framework returns a state there.
@@ -200,7 +200,7 @@ class Cell:
         return xp.reshape(dz, (*lead, self.parts, -1)), back, total
 
     @property
-    def _differentiator(self) -> StepAutodiff:
+    def _differentiator(self) -> StepDerivatives:
         if self.autodiff is None:
             raise UnsupportedError(
                 message(
