@@ -37,11 +37,15 @@ Part = tuple[str, str, xr.Dataset | xr.DataArray | None]
 _CLASSES: dict[str, type[Result]] = {}
 
 
+#: Modules of the kinds that do not have the name of their module.
+_MODULES = {"run": "training_run", "incident": "nonfinite"}
+
+
 def result_class(kind: str) -> type[Result] | None:
     """Find the class that registered itself for ``kind``, imported if need be; None for a kind nobody knows."""
     if kind not in _CLASSES and kind.isidentifier():
         with suppress(ModuleNotFoundError):
-            importlib.import_module(f"{__package__}.{kind}")
+            importlib.import_module(f"{__package__}.{_MODULES.get(kind, kind)}")
     return _CLASSES.get(kind)
 
 

@@ -16,9 +16,9 @@ from ..vocabulary import QUANTITIES, SAMPLE, TIME
 from .base import Result
 from .certificate import Certificate
 from .checks import Check
+from .layers import LayerView
 from .page import Row, page
 from .schema import quantity, with_mask
-from .view import LayerView
 
 
 class LayerTrace(LayerView):

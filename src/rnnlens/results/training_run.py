@@ -25,9 +25,9 @@ from .disk.run_folder import (
     read_metadata,
     row_sums,
 )
+from .layers import LayerView
 from .names import from_path, to_paths
 from .schema import SCHEMA_VERSION
-from .view import LayerView
 
 STEP, WRITTEN = "step", "written"
 _KINDS = ("probe", "batch")

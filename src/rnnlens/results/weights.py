@@ -11,7 +11,7 @@ from ..errors import did_you_mean, message
 from .base import Result
 from .certificate import Certificate
 from .checks import Check
-from .view import LayerView
+from .layers import LayerView
 
 
 class LayerWeights(LayerView):

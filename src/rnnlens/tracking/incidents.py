@@ -13,7 +13,7 @@ from .. import data
 from ..adapters.protocol import Batch
 from ..errors import InputError, message, shown
 from ..results.files import save
-from ..results.incident import Incident
+from ..results.nonfinite import Incident
 from .batches import TrainedBatch
 
 _log = logging.getLogger("rnnlens")
