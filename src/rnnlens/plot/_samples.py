@@ -52,7 +52,10 @@ def rms_picture(array: xr.DataArray, figure: str) -> xr.DataArray:
     count = array.sizes[SAMPLE]
     attrs = {**array.attrs, "long_name": f"{words}, RMS over {count} samples, each by its own peak", "units": "1"}
     attrs.pop("definition", None)
-    return first.copy(data=rms_of_shapes(ordered.values, where)).assign_attrs(attrs)
+    picture = first.copy(data=rms_of_shapes(ordered.values, where)).assign_attrs(attrs)
+    if padded is None or SAMPLE not in padded.dims:
+        return picture
+    return picture.drop_vars(MASKS, errors="ignore").assign_coords(mask=~padded.all(SAMPLE))
 
 
 #: Coordinates that say which steps are real: of a layer's quantities, and of either axis of a time Jacobian.

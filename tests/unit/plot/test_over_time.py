@@ -284,6 +284,16 @@ def test_an_array_without_labels_has_no_title(name):
         assert rl.plot.heatmap(values)[0].figure.get_suptitle() == "values, RMS over 2 samples, each by its own peak"
 
 
+def test_steps_that_are_padding_in_every_sample_are_grey_in_the_picture_of_all(gradient):
+    real = np.arange(6) < np.array([4, 3, 2])[:, None]
+    data = gradient(samples=3, steps=6).assign_coords(mask=(("sample", "time"), real)) + 0.1
+    data = data.assign_coords(mask=(("sample", "time"), real))
+    for axes in (rl.plot.heatmap(data), rl.plot.before_after(data, data * 2, samples="rms")):
+        grey = np.ma.getmaskarray(axes[0].images[0].get_array())
+        np.testing.assert_array_equal(grey, np.broadcast_to(np.arange(6) >= 4, grey.shape))
+        assert [line for line in axes[0].lines if line.get_gid() == "non-finite"] == []
+
+
 def test_zero_is_white_on_a_log_scale_too(gradient):
     (image,) = rl.plot.heatmap(gradient(samples=1) - 0.5, log=True)[0].images
     assert isinstance(image.norm, SymLogNorm)

@@ -81,7 +81,7 @@ def test_maps(model, where):
     x[1] = np.concatenate([REAL[1], REAL[1]])[: 10 + STEPS]  # no padding in this one
     trace = rl.trace(model, x, np.ones((3, 1), "float32"), loss="mse")
     for name in ("hidden", "hidden_grad"):
-        axes = rl.plot.heatmap(trace["lstm"][name])
+        axes = rl.plot.heatmap(trace["lstm"][name], samples="panels")
         for sample, ax in enumerate(axes):
             grey = np.ma.getmaskarray(ax.images[0].get_array())
             np.testing.assert_array_equal(grey, np.broadcast_to(~real & (sample != 1), grey.shape))
