@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, message
 from ..protocol import Port
 from ..shared.registered_cells import ComposedWeight
-from .discover import Places, Site, base_name, places
+from .discover import Places, RecurrentSite, base_name, places
 from .weights import composed, named_variables, registration_of
 
 #: Mark of the place where a bidirectional layer as a whole is listened to, besides its two halves.
@@ -18,7 +18,7 @@ _WHOLE = "~whole"
 
 
 @dataclass
-class Spots:
+class TappedPorts:
     """All ports of one pullback, resolved: the key of each, and what has to be listened to for them.
 
     ``inputs``: where each input of the model lies among the leaves of the data.
@@ -28,7 +28,7 @@ class Spots:
     inputs: Sequence[int] = ()
     keys: dict[Port, str] = field(default_factory=dict)
     turned: set[Port] = field(default_factory=set)
-    sites: dict[int, Site] = field(default_factory=dict)
+    sites: dict[int, RecurrentSite] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)
 
@@ -49,7 +49,7 @@ class Spots:
         else:
             self.keys[port] = self._of_layer(port)
 
-    def heard_sites(self, others: Collection[str] = ()) -> list[Site]:
+    def heard_sites(self, others: Collection[str] = ()) -> list[RecurrentSite]:
         """The sites to listen to and ``others``; both halves of a bidirectional layer, so that halves keep numbers."""
         names = {site.name for site in self.sites.values()} | set(others)
         return [site for site in self.found.sites if site.name in names]
@@ -87,7 +87,7 @@ class Spots:
         self.plain[place] = layer
         return f"{place}|0|{index}|{port.kind}/{port.index}"
 
-    def _of_site(self, port: Port, halves: list[Site], index: str) -> str:
+    def _of_site(self, port: Port, halves: list[RecurrentSite], index: str) -> str:
         half = next((i for i, s in enumerate(halves) if port.direction in (None, s.direction)), None)
         if half is None:
             raise InputError(
@@ -141,7 +141,7 @@ def put_together(model: Any) -> Callable[[Port], ComposedWeight | None]:
 
     @cache
     def by_layer() -> dict[str, dict[str, ComposedWeight]]:
-        halves: dict[str, dict[str, Site]] = {}
+        halves: dict[str, dict[str, RecurrentSite]] = {}
         for site in places(model).sites:
             if registration_of(getattr(site.layer, "cell", None)) is not None:
                 halves.setdefault(site.name, {})[site.direction] = site

@@ -16,11 +16,11 @@ from ..protocol import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, NonRecur
 from . import losses
 from .cells import KerasStepCell, initial_state_weights
 from .dialect import Dialect, dialect_of
-from .discover import Places, Site, choose, given_states, places
-from .hooks import Call
+from .discover import Places, RecurrentSite, choose, given_states, places
+from .hooks import LayerCall
 from .inputs import by_key, input_order, prepare
 from .reference_run import names_of, tied_variables
-from .run import Job, Result, run
+from .run import RunRequest, RunResult, run
 from .weights import cell_variables, cell_with_equations, class_of, computed_in, known_arrays, registration_of
 
 _UPPER = frozenset({"output", "final_state"})
@@ -40,7 +40,7 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
     weights = _weights(sites) if request.gradients and request.weight_grads else {}
     boundaries = request.boundaries and request.gradients
     beside = _beside(model, weights) if boundaries else {}
-    job = Job(
+    job = RunRequest(
         model=model,
         data=data,
         sites=[*sites, *(site for site in found.sites if site.name in started and site not in sites)],
@@ -79,7 +79,7 @@ def _beside(model: Any, weights: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     return {f"beside|{i}": v for i, v in enumerate(floats) if id(v) not in of_cells}
 
 
-def _tell_around(found: Capture, job: Job, gradients: dict[str, Any]) -> None:
+def _tell_around(found: Capture, job: RunRequest, gradients: dict[str, Any]) -> None:
     """Add what arrived at the inputs of the model and, the captured calls included, at all weights."""
     keras, engine = job.keras, job.keras.engine
     taps = [gradients.get(f"model|input/{i}") for i in input_order(keras, job.data.x)]
@@ -90,7 +90,7 @@ def _tell_around(found: Capture, job: Job, gradients: dict[str, Any]) -> None:
     found.whole = frozenset(found.beside)
 
 
-def _weights(sites: list[Site]) -> dict[str, tuple[Any, Any]]:
+def _weights(sites: list[RecurrentSite]) -> dict[str, tuple[Any, Any]]:
     """Weights of the cells by tap key; a cell shared between layers has one entry per weight."""
     found = {}
     for site in sites:
@@ -99,7 +99,7 @@ def _weights(sites: list[Site]) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def _tied(model: Any, sites: Iterable[Site]) -> set[int]:
+def _tied(model: Any, sites: Iterable[RecurrentSite]) -> set[int]:
     """The variables, by their id, that several layers have, or several cells of recurrent ones."""
     cells = {id(site.layer.cell): site.layer.cell for site in sites}.values()
     held = Counter(key for cell in cells for key in {id(v) for v in cell_variables(cell).values()})
@@ -109,9 +109,9 @@ def _tied(model: Any, sites: Iterable[Site]) -> set[int]:
 class _Assembly:
     """Turns the tensors of a run into calls of the contract."""
 
-    def __init__(self, keras: Dialect, result: Result, sites: list[Site], tied: set[int]) -> None:
+    def __init__(self, keras: Dialect, result: RunResult, sites: list[RecurrentSite], tied: set[int]) -> None:
         self._keras, self._engine, self._result, self._tied = keras, keras.engine, result, tied
-        self._sites: dict[tuple[str, int], Site] = {}
+        self._sites: dict[tuple[str, int], RecurrentSite] = {}
         for site in sites:
             half = sum(name == site.name for name, _ in self._sites)
             self._sites[site.name, half] = site
@@ -144,17 +144,17 @@ class _Assembly:
     def _order(self) -> tuple[str, ...]:
         """Nodes where they were finished: a model within the model after its layers, though it was called first."""
         found: list[str] = []
-        within: list[Call] = []
+        within: list[LayerCall] = []
         for call in self._result.calls:
             while within and not call.place.startswith(f"{within[-1].place}/"):
                 found.append(self._node(within.pop()))
             within.append(call)
         return tuple(dict.fromkeys([*found, *(self._node(call) for call in reversed(within))]))
 
-    def _node(self, call: Call) -> str:
+    def _node(self, call: LayerCall) -> str:
         return call.place if self._times[call.place] == 1 else f"{call.place}#{call.index}"
 
-    def _recurrent(self, call: Call, request: CaptureRequest) -> RecurrentCall:
+    def _recurrent(self, call: LayerCall, request: CaptureRequest) -> RecurrentCall:
         site = self._sites[call.place, call.half]
         layer, get = site.layer, self._getter(call)
         known = class_of(layer.cell) is not None
@@ -186,7 +186,7 @@ class _Assembly:
             framework_initial_state_grad=get.all_gradients("initial_state") or None,
         )
 
-    def _getter(self, call: Call) -> _Getter:
+    def _getter(self, call: LayerCall) -> _Getter:
         return _Getter(self._engine, call, self._result.gradients)
 
     def _cell(self, cell: Any) -> Any:
@@ -219,7 +219,7 @@ class _Assembly:
             return frozenset(known.cell.parameters if names else ())
         return frozenset(names | ({"recurrent_bias"} if "bias" in names else set()))
 
-    def _plain(self, call: Call) -> list[NonRecurrentCall]:
+    def _plain(self, call: LayerCall) -> list[NonRecurrentCall]:
         get = self._getter(call)
         names = [name for name in call.arrays if name.startswith("output/")]
         node = self._node(call)
@@ -273,7 +273,7 @@ def _no_path(calls: list[RecurrentCall], plain: list[NonRecurrentCall]) -> list[
 class _Getter:
     """Arrays of one call by the name under which they were heard."""
 
-    def __init__(self, engine: Engine, call: Call, gradients: dict[str, Any]) -> None:
+    def __init__(self, engine: Engine, call: LayerCall, gradients: dict[str, Any]) -> None:
         self._engine, self._call, self._gradients = engine, call, gradients
 
     def __call__(self, name: str) -> Array | None:

@@ -1,4 +1,4 @@
-"""Cells of unknown equations: run and differentiated by the engine, sample and time folded into one axis."""
+"""Cells of unknown equations: the engine runs and differentiates their step, samples and steps as one axis."""
 
 from __future__ import annotations
 

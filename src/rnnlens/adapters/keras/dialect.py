@@ -24,7 +24,7 @@ from ...typing import Array, Namespace
 #: Package that must be loaded already -> the module of its dialect.
 _DIALECTS = {"keras": "keras3", "tf_keras": "keras2"}
 
-#: Puts a method in the place of one of a layer's own, for the length of a run.
+#: Replaces a method of a layer during a run.
 Override = Callable[[Any, str, Callable[..., Any]], None]
 
 
@@ -59,7 +59,7 @@ class Dialect(Protocol):
     # -- the engine, dtypes, values
     @property
     def engine(self) -> Engine:
-        """What differentiates; masks go along wherever it puts one tensor in the place of another."""
+        """The autodiff engine; it carries Keras masks over to replaced tensors."""
 
     def floatx(self) -> str:
         """The dtype of floats unless a layer says otherwise."""
@@ -93,13 +93,13 @@ class Dialect(Protocol):
         """``"lstm/lstm_cell/kernel"``."""
 
     def own_variables(self, layer: Any) -> list[Any]:
-        """Of a layer alone, without those of its parts."""
+        """Return the variables of a layer without those of its sublayers."""
 
     def regularizers(self, layer: Any) -> Mapping[int, Any]:
-        """By the id of a variable of the layer or its parts, what penalises it."""
+        """Map the id of each regularised variable of the layer and its sublayers to its regulariser."""
 
     def variables(self, model: Any) -> list[Any]:
-        """All whose values a run may read, states and metrics included."""
+        """Return all variables that a run may read, states and metrics included."""
 
     # -- layers and cells
     @property
@@ -115,25 +115,25 @@ class Dialect(Protocol):
         """Activations that this engine computes with constants of single precision."""
 
     def state_size(self, layer: Any) -> Any:
-        """Of a recurrent layer, as its cell says it."""
+        """State sizes declared by the layer's cell."""
 
     def template(self, cell: Any) -> Any:
         """The nesting in which a recurrent layer hands states to a cell, with sizes for leaves."""
 
     def output_size(self, cell: Any) -> Any:
-        """What a cell says of its output; None where it says nothing."""
+        """Output size declared by a cell; None if it declares none."""
 
     def draws(self, layer: Any) -> bool:
         """Whether a layer has a generator of random numbers that no rate of it speaks of."""
 
     def refusal(self, layer: Any) -> tuple[str, str] | None:
-        """Why a recurrent layer cannot be listened to, and what to do instead."""
+        """Return why a recurrent layer cannot be hooked, and a workaround; None if it can."""
 
     def time_major(self, layer: Any) -> bool:
         """Whether the first axis of a layer's input is time."""
 
     def inputs_of(self, node: Any) -> list[Any]:
-        """Tensors that went into one call of a layer."""
+        """Return the input tensors of one symbolic call of a layer."""
 
     def in_order(self, model: Any) -> list[Any] | None:
         """The layers of a model that is one plain chain; None for any other."""
@@ -152,16 +152,16 @@ class Dialect(Protocol):
 
     # -- a run
     def asks_for_training(self, model: Any) -> bool:
-        """Whether a model is told if it trains."""
+        """Whether the model's call takes ``training``."""
 
     def listen(self, listener: Any, site: Any, half: int, override: Override) -> None:
-        """Override the methods of the layer of a ``Site`` at which a ``Listener`` records a recurrent call."""
+        """Override the methods of a recurrent layer at which ``listener`` records its calls."""
 
     def values(self, variables: Sequence[Any]) -> list[Any] | None:
-        """What to run with in place of the values of variables; None where the run may read them itself."""
+        """Return the tensors that replace the variables in a run; None if the run reads the variables."""
 
     def seeds(self, model: Any, seed: int | None) -> list[Any]:
-        """One tensor for each generator of random numbers: as it is, or after ``seed``."""
+        """Return the state of each random generator as a tensor: the present one, or one derived from ``seed``."""
 
     def running(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap
@@ -169,37 +169,37 @@ class Dialect(Protocol):
         """Within the block variables hold ``values``, ``weights`` are tapped, random numbers follow ``seeds``."""
 
     def stepping(self, cell: Any, weights: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
-        """Within the block the variables of a cell hold the tensors that stand beside them."""
+        """Temporarily assign the paired tensors to the cell's variables."""
 
     def as_found(self, model: Any, seed: int | None) -> AbstractContextManager[None]:
-        """What a run changes besides Python attributes comes back on exit: variables, generators."""
+        """Restore on exit the variables and random generators that a run changes."""
 
     def plain_values(self, variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """(tensors to run with in place of the variables, variables to differentiate by themselves)."""
 
     def standing(self, model: Any, values: Sequence[Any], seeds: Sequence[Any]) -> AbstractContextManager[None]:
-        """As ``running``, for the model as it stands: nothing is tapped, and ``values`` are those of all variables."""
+        """Run without taps, with ``values`` for all variables."""
 
     def initial_state(self, cell: Any, samples: int) -> Any:
         """The states that a cell with a ``get_initial_state`` of its own starts from."""
 
     def books(self, layer: Any) -> Iterator[Any]:
-        """Containers in which a layer keeps what its calls add."""
+        """Iterate over the containers that a layer's calls append to."""
 
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
         """One call of a cell as its recurrent layer makes it: output and new states."""
 
     def inside(self, value: Any) -> Any:
-        """The container in a wrapper by which layers track what they hold; None for anything else."""
+        """Return the container inside a tracking wrapper of the package; None for other objects."""
 
     def tracks(self, value: Any) -> bool:
-        """Whether this is one of the objects in which the package keeps track of what layers hold."""
+        """Whether ``value`` is a tracker object of the package."""
 
     def is_short(self, x: Any) -> bool:
         """Whether a run on such data, that would be traced for itself alone, is done sooner operation by operation."""
 
     def stamp(self, model: Any, loss: Any) -> Hashable | None:
-        """All that a run depends on, with ``loss`` or the compiled one; None where that is not known."""
+        """Return a hashable that changes with everything a run reads; None if that is not known."""
 
     # -- the loss
     def is_overridden(self, model: Any) -> bool:
@@ -209,7 +209,7 @@ class Dialect(Protocol):
         """Whether ``compile`` was called."""
 
     def compiled_loss(self, model: Any) -> Any:
-        """What ``compile`` made of the loss: a function of ``(y, y_pred, sample_weight)``; None where there is none."""
+        """Return the compiled loss, a function of ``(y, y_pred, sample_weight)``; None if there is none."""
 
     def compiled_form(self, loss: Any, weights: Any = None, names: Any = None) -> Callable[[Any, Any, Any], Any]:
         """A loss as ``compile(loss=...)`` would take it."""
@@ -221,7 +221,7 @@ class Dialect(Protocol):
         """The loss that training minimises: the compiled one, its weights, regularisers and ``add_loss``."""
 
     def undisturbed(self, model: Any, regularised: bool) -> AbstractContextManager[None]:
-        """No trace of a loss in the compiled one; penalties of weights have a gradient if ``regularised``."""
+        """Keep the compiled loss unchanged; penalties of weights have a gradient if ``regularised``."""
 
     def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
         """Targets and outputs as a compiled function gets them."""

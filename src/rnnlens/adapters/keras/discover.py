@@ -13,7 +13,7 @@ from .weights import kind_of, known_class, likeness
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class RecurrentSite:
     """One place in a model where a recurrence runs: a recurrent layer, or one half of a bidirectional one.
 
     ``name`` is that of the node in results; ``refusal`` says why it cannot be traced, None where it can.
@@ -40,7 +40,7 @@ class Site:
 class Places:
     """All layers of a model by the name of their node: recurrent sites in order, and every other layer."""
 
-    sites: tuple[Site, ...]
+    sites: tuple[RecurrentSite, ...]
     plain: dict[str, Any]
 
     def names(self) -> list[str]:
@@ -64,7 +64,7 @@ def places(model: Any) -> Places:
                 hint="model.build((None, steps, features)), or call it once on a batch: model(x)",
             )
         )
-    sites: list[Site] = []
+    sites: list[RecurrentSite] = []
     plain: dict[str, Any] = {}
     for name, layer, wrapper in _walk(model):
         if _is_recurrent(dialect_of(layer), layer) and not layer.built:
@@ -86,7 +86,7 @@ def describe(model: Any) -> list[LayerInfo]:
     return list(rows.values())
 
 
-def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[Site], dict[str, Any]]:
+def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[RecurrentSite], dict[str, Any]]:
     """The sites and plain layers that ``wanted`` names, exactly; all sites where it is None.
 
     A node such as ``"lstm#1"`` is found under its layer's name.
@@ -190,15 +190,15 @@ def _is_recurrent(keras: Dialect, layer: Any) -> bool:
     return isinstance(layer, (keras.layers.RNN, keras.layers.Bidirectional))
 
 
-def _sites_of(name: str, layer: Any, wrapper: Any) -> Iterator[Site]:
+def _sites_of(name: str, layer: Any, wrapper: Any) -> Iterator[RecurrentSite]:
     keras = dialect_of(layer)
     if isinstance(layer, keras.layers.Bidirectional):
         halves = (layer.forward_layer, layer.backward_layer)
         odd = _refusal_of_a_pair(name, *halves)
         for half in halves:
-            yield Site(name, half, layer, True, _refusal(name, half, wrapper) or odd)
+            yield RecurrentSite(name, half, layer, True, _refusal(name, half, wrapper) or odd)
     elif isinstance(layer, keras.layers.RNN):
-        yield Site(name, layer, layer, False, _refusal(name, layer, wrapper))
+        yield RecurrentSite(name, layer, layer, False, _refusal(name, layer, wrapper))
 
 
 def _refusal(name: str, layer: Any, wrapper: Any) -> str | None:
@@ -250,14 +250,14 @@ def _add_unique(plain: dict[str, Any], name: str, layer: Any) -> None:
     plain[name] = layer
 
 
-def _refuse_twins(sites: Iterable[Site]) -> None:
+def _refuse_twins(sites: Iterable[RecurrentSite]) -> None:
     owners: dict[str, Any] = {}
     for site in sites:
         if owners.setdefault(site.name, site.owner) is not site.owner:
             raise ModelError(two_layers_called(site.name))
 
 
-def _info(site: Site) -> LayerInfo:
+def _info(site: RecurrentSite) -> LayerInfo:
     layer, cell = site.layer, site.layer.cell
     options = {
         "return_state": layer.return_state,

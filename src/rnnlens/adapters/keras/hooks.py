@@ -1,7 +1,7 @@
-"""Listens to layers while a model runs: what went in, what came out, and taps at the tensors that are asked for.
+"""Hooks on layers while a model runs: they record inputs and outputs, and tap the tensors that are differentiated.
 
-Where a recurrent layer is listened to is for its dialect to say: mask, initial state and dropout have to be settled
-there, and what is heard to come out has to be what the layer returns. Any other layer is listened to at its ``call``.
+The dialect chooses the method of a recurrent layer that is hooked: mask, initial state and dropout are known there, and
+the recorded output is what the layer returns. Any other layer is hooked at its ``call``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ...autodiff import Tap
 from ...errors import InputError, RnnlensError, UnsupportedError, message
 from ..shared.threads import substitute_in_this_thread
 from .dialect import Dialect
-from .discover import Site
+from .discover import RecurrentSite
 from .weights import known_class
 
 
 @dataclass
-class Call:
+class LayerCall:
     """One call of one layer. ``arrays`` holds tensors by name; ``key`` starts the name of every tap of this call."""
 
     place: str
@@ -55,7 +55,7 @@ def overriding() -> Iterator[Callable[[Any, str, Any], None]]:
 
 
 @dataclass
-class Listener:
+class LayerRecorder:
     """Records calls in the order in which they happen.
 
     ``wanted`` holds what to tap: a kind of tensor (``"output"``) at every call, or one tensor of one call
@@ -67,11 +67,11 @@ class Listener:
     wanted: frozenset[str]
     keep: frozenset[str]
     initial_state: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LayerCall] = field(default_factory=list)
 
     @contextmanager
-    def listening(self, sites: Sequence[Site], plain: Mapping[str, Any]) -> Iterator[None]:
-        """Overrides methods on the instances; the caller restores ``vars`` of every layer (see ``restore.py``)."""
+    def listening(self, sites: Sequence[RecurrentSite], plain: Mapping[str, Any]) -> Iterator[None]:
+        """Hook the layers by overriding methods of the instances; the caller restores their ``vars`` (``restore.py``)."""
         halves: dict[str, int] = {}
         with overriding() as put:
 
@@ -85,14 +85,14 @@ class Listener:
                 override(layer, "call", self._plain(name, layer))
             yield
 
-    def _start(self, place: str, half: int = 0) -> Call:
+    def _start(self, place: str, half: int = 0) -> LayerCall:
         index = sum(call.place == place and call.half == half for call in self.calls)
-        call = Call(place, half, index)
+        call = LayerCall(place, half, index)
         self.calls.append(call)
         return call
 
-    def hears(self, call: Call, name: str, tensor: Any) -> Any:
-        """Tap ``tensor`` if asked to, record it if asked to, and return what to go on with."""
+    def hears(self, call: LayerCall, name: str, tensor: Any) -> Any:
+        """Tap and record ``tensor`` where that is requested; return the tensor to continue with."""
         kind, key = name.split("/")[0], f"{call.key}|{name}"
         tapped = self.keras.is_float(tensor) and (kind in self.wanted or key in self.wanted)
         if tapped:
@@ -101,7 +101,7 @@ class Listener:
             call.arrays[name] = tensor
         return tensor
 
-    def hears_all(self, call: Call, name: str, tree: Any) -> Any:
+    def hears_all(self, call: LayerCall, name: str, tree: Any) -> Any:
         """Do the same for every tensor of a nested structure; a tensor that occurs twice, as h of a cell, stays one."""
         flat = self.keras.tree.flatten(tree)
         tapped: dict[int, Any] = {}
@@ -109,8 +109,10 @@ class Listener:
             tapped[id(tensor)] = self.hears(call, f"{name}/{i}", tapped.get(id(tensor), tensor))
         return self.keras.tree.pack_sequence_as(tree, [tapped[id(tensor)] for tensor in flat])
 
-    def enters(self, site: Site, half: int, sequence: Any, initial_state: Any, mask: Any) -> tuple[Call, Any, Any]:
-        """A recurrence starts: its call, and the input and initial state to go on with."""
+    def enters(
+        self, site: RecurrentSite, half: int, sequence: Any, initial_state: Any, mask: Any
+    ) -> tuple[LayerCall, Any, Any]:
+        """Start the record of a recurrent call; return it with the input and initial state to continue with."""
         initial_state = self._given_state(site, half, initial_state)
         call = self._start(site.name, half)
         sequence = self.hears(call, "input", sequence)
@@ -119,8 +121,8 @@ class Listener:
             call.arrays["mask"] = mask
         return call, sequence, initial_state
 
-    def _given_state(self, site: Site, half: int, state: Any) -> Any:
-        """The state that the user asked to start from, in place of the layer's own."""
+    def _given_state(self, site: RecurrentSite, half: int, state: Any) -> Any:
+        """Return the user's ``initial_state`` for this layer, or its own state."""
         given = self.initial_state.get(site.name)
         if given is None:
             return state
@@ -161,8 +163,8 @@ def own_errors_unchanged() -> Iterator[None]:
         raise
 
 
-def refuse_random(site: Site, training: bool) -> None:
-    """What a cell of unknown equations may do in training, and cannot be done again.
+def refuse_random(site: RecurrentSite, training: bool) -> None:
+    """Refuse cells of unknown equations whose step cannot be replayed in training mode.
 
     Raises
     ------

@@ -17,7 +17,7 @@ from .dialect import Dialect, dialect_of
 
 
 @dataclass
-class Data:
+class TensorBatch:
     """Tensors of the engine, in the structure that the user gave."""
 
     x: Any
@@ -30,7 +30,7 @@ class Data:
         return {"x": self.x, "y": self.y, "sample_weight": self.sample_weight, "initial_state": self.initial_state}
 
 
-def prepare(model: Any, batch: Batch) -> Data:
+def prepare(model: Any, batch: Batch) -> TensorBatch:
     """Check ``batch`` and turn it into tensors.
 
     Raises
@@ -50,7 +50,7 @@ def prepare(model: Any, batch: Batch) -> Data:
     for name, given in states.items():
         _check_count(keras, f"initial_state[{name!r}]", given, count)
     tensors = _converter(model)
-    return Data(tensors(x), y, weight, tensors(states) if states else None)
+    return TensorBatch(tensors(x), y, weight, tensors(states) if states else None)
 
 
 def build_from(model: Any, x: Any) -> None:
@@ -85,7 +85,7 @@ def _converter(model: Any) -> Callable[[Any], Any]:
 
 
 def _structure(keras: Dialect, value: Any, name: str) -> Any:
-    """Lists of numbers become one array; lists, tuples and dicts of arrays stay what they are."""
+    """Turn lists of numbers into one array; keep lists, tuples and dicts of arrays."""
     if isinstance(value, dict):
         return {key: _structure(keras, item, f"{name}[{key!r}]") for key, item in value.items()}
     if value is None:

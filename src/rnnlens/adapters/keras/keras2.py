@@ -26,7 +26,7 @@ from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN
 from ...typing import Array, Namespace
 from . import keras2_run
 from .dialect import Dialect, own_array
-from .keras2_ops import ArrayFunctions, Losses, Ops, Tree, undisturbed
+from .keras2_ops import ArrayFunctions, Ops, Tree, UntrackedLosses, undisturbed
 
 #: The versions on which the tests run.
 _VERSIONS = ("2.21.",)
@@ -334,7 +334,7 @@ class Keras2:
 
     def compiled_form(self, loss: Any, weights: Any = None, names: Any = None) -> Callable[[Any, Any, Any], Any]:
         """The loss as ``compile(loss=...)`` would take it; no metric of anybody's is moved."""
-        return Losses(loss, weights, names)
+        return UntrackedLosses(loss, weights, names)
 
     def whole_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
         """The loss that training minimises."""

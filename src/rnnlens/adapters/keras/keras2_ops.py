@@ -80,18 +80,18 @@ class ArrayFunctions:
         return getattr(tf.math, name) if hasattr(tf.math, name) else getattr(tf, name)
 
 
-class _Nothing:
+class _NoMean:
     """Stands where the mean of the losses would be kept."""
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is kept."""
 
 
-class Losses(LossesContainer):  # type: ignore[misc]  # tf_keras has no types
+class UntrackedLosses(LossesContainer):  # type: ignore[misc]  # tf_keras has no types
     """What ``compile`` makes of a loss, without its metrics."""
 
     def __init__(self, losses: Any, weights: Any = None, names: Any = None) -> None:
-        super().__init__(losses, weights, names, total_loss_mean=_Nothing())
+        super().__init__(losses, weights, names, total_loss_mean=_NoMean())
 
     def _create_metrics(self) -> None:
         self._per_output_metrics = [None] * len(self._losses)
@@ -103,7 +103,9 @@ def undisturbed(model: Any, regularised: bool) -> Iterator[None]:
     own = vars(model)
     compiled = own.get("compiled_loss")
     if compiled is not None:
-        own["compiled_loss"] = Losses(compiled._user_losses, compiled._user_loss_weights, compiled._output_names)
+        own["compiled_loss"] = UntrackedLosses(
+            compiled._user_losses, compiled._user_loss_weights, compiled._output_names
+        )
     layers = [] if regularised else list(model._flatten_layers())
     penalties = [(vars(layer), vars(layer)["_callable_losses"]) for layer in layers if layer._callable_losses]
     for books, losses in penalties:

@@ -20,11 +20,11 @@ from tf_keras.src import backend
 from tf_keras.src.layers.rnn import base_cudnn_rnn, gru_v1, lstm_v1
 
 from ...errors import UnsupportedError, message, no_function_of_its_own
-from .hooks import Call, Listener, own_errors_unchanged, refuse_random
+from .discover import RecurrentSite
+from .hooks import LayerCall, LayerRecorder, own_errors_unchanged, refuse_random
 
 if TYPE_CHECKING:
     from .dialect import Override
-    from .discover import Site
 
 
 _OWN_CALLS = tuple(
@@ -63,7 +63,7 @@ def _ignores_its_activation(layer: Any) -> bool:
     return act not in (own.tanh, tf.tanh) or rec not in (own.sigmoid, tf.sigmoid)
 
 
-def listen(listener: Listener, site: Site, half: int, override: Override) -> None:
+def listen(listener: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
     """Override what settles the input, and what returns the output.
 
     The fused kernel drops another part of its input at every step, before the recurrence starts: that is done here, so
@@ -112,7 +112,9 @@ def _gates(layer: Any) -> int:
     return 4 if isinstance(layer, tf_keras.layers.LSTM) else 3
 
 
-def _heard(listener: Listener, site: Site, result: Any, *, call: Call, mask: Any, training: Any) -> Any:
+def _heard(
+    listener: LayerRecorder, site: RecurrentSite, result: Any, *, call: LayerCall, mask: Any, training: Any
+) -> Any:
     """What the layer returned: the output, and the states where it returns them."""
     del mask
     layer = site.layer
@@ -139,7 +141,7 @@ def _samples_first(layer: Any, tensor: Any) -> Any:
     return tf.transpose(tensor, [1, 0, *range(2, len(tensor.shape))])
 
 
-def _refuse_nested(site: Site, sequence: Any, constants: Any) -> None:
+def _refuse_nested(site: RecurrentSite, sequence: Any, constants: Any) -> None:
     if tf.nest.is_nested(sequence):
         raise UnsupportedError(
             message(f"Layer {site.name!r}: its input is nested.", hint="concatenate the parts along the last axis")
@@ -150,7 +152,7 @@ def _refuse_nested(site: Site, sequence: Any, constants: Any) -> None:
         )
 
 
-def _refuse_ragged(site: Site, inputs: Any) -> None:
+def _refuse_ragged(site: RecurrentSite, inputs: Any) -> None:
     if any(isinstance(part, tf.RaggedTensor) for part in (inputs if isinstance(inputs, list) else [inputs])):
         raise UnsupportedError(
             message(
@@ -196,7 +198,7 @@ _MAKES = {
 }
 
 
-class _OneOfACall(backend.ContextValueCache):  # type: ignore[misc]  # tf_keras has no types
+class _MaskPerCall(backend.ContextValueCache):  # type: ignore[misc]  # tf_keras has no types
     """One mask for all steps of a call, as Keras 2 means it: its own forgets that a loop lies within a graph."""
 
     def setdefault(self, key: Any = None, default: Any = None, kwargs: Any = None) -> Any:
@@ -270,7 +272,7 @@ def stateless(model: Any, seeds: Sequence[Any]) -> Iterator[None]:
         vars(layer)["_random_generator"] = _Generator(seed)
         for name in _DRAWN[1:]:
             if name in vars(layer):
-                vars(layer)[name] = _OneOfACall(getattr(layer, _MAKES[name]))
+                vars(layer)[name] = _MaskPerCall(getattr(layer, _MAKES[name]))
     try:
         with _graphs_kept(model):
             yield

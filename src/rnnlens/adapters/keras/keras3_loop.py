@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from ...errors import UnsupportedError, message
-from .hooks import Listener, own_errors_unchanged, refuse_random
+from .discover import RecurrentSite
+from .hooks import LayerRecorder, own_errors_unchanged, refuse_random
 
 if TYPE_CHECKING:
     from .dialect import Override
-    from .discover import Site
 
 _OWN_LOOPS = (keras.layers.RNN, keras.layers.SimpleRNN, keras.layers.LSTM, keras.layers.GRU)
 
@@ -28,7 +28,7 @@ def refusal(layer: Any) -> tuple[str, str] | None:
     return "has an inner_loop of its own", "write the recurrence as a cell, keras.layers.RNN(cell)"
 
 
-def listen(listener: Listener, site: Site, half: int, override: Override) -> None:
+def listen(listener: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
     """Override the loop; a bidirectional layer's attempt to run both halves fused would pass it by."""
     override(site.layer, "inner_loop", _loop(listener, site, half))
     if site.bidirectional:
@@ -36,7 +36,7 @@ def listen(listener: Listener, site: Site, half: int, override: Override) -> Non
         override(site.owner, "_can_attempt_fused_gru", lambda *args, **kwargs: False)
 
 
-def _loop(listener: Listener, site: Site, half: int) -> Callable[..., Any]:
+def _loop(listener: LayerRecorder, site: RecurrentSite, half: int) -> Callable[..., Any]:
     original, layer = site.layer.inner_loop, site.layer
 
     def inner_loop(sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
@@ -68,7 +68,7 @@ def _value_of(state: Any) -> Any:
     return value.read_value() if hasattr(value, "read_value") else keras.ops.convert_to_tensor(value)
 
 
-def _refuse_triple(site: Site, mask: Any) -> None:
+def _refuse_triple(site: RecurrentSite, mask: Any) -> None:
     layer = site.layer
     if keras.backend.backend() == "torch" and layer.unroll and layer.go_backwards and mask is not None:
         raise UnsupportedError(

@@ -48,11 +48,11 @@ _METHODS = ("__call__", "call", "inner_loop", "build", "compute_mask", "get_init
 _LARGEST = 2**16
 
 
-class _OpenWorld(Exception):  # noqa: N818 - no error, but what was found
+class _DependsOnAnything(Exception):  # noqa: N818 - no error, but what was found
     """Something that may depend on anything."""
 
 
-class _Same:
+class _SameObject:
     """Equal only to a stamp of the very same object; does not keep it alive."""
 
     def __init__(self, value: Any) -> None:
@@ -62,7 +62,7 @@ class _Same:
         return self._id
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._ref() is not None and self._ref() is other._ref()
+        return isinstance(other, _SameObject) and self._ref() is not None and self._ref() is other._ref()
 
 
 def stamp_of(model: Any, loss: Any, engine: Engine) -> Hashable | None:
@@ -72,7 +72,7 @@ def stamp_of(model: Any, loss: Any, engine: Engine) -> Hashable | None:
     settings = (config.floatx(), config.epsilon(), config.image_data_format(), config.is_flash_attention_enabled())
     try:
         return (settings, engine.settings(), _Stamp().of(model), _Stamp().of(given))
-    except _OpenWorld:
+    except _DependsOnAnything:
         return None
 
 
@@ -102,7 +102,14 @@ class _Stamp:
         self._met[id(value)] = len(self._met)
         kind = type(value)
         if isinstance(value, keras.Variable):
-            return (_Same(value), value.trainable, value.dtype, value._autocast, self.of(value.regularizer), value.name)
+            return (
+                _SameObject(value),
+                value.trainable,
+                value.dtype,
+                value._autocast,
+                self.of(value.regularizer),
+                value.name,
+            )
         if isinstance(value, types.ModuleType) and value.__name__.startswith("keras.src."):
             return ("module", value.__name__)
         if isinstance(value, DTypePolicy):
@@ -110,14 +117,14 @@ class _Stamp:
         if isinstance(value, KerasTensor):
             return self._symbol(value)
         if not _is_keras(kind) or kind is keras.layers.Lambda or not hasattr(value, "__dict__"):
-            raise _OpenWorld
+            raise _DependsOnAnything
         if not all(_written_by_keras(method) for method in _methods(kind)):
-            raise _OpenWorld
+            raise _DependsOnAnything
         if isinstance(value, CompileLoss):
             told = (value._user_loss, value._user_loss_weights, value.output_names, value.reduction)
             return ("compiled", *map(self.of, told))
         graph = self._graph(value) if isinstance(value, Function) else None
-        return (_Same(kind), _Same(value), graph, self._settings(value))
+        return (_SameObject(kind), _SameObject(value), graph, self._settings(value))
 
     def _settings(self, value: Any) -> Hashable:
         return tuple(
@@ -130,7 +137,7 @@ class _Stamp:
         """A tensor of a functional model's graph, by where it comes from."""
         history = getattr(tensor, "_keras_history", None)
         if history is None:
-            raise _OpenWorld
+            raise _DependsOnAnything
         return (self.of(history.operation), history.node_index, history.tensor_index)
 
     def _graph(self, model: Any) -> Hashable:
@@ -160,5 +167,5 @@ def _keras_own(value: Any) -> Hashable:
     """A function or class that stands in one of Keras' modules under its own name."""
     module = sys.modules.get(value.__module__ or "")
     if not _is_keras(value) or getattr(module, value.__qualname__, None) is not value:
-        raise _OpenWorld
-    return _Same(value)
+        raise _DependsOnAnything
+    return _SameObject(value)

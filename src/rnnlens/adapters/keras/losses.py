@@ -16,7 +16,7 @@ from .dialect import Dialect, dialect_of
 from .discover import given_states, places
 from .inputs import prepare, targets
 from .restore import as_found
-from .run import Job, Loss, run
+from .run import Loss, RunRequest, run
 
 
 def plan(model: Any, batch: Batch) -> Loss:
@@ -219,7 +219,7 @@ def outputs_of(model: Any, batch: Batch) -> Outputs:
     engine = keras.engine
     found = places(model)
     names = given_states(found, batch.initial_state)
-    job = Job(
+    job = RunRequest(
         model=model,
         data=prepare(model, batch),
         sites=[site for site in found.sites if site.name in names],

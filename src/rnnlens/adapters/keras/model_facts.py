@@ -1,4 +1,4 @@
-"""What Keras knows of a model without running it: its parts, its loss and optimizer, the names of its ends."""
+"""Facts of a model that need no run: layers and roles, loss, optimizer, names of inputs and outputs, versions."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from ...errors import InputError, LayerNotFoundError, message, raised_by
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback, refuse_misfits
 from . import losses
-from .boundaries import Spots
+from .boundaries import TappedPorts
 from .dialect import Dialect, dialect_of
 from .discover import given_states, places
 from .inputs import input_order, prepare
 from .restore import as_found
-from .run import Job, Loss, forget, memo_for, program
+from .run import Loss, RunRequest, forget, memo_for, program
 
 #: Bytes that the cotangents of one chunk may take, with what an engine needs around them.
 _CHUNK = 512 * 2**20
@@ -35,7 +35,7 @@ class KerasPullback:
     ) -> None:
         self._keras = dialect_of(model)
         self._engine: Engine = self._keras.engine
-        self._spots = Spots(places(model), input_order(self._keras, batch.x))
+        self._spots = TappedPorts(places(model), input_order(self._keras, batch.x))
         for port in (*of, *wrt, *cut):
             self._spots.add(port, model)
         self._of, self._wrt, self._cut = tuple(of), tuple(wrt), tuple(cut)
@@ -63,21 +63,21 @@ class KerasPullback:
             values[port] = self._turned(port, self._engine.to_array(heard[key]), axis=1)
         self.values = values
 
-    def _memo(self, job: Job, arguments: Any) -> Memo:
+    def _memo(self, job: RunRequest, arguments: Any) -> Memo:
         """What was compiled for the same question before."""
         boundaries = (frozenset(self._spots.keys[port] for port in ports) for ports in (self._of, self._cut))
         return memo_for(job, arguments, *boundaries) or Memo()
 
-    def _linearised(self, job: Job, arguments: Any, memo: Memo) -> Any:
+    def _linearised(self, job: RunRequest, arguments: Any, memo: Memo) -> Any:
         try:
             return self._engine.linearise(self._program(job), arguments, memo)
         except BaseException:
             forget(job.model, memo)
             raise
 
-    def _job(self, model: Any, batch: Batch, loss: Loss | None) -> Job:
+    def _job(self, model: Any, batch: Batch, loss: Loss | None) -> RunRequest:
         wanted = frozenset(self._spots.keys[port] for port in (*self._wrt, *self._cut))
-        return Job(
+        return RunRequest(
             model=model,
             data=prepare(model, batch),
             sites=self._spots.heard_sites(given_states(self._spots.found, batch.initial_state)),
@@ -92,7 +92,7 @@ class KerasPullback:
             tap_inputs=any(key.startswith("model|input") for key in wanted),
         )
 
-    def _program(self, job: Job) -> Any:
+    def _program(self, job: RunRequest) -> Any:
         of = {self._spots.keys[port] for port in self._of}
         keys, cut = set(self._spots.keys.values()), {self._spots.keys[port] for port in self._cut}
 

@@ -1,7 +1,7 @@
-"""The user's own model, run as it stands: nothing listened to, nothing tapped, differentiated by its engine.
+"""Reference run: the user's model without hooks and taps, differentiated by its engine.
 
-What the certificate of a result is held against. It shares with the capture only what prepares the user's data,
-evaluates the user's loss and leaves the model as it was found; names and layouts of weights are read here once more.
+Certificates compare results with it. It shares with the capture only what prepares the user's data,
+evaluates the user's loss and restores the model; names and layouts of weights are read here once more.
 It is traced anew at every call, so that nothing can be out of date; only a model that is known to depend on nothing
 outside (see ``keras3_stamps.py``) is run again as it was compiled here.
 """
@@ -24,7 +24,7 @@ from .cells import initial_state_weights
 from .dialect import dialect_of
 from .inputs import input_order, prepare
 from .restore import as_found
-from .run import Job, memo_of, stamp_of_tensors
+from .run import RunRequest, memo_of, stamp_of_tensors
 from .weights import attributes, has_two_biases, registration_of
 
 
@@ -43,12 +43,12 @@ def reference_run(
     engine = keras.engine
     with_loss = batch.loss is not None or batch.y is not None or (gradients and cotangents is None)
     loss = losses.plan(model, batch) if with_loss else None
-    job = Job(model, prepare(model, batch), (), {}, batch.training, batch.seed)
+    job = RunRequest(model, prepare(model, batch), (), {}, batch.training, batch.seed)
     stamp = keras.stamp(model, batch.loss) if engine.compiles else None
     with as_found(model, keras, batch.seed), keras.undisturbed(model, regularised=regularised):
         arguments = job.arguments()
         arguments["values"], watched = keras.plain_values(job.variables)
-        run = _Run(job, watched, loss, arguments, (regularised, stamp))
+        run = _ReferenceFunction(job, watched, loss, arguments, (regularised, stamp))
         outputs, value, found = run.forward() if not gradients else run.backward(cotangents)
     names = names_of(model)
     grads = dict(zip(map(id, watched or job.variables), found[1], strict=True)) if found else {}
@@ -59,11 +59,16 @@ def reference_run(
     return ReferenceRun(outputs, value, by_input, weights, keys)
 
 
-class _Run:
+class _ReferenceFunction:
     """One run of the model as a function of its floats: those of x, then those of its variables."""
 
     def __init__(
-        self, job: Job, watched: list[Any], loss: Any, arguments: dict[str, Any], closed: tuple[bool, Hashable | None]
+        self,
+        job: RunRequest,
+        watched: list[Any],
+        loss: Any,
+        arguments: dict[str, Any],
+        closed: tuple[bool, Hashable | None],
     ) -> None:
         self.keras, self.engine, self.watched = job.keras, job.keras.engine, watched
         self.job, self.loss, self.arguments = job, loss, arguments

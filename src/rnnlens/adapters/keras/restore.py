@@ -1,4 +1,4 @@
-"""What layers keep in Python, remembered and put back: attributes, and all that can be changed in place behind them.
+"""Restore the Python state of layers: attributes, and every mutable object that they refer to.
 
 Counters, lists, dicts, arrays, objects of the user's, what closures hold, generators of random numbers. Keras' own
 layers change nothing but their attributes, so there it ends with those.
@@ -42,7 +42,7 @@ _MISSING = object()
 @contextmanager
 def unchanged(model: Any, keras: Dialect) -> Iterator[None]:
     """What ``model`` and its layers keep in Python, and the process' random numbers, come back on exit."""
-    memory = _Memory(keras)
+    memory = _UndoLog(keras)
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
         memory.layer(layer)
     memory.value(model)  # a cell need not be a layer
@@ -55,8 +55,8 @@ def unchanged(model: Any, keras: Dialect) -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-class _Memory:
-    """Ways back, one for each thing that was met."""
+class _UndoLog:
+    """Undo log of changed Python state: one entry for each object."""
 
     def __init__(self, keras: Dialect) -> None:
         self._keras = keras

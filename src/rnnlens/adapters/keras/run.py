@@ -1,4 +1,4 @@
-"""Runs a model once, listening, without leaving a trace in it: compiled and cached per model, or eagerly."""
+"""One run of a model with hooks, compiled and cached per model or eager; the model is left unchanged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...autodiff import Engine, Memo, Tap
 from ...errors import raised_by
 from ...settings import current
 from .dialect import Dialect, dialect_of
-from .discover import Site
-from .hooks import Call, Listener
-from .inputs import Data
+from .discover import RecurrentSite
+from .hooks import LayerCall, LayerRecorder
+from .inputs import TensorBatch
 from .restore import as_found, unchanged
 
 #: Computes the loss from x, y, the outputs and the sample weights, as a scalar tensor.
@@ -23,12 +23,12 @@ Loss = Callable[[Any, Any, Any, Any], Any]
 
 
 @dataclass
-class Job:
-    """What to run and what to listen to. Alive during one run only: nothing cached refers to it."""
+class RunRequest:
+    """One request: what to run, which layers to hook and which tensors to tap. Nothing cached refers to it."""
 
     model: Any
-    data: Data
-    sites: Sequence[Site]
+    data: TensorBatch
+    sites: Sequence[RecurrentSite]
     plain: Mapping[str, Any]
     training: bool
     seed: int | None = None
@@ -39,7 +39,7 @@ class Job:
     keep: frozenset[str] = frozenset()
     weights: Mapping[str, Any] = field(default_factory=dict)
     tap_inputs: bool = False
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LayerCall] = field(default_factory=list)
 
     @cached_property
     def keras(self) -> Dialect:
@@ -57,10 +57,10 @@ class Job:
         return {**self.data.arrays(), "values": values, "seeds": self.keras.seeds(self.model, self.seed)}
 
 
-def program(job: Job, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]:
+def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]:
     """Run ``job`` once: (loss or None, (tensors of every call, outputs of the model))."""
     keras = job.keras
-    listener = Listener(keras, tap, job.wanted, job.keep, arguments["initial_state"] or {})
+    listener = LayerRecorder(keras, tap, job.wanted, job.keep, arguments["initial_state"] or {})
     x, y, weight = arguments["x"], arguments["y"], arguments["sample_weight"]
     if job.tap_inputs:
         flat = [tap(f"model|input/{i}", t) if keras.is_float(t) else t for i, t in enumerate(keras.tree.flatten(x))]
@@ -96,16 +96,16 @@ def _tapped(keras: Dialect, outputs: Any, wanted: frozenset[str], tap: Tap) -> A
 
 
 @dataclass
-class Result:
+class RunResult:
     """Tensors of one run: per call, gradients by tap, the loss and the outputs of the model."""
 
-    calls: list[Call]
+    calls: list[LayerCall]
     gradients: dict[str, Any]
     loss: Any
     outputs: Any
 
 
-def run(job: Job) -> Result:
+def run(job: RunRequest) -> RunResult:
     """Run ``job`` and differentiate its loss with respect to every tap; the model is left as it was found."""
     engine = job.keras.engine
     with as_found(job.model, job.keras, job.seed):
@@ -114,22 +114,24 @@ def run(job: Job) -> Result:
         with job.keras.undisturbed(job.model, regularised=False), raised_by("Your model, run or differentiated,"):
             raw, calls = _compiled_or_eager(job, arguments, engine, memo)
     value, (arrays, outputs), gradients = raw
-    made = [Call(c.place, c.half, c.index, a) for c, a in zip(calls, arrays, strict=True)]
-    return Result(made, gradients, value, outputs)
+    made = [LayerCall(c.place, c.half, c.index, a) for c, a in zip(calls, arrays, strict=True)]
+    return RunResult(made, gradients, value, outputs)
 
 
-def _body(job: Job, arguments: Any, engine: Engine) -> Any:
+def _body(job: RunRequest, arguments: Any, engine: Engine) -> Any:
     if job.loss is None or not job.gradients:
         value, aux = engine.forward(lambda tap: program(job, arguments, tap))
         return value, aux, {}
     return engine.gradients(lambda tap: program(job, arguments, tap))
 
 
-def _compiled_or_eager(job: Job, arguments: Any, engine: Engine, memo: Memo | None) -> tuple[Any, list[Call]]:
+def _compiled_or_eager(
+    job: RunRequest, arguments: Any, engine: Engine, memo: Memo | None
+) -> tuple[Any, list[LayerCall]]:
     if memo is not None:
         try:
             run = memo.once("run", lambda: engine.compile(lambda a: _body(job, a, engine), (arguments,), memo))
-            calls = memo.once("calls", lambda: [Call(c.place, c.half, c.index) for c in job.calls])
+            calls = memo.once("calls", lambda: [LayerCall(c.place, c.half, c.index) for c in job.calls])
             return run(arguments), calls
         except Exception:
             # Not everything can be compiled. If it was the user's own error, running eagerly raises it unchanged.
@@ -137,7 +139,7 @@ def _compiled_or_eager(job: Job, arguments: Any, engine: Engine, memo: Memo | No
     return _body(job, arguments, engine), job.calls
 
 
-def memo_for(job: Job, arguments: Any, *more: Hashable) -> Memo | None:
+def memo_for(job: RunRequest, arguments: Any, *more: Hashable) -> Memo | None:
     """What was compiled for the same question about the same model; None where nothing is to be compiled."""
     if not job.keras.engine.compiles:
         return None

@@ -15,7 +15,7 @@ from typing import Any
 from ...errors import LayerNotFoundError, UnsupportedError, did_you_mean, message
 from ...typing import Array
 from .dialect import dialect_of
-from .discover import Site, places
+from .discover import RecurrentSite, places
 from .hooks import overriding
 from .model_facts import facts
 
@@ -24,7 +24,7 @@ _LISTENED = "_rnnlens_listened"
 
 
 @dataclass
-class Passing:
+class StepTensors:
     """What passed through the outputs of some layers in one step: tensors, in the order of the framework."""
 
     outputs: dict[str, Any] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Passing:
     loss: list[Any] = field(default_factory=list)
 
 
-class Direct:
+class DirectGradients:
     """Runs the steps of a training so that the direct gradients at ``layers`` are heard; ``heard`` holds the last.
 
     ``available`` is False where the step cannot be listened to from inside: JAX, compiled torch, several steps per
@@ -52,7 +52,7 @@ class Direct:
         """One step, as ``original`` would have made it."""
         scale = facts(self._model).loss_scale
         if self._keras.engine.name == "torch":
-            passing = Passing()
+            passing = StepTensors()
             with _listening(self._model, self._sites, passing, _hooked):
                 done = original(fed)
         else:
@@ -67,22 +67,22 @@ class Direct:
                 self.heard[site.name] = {**arrays, "output_grad": arrays["output_grad"] / scale}
         return done
 
-    def _on_tensorflow(self, original: Callable[..., Any], fed: Any) -> tuple[Any, Passing]:
+    def _on_tensorflow(self, original: Callable[..., Any], fed: Any) -> tuple[Any, StepTensors]:
         """The step with the taps in it, compiled once for as long as Keras keeps its own: it lies with that one."""
         compiled = vars(original).setdefault(_LISTENED, {})
         names = tuple(site.name for site in self._sites)
         if names not in compiled:
             compiled[names] = _compiled(self._model, self._sites)
         logs, found = compiled[names](fed)
-        return logs, Passing(**found)
+        return logs, StepTensors(**found)
 
 
-def _compiled(model: Any, sites: Sequence[Site]) -> Callable[..., Any]:
+def _compiled(model: Any, sites: Sequence[RecurrentSite]) -> Callable[..., Any]:
     """The step of ``model`` as Keras compiles it on TensorFlow, which also returns what passed."""
     step = model.train_step
 
     def listened(data: Any) -> Any:
-        passing = Passing()
+        passing = StepTensors()
         with _listening(model, sites, passing, _tapped):
             logs = step(data)
         return logs, vars(passing)
@@ -92,7 +92,7 @@ def _compiled(model: Any, sites: Sequence[Site]) -> Callable[..., Any]:
 
 @contextmanager
 def _listening(
-    model: Any, sites: Sequence[Site], passing: Passing, tap: Callable[[Any, str, Passing], Any]
+    model: Any, sites: Sequence[RecurrentSite], passing: StepTensors, tap: Callable[[Any, str, StepTensors], Any]
 ) -> Iterator[None]:
     """Overrides methods on the instances of the layers, and of the model for its loss."""
     original_loss = model._compute_loss
@@ -109,7 +109,7 @@ def _listening(
         yield
 
 
-def _loop(site: Site, passing: Passing, tap: Callable[[Any, str, Passing], Any]) -> Callable[..., Any]:
+def _loop(site: RecurrentSite, passing: StepTensors, tap: Callable[[Any, str, StepTensors], Any]) -> Callable[..., Any]:
     original, layer, calls = site.layer.inner_loop, site.layer, count()
 
     def inner_loop(*arguments: Any, **named: Any) -> Any:
@@ -124,7 +124,7 @@ def _loop(site: Site, passing: Passing, tap: Callable[[Any, str, Passing], Any])
     return inner_loop
 
 
-def _hooked(tensor: Any, name: str, passing: Passing) -> Any:
+def _hooked(tensor: Any, name: str, passing: StepTensors) -> Any:
     """torch: hear the gradient of a tensor."""
     passing.outputs[name] = tensor.detach()
     if tensor.requires_grad:
@@ -132,7 +132,7 @@ def _hooked(tensor: Any, name: str, passing: Passing) -> Any:
     return tensor
 
 
-def _tapped(tensor: Any, name: str, passing: Passing) -> Any:
+def _tapped(tensor: Any, name: str, passing: StepTensors) -> Any:
     """TensorFlow: an identity whose gradient is handed out as it passes."""
     import tensorflow as tf
 
@@ -148,13 +148,13 @@ def _tapped(tensor: Any, name: str, passing: Passing) -> Any:
     return identity(tensor)
 
 
-def _turned(array: Any, site: Site) -> Any:
+def _turned(array: Any, site: RecurrentSite) -> Any:
     """Chronological: a layer that goes backwards returns its last step first."""
     backwards = site.layer.go_backwards and site.layer.return_sequences
     return array[:, ::-1] if backwards else array
 
 
-def _sites(model: Any, layers: Sequence[str]) -> list[Site]:
+def _sites(model: Any, layers: Sequence[str]) -> list[RecurrentSite]:
     sites = places(model).sites
     known = {site.name: site for site in sites if not site.bidirectional}
     for name in layers:

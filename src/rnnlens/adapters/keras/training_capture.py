@@ -1,4 +1,4 @@
-"""Listens to ``fit``: what each execution of the compiled step is fed, and the weights from before it.
+"""Recording during ``fit``: the batch of each execution of the compiled step, and the weights before it.
 
 ``fit`` calls ``model.train_function`` with an iterator (TensorFlow, JAX) or a batch (torch). For an execution that is
 listened to, the iterator is replaced by one that hands on the same elements and remembers them; the compiled step is
@@ -17,11 +17,11 @@ import numpy as np
 
 from ...errors import UnsupportedError, message
 from .dialect import dialect_of
-from .step_gradients import Direct
+from .step_gradients import DirectGradients
 
 
 @dataclass
-class Before:
+class StateBeforeStep:
     """What a step of training changes, as it was: variables (seeds of dropout among them) and random generators.
 
     Keras on torch draws dropout from torch's own generator where a layer was given no seed.
@@ -33,7 +33,7 @@ class Before:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Within the block everything is as it was before the step."""
-        now = Before([(variable, copy_of(variable)) for variable, _ in self.variables], self._torch_now())
+        now = StateBeforeStep([(variable, copy_of(variable)) for variable, _ in self.variables], self._torch_now())
         try:
             self._put()
             yield
@@ -61,7 +61,7 @@ class Heard:
     x: Any
     y: Any
     sample_weight: Any
-    before: Before
+    before: StateBeforeStep
     batches: int = 1
     direct: dict[str, dict[str, Any]] = field(default_factory=dict)
     loss: float | None = None
@@ -76,7 +76,7 @@ class TrainStep:
 
     def __init__(self, model: Any, direct: Sequence[str] = ()) -> None:
         self._model, self._original = model, model.train_function
-        self._direct = Direct(model, direct, batches_per_execution(model)) if direct else None
+        self._direct = DirectGradients(model, direct, batches_per_execution(model)) if direct else None
         self._keras = dialect_of(model)
         self.wanted = False
         self.heard: Heard | None = None
@@ -114,15 +114,15 @@ class TrainStep:
         if self._model.train_function is self:
             self._model.train_function = self._original
 
-    def _copies(self, arguments: Sequence[Any]) -> Before:
+    def _copies(self, arguments: Sequence[Any]) -> StateBeforeStep:
         """The variables of the model with copies of their values; JAX has them in the state that it donates."""
         if len(arguments) == 1:
             copies = [(variable, copy_of(variable)) for variable in self._keras.variables(self._model)]
-            return Before(copies, _torch_state() if self._keras.engine.name == "torch" else None)
+            return StateBeforeStep(copies, _torch_state() if self._keras.engine.name == "torch" else None)
         trainable, rest = arguments[0][:2]
         here = [*zip(self._model.trainable_variables, trainable, strict=True)]
         here += zip(self._model.non_trainable_variables, rest, strict=True)
-        return Before([(variable, value.copy()) for variable, value in here])
+        return StateBeforeStep([(variable, value.copy()) for variable, value in here])
 
     def _tee(self, source: Any, fed: list[Any]) -> Any:
         """``source``, or what hands on the same, with all that one execution takes of it in ``fed``."""

@@ -1,4 +1,4 @@
-"""Moves one tensor of a model a little, for the length of a block: to see by experiment what depends on it."""
+"""Variants of a model: one tensor perturbed, weights re-initialised, a chain of layers run in part."""
 
 from __future__ import annotations
 
