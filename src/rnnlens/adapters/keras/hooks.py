@@ -71,7 +71,7 @@ class LayerRecorder:
 
     @contextmanager
     def listening(self, sites: Sequence[RecurrentSite], plain: Mapping[str, Any]) -> Iterator[None]:
-        """Hook the layers by overriding methods of the instances; the caller restores their ``vars`` (``restore.py``)."""
+        """Hook layers by overriding methods of the instances; the caller restores their ``vars``."""
         halves: dict[str, int] = {}
         with overriding() as put:
 
