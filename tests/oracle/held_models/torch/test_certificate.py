@@ -121,8 +121,8 @@ def test_a_fault_in_a_jacobian_of_saturated_units_is_found(monkeypatch, measure)
     """One part in a million of what is left of them."""
     right = SimpleRnnSystem.__init__
 
-    def wrong(self, run):
-        right(self, run)
+    def wrong(self, *arguments):
+        right(self, *arguments)
         self.coefficient = self.coefficient * (1 + 1e-6)
 
     monkeypatch.setattr(SimpleRnnSystem, "__init__", wrong)
