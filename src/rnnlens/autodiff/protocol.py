@@ -1,4 +1,4 @@
-"""What is asked of an engine: differentiation, compilation, arrays."""
+"""The interface of an engine: differentiation, compilation, arrays."""
 
 from __future__ import annotations
 

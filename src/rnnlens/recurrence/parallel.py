@@ -1,4 +1,4 @@
-"""Work on several samples side by side, since samples do not see each other.
+"""Distribute work over threads by samples, which do not depend on each other.
 
 A library that spreads the small products of one time step over threads of its own lets these threads spin while they
 wait for each other; on a processor that is busy with something else, a sweep then takes ten to a hundred times as long.

@@ -1,4 +1,4 @@
-"""What a sweep's values become on the spot: the full Jacobian, or one number per pair of steps.
+"""Collect the values of a sweep while it runs: as the full Jacobian, or reduced to one number per pair of steps.
 
 A reduction works on blocks (sample, group, out, in): all units of one output step against all features of one input
 step.

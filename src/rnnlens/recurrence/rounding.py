@@ -1,4 +1,4 @@
-"""What rounding does to numbers that come out of a run: told from sizes, or by rounding once more.
+"""Estimate rounding errors of replayed numbers: from magnitudes, or by perturbing every number by one rounding.
 
 The first is cheap and made with every sweep. The second is for what the first does not explain: the same numbers are
 made again from gates and states that are off by one rounding each, up or down at random, and what changes is what

@@ -1,4 +1,4 @@
-"""What every recurrent cell is: its words, its equations, and what follows from these.
+"""Base class of recurrent cells: names, equations, and defaults for everything that follows from a step.
 
 A cell is one class in one file. It says what its gates, states and weights are called, and how one step goes; what else
 the recurrence asks of it has a default here, or is written next to the step where a better way is known. Without a

@@ -1,4 +1,4 @@
-"""Which class of ours holds the equations of a framework's own cell: the user says so, once per class."""
+"""Cells by kind, and the equations that users register for a framework's own class of cells."""
 
 from __future__ import annotations
 

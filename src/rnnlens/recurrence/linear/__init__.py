@@ -1,7 +1,7 @@
 """A recurrence as a linear time-varying system around its trajectory: delta s_t = A_t delta s_{t-1} + B_t delta x_t.
 
-What a sweep multiplies with at step t is a :class:`LinearStep`. Each knows its own structure, so that no sweep asks for
-the shape of A_t, and nothing but a dense step ever builds it:
+A sweep multiplies with a :class:`LinearStep` at step t, which alone depends on the structure of A_t; only a dense step
+builds A_t as a matrix:
 
 ========================== ============================================== ================ ====================
 made by                    A_t                                            numbers per step recurrences

@@ -1,4 +1,4 @@
-"""What leads from the input into the states, B_t = ds_t/dx_t, of steps whose A_t is not dense."""
+"""B_t = ds_t/dx_t, from the input to the states, of steps whose A_t is not dense."""
 
 from __future__ import annotations
 

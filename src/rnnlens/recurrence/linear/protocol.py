@@ -1,4 +1,4 @@
-"""What a sweep asks of a linear system and of each of its steps, and the walk through them."""
+"""The interface of linear systems and of their steps, which sweeps call, and the walk through the steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LinearStep(Protocol):
     """One step of some samples: ds_t = A ds_{t-1} + B dx_t.
 
     ``rows`` are (sample, row, state): the states side by side, as :func:`state_columns` finds them. Going back a row is
-    a cotangent, going on a tangent. What is called ``out`` is written to, and must not overlap what is read. Masked
+    a cotangent, going on a tangent. ``out`` is written to, and must not overlap the arrays that are read. Masked
     steps have A = I and B = 0.
     """
 

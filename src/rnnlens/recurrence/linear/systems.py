@@ -20,7 +20,7 @@ Order = Literal["forward", "backward"]
 
 @dataclass
 class StructuredStep:
-    """One step of a :class:`StructuredSystem`: its A, and its B where that was asked for."""
+    """One step of a :class:`StructuredSystem`: its A, and its B where that is requested."""
 
     transition: Transition
     inputs: InputAt | None = None
@@ -161,7 +161,7 @@ def complex_diagonal(real: Array, imaginary: Array, b: Array | Inputs, **options
     ----------
     real, imaginary : (sample or 1, time or 1, unit)
         The two parts. A row is [real parts | imaginary parts] of the states, and so are the states of ``b``:
-        2 * unit of them, two states of ``unit`` unless ``state_sizes`` says otherwise.
+        2 * unit of them, two states of ``unit`` unless ``state_sizes`` is given.
     b, order, mask, state_sizes
         As of :func:`diagonal`. ``batch=`` and ``time=`` are needed where neither ``real`` nor ``mask`` has them.
     """
