@@ -46,5 +46,5 @@ def op_by_op() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "_graph", graph)
-        patch.setattr(engine.Engine, "compile", compiled)
+        patch.setattr(engine.TensorFlowEngine, "compile", compiled)
         yield
