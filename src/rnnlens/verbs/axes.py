@@ -161,13 +161,13 @@ class ModelAxes(TensorLayouts):
 
 
 def text_of(port: Port) -> str:
-    """How a user names a port."""
+    """Return the name of a port as a user writes it."""
     index = f"[{port.index}]" if port.index else ""
     return f"{port.kind}{index}" if port.layer is None else f"{port.layer}.{port.kind}{index}"
 
 
 def named_layouts(stated: Mapping[str, Layout] | None, known: Catalogue) -> dict[Port, Layout]:
-    """What the user says of the tensors of a model, by port.
+    """Return the layouts that the user states, by port.
 
     Raises
     ------
@@ -287,7 +287,7 @@ class BatchAxes:
         return layout.opened(array, self.samples, lead), layout.names
 
     def closed(self, port: Port, whole: xr.DataArray) -> Array:
-        """What the framework has in place of an opened tensor."""
+        """Fold an opened tensor back into the framework's layout."""
         layout = self.axes.stated.get(port, self.axes.found.get(port))
         return whole.values if layout is None else layout.closed(whole.values)
 
@@ -393,7 +393,7 @@ def refuse_coupled(
 
 
 def refusal(what: str, port: Port) -> UnsupportedError:
-    """The error for coupled samples."""
+    """Return the error for samples that depend on each other."""
     where = "the model's " + port.kind if port.layer is None else f"{port.layer}.{port.kind}"
     return UnsupportedError(
         message(
@@ -406,7 +406,7 @@ def refusal(what: str, port: Port) -> UnsupportedError:
 
 
 def _on(outside: BatchAxes, port: Port, seed: Array, rows: Array) -> Array | None:
-    """The seed on the samples of each row."""
+    """Return the seed masked to the samples of each row."""
     opened, names = outside.opened(port, seed) if outside.is_here(port) else (seed, (SAMPLE,))
     if SAMPLE not in names or opened.shape[names.index(SAMPLE)] != rows.shape[1]:
         return None

@@ -32,12 +32,12 @@ class SampleAxis:
 
     @property
     def layout(self) -> Layout:
-        """As a layout of which nothing else is known."""
+        """Return a layout in which the other axes are unknown."""
         return Layout.plain(SAMPLE if i == self.axis else f"axis_{i}" for i in range(self.count))
 
 
 def layouts_to_cut(axes: ModelAxes, template: Batch, x: Any, y: Any, sample_weight: Any) -> data.DataLayouts | None:
-    """How the arrays of a data set are cut; None where samples come first in all of them.
+    """Return how the arrays of a data set are cut; None where samples come first in all of them.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def layouts_to_cut(axes: ModelAxes, template: Batch, x: Any, y: Any, sample_weig
 
 
 def layouts_of_inputs(axes: ModelAxes, template: Batch, x: Any) -> list[Layout | None] | None:
-    """Where samples lie in each input; None where they come first in all of them."""
+    """Return the axis of samples of each input; None where it is the first in all of them."""
     if axes.samples_first:
         return None
     leaves = data.leaves_of(x)
@@ -214,7 +214,7 @@ def _unknown(name: str, shapes: Sequence[tuple[int, ...]], failure: Exception | 
 
 @dataclass(frozen=True)
 class DataSetBatches:
-    """Where batches come from; iterated over from the start each time.
+    """The batches of a data set; every iteration starts from the first.
 
     Attributes
     ----------
@@ -266,7 +266,7 @@ class DataSetBatches:
         return not hasattr(self.whole.x, "__next__")
 
     def again(self) -> Iterator[Batch]:
-        """The data from the start once more."""
+        """Iterate over the data from the start a second time."""
         if not self.can_be_read_again:
             raise UnsupportedError(
                 message(

@@ -61,7 +61,7 @@ class TensorName:
 
 @dataclass
 class Catalogue:
-    """What a model has that can be named."""
+    """The layers, weights, inputs and outputs of a model that can be named."""
 
     recurrent: Mapping[str, LayerInfo]
     weights: Mapping[str, LayerWeights]
@@ -106,7 +106,7 @@ class Catalogue:
         return dims_of(array.shape, bidirectional=both, gate=gate, space=space)
 
     def suggestions(self) -> Iterator[str]:
-        """Names that could have been meant."""
+        """Yield names for the hint of an error."""
         yield from ("loss", "output", "input", "weights")
         for layer in self.layers:
             yield f"{layer}.output"
@@ -306,6 +306,6 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def with_reduction(provenance: Mapping[str, str], adapter: Adapter, model: Any, loss: Any = None) -> Mapping[str, str]:
-    """Where numbers come from, with ``loss_reduction`` where the loss says what it is."""
+    """Return the provenance, with ``loss_reduction`` where the loss has one."""
     reduction = adapter.reduction(model, loss)
     return provenance if reduction is None else {**provenance, "loss_reduction": reduction}

@@ -115,7 +115,7 @@ PROBES = 8
 def weights_to_check(
     call: RecurrentCall, run: Replay, result: Adjoint
 ) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
-    """What per-step weight gradients sum to, and the framework's own, as far as a check needs them.
+    """Return dL/dW summed over steps and the framework's own dL/dW, as far as the self-check needs them.
 
     Of cells with equations random combinations of the rows: a fault in any weight shows in them (Freivalds 1977).
     """
@@ -189,24 +189,24 @@ class ReplayedCall:
         return Port(kind, self.call.layer, index, direction=direction)
 
     def above(self) -> list[Port]:
-        """Where gradients enter: the output, and the final states where the layer returns them."""
+        """Return the ports where gradients enter: the output, and the final states where the layer returns them."""
         states = range(len(self.call.final_state or ()))
         return [self.port("output"), *(self.port("final_state", i) for i in states)]
 
     def readers(self) -> list[Port]:
-        """Where gradients enter while nothing is cut: the user's code may get hold of states between the steps."""
+        """Return the ports where gradients enter an uncut run: also states that the user's code reads between steps."""
         if not self.call.between:
             return self.above()
         states = range(len(self.run.states))
         return [self.port("output"), *(self.port("state_read", i) for i in states)]
 
     def below(self) -> list[Port]:
-        """Where gradients leave: the input, which both replayed_calls of a layer share, and the initial states."""
+        """Return the ports where gradients leave: the input, which both directions share, and the initial states."""
         states = range(len(self.run.initial_state))
         return [Port("input", self.call.layer), *(self.port("initial_state", i) for i in states)]
 
     def arrived(self) -> dict[Port, Array | None]:
-        """What the captured backward pass brought to the upper boundary, states between the steps apart."""
+        """Return the direct output cotangents of the captured pass, without those of states between the steps."""
         final = self.call.final_state_grad or ()
         found = {self.port("final_state", i): grad for i, grad in enumerate(final)}
         return {self.port("output"): self.call.output_grad, **found}
@@ -273,7 +273,7 @@ class ReplayedLayers:
         return cls(replayed_calls, entangled, chain)
 
     def perturbed(self) -> ReplayedLayers:
-        """The same, with every number inside the layers off by one rounding."""
+        """Return replays in which every number inside the layers is off by one rounding."""
         replayed_calls = {
             name: [ReplayedCall(one.call, perturbed(one.run)) for one in both]
             for name, both in self.replayed_calls.items()
@@ -289,7 +289,7 @@ class ReplayedLayers:
         )
 
     def layer(self, name: str | None) -> list[ReplayedCall]:
-        """The replayed_calls of one call of a layer.
+        """Return the directions of one call of a layer.
 
         Raises
         ------
@@ -374,13 +374,13 @@ def _gradient(replayed: ReplayedCall, result: Adjoint, name: TensorName) -> Arra
 
 
 def _pick(replayed: ReplayedCall, states: Array, name: TensorName) -> Array:
-    """All steps, or the last one that ran."""
+    """Return a state at all steps, or at the last one that ran."""
     every = to_host(states)
     return every if name.what == "state" else every[:, replayed.last, :]
 
 
 def _placed(replayed: ReplayedCall, cotangent: Array, name: TensorName) -> Array:
-    """A cotangent of the last state alone becomes one of all steps, zero but there."""
+    """Place a cotangent of the last state among zeros for all other steps."""
     if name.what == "state":
         return cotangent
     whole = np.zeros(tuple(replayed.run.states[name.index].shape), dtype=cotangent.dtype)

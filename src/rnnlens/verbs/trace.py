@@ -144,14 +144,14 @@ def trace(
 
 
 def _perturbed(made_of: Callable[..., Any], capture: Capture) -> ReplayedValues:
-    """The same numbers, from replays that are off by one rounding."""
+    """Compute the compared values once more, from replays that are off by one rounding."""
     ours = ReplayedValues(capture)
     made_of(ours, replayed=lambda call: perturbed(Replay.from_call(call)))
     return ours
 
 
 def _words(datasets: Mapping[str, xr.Dataset], has_loss: bool) -> dict[str, Any]:
-    """What is certified, and which of the quantities rest on it."""
+    """Return the names of the certified quantities, and of those that rest on them."""
     present = dict.fromkeys(str(name) for dataset in datasets.values() for name in dataset.data_vars)
     certified = ["outputs", *(["loss", "gradients at inputs and weights"] if has_loss else [])]
     resting = [name for name in present if name.endswith("_grad") and name not in ("input_grad", "initial_state_grad")]

@@ -46,7 +46,7 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def engine_of(model: Any) -> str | None:
-    """What runs a model, such as jax; None where nobody knows the model."""
+    """Return the engine of a model, such as jax; None for an unknown model."""
     adapter = adapter_of(model)
     return None if adapter is None else adapter.engine
 

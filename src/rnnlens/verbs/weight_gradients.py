@@ -127,7 +127,7 @@ def _captured_beside(
 def _by_framework(
     adapter: Adapter, model: Any, batch: Batch, ports: Sequence[Port], found: dict[str, dict[str, Array]]
 ) -> float:
-    """The loss, and its gradients by weights into ``found``."""
+    """Return the loss, and add its gradients by weights to ``found``."""
     loss = Port("loss")
     with adapter.pullback(model, batch, [loss], ports) as pullback:
         value = pullback.values[loss]
@@ -140,7 +140,7 @@ def _by_framework(
 
 
 def _of_layer(calls: Iterable[RecurrentCall], name: str, by_time: bool | str) -> list[RecurrentCall]:
-    """The calls of a layer, and of those that are tied to it: dL/dW is over all that share W.
+    """Return the calls of a layer and of layers tied to it: dL/dW is over all that share W.
 
     By time a layer has its own steps only, and no sum to be held against.
     """
@@ -182,7 +182,7 @@ def _recurrent_gradients(
 
 
 def _of_call(call: RecurrentCall, by_time: bool | str, sums: dict[str, WeightSum]) -> Mapping[str, Any]:
-    """What one call contributes to its weights; ``sums`` collects, by direction, what is held against dL/dW."""
+    """Return the weight gradients of one call; ``sums`` collects, by direction, those compared with dL/dW."""
     run = Replay.from_call(call)
     result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
     whole = weights_of(call, run, result)

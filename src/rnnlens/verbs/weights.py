@@ -183,7 +183,7 @@ def _label(layer: LayerWeights) -> dict[str, LabelledWeight]:
 
 
 def _penalties(found: Mapping[str, LayerWeights]) -> dict[str, float]:
-    """What each weight regulariser adds to the loss."""
+    """Return the contribution of each weight regulariser to the loss."""
     return {
         f"{layer}/{name}": float(to_host(regularizer(entry.values[name])))
         for layer, entry in found.items()
@@ -192,7 +192,7 @@ def _penalties(found: Mapping[str, LayerWeights]) -> dict[str, float]:
 
 
 def _a_history(name: str, value: Any) -> xr.Dataset:
-    """What an earlier call returned."""
+    """Check a history of norms returned by an earlier call."""
     if not isinstance(value, xr.Dataset) or not value.sizes.get("step") or value["step"].dtype.kind not in "iu":
         expected = "what rl.weight_norms returned, with a dimension step"
         raise InputError(message(f"{name}= is no history of norms.", got=shown(value), expected=expected))
@@ -252,7 +252,7 @@ def weight_norms(
 
 
 def _refuse_unknown_dims(found: Weights, over: str | Iterable[str] | None) -> None:
-    """A dimension that no weight at all has is a misspelt one."""
+    """Refuse a dimension that no weight has."""
     known = {str(dim): None for layer in found for dim in found.dataset(layer).dims}
     for dim in [over] if isinstance(over, str) else over or ():
         if dim not in known:

@@ -37,7 +37,7 @@ Attempt = Callable[[], tuple[ReferenceRun | None, str]]
 
 
 def attempt(run: Callable[[], T]) -> tuple[T | None, str]:
-    """A plain run, or why there is none: the user's model failed by itself, or would do something else."""
+    """Return a reference run, or the reason why there is none."""
     try:
         return run(), ""
     except CertificateError as reason:
@@ -56,7 +56,7 @@ def _raised(error: Exception) -> str:
 
 
 def steadied(failed: Certificate, adapter: Adapter, model: Any, batch: Batch, first: ReferenceRun) -> Certificate:
-    """A certificate that failed, unless the plain run itself gives other numbers each time: then that is said."""
+    """Return a failed certificate, or "could not" where the reference run is random or chaotic itself."""
     again = _rerun_difference(adapter, model, batch, first)
     if again > 1e-6:
         return _could_not(failed, "the model, run plainly twice, does not give the same numbers")
@@ -216,7 +216,7 @@ class Comparisons:
 
 @contextmanager
 def plainly(adapter: Adapter, model: Any, batch: Batch, ours: ReplayedValues | None) -> Iterator[Attempt]:
-    """The plain run: on its way while results are made of the capture, where the adapter has it in two parts.
+    """Start the reference run beside the replay, where the adapter has it in two parts.
 
     Not before, so that no memory is taken for two runs at once. Nothing is run where nothing is to be compared.
     """
@@ -235,7 +235,7 @@ def plainly(adapter: Adapter, model: Any, batch: Batch, ours: ReplayedValues | N
 
 
 def _as_captured(batch: Batch, capture: Capture) -> Batch:
-    """The batch, without what only a loss would read where there is none."""
+    """Return the batch, without targets and weights where the capture has no loss."""
     if capture.loss is not None:
         return batch
     return replace(batch, y=None, loss=None, sample_weight=None, class_weight=None)
@@ -286,7 +286,7 @@ def _held(
 def compared(
     adapter: Adapter, model: Any, batch: Batch, ours: ReplayedValues, run: ReferenceRun, *, gradients: bool = True
 ) -> Comparisons:
-    """Everything that both sides have."""
+    """Compare all quantities that both the capture and the reference run have."""
     comparisons = Comparisons(ours.steps, ours.dtype)
     capture = ours.capture
     if capture.loss is not None and run.loss is not None:
@@ -391,7 +391,7 @@ def _largest(array: Array) -> float:
 
 @np.errstate(invalid="ignore")
 def _apart(one: Array, other: Array) -> float:
-    """The largest difference that is finite."""
+    """Return the largest finite difference."""
     difference = np.abs(_array(one) - _array(other))
     return float(np.max(difference, where=np.isfinite(difference), initial=0.0))
 

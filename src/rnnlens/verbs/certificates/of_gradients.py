@@ -68,7 +68,7 @@ def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGra
 
 
 def _out_of_reach(request: GradientRequest, part: BatchTarget) -> str:
-    """Why a plain run has nothing that the answer could be held against; "" where it has."""
+    """Return why gradients cannot be compared with a reference run; "" where they can."""
     if request.cotangents is not None and request.with_loss:
         return "the loss of several batches includes what the model itself adds"
     if not request.of_loss and any(leaf.layer is not None or leaf.what != "output" for leaf in request.leaves):
@@ -142,7 +142,7 @@ def _compare_named(
 
 
 def _leaf_of(name: TensorName, run: ReferenceRun) -> int | None:
-    """Which leaf of x a name stands for: by its key where x has keys."""
+    """Return the leaf of x behind a name: by its key where x has keys."""
     key = name.text.partition("[")[2].rstrip("]")
     if run.input_names and key:
         return run.input_names.index(key) if key in run.input_names else None
@@ -224,7 +224,7 @@ def _compare_swept(
 
 
 def _steps(answer: BatchGradients) -> int:
-    """The most steps that any of the arrays has."""
+    """Return the largest number of steps of any array."""
     pairs = [(answer.dims[name], grad.shape) for name, grad in answer.gradients.items() if grad is not None]
     lengths: list[int] = [shape[dims.index(TIME)] for dims, shape in pairs if TIME in dims]
     lengths += [

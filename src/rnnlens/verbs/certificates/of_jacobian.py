@@ -71,7 +71,7 @@ class JacobianClaim:
 
 @np.errstate(over="ignore", invalid="ignore")
 def taken_from(plan: JacobianPlan, jacobian: xr.DataArray) -> JacobianClaim:
-    """The claim of a Jacobian that is linear in its rows."""
+    """Return the claim of a Jacobian that is linear in its rows."""
     signs = _signs(plan)
     bare = jacobian.drop_vars(list(jacobian.coords))
     return JacobianClaim(plan.ends, _on_units(signs, plan.ends), _contracted(bare, signs), _spread(bare))
@@ -222,7 +222,7 @@ def claim_of(
 
 
 def _why_not(request: JacobianRequest, plan: JacobianPlan) -> str:
-    """Why the Jacobian asked for has nothing that a plain run gives; "" where it has."""
+    """Return why a Jacobian cannot be compared with a reference run; "" where it can."""
     if any(data.is_packed(leaf) for leaf in data.leaves_of(request.batch.x)):
         return "a packed input has its steps in another order than the result"
     if request.options.rtol is not None:
@@ -371,7 +371,7 @@ def _pulled_through(
 
 
 def _words(plan: JacobianPlan, claim: JacobianClaim) -> dict[str, tuple[str, ...]]:
-    """What was compared, and what follows from it."""
+    """Return the words for the compared and for the resting quantities."""
     if not claim.probed or plan.ends.measure is None:
         return {"certified": ("random combinations of its rows",)}
     before = "random combinations of the rows before they were measured"
@@ -427,14 +427,14 @@ def _as_was(rows: xr.DataArray, opened: xr.DataArray) -> xr.DataArray:
 def _arrived(
     outside: BatchAxes, wrt: TensorName, gradients: Sequence[Array | None], x: Any, *, steps: bool
 ) -> xr.DataArray:
-    """What came to the input that we differentiate by, (sample, [time,] feature)."""
+    """Return the gradient at the input that the Jacobian is taken by, (sample, [time,] feature)."""
     arrived = gradients[wrt.index]
     arrived = np.zeros_like(np.asarray(outputs_of(x)[wrt.index])) if arrived is None else arrived
     return _as_rows(_opened(outside, wrt, arrived, steps=steps), FEATURE)
 
 
 def _asked(arrived: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
-    """What of the gradient at the input the Jacobian shows, and as it shows it."""
+    """Select and reduce the gradient at the input as the Jacobian does."""
     arrived = arrived if SAMPLE in arrived.dims else arrived.expand_dims(SAMPLE)
     if ends.in_times is not None:
         arrived = arrived.isel({TIME: np.asarray(ends.in_times)}).rename({TIME: IN_TIME})

@@ -154,7 +154,7 @@ class Experiments:
 
 
 def nudged_port(name: TensorName, known: Catalogue) -> Port:
-    """Where to move the model to see what depends on a tensor."""
+    """Return the port to perturb to see what depends on a tensor."""
     if name.what == "weight":
         return Port("weight", str(name.layer), key=sources(known.weights[str(name.layer)])[name.key][0].key)
     if name.layer is None:

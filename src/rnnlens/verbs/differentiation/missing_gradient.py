@@ -40,7 +40,7 @@ def cause(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
 
 
 def _blocked(trials: Experiments, name: TensorName) -> Reason | None:
-    """What the adapter reads off the model."""
+    """Return the obstacle that the adapter reads off the model."""
     request = trials.request
     of = [leaf.port() if leaf.layer is None else nudged_port(leaf, request.known) for leaf in request.leaves]
     wrt = nudged_port(name, request.known)

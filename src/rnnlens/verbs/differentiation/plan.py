@@ -21,7 +21,7 @@ from .request import BatchGradients, BatchTarget, GradientRequest
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where one tensor is met.
+    """How one tensor is reached: by a sweep, or at ports of the framework.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """What an answer to a request on one batch takes.
+    """The ports and sweeps that gradients on one batch need.
 
     Attributes
     ----------

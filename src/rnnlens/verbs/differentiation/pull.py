@@ -73,7 +73,7 @@ class SweptWeightGradients:
     def _arrived(
         self, name: TensorName, arrived: Arrived, found: Sequence[WeightSource], weights: LayerWeights
     ) -> Array | None:
-        """What the framework brought, with a leading axis."""
+        """Return the gradient that arrived through the framework, with a leading axis."""
         parts = [arrived.get(port) for port in self.ports[name]]
         count = next((part.shape[0] for part in parts if part is not None), None)
         if count is None:
@@ -161,7 +161,7 @@ class _Pull:
         self.swept: dict[str, list[tuple[ReplayedCall, Adjoint]]] = {}
 
     def run(self) -> BatchGradients:
-        """From the target to every gradient."""
+        """Pull the target back to every tensor asked for."""
         request, value = self.request, self._start()
         self._leave_recurrences()
         arrived = self._pull({port: seed[None] for port, seed in self.seeds.items()})

@@ -31,7 +31,7 @@ _NO_TARGET = ("gates", "gate_preactivation", "weight", "initial_state", "input")
 
 @dataclass(frozen=True)
 class GradientArguments:
-    """What a caller of ``rl.gradients`` wants, in the words of its arguments."""
+    """The arguments of ``rl.gradients`` as they were given."""
 
     of: Of
     wrt: str | Iterable[str]
@@ -48,7 +48,7 @@ class GradientArguments:
 
 @dataclass(frozen=True)
 class GradientRequest:
-    """What to differentiate with respect to what, with every name read.
+    """A target and the tensors to differentiate it by, with every name resolved.
 
     Attributes
     ----------

@@ -34,7 +34,7 @@ class TracedCall:
     rounding: Rounding = field(default_factory=Rounding)
 
     def present(self, wanted: TraceRequest | None) -> Arrays:
-        """What there is of it, and is wanted."""
+        """Return the arrays that exist and were asked for."""
         found = {name: array for name, array in self.arrays.items() if array is not None}
         return found if wanted is None else {name: array for name, array in found.items() if wanted.has(name)}
 

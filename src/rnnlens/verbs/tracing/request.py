@@ -63,7 +63,7 @@ class TraceRequest:
         return self.quantities is None or any(name.endswith("_grad") for name in self.quantities - CAPTURED)
 
     def request(self, certified: bool) -> CaptureRequest:
-        """What the adapter has to capture."""
+        """Return the request to the adapter's capture."""
         quantities = self.quantities
         gradients = self.has_loss and (quantities is None or any(name.endswith("_grad") for name in quantities))
         return CaptureRequest(
@@ -76,7 +76,7 @@ class TraceRequest:
         )
 
     def refuse_absent(self, datasets: Mapping[str, xr.Dataset], known: Sequence[str]) -> None:
-        """What was asked for and is nowhere is an error, not an empty result."""
+        """Refuse layers and quantities that the result does not have."""
         for name in self.layers or ():
             if not any(node == name or node.startswith((f"{name}#", f"{name}[")) for node in datasets):
                 what = f"No layer, and no call of one, is named {name!r} in this forward pass."
