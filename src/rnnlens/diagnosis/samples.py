@@ -271,7 +271,11 @@ def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Sam
     refuse_without_time(pairs[0][0])
     lie = None if orient is None else orient(pairs[0][0])
     turned = [(_numpy(x), _numpy(y)) if lie is None else lie.turned(x, y) for x, y in pairs]
-    x, y = turned[0] if len(turned) == 1 else (_joined([x for x, _ in turned]), _joined([y for _, y in turned]))
+    x, y = (
+        turned[0]
+        if len(turned) == 1
+        else (_joined_or_refused([x for x, _ in turned]), _joined_or_refused([y for _, y in turned]))
+    )
     count = data.len_of(x)
     if y is not None and any(leaf.shape[:1] != (count,) for leaf in data.leaves_of(y)):
         got = f"y of shape {', '.join(str(leaf.shape) for leaf in data.leaves_of(y))} for {count} samples"
@@ -284,6 +288,21 @@ def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Sam
     steps = next(leaf.shape[1] for leaf in leaves if leaf.ndim >= 2)
     sequences = tuple(i for i, leaf in enumerate(leaves) if leaf.ndim >= 2 and leaf.shape[1] == steps)
     return Samples(x, y, steps, sequences, lie)
+
+
+def _joined_or_refused(trees: Sequence[Any]) -> Any:
+    """Join batches along the samples; raise where their other sizes differ."""
+    try:
+        return _joined(trees)
+    except ValueError as error:
+        shapes = dict.fromkeys(str([tuple(leaf.shape) for leaf in data.leaves_of(tree)]) for tree in trees)
+        raise InputError(
+            message(
+                "The batches differ in more than the number of samples.",
+                got=", then ".join(shapes),
+                hint="pad all batches to one length, or pass one of them",
+            )
+        ) from error
 
 
 def refuse_without_time(x: Any, *, least: int = 2) -> None:

@@ -117,3 +117,28 @@ def test_comparisons_print_differences_and_no_numbers_where_memory_is_unknown():
     assert np.isnan(table.memory.values[1])
     assert np.isnan(table.difference.values[1])
     assert np.isfinite(table.skill.values).all()
+
+
+def test_batches_of_unequal_length_are_one_clear_error():
+    x = np.random.default_rng(0).normal(size=(128, 20, 1)).astype("float32")
+    batches = [(x[:64], x[:64, -4]), (x[64:, :15], x[64:, -4])]
+    with pytest.raises(InputError, match="The batches differ in more than the number of samples"):
+        rl.diagnose(tap(3), iter(batches))
+
+
+def test_nan_born_between_two_layers_is_not_blamed_on_the_upper_one():
+    class Between(nn.Module):
+        """The gradient of a square root of 0 is infinite, and times 0 it is NaN."""
+
+        def __init__(self):
+            super().__init__()
+            self.low, self.high = nn.GRU(1, 3, batch_first=True), nn.GRU(3, 3, batch_first=True)
+
+        def forward(self, x):
+            return self.high(torch.sqrt(0.0 * self.low(x)[0] ** 2))[0][:, -1]
+
+    torch.manual_seed(0)
+    x = np.random.default_rng(0).normal(size=(4, 6, 1)).astype("float32")
+    found = rl.find_nonfinite(Between(), x, np.zeros((4, 3), "float32"), loss=nn.functional.mse_loss)
+    assert found.layer == "low"
+    assert found.fed_by == "the backward pass between low and high"

@@ -26,20 +26,25 @@ def in_the_backward_pass(looked: ObservedRun) -> Iterator[Origin]:
     if not is_sick(looked):
         return
     yield from gradient_at_the_outputs(looked)
-    above = "the loss"
+    above, recurrent = "the loss", False
     for node in reversed(looked.nodes):
         for replayed in node.replayed_calls:
-            yield from _in_recurrence(replayed, above)
+            yield from _in_recurrence(replayed, _source(node.name, above, recurrent))
         for one in node.plain:
             grad = None if one.output_grad is None else to_host(one.output_grad)
             spot = None if grad is None else looked.first(Port("output", one.layer), "output_grad", grad)
             if spot is not None:
-                fed = f"the backward pass of {above}{_value_there(to_host(one.output), grad)}"
+                fed = f"{_source(one.layer, above, recurrent)}{_value_there(to_host(one.output), grad)}"
                 yield Origin("backward", one.layer, "output_grad", spot.value, spot.index, fed_by=fed)
         for replayed in node.replayed_calls:
             yield from _at_weights(replayed)
-        above = node.name
-    yield from _at_the_boundaries(looked, above)
+        above, recurrent = node.name, bool(node.replayed_calls)
+    yield from _at_the_boundaries(looked, _source("the input", above, recurrent))
+
+
+def _source(layer: str, above: str, recurrent: bool) -> str:
+    """Name the part of the backward pass behind a gradient; of a recurrent layer above, all gradients were finite."""
+    return f"the backward pass between {layer} and {above}" if recurrent else f"the backward pass of {above}"
 
 
 def is_sick(looked: ObservedRun) -> bool:
@@ -80,12 +85,12 @@ def _spot(replayed: ObservedCall) -> NonfiniteValue | None:
     return None if swept is None else first_backward(replayed.run, swept, direct, replayed.limit)
 
 
-def _in_recurrence(replayed: ObservedCall, above: str) -> Iterator[Origin]:
+def _in_recurrence(replayed: ObservedCall, source: str) -> Iterator[Origin]:
     spot = _spot(replayed)
     if spot is None:
         return
     if spot.quantity in ("output_grad", *(f"final_{name}_grad" for name in replayed.call.cell.state_names)):
-        fed = f"the backward pass of {above}"
+        fed = source
     else:
         fed = _carried(replayed, spot)
     yield replace(origin_of(replayed, spot, "backward"), fed_by=fed)
@@ -128,12 +133,11 @@ def _at_weights(replayed: ObservedCall) -> Iterator[Origin]:
             yield replace(origin_of(replayed, spot, "backward"), fed_by=fed)
 
 
-def _at_the_boundaries(looked: ObservedRun, above: str) -> Iterator[Origin]:
+def _at_the_boundaries(looked: ObservedRun, source: str) -> Iterator[Origin]:
     for i, grad in enumerate(looked.capture.input_grads):
         spot = None if grad is None else looked.first(Port("input", index=i), "input_grad", to_host(grad))
         if spot is not None:
-            fed = f"the backward pass of {above}"
-            yield Origin("backward", name_of_input(looked, i), "input_grad", spot.value, spot.index, fed_by=fed)
+            yield Origin("backward", name_of_input(looked, i), "input_grad", spot.value, spot.index, fed_by=source)
     for name, grad in looked.capture.beside.items():
         array = None if grad is None else to_host(grad)
         spot = None if array is None else first("gradient", array, [f"axis_{i}" for i in range(array.ndim)], np.inf)
