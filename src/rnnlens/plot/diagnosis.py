@@ -68,8 +68,8 @@ def diagnosis(
         place.tick_params(labelsize="small")
         place.title.set_fontsize("medium")
     sentence = next(iter(d.sentences.values()))
-    headline, *rest = re.split(r"(?<=[.:])\s+", sentence, maxsplit=1)
-    panels.title(title or headline.rstrip(":"))
+    headline, *rest = re.split(r"(?<=\.)\s+(?=[A-Z])", sentence, maxsplit=1)
+    panels.title(title or headline)
     for owner in panels.owners:
         owner._suptitle.set_fontweight("bold")
         if rest and title is None:

@@ -28,6 +28,14 @@ def test_the_title_is_the_sentence(diagnosis, text_of):
     assert "lstm uses the last 11 of 40 steps" in text_of(rl.plot.diagnosis(diagnosis()))
 
 
+def test_the_headline_is_the_whole_first_sentence(diagnosis):
+    d = diagnosis()
+    words = "The model depends on the last 11 of 40 steps (95 % CI 11-11; baseline: 3). Nothing else: no sign."
+    axes = rl.plot.diagnosis(type(d)({name: d[name] for name in d}, sentences={"lstm": words}))
+    assert axes.figure.get_suptitle().replace("\n", " ") == words.partition(" Nothing")[0]
+    assert axes.figure.get_supxlabel() == "Nothing else: no sign."
+
+
 def test_no_memory_is_drawn_where_it_is_unknown(diagnosis):
     axes = rl.plot.diagnosis(diagnosis(known=False))
     assert lines(axes[0], "memory") == []
