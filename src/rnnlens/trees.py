@@ -1,7 +1,9 @@
-"""Nested tuples, lists and dicts of arrays: the entries of a dict in the order in which the user wrote them down."""
+"""Nested tuples, lists, dicts and dataclasses of arrays; entries of a dict in the order in which they were written."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +14,8 @@ def leaves_of(tree: Any) -> list[Any]:
         return [leaf for part in tree.values() for leaf in leaves_of(part)]
     if isinstance(tree, tuple | list) and not is_packed(tree):
         return [leaf for part in tree for leaf in leaves_of(part)]
+    if is_record(tree):
+        return [leaf for field in dataclasses.fields(tree) for leaf in leaves_of(getattr(tree, field.name))]
     return [] if tree is None else [tree]
 
 
@@ -22,7 +26,22 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, tuple | list) and not is_packed(tree):
         parts = [map_leaves(function, part) for part in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if is_record(tree):
+        return map_fields(lambda part: map_leaves(function, part), tree)
     return None if tree is None else function(tree)
+
+
+def is_record(tree: Any) -> bool:
+    """Return whether a value is an instance of a dataclass, as models return it."""
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+
+
+def map_fields(function: Callable[[Any], Any], record: Any) -> Any:
+    """Return a copy of a dataclass with ``function`` applied to every field, frozen ones included."""
+    changed = copy.copy(record)
+    for field in dataclasses.fields(record):
+        object.__setattr__(changed, field.name, function(getattr(record, field.name)))
+    return changed
 
 
 def is_packed(tree: Any) -> bool:

@@ -131,6 +131,9 @@ class PortTable:
         if cell is not None:  # its own forward does not call torch's kernel
             slot = {theirs: mine for mine, theirs in NAMES.items()}[name]
             return PortTensors([found], partial(_in_our_order, cell[0], slot))
+        taken = self.recorder.stand_in_for(found)
+        if taken is not None:  # a parametrisation that returned the parameter itself, or a weight tied to a kernel's
+            return PortTensors([found, taken], lambda parts: parts[0] + parts[1], lambda: found)
         return single(found)
 
 

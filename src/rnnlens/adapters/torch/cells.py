@@ -22,7 +22,7 @@ from ...recurrence.cells.registry import Registration
 from ...typing import Array
 from ..protocol import LayerWeights, Port
 from ..shared.registered_cells import ComposedWeight, with_step_autodiff
-from .restore import borrowed, eagerly
+from .restore import borrowed, eagerly, restored_attributes
 
 #: Torch's kernel of one step by the class of the cell.
 _KERNELS: dict[type[nn.Module], tuple[Any, ...]] = {
@@ -173,7 +173,12 @@ class TorchStepCell(StepCell):
         try:
             for inner, flag in self.modes:
                 inner.training = flag
-            with torch.enable_grad(), eagerly(), runs_again(type(self.module).__name__):
+            with (
+                torch.enable_grad(),
+                eagerly(),
+                restored_attributes(self.module),
+                runs_again(type(self.module).__name__),
+            ):
                 yield
         finally:
             for inner, flag in before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...arguments import as_numpy
 from ...errors import InputError, message, raised_by
+from ...trees import is_record, map_fields
 from .cells import has_own_forward
 
 
@@ -33,6 +35,8 @@ def on_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
         return type(value)(on_leaves(item, change) for item in value)
     if isinstance(value, dict):
         return {key: on_leaves(item, change) for key, item in value.items()}
+    if is_record(value):
+        return map_fields(lambda item: on_leaves(item, change), value)
     return change(value)
 
 
@@ -132,6 +136,8 @@ def leaves_of(value: Any) -> list[Any]:
     """Tensors and packed sequences within nested tuples, lists and dicts, in order."""
     if isinstance(value, (Tensor, PackedSequence)):
         return [value]
+    if is_record(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (tuple, list)):

@@ -300,6 +300,11 @@ class CallRecorder:
         found = (weight for weight, leaf in self._by_identity.values() if leaf is stand_in and weight is not leaf)
         return next((weight for weight in found if weight.is_leaf and weight.requires_grad), None)
 
+    def stand_in_for(self, weight: Tensor) -> Tensor | None:
+        """Return the leaf that layers took in place of a weight; None where they took none or the weight itself."""
+        leaf = self._by_identity.get(id(weight), (weight, weight))[1]
+        return None if leaf is weight else leaf
+
     def stands_in(self, weight: Tensor) -> bool:
         """Whether layers took another tensor in place of this weight."""
         return id(weight) in self._by_identity

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import CertificateError
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
+from ...trees import is_record
 from ...typing import Array
 from ..protocol import Batch, Cotangents, ReferenceRun, WeightLocation
 from .cells import has_own_step
@@ -104,7 +105,7 @@ def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[A
     if (kind is None and cell is None) or has_own_step(module):
         return dict(module.named_parameters()).get(key), lambda array: array
     name = slot if cell is not None else f"{slot}_l{layer}" + ("_reverse" if direction == "backward" else "")
-    parameter = dict(module.named_parameters(recurse=False)).get(name)
+    parameter = module._parameters.get(name)
     if parameter is None:
         return None
     ours, theirs = _GATES[kind or _CELLS[cell]]
@@ -158,7 +159,7 @@ def _leaves(value: Any) -> list[Tensor]:
             found.append(leaf)
         return leaf
 
-    if isinstance(value, (Tensor, PackedSequence, tuple, list, dict)):
+    if isinstance(value, (Tensor, PackedSequence, tuple, list, dict)) or is_record(value):
         on_leaves(value, note)
     return found
 

@@ -7,8 +7,10 @@ also Python's and NumPy's (teacher forcing is mostly decided by ``random.random(
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,7 +21,7 @@ import torch
 
 from ...autodiff.torch import set_seed
 
-_CONTAINERS = (list, dict, set)
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
 @contextmanager
@@ -30,7 +32,7 @@ def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Ite
     """
     with ExitStack() as stack:
         stack.enter_context(_random_states(model))
-        stack.enter_context(_attributes(model))
+        stack.enter_context(restored_attributes(model))
         stack.enter_context(_buffers(model))
         stack.enter_context(_modes(model, training))
         stack.enter_context(torch.inference_mode(False))
@@ -145,7 +147,7 @@ def _modes(model: torch.nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def _buffers(model: torch.nn.Module) -> Iterator[None]:
-    """Values and identities of all buffers; each module's table is put back by :func:`_attributes`.
+    """Values and identities of all buffers; each module's table is put back by :func:`restored_attributes`.
 
     Copies stand in the tables, so that what was saved for the backward pass is not written over when the block ends.
     """
@@ -166,7 +168,8 @@ def _buffers(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _attributes(model: torch.nn.Module) -> Iterator[None]:
+def restored_attributes(model: torch.nn.Module) -> Iterator[None]:
+    """Restore the attributes of all modules after the block, with the content of containers within them."""
     before = [(module, _shallow(module.__dict__)) for module in model.modules() if hasattr(module, "__dict__")]
     try:
         yield
@@ -178,15 +181,24 @@ def _attributes(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _shallow(attributes: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-    contents = [(value, type(value)(value)) for value in attributes.values() if type(value) in _CONTAINERS]
-    return dict(attributes), contents
+    """Return a copy of the attributes, and copies of all containers within them, nested ones included."""
+    contents: dict[int, tuple[Any, Any]] = {}
+    waiting = [value for value in attributes.values() if type(value) in _CONTAINERS]
+    while waiting:
+        value = waiting.pop()
+        if id(value) not in contents:
+            contents[id(value)] = value, copy.copy(value)
+            items = value.values() if isinstance(value, dict) else value
+            waiting += [item for item in items if type(item) in _CONTAINERS]
+    return dict(attributes), list(contents.values())
 
 
 def _put_back(container: Any, content: Any) -> None:
     """Make ``container`` hold ``content`` again, the same object, touched only where it changed."""
-    if isinstance(container, list):
+    if isinstance(container, (list, deque)):
         if len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
-            container[:] = content
+            container.clear()
+            container.extend(content)
         return
     if isinstance(container, set):
         container.intersection_update(content)

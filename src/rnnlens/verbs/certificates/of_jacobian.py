@@ -381,7 +381,8 @@ def _words(plan: JacobianPlan, claim: JacobianClaim) -> dict[str, tuple[str, ...
 def _computed_in(request: JacobianRequest, plan: JacobianPlan) -> str:
     """The coarsest dtype on the way: that of the result, of the model, or of a layer."""
     layers = (one.replayed.call.compute_dtype for one in plan.network.recurrences)
-    kinds = [str(plan.dtype), request.provenance.get("dtype", ""), *layers]
+    others = (part.dtype for part in request.adapter.facts(request.model).submodules.values())
+    kinds = [str(plan.dtype), request.provenance.get("dtype", ""), *layers, *others]
     return functools.reduce(coarser, (kind or "" for kind in kinds))
 
 
