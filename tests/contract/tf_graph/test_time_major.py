@@ -49,3 +49,23 @@ def test_time_jacobian(parts):
     for unit, row in enumerate(rows):
         mine = jacobian.isel(out_unit=unit).transpose("sample", "in_time", "in_feature")
         np.testing.assert_allclose(mine.values, row.swapaxes(0, 1), rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["fed with samples first", "fed with time first"])
+def test_transpositions_on_the_way_to_the_loop(turned):
+    """Which axis counts steps is that of what is fed, not that of what the loop reads."""
+    x, y = tf.placeholder(tf.float64, [None, None, FEATURES]), tf.placeholder(tf.float64, [None, 2])
+    given = tf.layers.dense(tf.transpose(x, [1, 0, 2]), 6, tf.tanh, name="below")
+    cell = tf.nn.rnn_cell.BasicRNNCell(5)
+    _, state = tf.nn.dynamic_rnn(cell, given, dtype=tf.float64, time_major=not turned)
+    head = tf.layers.dense(state, 2, name="head")
+    loss = tf.reduce_mean(tf.square(head - y))
+    truth = tf.gradients(loss, x)[0]
+    data = X if turned else X.swapaxes(0, 1)
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        net = rl.tf1.graph(session, inputs=x, outputs=head, loss=loss, targets=y)
+        by_input = rl.gradients(net, data, Y, wrt="input")
+        expected = session.run(truth, {x: data, y: Y})
+    assert dict(by_input.sizes) == {"sample": SAMPLES, "time": STEPS, "feature": FEATURES}
+    np.testing.assert_allclose(by_input.values, expected.swapaxes(0, 1) if turned else expected, rtol=1e-10, atol=1e-14)

@@ -39,20 +39,24 @@ def layouts(net: Net, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]
             longer = _shapes(found, replace(batch, x=map_leaves(partial(_one_more, axis=axis), batch.x)), wanted)
         except RnnlensError:
             longer = shapes
+        if longer[None][1 - axis] != shapes[None][1 - axis]:
+            return {}  # the loop has its axes in another order than was told from the graph: samples first
         for port in wanted:
             grown = [i for i, (old, new) in enumerate(zip(shapes[port], longer[port], strict=True)) if old != new]
             if len(grown) == 1:
                 known[port][grown[0]] = (name,)
             elif port.kind == "input" and len(shapes[port]) > axis:
                 known[port][axis] = (name,)
-    _samples_by_size(shapes, known)
+    _samples_by_size({port: shapes[port] for port in wanted}, known)
     last = {port: FEATURE if port.kind == "input" else UNIT for port in wanted}
     return {port: named(len(shapes[port]), known[port], last[port]) for port in wanted}
 
 
-def _shapes(found: Opened, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, tuple[int, ...]]:
+def _shapes(found: Opened, batch: Batch, ports: Sequence[Port]) -> dict[Any, tuple[int, ...]]:
+    """The shapes of tensors by port; by None that of what a loop reads, (time, sample, feature)."""
     spots, feed = PortTensors(found, batch), fed(found, batch)
-    tensors = {port: spots(port).value for port in ports}
+    tensors: dict[Any, Any] = {port: spots(port).value for port in ports}
+    tensors[None] = next(loop.input.tensors[0] for loop in found.loops if loop.input.stacked)
     values = found.copy.run(tensors, feed, found.variables(list(tensors.values()), feed))
     return {port: np.shape(value) for port, value in values.items()}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...arguments import anything, checked
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, message, shown
-from .sequences import course_of
+from .sequences import before_transpose, course_of
 
 __all__ = ["Net", "graph"]
 
@@ -155,27 +155,31 @@ def graph(
 
 
 def is_time_major(graph: Any, inputs: Sequence[Any]) -> bool:
-    """Whether a loop of the graph takes steps along the first axis of what inputs lead to."""
-    given = {tensor.ref() for tensor in inputs}
+    """Whether the loops of a graph take steps along the first axis of its inputs, on every way from these to them."""
+    given, axes = {tensor.ref() for tensor in inputs}, set()
     for op in graph.get_operations():
         if op.type in _STEPS and not op.name.startswith("gradients"):
             course = course_of(op.inputs[_STEPS[op.type]])
-            if course.time_major and _comes_from(course.source, given):
-                return True
-    return False
+            axes |= _axes_at(course.source, 0 if course.time_major else 1, given)
+    return axes == {0}
 
 
-def _comes_from(tensor: Any, given: set[Any]) -> bool:
-    """Whether a tensor is one of those given, or computed from them outside of any loop."""
-    waiting, seen = [tensor], set()
+def _axes_at(tensor: Any, axis: int, given: set[Any]) -> set[int]:
+    """The axes of given tensors that become an axis of another, as far as transpositions on the way tell."""
+    found, waiting, seen = set(), [(tensor, axis)], set()
     while waiting:
-        current = waiting.pop()
+        current, at = waiting.pop()
+        if (current.ref(), at) in seen or current.op.type in _ENDS_OF_LOOPS:
+            continue
+        seen.add((current.ref(), at))
         if current.ref() in given:
-            return True
-        if current.ref() not in seen and current.op.type not in _ENDS_OF_LOOPS:
-            seen.add(current.ref())
-            waiting.extend(current.op.inputs)
-    return False
+            found.add(at)
+        elif current.op.type == "Transpose":
+            before = before_transpose(current.op, at)
+            waiting.extend([] if before is None else [(current.op.inputs[0], before)])
+        else:
+            waiting.extend((t, at) for t in current.op.inputs)
+    return found
 
 
 def _ends(operation: Any) -> bool:

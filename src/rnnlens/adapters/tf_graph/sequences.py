@@ -231,7 +231,7 @@ def course_of(stacked: Any) -> Course:
         op = tensor.op
         if op.type == "Identity":
             tensor = op.inputs[0]
-        elif op.type == "Transpose" and (was := _before_transpose(op, axis)) is not None:
+        elif op.type == "Transpose" and (was := before_transpose(op, axis)) is not None:
             tensor, axis = op.inputs[0], was
         elif op.type == "ReverseSequence" and op.get_attr("seq_dim") == axis and direction == "forward":
             tensor, direction, turned_by = op.inputs[0], "backward", op.inputs[1]
@@ -241,7 +241,8 @@ def course_of(stacked: Any) -> Course:
             return Course(tensor, direction, turned_by, axis == 0)
 
 
-def _before_transpose(op: Any, axis: int) -> int | None:
+def before_transpose(op: Any, axis: int) -> int | None:
+    """The axis, first or second, that a transposition puts at another; None where it is a later one."""
     order = tensor_util.constant_value(op.inputs[1])
     rank = op.inputs[0].shape.rank
     if order is not None:
