@@ -18,7 +18,7 @@ from ..measures.intervention import donors, score, squared_change
 from ..recurrence.replay import Replay
 from ..results.schema import to_host
 from ..typing import Array
-from .prediction import Target, read_target
+from .prediction import PredictionTarget, read_target
 from .samples import Samples
 
 #: Number of samples whose states are captured.
@@ -208,8 +208,8 @@ class Experiment:
         return self.outputs(self.samples.x)
 
     @cached_property
-    def target(self) -> Target | None:
-        """Target at the examined step, or None without y."""
+    def target(self) -> PredictionTarget | None:
+        """PredictionTarget at the examined step, or None without y."""
         if self.samples.y is None:
             return None
         y = self._of_output(self.samples.y)

@@ -24,7 +24,7 @@ from ..measures.residual import Missed, Windows, missed_dependency, overlapping_
 from ..results.schema import to_host
 from ..typing import Array
 from .experiment import Experiment
-from .prediction import Target
+from .prediction import PredictionTarget
 
 #: With fewer samples than this no memory is reported; below ``ENOUGH`` the interval is too narrow.
 FEWEST, ENOUGH = 64, 128
@@ -176,7 +176,7 @@ def _weights(samples: int, windows: Windows | None, seed: int) -> Array:
     return resampling_weights(samples, order=windows.order, block=max(4, windows.overlap), seed=seed)
 
 
-def _recalibrated(prediction: Array, target: Target, windows: Windows | None) -> Array:
+def _recalibrated(prediction: Array, target: PredictionTarget, windows: Windows | None) -> Array:
     """Calibrate the prediction of each half of the samples by a fit on the other half."""
     order = np.random.default_rng(0).permutation(len(prediction)) if windows is None else windows.order
     halves = np.array_split(order, 2)

@@ -1,4 +1,4 @@
-"""Target and prediction at one output step in one form, probabilities or values, with loss and calibration."""
+"""PredictionTarget and prediction at one output step in one form, probabilities or values, with loss and calibration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TINY = 1e-12
 
 
 @dataclass(frozen=True)
-class Target:
+class PredictionTarget:
     """The target at one output step, and the form in which the model predicts it.
 
     Attributes
@@ -51,7 +51,7 @@ class Target:
     values: Array
     logits: bool | None = None
 
-    def of_samples(self, some: Array) -> Target:
+    def of_samples(self, some: Array) -> PredictionTarget:
         """Return the target of some samples."""
         return replace(self, values=self.values[some])
 
@@ -69,7 +69,7 @@ class Target:
             return raw
         return _sigmoid(raw) if self.task == "binary" else _softmax(raw)
 
-    def with_form(self, raw: Array) -> Target:
+    def with_form(self, raw: Array) -> PredictionTarget:
         """Settle by the model's own outputs whether they are logits, so that exchanged ones are read the same way."""
         if self.logits is not None or self.task == "values":
             return self
@@ -175,7 +175,7 @@ def _binary_entropy(values: Array, prediction: Array) -> Array:
     return found
 
 
-def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: Any) -> Target:
+def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: Any) -> PredictionTarget:
     """The target in the form that the prediction has.
 
     Parameters
@@ -202,14 +202,14 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
     if task is None and not _tell(words) and kind == "values" and _are_logits_of(values, raw):
         kind = "binary"
     if kind == "classes":
-        return Target("classes", _one_hot(values, outputs), _takes_logits(loss)).with_form(raw)
+        return PredictionTarget("classes", _one_hot(values, outputs), _takes_logits(loss)).with_form(raw)
     flat = values.reshape(samples, -1).astype(np.float64)
     if flat.shape[1] != outputs:
         got = f"y of shape {values.shape}, output of shape {raw.shape}"
         raise InputError(message("The target does not fit the output.", got=got, hint='task="classes" or "values"'))
     if kind == "binary":
-        return Target("binary", flat, _takes_logits(loss)).with_form(raw)
-    return Target("values", flat)
+        return PredictionTarget("binary", flat, _takes_logits(loss)).with_form(raw)
+    return PredictionTarget("values", flat)
 
 
 def _takes_logits(loss: Any) -> bool | None:
