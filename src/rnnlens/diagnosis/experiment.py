@@ -209,7 +209,7 @@ class Experiment:
 
     @cached_property
     def target(self) -> PredictionTarget | None:
-        """PredictionTarget at the examined step, or None without y."""
+        """Target at the examined step, or None without y."""
         if self.samples.y is None:
             return None
         y = self._of_output(self.samples.y)

@@ -1,4 +1,4 @@
-"""PredictionTarget and prediction at one output step in one form, probabilities or values, with loss and calibration."""
+"""Target and prediction at one output step in one form, probabilities or values, with loss and calibration."""
 
 from __future__ import annotations
 
