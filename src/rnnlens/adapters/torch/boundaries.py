@@ -203,12 +203,9 @@ def stand_ins(modules: Sequence[tuple[str, nn.Module]], ports: Sequence[Port]) -
         path, _, number = str(port.layer).partition("#")[0].partition("[")
         module = table.get(path)
         parameter = None if module is None else dict(module.named_parameters(recurse=False)).get(port.key)
-        if module is not None and has_own_forward(module):
-            parameter = (
-                parameter
-                if parameter is not None
-                else library_parameter(module, int(number.rstrip("]") or 0), port.key)
-            )
+        if parameter is None and port.kind == "weight" and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            own = library_parameter(module, int(number.rstrip("]") or 0), port.key)  # of a layer that may not run
+            parameter = own if own is not None and (own.requires_grad or has_own_forward(module)) else None
         if port.kind != "weight" or parameter is None:
             continue
         if parameter.requires_grad or not parameter.is_floating_point():
