@@ -135,8 +135,14 @@ def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayout
     unknown = [(port, layout) for port, layout in zip(ports, layouts, strict=True) if port not in axes.stated]
     axes.found |= {port: layout for port, layout in unknown if layout.sample is not None}
     if not first.training:
-        for layout, mine, other in zip(layouts, some.leaves, all_.leaves, strict=True):
-            _refuse_coupled(layout, mine, other, axes.samples(few), axes.samples(more))
+        counts = axes.samples(few), axes.samples(more)
+        changed = [
+            i
+            for i, (layout, mine, other) in enumerate(zip(layouts, some.leaves, all_.leaves, strict=True))
+            if _rows_change(layout, mine, other, counts)
+        ]
+        if changed and _companions_matter(axes, more, counts, layouts, changed, all_.leaves):
+            raise UnsupportedError(_mixed("the output of a sample changes with the other samples of its batch"))
     return layouts
 
 
@@ -149,13 +155,36 @@ def _as_seen(layout: Layout, few: Sequence[int], more: Sequence[int], alike: boo
     return replace(layout, axes=tuple((SAMPLE,) if i in grown else axis for i, axis in enumerate(others)))
 
 
-def _refuse_coupled(layout: Layout, few: Array, more: Array, count: int, total: int) -> None:
-    """Raise where the same samples give other outputs in a larger batch."""
+def _rows_change(layout: Layout, few: Array, more: Array, counts: tuple[int, int]) -> bool:
+    """Return whether the same samples have other outputs in a larger batch."""
+    if layout.coupled:
+        return True
     if layout.sample is None or not np.issubdtype(few.dtype, np.floating) or few.ndim != more.ndim:
-        return
-    rows = layout.cut(more, 0, count, total)
-    if layout.coupled or (rows.shape == few.shape and not _close(rows, few)):
-        raise UnsupportedError(_mixed("the output of a sample changes with the other samples of its batch"))
+        return False
+    rows = layout.cut(more, 0, *counts)
+    return rows.shape == few.shape and not _close(rows, few)
+
+
+def _companions_matter(
+    axes: ModelAxes,
+    more: Batch,
+    counts: tuple[int, int],
+    layouts: OutputLayouts,
+    changed: Sequence[int],
+    outputs: Sequence[Array],
+) -> bool:
+    """Return whether the first samples have other outputs beside other samples, in a batch of the same size.
+
+    A kernel may round differently for another batch size; with the same size only coupled samples differ.
+    """
+    kept, total = counts
+    if any(layouts[i].coupled for i in changed) or any(map(data.is_packed, data.leaves_of(more.x))):
+        return True
+    others = [data.piece(more.x, axes.inputs, 0, kept, total)] * (1 + (total - 1) // kept)
+    beside = data.piece(data.join(others, axes.inputs), axes.inputs, 0, total, kept * len(others))
+    again = axes.adapter.outputs_of(axes.model, _without_loss(replace(more, x=beside))).leaves
+    rows = ((layouts[i].cut(outputs[i], 0, *counts), layouts[i].cut(again[i], 0, *counts)) for i in changed)
+    return any(mine.shape != other.shape or not _close(mine, other) for mine, other in rows)
 
 
 def _two_sizes(axes: ModelAxes, first: Batch, second: Batch) -> tuple[Batch, Batch]:

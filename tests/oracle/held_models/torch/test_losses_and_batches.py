@@ -458,3 +458,20 @@ def test_joined_outputs_lie_as_the_model_lays_them(folded):
 
     value, grads = oracle(model, lambda m: loss(m(x), y))
     agrees(rl.gradients(model, x, y, loss=loss, batch_size=3), value, grads)
+
+
+class RoundsBySize(Tagger):
+    """Rounds otherwise in batches of another size, as kernels do; in truth no sample depends on another."""
+
+    def forward(self, x):
+        return super().forward(x) + 1e-9 * len(x)
+
+
+def test_rounding_that_goes_with_the_batch_size_is_no_dependence_between_samples():
+    torch.manual_seed(0)
+    model = RoundsBySize().double()
+    x = torch.randn(N, T, 3, dtype=torch.float64)
+    found = rl.gradients(model, x, of="output", reduce="sum", wrt="input", batch_size=3)
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(model(leaf).sum(), leaf)
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-14)
