@@ -142,8 +142,10 @@ def test_weights(model, data):
 
 def test_diagnose(model):
     draw = np.random.default_rng(2).normal
-    found = rl.diagnose(model, draw(size=(40, 8, FEATURES)), draw(size=(40, 8, OUTPUTS)), baseline="init")
-    assert "Memory in use" in str(found)
+    found = rl.diagnose(model, draw(size=(160, 8, FEATURES)), draw(size=(160, 8, OUTPUTS)), baseline="init")
+    assert "NO_SKILL" in found.codes  # the target is noise
+    assert {"rnn", "model"} <= set(found)
+    assert "Memory in use unknown: no better than a constant prediction" in str(found)
 
 
 def test_a_gradient_that_does_not_exist_has_a_reason(model, data):
