@@ -44,38 +44,41 @@ from .weights import layer_weights
 
 
 class KerasAdapter(Adapter):
-    """The adapter of ``keras.Model`` and ``keras.layers.Layer``, or of those of the package that ``name`` says."""
+    """Adapter of the models and layers of one Keras package: Keras 3 by default, ``tf_keras`` by ``name``."""
 
     def __init__(self, name: str = "keras") -> None:
         self.name = name
 
     @property
     def engine(self) -> str:
-        """What this Keras runs on in this process."""
+        """Name of the engine on which this Keras computes in this process, such as ``"jax"``."""
         return dialect(self.name).engine.name
 
     def owns(self, model: Any) -> bool:
-        """Whether it is a layer of this Keras, as every model is."""
+        """Return whether ``model`` is a layer or model of this Keras package."""
         return isinstance(model, dialect(self.name).Layer)
 
     def facts(self, model: Any) -> ModelFacts:
-        """Layers, names of inputs and outputs, optimizer."""
+        """Return layers and roles, names of inputs and outputs, loss and optimizer of a model, without running it."""
         return facts(model)
 
     def reduction(self, model: Any, loss: Any) -> str | None:
-        """Of the compiled loss, or of the one given."""
+        """Return how a loss reduces the values of all samples to one number; ``loss=None`` means the compiled loss."""
         return reduction(model, loss)
 
     def describe(self, model: Any) -> list[LayerInfo]:
-        """Recurrent layers in the order of the graph, or of the attributes of a subclassed model."""
+        """Return the recurrent layers, in the order of the graph or of a subclassed model's attributes."""
         return discover.describe(model)
 
     def capture(self, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
-        """One forward pass and, with a loss, one backward pass."""
+        """Run one forward pass and, if gradients are requested, one backward pass, and record the requested tensors."""
         return capture(model, batch, request)
 
     def load_weights(self, model: Any, path: Path, *, unsafe: bool = False) -> None:
-        """Read a weights file, which holds numbers only."""
+        """Load a Keras weights file into the model.
+
+        ``unsafe`` is ignored, because such a file contains no code. Raises FileError if the file does not fit.
+        """
         del unsafe
         try:
             model.load_weights(path)
@@ -83,45 +86,54 @@ class KerasAdapter(Adapter):
             raise FileError(message("These weights do not fit the model.", got=f"{path}: {error}")) from error
 
     def reinitialised(self, model: Any, seed: int) -> Any:
-        """A copy with fresh weights."""
+        """Return a copy of the model with freshly drawn weights."""
         return reinitialised(model, seed)
 
     def provenance(self, model: Any) -> Mapping[str, str]:
-        """Framework, engine, dtype, device: plain strings."""
+        """Return framework, engine, dtypes and device as plain strings."""
         return provenance(model)
 
     def pullback(
         self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
     ) -> Pullback:
-        """Run the model once, and keep what is needed to differentiate any ``of`` with respect to any ``wrt``."""
+        """Run the model once and return a pullback from any port of ``of`` to any port of ``wrt``.
+
+        No gradient flows through the ports of ``cut``.
+        """
         return with_composed(
             lambda ends, starts: KerasPullback(model, batch, ends, starts, cut), of, wrt, put_together(model)
         )
 
     def outputs_of(self, model: Any, batch: Batch) -> Outputs:
-        """What the model returns for one batch."""
+        """Return the outputs of the model for one batch, with their masks."""
         return outputs_of(model, batch)
 
     def loss_of(self, model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
-        """The loss of outputs that are at hand, and its gradient at each of them."""
+        """Return the loss of outputs computed before, and its gradient with respect to each of them.
+
+        A gradient is None if the loss does not depend on that output.
+        """
         return loss_of(model, batch, outputs)
 
     def combination(self, model: Any, batch: Batch) -> str | None:
-        """How losses of batches make up that of the data set, where that is known."""
+        """Return how the losses of batches combine to that of the data set: ``"mean"``, ``"sum"`` or None (unknown)."""
         return combination(model, batch)
 
     def mixes_samples(self, model: Any, training: bool) -> str | None:
-        """The layer that uses statistics of the batch it is in, if there is one."""
+        """Return the name of a layer that uses batch statistics, ``"?"`` if unknown, or None if there is none."""
         return mixes_samples(model, training)
 
     def chain(self, model: Any, *, training: bool) -> list[ChainLink] | None:
-        """The layers of a model that is one plain chain of well-known ones."""
+        """Return the layers of a model that is a chain of well-known layers, or None for any other model."""
         return chain(model, training=training)
 
     def subnetwork(
         self, model: Any, of: Port, wrt: Port
     ) -> Callable[[Array], tuple[Array, Callable[[Array], list[Array]]]] | None:
-        """The layers of a chain from one output to another, run by themselves."""
+        """Return a function that runs and differentiates the layers between two tensors of a chain.
+
+        Returns None if the model is no chain or a port is not an output of one of its layers.
+        """
         return between(model, of, wrt)
 
     def reference_run(
@@ -133,15 +145,18 @@ class KerasAdapter(Adapter):
         gradients: bool = True,
         regularised: bool = False,
     ) -> ReferenceRun:
-        """The user's own model, run and differentiated as it stands."""
+        """Run and differentiate the user's own model without hooks."""
         return reference_run(model, batch, cotangents, gradients=gradients, regularised=regularised)
 
     def place(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-        """Which variable a weight of ours is, by name."""
+        """Return the Keras variable that contains the weight ``key`` of a layer, or None if there is no single one."""
         return place(model, layer, direction, key)
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
-        """All layers that have weights, by node name; the halves of a bidirectional layer under its name."""
+        """Return copies of the weights of all layers by node name.
+
+        Both directions of a bidirectional layer are under its name.
+        """
         found = discover.places(model)
         sites: dict[str, dict[str, Any]] = {}
         layers: dict[str, Any] = {}
@@ -157,11 +172,11 @@ class KerasAdapter(Adapter):
     def differentiate(
         self, function: Callable[..., Any], arrays: Sequence[Array], model: Any
     ) -> tuple[Array, Callable[[Array], list[Array]]]:
-        """Value of a user's function of tensors, and its pull-back."""
+        """Return the value of a user's function of tensors, and a function that pulls its cotangents back."""
         return differentiate(function, arrays, dialect_of(model))
 
     def perturbed_port(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
-        """Move a weight or the output of a layer for the length of a block; False where that cannot be done."""
+        """Perturb a weight or a layer's output within the block; yield False if that is not possible."""
         return nudged(model, port, size)
 
 

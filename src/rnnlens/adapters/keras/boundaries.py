@@ -1,4 +1,4 @@
-"""Where a :class:`Port` sits in a run: the key of its tap, and whether its time axis is turned round."""
+"""Resolve each :class:`Port` to the key of its tap in a run, and to whether its time axis is reversed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WHOLE = "~whole"
 
 @dataclass
 class TappedPorts:
-    """All ports of one pullback, resolved: the key of each, and what has to be listened to for them.
+    """All ports of one pullback: the tap key of each, and the layers and weights to hook for them.
 
     ``inputs``: where each input of the model lies among the leaves of the data.
     """
@@ -33,7 +33,7 @@ class TappedPorts:
     weights: dict[str, Any] = field(default_factory=dict)
 
     def add(self, port: Port, model: Any) -> None:
-        """Resolve ``port``.
+        """Find the tap key of ``port`` and note the layers or weights to hook for it.
 
         Raises
         ------
@@ -50,7 +50,10 @@ class TappedPorts:
             self.keys[port] = self._of_layer(port)
 
     def heard_sites(self, others: Collection[str] = ()) -> list[RecurrentSite]:
-        """The sites to listen to and ``others``; both halves of a bidirectional layer, so that halves keep numbers."""
+        """Return the recurrent sites to hook: those of the ports, and those of the layers named in ``others``.
+
+        A bidirectional layer has both of its sites in the list, so that their numbers stay valid.
+        """
         names = {site.name for site in self.sites.values()} | set(others)
         return [site for site in self.found.sites if site.name in names]
 
@@ -137,7 +140,10 @@ class TappedPorts:
 
 
 def put_together(model: Any) -> Callable[[Port], ComposedWeight | None]:
-    """What a weight of a layer with a registered cell is made of; None for any other weight. Layers are found once."""
+    """Return a function that maps a weight's port to the variables that its registered cell composes it from.
+
+    It returns None for any other port. The layers of the model are searched once, at the first call.
+    """
 
     @cache
     def by_layer() -> dict[str, dict[str, ComposedWeight]]:

@@ -1,4 +1,4 @@
-"""From a run of the model to the arrays of the adapter contract."""
+"""Capture: convert the tensors of one run of a model to the arrays of the adapter contract."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REPLAY = frozenset({"input", "initial_state", "mask", "dropout", "output", "fin
 
 
 def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
-    """One forward pass and, with ``request.gradients``, one backward pass; see :class:`Adapter`."""
+    """Run one forward pass and, with ``request.gradients``, one backward pass; see :meth:`Adapter.capture`."""
     keras = dialect_of(model)
     found = places(model)
     names, left_out = _within_reach(found, request)
@@ -64,7 +64,10 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
 
 
 def _within_reach(found: Places, request: CaptureRequest) -> tuple[tuple[str, ...] | None, list[str]]:
-    """The names asked for; where not all of them have to be seen without those that are refused, and why."""
+    """Return the layer names to capture, and a note for each layer left out because it cannot be hooked.
+
+    Layers are left out only if ``request.layers`` names some and not all of them must run.
+    """
     if request.all_must_run or request.layers is None:
         return request.layers, []
     refused = {site.name: site.refusal for site in found.sites if site.refusal is not None}
@@ -73,14 +76,14 @@ def _within_reach(found: Places, request: CaptureRequest) -> tuple[tuple[str, ..
 
 
 def _beside(model: Any, weights: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """The weights of all other layers by tap key."""
+    """Return the float variables that are not among ``weights``, by tap key."""
     of_cells = {id(variable) for variable, _ in weights.values()}
     floats = [v for v in model.variables if dialect_of(v).is_float(v)]
     return {f"beside|{i}": v for i, v in enumerate(floats) if id(v) not in of_cells}
 
 
 def _tell_around(found: Capture, job: RunRequest, gradients: dict[str, Any]) -> None:
-    """Add what arrived at the inputs of the model and, the captured calls included, at all weights."""
+    """Add the gradients at the inputs of the model and at all tapped weights to a capture."""
     keras, engine = job.keras, job.keras.engine
     taps = [gradients.get(f"model|input/{i}") for i in input_order(keras, job.data.x)]
     found.input_grads = [None if tap is None else engine.to_array(tap) for tap in taps]
@@ -91,7 +94,10 @@ def _tell_around(found: Capture, job: RunRequest, gradients: dict[str, Any]) -> 
 
 
 def _weights(sites: list[RecurrentSite]) -> dict[str, tuple[Any, Any]]:
-    """Weights of the cells by tap key; a cell shared between layers has one entry per weight."""
+    """Return (variable, site) of each weight of the sites' cells, by tap key.
+
+    A cell shared between layers has one entry per weight.
+    """
     found = {}
     for site in sites:
         for name, variable in cell_variables(site.layer.cell).items():
@@ -100,14 +106,14 @@ def _weights(sites: list[RecurrentSite]) -> dict[str, tuple[Any, Any]]:
 
 
 def _tied(model: Any, sites: Iterable[RecurrentSite]) -> set[int]:
-    """The variables, by their id, that several layers have, or several cells of recurrent ones."""
+    """Return the ids of the variables that are shared by several layers or by several recurrent cells."""
     cells = {id(site.layer.cell): site.layer.cell for site in sites}.values()
     held = Counter(key for cell in cells for key in {id(v) for v in cell_variables(cell).values()})
     return tied_variables(model) | {key for key, count in held.items() if count > 1}
 
 
 class _Assembly:
-    """Turns the tensors of a run into calls of the contract."""
+    """Converter from the tensors of one run to the calls of the adapter contract."""
 
     def __init__(self, keras: Dialect, result: RunResult, sites: list[RecurrentSite], tied: set[int]) -> None:
         self._keras, self._engine, self._result, self._tied = keras, keras.engine, result, tied
@@ -119,7 +125,7 @@ class _Assembly:
         self._cells: dict[int, Any] = {}
 
     def capture(self, request: CaptureRequest) -> Capture:
-        """All calls that were asked for, in the order in which they happened."""
+        """Return a capture of all requested calls, in the order in which they ran."""
         calls: list[RecurrentCall] = []
         plain: list[NonRecurrentCall] = []
         for call in self._result.calls:
@@ -142,7 +148,7 @@ class _Assembly:
         )
 
     def _order(self) -> tuple[str, ...]:
-        """Nodes where they were finished: a model within the model after its layers, though it was called first."""
+        """Return the node names in the order in which their calls ended; a nested model comes after its layers."""
         found: list[str] = []
         within: list[LayerCall] = []
         for call in self._result.calls:
@@ -196,7 +202,7 @@ class _Assembly:
         return self._cells[id(cell)]
 
     def _copy(self, variable: Any) -> Array:
-        """The value that the layer computed with: rounded to its compute dtype where that is a half."""
+        """Return the value of a variable as an array of its own; float16 and bfloat16 become float32."""
         return copy_of(variable)
 
     def _weights_key(self, cell: Any) -> str:
@@ -211,7 +217,7 @@ class _Assembly:
         return known_arrays(cell, found)
 
     def _tied_weights(self, cell: Any) -> frozenset[str]:
-        """Names of the weights whose gradient is that of other layers too."""
+        """Return the names of a cell's weights whose gradient is shared with other layers or the initial state."""
         names = {name for name, variable in cell_variables(cell).items() if id(variable) in self._tied}
         names |= initial_state_weights(self._keras, cell)
         known = registration_of(cell)
@@ -231,7 +237,7 @@ class _Assembly:
     def _check_that_all_ran(
         self, request: CaptureRequest, calls: list[RecurrentCall], plain: list[NonRecurrentCall]
     ) -> None:
-        """A layer that was asked for by name and gave nothing is an error, not an empty result."""
+        """Raise an error if a layer requested by name, or every layer, did not run."""
         given = {c.layer for c in calls} | {p.layer.split("[")[0] for p in plain}
         asked = request.layers if request.all_must_run else None
         silent = [n for n in asked or () if not any(g == n or g.startswith(f"{n}#") for g in given)]
@@ -261,7 +267,7 @@ class _Assembly:
 
 
 def _no_path(calls: list[RecurrentCall], plain: list[NonRecurrentCall]) -> list[str]:
-    """A note where the loss moves with nothing that was asked for."""
+    """Return a note if the loss has a zero gradient at every requested layer; an empty list otherwise."""
     arrived = [grad for c in calls for grad in (c.output_grad, *(c.final_state_grad or ()))]
     arrived += [c.output_grad for c in plain]
     present = [tensors.to_numpy(grad) for grad in arrived if grad is not None]
@@ -271,7 +277,7 @@ def _no_path(calls: list[RecurrentCall], plain: list[NonRecurrentCall]) -> list[
 
 
 class _Getter:
-    """Arrays of one call by the name under which they were heard."""
+    """Access to the arrays and gradients of one call by the name under which they were recorded."""
 
     def __init__(self, engine: Engine, call: LayerCall, gradients: dict[str, Any]) -> None:
         self._engine, self._call, self._gradients = engine, call, gradients
@@ -293,7 +299,7 @@ class _Getter:
 
 
 def copy_of(variable: Any) -> Array:
-    """The value of a variable as an array of our own."""
+    """Return the value of a variable as an array that shares no memory with it."""
     keras = dialect_of(variable)
     value = keras.engine.to_array(keras.ops.convert_to_tensor(variable))
     return value.clone() if hasattr(value, "clone") else np.array(value)
@@ -311,7 +317,10 @@ def _turned(array: Array | None, backwards: bool) -> Array | None:
 
 
 def masked_output(layer: Any, known: bool) -> Literal["state", "output", "zero"]:
-    """What ``layer`` returns at a masked step that it does not return zeros at."""
+    """Return what ``layer`` outputs at a masked step: its state, the previous output, or zeros.
+
+    ``known``: whether the equations of its cell are known.
+    """
     keras = dialect_of(layer)
     engine = keras.engine.name
     if layer.zero_output_for_mask and not (engine == "jax" and layer.unroll):
@@ -321,7 +330,7 @@ def masked_output(layer: Any, known: bool) -> Literal["state", "output", "zero"]
 
 
 def output_from_state(layer: Any, mask: Array | None) -> Array | None:
-    """(sample, time) of bool: where the output moves with the state after that step; None for everywhere.
+    """Return where the output depends on the state after that step: bool (sample, time), None for everywhere.
 
     ``mask`` is chronological. For a layer that returns its last output only, the entry that counts is that of the step
     run last.

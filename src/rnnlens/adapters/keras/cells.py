@@ -1,4 +1,4 @@
-"""Cells of unknown equations: the engine runs and differentiates their step, samples and steps as one axis."""
+"""Cells of unknown equations: the engine runs and differentiates their step on many samples and steps at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KerasStepCell(StepCell):
         self._per_step = self._engine.per_step(self._pure)
 
     def advance(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
-        """(n, feature) and states (n, size) to output (n, output_size) and new states."""
+        """Run one step: x (n, feature) and states (n, size) to output (n, output_size) and new states."""
         with self._left_alone():
             output, new = self._per_step.step(*self._inputs(x, state))
         return self._engine.to_array(output), tuple(self._engine.to_array(s) for s in new)
@@ -46,28 +46,31 @@ class KerasStepCell(StepCell):
     def vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, tuple[Array, ...]]:
-        """Pull dL/dy_t and dL/ds_t back to dL/dx_t (n, feature) and dL/ds_{t-1}; row by row."""
+        """Multiply dL/dy_t and dL/ds_t by the transposed step Jacobians: dL/dx_t (n, feature), dL/ds_{t-1}."""
         by_x, by_state, _ = self._pull(x, state, output_cotangent, state_cotangent)
         return self._engine.to_array(by_x), tuple(self._engine.to_array(s) for s in by_state)
 
     def weight_vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> Mapping[str, Array]:
-        """Pull back to the weights, summed over ``n``; by the names of ``weight_grads``."""
+        """Return the gradients of the weights, summed over ``n``, by the names used in ``weight_grads``."""
         _, _, by_weight = self._pull(x, state, output_cotangent, state_cotangent)
         return {name: self._engine.to_array(g) for name, g in by_weight.items()}
 
     def produced(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, ...]:
-        """Pull dL/dy_t and dL/ds_t back to each new state where the step computes it; row by row."""
+        """Pull dL/dy_t and dL/ds_t back to each new state at the operation that computes it, for each row."""
         cotangents = (self._tensor(output_cotangent), [self._tensor(c) for c in state_cotangent])
         with self._left_alone():
             found = self._per_step.produced(self._inputs(x, state), cotangents)
         return tuple(self._engine.to_array(s) for s in found)
 
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
-        """(n, S + output_size, S) and (n, S + output_size, feature): [new states, output] by states and by input."""
+        """Return the Jacobians of [new states, output] with respect to the states and to the input.
+
+        Their shapes are (n, S + output_size, S) and (n, S + output_size, feature).
+        """
         parts = [self._jacobian(x[rows], [s[rows] for s in state]) for rows in self._chunks(x)]
         joined = tuple(self._engine.join([part[i] for part in parts]) for i in range(2))
         return joined[0], joined[1]
@@ -111,13 +114,13 @@ class KerasStepCell(StepCell):
 
 
 def _frozen(variable: Any) -> Any:
-    """The value of a variable now, apart from later updates."""
+    """Return the present value of a variable as a tensor that later updates do not change."""
     keras = dialect_of(variable)
     return keras.ops.convert_to_tensor(keras.value_of(variable), dtype=variable.dtype)
 
 
 def initial_state_weights(keras: Dialect, cell: Any) -> set[str]:
-    """Names of the weights from which a user's ``get_initial_state`` computes the first state.
+    """Return the names of the weights that a user's ``get_initial_state`` reads.
 
     Such a weight has gradients besides those of the steps. It is found by setting it to NaN.
     """

@@ -1,4 +1,4 @@
-"""What differs between Keras 3 and ``tf_keras``: said by one object for each, taken from the model that is looked at.
+"""Dialect: the interface of what differs between Keras 3 and ``tf_keras``, with one object for each package.
 
 Both may be loaded in one process, so nothing here belongs to the process: :func:`dialect_of` asks whose layer, cell or
 variable something is. No module of this adapter but the dialects' own imports either package. What the two have in
@@ -29,7 +29,7 @@ Override = Callable[[Any, str, Callable[..., Any]], None]
 
 
 class Dialect(Protocol):
-    """One Keras. Attributes without a comment are what Keras 3 has under that name."""
+    """Interface of one Keras package. Attributes without a comment are those of Keras 3 with the same name."""
 
     #: Of the package: ``"keras"`` or ``"tf_keras"``.
     name: str
@@ -54,7 +54,7 @@ class Dialect(Protocol):
     weighs_steps: bool
 
     def is_graph(self, thing: Any) -> bool:
-        """Whether a layer is a part of a graph that only a session runs."""
+        """Return whether a layer belongs to a TensorFlow 1 graph, which only a session can run."""
 
     # -- the engine, dtypes, values
     @property
@@ -62,35 +62,35 @@ class Dialect(Protocol):
         """The autodiff engine; it carries Keras masks over to replaced tensors."""
 
     def floatx(self) -> str:
-        """The dtype of floats unless a layer says otherwise."""
+        """Return the default float dtype, such as ``"float32"``."""
 
     def dtype_of(self, tensor: Any) -> str:
-        """Its name, such as ``"float32"``."""
+        """Return the name of a tensor's dtype, such as ``"float32"``."""
 
     def is_float(self, tensor: Any) -> bool:
-        """Whether a tensor or variable holds floats."""
+        """Return whether the dtype of a tensor or variable is a float."""
 
     def computed(self, dtype: str) -> str:
-        """What operations on this dtype are computed in."""
+        """Return the name of the dtype in which operations on ``dtype`` are computed."""
 
     def value_of(self, tensor: Any) -> Array:
-        """A NumPy copy of a variable's or tensor's value; halves become float32."""
+        """Return the value of a variable or tensor as a NumPy copy; float16 and bfloat16 become float32."""
 
     def mask_of(self, tensor: Any) -> Any:
-        """The mask that Keras attached to a tensor; None where there is none."""
+        """Return the mask that Keras attached to a tensor; None if there is none."""
 
     def set_mask(self, tensor: Any, mask: Any) -> None:
         """Attach a mask to a tensor."""
 
     def namespace(self) -> Namespace:
-        """The array functions that the step of a registered cell is given."""
+        """Return the namespace of array functions for the step of a registered cell."""
 
     # -- variables
     def variable_name(self, variable: Any) -> str:
-        """The last part of its path: ``"kernel"``."""
+        """Return the last part of a variable's path, such as ``"kernel"``."""
 
     def path(self, variable: Any) -> str:
-        """``"lstm/lstm_cell/kernel"``."""
+        """Return the path of a variable, such as ``"lstm/lstm_cell/kernel"``."""
 
     def own_variables(self, layer: Any) -> list[Any]:
         """Return the variables of a layer without those of its sublayers."""
@@ -104,58 +104,64 @@ class Dialect(Protocol):
     # -- layers and cells
     @property
     def cells(self) -> Mapping[type, type[Cell] | Mapping[int, type[Cell]]]:
-        """The cells whose equations are known, by their exact types."""
+        """Map from exact Keras cell types to the classes with their equations.
+
+        For a convolution, a map from its number of spatial axes to the class.
+        """
 
     @property
     def known_activations(self) -> Mapping[Any, str]:
-        """Functions of Keras' own by identity, and the name under which ``recurrence.activations`` has them."""
+        """Map from each activation function of Keras to its name in ``recurrence.activations``."""
 
     @property
     def single_precision(self) -> frozenset[str]:
-        """Activations that this engine computes with constants of single precision."""
+        """Names of the activations that this engine computes with single-precision constants."""
 
     def state_size(self, layer: Any) -> Any:
-        """State sizes declared by the layer's cell."""
+        """Return the state sizes declared by the layer's cell."""
 
     def template(self, cell: Any) -> Any:
-        """The nesting in which a recurrent layer hands states to a cell, with sizes for leaves."""
+        """Return the nested structure of the states that a cell takes, with sizes as leaves."""
 
     def output_size(self, cell: Any) -> Any:
-        """Output size declared by a cell; None if it declares none."""
+        """Return the output size declared by a cell; None if it declares none."""
 
     def draws(self, layer: Any) -> bool:
-        """Whether a layer has a generator of random numbers that no rate of it speaks of."""
+        """Return whether a layer has a random generator that no dropout rate among its attributes accounts for."""
 
     def refusal(self, layer: Any) -> tuple[str, str] | None:
-        """Return why a recurrent layer cannot be hooked, and a workaround; None if it can."""
+        """Return (reason, workaround) if a recurrent layer cannot be hooked; None if it can."""
 
     def time_major(self, layer: Any) -> bool:
-        """Whether the first axis of a layer's input is time."""
+        """Return whether the first axis of a layer's input is time."""
 
     def inputs_of(self, node: Any) -> list[Any]:
         """Return the input tensors of one symbolic call of a layer."""
 
     def in_order(self, model: Any) -> list[Any] | None:
-        """The layers of a model that is one plain chain; None for any other."""
+        """Return the layers of a model that is one plain chain, without input layers; None for any other model."""
 
     def graph_of(self, model: Any) -> tuple[Any, Any]:
-        """Nested inputs and outputs of a model that was built from tensors; None for each where it was not."""
+        """Return the nested symbolic inputs and outputs of a functional model; (None, None) for any other model."""
 
     def built_on(self, model: Any) -> Any:
-        """The shape, or shapes by name, that a model without a graph was built on; None where not known."""
+        """Return the input shape, or shapes by name, on which a model was built; None if unknown."""
 
     def build(self, model: Any, x: Any) -> None:
-        """Create the weights of a model for data like the tensors ``x``, of any batch size."""
+        """Create the weights of a model for data such as the tensors ``x``, of any batch size."""
 
     def is_own(self, thing: Any) -> bool:
-        """Whether a class or function stands in this package."""
+        """Return whether a class or function is defined in this Keras package."""
 
     # -- a run
     def asks_for_training(self, model: Any) -> bool:
-        """Whether the model's call takes ``training``."""
+        """Return whether the model is to be called with ``training=``."""
 
     def listen(self, listener: Any, site: Any, half: int, override: Override) -> None:
-        """Override the methods of a recurrent layer at which ``listener`` records its calls."""
+        """Override the methods of a recurrent layer so that ``listener`` records its calls.
+
+        ``half`` is 1 for the second direction of a bidirectional layer and 0 otherwise.
+        """
 
     def values(self, variables: Sequence[Any]) -> list[Any] | None:
         """Return the tensors that replace the variables in a run; None if the run reads the variables."""
@@ -166,72 +172,75 @@ class Dialect(Protocol):
     def running(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap
     ) -> AbstractContextManager[None]:
-        """Within the block variables hold ``values``, ``weights`` are tapped, random numbers follow ``seeds``."""
+        """Within the block, substitute ``values`` for the variables, tap ``weights`` and draw from ``seeds``."""
 
     def stepping(self, cell: Any, weights: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
-        """Temporarily assign the paired tensors to the cell's variables."""
+        """Temporarily substitute tensors for a cell's variables; ``weights`` lists pairs (variable, tensor)."""
 
     def as_found(self, model: Any, seed: int | None) -> AbstractContextManager[None]:
         """Restore on exit the variables and random generators that a run changes."""
 
     def plain_values(self, variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """(tensors to run with in place of the variables, variables to differentiate by themselves)."""
+        """Return (tensors that replace the variables in a reference run, variables to differentiate directly)."""
 
     def standing(self, model: Any, values: Sequence[Any], seeds: Sequence[Any]) -> AbstractContextManager[None]:
-        """Run without taps, with ``values`` for all variables."""
+        """Within the block, substitute ``values`` for all variables and draw from ``seeds``, without taps."""
 
     def initial_state(self, cell: Any, samples: int) -> Any:
-        """The states that a cell with a ``get_initial_state`` of its own starts from."""
+        """Return the states from the cell's own ``get_initial_state`` for a number of samples."""
 
     def books(self, layer: Any) -> Iterator[Any]:
         """Iterate over the containers that a layer's calls append to."""
 
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
-        """One call of a cell as its recurrent layer makes it: output and new states."""
+        """Call a cell once, as its recurrent layer does; return its output and its new states."""
 
     def inside(self, value: Any) -> Any:
         """Return the container inside a tracking wrapper of the package; None for other objects."""
 
     def tracks(self, value: Any) -> bool:
-        """Whether ``value`` is a tracker object of the package."""
+        """Return whether ``value`` is a tracker object of the package."""
 
     def is_short(self, x: Any) -> bool:
-        """Whether a run on such data, that would be traced for itself alone, is done sooner operation by operation."""
+        """Return whether ``x`` is so short that eager execution takes less time than tracing a graph for one run."""
 
     def stamp(self, model: Any, loss: Any) -> Hashable | None:
         """Return a hashable that changes with everything a run reads; None if that is not known."""
 
     # -- the loss
     def is_overridden(self, model: Any) -> bool:
-        """Whether a model computes its loss in a method of its own."""
+        """Return whether the model overrides ``compute_loss``."""
 
     def is_compiled(self, model: Any) -> bool:
-        """Whether ``compile`` was called."""
+        """Return whether ``compile`` was called on the model."""
 
     def compiled_loss(self, model: Any) -> Any:
         """Return the compiled loss, a function of ``(y, y_pred, sample_weight)``; None if there is none."""
 
     def compiled_form(self, loss: Any, weights: Any = None, names: Any = None) -> Callable[[Any, Any, Any], Any]:
-        """A loss as ``compile(loss=...)`` would take it."""
+        """Return ``loss`` as the function of ``(y, y_pred, sample_weight)`` that ``compile(loss=...)`` makes of it."""
 
     def user_loss(self, model: Any) -> Any:
-        """The loss as it was given to ``compile``."""
+        """Return the loss that was passed to ``compile``; None if there is none."""
 
     def whole_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
-        """The loss that training minimises: the compiled one, its weights, regularisers and ``add_loss``."""
+        """Return the loss that training minimises: compiled loss, loss weights, regularisers and ``add_loss``."""
 
     def undisturbed(self, model: Any, regularised: bool) -> AbstractContextManager[None]:
         """Keep the compiled loss unchanged; penalties of weights have a gradient if ``regularised``."""
 
     def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
-        """Targets and outputs as a compiled function gets them."""
+        """Return targets and outputs with the ranks matched, as a compiled loss function receives them."""
 
     def adds_losses(self, model: Any) -> bool:
-        """After a call: whether a layer called ``add_loss``."""
+        """Return whether a layer called ``add_loss`` in the last call of the model."""
 
 
 def dialect_of(thing: Any) -> Dialect:
-    """The Keras that a model, layer, cell or variable belongs to."""
+    """Return the dialect of the Keras package that a model, layer, cell or variable belongs to.
+
+    Raises UnsupportedError for a layer of a TensorFlow 1 graph, and TypeError for an object of neither package.
+    """
     found = _of_type(type(thing))
     if found is not None and found.is_graph(thing):
         raise UnsupportedError(
@@ -247,12 +256,12 @@ def dialect_of(thing: Any) -> Dialect:
 
 
 def dialect(package: str) -> Dialect:
-    """The dialect of a package that is loaded."""
+    """Return the dialect of a Keras package that is loaded, by the package's name."""
     return _dialect(_DIALECTS[package])
 
 
 def spoken() -> Iterator[Dialect]:
-    """The dialects whose packages are loaded: of a cell that is no layer, any of them may have the type."""
+    """Iterate over the dialects of the Keras packages that are loaded."""
     for package, module in _DIALECTS.items():
         if hasattr(sys.modules.get(package), "layers"):
             yield _dialect(module)
@@ -272,5 +281,5 @@ def _dialect(module: str) -> Dialect:
 
 
 def own_array(array: Any) -> Array:
-    """A NumPy copy, wherever the array lies."""
+    """Return a NumPy copy of an array on any device."""
     return np.array(array.cpu().numpy() if hasattr(array, "cpu") else array)

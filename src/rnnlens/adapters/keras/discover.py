@@ -1,4 +1,4 @@
-"""Finds the layers of a Keras model, recurrent ones above all, and gives each the name under which results show it."""
+"""Discovery: find the layers of a Keras model and give each the node name that results use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .weights import kind_of, known_class, likeness
 
 @dataclass(frozen=True, eq=False)
 class RecurrentSite:
-    """One place in a model where a recurrence runs: a recurrent layer, or one half of a bidirectional one.
+    """One place in a model where a recurrence runs: a recurrent layer, or one direction of a bidirectional one.
 
     ``name`` is that of the node in results; ``refusal`` says why it cannot be traced, None where it can.
     """
@@ -27,29 +27,29 @@ class RecurrentSite:
 
     @property
     def keras(self) -> Dialect:
-        """The Keras that the layer belongs to."""
+        """The dialect of the Keras package that the layer belongs to."""
         return dialect_of(self.layer)
 
     @property
     def direction(self) -> Literal["forward", "backward"]:
-        """Which way the recurrence runs through time."""
+        """Direction in which the recurrence runs through time."""
         return "backward" if self.layer.go_backwards else "forward"
 
 
 @dataclass(frozen=True)
 class Places:
-    """All layers of a model by the name of their node: recurrent sites in order, and every other layer."""
+    """All layers of a model by node name: the recurrent sites in order, and the other layers."""
 
     sites: tuple[RecurrentSite, ...]
     plain: dict[str, Any]
 
     def names(self) -> list[str]:
-        """Every name that may be asked for, recurrent layers first."""
+        """Return the names of all layers, recurrent layers first."""
         return list(dict.fromkeys([*(s.name for s in self.sites), *self.plain]))
 
 
 def places(model: Any) -> Places:
-    """Walk through ``model``, nested models and custom blocks included.
+    """Find all layers of ``model``, those of nested models and custom blocks included.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def places(model: Any) -> Places:
 
 
 def describe(model: Any) -> list[LayerInfo]:
-    """Rows of ``rl.layers``: one per recurrent layer; the halves of a bidirectional one are one row."""
+    """Return the rows of ``rl.layers``, one per recurrent layer; a bidirectional layer is one row."""
     rows: dict[str, LayerInfo] = {}
     for site in places(model).sites:
         if site.name not in rows:
@@ -87,7 +87,7 @@ def describe(model: Any) -> list[LayerInfo]:
 
 
 def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[RecurrentSite], dict[str, Any]]:
-    """The sites and plain layers that ``wanted`` names, exactly; all sites where it is None.
+    """Return the recurrent sites and the other layers that ``wanted`` names; all sites if it is None.
 
     A node such as ``"lstm#1"`` is found under its layer's name.
 
@@ -119,7 +119,7 @@ def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[Recurren
 
 
 def _refuse_loop(found: Places) -> None:
-    """Raise UnsupportedError for a model whose only recurrence is a cell called in a loop of its own."""
+    """Raise UnsupportedError if the model has a recurrent cell outside any recurrent layer."""
     cells = [name for name, layer in found.plain.items() if hasattr(layer, "state_size")]
     if cells:
         raise UnsupportedError(
@@ -132,7 +132,7 @@ def _refuse_loop(found: Places) -> None:
 
 
 def given_states(found: Places, initial_state: Mapping[str, Any] | None) -> list[str]:
-    """The layers that are to start from given states.
+    """Return the names of the layers for which ``initial_state`` has states.
 
     Raises
     ------
@@ -149,7 +149,10 @@ def given_states(found: Places, initial_state: Mapping[str, Any] | None) -> list
 
 
 def base_name(name: str, found: Places) -> str:
-    """The layer that a node name such as ``"lstm#1"`` belongs to; LayerNotFoundError where there is none."""
+    """Return the layer name in a node name such as ``"lstm#1"``.
+
+    Raises LayerNotFoundError if there is no such layer.
+    """
     known = found.names()
     if name in known:
         return name
@@ -160,7 +163,7 @@ def base_name(name: str, found: Places) -> str:
 
 
 def _walk(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(node name, layer, TimeDistributed wrapper around it or None) of every layer, containers before contents."""
+    """Yield (node name, layer, TimeDistributed wrapper around it or None) of every layer, containers first."""
     keras = dialect_of(model)
     seen: set[int] = {id(model)}
     if _is_recurrent(keras, model):
@@ -182,7 +185,7 @@ def _walk(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _is_inner_graph(keras: Dialect, parent: Any, child: Any) -> bool:
-    """A Sequential model keeps a Functional twin of itself."""
+    """Return whether ``child`` is the Functional model that a Sequential ``parent`` builds of itself."""
     return isinstance(parent, keras.Sequential) and getattr(parent, "_functional", None) is child
 
 
@@ -226,7 +229,10 @@ def _refusal(name: str, layer: Any, wrapper: Any) -> str | None:
 
 
 def _refusal_of_a_pair(name: str, forward: Any, backward: Any) -> str | None:
-    """Results show both directions side by side: they have to have the same quantities, of the same sizes."""
+    """Return why both directions of a bidirectional layer cannot be shown side by side.
+
+    None if they can. They need the same quantities in the same sizes, and samples as the first axis.
+    """
     halves = [half for half in (forward, backward) if isinstance(half, dialect_of(half).layers.RNN)]
     if any(dialect_of(half).time_major(half) for half in halves):
         return message(
@@ -292,7 +298,7 @@ def _units(layer: Any) -> int:
 
 
 def _masked(layer: Any) -> bool | None:
-    """Whether a mask reaches the layer; None where that is known only when the model runs."""
+    """Return whether a mask reaches the layer; None if that is known only when the model runs."""
     nodes = getattr(layer, "_inbound_nodes", [])
     if not nodes:
         return None

@@ -21,7 +21,7 @@ from .weights import known_class
 
 @dataclass
 class LayerCall:
-    """One call of one layer. ``arrays`` holds tensors by name; ``key`` starts the name of every tap of this call."""
+    """One call of one layer: ``arrays`` maps names to tensors, and ``key`` starts the name of each tap."""
 
     place: str
     half: int
@@ -30,13 +30,13 @@ class LayerCall:
 
     @property
     def key(self) -> str:
-        """Such as ``"lstm|0|1"``: second call of the first (or only) half."""
+        """Prefix of the call's tap keys: ``"lstm|0|1"`` is the second call of the first (or only) direction."""
         return f"{self.place}|{self.half}|{self.index}"
 
 
 @contextmanager
 def overriding() -> Iterator[Callable[[Any, str, Any], None]]:
-    """Gives a function that puts a method on an instance; each has its own back at the end, whatever happened."""
+    """Yield a function that overrides a method on an instance; on exit, restore all overridden methods."""
     saved: list[tuple[dict[str, Any], str, Any]] = []
 
     def put(thing: Any, name: str, method: Any) -> None:
@@ -56,7 +56,7 @@ def overriding() -> Iterator[Callable[[Any, str, Any], None]]:
 
 @dataclass
 class LayerRecorder:
-    """Records calls in the order in which they happen.
+    """Recorder of layer calls, in the order in which they happen.
 
     ``wanted`` holds what to tap: a kind of tensor (``"output"``) at every call, or one tensor of one call
     (``"lstm|0|1|final_state/0"``). ``keep`` names the kinds to record besides what was tapped.
@@ -71,7 +71,10 @@ class LayerRecorder:
 
     @contextmanager
     def listening(self, sites: Sequence[RecurrentSite], plain: Mapping[str, Any]) -> Iterator[None]:
-        """Hook layers by overriding methods of the instances; the caller restores their ``vars``."""
+        """Hook the recurrent ``sites`` and the ``plain`` layers within the block.
+
+        Hooks are methods overridden on the instances.
+        """
         halves: dict[str, int] = {}
         with overriding() as put:
 
@@ -92,7 +95,7 @@ class LayerRecorder:
         return call
 
     def hears(self, call: LayerCall, name: str, tensor: Any) -> Any:
-        """Tap and record ``tensor`` where that is requested; return the tensor to continue with."""
+        """Tap and record ``tensor`` if that is requested; return the tensor to continue with."""
         kind, key = name.split("/")[0], f"{call.key}|{name}"
         tapped = self.keras.is_float(tensor) and (kind in self.wanted or key in self.wanted)
         if tapped:
@@ -102,7 +105,10 @@ class LayerRecorder:
         return tensor
 
     def hears_all(self, call: LayerCall, name: str, tree: Any) -> Any:
-        """Do the same for every tensor of a nested structure; a tensor that occurs twice, as h of a cell, stays one."""
+        """Tap and record each tensor of a nested structure; return the structure to continue with.
+
+        A tensor that occurs twice, such as h as output and state, is tapped once for each place and stays one tensor.
+        """
         flat = self.keras.tree.flatten(tree)
         tapped: dict[int, Any] = {}
         for i, tensor in enumerate(flat):
@@ -122,7 +128,10 @@ class LayerRecorder:
         return call, sequence, initial_state
 
     def _given_state(self, site: RecurrentSite, half: int, state: Any) -> Any:
-        """Return the user's ``initial_state`` for this layer, or its own state."""
+        """Return the user's ``initial_state`` for this layer, cast and nested as its own state.
+
+        Returns the layer's own state if none was given, and raises InputError if the shapes differ.
+        """
         given = self.initial_state.get(site.name)
         if given is None:
             return state
@@ -155,7 +164,7 @@ class LayerRecorder:
 
 @contextmanager
 def own_errors_unchanged() -> Iterator[None]:
-    """Keras writes the arguments of the layer into every error that passes through; ours are complete as they are."""
+    """Mark errors of rnnlens so that Keras does not append the layer's arguments to them."""
     try:
         yield
     except RnnlensError as error:

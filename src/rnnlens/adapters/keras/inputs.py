@@ -1,4 +1,4 @@
-"""The user's batch: checked against the model before anything runs, then converted as Keras' own fit would."""
+"""Inputs: check the user's batch against the model before a run, and convert it to tensors as ``fit`` does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .dialect import Dialect, dialect_of
 
 @dataclass
 class TensorBatch:
-    """Tensors of the engine, in the structure that the user gave."""
+    """One batch as tensors of the engine, nested as the user's data."""
 
     x: Any
     y: Any = None
@@ -26,12 +26,12 @@ class TensorBatch:
     initial_state: dict[str, list[Any]] | None = None
 
     def arrays(self) -> dict[str, Any]:
-        """The tensors as one tree."""
+        """Return inputs, targets, sample weights and initial states as one dict."""
         return {"x": self.x, "y": self.y, "sample_weight": self.sample_weight, "initial_state": self.initial_state}
 
 
 def prepare(model: Any, batch: Batch) -> TensorBatch:
-    """Check ``batch`` and turn it into tensors.
+    """Check ``batch`` against the model and convert it to tensors.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def build_from(model: Any, x: Any) -> None:
 
 
 def targets(model: Any, batch: Batch, count: int) -> tuple[Any, Any]:
-    """Targets and weights of ``count`` samples, checked and turned into tensors."""
+    """Return the targets and sample weights of ``count`` samples as tensors, after checking them."""
     keras = dialect_of(model)
     y = None if batch.y is None else _structure(keras, batch.y, "y")
     weight = _sample_weight(model, batch, y)
@@ -85,7 +85,7 @@ def _converter(model: Any) -> Callable[[Any], Any]:
 
 
 def _structure(keras: Dialect, value: Any, name: str) -> Any:
-    """Turn lists of numbers into one array; keep lists, tuples and dicts of arrays."""
+    """Convert lists of numbers to one array; keep lists, tuples and dicts of arrays."""
     if isinstance(value, dict):
         return {key: _structure(keras, item, f"{name}[{key!r}]") for key, item in value.items()}
     if value is None:
@@ -144,7 +144,10 @@ def _check_shapes(model: Any, x: Any) -> None:
 
 
 def _by_name(model: Any, x: Any) -> Any:
-    """The inputs in the order of the model, where it lists them and the user named them."""
+    """Return a dict of inputs as a list in the order of the model, if its keys are the model's input names.
+
+    Returns any other ``x`` unchanged.
+    """
     names = [getattr(tensor, "name", None) for tensor in getattr(model, "inputs", None) or ()]
     listed = not isinstance(dialect_of(model).graph_of(model)[0], dict)
     return [x[name] for name in names] if isinstance(x, dict) and listed and set(x) == set(names) else x
@@ -159,7 +162,7 @@ def _raise_empty(name: str, shape: tuple[int, ...]) -> None:
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int | None, ...]) -> None:
-    """Raise InputError where ``shape`` differs from ``expected``, in which None is any length."""
+    """Raise InputError if ``shape`` differs from ``expected``, in which None is any length."""
     if len(shape) == len(expected) - 1 and expected[-1] == 1:
         return  # Keras adds the last axis itself
     if len(shape) == len(expected) + 1 and shape[-1] == 1:
@@ -186,7 +189,7 @@ def _shape_in_words(shape: tuple[int | None, ...]) -> str:
 
 
 def _expected_shapes(model: Any) -> list[tuple[int | None, ...]] | None:
-    """Shape of each input, None for every axis whose length Keras does not check; None where nothing is known.
+    """Return the shape of each input, with None for each axis of free length; None if no shape is known.
 
     A model keeps the shape of the batch that it was built on, but takes others: the batch is binding only where a
     stateful layer keeps states of that many samples, the number of steps only where the model's ``input_spec`` has it.
@@ -209,7 +212,7 @@ def _expected_shapes(model: Any) -> list[tuple[int | None, ...]] | None:
 
 
 def _rank_and_features(shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """A shape whose last axis alone is binding; with two axes the last may be time, and none is."""
+    """Return a shape in which only the last axis is fixed. With two axes the last may be time, so none is fixed."""
     return (*([None] * (len(shape) - 1)), shape[-1] if len(shape) > 2 else None)
 
 
@@ -241,7 +244,7 @@ def _sample_weight(model: Any, batch: Batch, y: Any) -> Any:
 
 
 def _labels(y: Array, model: Any) -> Array:
-    """The class of every sample, or of every step of it: y itself, or where its one-hot vectors have their 1."""
+    """Return the class of each sample or step: ``y`` itself, or the argmax of its one-hot vectors."""
     rank = _rank_of_output(model)
     by_step = y.ndim > 1 and y.ndim + 1 == rank
     if y.ndim > 1 and y.shape[-1] == 1 and not by_step:
@@ -264,20 +267,23 @@ def _labels(y: Array, model: Any) -> Array:
 
 
 def _rank_of_output(model: Any) -> int | None:
-    """How many axes the one output of a model has, where that is known; y without the classes has one less."""
+    """Return the number of axes of a model's only output; None if it has several or they are unknown."""
     outputs = getattr(model, "outputs", None) if isinstance(model, dialect_of(model).Model) else None
     return len(outputs[0].shape) if outputs and len(outputs) == 1 else None
 
 
 def input_order(keras: Dialect, x: Any) -> list[int]:
-    """For each input, as written down, its place among the leaves as Keras takes them."""
+    """Return, for each input in the user's order, its index among the leaves in Keras' order.
+
+    Keras sorts dicts by key.
+    """
     count = iter(range(len(keras.tree.flatten(x))))
     taken: list[int] = keras.tree.flatten(_numbered(x, count))
     return [taken.index(i) for i in range(len(taken))]
 
 
 def by_key(tree: Any) -> Any:
-    """The same with the entries of every dict in the order in which Keras takes them."""
+    """Return the same nested structure with the entries of each dict sorted by key, as Keras flattens them."""
     if isinstance(tree, dict):
         return {key: by_key(tree[key]) for key in sorted(tree)}
     if isinstance(tree, list) or type(tree) is tuple:
@@ -286,7 +292,10 @@ def by_key(tree: Any) -> Any:
 
 
 def output_names(model: Any) -> tuple[str, ...]:
-    """Keys of the outputs of a functional model that returns a dict, as ports count them; none for any other."""
+    """Return the keys of a functional model's dict of outputs, in the order of ports.
+
+    Returns () for any other model.
+    """
     keras = dialect_of(model)
     if not isinstance(model, keras.Functional) or type(model).call is not keras.Functional.call:
         return ()

@@ -1,4 +1,4 @@
-"""``tf_keras``, the Keras 2 that lives on: what :class:`.dialect.Dialect` asks, answered on TensorFlow.
+"""``tf_keras`` (Keras 2 on TensorFlow): implementation of :class:`.dialect.Dialect`.
 
 Only what runs eagerly or in a ``tf.function``: models of the engine without eager execution are graphs. Names that are
 private to the package are relied on, so other versions than the one that the tests run on are refused.
@@ -66,7 +66,7 @@ if not str(tf_keras.__version__).startswith(_VERSIONS):
 
 
 class Keras2:
-    """See :class:`rnnlens.adapters.keras.dialect.Dialect`."""
+    """Dialect of ``tf_keras``; see :class:`rnnlens.adapters.keras.dialect.Dialect`."""
 
     name = "tf_keras"
     version = str(tf_keras.__version__)
@@ -96,37 +96,37 @@ class Keras2:
     undisturbed = staticmethod(undisturbed)
 
     def is_graph(self, thing: Any) -> bool:
-        """Whether a layer is one of the engine for graphs and sessions."""
+        """Return whether a layer is one of ``base_layer_v1``, which runs in graphs and sessions only."""
         return isinstance(thing, base_layer_v1.Layer)
 
     # -- the engine, dtypes, values
     @cached_property
     def engine(self) -> Engine:
-        """TensorFlow."""
+        """The TensorFlow engine; it carries Keras masks over to replaced tensors."""
         return engine("tensorflow", _with_mask)
 
     def floatx(self) -> str:
-        """The dtype of floats unless a layer says otherwise."""
+        """Return the default float dtype, such as ``"float32"``."""
         return str(tf_keras.backend.floatx())
 
     def dtype_of(self, tensor: Any) -> str:
-        """Its name, such as ``"float32"``."""
+        """Return the name of a tensor's dtype, such as ``"float32"``."""
         return str(tf.as_dtype(tensor.dtype).name)
 
     def is_float(self, tensor: Any) -> bool:
-        """Whether a tensor or variable holds floats."""
+        """Return whether the dtype of a tensor or variable is a float."""
         return bool(tf.as_dtype(tensor.dtype).is_floating)
 
     def computed(self, dtype: str) -> str:
-        """What operations on this dtype are computed in."""
+        """Return ``dtype``: TensorFlow computes in the dtype of its inputs."""
         return dtype
 
     def value_of(self, tensor: Any) -> Array:
-        """A NumPy copy; halves become float32."""
+        """Return the value of a variable or tensor as a NumPy copy; float16 and bfloat16 become float32."""
         return own_array(self.engine.to_array(tf.convert_to_tensor(tensor)))
 
     def mask_of(self, tensor: Any) -> Any:
-        """The mask that Keras attached to a tensor; None where there is none."""
+        """Return the mask that Keras attached to a tensor; None if there is none."""
         return getattr(tensor, "_keras_mask", None)
 
     def set_mask(self, tensor: Any, mask: Any) -> None:
@@ -134,24 +134,27 @@ class Keras2:
         tensor._keras_mask = mask
 
     def namespace(self) -> Namespace:
-        """TensorFlow's functions under the names of the array-API standard."""
+        """Return TensorFlow's functions under the names of the array-API standard."""
         return ArrayFunctions()
 
     # -- variables
     def variable_name(self, variable: Any) -> str:
-        """The last part of its path: ``"kernel"``."""
+        """Return the last part of a variable's path, such as ``"kernel"``."""
         return self.path(variable).rpartition("/")[2]
 
     def path(self, variable: Any) -> str:
-        """``"lstm/lstm_cell/kernel"``."""
+        """Return the path of a variable, such as ``"lstm/lstm_cell/kernel"``."""
         return str(variable.name).partition(":")[0]
 
     def own_variables(self, layer: Any) -> list[Any]:
-        """Of a layer alone, without those of its parts."""
+        """Return the variables of a layer without those of its sublayers."""
         return [*layer._trainable_weights, *layer._non_trainable_weights]
 
     def regularizers(self, layer: Any) -> Mapping[int, Any]:
-        """Keras 2 keeps a penalty as a function of no arguments: what it calls, and on what, is written in it."""
+        """Map the id of each regularised variable of the layer and its sublayers to its regulariser.
+
+        Keras 2 stores a penalty as a function without arguments; the regulariser is read from its closure.
+        """
         found: dict[int, Any] = {}
         for part in layer._flatten_layers() if isinstance(layer, tf_keras.layers.Layer) else ():
             for callable_loss in part._callable_losses:
@@ -163,7 +166,7 @@ class Keras2:
         return found
 
     def variables(self, model: Any) -> list[Any]:
-        """All whose values a run may read, those of metrics and recorded states included."""
+        """Return all variables that a run may read, those of metrics and stateful layers included."""
         metrics = [v for metric in getattr(model, "metrics", ()) for v in metric.variables]
         layers = model._flatten_layers() if isinstance(model, tf_keras.layers.Layer) else ()
         states = [v for layer in layers for v in tf.nest.flatten(getattr(layer, "_states", None))]
@@ -172,16 +175,16 @@ class Keras2:
 
     # -- layers and cells
     def state_size(self, layer: Any) -> Any:
-        """Whole numbers, nested as the cell nests them."""
+        """Return the state sizes declared by the layer's cell as integers, nested as in the cell."""
         return _sizes(layer.cell.state_size)
 
     def template(self, cell: Any) -> Any:
-        """The nesting in which a recurrent layer hands states to a cell, with sizes for leaves."""
+        """Return the nested structure of the states that a cell takes, with sizes as leaves."""
         size = _sizes(cell.state_size)
         return size if tf.nest.is_nested(size) else [size]
 
     def output_size(self, cell: Any) -> Any:
-        """None where it says nothing: ``AbstractRNNCell`` raises, which ``getattr`` lets through."""
+        """Return the output size declared by a cell; None if it declares none or raises NotImplementedError."""
         try:
             size = getattr(cell, "output_size", None)
         except NotImplementedError:
@@ -189,20 +192,20 @@ class Keras2:
         return None if size is None else _sizes(size)
 
     def draws(self, layer: Any) -> bool:
-        """Whether a layer has a generator of random numbers that no rate of it speaks of."""
+        """Return whether a layer has a random generator that no dropout rate among its attributes accounts for."""
         rates = ("dropout", "recurrent_dropout", "rate")
         return hasattr(layer, "_random_generator") and not any(hasattr(layer, name) for name in rates)
 
     def time_major(self, layer: Any) -> bool:
-        """Whether the first axis of a layer's input is time."""
+        """Return whether the first axis of a layer's input is time."""
         return bool(layer.time_major)
 
     def inputs_of(self, node: Any) -> list[Any]:
-        """Tensors that went into one call of a layer."""
+        """Return the input tensors of one symbolic call of a layer."""
         return list(tf.nest.flatten(node.input_tensors))
 
     def in_order(self, model: Any) -> list[Any] | None:
-        """The layers of a model that is one plain chain; None for any other."""
+        """Return the layers of a model that is one plain chain, without input layers; None for any other model."""
         if type(model) not in (tf_keras.Sequential, Functional) or "call" in vars(model) or not model._is_graph_network:
             return None
         if len(model.inputs) != 1 or len(model.outputs) != 1:
@@ -217,45 +220,48 @@ class Keras2:
         return [layer for layer in layers if type(layer) is not tf_keras.layers.InputLayer]
 
     def graph_of(self, model: Any) -> tuple[Any, Any]:
-        """Nested inputs and outputs of a model that was built from tensors; None for each where it was not."""
+        """Return the nested symbolic inputs and outputs of a functional model; (None, None) for any other model."""
         return getattr(model, "_nested_inputs", None), getattr(model, "_nested_outputs", None)
 
     def built_on(self, model: Any) -> Any:
-        """The shape that a model was built on; None where not known."""
+        """Return the shape on which a model was built; None if unknown."""
         shape = getattr(model, "_build_input_shape", None)
         return tuple(shape.as_list()) if isinstance(shape, tf.TensorShape) and shape.rank is not None else shape
 
     def build(self, model: Any, x: Any) -> None:
-        """Create the weights of a model: by its shape for a ``Sequential``, else by a call on ``x``."""
+        """Create the weights of a model: from the shape of ``x`` for a ``Sequential``, else by a call on ``x``."""
         if isinstance(model, tf_keras.Sequential) and tf.is_tensor(x):
             model.build((None, *x.shape[1:]))
         else:
             model(x)
 
     def is_own(self, thing: Any) -> bool:
-        """Whether a class or function stands in this package."""
+        """Return whether a class or function is defined in this Keras package."""
         return str(getattr(thing, "__module__", "")).startswith("tf_keras.")
 
     # -- a run
     def asks_for_training(self, model: Any) -> bool:
-        """Always: what ``call`` does not take, Keras 2 keeps for the layers within."""
+        """Return True: every Keras 2 model takes ``training`` and passes it to its layers."""
         del model
         return True
 
     def values(self, variables: Sequence[Any]) -> list[Any] | None:
-        """The run reads the variables themselves."""
+        """Return None: the run reads the variables themselves."""
         del variables
         return None
 
     def seeds(self, model: Any, seed: int | None) -> list[Any]:
-        """One pair of numbers for each generator; the same every time unless ``seed`` says otherwise."""
+        """Return one seed of two integers for each random generator; the same at each call unless ``seed`` differs."""
         return keras2_run.seeds(model, seed)
 
     @contextmanager
     def running(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap
     ) -> Iterator[None]:
-        """Variables are read as they are, and watched where they are tapped; what a run writes is put back later."""
+        """Within the block, tap ``weights`` and draw random numbers from ``seeds``.
+
+        ``values`` is not used. Variables are read as they are; :meth:`as_found` restores what a run assigns.
+        """
         del values
         for key, variable in weights.items():
             tap(f"weight|{key}", variable)
@@ -264,7 +270,7 @@ class Keras2:
 
     @contextmanager
     def standing(self, model: Any, values: Sequence[Any], seeds: Sequence[Any]) -> Iterator[None]:
-        """The model as it stands."""
+        """Within the block, draw random numbers from ``seeds``; ``values`` is not used."""
         del values
         with keras2_run.stateless(model, seeds):
             yield
@@ -272,7 +278,10 @@ class Keras2:
     stepping = staticmethod(keras2_run.stepping)
 
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
-        """As ``RNN.call`` does: cells of TensorFlow take a single state bare, and may return it so."""
+        """Call a cell once, as ``RNN.call`` does; return its output and its list of states.
+
+        Cells of TensorFlow itself take and may return a single state without a list.
+        """
         bare = getattr(cell, "_is_tf_rnn_cell", None) is not None and len(states) == 1
         called = cell if callable(cell) else cell.call
         output, new = called(x, states[0] if bare else states)
@@ -280,81 +289,84 @@ class Keras2:
 
     @contextmanager
     def as_found(self, model: Any, seed: int | None) -> Iterator[None]:
-        """Variables that a run assigns, losses that it collects, and TensorFlow's random numbers come back on exit."""
+        """Restore on exit the variables, the collected losses and TensorFlow's random generator."""
         del seed
         with keras2_run.held(self.variables(model)), keras2_run.collected(model), keras2_run.generators():
             yield
 
     def plain_values(self, variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Nothing to run with; the variables of floats, to be watched."""
+        """Return no replacement tensors, and the float variables to differentiate directly."""
         return [], [v for v in variables if self.is_float(v)]
 
     def initial_state(self, cell: Any, samples: int) -> Any:
-        """The states that a cell with a ``get_initial_state`` of its own starts from."""
+        """Return the states from the cell's own ``get_initial_state`` for a number of samples."""
         return cell.get_initial_state(inputs=None, batch_size=samples, dtype=cell.dtype or self.floatx())
 
     def books(self, layer: Any) -> Iterator[Any]:
-        """Containers in which a layer keeps what its calls add."""
+        """Iterate over the containers that a layer's calls append to."""
         for name in ("_losses", "_callable_losses", "_updates", "_metrics"):
             if name in vars(layer):
                 yield vars(layer)[name]
 
     def tracks(self, value: Any) -> bool:
-        """Keras 2 tracks in the containers themselves."""
+        """Return False: Keras 2 tracks objects in the containers themselves."""
         del value
         return False
 
     inside = staticmethod(keras2_run.inside)
 
     def is_short(self, x: Any) -> bool:
-        """A step takes some milliseconds as it is; to trace a loop and its gradient takes a second."""
+        """Return whether ``x`` has at most 64 steps: tracing takes longer than running these eagerly."""
         return all(len(t.shape) < 2 or t.shape[1] <= _SHORT for t in tf.nest.flatten(x))
 
     def stamp(self, model: Any, loss: Any) -> Hashable | None:
-        """Not known: every run is traced."""
+        """Return None: it is not known what a run reads, so every run is traced."""
         del model, loss
         return None
 
     # -- the loss
     def is_overridden(self, model: Any) -> bool:
-        """Whether a model computes its loss in a method of its own."""
+        """Return whether the model overrides ``compute_loss``."""
         return isinstance(model, tf_keras.Model) and type(model).compute_loss is not tf_keras.Model.compute_loss
 
     def is_compiled(self, model: Any) -> bool:
-        """Whether ``compile`` was called."""
+        """Return whether ``compile`` was called on the model."""
         return bool(model._is_compiled)
 
     def compiled_loss(self, model: Any) -> Any:
-        """What ``compile`` made of the loss; None where it was given none."""
+        """Return the compiled loss, a function of ``(y, y_pred, sample_weight)``; None if there is none."""
         return None if self.user_loss(model) is None else model.compiled_loss
 
     def user_loss(self, model: Any) -> Any:
-        """The loss as it was given to ``compile``."""
+        """Return the loss that was passed to ``compile``; None if there is none."""
         return getattr(getattr(model, "compiled_loss", None), "_user_losses", None)
 
     def compiled_form(self, loss: Any, weights: Any = None, names: Any = None) -> Callable[[Any, Any, Any], Any]:
-        """The loss as ``compile(loss=...)`` would take it; no metric of anybody's is moved."""
+        """Return ``loss`` as the function of ``(y, y_pred, sample_weight)`` that ``compile(loss=...)`` makes of it.
+
+        It updates no metric.
+        """
         return UntrackedLosses(loss, weights, names)
 
     def whole_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
-        """The loss that training minimises."""
+        """Return the loss that training minimises: compiled loss, loss weights, regularisers and ``add_loss``."""
         del training
         return model.compute_loss(x, y, y_pred, weight)
 
     def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
-        """As the wrapper of a compiled function does: dtype and rank of the output."""
+        """Return targets and outputs with the dtype and rank matched, as a compiled loss function receives them."""
         y, y_pred, _ = compile_utils.match_dtype_and_rank(tf.convert_to_tensor(y), y_pred, None)
         y_pred, y = losses_utils.squeeze_or_expand_dimensions(y_pred, y)
         return y, y_pred
 
     def adds_losses(self, model: Any) -> bool:
-        """After a call: whether a layer called ``add_loss``."""
+        """Return whether a layer called ``add_loss`` in the last call of the model."""
         layers = model._flatten_layers()
         return any((la._losses or la._eager_losses) and la._activity_regularizer is None for la in layers)
 
 
 def _with_mask(old: Any, new: Any) -> Any:
-    """The new tensor, with the mask that Keras attached to the old one."""
+    """Attach the Keras mask of ``old``, if it has one, to ``new``, and return ``new``."""
     mask = getattr(old, "_keras_mask", None)
     if mask is not None:
         new._keras_mask = mask
@@ -362,7 +374,7 @@ def _with_mask(old: Any, new: Any) -> Any:
 
 
 def _sizes(sizes: Any) -> Any:
-    """Sizes as whole numbers: a cell may say ``TensorShape([3])`` for 3."""
+    """Return the same nested sizes as integers; a cell may declare ``TensorShape([3])`` for 3."""
     return tf.nest.map_structure(lambda size: int(np.prod(tf.TensorShape(size).as_list())), sizes)
 
 

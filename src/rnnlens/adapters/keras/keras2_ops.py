@@ -1,4 +1,4 @@
-"""TensorFlow's operations under the names that Keras 3, and the array-API standard, have for them."""
+"""TensorFlow's operations under the names of Keras 3 and of the array-API standard; losses without metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..shared.threads import substitute_in_this_thread
 
 
 class Ops:
-    """What the adapter takes from ``keras.ops``."""
+    """Operations of TensorFlow under the names of ``keras.ops``."""
 
     cast, stack, stop_gradient, zeros = tf.cast, tf.stack, tf.stop_gradient, tf.zeros
     sum, mean, sqrt, square = tf.reduce_sum, tf.reduce_mean, tf.sqrt, tf.square
@@ -23,13 +23,13 @@ class Ops:
 
     @staticmethod
     def convert_to_tensor(value: Any, dtype: Any = None) -> Any:
-        """A tensor of that dtype, also of one that has another."""
+        """Convert ``value`` to a tensor and, if ``dtype`` is given, cast it."""
         tensor = tf.convert_to_tensor(value)
         return tensor if dtype is None else tf.cast(tensor, dtype)
 
 
 class Tree:
-    """What the adapter takes from ``keras.tree``."""
+    """Functions of ``tf.nest`` under the names of ``keras.tree``."""
 
     flatten, map_structure = tf.nest.flatten, tf.nest.map_structure
     pack_sequence_as, is_nested = tf.nest.pack_sequence_as, tf.nest.is_nested
@@ -70,7 +70,7 @@ _RENAMED = {
 
 
 class ArrayFunctions:
-    """TensorFlow's operations under the names of the array-API standard."""
+    """Namespace of TensorFlow's operations under the names of the array-API standard."""
 
     __name__ = "tensorflow"
 
@@ -81,14 +81,14 @@ class ArrayFunctions:
 
 
 class _NoMean:
-    """Stands where the mean of the losses would be kept."""
+    """Metric that records nothing, in place of the mean of the losses."""
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
 
 class UntrackedLosses(LossesContainer):  # type: ignore[misc]  # tf_keras has no types
-    """What ``compile`` makes of a loss, without its metrics."""
+    """Compiled form of a loss without metrics, so that evaluating it changes none of the model's."""
 
     def __init__(self, losses: Any, weights: Any = None, names: Any = None) -> None:
         super().__init__(losses, weights, names, total_loss_mean=_NoMean())
@@ -99,7 +99,10 @@ class UntrackedLosses(LossesContainer):  # type: ignore[misc]  # tf_keras has no
 
 @contextmanager
 def undisturbed(model: Any, regularised: bool) -> Iterator[None]:
-    """A loss beside the compiled one; penalties of weights have a gradient if ``regularised``."""
+    """Within the block, replace the compiled loss by a copy that updates no metric.
+
+    Penalties of weights have a gradient only if ``regularised``.
+    """
     own = vars(model)
     compiled = own.get("compiled_loss")
     if compiled is not None:
@@ -128,5 +131,5 @@ def _stopped(loss: Any) -> Any:
 
 
 def _named(loss: Any) -> Any:
-    """A function in the place of a ``functools.partial``, which has no name to be copied."""
+    """Return a function that calls ``loss``; unlike a ``functools.partial`` it has a name."""
     return lambda: loss()

@@ -1,4 +1,4 @@
-"""How ``tf_keras`` is listened to: at ``_process_inputs`` and ``call`` of a recurrent layer.
+"""Hooks and stateless runs of ``tf_keras``: ``_process_inputs`` and ``call`` of a recurrent layer are hooked.
 
 In the one the input and the initial state (given, recorded, or zeros) are settled; the other returns what the layer
 returns. Between them the layer may take any of its ways: a loop over its cell, an unrolled one, or the fused kernel.
@@ -37,7 +37,7 @@ _OWN_CALLS = tuple(
 
 
 def refusal(layer: Any) -> tuple[str, str] | None:
-    """Why a recurrent layer cannot be listened to, and what to do instead."""
+    """Return (reason, workaround) if a recurrent layer cannot be hooked; None if it can."""
     if isinstance(layer, base_cudnn_rnn._CuDNNRNN):
         return "is one kernel of cuDNN, which runs on a GPU only", "the layer LSTM or GRU, which uses that kernel there"
     if type(layer).call not in _OWN_CALLS:
@@ -64,7 +64,7 @@ def _ignores_its_activation(layer: Any) -> bool:
 
 
 def listen(listener: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
-    """Override what settles the input, and what returns the output.
+    """Override the methods of a recurrent layer that prepare its input and return its output.
 
     The fused kernel drops another part of its input at every step, before the recurrence starts: that is done here, so
     that what is heard as the input is what the recurrence takes.
@@ -108,14 +108,14 @@ def listen(listener: LayerRecorder, site: RecurrentSite, half: int, override: Ov
 
 
 def _gates(layer: Any) -> int:
-    """How many masks the fused kernel draws, of which it uses the first."""
+    """Return the number of dropout masks that the fused kernel draws; it uses only the first."""
     return 4 if isinstance(layer, tf_keras.layers.LSTM) else 3
 
 
 def _heard(
     listener: LayerRecorder, site: RecurrentSite, result: Any, *, call: LayerCall, mask: Any, training: Any
 ) -> Any:
-    """What the layer returned: the output, and the states where it returns them."""
+    """Record the output of a layer and its final states; return them to continue with."""
     del mask
     layer = site.layer
     if "dropout" in listener.keep and training:
@@ -135,7 +135,7 @@ def _heard(
 
 
 def _samples_first(layer: Any, tensor: Any) -> Any:
-    """Of a layer that has time first, the tensor turned; and back, if it is asked again."""
+    """Swap the first two axes of a tensor if the layer is time-major. A second call restores the order."""
     if not layer.time_major:
         return tensor
     return tf.transpose(tensor, [1, 0, *range(2, len(tensor.shape))])
@@ -164,7 +164,10 @@ def _refuse_ragged(site: RecurrentSite, inputs: Any) -> None:
 
 
 def _dropout(layer: Any) -> dict[str, Any]:
-    """The multipliers that a known cell applies at every step; one per gate for ``implementation=1``."""
+    """Return the dropout multipliers of a known cell, the same at each step.
+
+    There is one per gate for ``implementation=1``.
+    """
     cell: Any = layer.cell
     found: dict[str, Any] = {}
     if getattr(layer, "_could_use_gpu_kernel", False):
@@ -199,7 +202,10 @@ _MAKES = {
 
 
 class _MaskPerCall(backend.ContextValueCache):  # type: ignore[misc]  # tf_keras has no types
-    """One mask for all steps of a call, as Keras 2 means it: its own forgets that a loop lies within a graph."""
+    """Cache of one dropout mask for all steps of a call, shared with the graphs of loops inside it.
+
+    The cache of Keras 2 would draw another mask in such a graph.
+    """
 
     def setdefault(self, key: Any = None, default: Any = None, kwargs: Any = None) -> Any:
         found = self._get_recursive(self._key())
@@ -207,7 +213,7 @@ class _MaskPerCall(backend.ContextValueCache):  # type: ignore[misc]  # tf_keras
 
 
 class _Generator:
-    """In the place of a ``RandomGenerator``: the draws follow from one seed, and from nothing outside."""
+    """Substitute for a ``RandomGenerator``: all draws are determined by one seed."""
 
     _rng_type = "stateless"
 
@@ -256,7 +262,7 @@ def _random_layers(model: Any) -> list[Any]:
 
 
 def seeds(model: Any, seed: int | None) -> list[Any]:
-    """A seed, two whole numbers, for each generator in ``model``."""
+    """Return one seed of two integers for each random generator in ``model``."""
     pairs = [
         np.random.SeedSequence([seed or 0, i]).generate_state(2) % 2**31 for i, _ in enumerate(_random_layers(model))
     ]
@@ -265,7 +271,7 @@ def seeds(model: Any, seed: int | None) -> list[Any]:
 
 @contextmanager
 def stateless(model: Any, seeds: Sequence[Any]) -> Iterator[None]:
-    """Within the block the layers of ``model`` draw from stand-ins, and leave their own generators alone."""
+    """Within the block, the layers of ``model`` draw from ``seeds``; their own generators do not advance."""
     layers = _random_layers(model)
     own = [{name: books[name] for name in _DRAWN if name in books} for books in map(vars, layers)]
     for layer, seed in zip(layers, seeds, strict=True):
@@ -283,7 +289,7 @@ def stateless(model: Any, seeds: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def _graphs_kept(model: Any) -> Iterator[None]:
-    """Within the block no ``Sequential`` rebuilds its graph for another number of steps than it was built on.
+    """Within the block, keep each ``Sequential`` from rebuilding its graph for another number of steps.
 
     It would call its layers on symbolic tensors in the middle of a run; the graph that it has takes any number.
     """
@@ -301,7 +307,7 @@ def _graphs_kept(model: Any) -> Iterator[None]:
 
 @contextmanager
 def generators() -> Iterator[None]:
-    """TensorFlow's own seeds, which layers of the user's may draw from, go on as if nothing had run."""
+    """Restore TensorFlow's own random generator on exit; layers of the user may draw from it."""
     draws = getattr(context.context(), "_rng", None)  # there is one once a seed was set
     state = None if draws is None else draws.getstate()
     try:
@@ -313,7 +319,7 @@ def generators() -> Iterator[None]:
 
 @contextmanager
 def held(variables: Sequence[Any]) -> Iterator[None]:
-    """What is assigned to ``variables`` within the block is assigned back; the others are not touched."""
+    """Restore on exit the values of those ``variables`` that were assigned within the block."""
     # Reading shares the memory of the variable, and assigning gives it another: so this costs next to nothing.
     before = [(v, v.read_value()) for v in variables if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
     try:
@@ -332,7 +338,10 @@ def _same(now: Any, before: Any) -> bool:
 
 @contextmanager
 def collected(model: Any) -> Iterator[None]:
-    """The losses that layers collected in their last call come back: those of a compiled run are of a dead graph."""
+    """Restore on exit the losses that layers collected in their last call.
+
+    Those collected in a compiled run are tensors of a graph that no longer exists.
+    """
     layers = list(model._flatten_layers()) if isinstance(model, tf_keras.layers.Layer) else []
     before = [(layer, list(layer._eager_losses)) for layer in layers]
     try:
@@ -344,7 +353,10 @@ def collected(model: Any) -> Iterator[None]:
 
 @contextmanager
 def stepping(cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Within the block tensors stand where the layers of a cell have variables."""
+    """Temporarily substitute tensors for the variables in the attributes of a cell and its sublayers.
+
+    ``weights`` lists pairs (variable, tensor).
+    """
     by_id = {id(variable): tensor for variable, tensor in weights}
     layers = [cell, *getattr(cell, "submodules", ())]
     placed: set[int] = set()
@@ -371,7 +383,10 @@ def stepping(cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
 
 
 def _put(value: Any, by_id: dict[int, Any], dtype: str | None, placed: set[int]) -> Any:
-    """``value`` with tensors in the place of variables, noted in ``placed``; the same object where it holds none."""
+    """Return ``value`` with variables replaced by tensors, and add the ids of these variables to ``placed``.
+
+    Returns the same object if it contains no such variable.
+    """
     if isinstance(value, tf.Variable):
         tensor = by_id.get(id(value))
         if tensor is None:
@@ -388,7 +403,7 @@ def _put(value: Any, by_id: dict[int, Any], dtype: str | None, placed: set[int])
 
 
 def inside(value: Any) -> Any:
-    """The list or dict in a wrapper by which TensorFlow tracks what layers hold; None for anything else."""
+    """Return the list, dict or tuple inside a tracking wrapper of TensorFlow; None for other objects."""
     if isinstance(value, data_structures.ListWrapper):
         return value._storage
     if type(value) in (data_structures._DictWrapper, data_structures._TupleWrapper):

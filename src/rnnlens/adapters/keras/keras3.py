@@ -1,4 +1,4 @@
-"""Keras 3, on TensorFlow, JAX and torch: what :class:`.dialect.Dialect` asks, in its own words."""
+"""Keras 3 on TensorFlow, JAX and torch: implementation of :class:`.dialect.Dialect`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SEEDS = "global_seed_generator"
 
 
 class Keras3:
-    """See :class:`rnnlens.adapters.keras.dialect.Dialect`."""
+    """Dialect of Keras 3; see :class:`rnnlens.adapters.keras.dialect.Dialect`."""
 
     name = "keras"
     says_mean, says_sum = "keras.ops.mean(...)", "keras.ops.sum(...)"
@@ -65,40 +65,46 @@ class Keras3:
     listen = staticmethod(keras3_loop.listen)
 
     def is_graph(self, thing: Any) -> bool:
-        """Never."""
+        """Return False: Keras 3 has no layers that only a session runs."""
         del thing
         return False
 
     # -- the engine, dtypes, values
     @cached_property
     def engine(self) -> Engine:
-        """The engine that Keras runs on in this process."""
+        """The engine that Keras 3 is configured for in this process; it carries masks over to replaced tensors."""
         return engine(keras.backend.backend(), _with_mask)
 
     @property
     def single_precision(self) -> frozenset[str]:
-        """Activations with constants of single precision, by engine."""
+        """Names of the activations that this engine computes with single-precision constants."""
         by_engine = {"torch": frozenset({"hard_sigmoid"}), "tensorflow": frozenset({"leaky_relu", "gelu"})}
         return by_engine.get(self.engine.name, frozenset())
 
     def floatx(self) -> str:
-        """The dtype of floats unless a layer says otherwise."""
+        """Return the default float dtype, such as ``"float32"``."""
         return str(keras.backend.floatx())
 
     def dtype_of(self, tensor: Any) -> str:
-        """Its name, such as ``"float32"``."""
+        """Return the name of a tensor's dtype, such as ``"float32"``."""
         return str(keras.backend.standardize_dtype(tensor.dtype))
 
     def is_float(self, tensor: Any) -> bool:
-        """Whether a tensor or variable holds floats."""
+        """Return whether the dtype of a tensor or variable is a float."""
         return bool(keras.backend.is_float_dtype(self.dtype_of(tensor)))
 
     def computed(self, dtype: str) -> str:
-        """On JAX and torch Keras' operations round float64 to float32 unless told not to."""
+        """Return the dtype in which operations on ``dtype`` are computed.
+
+        JAX and torch may round float64 to float32.
+        """
         return str(keras.backend.result_type(dtype, dtype))
 
     def value_of(self, tensor: Any) -> Array:
-        """By way of the engine: where Keras itself asks a variable for an array, NumPy warns of how Keras gives it."""
+        """Return a NumPy copy of a variable's or tensor's value, converted by the engine.
+
+        The conversion by Keras itself raises a warning in NumPy.
+        """
         return own_array(self.engine.to_array(keras.ops.convert_to_tensor(tensor)))
 
     mask_of = staticmethod(get_keras_mask)
@@ -108,7 +114,7 @@ class Keras3:
         set_keras_mask(tensor, mask)
 
     def namespace(self) -> Namespace:
-        """The array functions that the step of a registered cell is given, on tensors of this engine."""
+        """Return the namespace of array functions for the step of a registered cell."""
         if self.engine.name == "torch":
             import array_api_compat.torch as xp
 
@@ -121,24 +127,24 @@ class Keras3:
 
     # -- variables
     def variable_name(self, variable: Any) -> str:
-        """The last part of its path: ``"kernel"``."""
+        """Return the last part of a variable's path, such as ``"kernel"``."""
         return str(variable.name)
 
     def path(self, variable: Any) -> str:
-        """``"lstm/lstm_cell/kernel"``."""
+        """Return the path of a variable, such as ``"lstm/lstm_cell/kernel"``."""
         return str(variable.path)
 
     def own_variables(self, layer: Any) -> list[Any]:
-        """Of a layer alone, without those of its parts."""
+        """Return the variables of a layer without those of its sublayers."""
         return [*layer._trainable_variables, *layer._non_trainable_variables]
 
     def regularizers(self, layer: Any) -> Mapping[int, Any]:
-        """By the id of a variable of the layer or its parts, what penalises it."""
+        """Map the id of each regularised variable of the layer and its sublayers to its regulariser."""
         found = getattr(layer, "variables", ())
         return {id(v): v.regularizer for v in found if getattr(v, "regularizer", None) is not None}
 
     def variables(self, model: Any) -> list[Any]:
-        """All whose values a run may read; those that it makes itself are not among them."""
+        """Return all variables with values that a run may read, metrics and the global seed generator included."""
         seeds = global_state.get_global_attribute(_SEEDS)
         metrics = getattr(model, "metrics_variables", [])
         found = [*model.variables, *metrics, *([] if seeds is None else [seeds.state])]
@@ -146,35 +152,35 @@ class Keras3:
 
     # -- layers and cells
     def state_size(self, layer: Any) -> Any:
-        """State sizes declared by the layer's cell; of a convolution, which declares none, channels of h and c."""
+        """Return the state sizes declared by the layer's cell; for a ConvLSTM the channels of h and c."""
         return [layer.cell.filters] * 2 if type(layer.cell) is ConvLSTMCell else layer.state_size
 
     def template(self, cell: Any) -> Any:
-        """The nesting in which ``keras.layers.RNN`` hands the states to the cell, with sizes for leaves."""
+        """Return the nested structure of the states that a cell takes, with sizes as leaves."""
         size = cell.state_size
         return [size] if isinstance(size, int) else list(size)
 
     def output_size(self, cell: Any) -> Any:
-        """What a cell says of its output; None where it says nothing."""
+        """Return the output size declared by a cell; None if it declares none."""
         return getattr(cell, "output_size", None)
 
     def draws(self, layer: Any) -> bool:
-        """Whether a layer has a generator of random numbers."""
+        """Return whether a layer has a generator of random numbers."""
         return bool(getattr(layer, "_seed_generators", None))
 
     refusal = staticmethod(keras3_loop.refusal)
 
     def time_major(self, layer: Any) -> bool:
-        """Never: Keras 3 has samples first."""
+        """Return False: the first axis is the samples in Keras 3."""
         del layer
         return False
 
     def inputs_of(self, node: Any) -> list[Any]:
-        """Tensors that went into one call of a layer."""
+        """Return the input tensors of one symbolic call of a layer."""
         return list(keras.tree.flatten(node.input_tensors))
 
     def in_order(self, model: Any) -> list[Any] | None:
-        """The layers of a model that is one plain chain; None for any other."""
+        """Return the layers of a model that is one plain chain, without input layers; None for any other model."""
         if type(model) not in (keras.Sequential, Functional, keras.Model) or "call" in vars(model):
             return None
         functional = getattr(model, "_functional", None)
@@ -191,34 +197,34 @@ class Keras3:
         return [op for op in operations if type(op) is not keras.layers.InputLayer]
 
     def graph_of(self, model: Any) -> tuple[Any, Any]:
-        """Nested inputs and outputs of a model that was built from tensors; None for each where it was not."""
+        """Return the nested symbolic inputs and outputs of a functional model; (None, None) for any other model."""
         return getattr(model, "_inputs_struct", None), getattr(model, "_outputs_struct", None)
 
     def built_on(self, model: Any) -> Any:
-        """The shape that a model was built on; None where there are several."""
+        """Return the input shape on which a model was built; None if there are several or none."""
         shapes = getattr(model, "_build_shapes_dict", None) or {}
         return next(iter(shapes.values())) if len(shapes) == 1 else None
 
     def build(self, model: Any, x: Any) -> None:
-        """Create the weights of a model by a symbolic call, as ``fit`` does."""
+        """Create the weights of a model by a symbolic call on data such as ``x``, as ``fit`` does."""
         symbols = keras.tree.map_structure(lambda t: keras.KerasTensor((None, *t.shape[1:]), self.dtype_of(t)), x)
         backend.compute_output_spec(model, symbols)
 
     def is_own(self, thing: Any) -> bool:
-        """Whether a class or function stands in this package."""
+        """Return whether a class or function is defined in this Keras package."""
         return str(getattr(thing, "__module__", "")).startswith("keras.src.")
 
     # -- a run
     def asks_for_training(self, model: Any) -> bool:
-        """Whether a model is told if it trains."""
+        """Return whether the model is to be called with ``training=``."""
         return bool(getattr(model, "_call_has_training_arg", False))
 
     def values(self, variables: Sequence[Any]) -> list[Any] | None:
-        """What to run with in place of the values of variables; None where the run may read them itself."""
+        """Return the tensors that replace the variables in a run; None if the engine reads the variables itself."""
         return self.engine.values([v._value for v in variables])
 
     def seeds(self, model: Any, seed: int | None) -> list[Any]:
-        """The states of the seed generators, or new ones after ``seed``."""
+        """Return the states of the seed generators, or states derived from ``seed`` if it is given."""
         random = _seed_states(self.variables(model))
         return [keras.ops.convert_to_tensor(v) if seed is None else _seeded(v, seed, i) for i, v in enumerate(random)]
 
@@ -226,7 +232,10 @@ class Keras3:
     def running(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap
     ) -> Iterator[None]:
-        """No variable of the user's is written: they are read and written inside a ``keras.StatelessScope``."""
+        """Within the block, run in a ``keras.StatelessScope`` with tapped weights and the given values and seeds.
+
+        No variable of the model is written.
+        """
         variables = self.variables(model)
         held = {} if values is None else {id(v): a for v, a in zip(variables, values, strict=True)}
         held.update({id(v): a for v, a in zip(_seed_states(variables), seeds, strict=True)})
@@ -242,19 +251,25 @@ class Keras3:
 
     @contextmanager
     def stepping(self, cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-        """Within the block the variables of a cell hold the tensors that stand beside them."""
+        """Temporarily substitute tensors for a cell's variables in a ``keras.StatelessScope``.
+
+        ``weights`` lists pairs (variable, tensor).
+        """
         del cell
         with keras.StatelessScope(list(weights), collect_losses=True, initialize_variables=False):
             yield
 
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
-        """One call of a cell as its recurrent layer makes it."""
+        """Call a cell once, as its recurrent layer does; return its output and its new states."""
         output, new = cell(x, states)
         return output, new
 
     @contextmanager
     def as_found(self, model: Any, seed: int | None) -> Iterator[None]:
-        """Random generators and Keras' process-wide state come back on exit. Variables need no care here."""
+        """Restore on exit the random generators and Keras' process-wide state.
+
+        Variables need no restoring, because a run writes them only in its ``keras.StatelessScope``.
+        """
         del model
         pending = list(global_state.get_global_attribute(_UNINITIALIZED, []) or [])
         seeds = global_state.get_global_attribute(_SEEDS)
@@ -269,71 +284,74 @@ class Keras3:
             global_state.set_global_attribute(_SEEDS, seeds)
 
     def plain_values(self, variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """All of them as tensors to run with."""
+        """Return the values of all variables as tensors, and no variable to differentiate directly."""
         return [keras.ops.convert_to_tensor(v) for v in variables], []
 
     @contextmanager
     def standing(self, model: Any, values: Sequence[Any], seeds: Sequence[Any]) -> Iterator[None]:
-        """In a ``keras.StatelessScope`` of all variables."""
+        """Within the block, substitute ``values`` and ``seeds`` for all variables in a ``keras.StatelessScope``."""
         variables = self.variables(model)
         mapping = [*zip(variables, values, strict=True), *zip(_seed_states(variables), seeds, strict=True)]
         with keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
             yield
 
     def initial_state(self, cell: Any, samples: int) -> Any:
-        """The states that a cell with a ``get_initial_state`` of its own starts from."""
+        """Return the states from the cell's own ``get_initial_state`` for a number of samples."""
         return cell.get_initial_state(batch_size=samples)
 
     def books(self, layer: Any) -> Iterator[Any]:
-        """Containers in which a layer keeps what its calls add."""
+        """Iterate over the containers that a layer's calls append to."""
         yield from (layer._losses, layer._loss_ids)
 
     def inside(self, value: Any) -> Any:
-        """Keras 3 tracks in containers of its own kinds."""
+        """Return None: no container of Keras 3 has another one inside."""
         del value
 
     def tracks(self, value: Any) -> bool:
-        """Whether this is a tracker of what layers hold."""
+        """Return whether ``value`` is a tracker object of the package."""
         return isinstance(value, Tracker)
 
     def is_short(self, x: Any) -> bool:
-        """Never: JAX and TensorFlow run Keras 3 faster compiled."""
+        """Return False: compiled runs of Keras 3 are faster on JAX and TensorFlow."""
         del x
         return False
 
     def stamp(self, model: Any, loss: Any) -> Hashable | None:
-        """All that a run depends on, where that is known."""
+        """Return a hashable that changes with everything a run reads; None if that is not known."""
         return stamp_of(model, loss, self.engine)
 
     # -- the loss
     def is_overridden(self, model: Any) -> bool:
-        """Whether a model computes its loss in a method of its own."""
+        """Return whether the model overrides ``compute_loss``."""
         return isinstance(model, keras.Model) and type(model).compute_loss is not keras.Model.compute_loss
 
     def is_compiled(self, model: Any) -> bool:
-        """Whether ``compile`` was called."""
+        """Return whether ``compile`` was called on the model."""
         return bool(model.compiled)
 
     def compiled_loss(self, model: Any) -> Any:
-        """What ``compile`` made of the loss."""
+        """Return the compiled loss, a function of ``(y, y_pred, sample_weight)``; None if there is none."""
         return getattr(model, "_compile_loss", None)
 
     def user_loss(self, model: Any) -> Any:
-        """The loss as it was given to ``compile``."""
+        """Return the loss that was passed to ``compile``; None if there is none."""
         return getattr(self.compiled_loss(model), "_user_loss", None)
 
     def compiled_form(self, loss: Any, weights: Any = None, names: Any = None) -> Callable[[Any, Any, Any], Any]:
-        """The loss as ``compile(loss=...)`` would take it: averaged over samples, several outputs, sample weights."""
+        """Return ``loss`` as the function of ``(y, y_pred, sample_weight)`` that ``compile(loss=...)`` makes of it."""
         form: Callable[[Any, Any, Any], Any] = CompileLoss(loss, weights, output_names=names)
         return form
 
     def whole_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
-        """The loss that training minimises."""
+        """Return the loss that training minimises: compiled loss, loss weights, regularisers and ``add_loss``."""
         return model._compute_loss(x, y, y_pred, weight, training=training)
 
     @contextmanager
     def undisturbed(self, model: Any, regularised: bool) -> Iterator[None]:
-        """No trace of an unbuilt loss; penalties of weights have a gradient if ``regularised``."""
+        """Use a copy of a compiled loss that is not built yet, so that the model's own stays unbuilt.
+
+        Penalties of weights have a gradient if ``regularised``.
+        """
         own = vars(model)
         saved = {name: own[name] for name in ("_get_regularization_losses", "_compile_loss") if name in own}
         regularisation = model._get_regularization_losses
@@ -353,17 +371,17 @@ class Keras3:
             own.update(saved)
 
     def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
-        """(n,) beside (n, 1) becomes (n, 1)."""
+        """Return targets and outputs with the same rank: (n,) becomes (n, 1) if the other is (n, 1)."""
         found: tuple[Any, Any] = squeeze_or_expand_to_same_rank(y, y_pred)
         return found
 
     def adds_losses(self, model: Any) -> bool:
-        """After a call: whether a layer called ``add_loss``."""
+        """Return whether a layer called ``add_loss`` in the last call of the model."""
         return any(la._get_own_losses() and la.activity_regularizer is None for la in model._flatten_layers())
 
 
 def _with_mask(old: Any, new: Any) -> Any:
-    """The new tensor, with the mask that Keras attached to the old one."""
+    """Attach the Keras mask of ``old``, if it has one, to ``new``, and return ``new``."""
     mask = get_keras_mask(old)
     if mask is not None:
         set_keras_mask(new, mask)
@@ -381,7 +399,7 @@ def _seeded(variable: Any, seed: int, index: int) -> Any:
 
 
 class _KerasOps:
-    """Keras' operations under the names of the array-API standard."""
+    """Namespace of Keras' operations under the names of the array-API standard."""
 
     __name__ = "keras.ops"
 

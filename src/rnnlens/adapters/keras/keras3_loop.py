@@ -1,4 +1,4 @@
-"""How Keras 3 is listened to: at the ``inner_loop`` of a recurrent layer.
+"""Hooks of Keras 3: the ``inner_loop`` of a recurrent layer is hooked.
 
 There the mask, the initial state (given, carried over, or zeros) and the dropout multipliers are settled, and what the
 loop returns is what the layer returns.
@@ -22,14 +22,17 @@ _OWN_LOOPS = (keras.layers.RNN, keras.layers.SimpleRNN, keras.layers.LSTM, keras
 
 
 def refusal(layer: Any) -> tuple[str, str] | None:
-    """Why a recurrent layer cannot be listened to, and what to do instead."""
+    """Return (reason, workaround) if a recurrent layer cannot be hooked; None if it can."""
     if any(type(layer).inner_loop is loop.inner_loop for loop in _OWN_LOOPS):
         return None
     return "has an inner_loop of its own", "write the recurrence as a cell, keras.layers.RNN(cell)"
 
 
 def listen(listener: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
-    """Override the loop; a bidirectional layer's attempt to run both halves fused would pass it by."""
+    """Override the ``inner_loop`` of a recurrent layer, and switch off the fused kernel of a bidirectional one.
+
+    The fused kernel would run both directions without calling ``inner_loop``.
+    """
     override(site.layer, "inner_loop", _loop(listener, site, half))
     if site.bidirectional:
         override(site.owner, "_can_attempt_fused_lstm", lambda *args, **kwargs: False)
@@ -80,7 +83,10 @@ def _refuse_triple(site: RecurrentSite, mask: Any) -> None:
 
 
 def _dropout(cell: Any) -> dict[str, Any]:
-    """The multipliers that a known cell applies at every step, as one tensor each; per gate for implementation 1."""
+    """Return the dropout multipliers of a cell, the same at each step.
+
+    There is one per gate for ``implementation=1``.
+    """
     found = {}
     for name, attribute, rate in (
         ("input_scale", "_dropout_mask", "dropout"),

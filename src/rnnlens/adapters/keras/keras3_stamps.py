@@ -1,4 +1,4 @@
-"""Tells whether all that a run of Keras 3 depends on is known, and writes it down: only then is it run as compiled.
+"""Stamps of Keras 3 models: a hashable of everything a run depends on, which decides about compiled runs.
 
 *Closed* is a model made of Keras' own models, layers, cells, operations, activations, losses and regularisers, of
 exactly these types, whose settings are plain values: whatever changes in it changes the stamp. A subclass, a Lambda, a
@@ -49,11 +49,11 @@ _LARGEST = 2**16
 
 
 class _DependsOnAnything(Exception):  # noqa: N818 - no error, but what was found
-    """Something that may depend on anything."""
+    """Raised for an object whose behaviour may depend on anything outside it."""
 
 
 class _SameObject:
-    """Equal only to a stamp of the very same object; does not keep it alive."""
+    """Stamp of an object's identity, without a strong reference to the object."""
 
     def __init__(self, value: Any) -> None:
         self._id, self._ref = id(value), weakref.ref(value)
@@ -66,7 +66,10 @@ class _SameObject:
 
 
 def stamp_of(model: Any, loss: Any, engine: Engine) -> Hashable | None:
-    """What a closed run is made of, with ``loss`` or, where that is None, the compiled one; None for an open run."""
+    """Return the stamp of a closed run with ``loss``, or with the compiled loss if it is None.
+
+    Returns None for an open run.
+    """
     given = getattr(model, "_compile_loss", None) if loss is None else loss
     config = keras.config
     settings = (config.floatx(), config.epsilon(), config.image_data_format(), config.is_flash_attention_enabled())
@@ -77,13 +80,13 @@ def stamp_of(model: Any, loss: Any, engine: Engine) -> Hashable | None:
 
 
 class _Stamp:
-    """Writes objects down; one that was met before by the number under which it was."""
+    """Recursive computation of stamps; a repeated object is replaced by the number of its first occurrence."""
 
     def __init__(self) -> None:
         self._met: dict[int, int] = {}
 
     def of(self, value: Any) -> Hashable:
-        """The stamp of ``value``; raises where it may depend on anything."""
+        """Return the stamp of ``value``; raise _DependsOnAnything if its behaviour may depend on anything."""
         if value is None or isinstance(value, (bool, int, float, str, np.number)):
             return (type(value).__name__, repr(value))
         if isinstance(value, (list, tuple, set, frozenset)):
@@ -134,7 +137,7 @@ class _Stamp:
         )
 
     def _symbol(self, tensor: Any) -> Hashable:
-        """A tensor of a functional model's graph, by where it comes from."""
+        """Return the stamp of a tensor in a functional model's graph: its operation, node and tensor index."""
         history = getattr(tensor, "_keras_history", None)
         if history is None:
             raise _DependsOnAnything
@@ -153,18 +156,24 @@ def _is_keras(thing: Any) -> bool:
 
 
 def _methods(kind: type) -> Iterator[Any]:
-    """What computes in a class, where the class or one that it derives from defines it; a metaclass does not count."""
+    """Yield the computing methods that a class or its base classes define."""
     for name in _METHODS:
         yield from (vars(base)[name] for base in kind.__mro__ if name in vars(base))
 
 
 def _written_by_keras(method: Any) -> bool:
-    """Whether a function's text stands in Keras: a wrapper of another's may bear the module's name of what it wraps."""
+    """Return whether the code of a function is in Keras.
+
+    Its ``__module__`` does not tell: a wrapper may copy it from the wrapped function.
+    """
     return str(getattr(method, "__globals__", {}).get("__name__", "")).startswith("keras.src.")
 
 
 def _keras_own(value: Any) -> Hashable:
-    """A function or class that stands in one of Keras' modules under its own name."""
+    """Return the stamp of a function or class that a module of Keras defines under its own name.
+
+    Raises _DependsOnAnything for any other.
+    """
     module = sys.modules.get(value.__module__ or "")
     if not _is_keras(value) or getattr(module, value.__qualname__, None) is not value:
         raise _DependsOnAnything

@@ -1,4 +1,4 @@
-"""The loss of a run: the compiled one as training counts it, or a given one plus the model's own losses."""
+"""Losses of a run: the compiled loss as in training, or a given loss plus the model's own losses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .run import Loss, RunRequest, run
 
 
 def plan(model: Any, batch: Batch) -> Loss:
-    """A function ``(x, y, y_pred, sample_weight) -> scalar tensor``, decided before anything runs.
+    """Return the loss as a function ``(x, y, y_pred, sample_weight) -> scalar tensor``.
 
     Raises
     ------
@@ -40,7 +40,7 @@ def plan(model: Any, batch: Batch) -> Loss:
 
 
 def _check_weight(keras: Dialect, weight: Any, y_pred: Any) -> None:
-    """Keras multiplies one weight per sample with values per step along the last axis, which is time."""
+    """Refuse one weight per sample for a loss of each step: Keras would multiply it along the time axis."""
     if weight is None or not keras.weighs_steps or keras.tree.is_nested(weight) or keras.tree.is_nested(y_pred):
         return
     if len(weight.shape) == 1 and len(y_pred.shape) == 3:
@@ -56,7 +56,10 @@ def _check_weight(keras: Dialect, weight: Any, y_pred: Any) -> None:
 
 
 def of_outputs(model: Any, batch: Batch) -> Callable[[Any, Any, Any], Any]:
-    """A function ``(y, y_pred, sample_weight) -> scalar tensor``, without the losses that the model makes itself."""
+    """Return the loss as a function ``(y, y_pred, sample_weight) -> scalar tensor``.
+
+    Losses that the model adds itself are not part of a given loss.
+    """
     keras = dialect_of(model)
     if batch.loss is not None:
         given = _given(keras, batch)
@@ -130,7 +133,7 @@ def _given(keras: Dialect, batch: Batch) -> Callable[[Any, Any, Any], Any]:
 
 
 def _aligned(keras: Dialect, y: Any, y_pred: Any) -> tuple[Any, Any]:
-    """Targets and outputs as ``compile(loss=function)`` hands them over: (n,) beside (n, 1) becomes (n, 1)."""
+    """Return targets and outputs as a compiled loss function receives them: (n,) becomes (n, 1) beside (n, 1)."""
     if y is None or keras.tree.is_nested(y) or keras.tree.is_nested(y_pred):
         return y, y_pred
     return keras.aligned(y, y_pred)
@@ -146,7 +149,10 @@ def _named(keras: Dialect, loss: Any) -> Any:
 
 
 def _is_own_function(keras: Dialect, loss: Any) -> bool:
-    """Keras' own loss functions give one value per sample; compile() averages them, and so do we."""
+    """Return whether ``loss`` is one of Keras' loss functions, which return one value per sample.
+
+    They are averaged, as by ``compile``.
+    """
     return isinstance(loss, types.FunctionType) and getattr(keras.losses, loss.__name__, None) is loss
 
 
@@ -172,7 +178,7 @@ def _scalar(keras: Dialect, loss: Any) -> Any:
 
 
 def _with_own_losses(model: Any, loss: Any) -> Any:
-    """What training adds to any loss: add_loss, activity and weight regularisers."""
+    """Add the losses of the model to ``loss``: ``add_loss``, activity and weight regularisers."""
     keras = dialect_of(model)
     for extra in model.losses:
         loss = loss + keras.ops.cast(keras.ops.sum(extra), loss.dtype)
@@ -193,7 +199,7 @@ _PLAIN = {
 
 
 def combination(model: Any, batch: Batch) -> str | None:
-    """How losses of batches make up that of the data set: ``"mean"``, ``"sum"``; None where that is not known."""
+    """Return how the losses of batches combine to that of the data set: ``"mean"``, ``"sum"`` or None (unknown)."""
     keras = dialect_of(model)
     if keras.is_overridden(model) or not _all_keras(model) or _may_be_masked(model):
         return None
@@ -205,7 +211,10 @@ def combination(model: Any, batch: Batch) -> str | None:
 
 
 def mixes_samples(model: Any, training: bool) -> str | None:
-    """A layer that uses statistics of its batch; ``"?"`` where a layer of the user's own may do it; None: none does."""
+    """Return the name of a layer that uses batch statistics, ``"?"`` if unknown, or None if there is none.
+
+    It is unknown if a layer is not Keras' own.
+    """
     keras = dialect_of(model)
     for layer in _layers(model):
         if training and isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
@@ -214,7 +223,7 @@ def mixes_samples(model: Any, training: bool) -> str | None:
 
 
 def outputs_of(model: Any, batch: Batch) -> Outputs:
-    """What the model returns for one batch, and the masks that go with it."""
+    """Run the model on one batch and return its outputs, with their masks."""
     keras = dialect_of(model)
     engine = keras.engine
     found = places(model)
@@ -237,7 +246,7 @@ def outputs_of(model: Any, batch: Batch) -> Outputs:
 
 
 def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
-    """The loss of joined outputs, and its gradient at each of them; None where it does not depend on one.
+    """Return the loss of joined outputs, and its gradient at each output; None if the loss does not depend on it.
 
     Raises
     ------
@@ -297,7 +306,7 @@ def _not_from_outputs(why: str) -> str:
 
 
 def _nothing_of(keras: Dialect) -> Callable[[Any, Any], Any]:
-    """A loss of 0, to be completed by what the model adds to any loss."""
+    """Return a loss function that is 0, to which the model's own losses are added."""
 
     def nothing(y: Any, y_pred: Any) -> Any:
         del y
@@ -311,13 +320,13 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _all_keras(model: Any) -> bool:
-    """Whether nothing in a model is of the user's own making."""
+    """Return whether all layers of a model are Keras' own, without a Lambda."""
     keras = dialect_of(model)
     return all(keras.is_own(type(la)) and not isinstance(la, keras.layers.Lambda) for la in _layers(model))
 
 
 def _may_be_masked(model: Any) -> bool:
-    """Whether a mask may go with an output of a model: Keras' losses are then means over what is not masked."""
+    """Return whether an output of a model may have a mask: Keras' losses are then means over unmasked steps."""
     keras = dialect_of(model)
     outputs = getattr(model, "outputs", None) if isinstance(model, keras.Model) else None
     if outputs:
@@ -326,7 +335,7 @@ def _may_be_masked(model: Any) -> bool:
 
 
 def _has_own_losses(model: Any) -> bool:
-    """Whether regularisers, of weights or of activities, add to the loss."""
+    """Return whether weight or activity regularisers add to the loss."""
     regularised = bool(dialect_of(model).regularizers(model))
     return regularised or any(layer.activity_regularizer is not None for layer in _layers(model))
 

@@ -18,7 +18,7 @@ _DROPOUTS = ("Dropout", "AlphaDropout", "GaussianDropout", "SpatialDropout1D", "
 
 
 def facts(model: Any) -> ModelFacts:
-    """See :meth:`rnnlens.adapters.protocol.Adapter.facts`."""
+    """Return layers and roles, names of inputs and outputs, loss, optimizer, clipping and loss scale of a model."""
     found = places(model)
     layers = {**{site.name: site.owner for site in found.sites}, **found.plain}
     # In mixed precision the optimizer is wrapped into one that scales the loss.
@@ -37,7 +37,11 @@ def facts(model: Any) -> ModelFacts:
 
 
 def reduction(model: Any, loss: Any) -> str | None:
-    """A loss object says so itself; any other that Keras compiled, or knows by name, is averaged."""
+    """Return how a loss reduces the values of samples.
+
+    None if unknown or if its parts differ. A compiled loss and a loss given by name are averaged, unless their
+    ``reduction`` is another.
+    """
     compiled = loss is None
     given = getattr(model, "loss", None) if compiled else loss
     parts = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list | tuple) else [given]
@@ -69,7 +73,7 @@ def _roles(layer: Any) -> frozenset[Role]:
 
 
 def _is_relu(keras: Dialect, layer: Any) -> bool:
-    """Whether a layer ends in a relu that can die: not leaky, not smooth."""
+    """Return whether a layer's activation is ReLU or ReLU6; a leaky ReLU is not counted."""
     if isinstance(layer, keras.layers.ReLU):
         return not layer.negative_slope
     # What the layer keeps, not what a property of the user's own may do when it is read.
@@ -78,7 +82,7 @@ def _is_relu(keras: Dialect, layer: Any) -> bool:
 
 
 def _names(model: Any, names: str, tensors: str) -> tuple[str, ...]:
-    """Names of a model's inputs or outputs, where it was built with names."""
+    """Return the names of a model's inputs or outputs; () if it has none."""
     listed = getattr(model, names, None)
     if listed is None:
         listed = [getattr(t, "name", str(i)) for i, t in enumerate(getattr(model, tensors, None) or ())]
@@ -94,13 +98,13 @@ def _clipping(optimizer: Any) -> tuple[str, float] | None:
 
 
 def _scale(optimizer: Any) -> float:
-    """The factor of a ``LossScaleOptimizer``: as it is by now, once it has taken a step."""
+    """Return the present loss scale of a ``LossScaleOptimizer``; the initial one before its first step."""
     scale = getattr(optimizer, "dynamic_scale", None) if getattr(optimizer, "built", False) else None
     return float(np.asarray(scale)) if scale is not None else float(getattr(optimizer, "initial_scale", 1.0))
 
 
 def provenance(model: Any) -> Mapping[str, str]:
-    """Plain strings: framework, engine, compute dtype, dtype of the weights, device of the first of them."""
+    """Return framework, engine, dtypes of computation and weights, and device, as plain strings."""
     keras = dialect_of(model)
     engine = keras.engine.name
     version = getattr(importlib.import_module(engine), "__version__", "unknown")
@@ -117,7 +121,7 @@ def provenance(model: Any) -> Mapping[str, str]:
 
 
 def _coarsest(keras: Dialect, model: Any) -> str:
-    """The dtype with the fewest digits in which the model or one of its layers computes."""
+    """Return the least precise dtype in which the model or one of its layers computes."""
     own = str(getattr(model, "compute_dtype", keras.floatx()))
     declared = {own, *(str(getattr(layer, "compute_dtype", own)) for layer in model._flatten_layers())}
     computed = {keras.computed(dtype) if dtype.startswith("float") else dtype for dtype in declared}

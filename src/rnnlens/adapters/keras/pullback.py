@@ -1,4 +1,4 @@
-"""One run of a model, kept so that any port can be differentiated with respect to any other."""
+"""Pullback: one run of a model, kept so that any port can be differentiated with respect to any other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AROUND = 16
 
 
 class KerasPullback:
-    """Implements :class:`rnnlens.adapters.protocol.Pullback`."""
+    """Pullback of one Keras run; see :class:`rnnlens.adapters.protocol.Pullback`."""
 
     def __init__(
         self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
@@ -64,7 +64,7 @@ class KerasPullback:
         self.values = values
 
     def _memo(self, job: RunRequest, arguments: Any) -> Memo:
-        """What was compiled for the same question before."""
+        """Return the compiled functions of an earlier pullback of the same model and ports, or an empty memo."""
         boundaries = (frozenset(self._spots.keys[port] for port in ports) for ports in (self._of, self._cut))
         return memo_for(job, arguments, *boundaries) or Memo()
 
@@ -121,7 +121,10 @@ class KerasPullback:
         return run
 
     def vjp(self, cotangents: Mapping[Port, Array]) -> dict[Port, Array | None]:
-        """K cotangents per ``of`` port, first axis K, to K gradients per ``wrt`` port; None where no path leads."""
+        """Multiply K cotangents per ``of`` port, first axis K, by the transposed Jacobians.
+
+        Returns K gradients per ``wrt`` port, or None for a port without a path.
+        """
         if self._linear is None:
             raise InputError(message("This pullback is closed.", hint="use it inside its with block"))
         refuse_misfits(cotangents, self._of, self.values)
@@ -156,7 +159,7 @@ class KerasPullback:
 
 @contextmanager
 def _undone(model: Any, keras: Dialect, seed: int | None) -> Iterator[None]:
-    """Within the block the model may run once more as it ran for a pullback."""
+    """Within the block, the model may run again as it ran for a pullback; restore it on exit."""
     with as_found(model, keras, seed), keras.undisturbed(model, regularised=True):
         yield
 
@@ -171,7 +174,7 @@ def _check_targets(keras: Dialect, of: set[str], heard: Mapping[str, Any]) -> No
 
 
 def _tensor_name(key: str) -> str:
-    """The name that a user reads of what is heard under ``key``."""
+    """Return the name shown to users for the tensor with the tap key ``key``."""
     place, *_, name = key.split("|")
     return f"{place}.{name}"
 
@@ -186,7 +189,7 @@ Pull = Callable[[Array], list[Array]]
 
 
 def differentiate(function: Callable[..., Any], arrays: Sequence[Array], keras: Dialect) -> tuple[Array, Pull]:
-    """Value of ``function(*tensors)``, and its pull-back.
+    """Return the value of ``function(*tensors)``, and a function that pulls its cotangents back.
 
     Raises
     ------

@@ -36,7 +36,11 @@ def reference_run(
     gradients: bool = True,
     regularised: bool = False,
 ) -> ReferenceRun:
-    """See :meth:`rnnlens.adapters.protocol.Adapter.reference_run`."""
+    """Run the user's model without hooks, and differentiate it by its engine if ``gradients``.
+
+    ``cotangents`` maps the outputs to their cotangents; without it, the loss is differentiated. See
+    :meth:`rnnlens.adapters.protocol.Adapter.reference_run`.
+    """
     if batch.initial_state:
         raise CertificateError("the initial states were put in by rnnlens; the model by itself starts elsewhere")
     keras = dialect_of(model)
@@ -60,7 +64,7 @@ def reference_run(
 
 
 class _ReferenceFunction:
-    """One run of the model as a function of its floats: those of x, then those of its variables."""
+    """One run of the model as a function of its float tensors: those of x, then those of its variables."""
 
     def __init__(
         self,
@@ -77,12 +81,12 @@ class _ReferenceFunction:
         self.floats = [self.keras.is_float(t) for t in (*self.x, *arguments["values"])]
 
     def forward(self) -> tuple[list[Array], float | None, None]:
-        """Outputs and loss."""
+        """Run the model; return its outputs, the loss (None if there is none) and None for the gradients."""
         (value, outputs), _ = self._run("forward", lambda sources, rest: (self._program(sources, rest), None))
         return (*self._told(outputs, value), None)
 
     def backward(self, cotangents: Cotangents | None) -> tuple[list[Array], float | None, Any]:
-        """The same, and gradients at the leaves of x and at the variables."""
+        """Run and differentiate; return outputs, loss, and gradients at the leaves of x and at the variables."""
         given: list[Any] | None = None
         if cotangents is not None:
             (_, values), _ = self._run("forward", lambda sources, rest: (self._program(sources, rest), None))
@@ -101,7 +105,10 @@ class _ReferenceFunction:
         return arrays, None if value is None else float(plain_of(self.engine, value))
 
     def _run(self, name: str, function: Callable[[Any, Any], Any], given: list[Any] | None = None) -> Any:
-        """``function`` of the floats and the rest, compiled where the engine does that; traced now unless closed."""
+        """Call ``function`` on the floats and the other arguments, compiled if the engine compiles.
+
+        A closed model reuses what was compiled before.
+        """
         rest = {**{key: self.arguments[key] for key in ("y", "sample_weight", "seeds")}, "given": given}
         every = [*self.x, *self.arguments["values"]]
         sources = [t for t, is_float in zip(every, self.floats, strict=True) if is_float]
@@ -117,7 +124,7 @@ class _ReferenceFunction:
         return memo.once("run", lambda: self.engine.compile(function, arguments, memo))(*arguments)
 
     def _program(self, sources: Sequence[Any], rest: Any) -> tuple[Any, list[Any]]:
-        """(loss or None, outputs) of the model on these values."""
+        """Run the model on the given values; return (loss or None, outputs)."""
         mine, others = iter(sources), iter(rest["others"])
         every = [next(mine) if is_float else next(others) for is_float in self.floats]
         keras, job, count = self.keras, self.job, len(self.x)
@@ -129,7 +136,10 @@ class _ReferenceFunction:
         return value, keras.tree.flatten(outputs)
 
     def _differentiated(self, sources: Sequence[Any], rest: Any) -> Any:
-        """((loss, outputs), gradients at the sources) of the loss, or of the outputs times what is given for them."""
+        """Return ((loss, outputs), gradients at the sources).
+
+        The gradients are of the loss, or of the sum of the outputs times their cotangents.
+        """
         given = rest["given"]
 
         def target(sources: Sequence[Any]) -> tuple[Any, Any]:
@@ -177,13 +187,13 @@ _GRADIENTS = {"jax": _by_jax, "tensorflow": _by_tensorflow, "torch": _by_torch}
 
 
 def plain_of(engine: Engine, tensor: Any) -> Any:
-    """A NumPy array of a tensor, wherever it lies."""
+    """Return a tensor on any device as a NumPy array."""
     array = engine.to_array(tensor)
     return array.cpu().numpy() if hasattr(array, "cpu") else array
 
 
 def names_of(model: Any) -> dict[int, str]:
-    """A name of its own for every variable, by identity: its path, numbered where several share one."""
+    """Return a unique name for each variable, by the variable's id: its path, numbered if several share it."""
     seen: dict[str, int] = {}
     found: dict[int, str] = {}
     for variable in model.variables:
@@ -195,7 +205,10 @@ def names_of(model: Any) -> dict[int, str]:
 
 
 def place(model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-    """See :meth:`rnnlens.adapters.protocol.Adapter.place`."""
+    """Return the Keras variable that contains the weight ``key`` of a layer, or None if there is no single one.
+
+    See :meth:`rnnlens.adapters.protocol.Adapter.place`.
+    """
     for found in _called(model, layer.partition("#")[0]):
         sides = ("forward_layer", "backward_layer") if direction is not None else ()
         halves = [getattr(found, side, None) for side in sides]
@@ -208,7 +221,7 @@ def place(model: Any, layer: str, direction: str | None, key: str) -> WeightLoca
 
 
 def _of_cell(model: Any, cell: Any, key: str) -> WeightLocation | None:
-    """The variable of a recurrent layer's cell that a weight of ours is, or the row of it."""
+    """Return the variable, or the row of a variable, that contains the weight ``key`` of a recurrent cell."""
     known = registration_of(cell)
     if known is not None:
         return _registered_place(model, cell, known, key.rpartition("/")[2])
@@ -220,7 +233,10 @@ def _of_cell(model: Any, cell: Any, key: str) -> WeightLocation | None:
 
 
 def _within(model: Any, owner: Any, key: str, row: int | None = None) -> WeightLocation | None:
-    """The variable of a cell or layer by its name. Keras has the gates in the order that we have them."""
+    """Return the variable of a cell or layer that has the name ``key``.
+
+    None if no single one has. With ``row``, the location is that row of the variable.
+    """
     wanted = key.rpartition("/")[2]
     keras, weights = dialect_of(model), list(getattr(owner, "weights", ()))
     below = [v for v in weights if keras.path(v).endswith(f"/{key}")]
@@ -239,7 +255,7 @@ def _within(model: Any, owner: Any, key: str, row: int | None = None) -> WeightL
 
 
 def _registered_place(model: Any, cell: Any, known: Registration, name: str) -> WeightLocation | None:
-    """Where a weight of a registered cell is one variable; None where it is put together from several."""
+    """Return the variable that is a weight of a registered cell; None if several variables compose it."""
     single = known.single(name)
     variable = None if single is None else attributes(cell).get(single[0])
     found = names_of(model).get(id(variable))
@@ -250,7 +266,7 @@ def _registered_place(model: Any, cell: Any, known: Registration, name: str) -> 
 
 
 def tied_variables(model: Any) -> set[int]:
-    """The variables, by their id, that more than one layer of the model has for its own."""
+    """Return the ids of the variables that more than one layer of the model has among its own."""
     once: set[int] = set()
     again: set[int] = set()
     for layer in model._flatten_layers():
@@ -261,7 +277,7 @@ def tied_variables(model: Any) -> set[int]:
 
 
 def _called(model: Any, name: str) -> Iterator[Any]:
-    """Layers that a path of names leads to, from the model inwards."""
+    """Yield the layers at the path of names ``name``, such as ``"encoder/lstm"``, in nested models."""
     if name == model.name:
         yield model
     for child in model._flatten_layers(include_self=False, recursive=False):

@@ -41,7 +41,7 @@ _MISSING = object()
 
 @contextmanager
 def unchanged(model: Any, keras: Dialect) -> Iterator[None]:
-    """What ``model`` and its layers keep in Python, and the process' random numbers, come back on exit."""
+    """Restore on exit the Python state of ``model`` and its layers, and the random states of Python and NumPy."""
     memory = _UndoLog(keras)
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
         memory.layer(layer)
@@ -64,12 +64,12 @@ class _UndoLog:
         self._undo: list[Callable[[], None]] = []
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Undo all changes, the last recorded first."""
         for undo in reversed(self._undo):
             undo()
 
     def layer(self, layer: Any) -> None:
-        """A layer's attributes, and what lies behind them unless Keras itself wrote the layer."""
+        """Record a layer's attributes, and the objects that they refer to unless the layer is Keras' own."""
         if self._is_new(layer):
             self._attributes(layer)
             for books in self._keras.books(layer):
@@ -81,7 +81,7 @@ class _UndoLog:
                     self.value(value)
 
     def value(self, value: Any) -> None:
-        """Anything that an attribute, a list, a closure may hold."""
+        """Record an object that may change, and the objects that it refers to."""
         if value is None or isinstance(value, (str, bytes, bool, int, float, type, types.ModuleType)):
             return
         if not self._is_new(value):
@@ -107,7 +107,7 @@ class _UndoLog:
             self._object(value)
 
     def _wrapper(self, value: Any) -> None:
-        """What a tracking wrapper knows of its last change, by which it would tell a change from outside."""
+        """Record the snapshot by which a tracking wrapper detects changes made outside of it."""
         if hasattr(value, "_last_wrapped_list_snapshot"):
             self._attributes(value)
 
@@ -183,7 +183,10 @@ def _package(value: Any) -> str:
 
 
 def _back_in_place(container: Any) -> Callable[[], None]:
-    """Keras' tracked containers are changed as what they derive from: it must not track anew what it tracks already."""
+    """Return a function that restores a container's entries without Keras' tracking.
+
+    It calls the methods of the built-in type, because the entries are tracked already.
+    """
     if isinstance(container, list):
         items = list(container)
         return lambda: None if _same(container, items) else list.__setitem__(container, slice(None), items)
@@ -208,7 +211,7 @@ def _same(now: Any, before: Any) -> bool:
 
 @contextmanager
 def as_found(model: Any, keras: Dialect, seed: int | None = None) -> Iterator[None]:
-    """All that layers keep in Python, variables, random generators and process-wide state come back on exit.
+    """Restore on exit the variables, random generators, Python state of layers and Keras' process-wide state.
 
     ``model`` may be a cell that is no layer, which has nothing of Keras to put back.
     """

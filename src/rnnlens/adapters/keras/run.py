@@ -24,7 +24,7 @@ Loss = Callable[[Any, Any, Any, Any], Any]
 
 @dataclass
 class RunRequest:
-    """One request: what to run, which layers to hook and which tensors to tap. Nothing cached refers to it."""
+    """One request: what to run, which layers to hook and which tensors to tap. It is never cached."""
 
     model: Any
     data: TensorBatch
@@ -43,22 +43,22 @@ class RunRequest:
 
     @cached_property
     def keras(self) -> Dialect:
-        """The Keras that the model belongs to."""
+        """The dialect of the Keras package that the model belongs to."""
         return dialect_of(self.model)
 
     @cached_property
     def variables(self) -> list[Any]:
-        """All variables whose values the run may read; those that it makes itself are not among them."""
+        """All variables that the run may read; variables created during the run are not among them."""
         return self.keras.variables(self.model)
 
     def arguments(self) -> dict[str, Any]:
-        """Everything that changes from run to run, as one tree of tensors."""
+        """Return everything that may differ between runs as one tree of tensors: batch, variables, seeds."""
         values = self.keras.values(self.variables)
         return {**self.data.arrays(), "values": values, "seeds": self.keras.seeds(self.model, self.seed)}
 
 
 def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[Any, Any]:
-    """Run ``job`` once: (loss or None, (tensors of every call, outputs of the model))."""
+    """Run ``job`` once: return (loss or None, (tensors of each call, outputs of the model))."""
     keras = job.keras
     listener = LayerRecorder(keras, tap, job.wanted, job.keep, arguments["initial_state"] or {})
     x, y, weight = arguments["x"], arguments["y"], arguments["sample_weight"]
@@ -87,7 +87,7 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
 
 
 def _tapped(keras: Dialect, outputs: Any, wanted: frozenset[str], tap: Tap) -> Any:
-    """The outputs of the model, tapped where they are wanted themselves."""
+    """Return the outputs of the model, with taps at those that are in ``wanted``."""
     keys = [f"model|output/{i}" for i in range(len(keras.tree.flatten(outputs)))]
     if wanted.isdisjoint(keys):
         return outputs
@@ -97,7 +97,7 @@ def _tapped(keras: Dialect, outputs: Any, wanted: frozenset[str], tap: Tap) -> A
 
 @dataclass
 class RunResult:
-    """Tensors of one run: per call, gradients by tap, the loss and the outputs of the model."""
+    """Tensors of one run: per call, gradients by tap key, the loss and the outputs of the model."""
 
     calls: list[LayerCall]
     gradients: dict[str, Any]
@@ -106,7 +106,7 @@ class RunResult:
 
 
 def run(job: RunRequest) -> RunResult:
-    """Run ``job`` and differentiate its loss with respect to every tap; the model is left as it was found."""
+    """Run ``job`` and differentiate its loss with respect to each tap; the model is restored afterwards."""
     engine = job.keras.engine
     with as_found(job.model, job.keras, job.seed):
         arguments = job.arguments()
@@ -140,7 +140,7 @@ def _compiled_or_eager(
 
 
 def memo_for(job: RunRequest, arguments: Any, *more: Hashable) -> Memo | None:
-    """What was compiled for the same question about the same model; None where nothing is to be compiled."""
+    """Return the memo of compiled functions for this request; None if the run is not compiled."""
     if not job.keras.engine.compiles:
         return None
     names = tuple((site.name, site.direction) for site in job.sites), tuple(job.plain), tuple(job.weights)
@@ -153,7 +153,7 @@ def memo_for(job: RunRequest, arguments: Any, *more: Hashable) -> Memo | None:
 
 
 def call_model(model: Any, x: Any, training: bool) -> Any:
-    """The outputs of ``model``, told whether it trains where it asks for that."""
+    """Call ``model`` on ``x``, with ``training`` if its ``call`` has that argument; return its outputs."""
     return model(x, training=training) if dialect_of(model).asks_for_training(model) else model(x)
 
 
@@ -161,7 +161,10 @@ _memos: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Memo]] = weakref.We
 
 
 def memo_of(model: Any, question: Hashable, stamp: Hashable | None) -> Memo:
-    """The memo of one question about ``model``; of an open run, ``stamp`` None, a new one with the old executables."""
+    """Return the memo of one question about ``model``.
+
+    An open run (``stamp`` is None) has a new memo, which shares only the executables of the old one.
+    """
     kept = _memos.setdefault(model, OrderedDict())
     memo = kept.setdefault((question, stamp), Memo())
     kept.move_to_end((question, stamp))
@@ -171,7 +174,7 @@ def memo_of(model: Any, question: Hashable, stamp: Hashable | None) -> Memo:
 
 
 def stamp_of_tensors(keras: Dialect, tree: Any) -> Hashable:
-    """Structure, shapes and dtypes, and where JAX has them lie."""
+    """Return a hashable of structure, shapes and dtypes of a tree, and of the sharding of JAX arrays."""
     paths = keras.tree.flatten_with_path(tree)
     return tuple(
         (path, None if t is None else (tuple(t.shape), str(t.dtype), getattr(t, "sharding", None))) for path, t in paths
@@ -179,7 +182,7 @@ def stamp_of_tensors(keras: Dialect, tree: Any) -> Hashable:
 
 
 def forget(model: Any, memo: Memo) -> None:
-    """Drop a memo that was left half made."""
+    """Delete a memo from the cache, after an error left it incomplete."""
     kept = _memos.get(model, OrderedDict())
     for key in [key for key, one in kept.items() if one is memo]:
         del kept[key]

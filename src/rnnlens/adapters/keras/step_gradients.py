@@ -1,4 +1,4 @@
-"""Direct gradients of recurrent layers, taken from the training step itself: no second forward, no second backward.
+"""Direct gradients of recurrent layers from the training step itself, without a second forward or backward pass.
 
 On TensorFlow the step is compiled once more, as the user's own is, with an identity at the output of the layers whose
 gradient hands out what passes through it. On torch a hook on the output hears it. Nothing in either changes a number.
@@ -25,7 +25,7 @@ _LISTENED = "_rnnlens_listened"
 
 @dataclass
 class StepTensors:
-    """What passed through the outputs of some layers in one step: tensors, in the order of the framework."""
+    """Tensors of one training step, by layer name: outputs and their gradients, in the framework's time order."""
 
     outputs: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, Any] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class StepTensors:
 
 
 class DirectGradients:
-    """Runs the steps of a training so that the direct gradients at ``layers`` are heard; ``heard`` holds the last.
+    """Runs training steps with taps at ``layers``; ``heard`` contains the gradients of the last step.
 
     ``available`` is False where the step cannot be listened to from inside: JAX, compiled torch, several steps per
     execution. What is asked for is then computed anew, as everything else is.
@@ -49,7 +49,7 @@ class DirectGradients:
         self.loss: float | None = None
 
     def run(self, original: Callable[..., Any], fed: Any) -> Any:
-        """One step, as ``original`` would have made it."""
+        """Run one training step by ``original`` on ``fed``, and record outputs, direct gradients and loss."""
         scale = facts(self._model).loss_scale
         if self._keras.engine.name == "torch":
             passing = StepTensors()
@@ -68,7 +68,7 @@ class DirectGradients:
         return done
 
     def _on_tensorflow(self, original: Callable[..., Any], fed: Any) -> tuple[Any, StepTensors]:
-        """The step with the taps in it, compiled once for as long as Keras keeps its own: it lies with that one."""
+        """Run the tapped step on TensorFlow. It is compiled once and stored on the step that Keras compiled."""
         compiled = vars(original).setdefault(_LISTENED, {})
         names = tuple(site.name for site in self._sites)
         if names not in compiled:
@@ -78,7 +78,7 @@ class DirectGradients:
 
 
 def _compiled(model: Any, sites: Sequence[RecurrentSite]) -> Callable[..., Any]:
-    """The step of ``model`` as Keras compiles it on TensorFlow, which also returns what passed."""
+    """Compile the training step of ``model`` on TensorFlow with taps; it also returns the tapped tensors."""
     step = model.train_step
 
     def listened(data: Any) -> Any:
@@ -94,7 +94,7 @@ def _compiled(model: Any, sites: Sequence[RecurrentSite]) -> Callable[..., Any]:
 def _listening(
     model: Any, sites: Sequence[RecurrentSite], passing: StepTensors, tap: Callable[[Any, str, StepTensors], Any]
 ) -> Iterator[None]:
-    """Overrides methods on the instances of the layers, and of the model for its loss."""
+    """Within the block, override methods of the layers and the loss of the model to record into ``passing``."""
     original_loss = model._compute_loss
 
     def compute_loss(*arguments: Any, **named: Any) -> Any:
@@ -125,7 +125,7 @@ def _loop(site: RecurrentSite, passing: StepTensors, tap: Callable[[Any, str, St
 
 
 def _hooked(tensor: Any, name: str, passing: StepTensors) -> Any:
-    """torch: hear the gradient of a tensor."""
+    """Record a torch tensor, and its gradient by a hook; return the tensor."""
     passing.outputs[name] = tensor.detach()
     if tensor.requires_grad:
         tensor.register_hook(lambda gradient: passing.gradients.__setitem__(name, gradient.detach()))
@@ -133,7 +133,7 @@ def _hooked(tensor: Any, name: str, passing: StepTensors) -> Any:
 
 
 def _tapped(tensor: Any, name: str, passing: StepTensors) -> Any:
-    """TensorFlow: an identity whose gradient is handed out as it passes."""
+    """Record a TensorFlow tensor, and its gradient by an identity with a custom gradient; return the tensor."""
     import tensorflow as tf
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -149,7 +149,7 @@ def _tapped(tensor: Any, name: str, passing: StepTensors) -> Any:
 
 
 def _turned(array: Any, site: RecurrentSite) -> Any:
-    """Chronological: a layer that goes backwards returns its last step first."""
+    """Return (sample, time, ...) in chronological order: a layer that runs backwards returns its last step first."""
     backwards = site.layer.go_backwards and site.layer.return_sequences
     return array[:, ::-1] if backwards else array
 

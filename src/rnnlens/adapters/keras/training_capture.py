@@ -22,7 +22,7 @@ from .step_gradients import DirectGradients
 
 @dataclass
 class StateBeforeStep:
-    """What a step of training changes, as it was: variables (seeds of dropout among them) and random generators.
+    """State before a training step: variables (seeds of dropout among them) and torch's random generators.
 
     Keras on torch draws dropout from torch's own generator where a layer was given no seed.
     """
@@ -32,7 +32,7 @@ class StateBeforeStep:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within the block everything is as it was before the step."""
+        """Within the block, the model has the state before the step; restore the present state on exit."""
         now = StateBeforeStep([(variable, copy_of(variable)) for variable, _ in self.variables], self._torch_now())
         try:
             self._put()
@@ -56,7 +56,7 @@ class StateBeforeStep:
 
 @dataclass
 class Heard:
-    """The first batch of one execution of the step, and all that the step was to change."""
+    """Record of one execution: its first batch, and the state before it."""
 
     x: Any
     y: Any
@@ -68,7 +68,7 @@ class Heard:
 
 
 class TrainStep:
-    """Stands in for ``model.train_function`` during one ``fit``; calls it, and listens where it is told to.
+    """Wrapper of ``model.train_function`` during one ``fit``, which records the batch when ``wanted`` is True.
 
     ``wanted`` is set before each call by who listens, and taken back; a call without it is the user's alone. ``heard``
     is what the last call was fed, for who comes to take it.
@@ -85,7 +85,7 @@ class TrainStep:
         model.train_function = self
 
     def __call__(self, *arguments: Any) -> Any:
-        """One execution, of one or of several steps."""
+        """Run one execution of one or several training steps, and record it if ``wanted`` is set."""
         if not self.wanted:
             return self._original(*arguments)
         self.wanted = False
@@ -105,17 +105,20 @@ class TrainStep:
         return done
 
     def taken(self) -> Heard | None:
-        """What the last call was fed, once; None where it was not listened to."""
+        """Return the record of the last execution and delete it; None if it was not recorded."""
         heard, self.heard = self.heard, None
         return heard
 
     def remove(self) -> None:
-        """Give the model its own back."""
+        """Restore the model's own ``train_function``."""
         if self._model.train_function is self:
             self._model.train_function = self._original
 
     def _copies(self, arguments: Sequence[Any]) -> StateBeforeStep:
-        """The variables of the model with copies of their values; JAX has them in the state that it donates."""
+        """Return the variables of the model with copies of their values.
+
+        On JAX the values are in the state passed to the step, which donates it.
+        """
         if len(arguments) == 1:
             copies = [(variable, copy_of(variable)) for variable in self._keras.variables(self._model)]
             return StateBeforeStep(copies, _torch_state() if self._keras.engine.name == "torch" else None)
@@ -125,7 +128,7 @@ class TrainStep:
         return StateBeforeStep([(variable, value.copy()) for variable, value in here])
 
     def _tee(self, source: Any, fed: list[Any]) -> Any:
-        """``source``, or what hands on the same, with all that one execution takes of it in ``fed``."""
+        """Return a source with the elements of ``source``, and add those of one execution to ``fed``."""
         if self._keras.engine.name == "jax":
             return _remembering(source, fed)
         if self._keras.engine.name == "torch":
@@ -134,7 +137,7 @@ class TrainStep:
         return self._tensorflow(source, fed)
 
     def _tensorflow(self, source: Any, fed: list[Any]) -> Any:
-        """An iterator of the same specification: the compiled step is not traced anew."""
+        """Return an iterator of the same specification, so that the compiled step is not traced again."""
         import tensorflow as tf
 
         if not isinstance(source, tf.data.Iterator):
@@ -147,7 +150,7 @@ class TrainStep:
 
 
 def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
-    """Listen to the ``fit`` that has begun; it is over with :meth:`TrainStep.remove`.
+    """Start recording the ``fit`` that has begun; :meth:`TrainStep.remove` ends it.
 
     ``direct`` names layers whose direct gradients are taken from the step itself, where that is possible.
 
@@ -184,13 +187,13 @@ def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
 
 
 def _spread(got: str) -> UnsupportedError:
-    """A batch that is dealt to replicas is in no one place, nor is what the step does with it."""
+    """Return the error for training under a ``tf.distribute`` strategy, which splits each batch over replicas."""
     what = "Batches cannot be followed under a tf.distribute strategy."
     return UnsupportedError(message(what, got=got, hint="probe= instead of batches="))
 
 
 def _refuse_compiled_masks(model: Any) -> None:
-    """Raise where a compiled step draws other random numbers from a seed than the same step does op by op.
+    """Raise UnsupportedError if the compiled step draws other random numbers than the same step run eagerly.
 
     XLA has generators of its own on TensorFlow, and so has torch's compiler; JAX draws the same either way.
     """
@@ -209,25 +212,25 @@ def _refuse_compiled_masks(model: Any) -> None:
 
 
 def is_built(model: Any) -> bool:
-    """Return whether the weights of a model exist; a first batch makes those of a model without ``Input``."""
+    """Return whether the weights of a model exist. A model without ``Input`` creates them at its first batch."""
     return bool(model.built)
 
 
 def batches_per_execution(model: Any) -> int:
-    """How many batches one call of the compiled step takes: ``steps_per_execution``."""
+    """Return the number of batches in one call of the compiled step: ``steps_per_execution``."""
     given = getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None)
     return 1 if given is None else int(np.asarray(given))
 
 
 def synchronised(model: Any) -> None:
-    """During ``fit`` on JAX the variables are elsewhere: bring them back into the model."""
+    """Copy the variables of a model that trains on JAX from the state of ``fit`` back into the model."""
     sync = getattr(model, "jax_state_sync", None)
     if sync is not None:
         sync()
 
 
 def steps_taken(model: Any) -> int:
-    """How many batches the optimizer has been given so far."""
+    """Return the number of batches that the optimizer has received so far."""
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     # Keras 3 divides the public number by that of the batches whose gradients it accumulates.
@@ -237,7 +240,7 @@ def steps_taken(model: Any) -> int:
 
 
 def weights_of(model: Any) -> dict[str, Any]:
-    """Copies of all weights, in the model's order, by names of their own: what ``set_weights`` takes."""
+    """Return copies of all weights by unique name, in the order of ``set_weights``."""
     keras, found = dialect_of(model), dict[str, Any]()
     for variable in model.weights:
         name = str(getattr(variable, "path", variable.name))
@@ -246,14 +249,14 @@ def weights_of(model: Any) -> dict[str, Any]:
 
 
 def largest_weight(model: Any) -> float:
-    """The largest magnitude among the trained weights; NaN or infinite where one is not finite."""
+    """Return the largest magnitude among the trained weights; NaN or infinite if one is not finite."""
     keras = dialect_of(model)
     values = (np.asarray(keras.value_of(variable), dtype=np.float64) for variable in model.trainable_variables)
     return float(np.max([np.max(np.abs(value), initial=0.0) for value in values], initial=0.0))
 
 
 def notes_of_training(model: Any, heard: Heard) -> list[str]:
-    """What a reader of the gradients of a batch must know of how it was trained on."""
+    """Return notes on how the gradients of a recorded batch differ from those that the optimizer used."""
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     notes = []
@@ -268,7 +271,7 @@ def notes_of_training(model: Any, heard: Heard) -> list[str]:
 
 
 def worker(model: Any) -> tuple[int, int]:
-    """Number of this process among those that train together, and how many they are."""
+    """Return (number of this process, number of processes) of a distributed training; (0, 1) for a single process."""
     engine = dialect_of(model).engine.name
     if engine == "jax":
         import jax
@@ -287,7 +290,7 @@ def worker(model: Any) -> tuple[int, int]:
 
 
 def copy_of(variable: Any) -> Any:
-    """The value of a variable in memory of its own: TensorFlow's copies of tensors share it."""
+    """Return the value of a variable in memory of its own; TensorFlow's copies of tensors share memory."""
     value = getattr(variable, "value", variable)
     if hasattr(value, "detach"):
         return value.detach().clone()
@@ -301,7 +304,7 @@ def _torch_state() -> tuple[Any, list[Any]]:
 
 
 def _random_layer(model: Any) -> str | None:
-    """A layer that draws random numbers in training."""
+    """Return the name of a layer that draws random numbers in training; None if there is none."""
     keras = dialect_of(model)
     for layer in model._flatten_layers():
         names = [name for name in ("rate", "dropout", "recurrent_dropout", "stddev") if hasattr(layer, name)]

@@ -20,7 +20,9 @@ from .weights import named_variables
 
 @contextmanager
 def nudged(model: Any, port: Port, size: float) -> Iterator[bool]:
-    """Within the block, add ``size`` times the tensor's own spread, in a fixed random pattern; False: not possible.
+    """Within the block, perturb a weight or a layer's output by ``size`` times its own spread.
+
+    The pattern is random and fixed. Yields False if the port cannot be perturbed.
 
     A weight is assigned and assigned back, bit by bit; an output is moved by a method of the layer's instance.
     """
@@ -84,7 +86,7 @@ def _pattern(shape: tuple[int, ...], like: np.ndarray[Any, Any], size: float) ->
 
 
 def reinitialised(model: Any, seed: int) -> Any:
-    """A model of the same configuration, built on the same shapes, with weights drawn by its own initializers.
+    """Return a model of the same configuration and shapes, with weights drawn by its own initializers.
 
     Raises
     ------
@@ -116,7 +118,7 @@ def reinitialised(model: Any, seed: int) -> Any:
 
 
 def _compile_like(keras: Dialect, twin: Any, model: Any) -> None:
-    """The loss of the model for its copy; tf_keras copies none."""
+    """Compile the copy ``twin`` with the loss of ``model``, unless cloning has done so."""
     loss = keras.compiled_loss(model) if isinstance(model, keras.Model) else None
     if loss is not None and not keras.is_compiled(twin):
         twin.compile(loss=keras.user_loss(model), loss_weights=loss._user_loss_weights)
@@ -140,7 +142,7 @@ _IDLE = ("Dropout", "SpatialDropout1D", "GaussianNoise", "Identity")
 
 
 def chain(model: Any, *, training: bool) -> list[ChainLink] | None:
-    """The layers from input to output, or None if the model is anything but such a chain.
+    """Return the layers from input to output; None if the model is not such a chain.
 
     Exact types only: a subclass, an overridden ``call``, a second input, a mixed dtype or any other layer means None.
     """
@@ -153,7 +155,10 @@ def chain(model: Any, *, training: bool) -> list[ChainLink] | None:
 
 
 def between(model: Any, of: Port, wrt: Port) -> Callable[[Array], tuple[Array, Pull]] | None:
-    """The layers of a chain from one output to another, called one after the other; None for any other model."""
+    """Return a function that runs and differentiates the layers of a chain between two ports.
+
+    Returns None if the model is no chain or a port is not an output of one of its layers.
+    """
     keras = dialect_of(model)
     layers = keras.in_order(model)
     if layers is None:
@@ -184,7 +189,7 @@ def between(model: Any, of: Port, wrt: Port) -> Callable[[Array], tuple[Array, P
 
 
 def _after(port: Port, names: Sequence[str]) -> int | None:
-    """The place behind the layer that a tensor comes out of."""
+    """Return the index behind the layer whose output ``port`` is; None for any other port."""
     return names.index(port.layer) + 1 if port.kind == "output" and port.layer in names and not port.index else None
 
 

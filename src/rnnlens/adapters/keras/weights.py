@@ -1,4 +1,4 @@
-"""Weights of Keras layers: by name, and as known cells in our gate order (which is Keras' own: i,f,c,o and z,r,h)."""
+"""Weights of Keras layers, by name and as known cells. The gates have Keras' own order: i, f, c, o and z, r, h."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATISTICS = ("moving_mean", "moving_variance")
 
 
 def known_class(cell: Any) -> type[Cell] | None:
-    """The class of ours with the equations of a Keras cell; None where they are not known for certain.
+    """Return the rnnlens class with the equations of a Keras cell; None if they are not known for certain.
 
     Only the exact Keras types with Keras' own activation functions are known: a subclass may compute anything.
     """
@@ -32,19 +32,19 @@ def known_class(cell: Any) -> type[Cell] | None:
 
 
 def class_of(cell: Any) -> type[Cell] | None:
-    """The class with the equations of a Keras cell: one of ours, or what the user registered."""
+    """Return the class with the equations of a Keras cell, built in or registered by the user; None if unknown."""
     known = registration_of(cell)
     return known_class(cell) if known is None else known.cell
 
 
 def kind_of(cell: Any) -> str:
-    """One word for a cell: of the class with its equations, or else the name of its own."""
+    """Return one word for a cell: the kind of the class with its equations, else its own class name."""
     ours = class_of(cell)
     return type(cell).__name__ if ours is None else ours.kind
 
 
 def computed_in(layer: Any) -> str:
-    """What a recurrent layer is computed in, which may be coarser than its ``compute_dtype``.
+    """Return the dtype in which a recurrent layer computes, which may be less precise than ``compute_dtype``.
 
     On JAX and torch Keras' operations round float64 to float32 unless told not to; and some kernels of an engine have
     constants of single precision inside, such as torch's slope of ``hard_sigmoid``.
@@ -58,7 +58,7 @@ def computed_in(layer: Any) -> str:
 
 
 def cell_with_equations(cell: Any, convert: Callable[[Any], Any], engine: Engine | None = None) -> Cell | None:
-    """The equations of a cell and its weights, converted; None where its equations are not known."""
+    """Return a cell's equations with its converted weights; None if its equations are not known."""
     known = registration_of(cell)
     if known is not None:
         return described(cell, known, convert, engine)
@@ -66,7 +66,7 @@ def cell_with_equations(cell: Any, convert: Callable[[Any], Any], engine: Engine
 
 
 def likeness(layer: Any) -> tuple[Any, ...]:
-    """What two recurrent layers have to have in common to be shown side by side: kind, sizes, biases."""
+    """Return what two recurrent layers must share to be shown side by side: kind, sizes, biases."""
     cell = layer.cell
     sizes = (cell.filters,) if hasattr(cell, "filters") else tuple(dialect_of(layer).tree.flatten(cell.state_size))
     details = (cell.bias is not None, getattr(cell, "reset_after", None)) if known_class(cell) else ()
@@ -74,7 +74,7 @@ def likeness(layer: Any) -> tuple[Any, ...]:
 
 
 def known_cell(cell: Any, convert: Callable[[Any], Any]) -> Cell:
-    """The record of a known cell; ``convert`` turns a Keras variable into an array that belongs to us."""
+    """Return a known cell with its weights; ``convert`` turns a Keras variable into a copy as array."""
     ours: Any = known_class(cell)
     arrays = known_arrays(cell, {name: convert(getattr(cell, name)) for name in _variables(cell)})
     options: dict[str, Any] = {role: _activation(cell, role) or "" for role in _roles(cell)}
@@ -87,7 +87,7 @@ def known_cell(cell: Any, convert: Callable[[Any], Any]) -> Cell:
 
 
 def known_arrays(cell: Any, by_variable: Mapping[str, Any]) -> dict[str, Any]:
-    """From kernel, recurrent_kernel, bias as Keras has them to the names of our class: also for their gradients."""
+    """Map arrays by Keras' variable names to the names of the rnnlens cell. The arrays are weights or gradients."""
     known = registration_of(cell)
     if known is not None:
         return known.arrays(by_variable)
@@ -99,19 +99,19 @@ def known_arrays(cell: Any, by_variable: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_two_biases(cell: Any) -> bool:
-    """Whether a known cell holds the biases of both sides in one variable: a GRU that resets after the product."""
+    """Return whether a known cell has both biases in one variable, as a GRU with ``reset_after=True``."""
     return known_class(cell) is not None and cell.bias is not None and bool(getattr(cell, "reset_after", False))
 
 
 def cell_variables(cell: Any) -> dict[str, Any]:
-    """The weights of a cell by the name that ``weight_grads`` and ``weight_vjp`` give them."""
+    """Return the variables of a cell by the names that ``weight_grads`` and ``weight_vjp`` use."""
     if known_class(cell) is not None:
         return {name: getattr(cell, name) for name in _variables(cell)}
     return named_variables(cell) if registration_of(cell) is None else attributes(cell)
 
 
 def named_variables(layer: Any) -> dict[str, Any]:
-    """The weights of any layer by a name unique within it: the shortest end of the path that is."""
+    """Return the variables of any layer by unique names: the last part of the path, or else the path in the layer."""
     found = [(dialect_of(v), v) for v in getattr(layer, "weights", [])]
     weights = [v for keras, v in found if keras.variable_name(v) != "rnn_state"]
     names = [dialect_of(v).variable_name(v) for v in weights]
@@ -124,7 +124,7 @@ def named_variables(layer: Any) -> dict[str, Any]:
 
 
 def layer_weights(layer: Any, halves: Mapping[str, Any], convert: Callable[[Any], Any]) -> LayerWeights:
-    """All weights of one layer. ``halves`` maps a direction to the recurrent layer that runs that way."""
+    """Return all weights of one layer. ``halves`` maps a direction to the recurrent layer that runs that way."""
     keras, variables = dialect_of(layer), named_variables(layer)
     alike = len({likeness(half) for half in halves.values()}) == 1
     known = halves.items() if alike else ()
@@ -151,7 +151,7 @@ def _put_together(
     cells: dict[str, Cell],
     convert: Any,
 ) -> LayerWeights:
-    """The weights of a layer with a registered cell, by our names."""
+    """Return the weights of a layer with a registered cell, by the names of the registration."""
     refuse_penalties(variables, layer)
     arrays = {key: convert(v) for key, v in variables.items()}
     values, trainable = {}, {}
@@ -189,12 +189,15 @@ _DEPTH = 4
 
 
 def registration_of(cell: Any) -> Registration | None:
-    """What was registered for the class of a cell whose ``call`` is that of its class."""
+    """Return the registration of a cell's class.
+
+    Returns None if there is none, or if ``call`` is overridden on the instance.
+    """
     return None if cell is None or "call" in vars(cell) else registered(cell)
 
 
 def attributes(cell: Any) -> dict[str, Any]:
-    """The weights of a cell by the attributes that hold them: ``"u"``, ``"dense.kernel"``; else by their own names."""
+    """Return the variables of a cell by attribute: ``"u"``, ``"dense.kernel"``; others by their own names."""
     found = dict(_attributes(cell, "", _DEPTH))
     named = {id(v) for v in found.values()}
     rest = {dialect_of(v).variable_name(v): v for v in cell.weights if id(v) not in named}
@@ -214,7 +217,7 @@ def _attributes(layer: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]
 
 
 def described(cell: Any, known: Registration, convert: Callable[[Any], Array], engine: Engine | None = None) -> Cell:
-    """The equations of a cell with the values of its weights; differentiated by ``engine`` where they are not here."""
+    """Return a registered cell's equations with its weights; ``engine`` differentiates them if given."""
     made = known.make(cell, {name: convert(v) for name, v in attributes(cell).items()})
     if engine is None:
         return made
@@ -227,7 +230,10 @@ def described(cell: Any, known: Registration, convert: Callable[[Any], Array], e
 
 
 def composed(named: Mapping[str, Any], halves: Mapping[str, Any]) -> dict[str, ComposedWeight]:
-    """Each weight of ours of a layer whose cells are registered; ``named``: the layer's variables by their keys."""
+    """Return each composed weight of a layer with registered cells, by name.
+
+    ``named`` maps the keys of the layer's weights to its variables.
+    """
     keys = {id(v): key for key, v in named.items()}
     found: dict[str, ComposedWeight] = {}
     for direction, half in halves.items():
@@ -244,7 +250,10 @@ def composed(named: Mapping[str, Any], halves: Mapping[str, Any]) -> dict[str, C
 
 
 def refuse_penalties(named: Mapping[str, Any], layer: Any) -> None:
-    """A regulariser of a weight that is put together from several would not know which part is its own."""
+    """Raise UnsupportedError if a variable of a layer with a registered cell has a regulariser.
+
+    The penalty of a composed weight could not be divided among its variables.
+    """
     penalties = dialect_of(layer).regularizers(layer)
     for name, variable in named.items():
         if id(variable) in penalties:
