@@ -45,35 +45,38 @@ __all__ = ["adapter"]
 
 
 class TorchAdapter(Adapter):
-    """The adapter of ``torch.nn.Module``."""
+    """Adapter of ``torch.nn.Module`` models."""
 
     name = "torch"
     samples_first = False
 
     def owns(self, model: Any) -> bool:
-        """Whether it is a module; the registry asks Keras first, whose models on torch are modules as well."""
+        """Return whether a model is a ``torch.nn.Module``.
+
+        The registry tries Keras first, because Keras models on torch are torch modules as well.
+        """
         return isinstance(model, nn.Module)
 
     def fingerprint(self, model: Any) -> Hashable | None:
-        """See :meth:`Adapter.fingerprint`."""
+        """Return a hashable summary of a model's structure: see :meth:`Adapter.fingerprint`."""
         return fingerprint(model)
 
     def facts(self, model: nn.Module) -> ModelFacts:
-        """Its modules."""
+        """Return the roles and dtypes of the modules of a model."""
         return facts(model)
 
     def describe(self, model: nn.Module) -> list[LayerInfo]:
-        """Recurrent layers in the order of their definition."""
+        """List the recurrent layers of a model in the order of their definition, without running it."""
         return describe(model)
 
     def capture(self, model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
-        """One forward pass and, with a loss, one backward pass."""
+        """Run one forward pass and, with a loss, one backward pass, and return the recorded calls."""
         return capture(model, batch, request)
 
     def pullback(
         self, model: nn.Module, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
     ) -> Pullback:
-        """One forward pass, kept for differentiation."""
+        """Run one forward pass and keep its graph, to pull cotangents back from ports ``of`` to ports ``wrt``."""
         modules = dict(named_modules(unwrapped(model)))
         return with_composed(
             lambda ends, starts: TorchPullback(model, batch, ends, starts, cut), of, wrt, partial(put_together, modules)
@@ -88,59 +91,65 @@ class TorchAdapter(Adapter):
         gradients: bool = True,
         regularised: bool = False,
     ) -> ReferenceRun:
-        """The user's own model, run and differentiated as it stands."""
+        """Run and differentiate the user's unmodified model, for comparison with a result."""
         return reference_run(model, batch, cotangents, gradients=gradients, regularised=regularised)
 
     def place(self, model: nn.Module, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-        """Which parameter a weight of ours is, by name."""
+        """Find the torch parameter behind a weight of a layer; None if there is none."""
         return place(model, layer, direction, key)
 
     def layouts(self, model: nn.Module, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, Layout]:
-        """Which axis is what, followed from the recurrent calls."""
+        """Find the sample, time and feature axes of the tensors at ports, starting from the recurrent calls."""
         return layouts(model, batch, ports)
 
     def outputs_of(self, model: nn.Module, batch: Batch) -> Outputs:
-        """What the model returns for one batch."""
+        """Return the output tensors of the model for one batch."""
         return outputs_of(model, batch)
 
     def loss_of(self, model: nn.Module, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
-        """The loss of outputs that are at hand, and its gradient at each of them."""
+        """Return the loss of outputs that were computed before, and its gradient at each output."""
         return loss_of(model, batch, outputs)
 
     def combination(self, model: nn.Module, batch: Batch) -> str | None:
-        """How losses of batches make up that of the data set, where that is known."""
+        """Return how batch losses combine to the loss of the data set: ``"mean"``, ``"sum"``, or None if unknown."""
         return combination(model, batch)
 
     def mixes_samples(self, model: nn.Module, training: bool) -> str | None:
-        """The layer that uses statistics of the batch it is in, if there is one."""
+        """Return the name of a layer that uses batch statistics, or ``"?"`` if none is known to."""
         return mixes_samples(model, training)
 
     def weights(self, model: nn.Module) -> Mapping[str, LayerWeights]:
-        """All modules with weights, recurrent ones per stacked layer, gates in our order."""
+        """Return the weights of all modules that have any.
+
+        Recurrent modules give one entry per stacked layer, with gates in the order of rnnlens.
+        """
         return layer_weights(named_modules(unwrapped(model)), node_name)
 
     def differentiate(
         self, function: Callable[..., Any], arrays: Sequence[Array], model: nn.Module
     ) -> tuple[Array, Callable[[Array], list[Array]]]:
-        """Value of a user's function of tensors, and its pull-back."""
+        """Return the value of a user's function of tensors, and the function that pulls cotangents back through it."""
         return differentiate(function, arrays, model)
 
     def perturbed_port(self, model: nn.Module, port: Port, size: float) -> AbstractContextManager[bool]:
-        """Move a weight or the output of a layer for the length of a block; False where that cannot be done."""
+        """Perturb a weight or the output of a layer within a block. The block gets False if that is not possible."""
         return nudged(model, port, size)
 
     def load_weights(self, model: nn.Module, path: Path, *, unsafe: bool = False) -> None:
-        """Read a state dict."""
+        """Load the weights of a model from a file with a state dict."""
         load_weights(model, path, unsafe=unsafe)
 
     def reinitialised(self, model: nn.Module, seed: int) -> nn.Module:
-        """A copy with fresh weights."""
+        """Return a copy of the model with re-initialised weights."""
         return reinitialised(model, seed)
 
     def provenance(self, model: Any) -> Mapping[str, str]:
-        """Versions, dtype and device as plain strings; within autocast the dtype that products are taken in."""
+        """Return framework and engine version, adapter, dtype and device as strings.
+
+        Under autocast the dtype is the autocast dtype.
+        """
         device, dtype = home_of(model)
-        if dtype == torch.float32 and torch.is_autocast_enabled(device.type):  # which leaves float64 alone
+        if dtype == torch.float32 and torch.is_autocast_enabled(device.type):  # autocast does not change float64
             dtype = torch.get_autocast_dtype(device.type)
         return {
             "framework": f"torch {torch.__version__}",

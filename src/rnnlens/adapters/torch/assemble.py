@@ -1,4 +1,4 @@
-"""From the noted runs and their gradients to the calls of the contract: sample first, the caller's order, our gates."""
+"""Converts recorded recurrences and their gradients to calls of the adapter protocol."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .cells import arranged, described, replayable
 from .record import CallOwner, CallRecord, CallRecorder, OutputRecord, Recurrence, last_steps, node_names
 from .weights import NAMES, known_cell, ours
 
-#: from a tap to its gradient; None where no path led to it.
+#: Function from a recorded tensor to its gradient; None where no path leads to it.
 Gradients = Callable[[Tensor], Tensor | None]
 
 
 class Assembler:
-    """Makes the contract's calls from the runs of one pass.
+    """Builder of the protocol's calls from the recurrences of one pass.
 
     Parameters
     ----------
     recorder
-        The finished pass.
+        Records of the finished forward pass.
     gradient
-        Gradient of the loss at a tap; None without a loss.
+        Function that returns the gradient of the loss at a recorded tensor; None without a loss.
     """
 
     def __init__(self, recorder: CallRecorder, gradient: Gradients | None) -> None:
@@ -38,7 +38,7 @@ class Assembler:
                     self._holders.setdefault(id(weight), set()).add(_together(weights))
 
     def calls(self) -> list[RecurrentCall]:
-        """One call per run, stacked layer and direction."""
+        """Return one call per recurrence, stacked layer and direction."""
         runs = self.recorder.runs
         found: list[RecurrentCall] = []
         for run, names in zip(runs, node_names(runs), strict=True):
@@ -47,7 +47,7 @@ class Assembler:
         return found
 
     def plain(self) -> list[NonRecurrentCall]:
-        """One entry per call of a plain layer that was asked for."""
+        """Return one entry per recorded call of a requested layer that is not recurrent."""
         return [self._plain(visit) for visit in self.recorder.plain]
 
     def _plain(self, visit: OutputRecord) -> NonRecurrentCall:
@@ -101,7 +101,7 @@ class Assembler:
         return frozenset(NAMES[name] for name, *at in slots if at == [str(layer), str(direction)])
 
     def _framework_input_grad(self, run: Recurrence, layer: int) -> Tensor:
-        """What torch's own differentiation of these calls brought to their inputs."""
+        """Return torch's own gradient at the inputs of a layer, (sample, time, feature)."""
         assert self.gradient is not None
         grads = {id(v): _or_zeros(self.gradient(v.pieces[layer].input), v.pieces[layer].input) for v in run.visits}
         timed = {
@@ -111,7 +111,7 @@ class Assembler:
         return _sequence(run, lambda v: timed[id(v)])
 
     def _framework_initial_grad(self, run: Recurrence, layer: int, direction: int) -> tuple[Tensor, ...] | None:
-        """The same at the states that the first call started from; None where a cell made them itself."""
+        """Return torch's own gradients at the initial states; None if a cell created these states itself."""
         assert self.gradient is not None
         first, owner = run.visits[0], run.owner
         index, found = layer * owner.directions + direction, []
@@ -176,7 +176,10 @@ class Assembler:
         return tuple(finals)
 
     def _final_state_grad(self, run: Recurrence, layer: int, direction: int) -> tuple[Tensor, ...]:
-        """What arrived at the states after the last call; nothing where samples ended earlier: see ``_state_grad``."""
+        """Return the direct gradients at the states after the last call, (sample, unit).
+
+        They are zero where samples of a masked loop ended earlier: those gradients are in ``_state_grad``.
+        """
         owner, visit = run.owner, run.visits[-1]
         result = []
         for i, state in enumerate(run.visits[0].pieces[layer].fed):
@@ -189,9 +192,11 @@ class Assembler:
         return tuple(result)
 
     def _state_grad(self, run: Recurrence, layer: int) -> dict[int, Tensor] | None:
-        """What arrived at states between the calls, by state: (sample, time, unit), zero where nothing did.
+        """Return direct gradients at states between the calls, by state index.
 
-        The first state of a stacked layer is its output; what arrived at it is in ``output_grad``.
+        Each is (sample, time, unit). The result is None if all are zero.
+
+        The first state of a stacked layer is its output; its gradient is in ``output_grad``.
         """
         found: dict[int, Tensor] = {}
         last = run.visits[-1] if run.valid() is None else None
@@ -212,11 +217,11 @@ class Assembler:
     def _weight_grads(self, run: Recurrence, layer: int, direction: int) -> dict[str, Tensor]:
         assert self.gradient is not None
         owner, weights = run.owner, run.visits[0].pieces[layer].weights[direction]
-        # One that is tied to a weight of a cell with others of its own has a gradient of both: of neither alone.
+        # A weight shared with another cell gets the sum of both gradients, so it is left out.
         own = {slot: weight for slot, weight in weights.items() if len(self._holders[id(weight)]) == 1}
         grads = {slot: _or_zeros(self.gradient(weight), weight) for slot, weight in own.items()}
         known = registered(owner.module)
-        if known is not None:  # put together from several: of all or of none
+        if known is not None:  # computed from several parameters: all gradients are needed
             whole = owner.module is not None and len(grads) == len(list(owner.module.parameters()))
             return arranged(known, grads) if whole else {}
         if owner.step_cell is not None:
@@ -225,7 +230,7 @@ class Assembler:
 
 
 def _together(weights: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """What tells the weights of one cell from those of another."""
+    """Return a key of the weights of one cell, made of the identities of their tensors."""
     return tuple(id(weight) for weight in weights.values())
 
 
@@ -234,7 +239,7 @@ def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _at_end(visit: CallRecord, like: Tensor, grad: Tensor | None) -> Tensor:
-    """(time, sample, unit) of one call: zero but at its last step."""
+    """Return a gradient (time, sample, unit) of one call that is zero at all steps but the last."""
     whole = like.detach().new_zeros((visit.steps, *like.shape[1:]))
     if grad is not None:
         whole[-1] = grad[0]
@@ -242,7 +247,7 @@ def _at_end(visit: CallRecord, like: Tensor, grad: Tensor | None) -> Tensor:
 
 
 def half(value: Tensor, directions: int, direction: int) -> Tensor:
-    """One direction's share of the units."""
+    """Return the units of one direction of a tensor (..., direction * unit)."""
     size = value.shape[-1] // directions
     return value[..., direction * size : (direction + 1) * size]
 
@@ -252,7 +257,10 @@ def _sequence(run: Recurrence, part: Callable[[CallRecord], Tensor]) -> Tensor:
 
 
 def sequence(run: Recurrence, parts: list[Tensor]) -> Tensor:
-    """(sample, time, ...) from the time-first parts of every call; zeros where a sample has left the batch."""
+    """Join time-first parts of all calls to one tensor (sample, time, ...).
+
+    Samples that have left the batch get zeros.
+    """
     packed = [v.packing.padded(p) if v.packing is not None else p for v, p in zip(run.visits, parts, strict=True)]
     samples = packed[0].shape[1]
     filled = [p if p.shape[1] == samples else _filled(p, samples) for p in packed]
@@ -265,7 +273,7 @@ def _filled(part: Tensor, samples: int) -> Tensor:
 
 
 def _state(visit: CallRecord, state: Tensor) -> Tensor:
-    """(sample, unit) in the caller's order."""
+    """Return a state (sample, unit) as a copy in the caller's order of samples."""
     if visit.packing is not None and visit.packing.order is not None:
         state = state.index_select(0, visit.packing.order)
     return replayable(state)
@@ -278,7 +286,10 @@ def _mask(run: Recurrence) -> Tensor | None:
 
 
 def _carried(output: Tensor, mask: Tensor, start: Tensor) -> Tensor:
-    """Outputs with the one of the last valid step repeated at masked steps."""
+    """Return outputs (sample, time, unit) in which masked steps repeat the last valid step.
+
+    Steps before the first valid one get the initial state, or zeros if its size differs.
+    """
     steps = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, steps, -1).cummax(dim=1).values
     index = last.clamp(min=0)[:, :, None].expand(-1, -1, output.shape[2])

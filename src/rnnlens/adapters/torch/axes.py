@@ -1,8 +1,8 @@
-"""Which axis of a torch tensor counts samples and which steps: followed from the recurrent calls, by experiment.
+"""Finds the sample axis and the time axis of torch tensors, by experiments that start at the recurrent calls.
 
-The axes of what a recurrent layer takes and returns are known from the call itself. Gradients that start at some of its
-samples, or at some of its steps, arrive at another tensor along the axis that counts the same thing, and only there: so
-neither the rank of a tensor nor the equality of two sizes is ever taken for knowledge.
+The axes of a recurrent layer's input and output are known from the call itself. Cotangents at some of its samples, or
+at some of its steps, give non-zero gradients at another tensor only along the axis that counts the same thing. Neither
+the rank of a tensor nor the equality of two sizes is used as evidence.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from .sizes import Shape, shrinking
 Values = np.ndarray[Any, Any]
 
 
-#: Numbers that the cotangents of one pull may hold.
+#: Largest number of elements of the cotangents in one pull.
 ROOM = 4 * 2**20
 
 
 def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]:
-    """The layouts of those ports at which the model or a plain layer meets the rest.
+    """Return the layouts of requested ports and model inputs.
 
-    An axis of which nothing is known is called ``axis_0``, ``axis_1``, ...; nothing at all is said of a model that runs
-    no recurrent layer.
+    An unknown axis is named ``axis_0``, ``axis_1``, ... The result is empty for a model that runs no recurrent layer.
     """
     inputs = [Port("input", index=i) for i in range(len(leaves_of(as_tensors(batch.x, model, "x"))))]
     wanted = list(dict.fromkeys([*ports, *inputs]))
@@ -46,7 +45,7 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
         samples = _find_samples(probe, wanted)
         times = _find_times(probe, wanted, samples.places)
         shapes = probe.shapes(wanted)
-    if len(counts) > 1:  # samples folded with something: followed through the recurrences, from the fewest
+    if len(counts) > 1:  # samples are folded with another axis in some calls: propagate through the recurrences
         with _Probe(model, batch, wanted, cut=False) as whole:
             samples = _find_samples(whole, wanted)
     single = all(sequence.steps == 1 for sequence in _sequences(probe.calls))
@@ -59,7 +58,10 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
 
 
 def _find_by_size(model: nn.Module, batch: Batch, asked: Sequence[Port], known: _KnownAxes, *, single: bool) -> None:
-    """What gradients left open, where everything depends on everything: which axes shrink together with the batch."""
+    """Find the remaining axes by running the model on a smaller batch and comparing the shapes of tensors.
+
+    Gradients cannot decide where all values depend on all others. The axes found are added to ``known``.
+    """
     shapes, samples, times, count = known.shapes, known.samples.places, known.times, known.count
 
     def look(fewer: Batch) -> tuple[list[tuple[int, int]], Mapping[Port, Shape]]:
@@ -82,7 +84,7 @@ def _find_by_size(model: nn.Module, batch: Batch, asked: Sequence[Port], known: 
 
 @dataclass(frozen=True)
 class _AxisPlace:
-    """Where an axis lies in a tensor: as ``axis`` reshaped to (before, size, after)."""
+    """Position of an axis in a tensor: ``axis``, reshaped to (before, size, after)."""
 
     axis: int
     before: int
@@ -90,16 +92,16 @@ class _AxisPlace:
     after: int
 
     def opened(self, array: Values) -> Values:
-        """(row, before, size, after, everything else) of an array with one leading axis."""
+        """Reshape an array with one leading axis to (row, before, size, after, everything else)."""
         moved = np.moveaxis(array, 1 + self.axis, 1)
         return moved.reshape(len(array), self.before, self.size, self.after, -1)
 
     def support(self, array: Values) -> Values:
-        """(row, size): where along this axis anything of an array of bool is on."""
+        """Return (row, size): the places along this axis with any True in a boolean array."""
         return np.asarray(self.opened(array).any(axis=(1, 3, 4)))
 
     def masked(self, shape: tuple[int, ...], patterns: Values) -> Values:
-        """Random cotangents (row, *shape), on where the pattern of the row is."""
+        """Return random cotangents (row, *shape), zero outside the pattern of each row."""
         on = np.broadcast_to(patterns[:, None, :, None], (len(patterns), self.before, self.size, self.after))
         mask = on.reshape(len(patterns), *[1] * self.axis, -1, *[1] * (len(shape) - self.axis - 1))
         noise: Values = np.random.default_rng(0).normal(size=(1, *shape)) * mask
@@ -108,7 +110,7 @@ class _AxisPlace:
 
 @dataclass(frozen=True)
 class _DirectedCall:
-    """One half of a recurrent call: its ports, whose tensors lie (sample, time, feature)."""
+    """One direction of a recurrent call: its ports, whose tensors are (sample, time, feature)."""
 
     input: Port
     output: Port
@@ -119,7 +121,7 @@ class _DirectedCall:
 
 @dataclass
 class _SampleAxes:
-    """The axes that count samples, and the tensors in which every sample depends on others."""
+    """Sample axes by port, and the ports at which every sample depends on other samples."""
 
     places: dict[Port, _AxisPlace]
     coupled: set[Port]
@@ -127,9 +129,9 @@ class _SampleAxes:
 
 @dataclass
 class _KnownAxes:
-    """What is known of all tensors asked for: their shapes, and which of their axes count samples and steps.
+    """Axes found so far: the shapes of all requested tensors, their sample axes and their time axes.
 
-    ``count`` is the number of samples of the recurrent calls that have the fewest.
+    ``count`` is the smallest number of samples of any recurrent call.
     """
 
     shapes: Mapping[Port, Shape]
@@ -139,7 +141,7 @@ class _KnownAxes:
 
 
 class _Probe(TorchPullback):
-    """A pullback that also knows the boundaries of every recurrent call."""
+    """Pullback with ports at the inputs, outputs and states of every recurrent call."""
 
     def __init__(self, model: nn.Module, batch: Batch, ports: Sequence[Port], *, cut: bool) -> None:
         super().__init__(model, batch, (), (), [Port("output", ALL)] if cut else [], watch=ports)
@@ -170,11 +172,11 @@ class _Probe(TorchPullback):
             yield port
 
     def shapes(self, ports: Sequence[Port]) -> dict[Port, Shape]:
-        """The shapes of those ports that there are."""
+        """Return the shapes of those ports that exist in this model."""
         return {port: tuple(map(int, self.values[port].shape)) for port in ports if port in self.values}
 
     def arrive(self, starts: Mapping[Port, tuple[_AxisPlace, Values]]) -> dict[Port, Values]:
-        """Where anything arrives (bool), row by row, of what starts at places in the patterns of the rows."""
+        """Return where cotangents that start at given axis places are non-zero: a boolean array (row, ...) by port."""
         count = len(next(iter(starts.values()))[1])
         size = sum(self.values[port].numel() for port in {*starts, *self.wrt})
         found: dict[Port, list[Values]] = {}
@@ -191,7 +193,10 @@ class _Probe(TorchPullback):
 
 
 def _patterns(size: int) -> Values:
-    """Which of ``size`` are on, row by row: those whose index has bit i set, and the others. Any two are told apart."""
+    """Return boolean patterns (row, size) of the binary digits of each index, and their complements.
+
+    Any two indices differ in at least one row.
+    """
     if size == 1:
         return np.ones((1, 1), dtype=bool)
     bits = (np.arange(size)[None, :] >> np.arange((size - 1).bit_length())[:, None]) & 1
@@ -199,7 +204,7 @@ def _patterns(size: int) -> Values:
 
 
 def _candidates(shape: tuple[int, ...], samples: int) -> list[_AxisPlace]:
-    """Axes that could count samples: of that size, or folded with something else."""
+    """Return the axes that could count samples: axes of that size, and axes with samples folded into them."""
     plain = [_AxisPlace(axis, 1, samples, 1) for axis, size in enumerate(shape) if size == samples]
     if samples == 1:
         return plain
@@ -209,7 +214,7 @@ def _candidates(shape: tuple[int, ...], samples: int) -> list[_AxisPlace]:
 
 
 def _find_samples(probe: _Probe, ports: Sequence[Port]) -> _SampleAxes:
-    """From the recurrent calls with the fewest samples to every tensor, and on from those that were found."""
+    """Find sample axes, starting at the recurrent calls with the fewest samples and going on from the axes found."""
     count = min(call.samples for call in probe.calls)
     first = _AxisPlace(0, 1, count, 1)
     fewest = [call for call in probe.calls if call.samples == count]
@@ -234,7 +239,10 @@ def _find_samples(probe: _Probe, ports: Sequence[Port]) -> _SampleAxes:
 
 
 def _tell(found: dict[Port, _AxisPlace], coupled: set[Port], port: Port, passing: list[_AxisPlace] | None) -> None:
-    """Take one place for the answer, many for none, and none, where something arrived, for coupled samples."""
+    """Store a place in ``found`` if it is the only one that passed; add the port to ``coupled`` if none passed.
+
+    ``passing=None`` means that no cotangent reached the port.
+    """
     if passing:
         plain = [place for place in passing if place.before == place.after == 1]
         if len(passing) == 1 or passing[0].size == 1 or len(plain) == 1:
@@ -251,7 +259,7 @@ def _passing_as_sink(arrived: Values, count: int, patterns: Values) -> list[_Axi
 def _passing_as_source(
     probe: _Probe, port: Port, count: int, patterns: Values, known: Mapping[Port, _AxisPlace]
 ) -> list[_AxisPlace] | None:
-    """None where nothing known is reached from there."""
+    """Return the axes of a port that keep samples apart on the way to known ports; None if none is reached."""
     passing, reached = [], False
     shape = tuple(probe.values[port].shape)
     for place in _candidates(shape, count):
@@ -264,7 +272,7 @@ def _passing_as_source(
 
 
 def _find_times(probe: _Probe, ports: Sequence[Port], samples: Mapping[Port, _AxisPlace]) -> dict[Port, _AxisPlace]:
-    """Axes along which a tensor goes with the steps of a recurrence: step by step, or else in some order."""
+    """Find the axis of each tensor that goes with the steps of a recurrence, exactly or at least in order."""
     found: dict[Port, _AxisPlace] = {}
     for sequence in _sequences(probe.calls):
         waiting = [port for port in ports if port not in found and port in probe.values]
@@ -285,7 +293,7 @@ def _find_times(probe: _Probe, ports: Sequence[Port], samples: Mapping[Port, _Ax
 
 @dataclass(frozen=True)
 class _StepSequence:
-    """Calls whose steps follow each other: one, or all of a layer whose state starts anew on the way."""
+    """Calls whose steps follow each other: one call, or all calls of a layer whose state is reset in between."""
 
     calls: tuple[_DirectedCall, ...]
 
@@ -294,7 +302,7 @@ class _StepSequence:
         return sum(call.steps for call in self.calls)
 
     def placed(self, patterns: Values) -> dict[Port, tuple[_AxisPlace, Values]]:
-        """Where the inputs are on, at the steps of each pattern."""
+        """Return where the inputs of the calls are on, at the steps of each pattern."""
         found, start = {}, 0
         for call in self.calls:
             found[call.input] = _AxisPlace(1, 1, call.steps, 1), patterns[:, start : start + call.steps]
@@ -302,7 +310,7 @@ class _StepSequence:
         return found
 
     def support(self, arrived: Mapping[Port, Values]) -> Values | None:
-        """(row, step) of bool: at which outputs anything arrived; None where nothing did."""
+        """Return (row, step) of bool: the outputs at which any gradient is non-zero; None if there is none."""
         parts = [
             _AxisPlace(1, 1, call.steps, 1).support(arrived[call.output]) if call.output in arrived else None
             for call in self.calls
@@ -326,18 +334,24 @@ def _sequences(calls: Sequence[_DirectedCall]) -> list[_StepSequence]:
 
 
 def _halves(size: int) -> Values:
-    """The first half of the indices, and the second."""
+    """Return two boolean patterns: the first half of the indices, and the second half."""
     return np.repeat(np.eye(2, dtype=bool), [size // 2, size - size // 2], axis=1)
 
 
 def _lone_step(port: Port, shape: tuple[int, ...], sample: _AxisPlace | None) -> dict[Port, _AxisPlace]:
-    """Of a sequence of one step any axis of size 1 may count it: the numbers are the same."""
+    """Return an axis of size 1 as the time axis of a sequence of one step; empty if there is none.
+
+    Tensors with at most two axes get none.
+    """
     axes = [axis for axis, size in enumerate(shape) if size == 1 and (sample is None or axis != sample.axis)]
     return {port: _AxisPlace(axes[0], 1, 1, 1)} if axes and len(shape) > 2 else {}
 
 
 def _rest(shape: tuple[int, ...], sample: _AxisPlace | None) -> list[_AxisPlace]:
-    """Every axis that does not count samples; of one that samples are folded into, what is folded with them."""
+    """Return every axis that does not count samples.
+
+    Of an axis with samples folded into it, the other factor is returned.
+    """
     axes = [_AxisPlace(axis, 1, size, 1) for axis, size in enumerate(shape) if size > 1]
     if sample is None:
         return axes
@@ -350,7 +364,10 @@ def _rest(shape: tuple[int, ...], sample: _AxisPlace | None) -> list[_AxisPlace]
 def _from_above(
     probe: _Probe, port: Port, sequence: _StepSequence, axes: Sequence[_AxisPlace]
 ) -> Iterator[tuple[_AxisPlace, Values, bool]]:
-    """For each axis, the steps of a recurrence's output that the halves of the axis lead to; whether step by step."""
+    """Yield, for each axis of a port, which steps of a recurrence's output receive gradients from its two halves.
+
+    The last item of a result is True if axis and steps match one by one.
+    """
     for place in axes:
         patterns = np.concatenate([_patterns(place.size), _halves(place.size)])
         support = sequence.support(probe.arrive({port: (place, patterns)}))
@@ -360,7 +377,7 @@ def _from_above(
 
 
 def _moving_along(axes: Sequence[tuple[_AxisPlace, Values, bool]], patterns: Values | None) -> _AxisPlace | None:
-    """The one axis that goes with the steps exactly; else the one whose halves lead elsewhere."""
+    """Return the one axis that matches the steps exactly, else the one whose halves reach different steps."""
     exact = [p for p, support, same in axes if same and (patterns is None or not (support & ~patterns).any())]
     if len(exact) == 1:
         return exact[0]
@@ -369,7 +386,7 @@ def _moving_along(axes: Sequence[tuple[_AxisPlace, Values, bool]], patterns: Val
 
 
 def _ordered(first: Values, second: Values) -> bool:
-    """Whether one half reaches further at one end, and the other at the other."""
+    """Return whether one boolean array starts and ends no later than the other, and not both are equal."""
     a, b = np.flatnonzero(first), np.flatnonzero(second)
     forward = a[0] <= b[0] and a[-1] <= b[-1]
     backward = a[0] >= b[0] and a[-1] >= b[-1]

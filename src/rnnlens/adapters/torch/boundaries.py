@@ -1,4 +1,4 @@
-"""Ports as torch sees them: which tensors of a finished forward pass a port stands for, and how they lie in it."""
+"""Tensors behind a port of a finished forward pass, and their layout."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .weights import NAMES, class_of, library_parameter, ours
 
 
 class PortTable:
-    """Finds the tensors of ports after a forward pass.
+    """Table of the tensors behind ports after a forward pass.
 
     Parameters
     ----------
     recorder
-        The finished pass, with inputs and states kept apart per layer.
+        Records of the finished pass, made with ``separate=True``.
     inputs, outputs
-        Leaves of what the model was called with, and of what it returned.
+        Leaves of the model's input and of its output.
     plain
-        What layers that are not recurrent took and returned: (input leaves, output leaves) per call, by path.
+        Tensors of layers that are not recurrent: (input leaves, output leaves) per call, by path.
     weights
-        Stand-ins for the weights of other layers, by path and name.
+        Substitutes for the weights of layers that are not recurrent, by path and name.
     modules
         All modules of the model by path.
     """
@@ -54,12 +54,12 @@ class PortTable:
             self.nodes.update({name: (run, layer) for layer, name in enumerate(names)})
 
     def find(self, port: Port) -> PortTensors:
-        """The boundary of a port.
+        """Return the tensors behind a port.
 
         Raises
         ------
         LayerNotFoundError
-            If its layer was not called, or more than once and the name does not say which call.
+            If the port's layer was not called, or was called more than once and its name selects no call.
         """
         if port.layer is None:
             return self._of_model(port)
@@ -128,7 +128,7 @@ class PortTable:
             known = [f"{path}.{n}" for path, m in self.modules.items() for n, _ in m.named_parameters(recurse=False)]
             raise LayerNotFoundError(message("No weight of that name.", got=wanted, hint=did_you_mean(wanted, known)))
         cell = class_of(self.modules[str(port.layer).partition("[")[0]])
-        if cell is not None:  # its own forward does not call torch's kernel
+        if cell is not None:  # a forward that does not call torch's kernel
             slot = {theirs: mine for mine, theirs in NAMES.items()}[name]
             return PortTensors([found], partial(_in_our_order, cell[0], slot))
         taken = self.recorder.stand_in_for(found)
@@ -138,7 +138,11 @@ class PortTable:
 
 
 def _in_our_order(cell: type[Cell], slot: str, parts: Sequence[Tensor]) -> Tensor:
-    """What arrived through the layer, and at the user's own parameter on other ways, such as a penalty in the loss."""
+    """Sum the gradients of a weight and reorder them to the layout of rnnlens.
+
+    The parts are the gradient through the layer and the one at the user's own parameter, such as of a penalty in the
+    loss.
+    """
     return ours(cell, slot, parts[0] if len(parts) == 1 else parts[0] + parts[1])
 
 
@@ -161,7 +165,10 @@ def _of_run(run: Recurrence, layer: int, port: Port) -> PortTensors:
 
 
 def _of_sequence(run: Recurrence, layer: int, kind: str, direction: int | None) -> PortTensors:
-    """What a layer was fed or returned; ``direction``: one half of what a bidirectional one returned."""
+    """Return the inputs or outputs of a layer over all calls.
+
+    ``direction`` selects one direction of a bidirectional output; None keeps both.
+    """
     owner, outputs = run.owner, kind == "output"
     tensors = [v.pieces[layer].output if outputs else v.pieces[layer].input for v in run.visits]
 
@@ -177,7 +184,7 @@ def _of_sequence(run: Recurrence, layer: int, kind: str, direction: int | None) 
 
 
 def _of_state(run: Recurrence, layer: int, port: Port, direction: int) -> PortTensors:
-    """A state that the first call started from, or one that the last call of a fused module returned."""
+    """Return an initial state of the first call, or a final state of the last call of a fused module."""
     visit = run.visits[0 if port.kind == "initial_state" else -1]
     states = visit.link.fed if port.kind == "initial_state" else visit.state_taps
     state = states[port.index]
@@ -192,10 +199,10 @@ def _of_state(run: Recurrence, layer: int, port: Port, direction: int) -> PortTe
 
 
 def stand_ins(modules: Sequence[tuple[str, nn.Module]], ports: Sequence[Port]) -> dict[tuple[str, str], Tensor]:
-    """A tensor to differentiate with respect to, for each weight port of a layer that is not recurrent.
+    """Return a differentiable tensor for each weight port of a layer that is not recurrent.
 
-    A trainable parameter stands for itself. In place of a frozen one a leaf is put into every module that holds it; the
-    caller puts the parameter back.
+    A trainable parameter is returned as it is. A frozen one is replaced by a trainable leaf in every module that has
+    it; the caller must restore the parameter.
     """
     table = dict(modules)
     found: dict[tuple[str, str], Tensor] = {}
@@ -204,7 +211,7 @@ def stand_ins(modules: Sequence[tuple[str, nn.Module]], ports: Sequence[Port]) -
         module = table.get(path)
         parameter = None if module is None else dict(module.named_parameters(recurse=False)).get(port.key)
         if parameter is None and port.kind == "weight" and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-            own = library_parameter(module, int(number.rstrip("]") or 0), port.key)  # of a layer that may not run
+            own = library_parameter(module, int(number.rstrip("]") or 0), port.key)  # the layer need not run
             parameter = own if own is not None and (own.requires_grad or has_own_forward(module)) else None
         if port.kind != "weight" or parameter is None:
             continue
@@ -221,7 +228,7 @@ def stand_ins(modules: Sequence[tuple[str, nn.Module]], ports: Sequence[Port]) -
 
 
 def zeros_for(tensors: Sequence[Tensor], grads: Sequence[Tensor | None], count: int) -> list[Tensor]:
-    """Gradients with a leading axis ``count``, zero where there is none."""
+    """Return gradients (count, ...), with zeros in place of None."""
     return [
         torch.zeros((count, *t.shape), dtype=t.dtype, device=t.device) if g is None else g
         for t, g in zip(tensors, grads, strict=True)
@@ -230,9 +237,9 @@ def zeros_for(tensors: Sequence[Tensor], grads: Sequence[Tensor | None], count: 
 
 @dataclass
 class PortTensors:
-    """The tensors behind a port, and the linear way from them (or their gradients) to the port's own layout.
+    """Tensors behind a port, and the linear function from them (or their gradients) to the port's layout.
 
-    ``start`` makes the port's value where that is put together in another way than the gradient is.
+    ``start`` computes the port's value where that needs another function than ``gather``, which is used for gradients.
     """
 
     tensors: list[Tensor]
@@ -241,20 +248,20 @@ class PortTensors:
 
     @property
     def value(self) -> Tensor:
-        """The port's value, inside the graph."""
+        """Value of the port, inside the graph."""
         return self.gather(self.tensors) if self.start is None else self.start()
 
 
 def single(tensor: Tensor) -> PortTensors:
-    """A port that is one tensor as it is."""
+    """Return the port of one unchanged tensor."""
     return PortTensors([tensor], lambda parts: parts[0])
 
 
 def state_boundary(run: Recurrence, index: int) -> PortTensors:
-    """A state of a cell after every step, (sample, time, unit), with its total gradient.
+    """Return the port of a cell's state after every step, (sample, time, unit), with its total gradient.
 
-    A sample that a mask holds back has the state that it holds, and the gradient that comes back to it through the
-    next step.
+    At a masked step a sample has its earlier state, and the gradient that comes back to that state through the next
+    step.
     """
     visits, valid = run.visits, run.valid()
     slopes = [_within_step(v) for v in visits] if _is_cut_off_cell_state(run, index) else []
@@ -266,7 +273,7 @@ def state_boundary(run: Recurrence, index: int) -> PortTensors:
         count = len(visits)
         steps = [part.flatten(1) for part in parts[:count]]
         held = [*(part.flatten(1) for part in parts[count : count + len(fed)]), None]
-        if slopes:  # c_t as it is produced also reaches h_t
+        if slopes:  # add the path from c_t to h_t within the step
             by_hidden = parts[count + len(fed) :]
             steps = [c + h * slope for c, h, slope in zip(steps, by_hidden, slopes, strict=True)]
         if valid is not None:
@@ -277,7 +284,7 @@ def state_boundary(run: Recurrence, index: int) -> PortTensors:
 
 
 def ending_boundary(run: Recurrence, index: int) -> PortTensors:
-    """The state that each sample ends with, (sample, unit), with its total gradient: that of its own last real step."""
+    """Return the port of each sample's state at its own last real step, (sample, unit), with its total gradient."""
     whole, valid = state_boundary(run, index), run.valid()
     if valid is None:
         return PortTensors(whole.tensors, lambda parts: whole.gather(parts)[:, -1])
@@ -286,9 +293,9 @@ def ending_boundary(run: Recurrence, index: int) -> PortTensors:
 
 
 def final_boundary(run: Recurrence, index: int) -> PortTensors:
-    """A state of a cell after the last step, (sample, unit), with its direct gradient.
+    """Return the port of a cell's state after the last step, (sample, unit), with its direct gradient.
 
-    The first state is the output: its gradient is found there.
+    The first state is the output: its gradient is at the output port, and zero here.
     """
     tap = run.visits[-1].state_taps[index]
     last = run.visits[-1].link.raw[index].flatten(1)
@@ -300,7 +307,7 @@ def final_boundary(run: Recurrence, index: int) -> PortTensors:
 
 
 def read_boundary(run: Recurrence, layer: int, index: int) -> PortTensors:
-    """A state of one stacked layer wherever the user's code gets hold of it, (sample, time, unit), zero elsewhere."""
+    """Return the port of a layer's state where the user's code receives it, (sample, time, unit), zero elsewhere."""
     taps = [visit.state_taps[index] for visit in run.visits]
 
     def gather(parts: Sequence[Tensor]) -> Tensor:
@@ -314,7 +321,7 @@ def read_boundary(run: Recurrence, layer: int, index: int) -> PortTensors:
 
 
 def _is_cut_off_cell_state(run: Recurrence, index: int) -> bool:
-    """Whether a state is c_t out of a fused kernel, where no path of the graph leads from it to h_t."""
+    """Return whether a state is the c_t of a fused kernel, whose graph has no path from c_t to h_t."""
     if run.owner.step_cell is not None or index != 1:
         return False
     hidden, cell = run.visits[0].link.raw
@@ -322,7 +329,7 @@ def _is_cut_off_cell_state(run: Recurrence, index: int) -> bool:
 
 
 def _within_step(visit: CallRecord) -> Tensor:
-    """dh_t/dc_t within one step of an LSTM: o (1 - tanh(c)^2)."""
+    """Compute dh_t/dc_t within one step of an LSTM: o (1 - tanh(c)^2), (sample, unit)."""
     piece, (hidden, cell) = visit.pieces[0], visit.link.raw
     weights = {name: w[3 * hidden.shape[1] :].to(hidden.dtype) for name, w in piece.weights[0].items()}
     with torch.no_grad():
@@ -334,7 +341,7 @@ def _within_step(visit: CallRecord) -> Tensor:
 
 
 def _carried(run: Recurrence, index: int) -> list[Tensor]:
-    """The state after each step, in the graph: that of before where a sample did not move on."""
+    """Return the state after each step, inside the graph. A masked sample keeps its previous state."""
     valid = run.valid()
     if valid is None:
         return [visit.link.raw[index].flatten(1) for visit in run.visits]
@@ -348,7 +355,7 @@ def _carried(run: Recurrence, index: int) -> list[Tensor]:
 
 
 def _chosen(real: Tensor, new: Tensor, held: Tensor | None) -> Tensor:
-    """Rows of ``new`` where a step was real, else of ``held``, zero where there is none."""
+    """Return rows of ``new`` where a step was real, else of ``held``, or zero if there is no such row."""
     count = len(new)
     old = torch.zeros_like(new)
     if held is not None:
@@ -357,7 +364,7 @@ def _chosen(real: Tensor, new: Tensor, held: Tensor | None) -> Tensor:
 
 
 def _at_end(visit: CallRecord, layer: int, index: int, part: Tensor | None) -> Tensor:
-    """(time, sample, unit) of one call: zero but at its last step."""
+    """Return a gradient (time, sample, unit) of one call that is zero at all steps but the last."""
     final = visit.pieces[layer].finals[index].detach()
     zero = torch.zeros_like(final[:1]) if part is None else torch.zeros_like(part)
     last = zero if part is None else part

@@ -1,4 +1,4 @@
-"""One forward pass, and with a loss one backward pass, from which every boundary of every recurrent layer is read."""
+"""Runs one forward pass, and with a loss one backward pass, and records every boundary of the recurrent layers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from .restore import borrowed, differentiable_weights
 
 
 def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
-    """See :meth:`rnnlens.adapters.protocol.Adapter.capture`."""
+    """Run and record a model on one batch: see :meth:`rnnlens.adapters.protocol.Adapter.capture`."""
     model = unwrapped(model)
     asked = RequestedLayers.of(model, request.layers)
     x = as_tensors(batch.x, model, "x")
@@ -59,7 +59,7 @@ def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
 
 
 class _NoGradientsError(Exception):
-    """The model's forward runs under ``torch.no_grad``; run it again with gradients on."""
+    """Signal that the model's forward runs under ``torch.no_grad`` and must be run again with gradients."""
 
 
 def _pass(
@@ -94,7 +94,7 @@ def _pass(
         if loss is not None and not loss.requires_grad and interceptor.cut_gradients and not keep_gradients:
             raise _NoGradientsError
         found = _read(recorder, asked, request, loss, outputs, keep_gradients, around)
-        if not request.gradients:  # with them the pass is over, and nobody differentiates in parts
+        if not request.gradients:  # needed only where gradients are computed later
             unseen = interceptor.cut_gradients and not keep_gradients
             found.chain = chain.chain(outputs) if request.chain and not unseen else None
             found.entangled = unseen or entangled(recorder.runs, tensors_of(outputs))
@@ -103,17 +103,20 @@ def _pass(
 
 @dataclass
 class ModelTensors:
-    """Boundaries of the whole model: the floats of x and the parameters that gradients reach around recurrent calls."""
+    """Boundaries of the whole model: float inputs, and the parameters, whose gradients may bypass recurrent calls."""
 
     inputs: list[Tensor]
     weights: dict[str, Tensor]
 
     def wanted(self) -> list[Tensor]:
-        """Those that can have a gradient."""
+        """Return the inputs and weights that require a gradient."""
         return [t for t in (*self.inputs, *self.weights.values()) if t.requires_grad]
 
     def tell(self, capture: Capture, recorder: CallRecorder, gradient: Any) -> None:
-        """Add what arrived to a capture."""
+        """Store the gradients at inputs and weights in a capture.
+
+        ``gradient`` returns the gradient of a tensor, or None.
+        """
         capture.input_grads = [_maybe(gradient(t)) for t in self.inputs]
         capture.beside = {name: _maybe(gradient(t)) for name, t in self.weights.items() if t.requires_grad}
         custom = {id(w) for run in recorder.runs if run.owner.step_cell is not None for w in _weights_of(run)}
@@ -122,7 +125,10 @@ class ModelTensors:
 
 
 def with_sources(x: Any) -> tuple[Any, list[Tensor]]:
-    """The batch with floats at which gradients arrive, and these; the model is fed copies, which it may change."""
+    """Return the batch with differentiable copies of its float tensors, and the leaves behind them.
+
+    The model gets copies because it may change them in place.
+    """
     sources: list[Tensor] = []
 
     def fed(value: Any) -> Any:
@@ -150,7 +156,7 @@ def _maybe(grad: Tensor | None) -> Any:
 def watched(
     model: nn.Module, recorder: CallRecorder, asked: RequestedLayers, batch: Batch, keep_gradients: bool = False
 ) -> Iterator[KernelInterceptor]:
-    """Within the block, what was asked for is noted in ``recorder`` as the model runs; no hook stays behind."""
+    """Record the requested layers in ``recorder`` while the model runs in the block, then remove all hooks."""
     recorder.initial_state = dict(batch.initial_state or {})
     owners = CallOwners(asked)
     handles: list[Any] = []
@@ -247,7 +253,10 @@ _WITH_GRADIENTS = "The model's forward runs under torch.no_grad(); it was run wi
 
 
 def _only_asked(calls: list[RecurrentCall], asked: RequestedLayers) -> list[RecurrentCall]:
-    """The calls asked for; without dL/dW where a call that shares the weights is left out, since it is over both."""
+    """Return the requested calls.
+
+    Weight gradients are dropped where an omitted call shares the weights, because the gradient is the sum over both.
+    """
     left_out = {call.weights_key for call in calls if not asked.keeps(call.layer)}
     kept = [call for call in calls if asked.keeps(call.layer)]
     for call in kept:
@@ -293,7 +302,7 @@ def _broken_runs(recorder: CallRecorder) -> list[str]:
 
 
 def _order(recorder: CallRecorder, plain: Sequence[str], calls: Collection[str]) -> tuple[str, ...]:
-    """Names of all that was looked at, in the order of the calls; what turned out to be no cell is none of them."""
+    """Return the names of all recorded layers in the order of their calls, without candidates that are no cell."""
     names = {id(run): nodes for run, nodes in zip(recorder.runs, node_names(recorder.runs), strict=True)}
     names |= {id(visit): [name] for visit, name in zip(recorder.plain, plain, strict=True)}
     return tuple(name for one in recorder.order for name in names.get(id(one), ()) if name in calls or name in plain)
@@ -312,7 +321,7 @@ def _numbered(assembler: Assembler) -> list[Any]:
 
 
 def tensors_of(outputs: Any) -> list[Tensor]:
-    """All tensors that a model returned."""
+    """Return all tensors in the model's output."""
     found: list[Tensor] = []
     on_leaves(outputs, lambda value: found.append(value) if isinstance(value, Tensor) else None)
     return found
@@ -323,7 +332,7 @@ def _detached(value: Any) -> Any:
 
 
 class _ScriptWrapper(nn.Module):  # type: ignore[misc]
-    """Calls what it holds."""
+    """Python module that forwards its calls and attributes to a TorchScript module, so that hooks can be added."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -339,7 +348,10 @@ class _ScriptWrapper(nn.Module):  # type: ignore[misc]
 
 @contextmanager
 def hookable(model: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
-    """A module that takes hooks and is called wherever ``module`` is called in ``model``; undone afterwards."""
+    """Provide a module that takes hooks and is called in place of ``module`` within the block.
+
+    A TorchScript module is wrapped, any other is returned as it is.
+    """
     if not isinstance(module, torch.jit.ScriptModule):
         yield module
         return

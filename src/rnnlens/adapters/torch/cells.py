@@ -1,4 +1,4 @@
-"""A custom cell, run and differentiated by torch's own autograd, with sample and time folded into one axis."""
+"""Runs and differentiates a custom cell by torch's autograd, with samples and steps folded into one axis."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from ..protocol import LayerWeights, Port
 from ..shared.registered_cells import ComposedWeight, with_step_autodiff
 from .restore import borrowed, eagerly, restored_attributes
 
-#: Torch's kernel of one step by the class of the cell.
+#: Torch's kernels of one step, by the class of the cell.
 _KERNELS: dict[type[nn.Module], tuple[Any, ...]] = {
     nn.LSTMCell: (torch._VF.lstm_cell,),
     nn.GRUCell: (torch._VF.gru_cell,),
     nn.RNNCell: (torch._VF.rnn_tanh_cell, torch._VF.rnn_relu_cell),
 }
-#: Whether a subclass of a torch cell, with a forward of its own, steps as torch's cell does.
+#: Whether a subclass with its own forward computes the same step as torch's cell.
 _STEPS_AS_TORCH: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class CellForm:
-    """How a cell is called and what it returns.
+    """Call signature and return form of a cell.
 
     Attributes
     ----------
     call
-        From an input (n, feature) and the state tensors to the positional and keyword arguments, in the user's nesting.
+        Function from an input (n, feature) and the state tensors to positional and keyword arguments, in the user's
+        nesting.
     shapes
         Shape of each state tensor without its leading sample axis.
     output_is_state
@@ -54,26 +55,26 @@ class CellForm:
 
 
 def leaves(value: Any) -> list[Tensor]:
-    """All tensors within nested tuples, lists and dicts, in torch's order."""
+    """Return all tensors within nested tuples, lists and dicts, in torch's order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 class TorchStepCell(StepCell):
-    """A module as a cell that torch runs.
+    """Cell whose step is the forward of a torch module.
 
-    Rows must be independent of each other: a cell that mixes samples (batch statistics in training mode) is refused by
-    the adapter before it comes here.
+    Rows must be independent of each other. The adapter refuses cells that mix samples (batch statistics in training
+    mode).
 
     Parameters
     ----------
     module
         The user's cell; not copied, not changed.
     form
-        How it is called.
+        Call signature and return form of the cell.
     dtype
-        The dtype that it computes in; results are widened to at least float32.
+        Dtype of the computation; results are widened to at least float32.
     autocast
-        The dtype of the autocast that was on around it; None for none.
+        Autocast dtype that was active during the capture; None if autocast was off.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class TorchStepCell(StepCell):
         self.output_state, self.output_is_state = 0, form.output_is_state
 
     def advance(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """One step of (n, feature) from states (n, size)."""
+        """Compute one step from inputs (n, feature) and states (n, size); return the output and the new states."""
         with self._as_captured(), torch.no_grad():
             output, new = self._run(x, state)
         return _widened(output), tuple(_widened(s) for s in new)
@@ -100,7 +101,7 @@ class TorchStepCell(StepCell):
     def vjp(
         self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Pull cotangents back to the input and the states before the step."""
+        """Pull cotangents of the output and the new states back to the input and the previous states."""
         with self._as_captured():
             sources = [t.detach().requires_grad_() for t in (x, *state)]
             output, new = self._run(sources[0], sources[1:])
@@ -110,7 +111,7 @@ class TorchStepCell(StepCell):
     def weight_vjp(
         self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
     ) -> Mapping[str, Tensor]:
-        """Pull cotangents back to the trainable weights, summed over rows."""
+        """Pull cotangents back to the trainable weights, by name and summed over rows."""
         named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if not named:
             return {}
@@ -122,16 +123,16 @@ class TorchStepCell(StepCell):
     def produced(
         self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Cotangents of the new states as they are produced: with their paths to what else the step returns."""
+        """Return total cotangents of the new states, including their paths to other returned tensors."""
         with self._as_captured():
             given = [s.detach().requires_grad_() for s in self._shaped(state)]
             returned = self._called(x.detach().to(self.dtype).requires_grad_(), given)
             new = returned if self.form.output_is_state else returned[1:]
-            # Of one tensor that is returned twice, as output and as state, both cotangents are meant.
+            # A tensor returned twice, as output and as state, gets both cotangents.
             both = zip((returned[0], *new), (output_cotangent, *state_cotangent), strict=True)
             pairs = [(tensor, c.to(tensor.dtype).reshape(tensor.shape)) for tensor, c in both if tensor.requires_grad]
             starts, cotangents = zip(*pairs, strict=True)
-            # A state that is passed on is not produced: what else the step makes of it, it made of the state before.
+            # A state that is returned unchanged is not new: its other paths belong to the state before the step.
             made = [s.requires_grad and not any(s is g for g in given) for s in new]
             ends = [s for s, is_made in zip(new, made, strict=True) if is_made]
             found = iter(torch.autograd.grad(starts, ends, cotangents, allow_unused=True) if ends else ())
@@ -140,7 +141,7 @@ class TorchStepCell(StepCell):
         return tuple(c if g is None else _widened(g.flatten(1)) for g, c in kept)
 
     def jacobian(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Per-row Jacobians of [new states, output] with respect to the states and to the input."""
+        """Return per-row Jacobians of [new states, output] with respect to the states and to the input."""
         with self._as_captured():
             sources = [t.detach().requires_grad_() for t in (x, *state)]
             output, new = self._run(sources[0], sources[1:])
@@ -155,7 +156,7 @@ class TorchStepCell(StepCell):
         return returned[0].flatten(1), tuple(s.flatten(1) for s in new)
 
     def _returned(self, x: Tensor, state: Sequence[Tensor]) -> list[Tensor]:
-        """All tensors that one step returns, as it returns them."""
+        """Run one step and return its tensors in their original shapes and order."""
         return self._called(x.to(self.dtype), self._shaped(state))
 
     def _shaped(self, state: Sequence[Tensor]) -> list[Tensor]:
@@ -168,7 +169,10 @@ class TorchStepCell(StepCell):
 
     @contextmanager
     def _as_captured(self) -> Iterator[None]:
-        """The cell in the mode in which it ran, eagerly, with gradients; as found afterwards."""
+        """Run the block with the cell's training flags of the capture, eagerly and with gradients.
+
+        Flags and attributes of the cell are restored afterwards.
+        """
         before = [(inner, inner.training) for inner, _ in self.modes]
         try:
             for inner, flag in self.modes:
@@ -198,14 +202,14 @@ def _widened(value: Tensor) -> Tensor:
 
 
 def _pull(outputs: Sequence[Tensor], sources: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
-    """One gradient per source, zeros where no path leads."""
+    """Return one gradient per source, zeros where no path leads."""
     given = [c.to(out.dtype) for out, c in zip(outputs, cotangents, strict=True)]
     found = pulled(outputs, sources, given)
     return [_widened(torch.zeros_like(s) if g is None else g) for g, s in zip(found, sources, strict=True)]
 
 
 def replayable(value: Any) -> Any:
-    """A detached copy for the replay; half precision is widened to float32, in which a recurrence can be trusted."""
+    """Return a detached copy for the replay; half precision is widened to float32 for accuracy."""
     value = value.detach()
     if value.dtype in (torch.bfloat16, torch.float16):
         return value.float().contiguous()
@@ -222,8 +226,8 @@ def has_own_forward(module: nn.Module) -> bool:
 def has_own_step(module: nn.Module) -> bool:
     """Return whether a subclass of a torch cell computes another step than torch's cell.
 
-    Its forward is run once on two random samples. It steps as torch's cell does where it calls torch's kernel once,
-    with the input and the state that it was given, and returns what the kernel returned.
+    Its forward is run once on two random samples. The result is False if the forward calls torch's kernel once, on the
+    given input and state, and returns the kernel's result.
     """
     kind = next((kind for kind in _KERNELS if isinstance(module, kind)), None)
     if kind is None or not has_own_forward(module):
@@ -245,7 +249,7 @@ def _steps_as_torch(module: Any, kind: type[nn.Module]) -> bool:
         try:
             with borrowed(module, training=False, seed=0), torch.no_grad(), calls:
                 returned = module.forward(*args)
-        except Exception:  # the user's code, called as it may not be meant to be
+        except Exception:  # the user's forward may expect other arguments
             continue
         if len(calls.seen) == 1:
             return _passed_through((x, *_flat(state)), returned, *calls.seen[0])
@@ -265,7 +269,7 @@ def _flat(value: Any) -> tuple[Any, ...]:
 
 
 class _KernelCalls(TorchFunctionMode):  # type: ignore[misc]
-    """Records the calls of given torch kernels: arguments and result."""
+    """Recorder of the calls of given torch kernels: arguments and result."""
 
     def __init__(self, kernels: Sequence[Any]) -> None:
         super().__init__()
@@ -280,7 +284,10 @@ class _KernelCalls(TorchFunctionMode):  # type: ignore[misc]
 
 
 def described(module: nn.Module, known: Registration) -> Cell:
-    """The equations of a cell with the values of its weights; differentiated by torch where they are not here."""
+    """Build the cell of a registered module with its current weights.
+
+    Derivatives that the cell does not define are computed by torch.
+    """
     parameters = dict(module.named_parameters())
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     made = known.make(module, {name: replayable(p).cpu().numpy() for name, p in parameters.items()})
@@ -289,20 +296,20 @@ def described(module: nn.Module, known: Registration) -> Cell:
 
 
 def arranged(known: Registration, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of a cell's weights in our layout."""
+    """Convert gradients of a registered cell's parameters to the layout of rnnlens."""
     arrays = known.arrays({name: replayable(grad).cpu().numpy() for name, grad in grads.items()})
     device = next((grad.device for grad in grads.values()), None)
     return {name: torch.tensor(array, device=device) for name, array in arrays.items()}
 
 
 def registered_weights(module: nn.Module, known: Registration) -> LayerWeights:
-    """Its weights by our names."""
+    """Return the weights of a registered cell by their names in rnnlens."""
     cell, trainable = described(module, known), all(p.requires_grad for p in module.parameters())
     return LayerWeights(cell.weights(), dict.fromkeys(cell.weights(), trainable), {"forward": cell})
 
 
 def put_together(modules: Mapping[str, nn.Module], port: Port) -> ComposedWeight | None:
-    """What a weight of a registered cell is made of; None for any other weight."""
+    """Return the parameters that make up a weight of a registered cell; None for any other weight."""
     module = modules.get(str(port.layer).partition("#")[0])
     known = None if module is None else registered(module)
     if module is None or known is None or port.key not in known.cell.parameters:
@@ -314,5 +321,5 @@ def put_together(modules: Mapping[str, nn.Module], port: Port) -> ComposedWeight
 
 
 def _tensor(array: Array) -> Tensor:
-    """A copy of what NumPy may not let be written to."""
+    """Return an array as a tensor; a NumPy array is copied, because it may be read-only."""
     return array.detach() if isinstance(array, Tensor) else torch.tensor(array)

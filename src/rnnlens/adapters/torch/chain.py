@@ -1,8 +1,8 @@
-"""Models whose forward pass calls well-known library modules one after the other, seen by the identity of tensors.
+"""Recognises models that call library modules one after the other, by the identity of tensors.
 
-Each module was called on the very tensor that the one before it returned, nothing changed that tensor in between, and
-the model returned the last one. Then the modules between two tensors are known from weights and values alone, with
-samples on the first axis and steps on the second, and no second forward pass has to find that out.
+A chain: each module was called on the tensor that the one before it returned, nothing changed that tensor in between,
+and the model returned the last one. For a chain the modules between two tensors are known without a second forward
+pass, with samples on the first axis and steps on the second.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..protocol import ChainLink
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _PASSING = (nn.Dropout, nn.Identity)
 _KNOWN = (*_RECURRENT, *_PASSING, nn.Linear, nn.Embedding)
-#: Dictionaries of hooks with which a user may change what a module does.
+#: Attributes with hooks, by which a user may change the result of a module.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class ChainRecorder:
-    """Follows one tensor from module to module through a forward pass; within :meth:`watch` only."""
+    """Recorder that follows one tensor from module to module through a forward pass, within :meth:`watch`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -36,7 +36,7 @@ class ChainRecorder:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Note the calls of the model's library modules within the block."""
+        """Record the calls of the model's library modules within the block."""
         modules = {path: m for path, m in self.model.named_modules() if path and type(m) in _KNOWN}
         self._is_chain = self._is_chain and not any(map(_is_changed, modules.values()))
         handles = []
@@ -50,7 +50,7 @@ class ChainRecorder:
                 handle.remove()
 
     def chain(self, outputs: Any) -> list[ChainLink] | None:
-        """Return the modules from input to output; None for any other model."""
+        """Return the modules from input to output, or None if the model is not one plain chain."""
         return self.links if self._is_chain and self.links and self._holds(outputs) else None
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -62,7 +62,7 @@ class ChainRecorder:
         self._current, self._version = tensor, tensor._version
 
     def _holds(self, tensor: Any) -> bool:
-        """Whether it is the tensor that the last module returned, as it was then and without hooks."""
+        """Return whether a tensor is the last module's output, not changed in place and without tensor hooks."""
         current = self._current
         if current is None or tensor is not current:
             return False
@@ -83,12 +83,12 @@ class ChainRecorder:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    """Whether a user's hook, parametrisation or own forward could make a library module do something else."""
+    """Return whether a hook, a parametrisation or an own forward may change what a library module computes."""
     return "forward" in vars(module) or "parametrizations" in module._modules or any(getattr(module, h) for h in _HOOKS)
 
 
 def _link(path: str, module: nn.Module, value: Tensor) -> ChainLink | None:
-    """Return the link of one call, or None for a call that does more than its link can express."""
+    """Return the chain link of one module call, or None for a call that a link cannot express."""
     if isinstance(module, _RECURRENT):
         plain = module.batch_first and module.num_layers == 1 and not module.bidirectional and not module.proj_size
         return ChainLink(path, "recurrent") if plain and value.dim() == 3 else None

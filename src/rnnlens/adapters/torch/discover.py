@@ -1,4 +1,4 @@
-"""What is recurrent in a torch model, under which name; and what is refused because nothing can be seen inside it."""
+"""Finds the recurrent layers of a torch model and their names, and refuses layers that cannot be recorded."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _RECURRENT_SCRIPT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The plain module inside ``torch.compile(module)``; any other module unchanged.
+    """Return the plain module inside ``torch.compile(module)``; any other module unchanged.
 
     Raises
     ------
     ModelError
-        If a module waits for its first batch to make its weights, which looking into it would do.
+        If a lazy module has no weights yet, because it was never called.
     """
     while hasattr(module, "_orig_mod"):
         module = module._orig_mod
@@ -49,7 +49,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module once, with its path; the wrapper that ``torch.compile`` puts around a module is left out."""
+    """List every module once, with its path. The wrapper of ``torch.compile`` is left out."""
     found: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
@@ -60,17 +60,17 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def node_name(path: str, module: Any, layer: int) -> str:
-    """Name of one stacked layer: the module's path, with its index where there are several."""
+    """Return the name of one stacked layer: the module's path, with the layer index if there are several."""
     return f"{path}[{layer}]" if getattr(module, "num_layers", 1) > 1 and isinstance(module, nn.RNNBase) else path
 
 
 def recurrent_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Torch's own recurrent modules and cells that can be looked into, in the order of their definition.
+    """List torch's own recurrent modules and cells that can be recorded, in the order of their definition.
 
     Raises
     ------
     UnsupportedError
-        For a recurrent layer inside TorchScript, or a quantized one: neither can be seen from Python.
+        For a recurrent layer inside TorchScript, or a quantized one: neither can be recorded from Python.
     """
     named = named_modules(model)
     cells = [path for path, module in named if named_cell(module) is not None]
@@ -85,7 +85,7 @@ def recurrent_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def refuse(path: str, module: nn.Module) -> None:
-    """Raise for a recurrent layer whose inside cannot be seen."""
+    """Raise ``UnsupportedError`` for a recurrent layer in TorchScript or a quantized one: it cannot be recorded."""
     script = isinstance(module, torch.jit.ScriptModule)
     original = str(getattr(module, "original_name", "")) if script else ""
     if original in _RECURRENT_SCRIPT and named_cell(module) is None:
@@ -108,7 +108,7 @@ def refuse(path: str, module: nn.Module) -> None:
 
 
 def refuse_scripts(named: list[tuple[str, nn.Module]]) -> None:
-    """Raise if there is TorchScript in which a recurrence may hide."""
+    """Raise ``UnsupportedError`` if any module is TorchScript, which may contain a recurrence."""
     for path, module in named:
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
@@ -121,7 +121,7 @@ def refuse_scripts(named: list[tuple[str, nn.Module]]) -> None:
 
 
 def refuse_own_loops(recurrent: list[tuple[str, nn.Module]]) -> None:
-    """Raise if a subclass of a torch layer computes all of its steps in its own forward."""
+    """Raise ``UnsupportedError`` if a subclass of a torch layer defines its own forward."""
     for path, module in recurrent:
         if has_own_forward(module):
             raise UnsupportedError(
@@ -136,9 +136,9 @@ def refuse_own_loops(recurrent: list[tuple[str, nn.Module]]) -> None:
 
 
 def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules that may be custom cells: called with something and a state, and holding no recurrent layer inside.
+    """List modules that may be custom cells: their forward takes two arguments and they contain no recurrent layer.
 
-    Whether one is a cell shows only when it runs: its returned state must come back as the next call's state.
+    A candidate proves to be a cell when the model runs: its returned state must be the next call's state.
     """
     named = named_modules(model)
     inner = [path for path, module in named if class_of(module) is not None or named_cell(module) is not None]
@@ -172,17 +172,17 @@ def _positional(module: nn.Module) -> list[str]:
 
 
 def input_argument(module: nn.Module) -> tuple[int, str]:
-    """Position and name of a cell's input among the arguments of its forward: the first that is not called a state."""
+    """Return position and name of a cell's input: the first argument of its forward that is not named as a state."""
     names = _positional(module)
     swapped = len(names) >= 2 and _STATE_PARAMETER.search(names[0]) and not _STATE_PARAMETER.search(names[1])
     return (1, names[1]) if swapped else (0, names[0] if names else "")
 
 
 def describe(model: nn.Module) -> list[LayerInfo]:
-    """Rows of ``rl.layers(model)``, without running the model.
+    """Return the rows of ``rl.layers(model)``, without running the model.
 
-    A custom cell is listed if it was named through ``rl.torch.cell`` or if the second argument of its ``forward`` is
-    called a state; others show when the model runs.
+    A custom cell is listed if it was declared by ``rl.torch.cell`` or if one of the first two arguments of its
+    ``forward`` is named as a state. Others are found when the model runs.
     """
     model = unwrapped(model)
     rows = [row for path, module in recurrent_modules(model) for row in _known_rows(path, module)]
@@ -239,7 +239,7 @@ def _custom_row(path: str, module: nn.Module) -> LayerInfo:
 
 @dataclass
 class RequestedLayers:
-    """What is looked at: recurrent modules, candidates for custom cells, plain layers; the names asked for."""
+    """Layers to record: recurrent modules, candidates for custom cells, other modules, and the requested names."""
 
     recurrent: list[tuple[str, nn.Module]]
     cells: list[tuple[str, nn.Module]]
@@ -250,7 +250,7 @@ class RequestedLayers:
 
     @classmethod
     def of(cls, model: nn.Module, names: Sequence[str] | None) -> RequestedLayers:
-        """Sort the asked names; refuse those that name nothing."""
+        """Sort the requested names into kinds of layers; raise ``LayerNotFoundError`` for an unknown name."""
         recurrent, cells, modules = recurrent_modules(model), cell_candidates(model), named_modules(model)
         if names is None:
             return cls(recurrent, cells, [], None, modules)
@@ -279,7 +279,7 @@ class RequestedLayers:
         )
 
     def keeps(self, node: str) -> bool:
-        """Whether a node of the result was asked for."""
+        """Return whether a layer of the result was requested."""
         if self.names is None:
             return True
         base = node.split("#")[0]

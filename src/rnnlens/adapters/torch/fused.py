@@ -1,8 +1,9 @@
-"""Torch's fused recurrences and single cells, one layer at a time, so that every boundary between layers can be tapped.
+"""Runs torch's fused recurrent kernels one layer at a time, so that every boundary between layers is recorded.
 
-Each layer runs on torch's own kernel with the layer's own weights, and dropout between layers is drawn where and how
-torch draws it on a CPU, so outputs are those of the undivided call. Every kernel runs in its training mode: with a
-single layer and no dropout inside, that changes no value, and it is the mode in which cuDNN can be differentiated.
+Each layer runs on torch's own kernel with the layer's own weights. Dropout between layers is drawn at the same place
+and in the same way as torch draws it on a CPU, so the outputs equal those of the undivided call. Every kernel runs in
+its training mode: with a single layer and no dropout inside, that changes no value, and cuDNN can be differentiated in
+this mode only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .weights import slots
 _VF: Any = torch._VF
 
 
-#: torch function -> (class of ours, activation)
+#: torch function -> (cell class of rnnlens, activation)
 FUSED: dict[Any, tuple[type[Cell], str]] = {
     _VF.lstm: (LSTM, "tanh"),
     _VF.gru: (GRU, "tanh"),
@@ -47,7 +48,7 @@ CELLS: dict[Any, tuple[type[Cell], str]] = {
 
 @dataclass
 class FusedCall:
-    """The arguments of one fused call under their names; ``batch_sizes`` is None unless the input is packed."""
+    """Named arguments of one fused call; ``batch_sizes`` is None unless the input is packed."""
 
     input: Tensor
     state: tuple[Tensor, ...]
@@ -61,13 +62,13 @@ class FusedCall:
     batch_sizes: Tensor | None = None
 
     def weights_of(self, layer: int) -> Sequence[Tensor]:
-        """Those of one layer, all directions."""
+        """Return the weights of one stacked layer, all directions."""
         each = len(self.weights) // self.layers
         return self.weights[layer * each : (layer + 1) * each]
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> FusedCall:
-        """From the positional arguments of torch's two overloads."""
+        """Build a call from the positional arguments of either of torch's two overloads."""
         if isinstance(args[3], (list, tuple)):
             data, sizes, state, weights, bias, layers, dropout, training, both = args
             return cls(data, _as_tuple(state), weights, bias, layers, dropout, training, both, batch_sizes=sizes)
@@ -77,7 +78,7 @@ class FusedCall:
 
 @dataclass
 class CellCall:
-    """The arguments of one call of a single cell, in torch's order."""
+    """Named arguments of one call of a single cell, in torch's order."""
 
     input: Tensor
     state: Any
@@ -87,7 +88,7 @@ class CellCall:
     bias_hh: Tensor | None = None
 
     def weights(self) -> dict[str, Tensor | None]:
-        """By the names that torch gives them."""
+        """Return the weights by torch's names; None for a missing bias."""
         return {name: getattr(self, name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
 
 
@@ -96,15 +97,15 @@ def _as_tuple(state: Any) -> tuple[Tensor, ...]:
 
 
 class KernelInterceptor(TorchFunctionMode):  # type: ignore[misc]
-    """Routes torch's recurrent kernels to a recorder and leaves every other function alone.
+    """Function mode that records calls of torch's recurrent kernels and runs every other function unchanged.
 
     Parameters
     ----------
     recorder
-        What is noted.
+        Recorder of the calls.
     owner
-        Finds who a call belongs to, from the weights; None if nobody asked for it. Also gives the order that a packed
-        batch was sorted into.
+        Function that finds the owner of a call from its weights, and the order of a sorted packed batch; None if the
+        layer was not requested.
     keep_gradients
         Ignore ``torch.no_grad`` inside the model's forward.
     """
@@ -182,7 +183,7 @@ def _start(
 def _overridden(
     recorder: CallRecorder, owner: CallOwner, call: FusedCall, packing: Packing | None
 ) -> tuple[Tensor, ...]:
-    """The states of the call, with those that the user gave by layer name put in their place."""
+    """Return the initial states of a call, with those that the user gave by layer name substituted."""
     states = [state.clone() for state in call.state]
     directions = 2 if call.bidirectional else 1
     for layer in range(call.layers):
@@ -232,7 +233,7 @@ def _one_layer(
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Torch advises on the speed of one kernel or another; a user who called none of them has no use for it."""
+    """Suppress torch's warnings about kernel speed within the block: the user did not choose these kernels."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(oneDNN|contiguous chunk of memory).*", category=UserWarning)
         yield
@@ -268,7 +269,7 @@ def _cell(recorder: CallRecorder, func: Any, owner: CallOwner, call: CellCall) -
 
 
 class CallOwners:
-    """Knows which module is running, so that a kernel call finds its name."""
+    """Table of the module behind each kernel call: it tracks which module is running."""
 
     def __init__(self, asked: RequestedLayers) -> None:
         self.asked = {id(module): (path, module) for path, module in asked.recurrent}
@@ -281,7 +282,7 @@ class CallOwners:
         self.ran = asked.ran
 
     def entering(self, path: str) -> Any:
-        """A forward pre-hook that checks the input and notes which module runs."""
+        """Return a forward pre-hook that checks the input and stores the running module."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             value = args[0] if args else kwargs.get("input")
@@ -294,7 +295,7 @@ class CallOwners:
         return hook
 
     def find(self, cell: type[Cell], activation: str, args: tuple[Any, ...]) -> tuple[CallOwner, Tensor | None] | None:
-        """Whose call this is; None if it was not asked for."""
+        """Return the owner of a kernel call and its sample order; None if the layer was not requested."""
         module, order = self.entered, self.order
         self.entered = self.order = None
         stacked = isinstance(args[2], (list, tuple)) or isinstance(args[3], (list, tuple))
@@ -314,14 +315,20 @@ class CallOwners:
         return owner, order
 
     def _holder(self, args: tuple[Any, ...], entered: nn.Module | None) -> nn.Module | None:
-        """The module whose weights these are: a forward that is called directly runs no hook that would name it."""
+        """Return the module that holds the weights of a call.
+
+        A forward that is called directly runs no hook, so the weights identify it.
+        """
         holders = self.holders.get(id(_first_weight(args)), [])
         if not holders or any(module is entered for module in holders):
             return entered
         return holders[0] if len(holders) == 1 else None
 
     def _bare(self, cell: type[Cell], activation: str, args: tuple[Any, ...], stacked: bool) -> CallOwner:
-        """A kernel called without a registered module: a module in a plain list, or the bare function."""
+        """Return the owner of a kernel call without a registered module.
+
+        The weights are those of a module in a plain list, or the bare function was called.
+        """
         first = _first_weight(args)
         owner = self.known.get(id(first))
         if owner is None:
@@ -339,7 +346,7 @@ def _first_weight(args: tuple[Any, ...]) -> Tensor:
 
 
 def _holders(asked: RequestedLayers) -> dict[int, list[nn.Module]]:
-    """By the identity of its first weight, the recurrent modules that hold it."""
+    """Return the recurrent modules that hold each weight, by the identity of a module's first weight."""
     found: dict[int, list[nn.Module]] = {}
     for _, module in asked.modules:
         first = getattr(module, "weight_ih_l0", getattr(module, "weight_ih", None))

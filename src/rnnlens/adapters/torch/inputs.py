@@ -1,4 +1,4 @@
-"""The user's data as tensors that the model can be called with, and the errors for data that it cannot."""
+"""Converts the user's data to tensors for the model, and raises errors for data that the model cannot take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .cells import has_own_forward
 
 
 def home_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device and floating dtype of a model: those of its first floating parameter or buffer."""
+    """Return device and floating dtype of a model: those of its first floating parameter or buffer."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             return tensor.device, tensor.dtype
@@ -26,7 +26,7 @@ def home_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 def on_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with ``change`` applied to every array within nested tuples, lists and dicts."""
+    """Apply ``change`` to every array within nested tuples, lists, dicts and records, and return the result."""
     if isinstance(value, PackedSequence):
         return value._replace(data=change(value.data))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -41,7 +41,7 @@ def on_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def as_tensors(data: Any, model: nn.Module, what: str) -> Any:
-    """Tensors where the user gave arrays; NumPy floats take the model's dtype, tensors keep theirs.
+    """Convert the user's arrays to tensors. NumPy floats take the model's dtype, tensors keep theirs.
 
     Raises
     ------
@@ -88,7 +88,10 @@ def _tensor(value: Any, device: torch.device, dtype: torch.dtype, what: str) -> 
 
 
 def call_model(model: nn.Module, x: Any) -> Any:
-    """``model(x)``, ``model(*x)`` for a tuple or list, ``model(**x)`` for a dict; of copies, which it may change."""
+    """Call ``model(x)``, ``model(*x)`` for a tuple or list, or ``model(**x)`` for a dict.
+
+    Tensors are copied, because the model may change them.
+    """
     x = on_leaves(x, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
     with raised_by("Your model's forward"):
         if isinstance(x, dict):
@@ -99,7 +102,7 @@ def call_model(model: nn.Module, x: Any) -> Any:
 
 
 def check_features(name: str, module: nn.Module, value: Any) -> None:
-    """Refuse what a recurrent or linear module cannot take, with its name, before torch complains without one."""
+    """Raise ``InputError`` with the layer's name if a recurrent or linear module cannot take a value."""
     if has_own_forward(module):
         return
     if isinstance(value, PackedSequence):
@@ -133,7 +136,7 @@ def check_features(name: str, module: nn.Module, value: Any) -> None:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Tensors and packed sequences within nested tuples, lists and dicts, in order."""
+    """Return tensors and packed sequences within nested tuples, lists, dicts and records, in order."""
     if isinstance(value, (Tensor, PackedSequence)):
         return [value]
     if is_record(value):

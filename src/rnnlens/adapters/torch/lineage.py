@@ -1,11 +1,10 @@
-"""Which call continues which: a call that starts from the very state its predecessor returned is the next time step.
+"""Decides which call continues which: a call that starts from the state its predecessor returned is the next step.
 
-"The very state" is a statement about gradients as much as about values. The state handed to the user and the state that
-feeds the recurrence are kept apart in the graph, so that a gradient that arrives at the former came from above and only
-from above. That is sound only if the user passes the state on unchanged, or, row by row, keeps the state of before (a
-mask, or a batch that shrinks as short sequences end). Equal values are checked first; that the path carries gradients
-unchanged is then checked by pulling a random vector back through it. A detached, scaled or mixed state fails one of the
-two and starts a new run of its own.
+The same state means the same values and an unchanged gradient path. The state returned to the user and the state inside
+the recurrence are two tensors of the graph, so the gradient at the former is the direct gradient only. This is correct
+if the user passes the state on unchanged, or keeps the earlier state for some samples (a mask, or a batch that shrinks
+as short sequences end). Equal values are checked first. Then a random cotangent is pulled back, to check that the path
+leaves gradients unchanged. A detached, scaled or mixed state fails one of the two checks and starts a new recurrence.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ States = tuple[Tensor, ...]
 
 @dataclass
 class StateLink:
-    """The states around one call.
+    """Initial and final states of one call, and the call before it.
 
     Attributes
     ----------
     given
-        What the user passed in.
+        States that the user passed in.
     fed
-        What the layer computed on: equal to ``given``, wired to the predecessor's ``raw``.
+        States that the layer computed on: equal to ``given``, but connected to the predecessor's ``raw`` in the graph.
     raw
-        What the layer returned, inside the graph.
+        States that the layer returned, inside the graph.
     handed
-        What the user got: copies of ``kept``, which the user's code may change in place.
+        States that the user got: copies of ``kept``, which the user's code may change in place.
     kept
-        What ``handed`` was copied from: the same values, inside the graph, out of the user's reach.
+        Originals of ``handed``: the same values, inside the graph, not accessible to the user's code.
     before
-        What came before in the same run; None for its first call.
+        Link to the call before in the same recurrence; None for its first call.
     """
 
     given: States
@@ -47,17 +46,18 @@ class StateLink:
 
     def __post_init__(self) -> None:
         self._versions = tuple(tensor._version for tensor in self.handed)
-        #: the states of the run, the one it started from first; shared by its calls.
+        #: States of the recurrence, initial state first; one list shared by all of its calls.
         self.history: list[States] = [self.given] if self.before is None else self.before.link.history
         self.history.append(self.kept)
         self.step = len(self.history) - 1
-        #: which of the history each sample's state in ``given`` is; None if all are the last one's.
+        #: Index in ``history`` of each sample's state in ``given``; None if all have the last one.
         self.origin: Tensor | None = None if self.before is None else self.before.origin
 
     def continued_by(self, given: States, *, rowwise: bool) -> Continuation | None:
-        """How a call with the state ``given`` continues this one; None if it does not.
+        """Return how a call with the state ``given`` continues this one; None if it does not.
 
-        With ``rowwise``, samples may also have kept the state from before this call, and the last ones may be gone.
+        With ``rowwise``, some samples may have kept their state from before this call, and the last samples may have
+        left the batch.
         """
         if len(given) != len(self.kept):
             return None
@@ -70,7 +70,7 @@ class StateLink:
                 return None
             rows = found
         if rows is None or all(new is old for new, old in zip(given, self.given, strict=True)):
-            return None  # the call before started from this very state too: a branch, not a step
+            return None  # the previous call started from this state too: a branch, not a step
         count = given[0].shape[0]
         if bool(rows.all()) and count == self.raw[0].shape[0]:
             return Continuation(self.raw, None, self)
@@ -80,16 +80,19 @@ class StateLink:
 
     def _unchanged(self, given: States) -> bool:
         same = zip(given, self.handed, self._versions, self.kept, strict=True)
-        # Values too: what is written through ``.data`` leaves no trace in a tensor's version.
+        # Compare values too: a write through ``.data`` does not change a tensor's version.
         return all(new is old and new._version == seen and _equal(new, kept) for new, old, seen, kept in same)
 
     @property
     def is_hooked(self) -> bool:
-        """Whether the user's code acts on the gradients that arrive at what it got."""
+        """Return whether the user registered a tensor hook on a returned state."""
         return any(tensor._backward_hooks for tensor in self.handed)
 
     def passed_on(self, new: Tensor, index: int, rowwise: bool) -> Tensor | None:
-        """Rows in which ``new`` is this call's state unchanged; None if any row is neither that nor the one before."""
+        """Return the rows (sample,) in which ``new`` is this call's state unchanged.
+
+        None if any row is neither that state nor the one before.
+        """
         old, before, count = self.kept[index], self.given[index], new.shape[0]
         if not new.requires_grad or new.shape[1:] != old.shape[1:] or count > old.shape[0] or new.dtype != old.dtype:
             return None
@@ -98,7 +101,7 @@ class StateLink:
         is_old, is_before = _rows_equal(new, old[:count]), _rows_equal(new, self.fed[index][:count])
         if not bool((is_old | is_before).all()):
             return None
-        # Near sources first: how far autograd walks back grows with the age of the oldest source.
+        # Recent sources first: the cost of autograd grows with the age of the oldest source.
         for sources in ([before], [before, *self._held(index)]):
             passed = self._by_gradient(new, index, sources, is_old, is_before)
             if passed is not None:
@@ -108,13 +111,16 @@ class StateLink:
     def _by_gradient(
         self, new: Tensor, index: int, sources: list[Tensor], is_old: Tensor, is_before: Tensor
     ) -> Tensor | None:
-        """Rows that a random vector comes back through to this call's state; the others must lead to a source."""
+        """Return the rows in which a random cotangent of ``new`` comes back unchanged to this call's state.
+
+        None if one of the other rows leads to none of the sources.
+        """
         old, count, probe = self.kept[index], new.shape[0], probe_like(new)
         to_old, *arrived = _pulled_back(new, [old, *sources], probe)
         passed, kept = is_old & _rows_equal(to_old, probe), torch.zeros_like(is_before)
         for at in arrived:
             kept = kept | _rows_equal(at, probe)
-        if not self.history[0][index].requires_grad:  # a constant start: no gradient to look for
+        if not self.history[0][index].requires_grad:  # a constant initial state has no gradient to compare
             kept = kept | (self._origins(count, new.device) == 0)
         kept = kept & is_before & ~_any_in_rows(to_old)
         return passed if bool((passed | kept).all()) else None
@@ -125,14 +131,17 @@ class StateLink:
         return self.origin[:count]
 
     def _held(self, index: int) -> list[Tensor]:
-        """The states that samples may hold that do not move on."""
+        """Return the earlier states that samples may still have where they did not move on."""
         steps = {self.step - 1} if self.origin is None else set(self.origin.tolist())
         return [self.history[int(step)][index] for step in sorted(steps)]
 
 
 @dataclass
 class Continuation:
-    """What the next call is fed; ``rows`` (sample,) is False where a sample did not move on, None for nowhere."""
+    """States fed to the next call.
+
+    ``rows`` (sample,) is False where a sample keeps its earlier state; None if no sample does.
+    """
 
     fed: States
     rows: Tensor | None
@@ -140,7 +149,7 @@ class Continuation:
 
     @property
     def origin(self) -> Tensor | None:
-        """For each sample, which of the run's states it holds; None if all hold the last one."""
+        """For each sample, the index of its state in the recurrence's history; None if all have the last one."""
         if self.rows is None:
             return None
         device = self.rows.device
@@ -148,14 +157,14 @@ class Continuation:
 
 
 def probe_like(tensor: Tensor) -> Tensor:
-    """Random numbers of the tensor's shape, none near zero, from a generator that the user's code does not share."""
+    """Return fixed random numbers between 0.5 and 1.5 of the tensor's shape, without using torch's global generator."""
     generator = torch.Generator().manual_seed(tensor.numel())
     drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
     return drawn.to(tensor)
 
 
 def _pulled_back(value: Tensor, sources: list[Tensor], cotangent: Tensor) -> list[Tensor]:
-    """Gradients at the sources' first rows; zero where no path leads."""
+    """Return gradients at the first rows of the sources; zero where no path leads."""
     count = value.shape[0]
     live = [source for source in sources if source.requires_grad]
     found = iter(torch.autograd.grad(value, live, cotangent, retain_graph=True, allow_unused=True))
@@ -172,7 +181,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:
-    """Where two tensors are equal: a state that is not a number is passed on all the same."""
+    """Return where two tensors are equal; NaN equals NaN, because a NaN state is passed on all the same."""
     return (a == b) | (torch.isnan(a) & torch.isnan(b))
 
 

@@ -1,4 +1,4 @@
-"""Custom cells and loops that the user's own code calls step by step, recorded while the model runs."""
+"""Records custom cells and loops that the user's own code calls step by step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .record import (
     refuse_transformed,
 )
 
-#: From an input and state tensors to the arguments of the user's cell.
+#: Function from an input and state tensors to the arguments of the user's cell.
 Arguments = Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 class LoopStep(nn.Module):  # type: ignore[misc]
-    """The user's function as a module that knows which parameters of the model it uses."""
+    """Module around a user's step function that finds which parameters of the model the function uses."""
 
     def __init__(self, function: Callable[..., Any], names: dict[int, str]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class LoopStep(nn.Module):  # type: ignore[misc]
         self._used: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor, *state: Any) -> Any:
-        """The function, and from the graph that it made the parameters that it used."""
+        """Call the function, and collect from its graph the parameters that it used."""
         output = self.function(x, *state)
         given = [t for t in pytree.tree_leaves((x, state)) if isinstance(t, Tensor)]
         for tensor in pytree.tree_leaves(output):
@@ -49,12 +49,12 @@ class LoopStep(nn.Module):  # type: ignore[misc]
         return output
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Those of the model that the function used, by the model's names."""
+        """Yield the parameters that the function used, by their names in the model."""
         return iter(self._used.items())
 
 
 def _leaves(tensor: Tensor, given: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Leaves that a tensor was made of, but for those behind what the function was given."""
+    """Yield the leaves that a tensor was computed from, except those behind the function's arguments."""
     done = {t.grad_fn for t in given} | {None}
     waiting = [tensor.grad_fn]
     while waiting:
@@ -68,7 +68,7 @@ def _leaves(tensor: Tensor, given: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 class StepListener:
-    """Takes the place of the user's functions during one pass."""
+    """Recorder of ``rl.torch.step`` calls during one pass."""
 
     def __init__(self, recorder: CallRecorder, model: nn.Module, asked: Sequence[str] | None) -> None:
         self.recorder, self.model = recorder, model
@@ -103,14 +103,14 @@ class StepListener:
             what = f"rl.torch.step(..., name={name!r}): a module has that name."
             raise InputError(message(what, expected="a name of its own for each loop"))
         hook = CellHook(self.recorder, name, LoopStep(function, self.names))
-        # The same in every pass over the model, as what one pass finds out about a cell is told to the next.
+        # The same key in every pass over the model: ``never_by_row`` is passed on from pass to pass.
         hook.owner.key, hook.owner.named = hash((name, id(self.model))), True
         return hook
 
 
 @contextmanager
 def listening(recorder: CallRecorder, model: nn.Module, asked: Sequence[str] | None) -> Iterator[None]:
-    """Within the block, in this thread, steps of loops are noted."""
+    """Record the steps of loops within the block, in this thread."""
     token = LISTENER.set(StepListener(recorder, model, asked))
     try:
         yield
@@ -119,11 +119,11 @@ def listening(recorder: CallRecorder, model: nn.Module, asked: Sequence[str] | N
 
 
 class _NotACellError(Exception):
-    """Why a call cannot be a step of a recurrence."""
+    """Reason why a call cannot be a step of a recurrence."""
 
 
 class EnteredCall:
-    """One call between its two hooks: the user's tensors, those fed in their place, and how to call again."""
+    """One call between its pre-hook and its hook: the user's tensors, their substitutes, and how to call again."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> None:
         self.flat, self.spec = pytree.tree_flatten((args, kwargs))
@@ -141,7 +141,7 @@ class EnteredCall:
         self.arguments: Arguments = self._again
 
     def _again(self, x: Tensor, state: Sequence[Tensor]) -> Any:
-        # Only what is no tensor is remembered: nothing of this forward pass is kept alive.
+        # Only values that are no tensors are stored, so that the forward pass is not kept in memory.
         again = list(self._constants)
         for i in self._inputs:
             again[i] = x
@@ -150,16 +150,16 @@ class EnteredCall:
         return pytree.tree_unflatten(again, self.spec)
 
     def release(self) -> None:
-        """Forget the user's tensors; only the way of calling is left."""
+        """Drop the references to the user's tensors and keep what another call needs."""
         self._inputs = [i for i, leaf in enumerate(self.flat) if leaf is self.x]
         self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in self.flat]
 
 
 class CellHook:
-    """The pair of hooks around the calls of one candidate.
+    """Forward pre-hook and forward hook of one candidate for a cell.
 
-    A candidate that turns out not to be a cell is left to run as it is. One that the user named is refused with the
-    reason instead.
+    A candidate that proves not to be a cell runs unchanged and is no longer recorded. If the user declared it a cell,
+    ``UnsupportedError`` with the reason is raised instead.
     """
 
     def __init__(self, recorder: CallRecorder, path: str, module: nn.Module) -> None:
@@ -171,7 +171,7 @@ class CellHook:
         self.entered: EnteredCall | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Feed the recurrence in place of the state that the user passed on."""
+        """Replace the state that the user passes on by the tensor inside the recurrence (forward pre-hook)."""
         self.entered = None
         if not self.active or self.recorder.paused:
             return None
@@ -190,7 +190,10 @@ class CellHook:
         return pytree.tree_unflatten(flat, entered.spec)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Hand out copies of what was returned, so that gradients from above and from the next step stay apart."""
+        """Record the returned tensors and return copies of them (forward hook).
+
+        Gradients from above and from the next step thus stay separate.
+        """
         entered, self.entered = self.entered, None
         if entered is None or not self.active or self.recorder.paused:
             return None
@@ -247,9 +250,11 @@ class CellHook:
         return pytree.tree_unflatten([handed.get(id(leaf), leaf) for leaf in flat], spec)
 
     def _start_from_zero(self, entered: EnteredCall, output: Any) -> None:
-        """Find the state that a call without one started from: zeros of the shape that came back, if that is the same.
+        """Find the initial state of a call that was given none, and store it in ``entered``.
 
-        The cell is run once more to see. A returned pair may be (output, state) or a state of two tensors.
+        The state is zeros of the shape of the returned state, if they reproduce the output.
+
+        The cell is run once more to compare. A returned pair may be (output, state) or a state of two tensors.
         """
         guesses = [output[1], output] if isinstance(output, tuple) and len(output) == 2 else [output]
         for guess in guesses:
@@ -266,7 +271,7 @@ class CellHook:
             with torch.no_grad():
                 again = self.module(*arguments[0], **arguments[1])
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
-            return False  # not the form of this cell's state
+            return False  # the cell does not accept a state of this form
         finally:
             self.recorder.paused = False
         pairs = list(zip(leaves(output), leaves(again), strict=False))
@@ -285,7 +290,7 @@ class CellHook:
 
 
 def _states_of(returned: list[Tensor], entered: EnteredCall) -> list[Tensor]:
-    """Which of the returned tensors are the state; the rest, at most one in front, is the output."""
+    """Return those returned tensors that are the state; at most one tensor before them is the output."""
     extra = len(returned) - len(entered.fed)
     if extra not in (0, 1) or not entered.fed:
         raise _NotACellError(f"it takes {len(entered.fed)} state tensors and returns {len(returned)} tensors")
@@ -299,7 +304,10 @@ def _states_of(returned: list[Tensor], entered: EnteredCall) -> list[Tensor]:
 
 
 def _with_state(entered: EnteredCall, state: Any, position: int) -> Arguments | None:
-    """How to call the cell with a state where the user passed none: in place of a None, or after the input."""
+    """Return a function that calls the cell with a state where the user passed none.
+
+    The state replaces the first None, or follows the input; None if neither is possible.
+    """
     flat = entered._constants
     (args, kwargs) = pytree.tree_unflatten(list(range(len(flat))), entered.spec)
     empty = [i for i, leaf in enumerate(flat) if leaf is None and i not in entered._inputs]

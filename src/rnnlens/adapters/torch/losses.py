@@ -1,4 +1,4 @@
-"""The scalar to be differentiated: the user's loss on the model's output, in torch's order (output, target)."""
+"""Evaluates the user's loss as a scalar, with torch's order of arguments: (output, target)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .discover import named_modules, unwrapped
 from .inputs import as_tensors, leaves_of, on_leaves
 from .restore import borrowed
 
-#: Elementwise operations by which a loss compares its arguments.
+#: Elementwise operations with which a loss compares output and target.
 _ELEMENTWISE = {
     "sub", "subtract", "rsub", "__sub__", "__rsub__", "mul", "multiply", "__mul__", "__rmul__", "add", "__add__",
     "div", "__truediv__", "where", "maximum", "minimum", "square", "squared_difference",
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "poisson_nll_loss",
 }  # fmt: skip
-#: Losses whose mean is over the weights of the classes that count, not over their number.
+#: Losses whose mean divides by the sum of the class weights of the counted labels, not by their number.
 _BY_CLASS = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")
 _BY_WEIGHT = ("mse_loss", "l1_loss", "huber_loss")
 _BY_LENGTH = ("ctc_loss", "CTCLoss")
-#: Losses whose mean is over all values (or all samples): means of equal batches are the mean of the whole.
+#: Losses whose mean is over all values (or samples): the mean over equal batches is the mean over the data set.
 _PLAIN = {
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "poisson_nll_loss", "kl_div",
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "multilabel_soft_margin_loss", "hinge_embedding_loss",
@@ -42,7 +42,7 @@ _PLAIN = {
 
 
 def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | None:
-    """The loss as a scalar tensor; None where the batch names no loss.
+    """Return the loss as a scalar tensor; None if the batch has no loss.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | Non
 
 
 def resolved(loss: Any) -> Callable[..., Any]:
-    """The callable that a loss stands for: itself, or the function of a name."""
+    """Return the callable of a loss: itself, or the function of that name in ``torch.nn.functional``."""
     if not isinstance(loss, str):
         if not callable(loss):
             raise InputError(message("The loss is not callable.", got=repr(loss), expected="loss(output, target)"))
@@ -94,7 +94,7 @@ def resolved(loss: Any) -> Callable[..., Any]:
 
 
 def _required(loss: Any) -> int:
-    """How many positional arguments a loss cannot do without; 1 where its signature cannot be read."""
+    """Count the positional arguments without default of a loss; 1 if its signature cannot be read."""
     try:
         parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters.values()
     except (TypeError, ValueError):
@@ -117,7 +117,10 @@ def _scalar(value: Any, loss: Any) -> torch.Tensor:
 
 
 class BroadcastCheck(TorchFunctionMode):  # type: ignore[misc]
-    """Within the block, an outer product of outputs and targets of another rank raises ``InputError``."""
+    """Function mode that raises ``InputError`` for an unintended broadcast in a loss.
+
+    It compares outputs and targets of different ranks whose broadcast shape is larger than both.
+    """
 
     def __init__(self, outputs: Iterable[Any], targets: Iterable[Any]) -> None:
         super().__init__()
@@ -125,7 +128,7 @@ class BroadcastCheck(TorchFunctionMode):  # type: ignore[misc]
         self.targets = {tuple(t.shape) for t in targets if isinstance(t, Tensor)} - self.outputs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Check the shapes, then do what was asked."""
+        """Check the shapes of an elementwise operation, then run it."""
         if self.targets and getattr(func, "__name__", "") in _ELEMENTWISE:
             shapes = [tuple(t.shape) for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)]
             for output in self.outputs.intersection(shapes):
@@ -151,14 +154,14 @@ def _check(output: tuple[int, ...], target: tuple[int, ...]) -> None:
 
 
 def weighted(loss: Any, outputs: Any, target: Any, batch: Batch, model: nn.Module) -> Tensor:
-    """Sum of weight times value, over what the loss itself divides by: 1 for a sum, the count for a mean.
+    """Return sum(weight * value) / divisor, with the divisor of the loss itself: 1 for a sum, the count for a mean.
 
     Raises
     ------
     InputError
-        If the weights fit neither the samples nor the values of the loss.
+        If the shape of the weights fits neither the samples nor the values of the loss.
     UnsupportedError
-        If the loss cannot be had value by value, or divides by what is not known here.
+        If the loss has no form without reduction, or its divisor is unknown.
     """
     values, whole = _values(loss, outputs, target), loss(outputs, target)
     weight = values.new_ones(())
@@ -173,7 +176,7 @@ def weighted(loss: Any, outputs: Any, target: Any, batch: Batch, model: nn.Modul
 
 
 def parameters(loss: Any) -> Mapping[str, Any]:
-    """The parameters of a callable; none where its signature cannot be read."""
+    """Return the parameters of a callable's signature; empty if the signature cannot be read."""
     try:
         return inspect.signature(loss).parameters
     except (TypeError, ValueError):
@@ -181,14 +184,14 @@ def parameters(loss: Any) -> Mapping[str, Any]:
 
 
 def label(loss: Any) -> str:
-    """What a loss is called: the name of a function, of what a partial calls, or of a class."""
+    """Return the name of a loss: of the function, of the function inside a partial, or of the class."""
     if isinstance(loss, functools.partial):
         return label(loss.func)
     return str(getattr(loss, "__name__", type(loss).__name__))
 
 
 def reduction(loss: Any) -> str | None:
-    """``"mean"``, ``"sum"``, ... as a loss of torch says it; None for a callable that does not."""
+    """Return the reduction of a loss, such as ``"mean"`` or ``"sum"``; None for a callable without one."""
     found = getattr(loss, "reduction", None)
     if found is None and not isinstance(loss, nn.Module) and "reduction" in parameters(loss):
         found = parameters(loss)["reduction"].default
@@ -196,7 +199,7 @@ def reduction(loss: Any) -> str | None:
 
 
 def option(loss: Any, name: str, default: Any = None) -> Any:
-    """An argument that a loss was made with, as a module's attribute or a partial's keyword."""
+    """Return an option of a loss: a module's attribute or a partial's keyword; ``default`` if it has none."""
     if isinstance(loss, nn.Module):
         return getattr(loss, name, default)
     parameter = parameters(loss).get(name)
@@ -204,7 +207,7 @@ def option(loss: Any, name: str, default: Any = None) -> Any:
 
 
 def _values(loss: Any, outputs: Any, target: Any) -> Tensor:
-    """The loss before its reduction."""
+    """Return the loss before its reduction; raise ``UnsupportedError`` if it has no such form."""
     values = None
     if reduction(loss) not in (None, "none") and isinstance(loss, nn.Module):
         single = copy.copy(loss)
@@ -224,7 +227,7 @@ def _values(loss: Any, outputs: Any, target: Any) -> Tensor:
 
 
 def _divisor(loss: Any, values: Tensor, outputs: Any, target: Any) -> Tensor | float:
-    """What the loss divides the sum of its values by."""
+    """Return the number by which the loss divides the sum of its values."""
     how = reduction(loss)
     if how == "sum":
         return 1.0
@@ -244,7 +247,7 @@ def _divisor(loss: Any, values: Tensor, outputs: Any, target: Any) -> Tensor | f
 
 
 def _must_agree(loss: Any, ours: Tensor, own: Tensor) -> None:
-    """With weights of 1 the loss must be the user's own; otherwise its reduction is not understood."""
+    """Raise ``UnsupportedError`` unless our unweighted reduction gives the user's loss."""
     slack = 1e3 * torch.finfo(own.dtype).eps
     if label(loss) in _BY_LENGTH or not torch.allclose(
         ours.to(own).reshape(()), own.reshape(()), rtol=slack, atol=slack, equal_nan=True
@@ -259,7 +262,7 @@ def _must_agree(loss: Any, ours: Tensor, own: Tensor) -> None:
 
 
 def _beside(weight: Tensor, values: Tensor, name: str) -> Tensor:
-    """Weights with the first axes of the values: one per sample, or one per sample and step."""
+    """Reshape weights to broadcast over the values of a loss: one per sample, or one per sample and step."""
     if weight.dim() > 1 and weight.dim() == values.dim() + 1 and weight.shape[-1] == 1:
         weight = weight.squeeze(-1)
     fits = weight.dim() <= values.dim() and all(
@@ -277,7 +280,7 @@ def _beside(weight: Tensor, values: Tensor, name: str) -> Tensor:
 
 
 def _of_classes(target: Tensor, outputs: Any, table: Mapping[Any, Any]) -> Tensor:
-    """The weight of each label; 1 for labels that the table does not name."""
+    """Return the class weight of each label; 1 for labels that the table does not contain."""
     labels, several, one_hot = target, False, False
     if target.is_floating_point():
         several = target.dim() > 1 and target.shape == outputs.shape and target.shape[1] > 1
@@ -294,7 +297,7 @@ def _of_classes(target: Tensor, outputs: Any, table: Mapping[Any, Any]) -> Tenso
 
 
 def combination(model: nn.Module, batch: Batch) -> str | None:
-    """How losses of batches make up that of the data set: ``"mean"``, ``"sum"``; None where that is not known."""
+    """Return how batch losses combine to that of the data set: ``"mean"``, ``"sum"``, or None if unknown."""
     loss = resolved(batch.loss)
     name, how = label(loss), reduction(loss)
     if not _is_torchs_own(loss) or option(loss, "weight") is not None or not hasattr(batch.y, "shape"):
@@ -315,7 +318,7 @@ def _is_torchs_own(loss: Any) -> bool:
 
 
 def mixes_samples(model: nn.Module, training: bool) -> str | None:
-    """The name of a layer that uses statistics of its batch; ``"?"`` where a forward of the user's own may do it."""
+    """Return the name of a layer that uses batch statistics, or ``"?"``: the user's own forward may do it."""
     for name, module in named_modules(unwrapped(model)):
         in_use = training or not getattr(module, "track_running_stats", True)
         if isinstance(module, _BatchNorm) and in_use:
@@ -324,12 +327,12 @@ def mixes_samples(model: nn.Module, training: bool) -> str | None:
 
 
 def loss_of(model: nn.Module, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
-    """The loss of joined outputs, and its gradient at each of them; None where it does not depend on one.
+    """Return the loss of joined outputs, and its gradient at each; None where the loss does not depend on one.
 
     Raises
     ------
     UnsupportedError
-        If the loss reads the model's weights itself: those paths do not pass the outputs.
+        If the loss uses the model's weights directly, so that its gradient does not pass through the outputs alone.
     """
     model = unwrapped(model)
     like = leaves_of(outputs.tree)

@@ -1,4 +1,4 @@
-"""Roles and dtypes of the modules of a torch model; a module has no optimizer and names no inputs."""
+"""Roles and dtypes of the modules of a torch model. A module has no optimizer and no names of inputs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .discover import named_modules, node_name, unwrapped
 from .weights import TABLES, class_of
 
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
-#: Modules that hold others and are never called themselves.
+#: Containers of modules, which are never called themselves.
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def facts(model: nn.Module) -> ModelFacts:
-    """See :meth:`rnnlens.adapters.protocol.Adapter.facts`."""
+    """Return the roles and dtypes of modules: see :meth:`rnnlens.adapters.protocol.Adapter.facts`."""
     return ModelFacts({name: Submodule(_roles(module), _dtype(module)) for name, module in _parts(unwrapped(model))})
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Everything that is called, one by one for layers stacked within one module; the model itself if it is all."""
+    """Yield every callable module by name, once per stacked layer. A model without submodules yields itself."""
     named = named_modules(model)
     for path, module in named[1:] or named:
         stacked = module.num_layers if isinstance(module, nn.RNNBase) else 1
@@ -42,13 +42,13 @@ def _roles(module: nn.Module) -> frozenset[Role]:
 
 
 def _dtype(module: nn.Module) -> str:
-    """That of a module's own weights."""
+    """Return the dtype of a module's own first floating weight; empty if it has none."""
     floats = (p.dtype for p in module._parameters.values() if p is not None and p.is_floating_point())
     return str(next(floats, "")).removeprefix("torch.")
 
 
 def fingerprint(model: nn.Module) -> Hashable:
-    """Return the structure, hooks, flags, plain attributes and forward code of every module; no values of weights."""
+    """Return structure, hooks, flags, attributes and forward code of every module, without values of weights."""
     return tuple((path, *_state_of(module)) for path, module in model.named_modules(remove_duplicate=False))
 
 

@@ -1,4 +1,4 @@
-"""``rl.torch``: what only torch users need.
+"""``rl.torch``: functions for PyTorch models only.
 
 >>> import rnnlens as rl  # doctest: +SKIP
 >>> with rl.torch.cell(model.memory):  # doctest: +SKIP
@@ -20,30 +20,33 @@ from ...recurrence.cells import registered
 __all__ = ["cell", "step"]
 
 
-#: What notes the steps of loops while a model is looked at in this thread; None at all other times.
+#: Recorder of ``step`` calls while rnnlens runs a model in this thread; None at all other times.
 LISTENER: ContextVar[Callable[..., Any] | None] = ContextVar("steps of loops", default=None)
 
 
-#: modules that a user called cells; nothing is written on the module and none is kept alive.
+#: Modules that a user declared cells, by weak references: the modules are not changed and not kept in memory.
 _NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-#: Loops that were seen in a model while it ran: names, and sizes of the first state. No function is kept.
+#: Loops recorded in each model: names, and sizes of the first state. No function is stored.
 _LOOPS: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 def note_loop(model: nn.Module, name: str, units: int) -> None:
-    """Remember a loop of a model."""
+    """Store a loop of a model with its name and state size."""
     _LOOPS.setdefault(model, {})[name] = units
 
 
 def loops_of(model: nn.Module) -> dict[str, int]:
-    """Loops that were seen when the model last ran under rnnlens, and the sizes of their first states."""
+    """Return the names and state sizes of the loops recorded in a model so far."""
     return dict(_LOOPS.get(model, {}))
 
 
 class _NamedCells:
-    """What :func:`cell` returns: ends the naming as a context manager, or never where it is not used as one."""
+    """Context manager that :func:`cell` returns: leaving it ends the registration.
+
+    Without ``with`` the registration stays.
+    """
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self._fresh = [weakref.ref(module) for module in modules if module not in _NAMED]
@@ -61,17 +64,17 @@ class _NamedCells:
 
 
 def cell(*modules: nn.Module) -> _NamedCells:
-    """Say that ``modules`` are recurrent cells: their calls map (input, state) to state or to (output, state).
+    """Declare ``modules`` to be recurrent cells: their calls map (input, state) to state or to (output, state).
 
-    Needed where rnnlens cannot see it by itself: a cell called once per forward pass, or one that holds a torch cell
-    inside and is meant as a whole. The name holds until the module is gone, or within a ``with`` block only. The module
-    itself is not touched.
+    This is needed where rnnlens cannot detect a cell: one called only once per forward pass, or one that contains a
+    torch cell and is to be treated as a whole. The declaration lasts as long as the module, or to the end of a ``with``
+    block. The module itself is not changed.
 
     Parameters
     ----------
     modules
-        The cells. The first argument of a call is the input ``(sample, feature)``; the rest is the state, any nesting
-        of ``(sample, ...)`` tensors.
+        The cells. The first argument of a call is the input ``(sample, feature)``; the other arguments are the state,
+        in any nesting of ``(sample, ...)`` tensors.
 
     Raises
     ------
@@ -87,24 +90,25 @@ def cell(*modules: nn.Module) -> _NamedCells:
 
 
 def step(function: Callable[..., Any], x: Tensor, *state: Any, name: str | None = None) -> Any:
-    """``function(x, *state)``: one step of a loop that has no module for it, made visible.
+    """Compute ``function(x, *state)`` as one recorded step of a loop that has no module.
 
     Write ``h = rl.torch.step(lambda x, h: torch.tanh(x @ W + h @ U), x[:, t], h)`` in place of
-    ``h = torch.tanh(x[:, t] @ W + h @ U)``. Everywhere but in a call of rnnlens this is the call of the function and no
-    more. The loop shows as a layer of a cell of one's own; ``rl.layers`` and names know it once the model ran.
+    ``h = torch.tanh(x[:, t] @ W + h @ U)``. Outside of rnnlens this only calls the function. Within rnnlens the loop is
+    recorded as a layer with a custom cell. ``rl.layers`` lists the loop after the model ran once under rnnlens.
 
     Parameters
     ----------
     function
-        From the input (sample, feature) and the states (sample, ...) to the new states, or to (output, states). It has
-        to be the same function at every step: what changes from step to step is input or state.
+        Function from the input (sample, feature) and the states (sample, ...) to the new states, or to (output,
+        states). It must be the same at every step: everything that changes from step to step must be an input or a
+        state.
     name
-        Of the layer in results; ``"loop"`` by default, ``"loop_1"`` for the second loop of a model.
+        Name of the layer in results; ``"loop"`` by default, ``"loop_1"`` for the second loop of a model.
 
     Raises
     ------
     InputError
-        If ``function`` cannot be called, or there is no state.
+        If ``function`` is not callable, or no state is given.
     """
     if not callable(function) or not state:
         raise InputError(
@@ -119,5 +123,5 @@ def step(function: Callable[..., Any], x: Tensor, *state: Any, name: str | None 
 
 
 def named_cell(module: nn.Module) -> nn.Module | None:
-    """``module`` if the user called it a cell, or registered its class as one, else None."""
+    """Return ``module`` if the user declared it a cell or registered its class, else None."""
     return module if module in _NAMED or registered(module) is not None else None

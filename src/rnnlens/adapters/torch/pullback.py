@@ -1,4 +1,4 @@
-"""One forward pass kept alive, so that cotangents at any boundary can be pulled back to any other."""
+"""Keeps one forward pass, so that cotangents at any port can be pulled back to any other."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from .record import CallRecorder, refuse_hooked, refuse_transformed
 from .recurrences import JoinedTooFarError, check_joints, mark_endings, own_cells_only
 from .restore import borrowed
 
-#: Takes a cotangent of the function's value back to one cotangent per argument.
+#: Function that pulls a cotangent of the value back to one cotangent per argument.
 Pull = Callable[[Array], list[Array]]
 
-#: Bytes that the gradients of one vectorised pull may take.
+#: Largest memory, in bytes, of the gradients of one vectorised pull.
 BUDGET = 256 * 2**20
 
 
 class TorchPullback:
-    """Implements :class:`rnnlens.adapters.protocol.Pullback`.
+    """Graph of one forward pass; implements :class:`rnnlens.adapters.protocol.Pullback`.
 
-    Inputs, states and weights of recurrent layers are kept apart from the tensors that the user's code holds, so a
-    gradient at such a port is what arrives through that layer alone.
+    Inputs, states and weights of recurrent layers are separate from the tensors of the user's code, so a gradient at
+    such a port comes through that layer alone.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class TorchPullback:
         self.keep(boundaries)
 
     def keep(self, boundaries: PortTable) -> None:
-        """Hold on to the tensors of the ports asked about."""
+        """Store the tensors and values of the requested ports."""
         self._boundaries: dict[Port, PortTensors] = {port: boundaries.find(port) for port in (*self.of, *self.wrt)}
         with torch.enable_grad():
             self._starts = {port: self._boundaries[port].value for port in self.of}
         self.values: Mapping[Port, Any] = {port: replayable(b.value) for port, b in self._boundaries.items()}
 
     def _passed(self, model: nn.Module, batch: Batch, cut: Sequence[Port]) -> PortTable:
-        """The forward pass, run again where it ran without gradients, or where calls were joined that may not be."""
+        """Run the forward pass, and repeat it if it ran without gradients or if calls were joined wrongly."""
         never_by_row: set[int] = set()
         keep_gradients = False
         while True:
@@ -84,7 +84,7 @@ class TorchPullback:
     def _run(
         self, model: nn.Module, batch: Batch, cut: Sequence[Port], never_by_row: set[int], keep_gradients: bool
     ) -> PortTable | None:
-        """One forward pass; None if it has to be run again because it ran without gradients."""
+        """Run one forward pass; return None if it must be repeated because it ran without gradients."""
         modules = named_modules(model)
         asked = RequestedLayers.of(model, None)
         recorder = CallRecorder(never_by_row, separate=True, cut={_path(port) for port in cut})
@@ -125,14 +125,14 @@ class TorchPullback:
         for path, module in modules:
             if path in bases and id(module) not in recurrent:
                 if isinstance(module, torch.jit.ScriptModule):
-                    continue  # takes no hooks; asked for, it counts as not called
+                    continue  # it takes no hooks, so it is reported as not called
                 around = OutputHook(recorder, path, plain.setdefault(path, []))
                 handles.append(module.register_forward_pre_hook(hook_in_this_thread(around.before), with_kwargs=True))
                 handles.append(module.register_forward_hook(hook_in_this_thread(around.after)))
         return handles
 
     def vjp(self, cotangents: Mapping[Port, Any]) -> dict[Port, Tensor | None]:
-        """Pull cotangents (K, ...) back to every ``wrt`` port; None where no path leads there."""
+        """Pull cotangents (K, ...) back to every ``wrt`` port; None for a port that no path leads to."""
         if self._starts is None:
             raise ModelError(message("This pullback was closed.", expected="use inside its with block"))
         pairs = [(self._starts[port], torch.as_tensor(c).to(self._starts[port])) for port, c in cotangents.items()]
@@ -172,19 +172,22 @@ class TorchPullback:
 
 
 class OutputHook:
-    """Notes what a layer that is not recurrent takes and returns, kept apart from the user's own tensors."""
+    """Pair of hooks that records inputs and outputs of a layer that is not recurrent.
+
+    The recorded tensors are separate from the user's.
+    """
 
     def __init__(self, recorder: CallRecorder, path: str, calls: list[Any]) -> None:
         self.recorder, self.path, self.calls = recorder, path, calls
         self.takes: list[Tensor] = []
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Record the inputs of a call."""
+        """Record the inputs of a call (forward pre-hook)."""
         self.takes = []
         return None if self.recorder.paused else on_leaves((args, kwargs), self._note(self.takes))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Record the outputs of a call."""
+        """Record the outputs of a call (forward hook)."""
         if self.recorder.paused:
             return None
         returns: list[Tensor] = []
@@ -200,7 +203,7 @@ class OutputHook:
             if not value.is_floating_point():
                 into.append(value)
                 return value
-            # Apart at both ends: from what feeds it, whose gradient has other paths, and from changes made in place.
+            # Copy before: the original has other gradient paths. Copy after: the user's code may change it in place.
             value = value.clone() if value.requires_grad else value.detach().requires_grad_()
             into.append(value)
             return value.clone()
@@ -209,12 +212,12 @@ class OutputHook:
 
 
 def _path(port: Port) -> str:
-    """The module that a layer of a result is of: ``rnn`` for ``rnn[1]#0``."""
+    """Return the module path of a port's layer: ``rnn`` for ``rnn[1]#0``."""
     return str(port.layer).partition("#")[0].partition("[")[0]
 
 
 def _source(value: Any) -> Any:
-    """An input that gradients can arrive at, if it can have any."""
+    """Return a leaf that requires a gradient for a float or complex tensor; any other value unchanged."""
     if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
         return value.detach().requires_grad_()
     return value
@@ -226,12 +229,13 @@ def _has_path(value: Any) -> bool:
 
 
 def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: torch.nn.Module) -> tuple[Array, Pull]:
-    """Value of ``function(*tensors)`` on the model's device, and its pull-back.
+    """Return the value of ``function(*tensors)`` on the model's device, and its vector-Jacobian product.
 
     Raises
     ------
     InputError
-        If the function does not return a tensor of floats that depends on what it was given.
+        If the function does not return one tensor of floats; from the pull-back also if the value does not depend on
+        the arguments.
     """
     device, _ = home_of(model)
     with torch.inference_mode(False), torch.enable_grad():
@@ -264,7 +268,7 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: 
 
 
 def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
-    """What the model returns for one batch."""
+    """Return the output tensors of the model for one batch as arrays."""
     with TorchPullback(model, batch, [], []) as pullback:
         tree = pullback.returned
     leaves = leaves_of(tree)

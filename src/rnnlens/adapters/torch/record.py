@@ -1,4 +1,4 @@
-"""What is noted while a model runs: runs of calls, each with the tensors at its boundary, still inside the graph."""
+"""Records of a forward pass: recurrences as lists of calls, with the tensors at their boundaries inside the graph."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_
 from ...recurrence.cells import Cell
 from .lineage import StateLink
 
-#: In place of a layer's name: all of them.
+#: Used instead of a layer's name: all layers.
 ALL = "*"
 
 
 @dataclass
 class CallOwner:
-    """The recurrent module (or bare function) whose calls are noted; ``name`` is its path in the model.
+    """Recurrent module (or bare function) whose calls are recorded; ``name`` is its path in the model.
 
-    ``module`` is a cell of the user's whose equations were registered. ``autocast`` is the dtype that torch was asked
-    to compute in around its calls, if it was.
+    ``module`` is a cell of the user whose equations were registered, else None. ``autocast`` is the autocast dtype of
+    its calls; None if autocast was off.
     """
 
     key: int
@@ -41,7 +41,7 @@ class CallOwner:
 
 @dataclass
 class Packing:
-    """How torch laid out a packed batch: ``rows[t, b]`` is the row of the caller's sample ``b`` at step t."""
+    """Layout of a packed batch: ``rows[t, b]`` is the data row of the caller's sample ``b`` at step t."""
 
     rows: Tensor
     mask: Tensor
@@ -49,7 +49,10 @@ class Packing:
 
     @classmethod
     def of(cls, batch_sizes: Tensor, order: Tensor | None, device: torch.device) -> Packing:
-        """From torch's batch sizes per step; ``order`` holds each caller's sample's place in the sorted batch."""
+        """Build the layout from torch's batch sizes per step.
+
+        ``order`` (sample,) maps a caller's sample to its place in the sorted batch; None if unsorted.
+        """
         sizes = batch_sizes.to(device)
         start = torch.cumsum(sizes, 0) - sizes
         place = torch.arange(int(batch_sizes[0]), device=device) if order is None else order
@@ -57,17 +60,17 @@ class Packing:
         return cls(torch.where(mask, start[:, None] + place[None, :], 0), mask, order)
 
     def padded(self, data: Tensor) -> Tensor:
-        """(row, ...) to (time, sample, ...) with zeros at padding."""
+        """Convert packed data (row, ...) to (time, sample, ...), with zeros at padding."""
         values = data.index_select(0, self.rows.reshape(-1)).reshape(*self.rows.shape, *data.shape[1:])
         return values * self.mask.reshape(*self.mask.shape, *[1] * (data.dim() - 1)).to(values.dtype)
 
 
 @dataclass
 class LayerRecord:
-    """What one stacked layer did in one call, time first: (time, sample, ...), states (direction, sample, unit).
+    """Tensors of one stacked layer in one call, (time, sample, ...), and its states (direction, sample, unit).
 
-    ``output`` is a tensor inside the graph at which only gradients from above arrive. ``input`` and ``fed`` are inside
-    the graph too; their detached values are what the layer saw.
+    ``output`` is a tensor inside the graph whose gradient is the direct gradient. ``input`` and ``fed`` (the initial
+    states) are inside the graph too. ``seen`` is a detached copy of the input.
     """
 
     input: Tensor
@@ -79,7 +82,7 @@ class LayerRecord:
 
 
 class StateTrail:
-    """Tensors that the user's code makes of the states that a call returned, in a few operations."""
+    """Tensors that the user's code computes from the returned states of a call in a few operations."""
 
     LENGTH = 6
 
@@ -88,7 +91,10 @@ class StateTrail:
         self._depth = {id(state): 0 for state in self.states}
 
     def see(self, args: Any, result: Any) -> None:
-        """Take in one operation; what is written into in place counts as made."""
+        """Record one operation if it uses a tracked tensor.
+
+        For an operation without result the first argument counts, as written in place.
+        """
         depths = [self._depth[id(leaf)] for leaf in _tensors(args) if id(leaf) in self._depth]
         if not depths or min(depths) >= self.LENGTH:
             return
@@ -99,7 +105,7 @@ class StateTrail:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Tensors among values and in lists of them."""
+    """Return the tensors among values, and in tuples and lists among them."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -111,11 +117,11 @@ def _tensors(values: Any) -> list[Tensor]:
 
 @dataclass
 class CallRecord:
-    """One call: a piece per stacked layer.
+    """One call: a :class:`LayerRecord` per stacked layer, and the states before and after.
 
-    ``state_taps`` are the returned final states, (layer * direction, sample, unit), at which gradients from above
-    arrive; None where the state is also the output, whose tap has them. ``rows`` is False for the samples whose state
-    was not passed on. ``trail``: what the user's code makes of the states, while the model runs.
+    ``state_taps`` are the returned final states, (layer * direction, sample, unit), whose gradients are direct
+    gradients; None where the state is also the output. ``rows`` (sample,) is False for samples whose state was not
+    passed on. ``trail`` tracks, while the model runs, the tensors that the user's code makes of the states.
     """
 
     pieces: list[LayerRecord]
@@ -140,13 +146,13 @@ class Recurrence:
 
     @property
     def length(self) -> int:
-        """Number of time steps."""
+        """Number of time steps of all calls."""
         return sum(visit.steps for visit in self.visits)
 
     def valid(self) -> Tensor | None:
-        """(time, sample): where a call's state lived on; None where it is everywhere.
+        """Return the mask (time, sample) of real steps; None if all are real.
 
-        False where a sample had already left the batch, and where the user kept its state from before the call.
+        The mask is False where a sample had left the batch, and where the user kept its state from before the call.
         """
         visits = self.visits
         counts = [int(visit.link.raw[0].shape[0]) for visit in visits]
@@ -169,18 +175,18 @@ class OutputRecord:
 
 
 class CallRecorder:
-    """Collects the runs of one forward pass.
+    """Recorder of the recurrences of one forward pass.
 
     Parameters
     ----------
     never_by_row
-        Keys of owners whose states an earlier pass found not to be passed on row by row after all.
+        Keys of owners whose calls must not be joined row by row, as an earlier pass found.
     weight_grads
-        Whether weights are to be differentiated too.
+        Whether gradients of weights are needed.
     separate
-        Keep what a layer is fed apart from the user's tensors, so that a gradient there comes through the layer alone.
+        Whether layers get copies of their input tensors, so that a gradient there comes through the layer alone.
     cut
-        Paths of the recurrent modules above which differentiation ends.
+        Paths of recurrent modules whose outputs are detached, so that no gradient passes below them.
     """
 
     def __init__(
@@ -193,7 +199,7 @@ class CallRecorder:
     ) -> None:
         self.runs: list[Recurrence] = []
         self.plain: list[OutputRecord] = []
-        #: All of both, in the order in which they were first called.
+        #: Items of ``runs`` and ``plain``, in the order of their first calls.
         self.order: list[Recurrence | OutputRecord] = []
         self.notes: list[str] = []
         self.never_by_row = never_by_row
@@ -210,12 +216,12 @@ class CallRecorder:
         self._by_identity: dict[int, tuple[Tensor, Tensor]] = {}
 
     def tail(self, owner: CallOwner) -> CallRecord | None:
-        """The last call of ``owner``, if the next one may continue it."""
+        """Return the last call of ``owner``, which the next one may continue; None before the first."""
         run = self._tails.get(owner.key)
         return None if run is None else run.visits[-1]
 
     def add(self, owner: CallOwner, visit: CallRecord, *, continues: bool) -> None:
-        """Note one call."""
+        """Record one call of a recurrent layer. ``continues`` appends it to the last recurrence of its owner."""
         owner.autocast = owner.autocast or autocast_around(visit.pieces[0].seen)
         if not owner.stacked:
             visit.trail = self.trails[owner.key] = StateTrail(visit.link.handed)
@@ -228,17 +234,17 @@ class CallRecorder:
         self._tails[owner.key] = run
 
     def add_plain(self, visit: OutputRecord) -> None:
-        """Note one call of a layer that is not recurrent."""
+        """Record one call of a layer that is not recurrent."""
         self.plain.append(visit)
         self.order.append(visit)
 
     def given_state(self, name: str, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The states that the user gave for a layer, as its ``own`` are.
+        """Return the user's initial states for a layer, in dtype, device and shape of ``own``.
 
         Raises
         ------
         InputError
-            If they are more or fewer, or of other sizes.
+            If their number or their sizes differ from those of ``own``.
         """
         self.begun.add(name)
         given = [torch.as_tensor(as_numpy(state)) for state in self.initial_state[name]]
@@ -255,7 +261,7 @@ class CallRecorder:
         return tuple(s.to(o).expand_as(o).clone() for s, o in zip(given, own, strict=True))
 
     def refuse_unused_states(self, known: Iterable[str]) -> None:
-        """Refuse an initial state for what is no recurrent layer of torch, or never began in this forward pass."""
+        """Raise ``LayerNotFoundError`` if an initial state names a layer that did not start in this forward pass."""
         for name in self.initial_state:
             if name not in self.begun:
                 what = f"initial_state= names {name!r}: no recurrent layer of that name began among those looked at."
@@ -263,23 +269,26 @@ class CallRecorder:
                 raise LayerNotFoundError(message(what, hint=hint))
 
     def fed(self, tensor: Tensor) -> Tensor:
-        """What a layer is fed in place of ``tensor``."""
+        """Return the input tensor for a layer: a copy if boundaries are kept separate, else ``tensor`` itself."""
         return differentiable(tensor).clone() if self.separate and tensor.is_floating_point() else tensor
 
     def started(self, state: Tensor) -> Tensor:
-        """What a recurrence starts from in place of ``state``, which the user's code may write over later on."""
+        """Return a differentiable copy of an initial state, which the user's code may overwrite later."""
         return differentiable(state).clone()
 
     def handed(self, owner: CallOwner, tensor: Tensor) -> Tensor:
-        """What a layer returned, as a place where gradients from above arrive; they end there if it is cut."""
+        """Return a returned tensor as a point where gradients from above can be read.
+
+        If the layer is cut, the tensor is a new leaf, so gradients end there.
+        """
         is_cut = owner.name in self.cut or ALL in self.cut
         return tensor.detach().requires_grad_() if is_cut else differentiable(tensor)
 
     def leaf(self, owner: CallOwner, slot: str, weight: Tensor) -> Tensor:
-        """The stand-in for a weight, the same one at every call, so that its gradient is the sum over them.
+        """Return the substitute of a weight. It is the same at every call, so its gradient is the sum over calls.
 
-        A plain parameter is replaced by a leaf of its own (frozen or not, the user's stays untouched); a weight that
-        is computed from others keeps its path to them.
+        A parameter is substituted by a new leaf, and the user's parameter is not changed. A weight that the model
+        computes from other tensors keeps its path to them.
         """
         if weight.grad_fn is not None:
             self.computed.add((owner.key, slot))
@@ -289,40 +298,40 @@ class CallRecorder:
         if known is not None and (known[0] is weight or torch.equal(known[0], weight)):
             return known[1]
         computed = weight.grad_fn is not None
-        # Frozen as the user's is: for a frozen weight torch takes another kernel, whose last digits differ.
+        # A frozen weight stays frozen: torch uses another kernel for it, whose last digits differ.
         live = self.weight_grads or weight.requires_grad
         stand_in = weight.clone() if computed else weight.detach().requires_grad_(live)
         self._by_identity[id(weight)] = self._leaves[owner.key, slot] = (weight, stand_in)
         return stand_in
 
     def behind(self, stand_in: Tensor) -> Tensor | None:
-        """The user's own parameter that a leaf stands for, if gradients can arrive at it as well."""
+        """Return the user's trainable parameter that a leaf substitutes; None if there is none."""
         found = (weight for weight, leaf in self._by_identity.values() if leaf is stand_in and weight is not leaf)
         return next((weight for weight in found if weight.is_leaf and weight.requires_grad), None)
 
     def stand_in_for(self, weight: Tensor) -> Tensor | None:
-        """Return the leaf that layers took in place of a weight; None where they took none or the weight itself."""
+        """Return the leaf that layers used instead of a weight; None if they did not use one."""
         leaf = self._by_identity.get(id(weight), (weight, weight))[1]
         return None if leaf is weight else leaf
 
     def stands_in(self, weight: Tensor) -> bool:
-        """Whether layers took another tensor in place of this weight."""
+        """Return whether a substitute was made for this weight."""
         return id(weight) in self._by_identity
 
 
 def differentiable(tensor: Tensor) -> Tensor:
-    """``tensor`` itself if gradients can arrive at it, else a leaf with its values."""
+    """Return ``tensor`` itself if it requires a gradient, else a new leaf with its values."""
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
 def autocast_around(tensor: Tensor) -> torch.dtype | None:
-    """The dtype of the autocast that is on where a tensor lies; None where none is."""
+    """Return the active autocast dtype for a tensor's device; None if autocast is off."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def refuse_transformed(name: str, values: Iterable[Any]) -> None:
-    """Raise for a layer that runs inside ``torch.vmap`` or a transform of ``torch.func``: its tensors stand for others.
+    """Raise for a layer inside ``torch.vmap`` or a ``torch.func`` transform: its tensors cannot be recorded.
 
     Raises
     ------
@@ -341,7 +350,7 @@ def refuse_transformed(name: str, values: Iterable[Any]) -> None:
 
 
 def refuse_hooked(recorder: CallRecorder) -> None:
-    """Raise for a state with a hook of the user's on its gradient, which acts on what flows through time.
+    """Raise if the user hooked the gradient of a state: the hook would act on the gradient through time.
 
     Raises
     ------
@@ -361,7 +370,7 @@ def refuse_hooked(recorder: CallRecorder) -> None:
 
 
 def node_names(runs: list[Recurrence]) -> list[list[str]]:
-    """Per run, the node name of each stacked layer: ``path``, ``path[1]``, ``path#0``, ``path[1]#0``."""
+    """Return for each recurrence the names of its stacked layers: ``path``, ``path[1]``, ``path#0``, ``path[1]#0``."""
     count: dict[int, int] = {}
     for run in runs:
         count[run.owner.key] = count.get(run.owner.key, 0) + 1
@@ -379,6 +388,6 @@ def node_names(runs: list[Recurrence]) -> list[list[str]]:
 
 
 def last_steps(valid: Tensor) -> Tensor:
-    """(sample,): the last step at which a sample's state lived on."""
+    """Return each sample's last real step, (sample,), from a mask (time, sample)."""
     steps = torch.arange(valid.shape[0], device=valid.device)[:, None]
     return torch.where(valid, steps, 0).amax(dim=0)

@@ -1,4 +1,4 @@
-"""After the forward pass: which recorded calls are recurrences, and how the user's code connects them."""
+"""Decides after the forward pass which recorded calls are recurrences, and how the user's code connects them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .record import (
 
 
 def mark_endings(recorder: CallRecorder) -> None:
-    """Note the samples that a mask held back at the last step of a recurrence."""
+    """Mark the samples that a mask kept at their earlier state at the last step of a recurrence."""
     for run in recorder.runs:
         trail = run.visits[-1].trail
         if trail is not None and run.owner.key not in recorder.never_by_row and _is_masking(run):
@@ -30,7 +30,7 @@ def mark_endings(recorder: CallRecorder) -> None:
 
 
 def _is_masking(run: Recurrence) -> bool:
-    """Whether the user's loop makes a new tensor of every state before it passes it on."""
+    """Return whether the user's loop makes a new tensor of every state before passing it on."""
     links = [visit.link for visit in run.visits]
     return len(links) > 1 and all(
         given is not handed
@@ -50,7 +50,10 @@ def _mark(visit: CallRecord, trail: StateTrail) -> None:
 
 
 def _moved_on(visit: CallRecord, trail: StateTrail, index: int) -> Iterator[Tensor]:
-    """Rows that moved on, for everything made of the last state that keeps some samples at the one before."""
+    """Yield the rows (sample,) that moved on at the last step, one result per tensor that fits.
+
+    A tensor fits if it was made of the last state and keeps some samples at the previous state.
+    """
     count = len(visit.link.handed[index])
     for tensor in trail.made:
         if tensor.shape != visit.link.handed[index].shape:
@@ -61,10 +64,10 @@ def _moved_on(visit: CallRecord, trail: StateTrail, index: int) -> Iterator[Tens
 
 
 def entangled(runs: list[Recurrence], outputs: Iterable[Tensor]) -> bool:
-    """Whether any recurrence is more than a chain of steps with something below and something above.
+    """Return whether any recurrence is more than a plain chain of steps.
 
-    A chain: its layer runs once; what it is fed does not depend on what it returned, other than through the state that
-    is passed on; and its states are read after the last step only, but for the one that is its output.
+    In a plain chain the layer runs once, its inputs depend on its outputs only through the state that is passed on, and
+    states other than the output are used after the last step only.
     """
     looped = [run for run in runs if len(run.visits) > 1]
     owners = [run.owner.key for run in runs]
@@ -80,29 +83,29 @@ def entangled(runs: list[Recurrence], outputs: Iterable[Tensor]) -> bool:
 
 
 def _fed(run: Recurrence) -> list[Tensor]:
-    """What comes into a recurrence from below."""
+    """Return the input tensors and initial states of a recurrence."""
     return [*(piece.input for visit in run.visits for piece in visit.pieces[:1]), *run.visits[0].link.fed]
 
 
 def _states_between(run: Recurrence) -> set[Any]:
-    """Where gradients arrive that belong to a state which is not the output, before the last step."""
+    """Return the graph nodes of states before the last step that are not the output."""
     visits = run.visits[:-1] if run.valid() is None else run.visits
     return {_key(tap) for visit in visits for tap in visit.state_taps if tap is not None}
 
 
 def _returned(run: Recurrence) -> set[Any]:
-    """All that the user's code got from a recurrence."""
+    """Return the graph nodes of all tensors that the user's code got from a recurrence."""
     taps = [tap for visit in run.visits for tap in visit.state_taps if tap is not None]
     return {_key(tensor) for tensor in [*taps, *(visit.pieces[-1].output for visit in run.visits)]}
 
 
 def _key(tensor: Tensor) -> Any:
-    """The node of the graph that made a tensor; a leaf stands for itself."""
+    """Return the graph node that made a tensor; for a leaf the identity of the tensor."""
     return id(tensor) if tensor.grad_fn is None else tensor.grad_fn
 
 
 def _upstream(tensors: Iterable[Tensor]) -> set[Any]:
-    """Every node and leaf that a tensor was computed from."""
+    """Return every graph node and leaf that the tensors were computed from."""
     seen: set[Any] = {id(tensor) for tensor in tensors if tensor.grad_fn is None}
     waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while waiting:
@@ -117,16 +120,16 @@ def _upstream(tensors: Iterable[Tensor]) -> set[Any]:
 
 
 class JoinedTooFarError(Exception):
-    """Calls were joined row by row that may not be; the recorder names whose, and the pass is to be run again."""
+    """Signal that calls were wrongly joined row by row. The recorder has the owners; the pass must be run again."""
 
 
 def check_joints(recorder: CallRecorder, targets: Sequence[Tensor]) -> None:
-    """Refuse runs in which a state is read, by a target or by any recurrence, that the user seemed to drop.
+    """Raise if a target or a recurrence reads a state that a masked recurrence was recorded to drop.
 
     Raises
     ------
     JoinedTooFarError
-        After the recorder's limits were extended.
+        If so; the recurrence's owner was added to ``never_by_row`` of the recorder.
     """
     masked = [run for run in recorder.runs if run.valid() is not None]
     taps = [tap for run in masked for _, tap in _taps_by_step(run)]
@@ -149,7 +152,7 @@ def check_joints(recorder: CallRecorder, targets: Sequence[Tensor]) -> None:
 
 
 def _taps_by_step(run: Recurrence) -> list[tuple[int, Tensor]]:
-    """Where gradients from above arrive, with the number of the step."""
+    """Return the returned tensors of a recurrence that can have gradients, each with its step number."""
     return [
         (step, tap)
         for step, visit in enumerate(run.visits)
@@ -159,12 +162,12 @@ def _taps_by_step(run: Recurrence) -> list[tuple[int, Tensor]]:
 
 
 def _nonzero_in(pulled: Tensor | None, rows: Tensor) -> bool:
-    """Whether (1, sample, unit) gradients are non-zero in the chosen samples."""
+    """Return whether gradients (1, sample, unit) are non-zero at the chosen samples."""
     return pulled is not None and bool((pulled[:, rows[: pulled.shape[1]]] != 0).any())
 
 
 def own_cells_only(recorder: CallRecorder, *, training: bool) -> None:
-    """Keep candidates that are cells: named ones, and the innermost whose state came back at least once."""
+    """Keep the recurrences of cells: declared ones, and the innermost whose state was passed on at least once."""
     custom = [run for run in recorder.runs if run.owner.step_cell is not None]
     joined = {run.owner.name for run in custom if len(run.visits) > 1}
     cells = {name for name in joined if not any(other.startswith(f"{name}.") for other in joined)}
@@ -179,7 +182,10 @@ def own_cells_only(recorder: CallRecorder, *, training: bool) -> None:
 
 
 def _refuse_chance(name: str, cell: nn.Module) -> None:
-    """A cell is run again to be differentiated; what it drew at random, or over the batch, would not come again."""
+    """Raise ``UnsupportedError`` for a cell with active dropout or batch statistics.
+
+    A cell is run again to be differentiated, and would compute other numbers.
+    """
     for path, inner in cell.named_modules():
         dropout = isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0
         if inner.training and (dropout or isinstance(inner, nn.modules.batchnorm._BatchNorm)):

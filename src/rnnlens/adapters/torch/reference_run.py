@@ -1,7 +1,7 @@
-"""The user's own model, run as it stands: no hook, no tap, no kernel of ours, its own differentiation.
+"""Runs and differentiates the user's unmodified model: no hook, no kernel of rnnlens, torch's own autograd.
 
-What the certificate of a result is held against. It shares with the capture only what prepares the user's data,
-evaluates the user's loss and leaves the model as it was found; names and layouts of weights are read here once more.
+A certificate compares a result with this run. It shares with the capture only the code that prepares the user's data,
+evaluates the user's loss and restores the model. Names and layouts of weights are read here independently.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .inputs import as_tensors, call_model, on_leaves
 from .losses import evaluate
 from .restore import borrowed, differentiable_weights
 
-#: torch's order of gates, as the documentation of its modules gives it.
+#: Torch's order of gates, from the documentation of its modules.
 _GATES: dict[Any, tuple[type[Cell], tuple[str, ...]]] = {
     nn.LSTM: (LSTM, ("input", "forget", "candidate", "output")),
     nn.GRU: (GRU, ("reset", "update", "candidate")),
@@ -53,8 +53,8 @@ def reference_run(
     gradients: bool = True,
     regularised: bool = False,
 ) -> ReferenceRun:
-    """See :meth:`rnnlens.adapters.protocol.Adapter.reference_run`."""
-    del regularised  # a torch loss holds whatever the user put into it
+    """Run the model for a certificate: see :meth:`rnnlens.adapters.protocol.Adapter.reference_run`."""
+    del regularised  # torch models have no regularisation losses of their own
     model = unwrapped(model)
     if batch.initial_state:
         raise CertificateError("the initial states were put in by rnnlens; the model by itself starts elsewhere")
@@ -78,7 +78,7 @@ def reference_run(
 
 
 def place(model: nn.Module, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-    """See :meth:`rnnlens.adapters.protocol.Adapter.place`."""
+    """Find the parameter behind a weight: see :meth:`rnnlens.adapters.protocol.Adapter.place`."""
     path, _, number = layer.partition("#")[0].partition("[")
     module = dict(named_modules(unwrapped(model))).get(path)
     if module is None:
@@ -92,7 +92,10 @@ def place(model: nn.Module, layer: str, direction: str | None, key: str) -> Weig
 
 
 def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[Any, Callable[[Array], Array]] | None:
-    """The parameter of a module that a weight of ours is, and how its gradient is laid out as ours."""
+    """Find the parameter of a module behind a weight, and the function that reorders its gradient.
+
+    The result or its parameter is None if there is no such parameter.
+    """
     known = registered(module)
     if known is not None:
         single = known.single(key)
@@ -114,7 +117,7 @@ def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[A
     rows = [theirs.index(gate) for gate in ours.gates]
 
     def take(array: Array) -> Array:
-        """(gate * unit, ...) in torch's order to (..., gate * unit) in ours."""
+        """Reorder (gate * unit, ...) in torch's gate order to (..., gate * unit) in the order of rnnlens."""
         by_gate = array.reshape(len(rows), -1, *array.shape[1:])[rows]
         return by_gate.reshape(array.shape).T
 
@@ -122,7 +125,10 @@ def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[A
 
 
 def _sources(x: Any) -> tuple[Any, list[Tensor]]:
-    """The batch with floats that gradients arrive at, and those; what the model may change in place is a copy."""
+    """Return the batch with differentiable floats, and the leaves behind them.
+
+    The model gets copies, because it may change them in place.
+    """
     sources: list[Tensor] = []
 
     def fed(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Borrow a model for one forward pass and hand it back exactly as it was found, whatever happens in between.
+"""Runs a model for one forward pass and restores its state afterwards, also after an error.
 
-What a forward pass can change behind its caller's back: train/eval flags, buffers (running statistics, the vectors of a
-spectral norm), attributes that a forward writes (``self.hidden = h`` would keep our graph alive), and random states,
-also Python's and NumPy's (teacher forcing is mostly decided by ``random.random()``).
+A forward pass can change train/eval flags, buffers (running statistics, the vectors of a spectral norm), attributes
+that a forward writes (``self.hidden = h`` would keep the graph in memory), and random states, also those of Python and
+NumPy (teacher forcing is mostly decided by ``random.random()``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 @contextmanager
 def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Iterator[None]:
-    """Run the block with ``model`` in the asked mode and gradients on; undo every change afterwards.
+    """Run the block with ``model`` in the requested mode and gradients on; restore everything afterwards.
 
-    Compiled submodules run as the plain modules that they wrap, because a compiled graph shows nothing of its inside.
+    Compiled submodules run as the plain modules that they wrap, because hooks do not run inside a compiled graph.
     """
     with ExitStack() as stack:
         stack.enter_context(_random_states(model))
@@ -48,7 +48,7 @@ def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Ite
 
 @contextmanager
 def differentiable_weights(model: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
-    """Frozen weights receive gradients within the block."""
+    """Let frozen weights require gradients within the block; do nothing if ``wanted`` is False."""
     frozen = [p for p in model.parameters() if wanted and not p.requires_grad and p.is_floating_point()]
     try:
         for parameter in frozen:
@@ -61,7 +61,7 @@ def differentiable_weights(model: torch.nn.Module, wanted: bool = True) -> Itera
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Run what was compiled as the Python that it was made from; loads no compiler where nothing was compiled."""
+    """Run compiled code as plain Python within the block. Where nothing was compiled, no compiler is loaded."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -71,17 +71,17 @@ def eagerly() -> Iterator[None]:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Run what is checkpointed as it stands: a checkpoint computes the same numbers twice to keep fewer of them.
+    """Run checkpointed functions without checkpointing within the block: the values are the same.
 
-    Recomputed in the backward pass, a layer would run where nobody looks; with ``use_reentrant=True`` its tensors are
-    not even on the graph.
+    With checkpointing a layer is recomputed in the backward pass, after its hooks were removed. With
+    ``use_reentrant=True`` its tensors are not on the graph either.
     """
     checkpoint: Any = sys.modules.get("torch.utils.checkpoint")
     if checkpoint is None:
         yield
         return
     before = checkpoint._checkpoint_without_reentrant_generator
-    own = vars(checkpoint.CheckpointFunction).get("apply")  # of a call that this one is part of
+    own = vars(checkpoint.CheckpointFunction).get("apply")  # set by an outer block
 
     def once(*_args: Any, **_options: Any) -> Iterator[None]:
         yield
@@ -114,7 +114,10 @@ def _random_states(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _saved(value: Any) -> Callable[[], object]:
-    """What gives a generator that the model keeps its state of now; nothing to do for any other value."""
+    """Return a function that restores the present state of a random generator.
+
+    For any other value the function does nothing.
+    """
     if isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())
     if isinstance(value, np.random.Generator):
@@ -126,12 +129,12 @@ def _saved(value: Any) -> Callable[[], object]:
 
 
 def _nothing() -> None:
-    """Leave a value alone."""
+    """Do nothing."""
 
 
 @contextmanager
 def _modes(model: torch.nn.Module, training: bool) -> Iterator[None]:
-    # A frozen TorchScript module has no mode, and a parent cannot set one for it.
+    # A frozen TorchScript module has no training flag, and its parent cannot set one.
     before = [(module, module.training) for module in model.modules() if hasattr(module, "training")]
     try:
         if len(before) == sum(1 for _ in model.modules()):
@@ -147,9 +150,11 @@ def _modes(model: torch.nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def _buffers(model: torch.nn.Module) -> Iterator[None]:
-    """Values and identities of all buffers; each module's table is put back by :func:`restored_attributes`.
+    """Replace all buffers by copies within the block, and restore their values afterwards.
 
-    Copies stand in the tables, so that what was saved for the backward pass is not written over when the block ends.
+    Each module's table of buffers is restored by :func:`restored_attributes`.
+
+    The model uses copies, so that tensors saved for the backward pass are not overwritten when the block ends.
     """
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     copies = {id(buffer): buffer.detach().clone() for buffer, _ in before}
@@ -162,14 +167,14 @@ def _buffers(model: torch.nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, value in before:
-                # By value: batch statistics change without a trace in the tensor's version.
+                # Compare values: batch statistics change without a change of the tensor's version.
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
 
 
 @contextmanager
 def restored_attributes(model: torch.nn.Module) -> Iterator[None]:
-    """Restore the attributes of all modules after the block, with the content of containers within them."""
+    """Restore the attributes of all modules after the block, including the content of containers within them."""
     before = [(module, _shallow(module.__dict__)) for module in model.modules() if hasattr(module, "__dict__")]
     try:
         yield
@@ -194,7 +199,7 @@ def _shallow(attributes: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Any
 
 
 def _put_back(container: Any, content: Any) -> None:
-    """Make ``container`` hold ``content`` again, the same object, touched only where it changed."""
+    """Restore the content of ``container`` in place, changing only the items that differ."""
     if isinstance(container, (list, deque)):
         if len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
             container.clear()

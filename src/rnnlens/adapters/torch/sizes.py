@@ -1,4 +1,7 @@
-"""Axes that no gradient tells apart, such as the steps above attention: seen by running the model on one step fewer."""
+"""Finds axes that gradients cannot distinguish, by running the model on a batch with one step fewer.
+
+An example is the time axis above attention.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from .inputs import as_tensors, leaves_of, on_leaves
 Shape = tuple[int, ...]
 
 
-#: From a batch to the (samples, steps) of every recurrent call, and the shapes of tensors.
+#: Function from a batch to the (samples, steps) of every recurrent call, and the shapes of tensors by port.
 Look = Callable[[Batch], tuple[list[tuple[int, int]], Mapping[Port, Shape]]]
 
 
 def shrinking(
     model: nn.Module, batch: Batch, ports: Sequence[Port], known: Mapping[Port, int], look: Look, counts: bool
 ) -> dict[Port, int]:
-    """The one axis of each port that is shorter where the batch has one step fewer, or one sample fewer.
+    """Find the one axis of each port that is shorter when the batch has one step (or one sample) fewer.
 
     Parameters
     ----------
     known
-        The axis of each input that counts steps (samples), as far as it was found; every axis of a lone input of which
-        nothing is known is tried.
+        Axis that counts steps (or samples) of each input, as far as it is known. If none is known and there is only one
+        input, each of its axes is tried.
     counts
         True for samples, False for steps.
     """
@@ -45,7 +48,7 @@ def shrinking(
 
 
 def _ways(leaves: Sequence[Any], known: Mapping[Port, int]) -> Iterator[dict[int, int]]:
-    """Which axis of which input to shorten."""
+    """Yield choices of axes to shorten, by input index: the known ones, else each axis of a single input in turn."""
     told = {i: known[port] for i in range(len(leaves)) if (port := Port("input", index=i)) in known}
     if told:
         yield told
@@ -67,7 +70,10 @@ def _shorter(x: Any, axes: Mapping[int, int]) -> Any:
 
 
 def _moved(before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]], counts: bool) -> bool:
-    """Whether samples became fewer in every call and steps in none, or the other way round in at least one."""
+    """Return whether the calls changed in the intended size only.
+
+    Samples must decrease in every call; steps must decrease in at least one.
+    """
     fewer, same = (0, 1) if counts else (1, 0)
     changed = [b[fewer] < a[fewer] for a, b in zip(before, after, strict=True)]
     kept = all(b[same] == a[same] for a, b in zip(before, after, strict=True))

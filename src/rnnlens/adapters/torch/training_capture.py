@@ -1,10 +1,10 @@
-"""Records the recurrent calls of a training step while it runs; nothing is run again, replaced or kept in the graph.
+"""Records the recurrent calls of a training step while it runs, without running or replacing anything.
 
-A forward hook records the input and output of each call; a hook on the returned tensors records the gradient that
-arrives there in the user's own backward pass. For a fused kernel, which returns each step once, it is the direct
-gradient. The state that a cell in a loop returns is one tensor, read by the next step and by the user's code: what
-arrives there is the *total* gradient. What came back through the next step, and from h_t to c_t, is recorded at the
-nodes of the cell in the autograd graph; the difference is the direct gradient, with the rounding of the total one.
+A forward hook records the input and output of each call. A hook on the returned tensors records their gradient in the
+user's own backward pass. For a fused kernel this is the direct gradient. The state that a cell in a loop returns is one
+tensor, used by the next step and by the user's code, so its gradient is the *total* gradient. The part that came
+through the next step, and from h_t to c_t, is recorded at the nodes of the cell in the autograd graph. The difference
+is the direct gradient, with the rounding error of the total one.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from .record import autocast_around
 from .training_weights import TrainingCall, WeightGradientCapture
 from .weights import cell_weights
 
-#: What a cell is given: its input, and its states, none where it starts from zeros.
+#: Arguments of a cell: its input, and a list of its states, empty if it starts from zeros.
 Fed = tuple[Tensor, list[Tensor]]
-#: No backward pass: torch counts them from 0.
+#: Number for no backward pass: torch counts them from 0.
 NO_PASS = -1
 
 
 @dataclass(eq=False)
 class TrainingLoop:
-    """The calls of one cell that hand its state on: what they were fed and returned, what came back.
+    """Successive calls of one cell that pass its state on: inputs, states and gradients by step.
 
     Attributes
     ----------
     call
-        Of the whole loop, as far as it is known at its first step.
+        Record of the whole loop, with the fields that are known at its first step.
     inputs, states
-        By step, detached; of states the list of all that a cell has, the initial ones aside.
+        Detached inputs, and lists of the cell's new states, by step. Initial states are in ``initial``.
     grads, through
-        By state and step: all that arrived there, and what of it came through the cell itself.
+        Total gradient by (state index, step), and the part of it that came through the cell itself.
     fed_itself
-        Whether the state was the input as well: which of the two a gradient came through cannot be heard.
+        Whether the state was the input as well; then the two paths of a gradient cannot be separated.
     """
 
     call: TrainingCall
@@ -60,16 +60,16 @@ class TrainingLoop:
 
     @property
     def backwards(self) -> set[int]:
-        """Backward passes that came through."""
+        """Numbers of the backward passes that reached these calls."""
         return self.call.backwards
 
     @property
     def number(self) -> int:
-        """Place in the order of the calls."""
+        """Position in the order of the calls."""
         return self.call.number
 
     def finished(self) -> TrainingCall:
-        """As one call: every state by step (sample, time, unit), and the direct gradients there."""
+        """Return the loop as one call: states (sample, time, unit), and their direct gradients."""
         call, count = self.call, len(self.initial)
         call.returned = [_stacked([states[place] for states in self.states]) for place in range(count)]
         call.grads = {
@@ -89,16 +89,19 @@ class TrainingLoop:
 
 
 class TrainingLoops:
-    """Knows which loop a cell's call goes on with: the one that returned the very tensors that it is fed as its state.
+    """Table of the running loops: a call continues the loop that returned the very tensors it gets as its state.
 
-    A loop lives as long as the tensors that its last step returned, or their graph.
+    Only weak references are stored: a loop is dropped when the tensors of its last step, and their graph, are gone.
     """
 
     def __init__(self) -> None:
         self._at: Any = WeakTensorKeyDictionary()
 
     def step(self, fed: Fed, new: list[Tensor], begin: Callable[[], TrainingCall]) -> TrainingLoop:
-        """Note a call of a cell, ``fed`` an input and a state, that returned ``new``; ``begin`` makes a loop."""
+        """Record a cell call and return its loop.
+
+        ``fed`` is input and state, ``new`` the returned states, and ``begin`` makes the call of a new loop.
+        """
         _, given = fed
         loop = self._continued(given)
         if loop is None:
@@ -119,9 +122,11 @@ class TrainingLoops:
 
 
 def listen_inside(loop: TrainingLoop, fed: Fed, new: list[Tensor], on: Callable[[], bool]) -> None:
-    """Hear what goes back, within the last call of a loop, to the states that it was fed, and between new ones.
+    """Record the gradients that pass through a loop's last call to the states it was fed, and between its new states.
 
-    The hidden state of an LSTM is computed from its cell state, and both are returned.
+    Nothing is recorded while ``on()`` is False.
+
+    Gradients between new states occur in an LSTM, whose hidden state is computed from its new cell state.
     """
     step, (x, given) = len(loop) - 1, fed
     loop.fed_itself |= any(x is state for state in given)
@@ -144,7 +149,7 @@ def listen_inside(loop: TrainingLoop, fed: Fed, new: list[Tensor], on: Callable[
 
 
 def _edges(first: Iterable[Any], boundaries: Iterable[Any]) -> Iterator[tuple[Any, int, tuple[Any, int]]]:
-    """From nodes of the graph back to its boundaries: a node, which of its gradients, where that one goes."""
+    """Yield the edges of the graph from given nodes back to its boundaries: node, gradient index, parent edge."""
     waiting, done = list(first), {None, *boundaries}
     while waiting:
         node = waiting.pop()
@@ -157,7 +162,10 @@ def _edges(first: Iterable[Any], boundaries: Iterable[Any]) -> Iterator[tuple[An
 
 
 def joined(calls: Iterable[TrainingCall | TrainingLoop]) -> tuple[list[TrainingCall], list[str]]:
-    """Calls and loops as calls, and notes; a cell whose state is changed at every step has no loop, and is left out."""
+    """Return all calls, with finished loops as one call each, and notes.
+
+    Cells whose state is changed at every step, or is also their input, are left out.
+    """
     calls = list(calls)
     lengths: dict[str, list[int]] = {}
     for call in calls:
@@ -183,7 +191,7 @@ def joined(calls: Iterable[TrainingCall | TrainingLoop]) -> tuple[list[TrainingC
 
 
 def _rows(value: Tensor) -> Tensor:
-    """(sample, unit), also of a single sample without its axis."""
+    """Return a state as (sample, unit), also for a single sample without sample axis."""
     return value[None] if value.dim() == 1 else value
 
 
@@ -192,23 +200,25 @@ def _stacked(steps: Sequence[Tensor]) -> Tensor:
 
 
 class ModuleHook:
-    """A hook of one module, whose errors go to ``failed``; a copy or a pickle of the module gets a hook without effect.
+    """Hook of one module that passes its errors to ``failed``.
+
+    A copy or a pickle of the module gets a hook without effect.
 
     Parameters
     ----------
     module
         The module that the hook is registered on.
     hook
-        Called with what torch gives a hook of its kind; returns nothing.
+        Function with the arguments of a torch hook of its kind; returns nothing.
     failed
-        Called with an exception of ``hook``.
+        Function that is called with an exception of ``hook``.
     """
 
     def __init__(self, module: nn.Module, hook: Callable[..., None], failed: Callable[[Exception], None]) -> None:
         self._module, self._hook, self._failed = weakref.ref(module), hook, failed
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        """Run the hook, but not on a shallow copy, nor while torch traces the module into a graph."""
+        """Run the hook, except on a shallow copy of the module or while torch traces it."""
         if module is not self._module() or torch.jit.is_tracing():
             return
         try:
@@ -220,30 +230,30 @@ class ModuleHook:
         return nullcontext().__exit__
 
     def __reduce__(self) -> Any:
-        return getattr, (nullcontext(), "__exit__")  # takes any arguments, returns None, and is Python's own
+        return getattr, (nullcontext(), "__exit__")  # a picklable callable that takes any arguments and returns None
 
 
 class TrainingCapture:
-    """Hears torch's own recurrent layers, and cells, of a model while it trains.
+    """Recorder of torch's own recurrent layers and cells of a model while it trains.
 
     Parameters
     ----------
     model
-        Left as it is; :meth:`remove` takes the hooks away.
+        Model to which hooks are added; :meth:`remove` removes them.
     layers
         Names of layers, or None for all.
     whole
-        Keep what a replay needs: inputs, weights, the state of the random generator.
+        Whether to store the data of a replay: inputs, weights, the state of the random generator.
 
     Attributes
     ----------
     calls
-        Those that a gradient has arrived at, since :meth:`forget`. A forward whose graph dies without one, as in a
-        validation, leaves nothing.
+        Calls that received a gradient since :meth:`forget`. A forward pass that is not differentiated, as in
+        validation, is not included.
     backward
-        Torch's number of the last backward pass that reached a layer; :data:`NO_PASS` before the first.
+        Torch's number of the last backward pass that reached a recorded layer; :data:`NO_PASS` before the first.
     passes, carried
-        Backward passes that are accumulated in ``.grad``; whether it held gradients from before this step.
+        Number of backward passes accumulated in ``.grad``; whether ``.grad`` contained gradients from before this step.
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[str] | None, *, whole: bool) -> None:
@@ -255,12 +265,12 @@ class TrainingCapture:
         self._forward, self.backward = 0, NO_PASS
         #: Whether a backward pass of this step built a graph (``create_graph=True``), as a gradient penalty does.
         self.differentiates_gradients = False
-        #: Called with an error of a hook, which must not reach the user's forward or backward pass.
+        #: Function called with an exception of a hook, so that the user's training does not stop; None raises it.
         self.failed: Callable[[Exception], None] | None = None
         self._states: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self._loops = TrainingLoops()
-        # A cell with a forward of its own may take its arguments in any order.
+        # A cell subclass with its own forward is left out: it may take its arguments in any order.
         self.heard = [
             (path, m)
             for path, m in recurrent_modules(self.model)
@@ -281,7 +291,7 @@ class TrainingCapture:
 
     @property
     def on(self) -> bool:
-        """Whether to listen at all; a hook that does not listen returns at once."""
+        """Whether to record at all; if False, every hook returns at once."""
         return self._on
 
     @on.setter
@@ -289,11 +299,11 @@ class TrainingCapture:
         self._on = self.weights.on = value
 
     def batch(self) -> tuple[list[TrainingCall], list[str]]:
-        """What was heard since :meth:`forget`, in the order of the forward pass, and what is to be said of it."""
+        """Return the calls recorded since :meth:`forget`, in the order of the forward pass, and notes about them."""
         return joined(sorted(self.calls, key=lambda call: call.number))
 
     def remove(self) -> None:
-        """Take every hook away; what is heard of graphs that still live is dropped."""
+        """Remove every hook and drop all records."""
         for handle in self._handles:
             handle.remove()
         self.weights.remove()
@@ -301,7 +311,7 @@ class TrainingCapture:
         self.forget()
 
     def forget(self) -> None:
-        """A step is over."""
+        """Drop the records of a finished training step."""
         self.calls, self.passes, self.carried = [], 0, False
         self.weights.forget()
         self.forwards = self.evaluations = self.without_graph = 0
@@ -328,7 +338,10 @@ class TrainingCapture:
         return hook
 
     def _trains(self, returned: Iterable[Tensor]) -> bool:
-        """Whether a call is one of training; counts it."""
+        """Return whether a call belongs to training: model in training mode, output with a graph.
+
+        Also counts the calls of each kind.
+        """
         self.forwards += 1
         self.evaluations += not self.model.training
         graph = any(tensor.requires_grad for tensor in returned)
@@ -336,7 +349,7 @@ class TrainingCapture:
         return self.model.training and graph
 
     def _begun(self, path: str, module: Any, returned: Sequence[Tensor]) -> TrainingCall:
-        """A call, as far as it is the same for a fused layer and for a loop of cells."""
+        """Return the record of a new call, with the fields common to fused layers and loops of cells."""
         self._forward += 1
         weights = _weights(module, _copied if self.whole else Tensor.detach)
         call = TrainingCall(path, module, bool(module.training), weights, [t.detach() for t in returned])
@@ -378,12 +391,12 @@ class TrainingCapture:
                 tensor.register_hook(self._arrival(call, place))
 
     def _arrival(self, call: TrainingCall | TrainingLoop, place: Any) -> Any:
-        # The hook alone keeps the call alive: it dies with the graph of a forward that nobody differentiates.
+        # Only the tensor hook refers to the call: without a backward pass the call is freed with the graph.
         listener = weakref.ref(self)
 
         def hook(grad: Tensor | None) -> None:
             here = listener()
-            # None: the call has a gradient, at another of the tensors that it returned.
+            # None: only another returned tensor of this call has a gradient.
             if grad is None or here is None or not here.on:
                 return
             if torch.is_grad_enabled():  # within a backward pass with create_graph=True
@@ -406,7 +419,7 @@ class TrainingCapture:
         call.grads[place] = grad if place not in call.grads else call.grads[place] + grad
 
     def _begin(self, task: int, call: TrainingCall | TrainingLoop) -> None:
-        """A backward pass has reached a layer: the first of this step, or one more, perhaps through a new forward."""
+        """Start the record of a backward pass that reached a layer: the first of this step, or a further one."""
         self.backward = task
         fresh = self.weights.is_fresh((call.call if isinstance(call, TrainingLoop) else call).module)
         self.carried = not fresh if not self.passes else self.carried and not fresh
@@ -419,7 +432,7 @@ class TrainingCapture:
         _queue(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        # Once more to the end of the queue: processes that train together average their gradients there.
+        # Queue again, to run after the callbacks in which distributed training averages gradients.
         _queue(self._gradients_are_there)
 
     def _gradients_are_there(self) -> None:
@@ -428,7 +441,7 @@ class TrainingCapture:
 
 
 def _queue(function: Callable[[], None]) -> None:
-    """Have a function called when the backward pass that runs is over."""
+    """Call a function when the running backward pass has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 

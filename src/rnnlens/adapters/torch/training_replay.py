@@ -1,8 +1,8 @@
-"""Recurrent calls that were recorded in a training step, as calls of the adapter protocol or run again.
+"""Converts recorded calls of a training step to calls of the adapter protocol, or runs them again.
 
-A replay uses the weights, inputs, states and dropout of the step. The layers above and below are not run: the loss of
-the replay is the inner product of the direct gradients, recorded in the user's backward pass, with what the calls
-return.
+A replay uses the weights, inputs, states and dropout of the step. The layers above and below are not run. The loss of
+the replay is the inner product of the direct gradients, recorded in the user's backward pass, with the tensors that the
+calls return.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from .record import Packing
 from .training_weights import TrainingCall, unscaled, widened
 from .weights import class_of, known_cell
 
-#: Largest deviation of what a replayed call returns, relative to the largest number: another kernel, other rounding.
+#: Largest allowed deviation of a replayed call, relative to the largest number: kernels round differently.
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
 
 class CallReplay(nn.Module):  # type: ignore[misc]
-    """A model of nothing but the recurrent calls of one step; its input is only counted.
+    """Model that consists of the recurrent calls of one step only; the values of its input are not used.
 
     Parameters
     ----------
     calls
-        In the order of the forward pass.
+        Recorded calls in the order of the forward pass.
     scale
-        That a GradScaler had put on the loss.
+        Factor by which a GradScaler had multiplied the loss.
 
     Raises
     ------
     UnsupportedError
-        For dropout inside a stack on another device than the CPU: its generator is not ours to set back.
+        For dropout between stacked layers on another device than the CPU, whose generator cannot be restored.
     """
 
     def __init__(self, calls: Sequence[TrainingCall], scale: float = 1.0) -> None:
@@ -58,7 +58,7 @@ class CallReplay(nn.Module):  # type: ignore[misc]
                 self._modules_by_path[call.path] = self._put(call)
 
     def forward(self, *_inputs: Any) -> list[Any]:
-        """What every call returned: its output, then its final states."""
+        """Return the tensors of every call: its output, then its final states."""
         returned = []
         for call in self._calls:
             module = self._modules_by_path[call.path]
@@ -75,7 +75,10 @@ class CallReplay(nn.Module):  # type: ignore[misc]
         return returned
 
     def loss(self, returned: list[list[Tensor]]) -> Tensor:
-        """The inner product of what was returned with the gradient that arrived there; its gradients are the step's."""
+        """Return the inner product of the returned tensors with their recorded gradients.
+
+        The gradients of this loss are those of the step.
+        """
         total = None
         for call, tensors in zip(self._calls, returned, strict=True):
             self._compare(call, tensors)
@@ -87,7 +90,7 @@ class CallReplay(nn.Module):  # type: ignore[misc]
         return total
 
     def _compare(self, call: TrainingCall, tensors: Sequence[Tensor]) -> None:
-        """Hold the replay against the training step itself."""
+        """Compare the replayed tensors with those of the training step; raise ``UnsupportedError`` if they differ."""
         for tensor, before in zip(tensors, call.returned, strict=True):
             far = _deviation(widened(tensor.detach()), widened(before))
             self.deviation = max(self.deviation, far)
@@ -102,7 +105,7 @@ class CallReplay(nn.Module):  # type: ignore[misc]
                 )
 
     def _put(self, call: TrainingCall) -> nn.Module:
-        """A fresh module with the weights of the step, under the path that it has in the user's model."""
+        """Add a new module with the weights of the step, under its path in the user's model."""
         module = _fresh(call)
         holder: nn.Module = self
         *above, last = call.path.split(".")
@@ -115,7 +118,7 @@ class CallReplay(nn.Module):  # type: ignore[misc]
 
 
 def _looped(cell: Any, inputs: Tensor, initial: tuple[Tensor, ...]) -> list[Tensor]:
-    """Every state of a cell by step (sample, time, unit)."""
+    """Run a cell over inputs (sample, time, feature) and return each of its states as (sample, time, unit)."""
     state: Any = initial if len(initial) > 1 else initial[0]
     states = []
     for x in inputs.unbind(1):
@@ -148,7 +151,7 @@ def _fresh_layer(call: TrainingCall) -> nn.Module:
     options: dict[str, Any] = {
         name: getattr(user, name) for name in ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
     }
-    if not call.training:  # a layer in evaluation mode within a model that trains; what replays it sets every mode anew
+    if not call.training:  # the layer was in evaluation mode, but the replay sets the mode of all modules
         options["dropout"] = 0.0
     if kind is nn.LSTM:
         options["proj_size"] = user.proj_size
@@ -159,8 +162,8 @@ def _fresh_layer(call: TrainingCall) -> nn.Module:
 
 
 def _deviation(again: Tensor, before: Tensor) -> float:
-    """Largest difference relative to the largest number; NaN where one is finite and the other is not."""
-    alike = (again == before) | (again.isnan() & before.isnan())  # infinities of one sign are, and leave no difference
+    """Return the largest difference relative to the largest number; NaN where only one value is finite."""
+    alike = (again == before) | (again.isnan() & before.isnan())  # equal infinities and NaNs count as equal
     far = float(torch.where(alike, 0.0, (again - before).abs()).max())
     largest = float(torch.where(before.isfinite(), before.abs(), 0.0).max())
     return far / (largest or 1.0)
@@ -189,9 +192,9 @@ def _unseen_dropout(call: TrainingCall) -> UnsupportedError:
 
 
 def direct_calls(calls: Sequence[TrainingCall], scale: float) -> list[RecurrentCall]:
-    """One call per direction of every heard call: output, its direct gradient and those of the final states.
+    """Return one call per direction of every recorded call: output, and direct gradients of output and final states.
 
-    Of stacked layers the uppermost, which is the one that what is above reads.
+    Of stacked layers only the uppermost is returned: it is the one whose direct gradients were recorded.
     """
     count, seen = Counter(call.path for call in calls), Counter[str]()
     found = []
@@ -207,7 +210,7 @@ def direct_calls(calls: Sequence[TrainingCall], scale: float) -> list[RecurrentC
 
 
 def _loop(call: TrainingCall, name: str, scale: float) -> RecurrentCall:
-    """A loop of cells; its output is its first state."""
+    """Return the protocol's call of a loop of cells, whose output is the first state."""
     known = class_of(call.module)
     assert known is not None
     output, *_ = [replayable(state) for state in call.returned]
@@ -264,7 +267,7 @@ def _packing(call: TrainingCall) -> Packing | None:
 
 
 def _steps(call: TrainingCall, value: Tensor, packing: Packing | None) -> Tensor:
-    """(sample, time, unit), chronological, in the order of the caller's samples."""
+    """Return values as (sample, time, unit), in chronological order and the caller's order of samples."""
     if packing is not None:
         value = packing.padded(value).transpose(0, 1)
     elif value.dim() == 2:
@@ -275,6 +278,6 @@ def _steps(call: TrainingCall, value: Tensor, packing: Packing | None) -> Tensor
 
 
 def _state(call: TrainingCall, value: Tensor, row: int, packing: Packing | None) -> Tensor:
-    """(sample, unit) of one layer and direction; torch hands final states out in the caller's order."""
+    """Return the state (sample, unit) of one layer and direction; torch's final states are in the caller's order."""
     state = value[row]
     return replayable(state[None] if state.dim() == 1 else state)

@@ -1,7 +1,7 @@
-"""One recorded call of a training step, and the gradients of the recurrent weights in that step.
+"""Records one recurrent call of a training step, and the gradients of the recurrent weights in that step.
 
-The gradients are those of each backward pass, accumulated in ``.grad``, and as the optimizer applies them. They are
-copied from where torch keeps them: ``.grad`` is the user's.
+Three gradients are recorded: of the backward passes themselves, accumulated in ``.grad``, and as applied by the
+optimizer. They are copies; the user's ``.grad`` is not changed.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .weights import NAMES, cell_weights, class_of, ours
 
 @dataclass(eq=False)
 class TrainingCall:
-    """One call of a fused recurrent module, or all of a cell's loop: what it was fed, what it returned, what came back.
+    """One call of a fused recurrent module, or the whole loop of a cell: inputs, returned tensors, gradients.
 
     Attributes
     ----------
     args, kwargs
-        Detached copies; empty where only what came back is wanted. Of a loop all inputs (sample, time, feature) and the
-        initial states.
+        Detached copies of the arguments; empty if no replay is needed. For a loop: all inputs (sample, time, feature)
+        and the initial states.
     weights
-        By layer index and direction, in torch's words; copies where a replay is wanted: the step changes the user's.
+        Weights by layer index and direction, under torch's names; copies if a replay is needed, because the step
+        changes the user's.
     random
-        State of the generator that dropout between stacked layers drew from; None where none acted.
+        State of the random generator before dropout between stacked layers; None if no such dropout was active.
     returned
-        Detached: the output (of a packed sequence its data), then the final states. Of a loop every state by step
+        Detached output (for a packed sequence its data), then the final states. For a loop: every state by step
         (sample, time, unit).
     grads
-        By the place in ``returned``: the sum over the backward passes that came through. As torch had it: times the
-        scale of a GradScaler.
+        Gradients by index in ``returned``, summed over backward passes. The scale of a GradScaler is not divided out.
     """
 
     path: str
@@ -57,7 +57,7 @@ class TrainingCall:
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """Where a parameter belongs: the name of the layer in a result, its direction, and torch's word for the weight."""
+    """Position of a parameter: layer name in a result, direction, and torch's name of the weight."""
 
     layer: str
     direction: str
@@ -66,18 +66,18 @@ class WeightSlot:
 
     @property
     def key(self) -> str:
-        """Our word for the weight."""
+        """Name of the weight in rnnlens, such as ``kernel``."""
         return NAMES[self.slot]
 
 
 @dataclass
 class WeightGradients:
-    """By parameter: gradients of the loss itself, any scale divided out.
+    """Gradients of a step by parameter, with any loss scale divided out.
 
-    ``own``: of the forward passes that were heard, as this process computed it. ``accumulated``: what ``.grad`` held
-    when the last backward pass of the step was over, with the passes before it, and averaged over processes where
-    these train together. ``applied``: what the optimizer was given, after clipping.
-    ``whole``: the norm of the gradient of every weight of the model by its id, before and after clipping.
+    ``own`` is of the recorded forward passes, as this process computed it. ``accumulated`` is ``.grad`` after the last
+    backward pass of the step: summed with earlier passes, and averaged over processes in distributed training.
+    ``applied`` is the gradient that the optimizer used, after clipping. ``whole`` is the gradient norm of every weight
+    of the model by its id, before and after clipping.
     """
 
     own: dict[WeightSlot, Tensor] = field(default_factory=dict)
@@ -86,11 +86,11 @@ class WeightGradients:
     whole: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def norms(self, moved: Collection[int] | None = None) -> dict[str, float]:
-        """Euclidean norms by the name of a scalar.
+        """Return Euclidean norms by the name of a scalar.
 
-        ``grad_norm`` and ``grad_norm_clipped`` of the weights whose ids are in ``moved``, or of all of the model,
-        ``lstm/weight_grad_norm/kernel`` and ``lstm/weight_grad_norm_clipped/kernel`` of one weight: before clipping,
-        and as the optimizer was given them.
+        The names are ``grad_norm`` and ``grad_norm_clipped`` for the weights whose ids are in ``moved`` (all of the
+        model if None), and ``lstm/weight_grad_norm/kernel`` and ``lstm/weight_grad_norm_clipped/kernel`` for one
+        weight. Clipped norms are of the gradients that the optimizer used.
         """
         found = {
             word: math.hypot(*(norm for key, norm in norms.items() if moved is None or key in moved))
@@ -102,14 +102,14 @@ class WeightGradients:
         return found
 
     def clipped(self, tolerance: float = 1e-5) -> bool:
-        """Whether the optimizer was given something else than what was accumulated."""
+        """Return whether the optimizer used other gradients than the accumulated ones."""
         return any(
             slot in self.applied and not torch.allclose(self.applied[slot], grad, rtol=tolerance, atol=0.0)
             for slot, grad in self.accumulated.items()
         )
 
     def by_layer(self, which: str = "own") -> dict[str, dict[str, dict[str, Tensor]]]:
-        """By layer, direction and our word, in our layout."""
+        """Return gradients by layer, direction and weight name, in the layout of rnnlens."""
         found: dict[str, dict[str, dict[str, Tensor]]] = {}
         for slot, grad in getattr(self, which).items():
             there = found.setdefault(slot.layer, {}).setdefault(slot.direction, {})
@@ -123,15 +123,15 @@ def _prefix(slot: WeightSlot, grads: Iterable[WeightSlot]) -> str:
 
 
 class WeightGradientCapture:
-    """Records the gradients of the parameters of recurrent modules while a model trains.
+    """Recorder of the gradients of recurrent weights while a model trains.
 
     Parameters
     ----------
     modules
-        Recurrent modules by path, of which single gradients are kept. A weight that is computed from others, or
-        frozen, has no gradient of its own here.
+        Recurrent modules by path, whose weight gradients are recorded. Frozen weights, and weights computed from
+        others, are left out.
     everything
-        All weights of the model.
+        All weights of the model; only norms are recorded for them.
     """
 
     def __init__(self, modules: Iterable[tuple[str, Any]], everything: Iterable[nn.Parameter]) -> None:
@@ -141,43 +141,49 @@ class WeightGradientCapture:
         self.slots: dict[int, WeightSlot] = {}
         self.parameters: dict[int, nn.Parameter] = {}
         self._own: dict[int, Tensor] = {}
-        self._reached: set[int] = set()  # by what is accumulated: others may hold gradients of another step
+        self._reached: set[int] = set()  # parameters with gradients of this step; ``.grad`` of others may be old
         self._accumulated: dict[int, Tensor] = {}
         for path, module in modules:
             self._know(path, module)
         self._handles = [p.register_hook(self._arrival(key)) for key, p in self.parameters.items()]
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks and drop all records."""
         for handle in self._handles:
             handle.remove()
         self.forget()
 
     def forget(self) -> None:
-        """A step is over."""
+        """Drop the records of a finished training step."""
         self._own, self._accumulated = {}, {}
         self.begin()
 
     def begin(self) -> None:
-        """Gradients are accumulated from here on."""
+        """Start a new accumulation of gradients."""
         self._reached.clear()
 
     def forget_own(self) -> None:
-        """Another forward pass begins within the step."""
+        """Drop the gradients of the previous forward pass, because another one begins within the step."""
         self._own = {}
 
     def is_fresh(self, module: nn.Module) -> bool:
-        """Whether nothing is accumulated at the weights of a module: no gradient anywhere, or zeros."""
+        """Return whether the weights of a module have no accumulated gradient.
+
+        All gradients are None, or the smallest tensor is all zeros.
+        """
         mine = (p for p in module.parameters() if id(p) in self.parameters)
         grads = [p.grad for p in mine if p.grad is not None]
         return not grads or not bool(min(grads, key=Tensor.numel).any())
 
     def accumulated(self) -> None:
-        """A backward pass is over: note what ``.grad`` holds now."""
+        """Record the content of ``.grad`` after a backward pass."""
         self._accumulated, self._norms = self._held(), self._whole()
 
     def read(self, scale: float, applied_scale: float = 1.0) -> WeightGradients:
-        """All three, now that the optimizer has its gradients; ``applied_scale`` is still on them."""
+        """Return own, accumulated and applied gradients.
+
+        ``scale`` is the loss scale; ``applied_scale`` is what is left of it when the optimizer gets its gradients.
+        """
         return WeightGradients(
             self._by_slot(self._own, scale),
             self._by_slot(self._accumulated, scale),
@@ -189,7 +195,7 @@ class WeightGradientCapture:
         )
 
     def _whole(self) -> dict[int, float]:
-        """The norm of what ``.grad`` of every weight of the model holds, by its id."""
+        """Return the norm of ``.grad`` of every weight of the model, by the weight's id."""
         grads = {id(p): entries(p.grad.detach()) for p in self._everything if p.grad is not None}
         wide = {key: grad.to(torch.promote_types(grad.dtype, torch.float32)) for key, grad in grads.items()}
         norms = [torch.linalg.vector_norm(grad).cpu().double() for grad in wide.values()]
@@ -224,15 +230,15 @@ class WeightGradientCapture:
 
 
 def entries(grad: Tensor) -> Tensor:
-    """What a gradient holds: of a sparse one, as embeddings have it, the rows that are there."""
+    """Return the values of a gradient; for a sparse one, as of embeddings, those of its stored rows."""
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """In float32 at least."""
+    """Return a tensor in at least float32."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def unscaled(grad: Tensor, scale: float) -> Tensor:
-    """A gradient of the loss from that of the scaled loss, in float32 at least."""
+    """Divide a gradient by the loss scale, in at least float32."""
     return widened(grad) if scale == 1.0 else widened(grad) / scale

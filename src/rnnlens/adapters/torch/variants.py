@@ -1,4 +1,4 @@
-"""Variants of a model: one tensor perturbed for the length of a block, or a copy with fresh weights."""
+"""Variants of a model: one tensor perturbed within a block, or a copy with re-initialised weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from .weights import NAMES
 
 @contextmanager
 def nudged(model: nn.Module, port: Port, size: float) -> Iterator[bool]:
-    """Within the block, add ``size`` times the tensor's own spread, in a fixed random pattern; False: not possible.
+    """Perturb a weight or output within the block by ``size`` times its root mean square, in a fixed random pattern.
 
-    A weight is replaced by a moved copy and put back, the same object; an output is moved by a hook.
+    Yield False if that is not possible.
+
+    A weight is replaced by a perturbed copy, and the same object is restored afterwards. An output is perturbed by a
+    hook.
     """
     model = unwrapped(model)
     path = str(port.layer).partition("#")[0]
@@ -50,7 +53,7 @@ def _moved_weights(module: nn.Module, path: str, key: str, size: float) -> Itera
     try:
         for name, parameter in before.items():
             if parameter is not None:
-                # setattr, not the table: a recurrent module keeps a second list of its weights in step.
+                # setattr, not ``_parameters``: a recurrent module updates a second list of its weights then.
                 setattr(module, name, nn.Parameter(_moved(parameter.detach(), size), requires_grad=False))
         yield
     finally:
@@ -59,7 +62,10 @@ def _moved_weights(module: nn.Module, path: str, key: str, size: float) -> Itera
 
 
 def _is_meant(name: str, path: str, key: str) -> bool:
-    """Whether torch's ``weight_ih_l0_reverse`` is our ``backward/kernel``; any other weight by its own name."""
+    """Return whether a torch name such as ``weight_ih_l0_reverse`` is the weight ``key``, such as ``backward/kernel``.
+
+    Weights of other layers are compared by name.
+    """
     direction, _, ours = key.rpartition("/")
     slot = {theirs: mine for mine, theirs in NAMES.items()}.get(ours)
     if slot is None or not name.startswith(slot):
@@ -78,12 +84,12 @@ def _moved(value: Any, size: float) -> Any:
 
 
 def reinitialised(model: nn.Module, seed: int) -> nn.Module:
-    """A deep copy in which every module with parameters of its own was initialised again by its author's rule.
+    """Return a deep copy in which every module with own parameters was reset by its ``reset_parameters``.
 
     Raises
     ------
     UnsupportedError
-        If a module with parameters of its own has no ``reset_parameters``: what it started from cannot be known.
+        If a module with parameters of its own has no ``reset_parameters``, so that its initialisation is unknown.
     """
     twin = copy.deepcopy(model)
     with torch.random.fork_rng(), torch.no_grad():

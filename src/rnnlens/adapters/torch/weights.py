@@ -1,4 +1,7 @@
-"""Torch's recurrent weights in our words: gates in our order, kernels (input, gate * unit), two biases kept apart."""
+"""Torch's recurrent weights in the layout of rnnlens.
+
+Gates are reordered, kernels are (input, gate * unit), and the two biases stay separate.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from .cells import (
     replayable,
 )
 
-#: where each of our gates sits in torch's order: LSTM i, f, g, o; GRU r, z, n, of which the update gate is z.
+#: Position of each gate of rnnlens in torch's order: LSTM i, f, g, o; GRU r, z, n, where z is the update gate.
 _ORDER: dict[type[Cell], tuple[int, ...]] = {SimpleRNN: (0,), LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}
 
 
-#: torch's name -> ours, in the order in which torch hands a layer's weights to its kernels.
+#: torch's name -> name in rnnlens, in the order in which torch passes a layer's weights to its kernels.
 NAMES = {
     "weight_ih": "kernel",
     "weight_hh": "recurrent_kernel",
@@ -33,23 +36,23 @@ NAMES = {
 }
 
 
-#: Modules whose ``weight`` is a table of rows, looked up by integers.
+#: Modules whose ``weight`` is a table of rows that integers select.
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def slots(count: int) -> tuple[str, ...]:
-    """Torch's names of the ``count`` weights of one layer and direction, without the layer's suffix.
+    """Return torch's names of the ``count`` weights of one layer and direction, without the layer's suffix.
 
-    Biases come in pairs; an odd number means that a projection stands at the end.
+    Biases come in pairs; an odd number means that the last weight is a projection.
     """
     names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if count >= 4 else ()))
     return (*names, "weight_hr") if count % 2 else names
 
 
 def ours(cell: type[Cell], slot: str, value: Any) -> Any:
-    """A weight, or its gradient, of torch's layout in ours. Leading axes beyond the weight's own are kept.
+    """Convert a weight, or its gradient, from torch's layout to that of rnnlens. Additional leading axes are kept.
 
-    The result of reordering is a copy; a transposed LSTM kernel is a view.
+    A result with reordered gates is a copy; a transposed LSTM kernel is a view.
     """
     if slot == "weight_hr":
         return value.mT
@@ -62,7 +65,7 @@ def ours(cell: type[Cell], slot: str, value: Any) -> Any:
 
 
 def known_cell(cell: type[Cell], weights: Mapping[str, Any], activation: str = "tanh") -> Cell:
-    """The cell of one layer and direction from torch's weights by slot name."""
+    """Build the cell of one layer and direction from torch's weights by slot name."""
     arrays: dict[str, Any] = {NAMES[slot]: replayable(ours(cell, slot, value)) for slot, value in weights.items()}
     made: Any = cell
     return made(activation=activation, **arrays)  # type: ignore[no-any-return]
@@ -82,7 +85,7 @@ def class_of(module: nn.Module) -> tuple[type[Cell], str] | None:
 
 
 def cell_weights(module: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """``(layer index, direction, weights by slot)`` of a torch recurrent module or cell."""
+    """Yield ``(layer index, direction, weights by slot)`` of a torch recurrent module or cell."""
     if isinstance(module, nn.RNNCellBase):
         yield 0, "forward", {slot: getattr(module, slot) for slot in slots(4 if module.bias else 2)}
         return
@@ -93,7 +96,10 @@ def cell_weights(module: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 
 def library_parameter(module: nn.Module | None, layer: int, key: str) -> nn.Parameter | None:
-    """Return the parameter of a torch recurrent module behind a weight name such as ``backward/kernel``."""
+    """Return the parameter of a torch recurrent module behind a weight name such as ``backward/kernel``.
+
+    None if absent.
+    """
     direction, _, name = key.rpartition("/")
     slot = {ours: slot for slot, ours in NAMES.items()}.get(name)
     suffix = f"_l{layer}{'_reverse' if direction == 'backward' else ''}" if isinstance(module, nn.RNNBase) else ""
@@ -102,12 +108,12 @@ def library_parameter(module: nn.Module | None, layer: int, key: str) -> nn.Para
 
 
 def layer_weights(named: Sequence[tuple[str, nn.Module]], node_name: Any) -> dict[str, LayerWeights]:
-    """All modules that own weights; a recurrent module gives one entry per stacked layer.
+    """Return the weights of all modules that have any; a recurrent module gives one entry per stacked layer.
 
     Raises
     ------
     ModelError
-        If the weights have shapes and no numbers.
+        If a weight is on the meta device and has no values.
     """
     _refuse_without_values(named)
     result: dict[str, LayerWeights] = {}
@@ -152,7 +158,7 @@ def _refuse_without_values(named: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 def load_weights(model: torch.nn.Module, path: Path, *, unsafe: bool = False) -> None:
-    """See :meth:`rnnlens.adapters.protocol.Adapter.load_weights`."""
+    """Load a state dict into a model: see :meth:`rnnlens.adapters.protocol.Adapter.load_weights`."""
     state = _read_state(path, unsafe)
     try:
         model.load_state_dict(state)
@@ -161,7 +167,7 @@ def load_weights(model: torch.nn.Module, path: Path, *, unsafe: bool = False) ->
 
 
 def _read_state(path: Path, unsafe: bool) -> Any:
-    """A state dict; also out of a checkpoint that keeps it under its customary name."""
+    """Read a state dict from a file, also from a checkpoint that stores it under a customary key."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=not unsafe)
     except pickle.UnpicklingError as error:
