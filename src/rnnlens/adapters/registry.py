@@ -1,4 +1,4 @@
-"""Finds the adapter of a model without importing any framework that the user has not imported already."""
+"""The registry: finds the adapter of a model without importing a framework that the user has not imported."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from ..errors import ModelError, message
 from .protocol import Adapter
 
-#: module that must be loaded already -> (base class within it, where the adapter is). The first match wins, so a Keras
-#: model that runs on torch (and is a torch module too) is a Keras model.
+#: (module that must be loaded already, base class within it, import path of the adapter). The first match counts, so a
+#: Keras model that runs on torch (and is a torch module too) is a Keras model.
 _KNOWN: tuple[tuple[str, str, str], ...] = (
     ("keras", "layers.Layer", "rnnlens.adapters.keras:adapter"),
     ("tf_keras.src.engine.base_layer_v1", "Layer", "rnnlens.adapters.tf_graph:keras"),
@@ -22,17 +22,17 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
     ("tensorflow", "compat.v1.Session", "rnnlens.adapters.tf_graph:adapter"),
 )
 
-#: Where packages of others name their adapters.
+#: Entry-point group in which other packages register their adapters.
 GROUP = "rnnlens.adapters"
 
-#: Adapters of others that were needed before: looking for them takes longer than asking them.
+#: Cache of adapters from other packages that were used before; reading entry points is slow.
 _joined: list[Adapter] = []
 
 
 def adapter_for(model: Any) -> Adapter:
-    """The adapter that owns ``model``.
+    """Return the adapter that owns ``model``.
 
-    Third parties join through the entry-point group ``rnnlens.adapters``: an object with the methods of
+    Other packages register through the entry-point group ``rnnlens.adapters``: an object with the methods of
     :class:`Adapter`.
 
     Raises
@@ -54,7 +54,7 @@ def adapter_for(model: Any) -> Adapter:
 
 
 def adapter_of(model: Any) -> Adapter | None:
-    """The adapter that owns ``model``; None where it is no model that anybody knows."""
+    """Return the adapter that owns ``model``, or None if no adapter knows its type."""
     for module_name, owner, where in _KNOWN:
         base = _within(sys.modules.get(module_name), owner)
         if base is not None and isinstance(model, base):
@@ -88,7 +88,7 @@ def _loaded(entry: EntryPoint) -> Adapter:
 
 
 def _within(module: Any, dotted: str) -> Any:
-    """A class by its path in a module; None where that is not loaded, or not to its end yet."""
+    """Return a class by its dotted path in a module; None if the module or a part of the path is not loaded yet."""
     for part in dotted.split("."):
         module = getattr(module, part, None)
     return module

@@ -1,18 +1,17 @@
 """The contract between a deep-learning framework and rnnlens.
 
-An adapter turns a model and a batch into plain arrays; everything that rnnlens knows about recurrence happens on those
-arrays, outside the adapter. What every method leaves behind in the user's model, process and random state: nothing,
-also after an exception or an interrupt.
+An adapter turns a model and a batch into plain arrays. All computation on recurrences uses these arrays, outside the
+adapter. No method changes the user's model, process or random state, also after an exception or an interrupt.
 
-Conventions for every array named here:
+Conventions for every array in this package:
 
-* order: sample first, then time: ``(sample, time, feature)``. Time is chronological: index 0 is the first input step,
-  also for layers that run backwards (their outputs are turned round by the adapter).
-* gates in the order of the cell's own class, also in kernels, whatever the framework's own order.
-* kind: NumPy arrays, or the framework's own where they follow the array-API standard and should stay on their device
-  (torch). Never attached to a graph, never a view that the user could see change.
+* Order of axes: sample first, then time: ``(sample, time, feature)``. Time is chronological: index 0 is the first input
+  step, also for layers that run backwards. The adapter reverses their outputs.
+* Gates have the order of the cell's own class, also in kernels, whatever the framework's own order.
+* Type: NumPy arrays, or the framework's own where they follow the array-API standard and should stay on their device
+  (torch). They are never attached to a graph and never a view that the user could see change.
 
-``adapter`` has the methods; ``facts``, ``captured`` and ``ports`` what they take and return.
+``adapter`` defines the methods. ``facts``, ``captured`` and ``ports`` define their arguments and results.
 """
 
 from __future__ import annotations

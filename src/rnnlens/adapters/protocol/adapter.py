@@ -1,4 +1,4 @@
-"""What rnnlens asks of a framework."""
+"""The abstract class of an adapter: the methods that rnnlens calls on a deep-learning framework."""
 
 from __future__ import annotations
 
@@ -20,101 +20,108 @@ from .captured import Batch, Capture, CaptureRequest, Outputs, ReferenceRun
 from .facts import ChainLink, LayerInfo, LayerWeights, ModelFacts, Obstacle, WeightLocation
 from .ports import Port, Pullback
 
-#: Given the values of a model's outputs, one cotangent per leaf; None for those that count for nothing.
+#: Maps the values of a model's outputs to one cotangent per leaf; None for a leaf that gets no cotangent.
 Cotangents = Callable[[Sequence[Array]], Sequence[Array | None]]
 
 
 class AxisConvention:
-    """How tensors lie by the rule of a framework: samples first, then time."""
+    """Axis convention of a framework: samples first, then time, unless an adapter overrides it."""
 
-    #: Whether every tensor of every model has its samples on the first axis: then there is nothing to be found out.
+    #: Whether every tensor of every model has its samples on the first axis. If True, no axis is searched for.
     samples_first: bool = True
 
     def layout(self, port: Port, shape: Sequence[int], *, integer: bool = False) -> Layout:
-        """The axes of a tensor of which nothing else is known; ``integer``: of ids, which have no axis of features."""
+        """Return the layout of a tensor by convention alone, from its port and shape.
+
+        ``integer`` marks integer ids, which have no feature axis.
+        """
         of_input = port.kind == "input" and port.layer is None
         last = FEATURE if port.kind == "input" else UNIT
         return Layout.plain(input_dims(shape, integer) if of_input else dims_of(shape, last=last))
 
 
 class Adapter(AxisConvention, ABC):
-    """What rnnlens asks of a framework: one object per framework, found through the registry.
+    """Interface between rnnlens and one framework; the registry returns the one object for each framework.
 
-    The abstract methods are what every verb rests on. The others have an answer that is right for any framework, "not
-    known", with which a result says less, takes longer, or is refused by name.
+    Every verb needs the abstract methods. The other methods have a default that is correct for any framework, usually
+    "not known". With a default, results contain less, take longer, or are refused with a clear error.
     """
 
     name: str
 
     @property
     def engine(self) -> str:
-        """What computes and differentiates, in one word."""
+        """Name of the engine that computes and differentiates, in one word."""
         return self.name
 
-    # What is known of a model without running it.
+    # Facts that need no run of the model.
 
     @abstractmethod
     def owns(self, model: Any) -> bool:
-        """Whether a model is of this framework."""
+        """Return whether a model belongs to this framework."""
 
     @abstractmethod
     def describe(self, model: Any) -> list[LayerInfo]:
-        """Recurrent layers in the order in which they are called. May raise ModelError."""
+        """Return the recurrent layers of a model in the order in which they are called; may raise ``ModelError``."""
 
     @abstractmethod
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
-        """All layers with weights, copies of the values, gates in our order."""
+        """Return copies of the weights of all layers; gates are in the order of the cell's class."""
 
     def provenance(self, model: Any) -> Mapping[str, str]:
-        """Framework, its version, engine, dtype, device: plain strings."""
+        """Return framework, version, engine, dtype and device as plain strings."""
         return {"framework": self.name, "engine": self.engine, "adapter": self.name}
 
     def facts(self, model: Any) -> ModelFacts:
-        """Parts, names and training of a model: whatever a verb would have to look into the model for."""
+        """Return submodules, input and output names, loss and optimizer of a model, without running it."""
         return ModelFacts()
 
     def fingerprint(self, model: Any) -> Hashable | None:
         """Return a value that changes with the structure, hooks, flags and code of a model, not with its weights.
 
-        The results of experiments, such as the roles of axes, are kept per model and shapes until it changes. None, the
-        default: nothing is kept.
+        Results of experiments, such as the roles of axes, are cached per model and input shapes until the value
+        changes. None, the default, disables the cache.
         """
         return None
 
     def reduction(self, model: Any, loss: Any) -> str | None:
-        """How a loss (the model's own, where it is None) makes one number of those of all samples, in its own words.
+        """Return the name by which a loss describes its reduction over samples, or None if it has none.
 
-        None where it does not say.
+        ``loss`` None selects the model's own loss; this default then returns None.
         """
         says = getattr(loss, "reduction", None)
         return None if says is None else str(says)
 
     def place(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-        """Which of the framework's weights ``key`` of a layer is, found by name alone; None where it is none."""
+        """Find by name alone the framework weight behind ``key`` of a layer; None if there is none."""
         return None
 
     def chain(self, model: Any, *, training: bool) -> list[ChainLink] | None:
-        """The layers from input to output where they are one plain chain of well-known ones; None otherwise."""
+        """Return the layers from input to output if they form one plain chain of well-known layers; None otherwise."""
         return None
 
     def subnetwork(
         self, model: Any, of: Port, wrt: Port
     ) -> Callable[[Array], tuple[Array, Callable[[Array], list[Array]]]] | None:
-        """The user's own layers from one tensor to another, run by themselves: from an array as ``differentiate`` does.
+        """Return a function that runs the user's own layers from tensor ``wrt`` to tensor ``of`` alone.
 
-        Not in training, and with nothing of ours in the way. None where the model cannot be taken apart like that.
+        Like ``differentiate``, it maps an array to a value and a pull-back of cotangents. It runs in inference mode and
+        without code of rnnlens in between. None if the model cannot be split like that.
         """
         return None
 
     def combination(self, model: Any, batch: Batch) -> str | None:
-        """How losses of batches of one size make up that of the data set: ``"mean"``, ``"sum"``; None: not known."""
+        """Return how losses of equally large batches combine to that of the data set: ``"mean"``, ``"sum"`` or None.
+
+        None means that it is not known.
+        """
         return None
 
     def mixes_samples(self, model: Any, training: bool) -> str | None:
-        """The name of a layer that uses statistics of the batch it is in; None: there is none; ``"?"``: not known."""
+        """Return the name of a layer that uses statistics of its batch; None if there is none; ``"?"`` if not known."""
         return "?"
 
-    # What a run tells.
+    # Methods that run the model.
 
     @abstractmethod
     def pullback(
@@ -122,9 +129,10 @@ class Adapter(AxisConvention, ABC):
     ) -> Pullback:
         """Run the model once, and keep what is needed to differentiate any ``of`` with respect to any ``wrt``.
 
-        Differentiation stops at every ``cut`` port (outputs and final states of recurrent layers): its value counts as
-        given from outside, so that nothing flows through the layer behind it. A cut port may be a ``wrt`` port as well:
-        it receives what arrives there. The time Jacobian cuts at every recurrent layer and sweeps through those itself.
+        Differentiation stops at every ``cut`` port (outputs and final states of recurrent layers). The value of a cut
+        port is treated as a constant, so that no gradient flows through the layer behind it. A cut port may be a
+        ``wrt`` port as well; it then receives the gradient at that port. The time Jacobian cuts at every recurrent
+        layer and sweeps these layers itself.
         """
 
     @abstractmethod
@@ -137,62 +145,65 @@ class Adapter(AxisConvention, ABC):
         gradients: bool = True,
         regularised: bool = False,
     ) -> ReferenceRun:
-        """Run the user's own model once as it stands and, with ``gradients``, differentiate it once by itself.
+        """Run the user's model once without hooks and, with ``gradients``, differentiate it by its framework alone.
 
-        What is differentiated is the loss, or with ``cotangents`` the outputs: given their values, it returns one
-        cotangent per leaf. Weight regularisers count in the loss, and in its gradient if ``regularised``. Raises
-        ``CertificateError`` where the model by itself would do something else.
+        By default the loss is differentiated. With ``cotangents`` the outputs are: the function maps their values to
+        one cotangent per leaf. Weight regularisers count in the loss, and in its gradient if ``regularised``. Raises
+        ``CertificateError`` if the model would behave differently without rnnlens.
         """
 
     @abstractmethod
     def differentiate(
         self, function: Callable[..., Any], arrays: Sequence[Array], model: Any
     ) -> tuple[Array, Callable[[Array], list[Array]]]:
-        """Value of a user's function of the framework's tensors, and what pulls cotangents back to its arguments."""
+        """Evaluate a user's function of framework tensors; return its value and its pull-back to the arguments."""
 
     def capture(self, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
-        """One forward pass and, with a loss, one backward pass. Called once per ``rl.trace``.
+        """Run one forward pass and, with a loss, one backward pass; called once per ``rl.trace``.
 
-        As it stands, made out of ``pullback``; see ``by_boundaries`` for the models that it serves.
+        The default is built from ``pullback``; ``by_boundaries`` lists the models that it supports.
         """
         return capture_by_boundaries(self, model, batch, request)
 
     def has_own_loss(self, model: Any) -> bool:
-        """Whether a model has a loss that needs no target."""
+        """Return whether a model has a loss that needs no target."""
         return False
 
     def prepared_reference_run(
         self, model: Any, batch: Batch, *, gradients: bool = True
     ) -> Callable[[], ReferenceRun] | None:
-        """``plain``, with all that touches the user's model done: what is left may run in another thread.
+        """Prepare a reference run: do all that touches the user's model, and return a function for the rest.
 
-        As it stands None: it does not come in two parts.
+        The returned function may run in another thread. The default returns None: the run cannot be split into two
+        parts.
         """
         return None
 
     def layouts(self, model: Any, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, Layout]:
-        """Which axis is what, of inputs and outputs of the model and of layers that are not recurrent.
+        """Return the roles of the axes of model inputs and outputs and of tensors of layers that are not recurrent.
 
-        Their tensors lie as the framework has them. Empty where the rule of the framework holds: samples first, then
-        time. Never from rank or equal sizes alone; an axis of which nothing is known is called ``axis_0``, ``axis_1``.
+        These tensors keep the framework's own layout. The result is empty if the framework's convention applies:
+        samples first, then time. Roles are never derived from rank or equal sizes alone. An axis of unknown role is
+        called ``axis_0``, ``axis_1``.
         """
         return {}
 
     def outputs_of(self, model: Any, batch: Batch) -> Outputs:
-        """What the model returns for one batch: one forward pass, without a loss."""
+        """Return the outputs of the model for one batch, from one forward pass without a loss."""
         outputs = self.capture(model, batch, CaptureRequest(inputs=False, gradients=False, weight_grads=False)).outputs
         return Outputs(leaves_of(outputs), outputs)
 
     def loss_of(self, model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
-        """The loss of outputs that are at hand, and its gradient at each of them; None where it does not depend on one.
+        """Return the loss of known outputs and its gradient for each output leaf, None for an unused leaf.
 
-        Without the losses that the model makes itself (``Outputs.own_losses``). ``batch`` has the targets and weights.
+        Losses that the model itself adds (``Outputs.own_losses``) are not included. ``batch`` has the targets and
+        weights.
         """
         value, pull = self.differentiate(self.loss_function(model, batch), outputs.leaves, model)
         return float(value), list(pull(np.ones(())))
 
     def loss_function(self, model: Any, batch: Batch) -> Callable[..., Any]:
-        """The loss of a batch as a function of what the model returns, leaf by leaf, for ``differentiate``."""
+        """Return the loss of a batch as a function of the model's output leaves, for ``differentiate``."""
         raise UnsupportedError(
             message(
                 f"The adapter of {self.name} cannot evaluate a loss on the outputs of several batches.",
@@ -202,21 +213,23 @@ class Adapter(AxisConvention, ABC):
         )
 
     def find_obstacle(self, model: Any, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
-        """What stands in the way of a gradient that does not exist, where the model itself shows it.
+        """Return why no gradient path leads from ``of`` to ``wrt``, if the structure of the model shows the reason.
 
-        Asked before any experiment. None where it has to be found out.
+        Called before any experiment. None if an experiment has to find the reason.
         """
         return None
 
-    # What can be made of a model.
+    # Changed copies and states of a model.
 
     def load_weights(self, model: Any, path: Path, *, unsafe: bool = False) -> None:
-        """Read the model's weights from a file, for the command line; with ``unsafe`` also what could run code.
+        """Load the model's weights from a file, for the command line.
+
+        ``unsafe`` also allows file formats that can run code.
 
         Raises
         ------
         FileError
-            If the file is damaged, refused as unsafe, or of another model.
+            If the file is damaged, refused as unsafe, or belongs to another model.
         """
         raise UnsupportedError(
             message(
@@ -227,19 +240,19 @@ class Adapter(AxisConvention, ABC):
         )
 
     def perturbed_port(self, model: Any, port: Port, size: float) -> AbstractContextManager[bool]:
-        """Within the block, add ``size`` times its own spread to a weight or to the output of a layer.
+        """Perturb a weight or a layer's output by ``size`` times its own spread while the context is open.
 
-        The pattern is random and fixed. Yields False where the port cannot be moved.
+        The pattern is random and fixed. The context yields False if the port cannot be perturbed.
         """
         return nullcontext(False)
 
     def reinitialised(self, model: Any, seed: int) -> Any:
-        """A copy with fresh weights.
+        """Return a copy of the model with weights drawn anew.
 
         Raises
         ------
         UnsupportedError
-            If the model cannot be built anew: then the model before training has to be passed.
+            If the adapter cannot rebuild the model. The user then has to pass the model from before training.
         """
         raise UnsupportedError(
             message(

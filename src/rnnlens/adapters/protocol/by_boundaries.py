@@ -1,6 +1,6 @@
-"""A capture made out of one pull-back: for a framework whose recurrent layers are seen at their boundaries only.
+"""A capture built from one pull-back, for frameworks that expose recurrent layers only at their boundaries.
 
-It serves known cells that run forwards, once in each pass, without a mask. An adapter that sees more captures itself.
+It supports known cells that run forwards, once in each pass, without a mask. Other adapters override ``capture``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOSS = Port("loss")
 
 
 def capture_by_boundaries(adapter: Adapter, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
-    """See :meth:`Adapter.capture`."""
+    """Capture a model by one pull-back at the boundaries of its layers; implements :meth:`Adapter.capture`."""
     recurrent, others = _chosen(adapter, model, request)
     weights = adapter.weights(model)
     kernels = _ports_of(weights if request.boundaries else {name: weights[name] for name in recurrent})
@@ -45,7 +45,7 @@ def capture_by_boundaries(adapter: Adapter, model: Any, batch: Batch, request: C
 
 
 def _chosen(adapter: Adapter, model: Any, request: CaptureRequest) -> tuple[list[str], list[str]]:
-    """Names of the recurrent layers to look at, and of the others."""
+    """Return the names of the requested recurrent layers, and of the requested other layers."""
     infos = {info.name: info for info in adapter.describe(model)}
     known = list(dict.fromkeys([*infos, *adapter.facts(model).submodules]))
     if request.layers is None and not infos:
@@ -72,13 +72,13 @@ def _ports_of(weights: Mapping[str, LayerWeights]) -> list[Port]:
 
 
 def _boundaries(name: str, weights: LayerWeights) -> list[Port]:
-    """What a layer takes, starts from and returns."""
+    """Return the ports of a recurrent layer: input, output and initial states."""
     states = range(len(weights.cells["forward"].states))
     return [Port("input", name), Port("output", name), *(Port("initial_state", name, i) for i in states)]
 
 
 class _Run:
-    """Values at ports and, with gradients, those of the loss there: zeros where no path leads."""
+    """One pull-back of the model: port values and, with gradients, the loss gradients (zeros without a path)."""
 
     def __init__(
         self, adapter: Adapter, model: Any, batch: Batch, ports: Sequence[Port], request: CaptureRequest

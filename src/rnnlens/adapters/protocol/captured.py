@@ -1,4 +1,4 @@
-"""What one forward pass is fed and asked for, and what it told: plain arrays, in our order."""
+"""Arguments and results of one captured forward pass, as plain arrays in the order of the protocol."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ...recurrence.cells import Cell
 from ...typing import Array
 from .facts import ChainLink
 
-#: How a note begins on a layer that was left out, since it is refused by name.
+#: First words of a note on a layer that was left out because it is not supported.
 NOT_LOOKED_INTO = "Not looked into"
 
 
 @dataclass
 class Batch:
-    """What one forward pass is fed: the user's data, unchanged, and how to run it.
+    """Data of one forward pass, as the user passed it, and the options of the run.
 
-    ``loss`` is None (the compiled loss where the framework has one), or a callable, or a name that the framework knows.
+    ``loss`` is None (the compiled loss where the framework has one), a callable, or a name that the framework knows.
     ``initial_state`` maps a layer name to the state to start from.
     """
 
@@ -34,17 +34,18 @@ class Batch:
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """What to look at. The less is asked, the less is computed.
+    """Quantities to capture in one pass; fewer quantities take less time and memory.
 
     ``layers``: node names or layer names, recurrent or not; None for all recurrent layers.
     ``inputs``: capture inputs, states and masks, so that the recurrence can be replayed.
-    ``gradients``: capture direct gradients (needs a loss). ``weight_grads``: also dL/dW of the layers asked for.
-    ``loss``: its value, also without gradients.
-    ``boundaries``: also what the framework's own differentiation brings to the inputs of the model, of every call, and
-    to all weights: what the certificate compares.
-    ``chain``: whether the model is one plain chain of well-known layers in this pass (:attr:`Capture.chain`).
-    ``all_must_run``: whether a layer that was asked for and does not run, or is refused by name, is an error; else it
-    is left out, and of one that is refused a note says why.
+    ``gradients``: capture direct gradients (needs a loss). ``weight_grads``: also dL/dW of the requested layers.
+    ``loss``: also the value of the loss, even without gradients.
+    ``boundaries``: also the framework's own gradients at the model inputs, at the input of every call, and of all
+    weights; certificates compare them.
+    ``chain``: also find out whether the model is one plain chain of well-known layers in this pass
+    (:attr:`Capture.chain`).
+    ``all_must_run``: raise an error for a requested layer that does not run or is not supported. If False, such a layer
+    is left out, and a note gives the reason for an unsupported one.
     """
 
     layers: tuple[str, ...] | None = None
@@ -59,7 +60,7 @@ class CaptureRequest:
 
 @dataclass
 class RecurrentCall:
-    """What one direction of one call of one recurrent layer did in a forward pass, and what came back from above.
+    """One direction of one call of one recurrent layer: its inputs and outputs, and their direct gradients.
 
     Attributes
     ----------
@@ -67,49 +68,49 @@ class RecurrentCall:
         Name of the node in the result: ``"lstm"``; ``"lstm#0"``, ``"lstm#1"`` for a layer that was called twice;
         ``"encoder/lstm"`` inside a nested model.
     direction
-        ``"backward"``: the recurrence runs from the last step to the first. The arrays are chronological all the same.
+        ``"backward"``: the recurrence runs from the last step to the first. The arrays are chronological nevertheless.
     bidirectional
-        True where this call is one half of a bidirectional layer; its sibling has the same ``layer``.
+        True if this call is one direction of a bidirectional layer; the other direction has the same ``layer``.
     cell
-        Its equations and weights, or a :class:`StepCell` that the framework runs step by step.
+        The equations and weights of the layer, or a :class:`StepCell` that the framework runs step by step.
     input : (sample, time, feature)
     mask : (sample, time) of bool, or None
     initial_state : one (sample, unit) array per state
     output : (sample, time, unit), or (sample, unit) where the layer returns its last output only
-        Before a bidirectional layer merges its halves.
+        Before a bidirectional layer merges its directions.
     output_from_state : (sample, time) of bool, or None for "everywhere"
-        Where y_t moves with the state after step t. False where the framework returns a constant (zeros at padding).
+        True where y_t depends on the state after step t, False where a framework returns a constant (zeros at padding).
     masked_output
-        What the layer returns at a masked step: the ``"state"`` carried over, the previous ``"output"``, or ``"zero"``.
-        For known cells the first two are the same thing.
+        Output of the layer at a masked step: the ``"state"`` carried over, the previous ``"output"``, or ``"zero"``.
+        For known cells the first two are equal.
     final_state : one (sample, unit) array per state, or None where the layer does not return it
     output_grad, final_state_grad : shaped as output and final_state
-        The direct gradients: partial L over what the layer returned. None without a loss.
+        Direct gradients: partial derivatives of L by the tensors that the layer returned. None without a loss.
     state_grad : (sample, time, unit) by index of the state, or None
-        Direct gradients of states at single steps, where the user's own loop takes more than the output from them.
+        Direct gradients of states at single steps, if the user's own loop reads more than the output of a step.
     stepwise
-        True where the user's own loop calls a cell step by step, so that every state is a tensor of the framework: it
-        has ports of kind ``"state"``.
+        True if the user's own loop calls a cell step by step. Every state is then a tensor of the framework, with a
+        port of kind ``"state"``.
     between
-        True where the user's code gets hold of states between the calls that make up this run: it has ports of kind
+        True if the user's code reads states between the calls that form this run. They have ports of kind
         ``"state_read"``.
     input_scale, state_scale : (sample, n) or (gate, sample, n), or None
-        Dropout multipliers, the same at every step.
+        Dropout multipliers, equal at every step.
     compute_dtype
-        The dtype that the framework computed in, where it is coarser than that of the arrays (mixed precision).
+        Dtype of the framework's computation, if it is coarser than that of the arrays (mixed precision).
     tied
-        Names in ``weight_grads`` whose gradient is also that of other layers, which have the same variable.
+        Names in ``weight_grads`` whose variable is shared with other layers, so that the gradient includes theirs.
     computed
-        Names of weights that the model computed from its parameters: gradients are with respect to what the call used.
+        Names of weights that the model computed from its parameters. Gradients are by the weight as the call used it.
     weights_key
         Calls with the same key share their weights; ``weight_grads`` is then the sum over them.
     weight_grads
         The framework's own dL/dW by the names of :meth:`Cell.weights`, without what a weight regulariser adds.
         For custom cells by the framework's names. None without a loss or where not asked for.
     framework_input_grad, framework_initial_state_grad
-        What the framework's own differentiation of this call brought to its input, (sample, time, feature), and to its
-        initial states. The input that both halves of a bidirectional layer read is told of at the first. None unless
-        ``CaptureRequest.boundaries`` asks for it.
+        Gradients by the framework's own differentiation of this call, at its input, (sample, time, feature), and at its
+        initial states. For a bidirectional layer, the first direction has the gradient of the shared input. None unless
+        ``CaptureRequest.boundaries`` is set.
     """
 
     layer: str
@@ -146,7 +147,7 @@ class RecurrentCall:
 
 @dataclass
 class NonRecurrentCall:
-    """Output and direct gradient of one call of a layer that is not recurrent, any rank."""
+    """Output and direct output gradient of one call of a layer that is not recurrent; arrays of any rank."""
 
     layer: str
     output: Array
@@ -155,22 +156,22 @@ class NonRecurrentCall:
 
 @dataclass
 class Capture:
-    """All that one forward pass (and one backward pass, with a loss) told about a model.
+    """All quantities captured in one forward pass and, with a loss, one backward pass.
 
-    ``entangled``: a recurrence is more than a chain of steps: what it returned is fed to it again, its states are read
-    between the steps, or one layer runs in several recurrences. Differentiation must then not be cut at recurrences.
-    Said of passes without gradients only.
+    ``entangled``: True if a recurrence is more than a chain of steps: its output is an input of the same layer again,
+    its states are read between the steps, or one layer runs in several recurrences. Differentiation must then not be
+    cut at recurrences. It is set only for passes without gradients.
 
-    ``chain``: the layers from input to output, where this pass was one plain chain of well-known ones, samples first,
-    then time; None where it was not, or where that is not known.
+    ``chain``: the layers from input to output if this pass was one plain chain of well-known layers, with axes samples
+    first, then time. None if it was not, or if that is not known.
 
-    ``order``: names of all calls that were looked at, each where it was finished; empty where that is not known.
+    ``order``: names of all captured calls, in the order in which they finished; empty if not known.
 
-    With ``CaptureRequest.boundaries``: ``input_grads``, the gradient at every leaf of x, in its own layout; and
-    ``beside``, by the framework's own name of each weight, what reaches it on any way but through the captured calls.
-    For weights in ``whole`` it is all that reaches them, the captured calls included. ``inside`` are the weights that
-    layers took which were looked into, asked for or not. ``altered`` says why the gradients cannot be those of the
-    model run plainly, where they are meant not to be.
+    With ``CaptureRequest.boundaries``, ``input_grads`` is the gradient for every leaf of x, in the leaf's own layout.
+    ``beside`` maps the framework's name of a weight to its gradient along all paths except the captured calls. For
+    weights in ``whole`` it is the full gradient, captured calls included. ``inside`` names the weights used by all
+    recurrent layers that were captured, requested or not. ``altered`` is the reason why gradients differ on purpose
+    from those of the reference run, or "".
     """
 
     calls: list[RecurrentCall]
@@ -190,18 +191,19 @@ class Capture:
 
 @dataclass
 class Outputs:
-    """What a model returned for one batch.
+    """Outputs of a model for one batch.
 
     Attributes
     ----------
     leaves
-        Its tensors in order, as NumPy arrays in the layout that the model returned.
+        Output tensors in order, as NumPy arrays in the layout that the model returned.
     tree
-        The framework's own structure around them.
+        The framework's own nested structure of the outputs.
     masks
-        By leaf: the mask that goes with it, where the framework knows one.
+        One mask per leaf, or None where the framework knows none.
     own_losses
-        A loss function of nothing, to be completed by what the model adds to any loss; None where it adds nothing.
+        A loss function that returns zero by itself, so that only losses added by the model count; None if there are
+        none.
     """
 
     leaves: list[Array]
@@ -212,11 +214,11 @@ class Outputs:
 
 @dataclass
 class ReferenceRun:
-    """What the user's own model gave when it ran as it stands: no taps, no hooks, no cuts, its own differentiation.
+    """Results of the user's model run by its framework alone: no hooks, no cuts, the framework's own differentiation.
 
-    ``outputs`` and ``input_grads`` go by the leaves of what the model returned and of x; ``weight_grads`` by the
-    framework's own names, in the framework's layout. None where no path leads. ``input_names`` has the keys of x, in
-    the order of its leaves, where it is a dict.
+    ``outputs`` and ``input_grads`` have one entry per leaf of the outputs and of x. ``weight_grads`` uses the
+    framework's names and layout. A gradient is None if no path leads there. ``input_names`` are the keys of x in the
+    order of its leaves, if x is a dict.
     """
 
     outputs: list[Array]

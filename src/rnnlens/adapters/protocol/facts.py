@@ -1,4 +1,4 @@
-"""What is known of a model without running it: its layers and their parts, its weights, how it is trained."""
+"""Facts about a model that need no run: layers and their parts, weights, loss and optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...typing import Array
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One recurrent layer as found in a model; a row of ``rl.layers(model)``."""
+    """One recurrent layer of a model; a row of ``rl.layers(model)``."""
 
     name: str
     kind: str
@@ -25,16 +25,16 @@ class LayerInfo:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-#: What a layer does that a reader of its gradients has to know: look up rows, pass nothing where its input is negative,
-#: leave out numbers at random.
+#: Property of a layer that affects its gradients: it looks up rows, returns 0 for negative inputs, or drops values at
+#: random.
 Role = Literal["embedding", "relu", "dropout"]
 
 
 @dataclass(frozen=True)
 class Submodule:
-    """One layer of a model, recurrent or not, that can be looked at by its name.
+    """One layer of a model, recurrent or not, that a user can select by its name.
 
-    ``dtype``: what it computes in, ``""`` where that is not known.
+    ``dtype``: dtype of its computation, ``""`` if not known.
     """
 
     roles: frozenset[Role] = frozenset()
@@ -43,26 +43,27 @@ class Submodule:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model without running it.
+    """Facts about a model that need no run.
 
     Attributes
     ----------
     submodules
-        Its layers, by the name under which results show them.
+        Its layers, by the name that results use.
     inputs, outputs
-        Names of what the model takes and returns, in the order of the ports; empty where it does not name them.
+        Names of the model's inputs and outputs, in the order of the ports; empty if the model does not name them.
     loss
-        What the model carries to be trained with, as it was given; None where it carries none.
+        The loss that the model was compiled with, as the user passed it; None if there is none.
     optimizer
-        What the optimizer that the model carries is called; ``""`` where it carries none.
+        Name of the optimizer that the model was compiled with; ``""`` if there is none.
     clipping
-        How that optimizer clips gradients, ``"clipvalue"``, ``"clipnorm"`` or ``"global_clipnorm"``, and at what.
+        Kind of gradient clipping of that optimizer (``"clipvalue"``, ``"clipnorm"`` or ``"global_clipnorm"``) and its
+        threshold.
     clips_lookups_apart
-        Whether it clips each looked-up row of an embedding by itself, before the rows of one id are added.
+        Whether it clips each looked-up row of an embedding separately, before rows of the same id are added.
     loss_scale
-        What training multiplies the loss by, so that small gradients do not vanish in half precision.
+        Factor by which training multiplies the loss, so that small gradients do not underflow in half precision.
     tensors
-        Names of single tensors that may be asked for beside the layers, as the framework has them.
+        Names of single tensors that a request may use besides the layers, as in the framework.
     """
 
     submodules: Mapping[str, Submodule] = field(default_factory=dict)
@@ -76,16 +77,16 @@ class ModelFacts:
     tensors: Container[str] = frozenset()
 
     def having(self, role: Role) -> tuple[str, ...]:
-        """Names of the submodules that have a role."""
+        """Return the names of the submodules that have a role."""
         return tuple(name for name, submodule in self.submodules.items() if role in submodule.roles)
 
 
 @dataclass
 class LayerWeights:
-    """The weights of one layer: by name, and as a known cell per direction where it is one.
+    """Weights of one layer: by name, and as one known cell per direction if the layer is a known cell.
 
-    ``trainable``: whether the optimizer moves it. ``statistics``: those that the layer keeps for itself. ``tables``:
-    those whose rows are looked up by integers.
+    ``trainable``: whether the optimizer changes a weight. ``statistics``: names of statistics that the layer updates
+    itself. ``tables``: names of weights whose rows are looked up by integers.
     """
 
     values: dict[str, Array]
@@ -98,9 +99,9 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why no gradient leads from one tensor to another, as the adapter reads it off the model.
+    """Reason, found by the adapter in the model's structure, why no gradient leads from one tensor to another.
 
-    ``code`` is one word to test for, ``sentence`` what is the matter and where, ``remedy`` what to do instead.
+    ``code`` is one word for tests, ``sentence`` the description of the cause, ``remedy`` the suggested action.
     """
 
     code: str
@@ -110,10 +111,10 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class WeightLocation:
-    """Which of the framework's own weights a weight of ours is: its name, and how to lay out its gradient as ours.
+    """The framework weight behind a weight of rnnlens: its name, and the function that reorders its gradient.
 
-    ``part`` tells weights apart that share one of the framework's; ``tied`` is True where the framework's weight has
-    more than one name.
+    ``take`` maps the framework's gradient to the layout of rnnlens. ``part`` distinguishes weights of rnnlens that
+    share one framework weight. ``tied`` is True if the framework's weight has more than one name.
     """
 
     name: str
@@ -126,7 +127,7 @@ class WeightLocation:
 class ChainLink:
     """One layer of a model that is a plain chain of well-known layers.
 
-    It spares the time Jacobian from finding out what the layers between the recurrent ones do.
+    With it, the time Jacobian needs no experiment for the layers between the recurrent ones.
 
     ``kind``: ``"recurrent"`` (one direction, forward); ``"dense"``: activation(x @ kernel + bias) at every step;
     ``"same"``: the input unchanged; ``"table"``: an embedding of integers.

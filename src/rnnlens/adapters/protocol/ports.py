@@ -1,4 +1,4 @@
-"""The boundaries at which the framework's own differentiation starts and ends."""
+"""Ports: the tensors at which the framework's own differentiation starts and ends, and the pull-back between them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from ...typing import Array
 
 @dataclass(frozen=True)
 class Port:
-    """A tensor at the boundary of a layer or model: where the framework's own differentiation starts or ends.
+    """A tensor at the boundary of a layer or model, where the framework's own differentiation starts or ends.
 
-    ``kind`` is one of ``"input"`` (index: which), ``"output"`` (index: which of several), ``"initial_state"`` and
-    ``"final_state"`` (index: which state), ``"weight"`` (``key``: its name within the layer), ``"loss"``; of a layer
-    that is called step by step also ``"state"``: a state after every step (``key="ending"``: as the last one left it),
-    with its *total* gradient; and of a run that
-    several calls make up ``"state_read"``: the *direct* gradient of a state wherever the user's code gets hold of it.
-    ``layer`` is None for the model itself. ``direction`` picks one half of a bidirectional layer: its ports are
-    those of the half, before merging.
+    ``kind`` is one of ``"input"`` and ``"output"`` (``index``: number of the tensor), ``"initial_state"`` and
+    ``"final_state"`` (``index``: number of the state), ``"weight"`` (``key``: its name within the layer), ``"loss"``.
+
+    A layer that the user's code calls step by step also has ``"state"``: a state after every step with its *total*
+    gradient (``key="ending"``: only as the last step left it). A run that consists of several calls also has
+    ``"state_read"``: the *direct* gradient of a state wherever the user's code reads it.
+
+    ``layer`` is None for the model itself. ``direction`` selects one direction of a bidirectional layer; its ports are
+    those before the directions are merged.
     """
 
     kind: Literal["input", "output", "initial_state", "final_state", "state", "state_read", "weight", "loss"]
@@ -31,18 +33,18 @@ class Port:
 
 
 class Pullback(Protocol):
-    """One forward pass, kept alive for differentiation; a context manager that frees everything on exit."""
+    """One forward pass, kept for differentiation; a context manager that frees all memory on exit."""
 
     values: Mapping[Port, Array]
-    #: How many tensors the model returned.
+    #: Number of tensors that the model returned.
     outputs: int
 
     def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
         """Pull cotangents at ``of`` ports back to every ``wrt`` port.
 
-        Each cotangent has the shape of its port with one leading axis K (K pulled at once, vectorised); so has each
-        result. None where no path leads from any of the given ``of`` ports to that ``wrt`` port. For a
-        recurrent layer's ``output`` port as ``wrt`` the result is the *direct* gradient.
+        Each cotangent has the shape of its port with one leading axis K: K cotangents are pulled at once, vectorised.
+        Each result has the same leading axis. A result is None if no path leads from any given ``of`` port to that
+        ``wrt`` port. For a recurrent layer's ``output`` port as ``wrt`` the result is the *direct* gradient.
         """
 
     def __enter__(self) -> Pullback: ...
@@ -50,12 +52,12 @@ class Pullback(Protocol):
 
 
 def refuse_misfits(cotangents: Mapping[Port, Array], of: Sequence[Port], values: Mapping[Port, Array]) -> None:
-    """Refuse cotangents that a pull-back cannot take; each has the shape of its port behind one leading axis.
+    """Refuse cotangents for a wrong port or of a wrong shape: each needs its port's shape behind one leading axis.
 
     Raises
     ------
     InputError
-        For a port that is not among ``of``, or another shape.
+        If a port is not among ``of``, or a shape does not fit.
     """
     for port, cotangent in cotangents.items():
         if port not in of:

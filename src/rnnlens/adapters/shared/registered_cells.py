@@ -1,4 +1,4 @@
-"""Registered cells: weights composed of several of a framework's weights, and steps differentiated by its engine."""
+"""Registered cells: weights composed of several framework weights, and steps differentiated by the framework."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from ..protocol import Port, Pullback
 
 @dataclass(frozen=True)
 class ComposedWeight:
-    """One weight composed of several: its name, and by weight of the framework's cell the layer within and the key."""
+    """One weight composed of several framework weights.
+
+    ``keys`` maps each weight of the framework's cell to the path of its sublayer and its key there.
+    """
 
     registration: Registration
     name: str
@@ -35,7 +38,7 @@ class ComposedPullback:
         }
 
     def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
-        """See :meth:`Pullback.vjp`."""
+        """Pull cotangents back to all ports, composed weights included; see :meth:`Pullback.vjp`."""
         found = dict(self._inner.vjp(cotangents))
         count = len(next(iter(cotangents.values())))
         return found | {port: self._joined(what, ports, found, count) for port, (what, ports) in self._parts.items()}
@@ -67,7 +70,7 @@ def with_composed(
     wrt: Sequence[Port],
     find: Callable[[Port], ComposedWeight | None],
 ) -> Pullback:
-    """Return the pull-back of ``make(of, wrt)``, in which composed weights among ``wrt`` are pulled part by part."""
+    """Return the pull-back of ``make(of, wrt)`` where each composed weight in ``wrt`` is pulled part by part."""
     parts: dict[Port, tuple[ComposedWeight, Mapping[str, Port]]] = {}
     plain: dict[Port, None] = {}
     for port in wrt:
@@ -87,14 +90,14 @@ def _host(array: Array) -> Array:
 
 
 class StepAutodiff:
-    """Implements :class:`rnnlens.recurrence.cells.autodiff.Autodiff`.
+    """Autodiff of one step of a registered cell; implements :class:`rnnlens.recurrence.cells.autodiff.Autodiff`.
 
     Parameters
     ----------
     xp
         Array functions on the engine's tensors, as :meth:`Cell.step` takes them.
     tensor
-        From an array of the replay to a tensor of the engine.
+        Converts an array of the replay to a tensor of the engine.
     """
 
     def __init__(self, cell: Cell, engine: Engine, xp: Namespace, tensor: Callable[[Array], Any]) -> None:
@@ -104,13 +107,13 @@ class StepAutodiff:
     def vjp(
         self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]
     ) -> tuple[Array, list[Array], Mapping[str, Array]]:
-        """Pull dL/ds_t back to what was projected, to the states before and to the weights."""
+        """Pull dL/ds_t back to the projected input, to the states before the step and to the weights."""
         dz, carry, weights = self._per_step.vjp(*self._given(projected, before, cotangent))
         grads = {name: self._array(grad) for name, grad in weights.items()}
         return self._array(dz), [self._array(part) for part in carry], grads
 
     def produced(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> list[Array]:
-        """Pull dL/ds_t back to each state where the step computes it."""
+        """Pull dL/ds_t back to each state at the point where the step computes it."""
         return [self._array(part) for part in self._per_step.produced(*self._given(projected, before, cotangent))]
 
     def _given(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> Any:
@@ -119,7 +122,7 @@ class StepAutodiff:
             [self._tensor(b) for b in before],
             list(map(self._tensor, cotangent)),
         )
-        # A map of fixed points asks in another precision than that of the weights.
+        # The search for fixed points uses another precision than that of the weights.
         weights = {name: self._tensor(_as(w, projected)) for name, w in self._cell.weights().items()}
         return (x, states, weights), (given[0] * 0, given)
 
@@ -131,7 +134,7 @@ class StepAutodiff:
 def with_step_autodiff(
     cell: Cell, known: Registration, engine: Engine, xp: Namespace, tensor: Callable[[Array], Any]
 ) -> Cell:
-    """Return the cell, with the engine's autodiff of its step where its class has no derivatives."""
+    """Return the cell; add the engine's autodiff of its step if its class defines no derivatives."""
     if not known.differentiates:
         object.__setattr__(cell, "autodiff", StepAutodiff(cell, engine, xp, tensor))
     return cell

@@ -1,6 +1,6 @@
 """Substitutes and hooks that act only in the thread that installed them.
 
-A user's model may run in other threads while a call of ours is going on; those forward passes remain the user's own.
+The user's model may run in other threads during a call of rnnlens. Those forward passes remain unchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def substitute_in_this_thread(substitute: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the substitute in this thread, and the user's original in every other."""
+    """Return a function that calls the substitute in the current thread and the original in every other."""
     here = threading.get_ident()
 
     @functools.wraps(original)
@@ -23,7 +23,7 @@ def substitute_in_this_thread(substitute: Callable[..., Any], original: Callable
 
 
 def hook_in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that does nothing in other threads than this one."""
+    """Return a hook that runs only in the current thread and returns None in others."""
     here = threading.get_ident()
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
