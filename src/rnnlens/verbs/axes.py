@@ -1,4 +1,4 @@
-"""The roles of axes: which counts samples and which steps, as the user states, as an experiment found, or by rule."""
+"""Roles of axes (samples, time steps): stated by the user, found by experiment, or by the framework's convention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXAMPLE = 'axes={"input": ("time", "sample", "feature"), "output": (("time", "s
 
 
 def an_axes_table(name: str, value: Any) -> dict[str, Layout]:
-    """For some tensors the names of their axes; several names in a tuple are folded into one axis, outermost first."""
+    """Parse ``axes=``: axis names by tensor. Several names in a tuple are folded into one axis, outermost first."""
     if not isinstance(value, Mapping):
         raise InputError(message(f"{name}= names the axes of tensors.", got=shown(value), expected=_EXAMPLE))
     return {str(tensor): _read_layout(f"{name}[{tensor!r}]", listed) for tensor, listed in value.items()}
@@ -46,7 +46,7 @@ def _read_layout(where: str, listed: Any) -> Layout:
 
 
 class TensorLayouts:
-    """How tensors of a model lie: as the user says, else as was found out, else by the rule of the framework.
+    """Layouts of a model's tensors: stated by the user, else found by experiment, else by the framework's convention.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class TensorLayouts:
         self.samples_first = rule.samples_first and all(layout.axes[0] == (SAMPLE,) for layout in stated.values())
 
     def layout(self, port: Port, shape: Sequence[int], *, integer: bool = False) -> Layout:
-        """The axes of a tensor of that shape, in the framework's order."""
+        """Return the layout of a tensor of the given shape, with axes in the framework's order."""
         known = self.stated.get(port, self.found.get(port))
         if known is None:
             return self.rule.layout(port, shape, integer=integer)
@@ -81,7 +81,7 @@ class TensorLayouts:
 
 
 def learned(adapter: Adapter, model: Any, batch: Batch, ports: Iterable[Port]) -> Mapping[Port, Layout]:
-    """Return the layouts of some tensors of a model, by experiment where they were not found for such data before.
+    """Return the layouts of some tensors of a model; run an experiment unless they are cached for such data.
 
     Layouts in which every axis is known are kept per model and shapes, until the model's fingerprint changes.
     """
@@ -105,7 +105,7 @@ _MOST_SHAPES = 64
 
 
 def _layouts_kept(adapter: Adapter, model: Any, batch: Batch) -> dict[Port, Layout] | None:
-    """Return the layouts found for data of these shapes, to be added to; None where nothing may be kept."""
+    """Return the mutable cache of layouts for data of these shapes; None if nothing may be cached."""
     leaves = data.leaves_of(batch.x)
     fingerprint = None if any(map(data.is_packed, leaves)) else adapter.fingerprint(model)
     if fingerprint is None:
@@ -120,7 +120,7 @@ def _layouts_kept(adapter: Adapter, model: Any, batch: Batch) -> dict[Port, Layo
 
 
 class ModelAxes(TensorLayouts):
-    """The layouts of the tensors of one model, as far as anybody asked.
+    """Layouts of the tensors of one model, found when they are needed.
 
     Parameters
     ----------
@@ -142,14 +142,14 @@ class ModelAxes(TensorLayouts):
         self._asked: set[Port] = set()
 
     def learn(self, batch: Batch, ports: Iterable[Port]) -> None:
-        """Find out about those ports of which nothing is known yet."""
+        """Find the layouts of those ports that have none yet."""
         new = [port for port in dict.fromkeys(ports) if port not in self._asked and port not in self.stated]
         if new and not self.samples_first:
             self.found |= learned(self.adapter, self.model, batch, new)
             self._asked |= set(new)
 
     def samples(self, batch: Batch) -> int:
-        """How many samples a batch has, as far as it was found out; else the length of its first axis."""
+        """Return the number of samples of a batch by its known layouts, else the length of its first axis."""
         leaves = data.leaves_of(batch.x)
         if self.is_cut or self.samples_first:
             return data.len_of(batch.x, self.inputs)
@@ -186,7 +186,7 @@ def _port(text: str, known: Catalogue) -> Port:
 
 
 def in_order(array: Array, names: Sequence[str], lead: int = 0) -> tuple[Array, tuple[str, ...]]:
-    """The array with the axes of results: samples, steps, then the others."""
+    """Transpose an array to the axis order of results: samples, steps, then the others; also return the names."""
     order = canonical_order(names)
     if order != list(range(len(names))):
         array = np.transpose(array, [*range(lead), *(lead + i for i in order)])
@@ -194,7 +194,7 @@ def in_order(array: Array, names: Sequence[str], lead: int = 0) -> tuple[Array, 
 
 
 def refuse_unknown(what: str, name: str, names: Sequence[str], wanted: str = SAMPLE) -> None:
-    """Raise where an axis is needed that could not be told.
+    """Raise if a needed axis is not among the known names.
 
     Raises
     ------
@@ -213,7 +213,7 @@ def refuse_unknown(what: str, name: str, names: Sequence[str], wanted: str = SAM
 
 
 class InputCoordinates:
-    """Coordinates of the DataArrays that a call was given, by axis: samples, steps and features.
+    """Coordinates of the DataArrays passed to a call, by role of the axis: samples, steps and features.
 
     Parameters
     ----------
@@ -228,13 +228,13 @@ class InputCoordinates:
         self._by_leaf = [_labels(leaf, index, layouts) for index, leaf in enumerate(self.leaves)]
 
     def find(self, dim: str, size: int, leaf: int | None = None) -> Array | None:
-        """Return the labels of an axis of that role and length; None where no input, or more than one, has them."""
+        """Return the labels of an axis by role and length; None if no input has them or inputs disagree."""
         of_leaves = self._by_leaf if leaf is None else self._by_leaf[leaf : leaf + 1]
         found = [labels[dim] for labels in of_leaves if dim in labels and len(labels[dim]) == size]
         return found[0] if found and all(np.array_equal(found[0], other) for other in found[1:]) else None
 
     def assign_to(self, result: Any, dims: Iterable[str] = (SAMPLE, TIME), leaf: int | None = None) -> Any:
-        """Return an array or dataset with the labels of those of its dimensions that have the role and length."""
+        """Assign input labels to those dimensions of an array or dataset that match in role and length."""
         if not self.leaves:
             return result
         coords = {}
@@ -245,7 +245,7 @@ class InputCoordinates:
         return result.assign_coords(coords)
 
     def is_input(self, values: Array) -> int | None:
-        """Return the number of the input that has these very values, (sample, time, feature)."""
+        """Return the index of the input that equals ``values``, (sample, time, feature); None if there is none."""
         for index, leaf in enumerate(self.leaves):
             if tuple(leaf.shape) == values.shape and np.array_equal(np.asarray(leaf), values):
                 return index
@@ -253,7 +253,7 @@ class InputCoordinates:
 
 
 def data_arrays_of(x: Any) -> list[xr.DataArray]:
-    """Return the DataArrays in the data of a call."""
+    """Return the DataArrays among the inputs of a call."""
     return [leaf for leaf in data.leaves_of(x) if isinstance(leaf, xr.DataArray)]
 
 
@@ -271,18 +271,18 @@ def _labels(leaf: Any, index: int, layouts: TensorLayouts) -> dict[str, Array]:
 
 
 class BatchAxes:
-    """Opens and closes the tensors of one batch of so many samples."""
+    """Converts tensors of one batch between the framework's layout and one axis per name."""
 
     def __init__(self, axes: TensorLayouts, samples: int) -> None:
         self.axes, self.samples = axes, samples
 
     def layout(self, port: Port, array: Any, lead: int = 0) -> Layout:
-        """How a tensor lies, of an array with ``lead`` axes in front."""
+        """Return the layout of a tensor, given an array of it with ``lead`` axes in front."""
         integer = np.asarray(array).dtype.kind in "iu"
         return self.axes.layout(port, array.shape[lead:], integer=integer)
 
     def opened(self, port: Port, array: Array, lead: int = 0) -> tuple[Array, tuple[str, ...]]:
-        """The tensor with every name on an axis of its own, in the framework's order, and the names."""
+        """Split folded axes of a tensor; return it in the framework's order, with the axis names."""
         layout = self.layout(port, array, lead)
         return layout.opened(array, self.samples, lead), layout.names
 
@@ -292,7 +292,7 @@ class BatchAxes:
         return whole.values if layout is None else layout.closed(whole.values)
 
     def is_here(self, port: Port) -> bool:
-        """Whether the tensor lies as the framework has it, and not as a recurrent layer's: samples first."""
+        """Return whether a tensor has the framework's layout, and not a recurrent layer's (samples first)."""
         return port.layer is None or port in self.axes.found or port in self.axes.stated
 
     def named_result(
@@ -302,7 +302,7 @@ class BatchAxes:
         ports: Sequence[Port | None],
         arrays: Sequence[Array],
     ) -> xr.DataArray:
-        """The value of a function of tensors, with those axes named along which it goes with what it was made of."""
+        """Return a function's result with its sample and time axes named by how it depends on its arguments."""
         if result.ndim == 0 or self.axes.samples_first:
             return xr.DataArray(result, dims=self.axes.rule.layout(Port("output"), result.shape).names)
         opened = []
@@ -311,7 +311,7 @@ class BatchAxes:
             opened.append((names, None if port is None else self.layout(port, array)))
 
         def arrives(cotangent: Array, name: str) -> Array | None:
-            """Where, along the axis of that name of what the function was made of, anything arrives."""
+            """Return at which indices of the named axis of the arguments the pulled-back cotangent is not zero."""
             found = None
             for grad, (names, layout) in zip(pull(cotangent), opened, strict=True):
                 if name in names and np.any(grad):
@@ -325,7 +325,7 @@ class BatchAxes:
 
 
 def _followed(result: Array, arrives: Callable[[Array, str], Array | None]) -> tuple[str, ...]:
-    """Name the axes of a value along which the two halves of the entries are pulled back to their own halves alone."""
+    """Name an axis ``sample`` or ``time`` if cotangents masked along it are pulled back to the same indices only."""
     names = [f"axis_{i}" for i in range(result.ndim)]
     for name in (SAMPLE, TIME):
         fitting = [
@@ -356,7 +356,10 @@ def _fits(result: Array, axis: int, name: str, arrives: Callable[[Array, str], A
 
 
 def patterns(size: int) -> np.ndarray[Any, Any]:
-    """Rows of bool: on where bit i of the index is set, and on where it is not; any two indices are told apart."""
+    """Return masks (pattern, size): where bit i of the index is set, and where it is not.
+
+    They separate any two indices.
+    """
     if size == 1:
         return np.ones((1, 1), dtype=bool)
     bits = (np.arange(size)[None, :] >> np.arange((size - 1).bit_length())[:, None]) & 1
@@ -366,7 +369,7 @@ def patterns(size: int) -> np.ndarray[Any, Any]:
 def refuse_coupled(
     outside: BatchAxes, seeds: Mapping[Port, Array], pull: Callable[[Mapping[Port, Array]], Mapping[Port, Array | None]]
 ) -> None:
-    """Raise where what starts at some samples arrives at others.
+    """Raise if cotangents of some samples are pulled back to other samples.
 
     Raises
     ------
@@ -406,7 +409,7 @@ def refusal(what: str, port: Port) -> UnsupportedError:
 
 
 def _on(outside: BatchAxes, port: Port, seed: Array, rows: Array) -> Array | None:
-    """Return the seed masked to the samples of each row."""
+    """Return the seed masked to the samples of each row; None if its sample axis is unknown."""
     opened, names = outside.opened(port, seed) if outside.is_here(port) else (seed, (SAMPLE,))
     if SAMPLE not in names or opened.shape[names.index(SAMPLE)] != rows.shape[1]:
         return None

@@ -1,4 +1,4 @@
-"""Batches of a data set, cut along the axis of samples, which runs on two and on three samples tell apart."""
+"""Batches of a data set, cut along the sample axis. Runs on two and on three samples find that axis."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _FEW, _MORE = 2, 3
 
 @dataclass(frozen=True)
 class SampleAxis:
-    """An axis of an array along which samples lie, among so many axes; None for a packed sequence."""
+    """Position of the sample axis among ``count`` axes of an array; None for a packed sequence."""
 
     axis: int | None
     count: int
 
     @property
     def layout(self) -> Layout:
-        """Return a layout in which the other axes are unknown."""
+        """Layout in which only the sample axis is known."""
         return Layout.plain(SAMPLE if i == self.axis else f"axis_{i}" for i in range(self.count))
 
 
 def layouts_to_cut(axes: ModelAxes, template: Batch, x: Any, y: Any, sample_weight: Any) -> data.DataLayouts | None:
-    """Return how the arrays of a data set are cut; None where samples come first in all of them.
+    """Return along which axes the arrays of a data set are cut; None if samples come first in all inputs.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def layouts_to_cut(axes: ModelAxes, template: Batch, x: Any, y: Any, sample_weig
 
 
 def layouts_of_inputs(axes: ModelAxes, template: Batch, x: Any) -> list[Layout | None] | None:
-    """Return the axis of samples of each input; None where it is the first in all of them."""
+    """Return the layout of each input by its sample axis; None if samples come first."""
     if axes.samples_first:
         return None
     leaves = data.leaves_of(x)
@@ -80,7 +80,7 @@ def layouts_of_inputs(axes: ModelAxes, template: Batch, x: Any) -> list[Layout |
 
 
 def _ways(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> Iterator[tuple[SampleAxis | Layout, ...]]:
-    """Every choice of one axis per input, of one length."""
+    """Yield every choice of one sample axis per input for which all inputs have the same number of samples."""
     options: list[list[SampleAxis | Layout]] = []
     for leaf, layout in zip(leaves, stated, strict=True):
         shape = tuple(getattr(leaf, "shape", ()))
@@ -101,7 +101,7 @@ def _size(leaf: Any, cut: SampleAxis | Layout) -> int:
 
 
 def _short(x: Any, way: Sequence[SampleAxis | Layout], size: int) -> Any:
-    """The inputs with so many samples only; the first are taken again where there are fewer."""
+    """Return the inputs cut to ``size`` samples; the first ones repeat if there are fewer."""
     cuts = iter(way)
 
     def one(leaf: Any) -> Any:
@@ -130,7 +130,7 @@ def _run(axes: ModelAxes, template: Batch, x: Any, y: Any = None) -> Capture:
 
 
 def _only_samples_moved(few: Capture, more: Capture) -> bool:
-    """Whether every call has its samples in proportion, and its steps as before; outputs in proportion, too."""
+    """Return whether the two runs differ in the number of samples alone: same steps, outputs in proportion."""
     pairs = [(tuple(a.input.shape[:2]), tuple(b.input.shape[:2])) for a, b in zip(few.calls, more.calls, strict=True)]
     calls = all(b[0] * _FEW == a[0] * _MORE and a[1] == b[1] for a, b in pairs)
     outputs = [
@@ -150,7 +150,7 @@ def _grew(few: Array, more: Array) -> bool:
 def _beside(
     axes: ModelAxes, template: Batch, x: Any, inputs: Sequence[Layout | None], y: Any, count: int
 ) -> list[Layout | None]:
-    """Targets: the one axis that has as many entries as there are samples, or that the loss takes with fewer."""
+    """Return the layouts of the targets: the only axis with ``count`` entries, or the one that the loss accepts."""
     leaves = data.leaves_of(y)
     if "y" in axes.data:
         return [axes.data["y"]] * len(leaves)
@@ -169,7 +169,7 @@ def _beside(
 def _loss_takes(
     axes: ModelAxes, template: Batch, x: Any, inputs: Sequence[Layout | None], y: Any, layout: Layout
 ) -> bool:
-    """Whether the loss can be had of few samples whose targets are cut like this, and of no other number of them."""
+    """Return whether the loss works on fewer samples with targets cut so, and fails for unequal numbers."""
     way = [SampleAxis(None, 0) if layout is None else layout for layout in inputs]
     works = []
     for size, targets in ((_MORE, _MORE), (_MORE, _FEW), (_FEW, _MORE)):
@@ -183,7 +183,7 @@ def _loss_takes(
 
 
 def _weight(axes: ModelAxes, leaf: Any, y: Any, targets: Sequence[Layout | None], count: int) -> Layout:
-    """Weights: one per sample, or lying as the targets do."""
+    """Return the layout of the sample weights: one per sample, or the layout of the targets."""
     if "sample_weight" in axes.data:
         return axes.data["sample_weight"]
     shape = tuple(getattr(leaf, "shape", ()))
@@ -214,7 +214,7 @@ def _unknown(name: str, shapes: Sequence[tuple[int, ...]], failure: Exception | 
 
 @dataclass(frozen=True)
 class DataSetBatches:
-    """The batches of a data set; every iteration starts from the first.
+    """Batches of a data set; every iteration starts from the first.
 
     Attributes
     ----------
@@ -247,12 +247,12 @@ class DataSetBatches:
 
     @property
     def samples(self) -> int | None:
-        """How many samples there are, where that can be told without reading."""
+        """Number of samples, or None if it is not known without reading the data."""
         return None if is_source(self.whole.x) else data.len_of(self.whole.x, self.axes.inputs)
 
     @property
     def count(self) -> int | None:
-        """How many batches there are, where that is known."""
+        """Number of batches, or None if it is not known."""
         x = self.whole.x
         if not self.axes.samples_first and not self.axes.is_cut:
             return None if data.is_cut(x, self.batch_size) else 1  # not known yet how the inputs lie
@@ -266,7 +266,7 @@ class DataSetBatches:
         return not hasattr(self.whole.x, "__next__")
 
     def again(self) -> Iterator[Batch]:
-        """Iterate over the data from the start a second time."""
+        """Iterate over the data from the start a second time; raise for a generator."""
         if not self.can_be_read_again:
             raise UnsupportedError(
                 message(
@@ -279,7 +279,7 @@ class DataSetBatches:
         return iter(self)
 
     def targets(self, batches: list[Batch]) -> tuple[Any, Any]:
-        """Targets and weights of all samples, of arrays as they were given."""
+        """Return targets and sample weights of all samples, as the user passed them or joined from batches."""
         if not is_source(self.whole.x):
             return (self.whole.y, self.whole.sample_weight) if self.with_loss else (None, None)
         if self.axes.inputs is not None and any(layout is not None and layout.sample for layout in self.axes.inputs):
@@ -293,11 +293,11 @@ class DataSetBatches:
         return data.join([batch.y for batch in batches]), data.join([batch.sample_weight for batch in batches])
 
     def _seed(self, number: int) -> int | None:
-        """The seed of a batch: in training mode no two batches draw the same."""
+        """Return the seed of a batch; in training mode each batch has another one."""
         return self.whole.seed if self.whole.seed is None or not self.whole.training else self.whole.seed + number
 
     def _cut(self) -> Iterable[data.DataBatch]:
-        """Batches, each cut along the axis of samples; a whole batch goes through as it is."""
+        """Return the batches, each cut along the sample axis; without a batch size, all data are one batch."""
         axes, whole = self.axes, data.DataBatch(self.whole.x, self.whole.y, self.whole.sample_weight)
         template = replace(self.whole, x=None, y=None, sample_weight=None)
         one = not data.is_cut(whole.x, self.batch_size)
@@ -321,7 +321,7 @@ class DataSetBatches:
         return self._lying_as_the_first(batches, template)
 
     def _lying_as_the_first(self, batches: Iterable[data.DataBatch], template: Batch) -> Iterator[data.DataBatch]:
-        """The batches; those of a source are counted as its first one lies."""
+        """Yield the batches of a source; find the sample axes on the first one."""
         for batch in batches:
             if not self.axes.is_cut:
                 self.axes.inputs, self.axes.is_cut = layouts_of_inputs(self.axes, template, batch.x), True

@@ -1,4 +1,4 @@
-"""``rl.find_nonfinite``: the first number that is not finite, by layer, gate, step and sample, and what fed it."""
+"""``rl.find_nonfinite``: locate the first value that is not finite by layer, gate, step and sample, and its source."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def find_nonfinite(
     seed: int | None = 0,
     axes: Mapping[str, Any] | None = None,
 ) -> NonFinite:
-    """Find the first number that is not finite, or that its precision cannot hold, and what fed it.
+    """Find the first value that is not finite, or exceeds its dtype's range, and the values it was computed from.
 
     In order of computation: weights and data before anything runs; layers in the order of their calls, recurrent ones
     step by step (pre-activations, gates, states); what the model returns; the loss; then backwards the gradients from
@@ -114,7 +114,7 @@ def find_nonfinite(
 
 
 def _first(looked: ObservedRun) -> tuple[Origin | None, list[str]]:
-    """The first, and notes on numbers in the data that go nowhere."""
+    """Return the first origin, and notes on non-finite data that affect no result."""
     weights = next(in_the_weights(looked), None)
     if weights is not None:
         return weights, []
@@ -145,7 +145,7 @@ def _reached(looked: ObservedRun) -> tuple[str, ...]:
 
 
 def _way_there(looked: ObservedRun, origin: Origin) -> dict[str, xr.Dataset]:
-    """The largest magnitude of the recurrence at every step of that sample, where the origin lies in one."""
+    """Return the largest magnitude at every step of the origin's sample, as a dataset of its recurrent layer."""
     sample = origin.index.get("sample")
     if origin.phase not in ("forward", "backward") or sample is None:
         return {}

@@ -1,4 +1,4 @@
-"""``rl.gradients``: a number of a model differentiated by anything in it, and the reason where it cannot be."""
+"""``rl.gradients``: differentiate a number of a model by any of its tensors, or return why there is no gradient."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def gradients(
 
 
 def _array(request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]) -> ResultArray:
-    """The one gradient asked for, with what a result of several says of it among its attributes."""
+    """Return the single requested gradient as an array, with checks, certificate and reasons as attributes."""
     name, explanation = request.asked[0], found.explanation
     if name not in found.gradients:
         raise _disconnected(request, explanation.disconnected[name.text])
@@ -201,7 +201,7 @@ def _disconnected(request: GradientRequest, reason: Reason) -> DisconnectedError
 
 
 def _mapping(request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]) -> Gradients:
-    """All gradients asked for, by layer, and the reasons of those that there are not."""
+    """Return all requested gradients by layer, with reasons for the missing ones."""
     said = found.explanation
     return Gradients(
         _datasets(request, found, provenance),
@@ -215,7 +215,7 @@ def _mapping(request: GradientRequest, found: DataSetGradients, provenance: Mapp
 def _add_clipped(
     result: Gradients, request: GradientRequest, found: DataSetGradients, clip: str | Mapping[str, float]
 ) -> None:
-    """Clip the gradients of all weights that are trained, and show those asked for beside the others."""
+    """Clip the gradients of all trained weights, and add the requested ones to the result as ``clipped``."""
     every = {name: found.gradients[name] for name in trainable(request.known) if name in found.gradients}
     kind, threshold = rule(clip, request.known.facts)
     after, norm = clipped(every, request.known, kind, threshold)
@@ -231,7 +231,7 @@ def _add_clipped(
 def _datasets(
     request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]
 ) -> dict[str, xr.Dataset]:
-    """One dataset per layer; what belongs to no layer goes to ``"model"``."""
+    """Return one dataset per layer; tensors without a layer go to ``"model"``."""
     by_layer: dict[str, dict[str, xr.DataArray]] = {}
     for name in request.asked:
         if name in found.gradients:
@@ -242,7 +242,7 @@ def _datasets(
 
 
 def _with_own_axes(array: xr.DataArray, others: Mapping[str, xr.DataArray]) -> xr.DataArray:
-    """Axes of another length than those of the same name beside it get a name of their own."""
+    """Rename those axes of an array that have another length in ``others``."""
     sizes = {dim: size for other in others.values() for dim, size in other.sizes.items()}
     clashing = {dim: f"{array.name}_{dim}" for dim, size in array.sizes.items() if sizes.get(dim, size) != size}
     return array.rename(clashing) if clashing else array
@@ -276,7 +276,7 @@ def _label(
 
 
 def _described(target: Target) -> str:
-    """The target in words: what, where, how reduced."""
+    """Return the target as text: name, selection, reduction."""
     where = "".join(f", {dim}={index!r}" for dim, index in target.at.items())
     how = "" if target.reduce is None else f"{target.reduce if isinstance(target.reduce, str) else 'weighted'} of "
     per = " of each sample" if target.per_sample else ""
@@ -284,7 +284,7 @@ def _described(target: Target) -> str:
 
 
 def _touched_rows(request: GradientRequest, name: TensorName, array: Array, dims: Sequence[str]) -> int | None:
-    """Rows of an embedding that the gradient reaches: all others were not looked up."""
+    """Return how many rows of an embedding the gradient reaches; None for any other tensor."""
     looked_up = name.what == "weight" and name.key in request.known.weights[str(name.layer)].tables
     if not looked_up or array.ndim < 2:
         return None

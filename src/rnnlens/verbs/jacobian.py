@@ -1,4 +1,4 @@
-"""``rl.jacobian``: which input step moved which output step, exactly, in bounded memory."""
+"""``rl.jacobian``: derivative of every output step by every input step, exact and in bounded memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = ["jacobian"]
 
 
 def a_contraction(name: str, value: Any) -> Any:
-    """A word, or weights of the output units."""
+    """Check ``reduce=``: "mean", "sum", or weights of the output units."""
     if isinstance(value, str) and value in REDUCTIONS and value not in ("mean", "sum"):
         what = f"{name}= acts before the differentiation, and {value!r} after it."
         raise InputError(message(what, got=f"{name}={value!r}", hint=f"measure={value!r}"))
@@ -56,7 +56,7 @@ def a_contraction(name: str, value: Any) -> Any:
 
 
 def chosen_steps(name: str, value: Any) -> dict[str, Any]:
-    """Steps of the two ends, by the names of the dimensions that they have in the result."""
+    """Check ``at=``: steps by the dimension ``out_time`` or ``in_time``."""
     found = axes_by_name(name, value)
     for dim in found:
         if dim not in (OUT_TIME, IN_TIME):
@@ -191,7 +191,7 @@ def jacobian(
 def _of_batch(
     model: Any, batch: Batch, ends: tuple[str, str], options: JacobianOptions, axes: Mapping[str, Any] | None
 ) -> ResultArray:
-    """The time Jacobian of one batch: request, network, plan, numbers, certificate."""
+    """Compute and certify the time Jacobian of one batch."""
     refuse_large("x", batch.x)
     request = read_request(model, batch, ends, options, axes)
     with open_network(request) as network:

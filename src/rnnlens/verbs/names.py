@@ -1,4 +1,4 @@
-"""Names of tensors: ``"loss"``, ``"lstm.hidden"``, ``"weights"``, ``"lstm*/recurrent_kernel"``, read against a model.
+"""Names of tensors, resolved on a model: ``"loss"``, ``"lstm.hidden"``, ``"weights"``, ``"lstm*/recurrent_kernel"``.
 
 The same grammar serves ``rl.gradients`` and ``rl.jacobian``.
 """
@@ -29,7 +29,7 @@ _SIMPLE = ("output", "input", "gates", "gate_preactivation", "weights")
 
 @dataclass(frozen=True)
 class TensorName:
-    """One tensor of a model: the text that names it in results, and what it is.
+    """One tensor of a model: its name in results, its kind and its layer.
 
     ``index`` is that of an input, an output or a state; ``key`` the name of a weight within its layer.
     """
@@ -42,18 +42,18 @@ class TensorName:
 
     @property
     def quantity(self) -> str:
-        """Name of the variable within the node of its layer."""
+        """Name of the variable in the layer's dataset."""
         if self.what == "weight":
             return self.key
         return self.text if self.layer is None else self.text.removeprefix(f"{self.layer}.")
 
     @property
     def inside(self) -> bool:
-        """Whether it lies within a recurrence, where no framework tensor stands for it."""
+        """Whether the tensor lies inside a recurrence, where the framework has no tensor for it."""
         return self.what in ("state", "gates", "gate_preactivation")
 
     def port(self, direction: Literal["forward", "backward"] | None = None) -> Port:
-        """The boundary at which the framework's differentiation meets this tensor."""
+        """Return the port of this tensor; raise ``ValueError`` if it lies inside a recurrence."""
         if self.inside:
             raise ValueError(f"{self.text} lies inside a recurrence")
         return Port(self.what, self.layer, self.index, self.key, direction)  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ class TensorName:
 
 @dataclass
 class Catalogue:
-    """The layers, weights, inputs and outputs of a model that can be named."""
+    """All layers, weights, inputs and outputs of a model that names can refer to."""
 
     recurrent: Mapping[str, LayerInfo]
     weights: Mapping[str, LayerWeights]
@@ -70,28 +70,28 @@ class Catalogue:
     facts: ModelFacts = field(default_factory=ModelFacts)
 
     def keys(self, layer: str) -> list[str]:
-        """Names of the weights of a layer, as results show them."""
+        """Return the names of a layer's weights as in results."""
         return list(sources(self.weights[layer]))
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """All layers known by name."""
+        """Names of all layers."""
         return tuple(dict.fromkeys([*self.recurrent, *self.facts.submodules, *self.weights]))
 
     def is_inside(self, name: TensorName) -> bool:
-        """Whether a tensor belongs to a recurrence: its states, its gates, and the input of a recurrent layer."""
+        """Return whether a tensor is a state, a gate or the input of a recurrent layer."""
         if name.inside or name.what in ("initial_state", "final_state"):
             return True
         return name.what == "input" and name.layer is not None and not self.is_free(name)
 
     def is_free(self, name: TensorName) -> bool:
-        """Whether a tensor lies as the framework has it: an input or output of the model or of a plain layer."""
+        """Return whether a tensor has the framework's own layout: of the model or of a non-recurrent layer."""
         if name.what not in ("input", "output"):
             return False
         return name.layer is None or uncalled(name.layer, self.recurrent) not in self.recurrent
 
     def dims(self, name: TensorName, array: Array, *, per_sample: bool = False) -> tuple[str, ...]:
-        """Names of the axes of a weight or of a tensor of a recurrent layer, or of its gradient."""
+        """Return the axis names of a weight or a recurrent layer's tensor, or of its gradient."""
         if name.what == "loss" or array.ndim == 0:
             return ()
         if name.what == "weight":
@@ -106,7 +106,7 @@ class Catalogue:
         return dims_of(array.shape, bidirectional=both, gate=gate, space=space)
 
     def suggestions(self) -> Iterator[str]:
-        """Yield names for the hint of an error."""
+        """Yield valid names for the hint of an error."""
         yield from ("loss", "output", "input", "weights")
         for layer in self.layers:
             yield f"{layer}.output"
@@ -117,7 +117,7 @@ class Catalogue:
 
 
 def catalogue(adapter: Adapter, model: Any, x: Any = None) -> Catalogue:
-    """Ask the adapter once for everything that a name may refer to."""
+    """Build the catalogue of a model from its adapter and, for the names of inputs, from x."""
     infos = {info.name: info for info in adapter.describe(model)}
     facts = adapter.facts(model)
     keys = tuple(map(str, x)) if isinstance(x, Mapping) else ()
@@ -127,7 +127,7 @@ def catalogue(adapter: Adapter, model: Any, x: Any = None) -> Catalogue:
 
 
 def with_named_outputs(adapter: Adapter, model: Any, batch: Batch, known: Catalogue, texts: Iterable[Any]) -> Catalogue:
-    """The catalogue with the names of what the model returns as a dict, where one of ``texts`` asks for one by name.
+    """Return the catalogue with output keys, if one of ``texts`` needs them and the model returns a dict.
 
     What a torch model returns is known once it ran: so it runs once more.
     """
@@ -139,7 +139,7 @@ def with_named_outputs(adapter: Adapter, model: Any, batch: Batch, known: Catalo
 
 
 def read(text: str, known: Catalogue) -> list[TensorName]:
-    """Read a name, a pattern (``*``, ``?``) or ``"weights"``: all tensors it stands for, at least one.
+    """Resolve a name, a pattern (``*``, ``?``) or ``"weights"`` to at least one tensor.
 
     Raises
     ------
@@ -158,7 +158,7 @@ def read(text: str, known: Catalogue) -> list[TensorName]:
 
 
 def read_one(text: str, known: Catalogue) -> TensorName:
-    """Read a name that must stand for exactly one tensor."""
+    """Resolve a name to exactly one tensor; raise if it matches several."""
     found = read(text, known)
     if len(found) > 1:
         listing = ", ".join(repr(name.text) for name in found)
@@ -167,19 +167,19 @@ def read_one(text: str, known: Catalogue) -> TensorName:
 
 
 def read_all(texts: Iterable[str], known: Catalogue) -> list[TensorName]:
-    """Read several names; each tensor once, in the order asked."""
+    """Resolve several names; each tensor once, in the given order."""
     return list(dict.fromkeys(name for text in texts for name in read(text, known)))
 
 
 def refuse_lone_output(names: Sequence[TensorName], count: int) -> None:
-    """Refuse ``"output"`` of a model that returns several tensors: none of them is taken silently."""
+    """Raise for ``"output"`` of a model with several outputs, since the name is ambiguous."""
     if any(name.text == "output" for name in names):
         expected = ", ".join(f'"output[{i}]"' for i in range(count))
         raise InputError(message("The model returns several tensors.", got='"output"', expected=expected))
 
 
 def uncalled(layer: str | None, known: Mapping[str, Any] | None = None) -> str:
-    """``lstm`` for the node ``lstm#0``."""
+    """Return the layer of a node: ``lstm`` for ``lstm#0``."""
     name = str(layer)
     return name if known is not None and name in known else name.partition("#")[0]
 
@@ -209,7 +209,7 @@ def _indexed(text: str, what: str, which: str, known: Catalogue) -> TensorName:
 
 
 def _weight_path(text: str, known: Catalogue) -> list[TensorName]:
-    """``layer/key``, ``pattern/key``, ``layer.key``: weights by their own names."""
+    """Resolve ``layer/key``, ``pattern/key`` or ``layer.key`` to weights."""
 
     def meant(layer: str, key: str) -> bool:
         return any(_matches(text, f"{name}{sep}{key}") for name in (layer, _short(layer)) for sep in "/.")
@@ -218,7 +218,7 @@ def _weight_path(text: str, known: Catalogue) -> list[TensorName]:
 
 
 def _layer_quantity(text: str, known: Catalogue) -> list[TensorName]:
-    """``layer.hidden``, ``layer.output``, ``layer.weights``; the layer may be a pattern."""
+    """Resolve ``layer.hidden``, ``layer.output`` or ``layer.weights``; the layer may be a pattern."""
     pattern, dot, what = text.rpartition(".")
     state = _state(what)
     if not dot or (state is None and what not in _SIMPLE):
@@ -235,12 +235,12 @@ def _layer_quantity(text: str, known: Catalogue) -> list[TensorName]:
 
 
 def _tensor(text: str, known: Catalogue) -> list[TensorName]:
-    """One tensor by the name that the framework has for it: what comes out of a place of its own."""
+    """Resolve the framework's name of a single tensor, with the name as its layer."""
     return [TensorName(text, "output", text)] if text in known.facts.tensors else []
 
 
 def _inner(layer: str, what: str, state: re.Match[str] | None, info: LayerInfo) -> TensorName:
-    """A state or the gates of a recurrent layer."""
+    """Return the name of a state or of the gates of a recurrent layer; raise if the cell has none such."""
     if state is None:
         if not cell_of_kind(info.cell).gates:
             raise LayerNotFoundError(
@@ -265,13 +265,13 @@ def _inner(layer: str, what: str, state: re.Match[str] | None, info: LayerInfo) 
 
 
 def _state(what: str) -> re.Match[str] | None:
-    """``hidden``, ``initial_cell``, ``final_state_1``: a state of any cell, at every step or at an end."""
+    """Match ``hidden``, ``initial_cell``, ``final_state_1``: a state of any cell, at every step or at an end."""
     states = dict.fromkeys(re.escape(state) for cell in kinds().values() for state in cell.states)
     return re.fullmatch(rf"(?P<when>initial_|final_)?(?P<state>hidden|{'|'.join(states)}|state_\d+)", what)
 
 
 def _layers(pattern: str, names: Iterable[str], text: str, known: Catalogue) -> list[str]:
-    """Layers that a name or pattern stands for: exact, one call of it (``lstm#0``), short, or by pattern."""
+    """Return the layers that match exactly, by one call (``lstm#0``), by the last part of the name, or by pattern."""
     names = list(names)
     if pattern in names or _uncalled(pattern, names) in names:
         return [pattern]
@@ -287,7 +287,7 @@ def _layers(pattern: str, names: Iterable[str], text: str, known: Catalogue) -> 
 
 
 def _uncalled(layer: str, names: Iterable[str]) -> str:
-    """``lstm`` for ``lstm#0``, the first of its calls."""
+    """Return ``lstm`` for ``lstm#0``, unless the name itself is in ``names``."""
     return layer if layer in names else layer.rpartition("#")[0]
 
 
@@ -300,12 +300,12 @@ def _weight(layer: str, key: str) -> TensorName:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Shell pattern with ``*`` and ``?`` only: brackets are part of torch names such as ``rnn[1]``."""
+    """Match a shell pattern with ``*`` and ``?`` only, as brackets are part of torch names such as ``rnn[1]``."""
     expression = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
     return re.fullmatch(expression, name) is not None
 
 
 def with_reduction(provenance: Mapping[str, str], adapter: Adapter, model: Any, loss: Any = None) -> Mapping[str, str]:
-    """Return the provenance, with ``loss_reduction`` where the loss has one."""
+    """Return the provenance, with ``loss_reduction`` added if the loss has one."""
     reduction = adapter.reduction(model, loss)
     return provenance if reduction is None else {**provenance, "loss_reduction": reduction}

@@ -35,7 +35,7 @@ from .names import TensorName
 
 
 def on_host(calls: Iterable[RecurrentCall]) -> list[RecurrentCall]:
-    """Calls in NumPy where they lie on the CPU; a cell that the framework runs is asked in tensors, step by step."""
+    """Convert CPU calls to NumPy; cells that the framework runs keep their tensors."""
     cells: dict[int, Cell] = {}
     found = []
     for call in calls:
@@ -66,7 +66,7 @@ def sweep(
     *,
     spend: bool = False,
 ) -> Adjoint:
-    """Total gradients of a call from direct ones.
+    """Compute total gradients of a call from direct ones, by a reverse sweep.
 
     Parameters
     ----------
@@ -89,14 +89,14 @@ def sweep(
 
 
 def weights_of(call: RecurrentCall, run: Replay, result: Adjoint, *, by_time: bool = False) -> Mapping[str, Array]:
-    """dL/dW of the call, summed over time or with a leading time axis."""
+    """Return dL/dW of the call, summed over time or with a leading time axis."""
     if call.cell.by_framework:
         return custom_weight_gradients(run, result, by_time=by_time)
     return weight_gradients(run, result, by_time=by_time)
 
 
 def replay_check(call: RecurrentCall, run: Replay) -> Check:
-    """Whether the replay gives what the framework returned, as far as rounding goes.
+    """Check that the replay equals the framework's output within the rounding bound.
 
     Where a gate keeps nearly all, 1 - z has few digits left, and so has what the step adds: then the sensitivity
     to one more rounding is looked at.
@@ -126,7 +126,7 @@ def weights_to_check(
 
 
 def weight_norms_by_time(run: Replay, result: Adjoint) -> dict[str, Array]:
-    """Frobenius norm of each timestep's contribution to dL/dW: (time, gate), of a weight without gates (time,).
+    """Return Frobenius norms of each step's contribution to dL/dW: (time, gate), or (time,) without gates.
 
     A few steps at a time, so that memory stays at a few copies of the weights.
     """
@@ -145,7 +145,7 @@ def weight_norms_by_time(run: Replay, result: Adjoint) -> dict[str, Array]:
 def _place_output(
     call: RecurrentCall, run: Replay, output_grad: Array | None
 ) -> tuple[list[Array | None], Array | None]:
-    """Gradient of the output to the state that it is, or to the steps' own outputs where it is none."""
+    """Distribute the output gradient to the output state, or to the output itself if it is no state."""
     states: list[Array | None] = [None] * len(run.states)
     if output_grad is None:
         return states, None
@@ -162,7 +162,7 @@ def _place_output(
 
 
 def _at_last_step(run: Replay, output_grad: Array) -> Array:
-    """(sample, unit) to (sample, time, unit): zero but at the step that the recurrence took last."""
+    """Expand (sample, unit) to (sample, time, unit), zero except at the last step of the recurrence."""
     *_, last = run.steps()
     shape = (output_grad.shape[0], run.input.shape[1], *output_grad.shape[1:])
     spread = run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, ...], shape))
@@ -189,7 +189,7 @@ class ReplayedCall:
         return Port(kind, self.call.layer, index, direction=direction)
 
     def above(self) -> list[Port]:
-        """Return the ports where gradients enter: the output, and the final states where the layer returns them."""
+        """Return the ports where gradients enter: the output, and the final states if the layer returns them."""
         states = range(len(self.call.final_state or ()))
         return [self.port("output"), *(self.port("final_state", i) for i in states)]
 
@@ -212,7 +212,7 @@ class ReplayedCall:
         return {self.port("output"): self.call.output_grad, **found}
 
     def sweep(self, states: Mapping[int, Array], arrived: Mapping[Port, Array | None]) -> Adjoint:
-        """Total gradients from cotangents put on states at every step and from what arrived at the upper boundary."""
+        """Compute total gradients from cotangents of states and from gradients at the upper ports."""
         states = _with_reads(states, {i: arrived.get(self.port("state_read", i)) for i in range(len(self.run.states))})
         output = arrived.get(self.port("output"))
         final = [arrived.get(self.port("final_state", i)) for i in range(len(self.run.states))]
@@ -229,7 +229,7 @@ class ReplayedCall:
         )
 
     def weight_gradients(self, swept: Adjoint, *, per_sample: bool = False) -> dict[str, Array]:
-        """dL/dW by the names of the cell's weights, summed over time, and over samples unless ``per_sample``."""
+        """Return dL/dW by the names of the cell's weights, summed over time, and over samples unless ``per_sample``."""
         if not per_sample:
             return {key: to_host(grad) for key, grad in weights_of(self.call, self.run, swept).items()}
         samples = [slice(n, n + 1) for n in range(int(self.run.input.shape[0]))]
@@ -238,7 +238,7 @@ class ReplayedCall:
 
 
 class ReplayedLayers:
-    """Replays of the recurrent calls of one forward pass, by layer name; the forward direction of a layer comes first.
+    """Replays of the recurrent calls of one forward pass by layer name; forward direction first.
 
     ``entangled``: differentiation must not be cut at them, see :class:`rnnlens.adapters.protocol.Capture`.
     """
@@ -253,7 +253,7 @@ class ReplayedLayers:
 
     @classmethod
     def look(cls, adapter: Adapter, model: Any, batch: Batch, layers: Iterable[str]) -> ReplayedLayers:
-        """Capture and replay the layers asked for; an empty look costs nothing."""
+        """Capture and replay the given layers; without layers the model is not run."""
         wanted = tuple(dict.fromkeys(layers))
         if not wanted:
             return cls({})
@@ -273,7 +273,7 @@ class ReplayedLayers:
         return cls(replayed_calls, entangled, chain)
 
     def perturbed(self) -> ReplayedLayers:
-        """Return replays in which every number inside the layers is off by one rounding."""
+        """Return replays in which every value inside the layers is perturbed by one rounding."""
         replayed_calls = {
             name: [ReplayedCall(one.call, perturbed(one.run)) for one in both]
             for name, both in self.replayed_calls.items()
@@ -281,7 +281,7 @@ class ReplayedLayers:
         return ReplayedLayers(replayed_calls, self.entangled, self.chain)
 
     def is_stepwise(self, name: TensorName) -> bool:
-        """Whether the framework reaches a tensor of a recurrence: its layer is a cell that the user's loop calls."""
+        """Return whether a tensor belongs to a cell called step by step, so that the framework has it."""
         if name.what not in ("state", "final_state", "initial_state", "input") or name.layer is None:
             return False
         return name.layer in self.replayed_calls and all(
@@ -305,18 +305,18 @@ class ReplayedLayers:
         raise LayerNotFoundError(message(f"Layer {name!r} was not called in this forward pass."))
 
     def masks(self) -> dict[str, Array]:
-        """Masks by layer, of those that have one."""
+        """Return the masks by layer, of the layers that have one."""
         found = {name: replayed_calls[0].run.mask for name, replayed_calls in self.replayed_calls.items()}
         return {name: to_host(mask) for name, mask in found.items() if mask is not None}
 
     def value(self, name: TensorName) -> Array:
-        """States of a layer, with a direction axis for a bidirectional one."""
+        """Return a state of a layer, with a direction axis for a bidirectional layer."""
         return _join(
             [_pick(replayed, replayed.run.states[name.index], name) for replayed in self.layer(name.layer)], name
         )
 
     def on_states(self, name: TensorName, cotangent: Array) -> list[dict[int, Array]]:
-        """Return a cotangent of ``value(name)`` as one array of all steps by state, for each direction."""
+        """Return, for each direction, the cotangent of ``value(name)`` over all steps, by state index."""
         replayed_calls = self.layer(name.layer)
         axis = 2 if name.what == "state" else 1
         parts = (
@@ -329,7 +329,7 @@ class ReplayedLayers:
         ]
 
     def gradient(self, name: TensorName, swept: Sequence[Adjoint]) -> Array:
-        """Pick the gradient of a tensor inside a layer from the finished sweeps of its replayed_calls."""
+        """Return the gradient of a tensor inside a layer from its finished sweeps."""
         pairs = list(zip(self.layer(name.layer), swept, strict=True))
         if name.what == "input":
             return np.sum([to_host(result.input_grad) for result in swept], axis=0)
@@ -337,7 +337,7 @@ class ReplayedLayers:
 
 
 def _with_reads(states: Mapping[int, Array], reads: Mapping[int, Array | None]) -> dict[int, Array]:
-    """Cotangents of states by index, and what arrived where the user's code got hold of them."""
+    """Add gradients of states that the user's code reads to the cotangents by state."""
     found = dict(states)
     for index, grad in reads.items():
         if grad is not None:
@@ -346,7 +346,7 @@ def _with_reads(states: Mapping[int, Array], reads: Mapping[int, Array | None]) 
 
 
 def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ...]) -> dict[str, Array]:
-    """Outputs of layers by node, without any loss; a layer that does not run is left out."""
+    """Return the outputs of layers by node, without a loss; layers that do not run are left out."""
     request = CaptureRequest(layers, inputs=False, gradients=False, weight_grads=False)
     quiet = replace(batch, y=None, loss=None, sample_weight=None, class_weight=None)
     try:
@@ -359,7 +359,7 @@ def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ..
 
 
 def runs(adapter: Adapter, model: Any, batch: Batch, layer: str) -> bool:
-    """Whether a layer is called in a forward pass."""
+    """Return whether a layer is called in a forward pass."""
     return any(node.partition("#")[0] == layer for node in outputs_of(adapter, model, batch, (layer,)))
 
 
@@ -380,7 +380,7 @@ def _pick(replayed: ReplayedCall, states: Array, name: TensorName) -> Array:
 
 
 def _placed(replayed: ReplayedCall, cotangent: Array, name: TensorName) -> Array:
-    """Place a cotangent of the last state among zeros for all other steps."""
+    """Expand a cotangent of the last state to all steps, zero at the others."""
     if name.what == "state":
         return cotangent
     whole = np.zeros(tuple(replayed.run.states[name.index].shape), dtype=cotangent.dtype)

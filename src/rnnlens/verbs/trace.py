@@ -1,4 +1,4 @@
-"""``rl.trace``: what each recurrent layer does at every step, and what the loss says of it."""
+"""``rl.trace``: states, gates and gradients of each recurrent layer at every step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def trace(
     seed: int | None = 0,
     axes: Mapping[str, Any] | None = None,
 ) -> Trace:
-    """Trace a model on one batch: activations, gates, states, and the direct and total gradient of every timestep.
+    """Trace a model on one batch: activations, gates, states, and direct and total gradients at every timestep.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def trace(
 
 
 def _perturbed(made_of: Callable[..., Any], capture: Capture) -> ReplayedValues:
-    """Compute the compared values once more, from replays that are off by one rounding."""
+    """Compute the compared values again, from replays perturbed by one rounding."""
     ours = ReplayedValues(capture)
     made_of(ours, replayed=lambda call: perturbed(Replay.from_call(call)))
     return ours

@@ -1,4 +1,4 @@
-"""Calls take turns, and none is made where it would wait for ever.
+"""A lock for calls of rnnlens: one runs at a time, and none in a forked process where it would hang.
 
 A call runs the user's model in a mode of ours, listens to its layers, and puts back what was there before: flags,
 attributes, process-wide random generators. Two calls at once would put back each other's changes, also where their
@@ -29,7 +29,7 @@ _lost: set[str] = set()
 
 
 def in_turn(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a verb, whose first argument is the model, run while no other does."""
+    """Decorate a function of a model so that only one decorated call runs at a time."""
 
     @functools.wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -21,7 +21,7 @@ from .recurrent_layers import on_host, sweep, weight_norms_by_time, weights_of
 
 
 class WeightSum:
-    """Per-step weight gradients summed over time and over all calls that share the weights, against the framework's."""
+    """Weight gradients summed over time and over calls that share the weights, to compare with the framework's."""
 
     def __init__(self, call: RecurrentCall, reference: Mapping[str, Array]) -> None:
         self.layer, self.reference, self.steps = call.layer.partition("#")[0], reference, 0
@@ -30,14 +30,14 @@ class WeightSum:
         self.scale = 0.0
 
     def add(self, grads: Mapping[str, Array], steps: int, scale: float) -> None:
-        """Add what one call contributed, and what rounding in it goes by (:class:`rounding.Rounding`)."""
+        """Add the weight gradients of one call, and their rounding scale (:class:`rounding.Rounding`)."""
         self.steps += steps
         self.scale = math.hypot(self.scale, scale)
         for name, grad in grads.items():
             self.total[name] = self.total[name] + grad if name in self.total else grad
 
     def check(self) -> Check:
-        """Compare with the framework's dL/dW."""
+        """Compare the sums with the framework's dL/dW."""
         return weight_sum_check(
             self.layer, self.total, self.reference, steps=self.steps, dtype=self.dtype, scale=self.scale
         )
@@ -45,7 +45,7 @@ class WeightSum:
 
 @dataclass
 class FoundGradients:
-    """Gradients by layer.
+    """Weight gradients by layer.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ def find_gradients(
     *,
     by_time: bool | str,
 ) -> FoundGradients:
-    """Differentiate the loss by all weights, those of recurrent layers step by step where ``by_time`` says so."""
+    """Differentiate the loss by all weights; ``by_time`` gives each step's part for recurrent layers."""
     found = FoundGradients()
     recurrent = {name for name, layer in weights.items() if layer.cells}
     if recurrent:
@@ -140,7 +140,7 @@ def _by_framework(
 
 
 def _of_layer(calls: Iterable[RecurrentCall], name: str, by_time: bool | str) -> list[RecurrentCall]:
-    """Return the calls of a layer and of layers tied to it: dL/dW is over all that share W.
+    """Return the calls of a layer and of layers tied to it, since dL/dW sums over all that share W.
 
     By time a layer has its own steps only, and no sum to be held against.
     """
@@ -158,7 +158,7 @@ def _of_layer(calls: Iterable[RecurrentCall], name: str, by_time: bool | str) ->
 def _recurrent_gradients(
     calls: Sequence[RecurrentCall], by_time: bool | str
 ) -> tuple[dict[str, dict[str, Any]], list[WeightSum]]:
-    """Gradients per direction, summed over the calls of a layer; and their sums, to be held against the framework's.
+    """Return gradients per direction, summed over the calls of a layer, and the sums to check.
 
     By time: calls of one layer are summed step by step. Those that the user's own loop makes follow each other instead.
     """
@@ -182,7 +182,7 @@ def _recurrent_gradients(
 
 
 def _of_call(call: RecurrentCall, by_time: bool | str, sums: dict[str, WeightSum]) -> Mapping[str, Any]:
-    """Return the weight gradients of one call; ``sums`` collects, by direction, those compared with dL/dW."""
+    """Return the weight gradients of one call; add those compared with dL/dW to ``sums`` by direction."""
     run = Replay.from_call(call)
     result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad)
     whole = weights_of(call, run, result)
@@ -197,7 +197,7 @@ def _of_call(call: RecurrentCall, by_time: bool | str, sums: dict[str, WeightSum
 
 
 def _must_align(calls: Sequence[RecurrentCall], by_time: bool | str) -> None:
-    """Refuse calls that have no steps in common, and norms of what several calls do at one step."""
+    """Raise for calls of different lengths, and for norms by step of a layer called several times."""
     whole = [call for call in calls if not call.stepwise]
     several = len(whole) > len({call.direction for call in whole})
     lengths = sorted({int(call.input.shape[1]) for call in whole})

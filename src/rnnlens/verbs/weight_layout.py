@@ -1,4 +1,4 @@
-"""Weights under the names and axes of results: gates split, directions stacked, two biases in one array separated.
+"""Weights under the names and axes of results: gates split, directions stacked, shared bias arrays separated.
 
 Weights of a known cell get the dimensions of the cell, as ``kernel (feature, gate, unit)`` and ``bias (gate, unit)``,
 with ``direction`` first for a bidirectional layer. Weights of any other layer keep their name and shape.
@@ -23,7 +23,7 @@ from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Where a weight of ours lies in the adapter's list: its key, and which row of it where two share an array."""
+    """Location of a weight among the adapter's: its key, direction, and row if two weights share an array."""
 
     key: str
     direction: str | None = None
@@ -31,7 +31,7 @@ class WeightSource:
 
 
 def sources(weights: LayerWeights) -> dict[str, list[WeightSource]]:
-    """For each weight as we show it, the adapter's weights that it is made of: one per direction.
+    """Return, for each weight of a result, the adapter's weights that it consists of: one per direction.
 
     >>> sources(LayerWeights({"gamma": 0, "beta": 0}, {}))["beta"]
     [WeightSource(key='beta', direction=None, row=None)]
@@ -55,7 +55,7 @@ def sources(weights: LayerWeights) -> dict[str, list[WeightSource]]:
 
 
 def dims_of_weight(key: str, weights: LayerWeights, rank: int) -> tuple[str, ...]:
-    """Names of the axes of a weight as shown: words for weights of a cell, positions for every other layer."""
+    """Return the axis names of a weight in results: names for known cells, positions for other layers."""
     found = sources(weights)[key]
     if found[0].direction is not None:
         return ((DIRECTION,) if len(found) > 1 else ()) + weights.cells[found[0].direction].parameters[key].dims
@@ -66,7 +66,7 @@ def dims_of_weight(key: str, weights: LayerWeights, rank: int) -> tuple[str, ...
 def assemble(
     parts: Sequence[Array], found: Sequence[WeightSource], key: str, weights: LayerWeights, lead: int
 ) -> Array:
-    """One array as we show it from the adapter's, each with ``lead`` leading axes before the weight's own.
+    """Assemble one weight of a result from the adapter's arrays, each with ``lead`` leading axes.
 
     Gates get an axis of their own; directions are stacked in front of the weight's own axes.
     """
@@ -83,14 +83,14 @@ def assemble(
 
 
 def _direction(key: str, directions: Sequence[str]) -> str:
-    """Return the direction that a key belongs to; the only one there is, for a layer that runs one way."""
+    """Return the direction of a weight key; the only one of a unidirectional layer."""
     if len(directions) == 1:
         return directions[0]
     return "backward" if "backward" in key.partition("/")[0] else "forward"
 
 
 def _holds_both(weights: LayerWeights, cell: Cell) -> bool:
-    """Whether input and recurrent bias share one array, (2, gate * unit)."""
+    """Return whether input and recurrent bias share one array, (2, gate * unit)."""
     separate: Any = any(key.rpartition("/")[2] == "recurrent_bias" for key in weights.values)
     return "recurrent_bias" in cell.weights() and not separate
 
@@ -99,7 +99,7 @@ Values = np.ndarray[Any, Any]
 
 
 class LabelledWeight(NamedTuple):
-    """Values with dimension names, words, and names of gates."""
+    """Values with dimension names, descriptive texts, and the kind of cell."""
 
     values: Values
     dims: tuple[str, ...]
@@ -114,7 +114,7 @@ def label_cell(
     suffix: str = "",
     by_time: bool | str = False,
 ) -> dict[str, LabelledWeight]:
-    """Weights or gradients of a cell with named weights, per direction: gates split, directions stacked."""
+    """Label the weights or gradients of a known cell per direction: gates split, directions stacked."""
     cell = next(iter(cells.values()))
     order = [direction for direction in (FORWARD, BACKWARD) if direction in by_direction]
     labelled = {}
@@ -132,7 +132,7 @@ def label_cell(
 
 
 def label_plain(values: Mapping[str, Any]) -> dict[str, LabelledWeight]:
-    """Weights of a layer that is not recurrent: axes by position, the last one the units."""
+    """Label the weights of a non-recurrent layer: axes by position."""
     labelled = {}
     for name, array in values.items():
         array = to_host(array)
@@ -149,7 +149,7 @@ def label_plain(values: Mapping[str, Any]) -> dict[str, LabelledWeight]:
 
 
 def node_dataset(name: str, variables: Mapping[str, LabelledWeight], provenance: Mapping[str, str]) -> xr.Dataset:
-    """All variables of one layer, and per gate and direction the counts of NaN and infinite values."""
+    """Return all variables of one layer, with the counts of NaN and infinite values per gate and direction."""
     common = {"layer": name, "provenance": provenance_line(provenance)}
     data: dict[str, xr.Variable] = {}
     for key, entry in variables.items():

@@ -89,7 +89,7 @@ def weights(
     training: bool = False,
     seed: int | None = 0,
 ) -> Weights:
-    """Weights of every layer; recurrent ones split by gate and direction. With data, also their gradients.
+    """Return the weights of every layer; recurrent ones split by gate and direction. With data, also their gradients.
 
     Parameters
     ----------
@@ -156,7 +156,7 @@ def weights(
 def _labelled_gradients(
     found: FoundGradients, weights: Mapping[str, LayerWeights], by_time: bool | str
 ) -> dict[str, dict[str, LabelledWeight]]:
-    """Gradients by layer, laid out as the weights are."""
+    """Return the gradients by layer, in the layout of the weights."""
     labelled = {
         name: label_cell(gradients, weights[name].cells, suffix="_grad", by_time=by_time)
         for name, gradients in found.recurrent.items()
@@ -216,7 +216,7 @@ def weight_norms(
     history: xr.Dataset | None = None,
     step: int | None = None,
 ) -> xr.Dataset:
-    """Norms of all weights as one row of a history.
+    """Return the norms of all weights as one row of a history.
 
     Parameters
     ----------

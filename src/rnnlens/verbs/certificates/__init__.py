@@ -1,1 +1,1 @@
-"""Certificates of results: a claim of each verb, compared with a reference run of the user's own model."""
+"""Certificates: a quantity of each result, compared with a reference run of the user's own model."""

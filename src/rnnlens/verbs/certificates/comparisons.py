@@ -37,7 +37,7 @@ Attempt = Callable[[], tuple[ReferenceRun | None, str]]
 
 
 def attempt(run: Callable[[], T]) -> tuple[T | None, str]:
-    """Return a reference run, or the reason why there is none."""
+    """Call ``run``; return its result and "", or None and the reason for the failure."""
     try:
         return run(), ""
     except CertificateError as reason:
@@ -56,7 +56,7 @@ def _raised(error: Exception) -> str:
 
 
 def steadied(failed: Certificate, adapter: Adapter, model: Any, batch: Batch, first: ReferenceRun) -> Certificate:
-    """Return a failed certificate, or "could not" where the reference run is random or chaotic itself."""
+    """Return a failed certificate, or "could not" if the reference run itself is random or chaotic."""
     again = _rerun_difference(adapter, model, batch, first)
     if again > 1e-6:
         return _could_not(failed, "the model, run plainly twice, does not give the same numbers")
@@ -78,7 +78,7 @@ def _could_not(failed: Certificate, why: str) -> Certificate:
 
 
 def _rerun_difference(adapter: Adapter, model: Any, batch: Batch, first: ReferenceRun) -> float:
-    """How far outputs and loss of another plain run are from those of the first, relatively; 0 where one has none."""
+    """Return the relative difference between outputs and loss of a repeated reference run and the first one."""
     again, _ = attempt(lambda: adapter.reference_run(model, batch, gradients=False))
     if again is None:
         return 0.0
@@ -90,7 +90,7 @@ def _rerun_difference(adapter: Adapter, model: Any, batch: Batch, first: Referen
 
 
 def _perturbed_leaf(leaf: Any, unit: float) -> Any:
-    """Numbers that are off by one rounding, up or down; whole numbers and packed sequences stay."""
+    """Perturb each float by one rounding, up or down; integers and packed sequences stay unchanged."""
     if data.is_packed(leaf) or to_host(leaf).dtype.kind != "f":
         return leaf
     values: Any = to_host(leaf)
@@ -107,7 +107,10 @@ _seen: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
 def wanted(model: Any, verb: str, batch: Batch, *what: Any) -> bool:
-    """Whether ``rl.options(certify=...)`` asks for a certificate of this call, a question of its own by ``what``."""
+    """Return whether ``rl.options(certify=...)`` requires a certificate of this call.
+
+    ``what`` extends the key of "first".
+    """
     how = current().certify
     if how == "auto":
         how = "first" if verb == "jacobian" else "always"
@@ -123,7 +126,7 @@ def wanted(model: Any, verb: str, batch: Batch, *what: Any) -> bool:
 
 
 class BoundaryGradients(NamedTuple):
-    """Gradients at the boundary of a call, ours and the framework's, and the scale of rounding in them."""
+    """Pairs of gradients (rnnlens, framework) at the boundary of a call, and the scale of their rounding."""
 
     comparison: str
     layer: str
@@ -133,7 +136,7 @@ class BoundaryGradients(NamedTuple):
 
 @dataclass
 class ReplayedValues:
-    """Numbers of ours to be compared.
+    """Values computed by rnnlens, to be compared with a reference run.
 
     ``weights`` by (layer, direction or None, name): kernels as random combinations of their rows where ``probed``;
     ``scales`` by layer is what rounding in them goes by (:class:`rounding.Rounding`).
@@ -150,7 +153,7 @@ class ReplayedValues:
     dtype: str = ""
 
     def add_weights(self, call: RecurrentCall, sums: Mapping[str, Array], scale: float) -> None:
-        """Add what one call contributed to its weights; they are incomplete where another call that has them is out."""
+        """Add the weight gradients of one call; mark them incomplete if the call has no framework gradients."""
         layer = call.layer.partition("#")[0]
         self.scales[layer] = math.hypot(self.scales.get(layer, 0.0), scale)
         for name, array in sums.items():
@@ -164,7 +167,7 @@ class ReplayedValues:
             self.weights[key] = self.weights[key] + to_host(array) if key in self.weights else to_host(array)
 
     def beside(self, perturbed: ReplayedValues) -> ReplayedValues:
-        """The same numbers; what rounding in them goes by is at least as much as one more rounding changed them."""
+        """Return a copy with rounding scales at least as large as the effect of one more rounding."""
         unit, scales = epsilon(self.dtype), dict(self.scales)
         for key, array in self.weights.items():
             scales[key[0]] = max(scales.get(key[0], 0.0), _apart(array, perturbed.weights[key]) / unit)
@@ -176,7 +179,7 @@ class ReplayedValues:
 
 
 class Comparisons:
-    """One comparison after the other, with the bound that rounding explains."""
+    """A list of comparisons, each with a bound on the mismatch that rounding explains."""
 
     def __init__(self, steps: int, dtype: str) -> None:
         self.checks: list[Check] = []
@@ -185,7 +188,7 @@ class Comparisons:
 
     @np.errstate(invalid="ignore")  # infinity less infinity
     def compare(self, name: str, layer: str, pairs: Iterable[tuple[Any, Any]], *, scale: float = 0.0) -> None:
-        """Arrays of ours and the framework's: the worst of them, relative to the largest of all, or to ``scale``.
+        """Add a comparison of pairs of arrays: their largest difference, relative to the largest value or ``scale``.
 
         Where rounding in numbers of that scale is as large as all that is there, agreement proves nothing: that is left
         out by name. What differs by more is a fault all the same.
@@ -207,7 +210,7 @@ class Comparisons:
             self.checks.append(check)
 
     def certificate(self, against: str, more: Iterable[Check] = (), **words: Any) -> Certificate:
-        """All comparisons together, with ``words`` as in :meth:`Certificate.of`."""
+        """Return the certificate of all comparisons, with ``words`` as in :meth:`Certificate.of`."""
         if self.left_out and not self.checks:
             return Certificate("could not", against, why=", ".join(self.left_out))
         words["uncertified"] = (*words.get("uncertified", ()), *self.left_out)
@@ -216,7 +219,7 @@ class Comparisons:
 
 @contextmanager
 def plainly(adapter: Adapter, model: Any, batch: Batch, ours: ReplayedValues | None) -> Iterator[Attempt]:
-    """Start the reference run beside the replay, where the adapter has it in two parts.
+    """Start the reference run in a thread beside the replay, if the adapter can prepare it separately.
 
     Not before, so that no memory is taken for two runs at once. Nothing is run where nothing is to be compared.
     """
@@ -235,7 +238,7 @@ def plainly(adapter: Adapter, model: Any, batch: Batch, ours: ReplayedValues | N
 
 
 def _as_captured(batch: Batch, capture: Capture) -> Batch:
-    """Return the batch, without targets and weights where the capture has no loss."""
+    """Return the batch, without targets and weights if the capture has no loss."""
     if capture.loss is not None:
         return batch
     return replace(batch, y=None, loss=None, sample_weight=None, class_weight=None)
@@ -254,7 +257,7 @@ def certify(
     perturbed: Callable[[], ReplayedValues],
     **words: Any,
 ) -> Certificate:
-    """Compare with the plain run; where the framework itself gives another answer each time, say so.
+    """Compare replayed values with the reference run; return "could not" if that run is not reproducible itself.
 
     ``perturbed`` makes our numbers once more, off by one rounding, for what sizes do not explain; ``words`` as in
     :meth:`Certificate.of`. Without numbers of ours there is no certificate.
@@ -310,14 +313,14 @@ def compared(
 
 
 def outputs_of(tree: Any) -> list[Any]:
-    """Leaves of what a model returned; a packed sequence counts by its data."""
+    """Return the leaves of a nested output; of a packed sequence its data."""
     return [getattr(leaf, "data", leaf) if hasattr(leaf, "batch_sizes") else leaf for leaf in data.leaves_of(tree)]
 
 
 def _compare_weights(
     comparisons: Comparisons, adapter: Adapter, model: Any, ours: ReplayedValues, run: ReferenceRun
 ) -> None:
-    """Our sums over time against the framework's dL/dW less what came beside the layers; the rest as captured."""
+    """Compare weight gradients with the framework's, minus the framework's gradient along other paths."""
     beside, whole = ours.capture.beside, ours.capture.whole
     by_place: dict[tuple[str, str], list[Any]] = {}
     for key, array in ours.weights.items():
@@ -352,7 +355,7 @@ def _compare_weights(
 
 
 def probed(whole: Array) -> Array:
-    """A kernel of a known cell as the random combinations of its rows that ours comes as."""
+    """Return random combinations of a kernel's rows, the same as for replayed weight gradients."""
     how = affine.Contraction(probes=PROBES)
     return np.asarray(affine.probe_rows(whole.shape[0], whole, how) @ whole)
 
@@ -368,12 +371,12 @@ def _either(*arrays: Any) -> bool:
 
 
 def _flags(leaf: Any) -> bool:
-    """Whether an input says yes or no: what the model does with it where it says yes is not followed in states."""
+    """Return whether an input has only the values 0 and 1. Its gradient is then not compared."""
     return bool(np.all(np.isin(to_host(leaf), (0, 1))))
 
 
 def filled(one: Any, other: Any) -> tuple[Any, Any]:
-    """Two gradients, with zeros for one that does not exist."""
+    """Return both gradients, with zeros for a missing one."""
     if one is None:
         return np.zeros_like(to_host(other)), other
     return one, np.zeros_like(to_host(one)) if other is None else other
@@ -391,7 +394,7 @@ def _largest(array: Array) -> float:
 
 @np.errstate(invalid="ignore")
 def _apart(one: Array, other: Array) -> float:
-    """Return the largest finite difference."""
+    """Return the largest finite difference of two arrays."""
     difference = np.abs(_array(one) - _array(other))
     return float(np.max(difference, where=np.isfinite(difference), initial=0.0))
 

@@ -30,7 +30,7 @@ GRADIENT = "plain gradient"
 
 
 def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGradients) -> Certificate:
-    """Compare what was asked for, and what it rests on, with one vector-Jacobian product of the plain run."""
+    """Compare the requested gradients of one batch with one vector-Jacobian product of a reference run."""
     engine = request.adapter.engine
     why = _out_of_reach(request, part)
     if why:
@@ -68,7 +68,7 @@ def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGra
 
 
 def _out_of_reach(request: GradientRequest, part: BatchTarget) -> str:
-    """Return why gradients cannot be compared with a reference run; "" where they can."""
+    """Return why gradients cannot be compared with a reference run; "" if they can."""
     if request.cotangents is not None and request.with_loss:
         return "the loss of several batches includes what the model itself adds"
     if not request.of_loss and any(leaf.layer is not None or leaf.what != "output" for leaf in request.leaves):
@@ -79,7 +79,7 @@ def _out_of_reach(request: GradientRequest, part: BatchTarget) -> str:
 
 
 def _without_a_share(request: GradientRequest, part: BatchTarget) -> str:
-    """Why shares of samples do not sum to the gradient of the batch: the loss is more than a function of outputs."""
+    """Return why gradients by sample do not sum to that of the batch; "" if the loss depends on outputs alone."""
     if not (request.of_loss and part.target.per_sample):
         return ""
     bare = replace(part.batch, y=None, sample_weight=None, class_weight=None, loss=None)
@@ -93,7 +93,7 @@ def _without_a_share(request: GradientRequest, part: BatchTarget) -> str:
 def _evaluated(
     request: GradientRequest, part: BatchTarget, outside: BatchAxes, outputs: Sequence[Array]
 ) -> tuple[list[Array], list[Array | None]]:
-    """The target of these outputs, and its cotangent for each of them."""
+    """Return the value of the target for these outputs, and one cotangent for each output."""
     found: list[Array | None] = [None] * len(outputs)
     value: Array = np.zeros(())
     cotangents: Sequence[Array]
@@ -118,7 +118,7 @@ def _compare_named(
     run: ReferenceRun,
     leaves: Sequence[Any],
 ) -> list[str]:
-    """Inputs and weights, by their names; what of them was compared. A packed input has no shape of ours."""
+    """Compare gradients of inputs and weights by name; return the names compared. Packed inputs are skipped."""
     certified: list[str] = []
     inputs = [name for name in request.wrt if name.what == "input" and name.layer is None]
     for name in inputs:
@@ -142,7 +142,7 @@ def _compare_named(
 
 
 def _leaf_of(name: TensorName, run: ReferenceRun) -> int | None:
-    """Return the leaf of x behind a name: by its key where x has keys."""
+    """Return the index of the leaf of x behind a name: by its key if x has keys; None if there is none."""
     key = name.text.partition("[")[2].rstrip("]")
     if run.input_names and key:
         return run.input_names.index(key) if key in run.input_names else None
@@ -158,7 +158,7 @@ def named_pairs(
     dims: Sequence[str] | None,
     beside: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[Any, Any]]:
-    """The gradient of one weight as it is labelled, and the framework's, for each direction.
+    """Yield the labelled gradient of one weight and the framework's, for each direction.
 
     Samples and steps are summed over. Without a gradient of ours there must be none of the framework's.
     """
@@ -194,7 +194,7 @@ def _summed(array: Array, dims: list[str]) -> tuple[Array, list[str]]:
 def _compare_swept(
     comparisons: Comparisons, request: GradientRequest, answer: BatchGradients, run: ReferenceRun, regularised: bool
 ) -> list[str]:
-    """The weight gradients of the same sweeps that states and gates were taken from; what rests on them."""
+    """Compare weight gradients of the sweeps that gave states and gates; return the names that rest on them."""
     known = request.known
     for layer, replayed_calls in answer.swept.items():
         base = uncalled(layer, known.recurrent)
@@ -224,7 +224,7 @@ def _compare_swept(
 
 
 def _steps(answer: BatchGradients) -> int:
-    """Return the largest number of steps of any array."""
+    """Return the largest number of steps of any array, at least 64."""
     pairs = [(answer.dims[name], grad.shape) for name, grad in answer.gradients.items() if grad is not None]
     lengths: list[int] = [shape[dims.index(TIME)] for dims, shape in pairs if TIME in dims]
     lengths += [
@@ -250,7 +250,7 @@ def certify_weights(
     datasets: Mapping[str, xr.Dataset],
     gradients: FoundGradients,
 ) -> Certificate:
-    """Compare every gradient that has a number of its own; norms of single steps rest on their sum."""
+    """Compare the weight gradients in ``datasets`` with a reference run; norms of single steps are not compared."""
     engine, capture, loss = adapter.engine, gradients.capture, gradients.loss
     run, why = attempt(lambda: adapter.reference_run(model, batch))
     if run is None:
@@ -285,7 +285,7 @@ def certify_weights(
 
 
 def _key(name: str, weights: LayerWeights) -> str | None:
-    """The weight whose gradient a variable is; None for anything else."""
+    """Return the weight key of a gradient variable's name; None for any other variable."""
     if not name.endswith("_grad") or name == "bias_total_grad":
         return None
     stem = name.removesuffix("_grad")
@@ -293,7 +293,7 @@ def _key(name: str, weights: LayerWeights) -> str | None:
 
 
 def _in_our_order(variable: xr.DataArray, weights: LayerWeights) -> tuple[Array, tuple[str, ...]]:
-    """Values with gates in the order of the cell, by their labels."""
+    """Return values with gates in the order of the cell, selected by label, and the dimension names."""
     if GATE in variable.dims and variable[GATE].dtype.kind in "UO":
         variable = variable.sel({GATE: list(next(iter(weights.cells.values())).gates)})
     return np.asarray(variable.values), tuple(map(str, variable.dims))

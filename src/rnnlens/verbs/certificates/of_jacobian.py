@@ -43,7 +43,7 @@ MEASURE = "bound of the measure"
 
 @dataclass(frozen=True)
 class JacobianClaim:
-    """One cotangent of the upper end, and what it becomes at the lower one.
+    """A cotangent at the Jacobian's output end, and its product with the Jacobian at the input end.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class JacobianClaim:
 
 @np.errstate(over="ignore", invalid="ignore")
 def taken_from(plan: JacobianPlan, jacobian: xr.DataArray) -> JacobianClaim:
-    """Return the claim of a Jacobian that is linear in its rows."""
+    """Multiply a finished Jacobian by random signs; it must be linear in its rows."""
     signs = _signs(plan)
     bare = jacobian.drop_vars(list(jacobian.coords))
     return JacobianClaim(plan.ends, _on_units(signs, plan.ends), _contracted(bare, signs), _spread(bare))
@@ -79,7 +79,7 @@ def taken_from(plan: JacobianPlan, jacobian: xr.DataArray) -> JacobianClaim:
 
 @np.errstate(over="ignore", invalid="ignore")
 def pushed_through(plan: JacobianPlan, jacobian: xr.DataArray | None, memory: int, dtype: str) -> JacobianClaim:
-    """The claim of a Jacobian that was measured: random signs go the way that its rows went; held against it if given.
+    """Sweep random signs through the plan of a measured Jacobian; check the measured values against them if given.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def pushed_through(plan: JacobianPlan, jacobian: xr.DataArray | None, memory: in
 
 
 def _probed_steps(plan: JacobianPlan, memory: int) -> list[int]:
-    """Places of output steps, among those asked for, at which a probe starts: as many as fit."""
+    """Return the indices, among the requested output steps, at which probes start: as many as fit into memory."""
     ends = plan.ends
     each = plan.network.samples * ends.in_count * ends.wrt.size * plan.dtype.itemsize
     count = max(1, min(ends.groups, PROBED_STEPS, memory // max(1, each)))
@@ -110,7 +110,7 @@ def _probed_steps(plan: JacobianPlan, memory: int) -> list[int]:
 
 
 def _random_rows(plan: JacobianPlan, chosen: list[int]) -> np.ndarray[Any, Any]:
-    """One combination of the rows asked for, by random signs, at each chosen step: (sample, time, 1, unit)."""
+    """Return a random-sign combination of the requested rows at each chosen step: (sample, time, 1, unit)."""
     ends, samples = plan.ends, plan.network.samples
     rows = np.eye(ends.of.size) if ends.projection is None else ends.projection[0, 0]
     signs = 2.0 * np.random.default_rng(0).integers(0, 2, size=(samples, len(chosen), len(rows))) - 1.0
@@ -123,7 +123,7 @@ def _random_rows(plan: JacobianPlan, chosen: list[int]) -> np.ndarray[Any, Any]:
 def _bound(
     plan: JacobianPlan, jacobian: xr.DataArray, rows: xr.DataArray, chosen: list[int], dtype: str
 ) -> tuple[Check, ...]:
-    """No combination of so many rows by signs is longer than the largest singular value times the root of their number.
+    """Check that no probe exceeds the measured norm times the square root of the number of rows.
 
     With a single row it is as long as the measured number itself.
     """
@@ -146,7 +146,7 @@ def _bound(
 
 
 def _signs(plan: JacobianPlan) -> xr.DataArray:
-    """One random sign for every row of the Jacobian, the same for all samples where it is averaged over them."""
+    """Draw one random sign for every row; all samples share it if the Jacobian is averaged over them."""
     ends, samples = plan.ends, plan.network.samples
     sizes = {SAMPLE: 1 if ends.average else samples}
     sizes |= {} if ends.out_times is None else {OUT_TIME: ends.groups}
@@ -158,7 +158,7 @@ def _signs(plan: JacobianPlan) -> xr.DataArray:
 
 
 def _on_units(signs: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
-    """Cotangents of the output's units from those of the rows, which may be combinations of units."""
+    """Return cotangents of the output units from those of the rows, which may be combinations of units."""
     renamed = signs.rename({OUT_UNIT: UNIT, **({OUT_TIME: TIME} if OUT_TIME in signs.dims else {})})
     if ends.weights is None:
         return renamed
@@ -168,7 +168,7 @@ def _on_units(signs: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
 
 
 def _contracted(jacobian: xr.DataArray, signs: xr.DataArray) -> xr.DataArray:
-    """u^T J by the names of the axes."""
+    """Return u^T J, contracted by the names of the axes."""
     if SAMPLE not in jacobian.dims:
         signs = signs.isel({SAMPLE: 0})
     if OUT_UNIT not in jacobian.dims:
@@ -193,7 +193,7 @@ _MEASURED = {"norm": "norms", "spectral": "largest singular values", "abs_mean":
 
 @dataclass(frozen=True)
 class WholeModelClaim:
-    """The claim of d output / d input, through the recurrences of a Jacobian between ends inside the model."""
+    """Claim on d output / d input, through the recurrences of a Jacobian between ends inside the model."""
 
     request: JacobianRequest
     plan: JacobianPlan
@@ -203,7 +203,7 @@ class WholeModelClaim:
 def claim_of(
     request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray
 ) -> JacobianClaim | WholeModelClaim | Certificate:
-    """Return what a finished Jacobian implies for a reference run, while its network is open; or why nothing."""
+    """Return a claim on a finished Jacobian for a reference run, or the certificate that says why there is none."""
     options = request.options
     if options.out is not None:
         return Certificate("could not", why="it was written piece by piece, and is not read back")
@@ -222,7 +222,7 @@ def claim_of(
 
 
 def _why_not(request: JacobianRequest, plan: JacobianPlan) -> str:
-    """Return why a Jacobian cannot be compared with a reference run; "" where it can."""
+    """Return why a Jacobian cannot be compared with a reference run; "" if it can."""
     if any(data.is_packed(leaf) for leaf in data.leaves_of(request.batch.x)):
         return "a packed input has its steps in another order than the result"
     if request.options.rtol is not None:
@@ -233,7 +233,7 @@ def _why_not(request: JacobianRequest, plan: JacobianPlan) -> str:
 
 
 def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> WholeModelClaim | Certificate:
-    """Return the claim of an output by an input of the model through all recurrences between two ends inside it.
+    """Return the claim on an output by an input of the model, through all recurrences between two inner ends.
 
     A reference run has no tensor for these ends. The same recurrences and segments, swept in the same order, lead from
     the model's output to its input, where it has one.
@@ -268,7 +268,7 @@ def _has_inner_end(request: JacobianRequest) -> bool:
 def certify(
     request: JacobianRequest, plan: JacobianPlan, claim: JacobianClaim | WholeModelClaim | Certificate
 ) -> Certificate:
-    """Compare a claim with the gradient that arrives at the model's input in a reference run."""
+    """Compare a claim with the gradient at the model's input in a reference run."""
     if isinstance(claim, Certificate):
         return claim
     if isinstance(claim, WholeModelClaim):
@@ -303,14 +303,17 @@ def certify(
 def _held(
     request: JacobianRequest, plan: JacobianPlan, claim: JacobianClaim, theirs: xr.DataArray, scale: float
 ) -> Certificate:
-    """The claim beside what the framework has for it; ``scale`` is what rounding is relative to."""
+    """Compare a claim with the framework's product; rounding is relative to ``scale``."""
     comparisons = Comparisons(max(int(size) for size in (64, *plan.shape)), _computed_in(request, plan))
     comparisons.compare(JACOBIAN, "", [(claim.pulled, theirs.transpose(*claim.pulled.dims))], scale=scale)
     return comparisons.certificate(request.adapter.engine, claim.checks, **_words(plan, claim))
 
 
 def _pulled(request: JacobianRequest, *, perturbed: bool = False) -> xr.DataArray:
-    """What the Jacobian makes of random signs, anew; ``perturbed``: off by one rounding inside recurrent layers."""
+    """Recompute the product of random signs and the Jacobian.
+
+    ``perturbed`` rounds once more inside recurrent layers.
+    """
     with open_network(request, perturbed=perturbed) as network:
         plan = make_plan(request.options, network)
         is_linear = plan.ends.measure in LINEAR
@@ -329,7 +332,7 @@ def _is_inside(name: TensorName) -> bool:
 
 
 def _can_run_by_itself(request: JacobianRequest) -> bool:
-    """Whether what lies between the two ends can be run by itself, as the user's own layers."""
+    """Return whether the adapter can run the user's layers between the two ends alone."""
     of, wrt, batch = request.of, request.wrt, request.batch
     if {of.what, wrt.what} - {"input", "output"} or batch.training or batch.initial_state:
         return False
@@ -339,7 +342,7 @@ def _can_run_by_itself(request: JacobianRequest) -> bool:
 def _stretch_by_itself(
     request: JacobianRequest, plan: JacobianPlan, cotangents: Cotangents
 ) -> tuple[ReferenceRun | None, str]:
-    """The layers between the two ends, run by themselves; or why they are not."""
+    """Run the layers between the two ends alone; return the run and "", or None and the reason."""
     adapter, model = request.adapter, request.model
     whole, why = attempt(partial(adapter.reference_run, model, request.batch, gradients=False))
     if whole is None:
@@ -361,7 +364,7 @@ def _pulled_through(
     bound: float,
     cotangents: Cotangents,
 ) -> ReferenceRun:
-    """What arrives at the lower end of a stretch, if this and the rest of the model give what the model gives."""
+    """Pull a cotangent back through the layers between the ends; raise if they do not reproduce the model."""
     value, pull = stretch(start)
     end = value if rest is None else rest(value)[0]
     if end.shape != whole.outputs[0].shape or residual(end, whole.outputs[0], scale=1.0) > bound:
@@ -371,7 +374,7 @@ def _pulled_through(
 
 
 def _words(plan: JacobianPlan, claim: JacobianClaim) -> dict[str, tuple[str, ...]]:
-    """Return the words for the compared and for the resting quantities."""
+    """Return the texts for the certified and for the resting quantities."""
     if not claim.probed or plan.ends.measure is None:
         return {"certified": ("random combinations of its rows",)}
     before = "random combinations of the rows before they were measured"
@@ -379,7 +382,7 @@ def _words(plan: JacobianPlan, claim: JacobianClaim) -> dict[str, tuple[str, ...
 
 
 def _computed_in(request: JacobianRequest, plan: JacobianPlan) -> str:
-    """The coarsest dtype on the way: that of the result, of the model, or of a layer."""
+    """Return the coarsest dtype among those of the result, of the model and of its layers."""
     layers = (one.replayed.call.compute_dtype for one in plan.network.recurrences)
     others = (part.dtype for part in request.adapter.facts(request.model).submodules.values())
     kinds = [str(plan.dtype), request.provenance.get("dtype", ""), *layers, *others]
@@ -389,7 +392,7 @@ def _computed_in(request: JacobianRequest, plan: JacobianPlan) -> str:
 def _cotangents(
     outside: BatchAxes, of: TensorName, claim: JacobianClaim, outputs: Sequence[Array]
 ) -> Sequence[Array | None]:
-    """The cotangent as the model's outputs lie: zero but at the steps asked for."""
+    """Place the claim's cotangent in the layout of the model's outputs, zero at steps that were not requested."""
     times = claim.ends.out_times
     opened = _opened(outside, of, np.zeros_like(outputs[of.index]), steps=times is not None)
     if (TIME in opened.dims) != (times is not None):
@@ -404,7 +407,7 @@ def _cotangents(
 
 
 def _opened(outside: BatchAxes, name: TensorName, array: Array, *, steps: bool) -> xr.DataArray:
-    """By the names of its axes; where samples come first by rule and steps are looked at, these come second."""
+    """Return an array with named axes; by convention the second axis is time if time is needed."""
     whole, dims = outside.opened(name.port(), array)
     if steps and TIME not in dims and outside.axes.samples_first and len(dims) > 2:
         dims = (dims[0], TIME, *dims[2:])
@@ -412,14 +415,14 @@ def _opened(outside: BatchAxes, name: TensorName, array: Array, *, steps: bool) 
 
 
 def _as_rows(opened: xr.DataArray, last: str) -> xr.DataArray:
-    """(sample, [time,] last): all axes but those of samples and steps as one."""
+    """Reshape to (sample, [time,] last): all axes except samples and steps become one."""
     lead = [d for d in (SAMPLE, TIME) if d in opened.dims]
     moved = opened.transpose(*lead, ...)
     return xr.DataArray(moved.values.reshape(*(moved.sizes[d] for d in lead), -1), dims=(*lead, last))
 
 
 def _as_was(rows: xr.DataArray, opened: xr.DataArray) -> xr.DataArray:
-    """The inverse of :func:`_as_rows`."""
+    """Undo :func:`_as_rows`."""
     lead = [d for d in (SAMPLE, TIME) if d in opened.dims]
     moved = opened.transpose(*lead, ...)
     return moved.copy(data=rows.transpose(*lead, UNIT).values.reshape(moved.shape)).transpose(*opened.dims)

@@ -1,4 +1,4 @@
-"""Certificates of traces: weight gradients computed anew from labelled numbers, compared with the reference run."""
+"""Certificates of traces: weight gradients recomputed from labelled arrays, compared with the reference run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEEDED = {"input", "hidden", "gate_grad", "gates"}
 
 
 def weight_sums(dataset: xr.Dataset, call: RecurrentCall, probes: int) -> dict[str, Array] | None:
-    """dL/dW of one direction of a layer by the names of ``Cell.weights``; None where it cannot be had this way."""
+    """Compute dL/dW of one direction of a layer by the names of ``Cell.weights``; None if data for it are missing."""
     cell = call.cell
     scaled = call.input_scale is not None or call.state_scale is not None
     if cell.by_framework or scaled or not set(dataset.data_vars) >= _NEEDED or dataset[GATE].dtype.kind not in "UO":
@@ -39,7 +39,7 @@ def weight_sums(dataset: xr.Dataset, call: RecurrentCall, probes: int) -> dict[s
 
 
 def _of(dataset: xr.Dataset, name: str, call: RecurrentCall) -> Array:
-    """One direction of a variable: (sample, time, ..., unit), gates in the order of the cell, by their labels."""
+    """Return one direction of a variable as (sample, time, ..., unit), with gates in the order of the cell."""
     array = dataset[name]
     if DIRECTION in array.dims:
         array = array.sel({DIRECTION: call.direction})
@@ -52,7 +52,7 @@ def _of(dataset: xr.Dataset, name: str, call: RecurrentCall) -> Array:
 
 
 def _before(hidden: Array, call: RecurrentCall) -> Array:
-    """The hidden state before each step, in the order in which the recurrence ran."""
+    """Return the hidden state before each step, (sample, time, unit), in the direction of the recurrence."""
     start = to_host(call.initial_state[0])[:, None].astype(hidden.dtype)
     if call.direction == "backward":
         return np.concatenate([hidden[:, 1:], start], axis=1)
@@ -70,14 +70,14 @@ def _outer(x: Array, dz: Array) -> Array:
 
 
 def input_gradient(dataset: xr.Dataset) -> Array | None:
-    """The gradient at a layer's input, (sample, time, feature), by its labels."""
+    """Return the gradient at a layer's input, (sample, time, feature); None if it is not in the dataset."""
     if "input_grad" not in dataset:
         return None
     return np.asarray(dataset["input_grad"].transpose(SAMPLE, TIME, ..., FEATURE).values)
 
 
 def initial_state_gradients(dataset: xr.Dataset, call: RecurrentCall, names: Any) -> list[Array] | None:
-    """The gradients at the states that a layer started from, (sample, unit) each, by their labels."""
+    """Return the gradients at a layer's initial states, (sample, unit) each; None if one is missing."""
     found = []
     for name in names:
         lone = f"initial_{name}_grad"

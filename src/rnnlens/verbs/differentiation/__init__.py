@@ -1,1 +1,1 @@
-"""A number of a model differentiated by its tensors: the request, how it is answered, and why there is no gradient."""
+"""Gradients of a target by a model's tensors: request, plan, pull-back, batches, and causes of missing gradients."""

@@ -1,4 +1,4 @@
-"""Gradient clipping as the optimizer applies it: to the framework's variables, whatever part of them was asked for."""
+"""Gradient clipping as the optimizer applies it, to whole variables of the framework."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Gradients = Mapping[TensorName, Array]
 
 
 def a_clipping(name: str, value: Any) -> str | dict[str, float]:
-    """``"optimizer"``, or one way to clip with its threshold."""
+    """Check ``clip=``: ``"optimizer"``, or a dict of one kind of clipping and its threshold."""
     if isinstance(value, Mapping):
         unknown = [kind for kind in value if kind not in KINDS]
         if unknown or len(value) != 1:
@@ -35,7 +35,7 @@ def a_clipping(name: str, value: Any) -> str | dict[str, float]:
 
 
 def rule(clip: str | Mapping[str, float], facts: ModelFacts) -> tuple[str, float]:
-    """Kind and threshold: of the model's optimizer, or as given: ``{"global_clipnorm": 1.0}``.
+    """Return kind and threshold of the clipping: the optimizer's, or the user's such as ``{"global_clipnorm": 1.0}``.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def rule(clip: str | Mapping[str, float], facts: ModelFacts) -> tuple[str, float
 def clipped(
     gradients: Gradients, known: Catalogue, kind: str, threshold: float
 ) -> tuple[dict[TensorName, Array], float]:
-    """Gradients of all trainable weights after clipping, and the norm that was compared (the largest one per variable).
+    """Clip the gradients of all trainable weights; also return the compared norm (the largest one per variable).
 
     ``gradients`` must hold every trainable weight: the norm of all of them together counts those nobody asked about.
     """
@@ -80,7 +80,7 @@ def clipped(
 
 
 def _squares(gradients: Gradients, known: Catalogue) -> dict[tuple[str, str], float]:
-    """Sum of squares per variable of the framework."""
+    """Return the sum of squares of the gradient by framework variable."""
     totals: dict[tuple[str, str], float] = {}
     for name, index, variable in _pieces(gradients, known):
         piece = np.asarray(gradients[name][index], dtype=np.float64)
@@ -89,7 +89,7 @@ def _squares(gradients: Gradients, known: Catalogue) -> dict[tuple[str, str], fl
 
 
 def _pieces(gradients: Gradients, known: Catalogue) -> Iterator[tuple[TensorName, Any, tuple[str, str]]]:
-    """Which part of which gradient belongs to which variable: directions are apart there, biases may be together."""
+    """Yield each gradient's name, index and framework variable; a variable has one direction, maybe both biases."""
     for name in gradients:
         found: list[WeightSource] = sources(known.weights[str(name.layer)])[name.key]
         for position, source in enumerate(found):

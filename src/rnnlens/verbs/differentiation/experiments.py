@@ -1,4 +1,4 @@
-"""Experiments on a model and one batch: a tensor is perturbed, the target compared; each is made once, when needed."""
+"""Experiments on a model and one batch: perturb a tensor and compare the target. Each runs once, when needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .target import Target
 
 
 def observed_value(request: GradientRequest, part: BatchTarget) -> Array:
-    """The target of a request on one batch, from one captured forward pass (of one run, compiled once)."""
+    """Return the value of the target on one batch, from one captured forward pass."""
     batch, with_loss = part.batch, request.with_loss
     layers = tuple(dict.fromkeys(str(leaf.layer) for leaf in request.leaves if leaf.layer is not None))
     wanted = CaptureRequest(layers or _any_layer(request), gradients=with_loss, weight_grads=False)
@@ -38,7 +38,7 @@ def observed_value(request: GradientRequest, part: BatchTarget) -> Array:
 
 
 def _any_layer(request: GradientRequest) -> tuple[str, ...] | None:
-    """Something to capture where only the model's output is of interest."""
+    """Return any layer to capture when only the model's output is needed; None for all recurrent layers."""
     known = request.known
     return None if known.recurrent else (*known.weights, *known.layers)[:1]
 
@@ -78,7 +78,7 @@ Response = Literal["smoothly", "in jumps", "not", "unknown"]
 
 
 class Experiments:
-    """Experiments on a model, a batch and a target to watch."""
+    """Perturbation experiments on a model, one batch and one target, with cached results."""
 
     def __init__(self, request: GradientRequest, part: BatchTarget) -> None:
         self.request, self.part = request, part
@@ -92,7 +92,7 @@ class Experiments:
     def response(
         self, name: TensorName, request: GradientRequest | None = None, target: Target | None = None
     ) -> Response:
-        """How a target answers to nudges of a tensor (or of the output of its layer, where it lies inside of one).
+        """Return how a target responds to perturbations of a tensor, or of its layer's output if it lies inside.
 
         The target is that of another ``request`` where one is given.
         """
@@ -104,14 +104,14 @@ class Experiments:
         return self._answers[key]
 
     def runs(self, layer: str) -> bool:
-        """Whether a layer is called in this forward pass."""
+        """Return whether a layer is called in this forward pass."""
         if layer not in self._runs:
             self._runs[layer] = runs(self.request.adapter, self.request.model, self.batch, layer)
         return self._runs[layer]
 
     @cached_property
     def masks(self) -> dict[str, Array]:
-        """Masks of all recurrent layers, by node; of those that have one."""
+        """Masks by node, of the recurrent layers that have one."""
         try:
             wanted = CaptureRequest(None, gradients=False, weight_grads=False)
             capture = self.request.adapter.capture(self.request.model, self._without_loss(), wanted)
@@ -121,7 +121,7 @@ class Experiments:
 
     @cached_property
     def dead_relus(self) -> Mapping[str, int]:
-        """Relus whose outputs are all exactly 0, and how many they are."""
+        """Relu layers whose outputs are all exactly 0, with the number of outputs."""
         relus = self.request.known.facts.having("relu")
         found = outputs_of(self.request.adapter, self.request.model, self.batch, relus) if relus else {}
         return {name: int(output.size) for name, output in found.items() if output.size and not output.any()}
@@ -154,7 +154,7 @@ class Experiments:
 
 
 def nudged_port(name: TensorName, known: Catalogue) -> Port:
-    """Return the port to perturb to see what depends on a tensor."""
+    """Return the port to perturb in an experiment on a tensor."""
     if name.what == "weight":
         return Port("weight", str(name.layer), key=sources(known.weights[str(name.layer)])[name.key][0].key)
     if name.layer is None:
@@ -163,7 +163,7 @@ def nudged_port(name: TensorName, known: Catalogue) -> Port:
 
 
 def _moved_input(x: Any, index: int, size: float) -> Any:
-    """The batch with one of its inputs nudged, in a fixed random pattern; integers stay."""
+    """Perturb one input of the batch by a fixed random pattern of relative size ``size``; integers stay unchanged."""
     position = -1
 
     def move(leaf: Any) -> Any:
@@ -180,5 +180,5 @@ def _moved_input(x: Any, index: int, size: float) -> Any:
 
 
 def is_integer(leaf: Any) -> bool:
-    """Whether an array holds ids or flags, by which nothing can be differentiated."""
+    """Return whether an array has an integer or bool dtype, so that it has no gradient."""
     return not any(word in dtype_name(leaf) for word in ("float", "complex"))

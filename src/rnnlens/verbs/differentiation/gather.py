@@ -1,4 +1,4 @@
-"""Gradients of one batch after another, put together as if the data set had been one batch, in bounded memory."""
+"""Gradients of a data set, accumulated batch by batch in bounded memory, as if it were one batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KEPT_BY_NORM = (SAMPLE, TIME, DIRECTION)
 
 
 def combination(target: Target, by_function: bool, asked: Combine | None) -> Combine | None:
-    """How a target follows from those of batches, None where that is not known: a mean is a mean, a sum is a sum."""
+    """Return how targets of batches combine to that of the data set, ``"mean"`` or ``"sum"``; None if unknown."""
     if asked is not None:
         return asked
     if target.per_sample:
@@ -45,7 +45,7 @@ def combination(target: Target, by_function: bool, asked: Combine | None) -> Com
 
 
 class Accumulator:
-    """Takes one :class:`Answer` per batch; holds one running sum per tensor, or all samples where none is taken.
+    """Accumulates :class:`BatchGradients`: one running sum per tensor, or all samples if they are kept.
 
     Parameters
     ----------
@@ -74,7 +74,10 @@ class Accumulator:
         self._summed: dict[TensorName, int] = {}
 
     def add(self, answer: BatchGradients, shapes: Shapes = (), count: int | None = None) -> None:
-        """Take in one batch whose samples have these shapes; ``count`` of them, all by default, made up the target."""
+        """Add the gradients of one batch.
+
+        ``count`` samples, all by default, are in the target; ``shapes`` are theirs.
+        """
         self._shapes.add(shapes)
         self.batches += 1
         self.samples += answer.samples
@@ -118,7 +121,7 @@ class Accumulator:
         self._sums[name] += weighted
 
     def result(self) -> dict[TensorName, Array]:
-        """Gradients of the data set by tensor."""
+        """Return the gradients of the data set by tensor."""
         scale = 1.0 / max(sum(self._weights), 1) if self.combine == "mean" else 1.0
         found: dict[TensorName, Array] = {}
         for name, parts in self._kept.items():
@@ -130,7 +133,7 @@ class Accumulator:
         return found
 
     def _evened(self, name: TensorName, parts: list[Array], joined: int | None = None) -> list[Array]:
-        """Parts of one shape but for the axis along which they are joined.
+        """Pad arrays with zero steps to one length, so that they can be added or joined along axis ``joined``.
 
         What a model packs is as long as the longest sample of its batch: zeros stand for the steps after that.
         """
@@ -158,7 +161,7 @@ class Accumulator:
         return total
 
     def value(self) -> Array:
-        """The target over the data set: a number, or one per sample."""
+        """Return the value of the target over the data set: a number, or one per sample."""
         if self._value[0].ndim:
             return np.concatenate(self._value)
         values = np.asarray(self._value, dtype=np.float64)
@@ -166,7 +169,7 @@ class Accumulator:
 
 
 def _norm(grad: Array, dims: tuple[str, ...]) -> tuple[Array, tuple[str, ...]]:
-    """The norm over units or features, in double precision."""
+    """Return the norm over units or features, in double precision, and the remaining dimensions."""
     axes = tuple(i for i, dim in enumerate(dims) if dim not in _KEPT_BY_NORM)
     norm = np.sqrt(np.sum(np.square(grad, dtype=np.float64), axis=axes))
     return norm, tuple(dim for dim in dims if dim in _KEPT_BY_NORM)
@@ -182,7 +185,7 @@ def _uneven(name: TensorName, first: tuple[int, ...], other: tuple[int, ...]) ->
 
 @dataclass
 class DataSetGradients:
-    """All batches together, and the explanations found on the first."""
+    """Gradients of a data set, the target's value, and explanations of missing gradients."""
 
     gradients: dict[TensorName, Array]
     dims: dict[TensorName, tuple[str, ...]]
@@ -192,7 +195,7 @@ class DataSetGradients:
 
 
 def gather(request: GradientRequest, batches: DataSetBatches) -> DataSetGradients:
-    """Answer batch by batch; explain on the first batch what has no gradient there.
+    """Compute the gradients of all batches; explain missing gradients by experiments on the first batch.
 
     Raises
     ------
@@ -215,7 +218,7 @@ def gather(request: GradientRequest, batches: DataSetBatches) -> DataSetGradient
 def _of_loss(
     request: GradientRequest, stream: Iterator[Batch], batches: DataSetBatches, layouts: OutputLayouts | None
 ) -> DataSetGradients:
-    """The loss of several batches: their mean or sum where it is known to be that, else from the outputs of all."""
+    """Compute loss gradients of several batches: combine losses by mean or sum if valid, else use all outputs."""
     first = next(stream)
     how = request.adapter.combination(request.model, first)
     if how is not None:
@@ -232,7 +235,7 @@ def _of_loss(
 
 
 class _AnotherLossError(Exception):
-    """A batch was met whose loss does not combine with the others as theirs do."""
+    """Error for a batch whose loss does not combine with the others in the same way."""
 
 
 def _while_combining(request: GradientRequest, batches: Iterable[Batch], how: str) -> Iterator[Batch]:
@@ -248,7 +251,7 @@ def _while_combining(request: GradientRequest, batches: Iterable[Batch], how: st
 def _added_up(
     request: GradientRequest, target: Target, stream: Iterable[Batch], combine: str | None, batches: DataSetBatches
 ) -> DataSetGradients:
-    """The answers to batches, added up; ``combine`` as in :func:`combination`."""
+    """Accumulate the gradients of all batches; ``combine`` as in :func:`combination`."""
     first, total = None, _accumulator(request, combine)
     with Progress("gradients", batches.count) as progress:
         for part in _parts(request, target, stream):
@@ -264,7 +267,7 @@ def _accumulator(request: GradientRequest, combine: str | None) -> Accumulator:
 
 
 def _parts(request: GradientRequest, target: Target, stream: Iterable[Batch]) -> Iterator[BatchTarget]:
-    """Every batch with the part of the target that it holds."""
+    """Yield every batch with its part of the target."""
     start = 0
     for batch in stream:
         stop = start + request.axes.samples(batch)
@@ -273,7 +276,7 @@ def _parts(request: GradientRequest, target: Target, stream: Iterable[Batch]) ->
 
 
 def _add(request: GradientRequest, part: BatchTarget, total: Accumulator) -> None:
-    """Answer for one batch; the first is held against the plain run of the model."""
+    """Compute and accumulate the gradients of one batch; certify the first batch by a reference run."""
     found = answer(request, part)
     if total.batches == 0 and wanted(request.model, "gradients", part.batch):
         total.certificate = certify_answer(request, part, found)
@@ -282,14 +285,14 @@ def _add(request: GradientRequest, part: BatchTarget, total: Accumulator) -> Non
 
 
 def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the samples of a batch."""
+    """Return the shapes of one sample of each input."""
     return tuple(tuple(leaf.shape[1:]) for leaf in data.leaves_of(batch.x) if hasattr(leaf, "shape"))
 
 
 def _gathered(
     request: GradientRequest, first: BatchTarget, total: Accumulator, batches: DataSetBatches, base: Array | None = None
 ) -> DataSetGradients:
-    """``base``: the part of the target that is known apart from the answers to batches."""
+    """Return accumulated gradients with explanations; ``base`` is the part of the value known without batches."""
     found = total.result()
     value = total.value() if base is None else base + total.value()
     explanation = explain(request, first, found, total.dims, batches if batches.can_be_read_again else ())

@@ -1,4 +1,4 @@
-"""Why a gradient does not exist, is zero, or must be read with care: the first cause that applies."""
+"""Causes of a gradient that is missing, zero, or to be read with care; the first one that applies is reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Cause = Callable[[Experiments, TensorName], Reason | None]
 
 
 def cause(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
-    """Why a tensor has no gradient, or why the one that exists is zero."""
+    """Return why a tensor has no gradient or, if ``exists``, why its gradient is zero."""
     causes: list[Cause] = [_integer_input, _unused_layer] if exists else [_integer_input, _blocked, _unused_layer]
     if exists:
         causes += [_masked_out, _underflow, _relu_dead]
@@ -40,7 +40,7 @@ def cause(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
 
 
 def _blocked(trials: Experiments, name: TensorName) -> Reason | None:
-    """Return the obstacle that the adapter reads off the model."""
+    """Return the obstacle that the adapter finds in the model's structure."""
     request = trials.request
     of = [leaf.port() if leaf.layer is None else nudged_port(leaf, request.known) for leaf in request.leaves]
     wrt = nudged_port(name, request.known)
@@ -70,7 +70,7 @@ def _unused_layer(trials: Experiments, name: TensorName) -> Reason | None:
 
 
 def _masked_out(trials: Experiments, name: TensorName) -> Reason | None:
-    """All steps of the target are masked, or all steps of all layers are."""
+    """Return a reason if all steps of the target are masked, or all steps of all layers."""
     masks = trials.masks
     for leaf in trials.request.leaves:
         mask = masks.get(str(leaf.layer))
@@ -90,7 +90,7 @@ def _masked_out(trials: Experiments, name: TensorName) -> Reason | None:
 
 
 def _underflow(trials: Experiments, name: TensorName) -> Reason | None:
-    """The gradient comes back once the target is scaled up."""
+    """Return a reason if the gradient is not zero after the target is scaled up."""
     dtype = _half_precision(trials.request)
     if dtype is None:
         return None
@@ -105,7 +105,7 @@ def _underflow(trials: Experiments, name: TensorName) -> Reason | None:
 
 
 def _relu_dead(trials: Experiments, name: TensorName) -> Reason | None:
-    """A relu between the tensor and the target that lets nothing through on this batch."""
+    """Return a reason if a relu between tensor and target has only zero outputs on this batch."""
     found = next(((n, c) for n, c in trials.dead_relus.items() if _lies_between(trials, n, name)), None)
     if found is None:
         return None
@@ -116,7 +116,7 @@ def _relu_dead(trials: Experiments, name: TensorName) -> Reason | None:
 
 
 def _lies_between(trials: Experiments, layer: str, name: TensorName) -> bool:
-    """Whether the target moves with the output of a layer, and that has a path, a dead one, from the tensor."""
+    """Return whether the target responds to a layer's output, and that has a zero gradient by the tensor."""
     output = TensorName(f"{layer}.output", "output", layer)
     if trials.response(output) == "not":
         return False
@@ -130,7 +130,7 @@ def _lies_between(trials: Experiments, layer: str, name: TensorName) -> bool:
 
 
 def _by_experiment(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
-    """Move the tensor and see what the target does."""
+    """Perturb the tensor and return the reason that the target's response shows."""
     of = _quoted(trials.target)
     answered = trials.response(name)
     if answered == "smoothly" and not exists:
@@ -157,7 +157,7 @@ def _by_experiment(trials: Experiments, name: TensorName, *, exists: bool) -> Re
 
 
 def _not_on_path(trials: Experiments, name: TensorName) -> Reason:
-    """Say which branch was cut: what the tensor does move, and the target does not see."""
+    """Return the reason for a tensor that the target does not depend on; tell if the output depends on it."""
     of, target = _quoted(trials.target), trials.target
     if name.layer is None:
         remedy = _instead(trials.part, of='"output"', at=None, wrt=f'"{name.text}"')
@@ -173,12 +173,12 @@ def _not_on_path(trials: Experiments, name: TensorName) -> Reason:
 
 
 def _quoted(target: Target) -> str:
-    """The target in words: a name in quotes, or what a callable is called."""
+    """Return the target as text: a name in quotes, or the name of a callable."""
     return target.text if target.text.startswith("<") else f'"{target.text}"'
 
 
 def _instead(part: BatchTarget, **changed: str | None) -> str:
-    """The call to make instead: the one that was made, with some arguments changed; None leaves one out."""
+    """Return a suggested call: the user's call with some arguments changed, or left out if None."""
     target = part.target
     reduce = None if target.reduce is None else f'"{target.reduce}"' if isinstance(target.reduce, str) else "..."
     arguments: dict[str, str | None] = {
@@ -193,7 +193,7 @@ def _instead(part: BatchTarget, **changed: str | None) -> str:
 
 
 def _half_precision(request: GradientRequest) -> str | None:
-    """Return the half-precision dtype that a model computes in, or None."""
+    """Return the half-precision dtype of a model's computation, or None."""
     found = [submodule.dtype for submodule in request.known.facts.submodules.values()]
     found.append(str(request.adapter.provenance(request.model).get("dtype", "")))
     return next((dtype for dtype in found if dtype in ("float16", "bfloat16")), None)
@@ -201,7 +201,7 @@ def _half_precision(request: GradientRequest) -> str | None:
 
 @dataclass
 class Explanation:
-    """Reasons by tensor: no gradient (or zeros throughout), and gradients to be read with care."""
+    """Reasons by tensor: for missing or zero gradients, and for gradients to be read with care."""
 
     disconnected: dict[str, Reason] = field(default_factory=dict)
     flags: dict[str, Reason] = field(default_factory=dict)
@@ -215,7 +215,7 @@ def explain(
     dims: Mapping[TensorName, tuple[str, ...]],
     batches: Iterable[Batch],
 ) -> Explanation:
-    """Look at every tensor asked for: missing, zero throughout, zero in part, frozen.
+    """Return reasons for each requested gradient that is missing, all zero, zero in part, or of a frozen weight.
 
     ``part`` is the one that experiments are made on; ``batches`` are all of them, for their masks.
     """
@@ -240,7 +240,7 @@ def explain(
 
 
 def _frozen(request: GradientRequest, name: TensorName) -> Reason | None:
-    """A weight that is not trained: its gradient is given all the same."""
+    """Return a reason for a weight that is not trained, although it has a gradient; else None."""
     if name.what != "weight" or is_trainable(name, request.known):
         return None
     if name.key in request.known.weights[str(name.layer)].statistics:
@@ -251,7 +251,7 @@ def _frozen(request: GradientRequest, name: TensorName) -> Reason | None:
 
 
 def _partly_masked(zero: Array, name: TensorName, trials: Experiments, batches: Iterable[Batch]) -> Reason | None:
-    """Samples and steps at which the gradient is exactly 0 because they are masked."""
+    """Return a reason if the gradient is exactly 0 at masked samples and steps; else None."""
     alone = len(zero) == trials.request.axes.samples(trials.batch)
     for mask in (trials.masks if alone else _masks_of_all(trials, batches)).values():
         if mask.shape == zero.shape and not mask.all() and np.all(zero[~mask]):
@@ -261,7 +261,7 @@ def _partly_masked(zero: Array, name: TensorName, trials: Experiments, batches: 
 
 
 def _masks_of_all(trials: Experiments, batches: Iterable[Batch]) -> dict[str, Array]:
-    """Masks of all batches, by layer, where the layers mask at all."""
+    """Return the masks of all batches, joined by layer, for layers that have one."""
     if trials.masks_of_all is None:
         parts: dict[str, list[Array]] = {layer: [] for layer in trials.masks}
         for batch in batches if parts else ():

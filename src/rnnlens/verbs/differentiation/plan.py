@@ -1,4 +1,4 @@
-"""Where the tensors of a request are reached: by the framework, by a sweep, or by one captured pass."""
+"""Plan of a gradient: for each tensor, ports of the framework or a sweep through a recurrence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .request import BatchGradients, BatchTarget, GradientRequest
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """How one tensor is reached: by a sweep, or at ports of the framework.
+    """Access to one tensor: by a sweep, or at ports of the framework.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """The ports and sweeps that gradients on one batch need.
+    """Ports and sweeps that gradients on one batch need.
 
     Attributes
     ----------
@@ -68,33 +68,33 @@ class GradientPlan:
 
     @cached_property
     def starts(self) -> list[Port]:
-        """Where the framework's differentiation starts."""
+        """Ports at which the framework's differentiation starts."""
         return list(dict.fromkeys([*(port for place in self.leaves for port in place.below), *self.outputs]))
 
     @cached_property
     def ends(self) -> list[Port]:
-        """Where the framework's differentiation ends."""
+        """Ports at which the framework's differentiation ends."""
         return list(dict.fromkeys([*(port for place in self.wrt for port in place.above), *self.outputs]))
 
     @cached_property
     def weights(self) -> dict[TensorName, tuple[Port, ...]]:
-        """The weights asked about, each with the adapter's weights that it is made of."""
+        """Requested weights, each with the ports of the framework weights that it consists of."""
         return {place.name: place.above for place in self.wrt if place.name.what == "weight"}
 
     @cached_property
     def activations(self) -> tuple[TensorPlace, ...]:
-        """All other tensors asked about."""
+        """Requested tensors that are not weights."""
         return tuple(place for place in self.wrt if place.name.what != "weight")
 
     @property
     def free(self) -> list[Port]:
-        """Tensors whose axes have to be found out."""
+        """Ports of tensors whose axes have to be determined."""
         places = [*self.leaves, *self.wrt]
         return [*(place.name.port() for place in places if place.free), *self.outputs]
 
 
 def plan(request: GradientRequest, part: BatchTarget, inside: ReplayedLayers) -> GradientPlan:
-    """Where every tensor of the request is met on one batch, whose recurrences were looked into."""
+    """Return the plan for the tensors of a request on one batch whose recurrent layers were captured."""
     outputs: tuple[Port, ...] = ()
     if part.target.per_sample and request.leaves[0].what == "loss":
         outputs = tuple(Port("output", index=i) for i in range(max(1, len(request.known.outputs))))
@@ -103,7 +103,7 @@ def plan(request: GradientRequest, part: BatchTarget, inside: ReplayedLayers) ->
 
 
 def layers_inside(request: GradientRequest) -> list[str]:
-    """The recurrent layers that have to be looked into."""
+    """Return the recurrent layers that a request needs captured."""
     names = [*request.leaves, *request.wrt]
     return [str(name.layer) for name in names if request.known.is_inside(name)]
 
@@ -133,7 +133,7 @@ def _place(name: TensorName, known: Catalogue, inside: ReplayedLayers) -> Tensor
 
 
 def _ports(name: TensorName, known: Catalogue, stepwise: bool) -> tuple[Port, ...]:
-    """The ports that together are a tensor of the framework: one, or one per direction."""
+    """Return the ports that together are one tensor of the framework: one, or one per direction."""
     info = known.recurrent.get(uncalled(name.layer))
     if name.what == "output" and info is not None and info.direction == "bidirectional":
         return (name.port("forward"), name.port("backward"))
@@ -143,12 +143,12 @@ def _ports(name: TensorName, known: Catalogue, stepwise: bool) -> tuple[Port, ..
 
 
 def _total(port: Port) -> Port:
-    """Of the last state of a layer called step by step: the port that has its total gradient."""
+    """Return the port with the total gradient of a final state of a stepwise layer; other ports unchanged."""
     return port if port.kind != "final_state" else Port("state", port.layer, port.index, key="ending")
 
 
 def captured(request: GradientRequest, part: BatchTarget) -> BatchGradients | None:
-    """Gradients of the loss with respect to what recurrent layers carry and return.
+    """Return gradients of the loss by outputs and states of recurrent layers, from one captured pass.
 
     None where the request is another one, or where a gradient is zero throughout: then a pull-back tells why.
     """
@@ -176,7 +176,7 @@ def captured(request: GradientRequest, part: BatchTarget) -> BatchGradients | No
 
 
 def fits(request: GradientRequest, part: BatchTarget) -> bool:
-    """Whether the loss is asked about, with respect to nothing but what recurrent layers carry and return."""
+    """Return whether a request is the loss by outputs and states of recurrent layers only."""
     if part.target.text != "loss" or part.target.per_sample or request.scale != 1.0:
         return False
     known = request.known
@@ -185,7 +185,7 @@ def fits(request: GradientRequest, part: BatchTarget) -> bool:
 
 
 def side_by_side(parts: Sequence[Array | None]) -> Array | None:
-    """Gradients that arrived for each direction of one tensor, one cotangent each; zeros where only one has any."""
+    """Stack the first cotangent of each direction; zeros for a missing one, None if all are missing."""
     arrays = [None if part is None else to_host(part)[0] for part in parts]
     present = [array for array in arrays if array is not None]
     if not present:

@@ -1,4 +1,4 @@
-"""Gradients of one batch: from the target to the boundary of its layer, through the framework, into recurrences."""
+"""Gradients of one batch: sweeps inside recurrent layers, joined with the framework's pull-back outside of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Arrived = Mapping[Port, Array | None]
 
 
 class SweptWeightGradients:
-    """Puts gradients of weights together, of the batch or of every sample.
+    """Sums weight gradients from sweeps and from the framework, for the batch or for every sample.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class SweptWeightGradients:
 
     @property
     def size(self) -> int:
-        """Numbers in all weights asked about."""
+        """Number of entries of all requested weights."""
         shapes = [self.known.weights[str(port.layer)].values[port.key].shape for port in self._distinct()]
         return sum(int(np.prod(shape, dtype=int)) for shape in shapes)
 
@@ -50,7 +50,7 @@ class SweptWeightGradients:
         return dict.fromkeys(port for ports in self.ports.values() for port in ports)
 
     def add_swept(self, layer: str, replayed: ReplayedCall, swept: Adjoint) -> None:
-        """Take in what a sweep through one call of a layer left on the weights of its cell."""
+        """Add the weight gradients of a sweep through one call of a layer."""
         name = uncalled(layer, self.known.weights)
         if name not in self._layers:
             return
@@ -59,7 +59,7 @@ class SweptWeightGradients:
             self._swept.setdefault((name, f"{direction}/{key}".lstrip("/")), []).append(grad)
 
     def of(self, name: TensorName, arrived: Arrived, rows: slice = slice(None)) -> Array | None:
-        """The gradient of one weight; of every sample in ``rows``, by as many cotangents, where that is asked for."""
+        """Return the gradient of one weight, by sample for ``rows`` if ``per_sample``; None if there is none."""
         weights = self.known.weights[str(name.layer)]
         found = sources(weights)[name.key]
         framework = self._arrived(name, arrived, found, weights)
@@ -73,7 +73,7 @@ class SweptWeightGradients:
     def _arrived(
         self, name: TensorName, arrived: Arrived, found: Sequence[WeightSource], weights: LayerWeights
     ) -> Array | None:
-        """Return the gradient that arrived through the framework, with a leading axis."""
+        """Return the framework's part of a weight gradient, with a leading cotangent axis; None if none."""
         parts = [arrived.get(port) for port in self.ports[name]]
         count = next((part.shape[0] for part in parts if part is not None), None)
         if count is None:
@@ -83,7 +83,7 @@ class SweptWeightGradients:
         return assemble(filled, found, name.key, weights, 1)
 
     def _own(self, name: TensorName, found: Sequence[WeightSource], weights: LayerWeights, rows: slice) -> Array | None:
-        """What sweeps left on a layer's own weights, laid out as shown, with a leading axis."""
+        """Return the sweeps' part of a weight gradient in the layout of results, with a leading axis."""
         by_direction = [self._swept_by(name, source, several=len(found) > 1) for source in found]
         present = next((part for part in by_direction if part is not None), None)
         if present is None:
@@ -103,7 +103,7 @@ class SweptWeightGradients:
 
 
 def answer(request: GradientRequest, part: BatchTarget) -> BatchGradients:
-    """Run the model once and pull the target back to everything asked for."""
+    """Run the model once and pull the target back to all requested tensors."""
     found = captured(request, part)
     if found is not None:
         return found
@@ -137,14 +137,14 @@ def _pulled(request: GradientRequest, part: BatchTarget) -> BatchGradients:
 
 
 def _absent(request: GradientRequest, part: BatchTarget) -> list[TensorName]:
-    """Tensors of layers that are not called in this forward pass."""
+    """Return the requested tensors of layers that are not called in this forward pass."""
     layers = {str(name.layer).partition("#")[0] for name in request.wrt if name.layer is not None}
     missing = {layer for layer in layers if not runs(request.adapter, request.model, part.batch, layer)}
     return [name for name in request.wrt if str(name.layer).partition("#")[0] in missing]
 
 
 class _Pull:
-    """One forward pass and the few vector-Jacobian products that answer a request."""
+    """One forward pass and the vector-Jacobian products for one request."""
 
     def __init__(
         self, request: GradientRequest, part: BatchTarget, way: GradientPlan, inside: ReplayedLayers, pullback: Pullback
@@ -161,7 +161,7 @@ class _Pull:
         self.swept: dict[str, list[tuple[ReplayedCall, Adjoint]]] = {}
 
     def run(self) -> BatchGradients:
-        """Pull the target back to every tensor asked for."""
+        """Pull the target back to every requested tensor."""
         request, value = self.request, self._start()
         self._leave_recurrences()
         arrived = self._pull({port: seed[None] for port, seed in self.seeds.items()})
@@ -175,7 +175,7 @@ class _Pull:
         return self._answer(value, found)
 
     def _answer(self, value: Array, found: Mapping[TensorName, Array | None]) -> BatchGradients:
-        """The gradients in the order asked, without the loss scale, their axes by name."""
+        """Return the gradients in the requested order, divided by the loss scale, with named axes."""
         answer = BatchGradients(value, self.samples, {}, {}, self.swept)
         for place in self.plan.wrt:
             name, grad = place.name, found[place.name]
@@ -190,7 +190,7 @@ class _Pull:
         return answer
 
     def _start(self) -> Array:
-        """Value of the target; the cotangents it starts from go to ``seeds`` and, within recurrences, ``on_states``."""
+        """Evaluate the target and store its cotangents in ``seeds`` or, inside recurrences, in ``on_states``."""
         request, target = self.request, self.target
         if request.cotangents is not None:
             return self._start_from(request.cotangents)
@@ -201,7 +201,7 @@ class _Pull:
         return value
 
     def _start_from(self, cotangents: Sequence[Array]) -> Array:
-        """The known cotangents; the value is that of the loss among the leaves."""
+        """Store known cotangents; return the loss weighted by its cotangent, or 0 without a loss."""
         value = np.zeros(())
         for place, cotangent in zip(self.plan.leaves, cotangents, strict=True):
             self._seed(place, cotangent)
@@ -210,7 +210,7 @@ class _Pull:
         return value
 
     def _value(self, place: TensorPlace) -> xr.DataArray:
-        """The value of a tensor that the target is made of, its axes by name."""
+        """Return the value of a tensor of the target, with named axes."""
         if place.swept:
             value = self.inside.value(place.name)
         else:
@@ -222,7 +222,7 @@ class _Pull:
         return xr.DataArray(value, dims=self.request.known.dims(place.name, value))
 
     def _seed(self, place: TensorPlace, cotangent: Array) -> None:
-        """Put a cotangent where differentiation starts from it."""
+        """Add a cotangent at the ports or states where differentiation of a tensor starts."""
         cotangent = cotangent * np.asarray(self.request.scale, dtype=cotangent.dtype)
         if place.swept:
             self._put(self.on_states, place.name, cotangent)
@@ -239,14 +239,14 @@ class _Pull:
             self.seeds[port] = self.seeds[port] + part if port in self.seeds else part
 
     def _put(self, on_states: dict[str, list[dict[int, Array]]], leaf: TensorName, cotangent: Array) -> None:
-        """Note what a sweep through the layer of ``leaf`` starts from."""
+        """Add a cotangent to the states from which a layer's sweep starts, for each direction."""
         layer = on_states.setdefault(str(leaf.layer), [{} for _ in self.inside.layer(leaf.layer)])
         for states, new in zip(layer, self.inside.on_states(leaf, cotangent), strict=True):
             for index, array in new.items():
                 states[index] = states[index] + array if index in states else array
 
     def _leave_recurrences(self) -> None:
-        """Sweep from states to the lower boundary of their layer, and to the layer's own weights."""
+        """Sweep cotangents of states to the input and initial states of their layer, and to its weights."""
         for layer, states in self.on_states.items():
             for replayed, on_states in zip(self.inside.layer(layer), states, strict=True):
                 swept = replayed.sweep(on_states, {})
@@ -256,7 +256,7 @@ class _Pull:
                 self.weights.add_swept(layer, replayed, swept)
 
     def _activation(self, place: TensorPlace, arrived: Arrived) -> Array | None:
-        """The gradient of anything but a weight."""
+        """Return the gradient of a tensor that is not a weight; None if no path leads there."""
         if not place.swept:
             return side_by_side([arrived.get(port) for port in place.above])
         replayed_calls, layer = self.inside.layer(place.name.layer), str(place.name.layer)
@@ -269,7 +269,7 @@ class _Pull:
         return self.inside.gradient(place.name, sweeps)
 
     def _weights_by_sample(self, arrived: Arrived) -> dict[TensorName, Array | None]:
-        """Gradients of weights for every sample: as many cotangents as samples, each zero but at its own sample."""
+        """Return weight gradients of every sample: one cotangent per sample, zero at all other samples."""
         names = list(self.plan.weights)
         if not names:
             return {}
@@ -287,7 +287,7 @@ class _Pull:
         }
 
     def _one_hot(self, port: Port, seed: Array, rows: range) -> Array:
-        """Cotangents (K, ...): the k-th is the seed at sample ``rows[k]`` and zero elsewhere."""
+        """Return cotangents (K, ...): the k-th equals the seed at sample ``rows[k]`` and is zero elsewhere."""
         opened, names = self.outside.opened(port, seed) if self.outside.is_here(port) else (seed, (SAMPLE,))
         refuse_unknown("per_sample=True", text_of(port), names)
         at = names.index(SAMPLE)
@@ -298,7 +298,7 @@ class _Pull:
         return stacked.reshape(len(rows), *seed.shape)
 
     def _rows_at_a_time(self, seeds: Mapping[Port, Array]) -> Iterator[range]:
-        """Samples whose gradients fit the memory granted at a time."""
+        """Yield ranges of samples whose weight gradients fit into the memory limit."""
         # A pull-back holds the cotangent of every activation on its way; those of the seeds stand for them, eightfold.
         per_sample = 8 * (2 * self.weights.size + 8 * sum(seed.size for seed in seeds.values()))
         size = int(min(self.samples, max(1, self.request.memory // max(per_sample, 1))))

@@ -1,4 +1,4 @@
-"""The request of ``rl.gradients``: one number, the tensors to differentiate it by, every name resolved once."""
+"""The request of ``rl.gradients``: a target, the tensors to differentiate it by, and their resolved names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_TARGET = ("gates", "gate_preactivation", "weight", "initial_state", "input")
 
 @dataclass(frozen=True)
 class GradientArguments:
-    """The arguments of ``rl.gradients`` as they were given."""
+    """The arguments of ``rl.gradients`` as the user passed them."""
 
     of: Of
     wrt: str | Iterable[str]
@@ -92,23 +92,23 @@ class GradientRequest:
 
     @property
     def leaves(self) -> tuple[TensorName, ...]:
-        """The tensors that the target is made of."""
+        """Tensors of which the target is a function."""
         return tuple(read("output", self.known)) if self.named is None else self.named
 
     @property
     def with_loss(self) -> bool:
-        """Whether a loss is needed."""
+        """Whether the target uses a loss."""
         return any(leaf.what == "loss" for leaf in self.named or ())
 
     @property
     def of_loss(self) -> bool:
-        """Whether the target is the loss, and nothing is made of it."""
+        """Whether the target is the loss itself, and not a function of it."""
         return self.with_loss and self.function is None
 
     def evaluate(
         self, target: Target, outside: BatchAxes, values: Sequence[xr.DataArray]
     ) -> tuple[Array, Sequence[Array]]:
-        """Value of a target whose leaves have these values, and the cotangents of the leaves that it starts from."""
+        """Evaluate a target on the values of its leaves; return its value and the cotangents of the leaves."""
         function = self.function
         if function is None:
             _check_samples(target, values[0])
@@ -130,7 +130,7 @@ class GradientRequest:
 
 @dataclass(frozen=True)
 class BatchTarget:
-    """One batch, and the part of the target that it holds."""
+    """One batch, and its part of the target."""
 
     batch: Batch
     target: Target
@@ -151,7 +151,7 @@ class BatchGradients:
 
 
 def ask(adapter: Adapter, model: Any, run: Batch, arguments: GradientArguments) -> GradientRequest:
-    """Read every name against the model, and refuse what is no request.
+    """Resolve all names of ``rl.gradients`` against the model and check the arguments.
 
     Raises
     ------
@@ -187,7 +187,7 @@ def ask(adapter: Adapter, model: Any, run: Batch, arguments: GradientArguments) 
 
 
 def on_list(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of one list, such as that of all that a model returns, as a function of its items."""
+    """Convert a function of one list into a function of the list's items."""
 
     def of_items(*tensors: Any) -> Any:
         return function(list(tensors))
@@ -196,7 +196,7 @@ def on_list(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def a_target(name: str, value: Any) -> Any:
-    """A name, a function of the output, or a function and the names of what it takes."""
+    """Check ``of=``: a name, a function of the output, or a function with the names of its arguments."""
     value = as_name(value)
     if isinstance(value, str):
         return text(name, value)
@@ -210,18 +210,18 @@ def a_target(name: str, value: Any) -> Any:
 
 
 def trainable(known: Catalogue) -> list[TensorName]:
-    """Names of all weights that training moves."""
+    """Return the names of all trainable weights."""
     return [name for name in read("weights", known) if is_trainable(name, known)]
 
 
 def is_trainable(name: TensorName, known: Catalogue) -> bool:
-    """Whether training moves a weight."""
+    """Return whether a weight is trained."""
     weights = known.weights[str(name.layer)]
     return all(weights.trainable.get(source.key, True) for source in sources(weights)[name.key])
 
 
 def _target(of: Of, known: Catalogue) -> tuple[tuple[TensorName, ...] | None, Callable[..., Any] | None, str]:
-    """The tensors that the target is made of, the function that makes it, and words for it."""
+    """Return the target's leaves (None for all outputs), its function or None, and its name for messages."""
     if isinstance(of, str):
         leaf = read_one(of, known)
         if leaf.what in _NO_TARGET:
@@ -236,12 +236,12 @@ def _target(of: Of, known: Catalogue) -> tuple[tuple[TensorName, ...] | None, Ca
 
 
 def _called(function: Callable[..., Any]) -> str:
-    """What a callable target is called: ``<lambda>``, ``<mixed>``."""
+    """Return the name of a callable target: ``<lambda>``, ``<mixed>``."""
     return f"<{getattr(function, '__name__', 'callable').strip('<>')}>"
 
 
 def _tensors(wrt: str | Iterable[str], known: Catalogue) -> tuple[list[TensorName], bool]:
-    """The tensors asked for, and whether it is one by its own name; what is to be one and names several is refused."""
+    """Return the requested tensors, and whether ``wrt`` is one name; raise if that name has several tensors."""
     names = read(wrt, known) if isinstance(wrt, str) else read_all(wrt, known)
     if not names:
         raise InputError(message("wrt= names nothing.", got=repr(wrt), hint='wrt="weights"'))
@@ -255,7 +255,7 @@ def _tensors(wrt: str | Iterable[str], known: Catalogue) -> tuple[list[TensorNam
 
 
 def _with_all_clipped(asked: Sequence[TensorName], arguments: GradientArguments, known: Catalogue) -> list[TensorName]:
-    """Also the weights that nobody asked for: an optimizer clips by the norm of all."""
+    """Return the requested weights and all trainable ones, as an optimizer clips by the norm of all."""
     if any(name.what != "weight" for name in asked) or arguments.per_sample or arguments.measure is not None:
         got = "clip= with other tensors, per_sample or measure"
         raise InputError(message("Optimizers clip the gradients of weights, of a batch.", got=got))

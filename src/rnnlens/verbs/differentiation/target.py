@@ -1,4 +1,4 @@
-"""What is differentiated: a tensor, what of it was selected, and how it becomes one number (or one per sample).
+"""The target of a gradient: a tensor, a selection of its entries, and a reduction to one number (or one per sample).
 
 A selection and a reduction are applied to the value, and their transposes to the cotangent that differentiation starts
 from; so only what was asked for is differentiated, and no framework is needed for either.
@@ -28,7 +28,7 @@ REDUCTIONS = ("sum", "mean", "norm")
 
 
 def a_reduction(name: str, value: Any) -> Reduction:
-    """The name of a reduction, a function, or weights."""
+    """Check ``reduce=``: the name of a reduction, a function, or weights."""
     if isinstance(value, str):
         if value not in REDUCTIONS:
             raise InputError(message(f"No reduction named {value!r}.", hint=did_you_mean(value, REDUCTIONS)))
@@ -43,7 +43,7 @@ def a_reduction(name: str, value: Any) -> Reduction:
 
 @dataclass(frozen=True)
 class Target:
-    """A target as a user describes it: which steps and units, and how to reduce them.
+    """A target as a user specifies it: selected steps and units, and their reduction.
 
     Of a data set that comes in batches, ``rows`` are the samples that a batch holds and ``total`` is how many there
     are; ``picked`` of them, at the positions ``chosen`` of what ``at`` names, are selected.
@@ -59,7 +59,7 @@ class Target:
     chosen: tuple[int, ...] | None = None
 
     def of_rows(self, start: int, stop: int) -> Target:
-        """The part of the target that a batch holds: samples ``start`` to ``stop`` of ``total``.
+        """Return the target's part on a batch with samples ``start`` to ``stop`` of ``total``.
 
         Raises
         ------
@@ -91,7 +91,7 @@ class Target:
         return replace(self, at=at, rows=rows, picked=len(positions), chosen=positions)
 
     def evaluate(self, whole: xr.DataArray, differentiate: Differentiate) -> tuple[Array, Array]:
-        """Value of the target, a scalar or (sample,), and the cotangent of ``whole`` that it starts from.
+        """Return the target's value, a scalar or (sample,), and the cotangent of ``whole``.
 
         Raises
         ------
@@ -138,7 +138,7 @@ class Target:
         return value, pull(np.ones_like(value))[0]
 
     def _weights(self, chosen: xr.DataArray) -> Array:
-        """Weights that fit the selection, with or without its sample axis; labelled ones by their dimensions."""
+        """Return the weights of the reduction, broadcast to the selection; labelled ones by dimension."""
         here = self._of_batch(chosen)
         try:
             if isinstance(here, xr.DataArray) and set(here.dims) <= set(chosen.dims):
@@ -158,7 +158,7 @@ class Target:
         return weights
 
     def _of_batch(self, chosen: xr.DataArray) -> Any:
-        """The weights of the samples that this batch holds."""
+        """Return the weights of this batch's samples."""
         by_sample = SAMPLE in chosen.dims and np.ndim(self.reduce) == chosen.ndim
         labelled = isinstance(self.reduce, xr.DataArray)
         if self.rows is None or not (SAMPLE in self.reduce.dims if labelled else by_sample):
@@ -182,7 +182,7 @@ class Target:
 
 
 def select(whole: xr.DataArray, at: Mapping[str, Any]) -> xr.DataArray:
-    """Flat positions of what ``at`` selects, by dimension name, with the dimensions that are left."""
+    """Return the flat positions that ``at`` selects, an array with the remaining dimensions."""
     positions = xr.DataArray(np.arange(whole.size).reshape(whole.shape), dims=whole.dims)
     for dim, index in at.items():
         if dim not in whole.dims:
@@ -199,7 +199,7 @@ def select(whole: xr.DataArray, at: Mapping[str, Any]) -> xr.DataArray:
 
 
 def _index(whole: xr.DataArray, dim: str, index: Any) -> Any:
-    """Positions for a number, a list, a slice, a boolean mask, or labels such as gate names."""
+    """Convert a number, list, slice, boolean mask or labels such as directions into positions along ``dim``."""
     size = whole.sizes[dim]
     if isinstance(index, slice):
         wanted = np.arange(size)[kept_steps(f"at[{dim!r}]", index)]

@@ -1,4 +1,4 @@
-"""The loss of a data set that comes in batches, whatever the loss is.
+"""The exact loss of a data set in batches, for any loss function.
 
 A loss is one function of all outputs and targets. It is evaluated once, on the outputs of all batches joined; its
 gradient there has one row per sample, and each batch pulls its own rows back through the model. So nothing need be
@@ -36,7 +36,7 @@ OutputLayouts = Sequence[Layout]
 
 @dataclass
 class WholeLoss:
-    """The loss of the data set, and its gradient at each output of the model, all samples together."""
+    """Loss of a data set, and its gradient for each output of the model, over all samples."""
 
     value: Array
     outputs: list[Array]
@@ -54,7 +54,7 @@ class WholeLoss:
         layouts: OutputLayouts | None,
         targets: Callable[[list[Batch]], tuple[Any, Any]],
     ) -> WholeLoss:
-        """Run the model on every batch, and the loss on the outputs of all and on the ``targets`` of all batches."""
+        """Run the model on every batch; evaluate the loss on all outputs and the joined ``targets``."""
         adapter, model = request.adapter, request.model
         parts: list[Outputs] = []
         without_inputs: list[Batch] = []
@@ -85,7 +85,7 @@ class WholeLoss:
     def questions(
         self, request: GradientRequest, batches: Iterable[Batch]
     ) -> Iterator[tuple[GradientRequest, BatchTarget]]:
-        """What is asked of every batch: the pull-back of its own rows of the gradient at the outputs."""
+        """Yield one gradient request per batch, with its rows of the loss gradient as cotangents."""
         if len(self.outputs) > 1 and not request.known.outputs:
             request.known.outputs = tuple(map(str, range(len(self.outputs))))
         names = read("output", request.known)
@@ -111,7 +111,7 @@ class WholeLoss:
 
 
 def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayouts | None:
-    """By output of the model where its samples lie; None where they come first, as they do in Keras.
+    """Return the layout of each model output by its sample axis; None if samples come first.
 
     Raises
     ------
@@ -147,7 +147,7 @@ def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayout
 
 
 def _as_seen(layout: Layout, few: Sequence[int], more: Sequence[int], alike: bool) -> Layout:
-    """The layout of an output, with samples on the axis that grew with them."""
+    """Return the layout of an output, with the sample axis where the size changed with the number of samples."""
     grown = [i for i, (mine, other) in enumerate(zip(few, more, strict=False)) if mine != other]
     if layout.is_folded or alike or len(grown) > 1 or grown == [layout.sample]:
         return layout
@@ -188,7 +188,7 @@ def _companions_matter(
 
 
 def _two_sizes(axes: ModelAxes, first: Batch, second: Batch) -> tuple[Batch, Batch]:
-    """The same samples in a small and a larger batch."""
+    """Return two batches of different size that share samples."""
     count = axes.samples(first)
     if count > 1:
         replayed = count // 2
@@ -210,7 +210,7 @@ def _without_loss(batch: Batch) -> Batch:
 
 
 def _joined(parts: list[Array], layout: Layout, counts: Sequence[int], index: int) -> Array:
-    """Outputs of batches side by side."""
+    """Concatenate the outputs of batches along the sample axis."""
     axis = layout.sample
     if axis is None:
         return parts[0]
@@ -228,7 +228,7 @@ def _joined(parts: list[Array], layout: Layout, counts: Sequence[int], index: in
 
 
 def _digest(tree: Any) -> list[bytes]:
-    """A fingerprint of the data of a batch."""
+    """Return hashes of the data of a batch."""
     leaves = [to_host(leaf.data if data.is_packed(leaf) else leaf) for leaf in data.leaves_of(tree)]
     return [hashlib.blake2b(np.ascontiguousarray(leaf).tobytes()).digest() for leaf in leaves]
 

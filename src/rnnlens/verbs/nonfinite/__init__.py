@@ -1,1 +1,1 @@
-"""Where the first number that is not finite comes from: data, weights, forward pass, loss, backward pass, in order."""
+"""Search for the first value that is not finite: data, weights, forward pass, loss, backward pass, in this order."""

@@ -1,4 +1,4 @@
-"""The backward pass: gradients at the outputs, layers from the top, recurrent ones from their last step, weights."""
+"""Search of the backward pass: output gradients, layers from top to bottom, steps from last to first, weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .observe import ObservedCall, ObservedRun, name_of_input
 
 
 def in_the_backward_pass(looked: ObservedRun) -> Iterator[Origin]:
-    """Direct gradients from the top, adjoints step by step from the end, then what arrives at weights and inputs."""
+    """Yield origins of non-finite gradients: from the top layer down, adjoints from the last step, then weights."""
     if not is_sick(looked):
         return
     yield from gradient_at_the_outputs(looked)
@@ -43,12 +43,12 @@ def in_the_backward_pass(looked: ObservedRun) -> Iterator[Origin]:
 
 
 def _source(layer: str, above: str, recurrent: bool) -> str:
-    """Name the part of the backward pass behind a gradient; of a recurrent layer above, all gradients were finite."""
+    """Name the part of the backward pass behind a gradient; ``recurrent``: the layer above had finite gradients."""
     return f"the backward pass between {layer} and {above}" if recurrent else f"the backward pass of {above}"
 
 
 def is_sick(looked: ObservedRun) -> bool:
-    """Whether any gradient is not finite."""
+    """Return whether any gradient is not finite."""
     capture = looked.capture
     tensors: list[Any] = [*capture.input_grads, *capture.beside.values()]
     for call in capture.calls:
@@ -68,7 +68,7 @@ def _swept(replayed: ObservedCall) -> Adjoint | None:
 
 
 def _spot(replayed: ObservedCall) -> NonfiniteValue | None:
-    """The first of one recurrence: what came from above, else what its steps make of it."""
+    """Return the first non-finite gradient of one recurrence: a direct one, else one of its sweep; else None."""
     call = replayed.call
     if call.output_grad is None:
         return None
@@ -97,7 +97,7 @@ def _in_recurrence(replayed: ObservedCall, source: str) -> Iterator[Origin]:
 
 
 def _carried(replayed: ObservedCall, spot: NonfiniteValue) -> str:
-    """What the step after this one sent back."""
+    """Return the size of the state gradients of the next step, and of the recurrent kernel, as text."""
     swept, run, sample, t = _swept(replayed), replayed.run, spot.index[SAMPLE], spot.index[TIME]
     assert swept is not None
     after = t + 1 if run.order == "forward" else t - 1
@@ -113,13 +113,13 @@ def _carried(replayed: ObservedCall, spot: NonfiniteValue) -> str:
 
 
 def _value_there(output: Array, grad: Array) -> str:
-    """What the layer returned where the gradient is not finite."""
+    """Return the layer's output value where the gradient is not finite, as text."""
     place = tuple(np.argwhere(~np.isfinite(grad))[0])
     return f", where the output is {float(output[place]):.3g}" if output.shape == grad.shape else ""
 
 
 def _at_weights(replayed: ObservedCall) -> Iterator[Origin]:
-    """Gradients of the weights of a recurrent layer, whose adjoints are finite."""
+    """Yield origins of non-finite weight gradients of a recurrent layer whose adjoints are finite."""
     cell = replayed.call.cell
     for key, grad in (replayed.call.weight_grads or {}).items():
         array, dims = to_host(grad), tuple(f"axis_{i}" for i in range(len(grad.shape)))
@@ -146,7 +146,7 @@ def _at_the_boundaries(looked: ObservedRun, source: str) -> Iterator[Origin]:
 
 
 def reaches(looked: ObservedRun) -> Mapping[str, bool]:
-    """Which of what leaves the model is not finite."""
+    """Return, for outputs, loss and gradients, whether they have non-finite values."""
     found = {"outputs": any(not _fine(array) for array in looked.returned)}
     if looked.capture.loss is not None:
         found["loss"] = not np.isfinite(looked.capture.loss)

@@ -26,7 +26,7 @@ _FAR = (1.0, 10.0, 100.0)
 
 
 def singularity(function: Callable[[float], float], at: float) -> str:
-    """What makes a function of one number not finite at a place; ``""`` where nothing that moves it tells.
+    """Return why a function of one number is not finite at ``at``; ``""`` if changing the number does not show it.
 
     Nearer to a pole of order p values grow by 10 to the p at each of the distances 1e-1, 1e-2, 1e-3; at the end of a
     logarithm they grow by the same amount each time.
@@ -59,7 +59,7 @@ def _by_growth(values: Sequence[float]) -> str:
 
 
 def slope(gradient: Callable[[float], float], at: float) -> str:
-    """What has no derivative at a place where it has a value, by how the derivative grows towards it.
+    """Return why a function has no finite derivative at ``at``, from the growth of the derivative towards it.
 
     >>> slope(lambda v: 0.5 / math.sqrt(v) if v > 0 else math.inf, 0.0)
     'root of 0, which has no derivative there'
@@ -75,7 +75,7 @@ def slope(gradient: Callable[[float], float], at: float) -> str:
 
 
 def in_a_cell(run: Replay, spot: NonfiniteValue) -> str:
-    """Which number of its input or state a cell of unknown equations cannot take, told by moving one after the other.
+    """Return which input or state value makes an unknown cell non-finite, found by perturbing one after the other.
 
     The cell runs once on all of the numbers moved one by one.
     """
@@ -94,7 +94,7 @@ def in_a_cell(run: Replay, spot: NonfiniteValue) -> str:
 
 
 def _suspects(values: Array) -> list[int]:
-    """Zeros first, then the largest: at most a few."""
+    """Return the positions of the smallest and the largest magnitudes, at most four each."""
     order = np.argsort(np.abs(values))
     return [int(i) for i in dict.fromkeys([*order[:4], *order[::-1][:4]])]
 
@@ -102,7 +102,7 @@ def _suspects(values: Array) -> list[int]:
 def _moving(
     run: Replay, spot: NonfiniteValue, x: Array, states: Sequence[Array], name: str, position: int
 ) -> Callable[[float], float]:
-    """The number at a spot as a function of one number that the cell is fed."""
+    """Return the value at a spot as a function of one input or state value of the cell."""
     names = list(run.cell.state_names)
 
     def function(value: float) -> float:
@@ -124,7 +124,7 @@ _HALVES = ("float16", "bfloat16")
 
 
 def in_the_forward_pass(looked: ObservedRun) -> Iterator[Origin]:
-    """Outputs of layers; of recurrent ones whatever a step computes; then what the model returned."""
+    """Yield origins in layer outputs, in all values of a recurrent step, then in the model's outputs."""
     for node in looked.nodes:
         for replayed in node.replayed_calls:
             yield from _in_recurrence(looked, node, replayed)
@@ -143,7 +143,7 @@ def in_the_forward_pass(looked: ObservedRun) -> Iterator[Origin]:
 
 
 def _before(looked: ObservedRun, node: Node, layer: str) -> Iterator[Origin]:
-    """What a layer took, where that is not finite though the layers before it are: the model's own operations."""
+    """Yield an origin in a layer's input, if it is not finite although earlier layers are."""
     port = Port("input", layer)
     taken = looked.value_at(port)
     spot = None if taken is None else looked.first(port, "input", taken)
@@ -167,7 +167,7 @@ def _in_recurrence(looked: ObservedRun, node: Node, replayed: ObservedCall) -> I
 
 
 def origin_of(replayed: ObservedCall, spot: NonfiniteValue, phase: str) -> Origin:
-    """A number of a recurrence, with the names that its index has there."""
+    """Return the origin of a value inside a recurrence, with the axis names of its quantity."""
     call, index = replayed.call, dict(spot.index)
     gate = index.pop(GATE, None)
     if spot.quantity.startswith("input") and "unit" in index:
@@ -185,7 +185,7 @@ def origin_of(replayed: ObservedCall, spot: NonfiniteValue, phase: str) -> Origi
 
 
 def _fed_by(replayed: ObservedCall, spot: NonfiniteValue) -> str:
-    """The largest product of a pre-activation; what a cell of unknown equations made of what; else the step's parts."""
+    """Return text on the values behind a non-finite one: its largest term, the cell's inputs, or the states before."""
     run, call = replayed.run, replayed.call
     if call.cell.by_framework:
         return in_a_cell(run, spot)
@@ -203,7 +203,7 @@ def _fed_by(replayed: ObservedCall, spot: NonfiniteValue) -> str:
 
 
 def below(looked: ObservedRun, node: Node, spot: NonfiniteValue, replayed: ObservedCall | None = None) -> str:
-    """The largest number of that sample (and step) that the layer was fed, and where it comes from."""
+    """Return text on the largest value below a layer at the same sample (and step), with its source."""
     for name, port, array in looked.below(node):
         found = _largest(looked, port, array, spot)
         if found is None:
@@ -223,7 +223,7 @@ def below(looked: ObservedRun, node: Node, spot: NonfiniteValue, replayed: Obser
 def _largest(
     looked: ObservedRun, port: Port, array: np.ndarray, spot: NonfiniteValue
 ) -> tuple[float, dict[str, int]] | None:
-    """The largest magnitude of a tensor where the sample, and the step where it has steps, are those of a spot."""
+    """Return the largest value and its index at a spot's sample and step; None if the tensor is not finite."""
     array = np.asarray(array)
     if array.dtype.kind not in "fiu" or not array.size or not np.all(np.isfinite(array)):
         return None
@@ -244,14 +244,14 @@ _TRIED = 12
 
 
 class LossOfOutputs:
-    """The loss as a function of what the model returned, of all samples or of some."""
+    """The loss as a function of the model's outputs, of all samples or of some."""
 
     def __init__(self, looked: ObservedRun) -> None:
         self.looked, self.outputs = looked, looked.outputs
         self.leaves = [np.asarray(leaf) for leaf in self.outputs.leaves]
 
     def __call__(self, leaves: Sequence[Array], some: slice = slice(None), **changed: Any) -> tuple[float, list[Any]]:
-        """Value and gradients of these outputs, which are those of some of the samples."""
+        """Return loss and gradients for the outputs of the samples ``some``."""
         batch = replace(self.looked.batch, **changed)
         if some != slice(None):
             own = {name: data.take(getattr(batch, name), some.start, some.stop) for name in ("y", "sample_weight")}
@@ -261,11 +261,11 @@ class LossOfOutputs:
         return self.looked.adapter.loss_of(self.looked.model, batch, told)
 
     def of(self, some: slice) -> tuple[float, list[Any]]:
-        """Of some of the samples."""
+        """Return loss and gradients of some of the samples."""
         return self([leaf[some] for leaf in self.leaves], some)
 
     def guilty(self) -> int | None:
-        """The first sample whose loss, taken alone, is not finite; None where it takes several, or cannot be told."""
+        """Find the first sample whose own loss is not finite; None if no single sample causes it."""
         sizes = {len(leaf) for leaf in self.leaves if leaf.ndim}
         first = [self.looked.names(Port("output", index=i), leaf)[:1] for i, leaf in enumerate(self.leaves)]
         if len(sizes) != 1 or any(names != (SAMPLE,) for names in first):
@@ -278,7 +278,7 @@ class LossOfOutputs:
 
 
 def in_the_loss(looked: ObservedRun) -> Iterator[Origin]:
-    """The loss, where the outputs are finite and it is not."""
+    """Yield the origin if the loss is not finite."""
     value = looked.capture.loss
     if value is None or math.isfinite(value):
         return
@@ -305,7 +305,7 @@ def _located(looked: ObservedRun) -> Origin | None:
 
 
 def _loss_suspects(loss: LossOfOutputs, some: slice, gradients: Sequence[Any]) -> list[tuple[int, tuple[int, ...]]]:
-    """Elements of the outputs: those whose gradient is not finite before others, zeros and the largest first."""
+    """Rank output elements to test: non-finite gradients first, then zeros and the largest values."""
     found: list[tuple[float, int, tuple[int, ...]]] = []
     for i, (leaf, gradient) in enumerate(zip(loss.leaves, gradients, strict=True)):
         part = leaf[some]
@@ -362,7 +362,7 @@ def _target(looked: ObservedRun, output: Array, place: tuple[int, ...]) -> str:
 
 
 def _of_sample(looked: ObservedRun, sample: int | None, value: float) -> Origin:
-    """No single output tells: what else goes into the loss, or that several outputs are large."""
+    """Return the origin of a non-finite loss that no single output value explains."""
     some = slice(None) if sample is None else slice(sample, sample + 1)
     sizes = [float(np.max(np.abs(leaf[some]), initial=0.0)) for leaf in looked.returned if leaf.ndim]
     why = f"outputs that are finite, up to {max(sizes, default=0.0):.3g}"
@@ -373,7 +373,7 @@ def _of_sample(looked: ObservedRun, sample: int | None, value: float) -> Origin:
 
 
 def gradient_at_the_outputs(looked: ObservedRun) -> Iterator[Origin]:
-    """Where the loss has a value and no derivative."""
+    """Yield the origin if the loss is finite and its derivative is not."""
     told = looked.attempt(lambda: _slopes(looked))
     if told is not None:
         yield told

@@ -1,4 +1,4 @@
-"""Captures, weights and data in which numbers that are not finite are searched."""
+"""Captures, weights and data of one run, in which values that are not finite are searched."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ from ..weight_layout import assemble, dims_of_weight, sources
 
 @dataclass
 class ObservedCall:
-    """One direction of one call of a recurrent layer, replayed."""
+    """One direction of one call of a recurrent layer, and its replay; ``limit`` is its dtype's largest value."""
 
     call: RecurrentCall
     limit: float
 
     @cached_property
     def run(self) -> Replay:
-        """Pre-activations, gates and states of every step."""
+        """Replay with pre-activations, gates and states of every step."""
         return Replay.as_computed(self.call)
 
     def first_forward(self) -> NonfiniteValue | None:
-        """The first number of its forward pass that is not finite, or too large for what it computes in."""
+        """Return the first forward value that is not finite or above the dtype's limit; None if there is none."""
         return first_forward(self.run, self.limit)
 
 
 @dataclass
 class Node:
-    """One call of one layer: the replayed_calls of a recurrent one, or what any other returned."""
+    """One call of one layer: replayed calls of a recurrent layer, or the outputs of any other."""
 
     name: str
     replayed_calls: list[ObservedCall] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Node:
 
 @dataclass
 class ObservedRun:
-    """A model, one batch, and what its run told.
+    """A model, one batch, and the results of its run.
 
     ``stated`` are the layouts that the user says; with ``has_loss`` there is a backward pass too.
     """
@@ -78,12 +78,12 @@ class ObservedRun:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """What is known of the model without running it."""
+        """Facts about the model that need no run."""
         return self.adapter.facts(self.model)
 
     @cached_property
     def capture(self) -> Capture:
-        """One run of the model, forward and with a loss backward; every layer that runs is listened to."""
+        """Capture of all layers in one forward pass and, with a loss, one backward pass."""
         loss = self.has_loss
         request = CaptureRequest(
             tuple(self.facts.submodules), gradients=loss, weight_grads=loss, boundaries=loss, all_must_run=False
@@ -92,7 +92,7 @@ class ObservedRun:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """Calls of layers in the order in which they were finished."""
+        """Calls of layers in the order in which they finished."""
         found: dict[str, Node] = {name: Node(name) for name in self.capture.order or self.facts.submodules}
         for call in on_host(self.capture.calls):
             dtype = call.compute_dtype or call.output.dtype
@@ -104,21 +104,21 @@ class ObservedRun:
 
     @property
     def inputs(self) -> list[Array]:
-        """The leaves of x, as arrays."""
+        """Leaves of x as NumPy arrays."""
         return [_array(leaf) for leaf in data.leaves_of(self.batch.x)]
 
     @cached_property
     def outputs(self) -> Outputs:
-        """What the model returns, in the framework's own structure: one more forward pass."""
+        """Outputs in the framework's own structure, from one more forward pass."""
         return self.adapter.outputs_of(self.model, self.batch)
 
     @cached_property
     def returned(self) -> list[Array]:
-        """The leaves of what the model returned."""
+        """Output leaves of the captured pass as NumPy arrays."""
         return [_array(leaf) for leaf in data.leaves_of(self.capture.outputs)]
 
     def first(self, port: Port, quantity: str, array: Array, limit: float = np.inf) -> NonfiniteValue | None:
-        """The first number of a tensor that is not finite, by the names of its axes: the first step, then sample."""
+        """Find the first non-finite value of a tensor, ordered by step, then sample; None if there is none."""
         array = np.asarray(array)
         if array.dtype.kind not in "fc" or bool(np.all(np.isfinite(array) & (np.abs(array) <= limit))):
             return None
@@ -129,12 +129,12 @@ class ObservedRun:
         return replace(spot, index={name: spot.index[name] for name in sorted(spot.index, key=_rank)})
 
     def names(self, port: Port, array: Array) -> tuple[str, ...]:
-        """The names of the axes of a tensor, where none is folded; else its own."""
+        """Return the axis names of a tensor; by position if axes are folded."""
         opened, names = self._opened(port, array)
         return names if opened.shape == array.shape else dims_of(array.shape)
 
     def element(self, port: Port, array: Array, index: tuple[int, ...]) -> Mapping[str, int]:
-        """The names of the axes of one element of a tensor, and where along each it is."""
+        """Return the index of one tensor element by axis name."""
         where = np.zeros(np.shape(array), dtype=np.float64)
         where[index] = np.nan
         spot = self.first(port, "", where)
@@ -156,12 +156,12 @@ class ObservedRun:
         return array, self._by_size(array)
 
     def _is_of_steps(self, array: Array) -> bool:
-        """Whether a matrix beside a sequence has one number per step of it, as a mask has."""
+        """Return whether an input has the (sample, time) shape of a sequence input, such as a mask."""
         sequences = [other for other in self.inputs if other.ndim > 2]
         return array.ndim == 2 and any(other.shape[:2] == array.shape for other in sequences)
 
     def _by_size(self, array: Array) -> tuple[str, ...]:
-        """Where nothing was found out: the sizes that the recurrent layers run on, samples before steps."""
+        """Guess axis names from the sizes of the recurrent layers, if no experiment determined them."""
         names = list(dims_of(array.shape))
         if self.capture.calls:
             sample, time = (int(n) for n in self.capture.calls[0].input.shape[:2])
@@ -175,11 +175,11 @@ class ObservedRun:
 
     @cached_property
     def _quiet(self) -> Batch:
-        """The batch with numbers that are finite: what lies where is found out by moving them."""
+        """The batch with non-finite values replaced, for experiments on axes."""
         return replace(self.batch, x=data.map_leaves(_finite, self.batch.x), y=None, loss=None)
 
     def below(self, node: Node) -> Iterator[tuple[str, Port, Array]]:
-        """Tensors that were there before a layer ran, the nearest first: name, port, values."""
+        """Yield tensors computed before a layer ran, the nearest first: (name, port, values)."""
         for other in reversed(self.nodes[: self.nodes.index(node)]):
             for one in other.plain:
                 yield one.layer, Port("output", one.layer), to_host(one.output)
@@ -189,7 +189,7 @@ class ObservedRun:
             yield "input", Port("input", index=i), leaf
 
     def value_at(self, port: Port) -> Array | None:
-        """What is at a boundary, by one more run; None where it cannot be had."""
+        """Return the value at a port from one more run; None if the adapter refuses."""
 
         def ask() -> Array:
             with self.adapter.pullback(self.model, replace(self.batch, y=None, loss=None), [], [port]) as back:
@@ -199,7 +199,7 @@ class ObservedRun:
         return found
 
     def attempt(self, ask: Callable[[], Any]) -> Any:
-        """What an adapter answers, or None where it refuses."""
+        """Call ``ask`` and return its result, or None if it raises an error of rnnlens."""
         try:
             return ask()
         except RnnlensError:
@@ -211,14 +211,14 @@ def _rank(name: str) -> int:
 
 
 def _array(leaf: Any) -> Array:
-    """An array of a leaf; of a packed sequence the padded one, samples first, in the order of the user."""
+    """Convert a leaf to a NumPy array; a packed sequence is padded, samples first in the user's order."""
     if data.is_packed(leaf):
         return to_host(data.padded(leaf))
     return to_host(leaf)
 
 
 def _finite(leaf: Any) -> Any:
-    """The same kind of array, with what is not finite, or huge, made small."""
+    """Replace non-finite values and clip large ones; integers and packed sequences stay unchanged."""
     if data.is_packed(leaf) or np.dtype(getattr(to_host(leaf), "dtype", float)).kind != "f":
         return leaf
     values = np.clip(np.nan_to_num(to_host(leaf), nan=0.0, posinf=1.0, neginf=-1.0), -1e3, 1e3)
@@ -226,7 +226,7 @@ def _finite(leaf: Any) -> Any:
 
 
 def in_the_weights(looked: ObservedRun) -> Iterator[Origin]:
-    """Weights by layer, also those that are too large for what their layer computes in."""
+    """Yield origins in weights by layer, including values too large for the layer's dtype."""
     for layer, own in looked.adapter.weights(looked.model).items():
         dtype = getattr(looked.facts.submodules.get(layer), "dtype", "")
         limit = largest(dtype) if dtype in ("float16", "bfloat16") else np.inf
@@ -258,7 +258,7 @@ def _of_weight(layer: str, own: LayerWeights, spot: NonfiniteValue, dtype: str) 
 
 
 def in_the_data(looked: ObservedRun) -> Iterator[Origin]:
-    """Inputs, then targets, then weights of samples."""
+    """Yield origins in inputs, then targets, then sample weights."""
     for i, array in enumerate(looked.inputs):
         spot = looked.first(Port("input", index=i), "value", array)
         if spot is not None:
@@ -272,7 +272,7 @@ def in_the_data(looked: ObservedRun) -> Iterator[Origin]:
 
 
 def name_of_input(looked: ObservedRun, index: int) -> str:
-    """``"input"``, or which of several."""
+    """Return the name of an input: ``"input"``, or with its key or index if there are several."""
     if len(looked.inputs) == 1:
         return "input"
     names = list(looked.batch.x) if isinstance(looked.batch.x, dict) else looked.facts.inputs

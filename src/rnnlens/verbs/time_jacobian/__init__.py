@@ -1,1 +1,1 @@
-"""Behind ``rl.jacobian``: request -> network -> plan -> execute -> label or store, and the certificate."""
+"""Computation of ``rl.jacobian``: request -> network -> plan -> execute -> label or store, and the certificate."""

@@ -1,4 +1,4 @@
-"""The graph of a model that is a chain of layers known by type: its segments follow from weights and values alone."""
+"""Segments of a model that is a chain of known layers, computed from weights and values without the framework."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .segments import OuterTensor, Segment, SegmentGraph
 def known_chain(
     request: JacobianRequest, inside: ReplayedLayers, of: Port | None, wrt: Port | None
 ) -> SegmentGraph | None:
-    """What lies around the recurrences, if the adapter knows the model as a chain and what ran agrees; else None."""
+    """Return the segments around the recurrences if the model is a known chain that fits the captured run."""
     layers = inside.chain or request.adapter.chain(request.model, training=request.batch.training)
     if layers is None or any(len(both) != 1 for both in inside.replayed_calls.values()):
         return None
@@ -30,7 +30,7 @@ def known_chain(
 
 
 class _Chain:
-    """Values after every layer, computed again from what the recurrent layers returned."""
+    """A chain of known layers, with the values after every layer, computed from the captured outputs."""
 
     def __init__(self, layers: Sequence[ChainLink], replayed_calls: Mapping[str, ReplayedCall], batch: Batch) -> None:
         self.layers, self.replayed_calls = list(layers), dict(replayed_calls)
@@ -41,7 +41,7 @@ class _Chain:
         self.after: list[Any] = []
 
     def agrees(self) -> bool:
-        """Whether every recurrent layer got what the chain says."""
+        """Return whether the input of every recurrent layer equals the value that the chain computes for it."""
         names = [e.name for e in self.layers if e.kind == "recurrent"]
         if names != list(self.replayed_calls) or not names:
             return False
@@ -67,7 +67,7 @@ class _Chain:
         return True
 
     def surroundings(self, of: Port | None, wrt: Port | None) -> SegmentGraph | None:
-        """Segments from the upper end and from every recurrent layer's input; None where a value is not known."""
+        """Return the segments below the upper end and below each recurrent layer; None if a value is unknown."""
         self._fill_after_tables()
         values: dict[Port, Array] = {}
         found = SegmentGraph(values)
@@ -96,7 +96,7 @@ class _Chain:
         return found
 
     def _fill_after_tables(self) -> None:
-        """What an embedding returned is what the recurrent layer next to it got."""
+        """Set the output of an embedding to the captured input of the recurrent layer above it."""
         for i, layer in enumerate(self.layers[:-1]):
             if self.after[i] is None and layer.kind in ("table", "same"):
                 follower = next((e for e in self.layers[i + 1 :] if e.kind != "same"), None)
@@ -107,7 +107,7 @@ class _Chain:
         return [replayed.above()[0] for replayed in self.replayed_calls.values()]
 
     def _place(self, port: Port) -> int | None:
-        """Number of the layer whose output a port is; -1 for the model's input."""
+        """Return the index of the layer with this output port; -1 for the model's input, None if there is none."""
         if port.kind == "input" and port.layer is None and port.index == 0:
             return -1
         if port.kind == "output" and port.layer is None and port.index == 0:
@@ -126,7 +126,7 @@ class _Chain:
     def _segments(
         self, tensors: Mapping[Port, OuterTensor], top: Port, place: int, wrt: Port | None
     ) -> dict[Port, Segment] | None:
-        """Walk down to the next recurrent layer; None if a value on the way is not known."""
+        """Return the segments from a tensor down to the next recurrent layer; None if a value is unknown."""
         block, found = None, {}
         end = None if wrt is None else self._place(wrt)  # what one layer returns the next is fed: one place, two names
         for i in range(place, -2, -1):
@@ -152,7 +152,7 @@ def _dense(layer: ChainLink, value: Array) -> tuple[Array, Array]:
 
 
 def _pull(layer: ChainLink, before: Array, block: Array | None) -> Array:
-    """Rows (sample or 1, [time or 1,] row, unit) at a dense layer's output to its input."""
+    """Pull rows (sample or 1, [time or 1,] row, unit) back from a dense layer's output to its input."""
     kernel = layer.kernel.T  # type: ignore[union-attr]
     if block is None:
         block = np.eye(kernel.shape[0], dtype=kernel.dtype)[(None,) * (before.ndim - 1)]

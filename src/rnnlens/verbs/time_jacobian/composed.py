@@ -1,4 +1,4 @@
-"""Pieces of the composed route, from recurrence to recurrence, and of the uncut route, through the framework.
+"""Pieces of the composed route (recurrence by recurrence) and of the uncut route (through the framework).
 
 Composed: rows of cotangents descend as fields (sample, row, time, feature), a chunk of rows at a time, through segments
 between the recurrences. Uncut: the framework differentiates through loops and feedback. A row that starts inside a
@@ -26,24 +26,24 @@ from .segments import OuterTensor, moved
 
 
 def compose_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np.ndarray[Any, Any]:
-    """(sample, output step and row, [time,] feature) of one piece, by every step of the lower end."""
+    """Compute one piece by the composed route: (sample, output step and row, [time,] feature), all input steps."""
     found = _Descent(part, tally).go(times_of(part, piece))
     return nothing_arrived(part, piece) if found is None else part.network.recurrences[0].work.numpy(found)
 
 
 def nothing_arrived(part: JacobianPart, piece: JacobianPiece) -> np.ndarray[Any, Any]:
-    """Zeros, where one direction of a layer does not reach the other."""
+    """Return zeros for a piece without a path, such as from one direction of a layer to the other."""
     wrt, rows = part.ends.wrt, (piece.outs.stop - piece.outs.start) * part.ends.rows
     return np.zeros((part.network.samples, rows, *(() if wrt.times is None else (wrt.times,)), wrt.size))
 
 
 def times_of(part: JacobianPart, piece: JacobianPiece) -> list[int] | None:
-    """The output steps of a piece; None where there is no time."""
+    """Return the output steps of a piece; None without a time axis."""
     return None if part.ends.out_times is None else part.ends.out_times[piece.outs]
 
 
 class _Descent:
-    """Rows on their way from the upper end to the lower one.
+    """Rows of cotangents, pulled back from the upper end to the lower one.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class _Descent:
         self.arrived: Array | None = None
 
     def go(self, times: Sequence[int] | None) -> Array | None:
-        """Collect the rows that come to the lower end, through each recurrence after all those that read it."""
+        """Pull rows back through each recurrence, after all those that read it; return the rows at the lower end."""
         wrt = self.ends.wrt
         self._start(times)
         for number in self.network.path.order:
@@ -97,7 +97,7 @@ class _Descent:
             self._add(network.around.through(of.port, field, rest))
 
     def _entering(self, number: int) -> PointRows | FieldRows | None:
-        """Everything that comes into a recurrence from above, as one."""
+        """Combine all rows at the upper ports of a recurrence; None if there are none."""
         one, points = self.network.recurrences[number], self.points.get(number)
         output, *finals = one.replayed.above()
         top, ends = self.arriving.pop(output, None), [self.arriving.pop(port, None) for port in finals]
@@ -128,7 +128,7 @@ class _Descent:
 
 
 def _as_field(one: LinearisedCall, top: Array | None, flat: Mapping[int, Array], points: PointRows | None) -> FieldRows:
-    """Rows over all steps, on the last one, and at single ones, added up."""
+    """Add rows over all steps, at the last step and at single steps into fields over all steps."""
     work, time = one.work, one.system.time
     first = top if top is not None else next(iter(flat.values()), None)
     count = points.count if first is None and points is not None else int(first.shape[1])  # type: ignore[union-attr]
@@ -160,7 +160,7 @@ def _as_field(one: LinearisedCall, top: Array | None, flat: Mapping[int, Array],
 def swept_through(
     one: LinearisedCall, rows: PointRows | FieldRows, below: Sequence[Port], wrt: JacobianEnd, tally: WorkCount
 ) -> tuple[dict[Port, Array], Array | None]:
-    """Rows through one recurrence, in the order in which they were asked for.
+    """Sweep rows through one recurrence; return them in the requested order.
 
     What leaves at the tensors ``below``, and what arrives at the lower end, if that is a state of this recurrence.
     """
@@ -190,7 +190,7 @@ def swept_through(
 
 
 def starting_rows(tensor: OuterTensor, times: Sequence[int] | None, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Rows (sample or 1, time or 1, row, unit), each at its step, as a field (sample, row, [time,] unit)."""
+    """Expand rows (sample or 1, time or 1, row, unit) to a field (sample, row, [time,] unit), each at its step."""
     if times is None:
         return np.broadcast_to(rows[:, 0], (tensor.samples, *rows.shape[2:]))
     whole = np.zeros((tensor.samples, len(times), rows.shape[2], tensor.times or 1, tensor.features))
@@ -200,7 +200,7 @@ def starting_rows(tensor: OuterTensor, times: Sequence[int] | None, rows: np.nda
 
 
 def _rows_as_asked(points: PointRows) -> list[int] | None:
-    """Where to find the rows in the order in which steps were asked for; None if they are in it."""
+    """Return the permutation from the sweep's row order to the requested one; None if they are equal."""
     if list(points.times) == list(points.sequence):
         return None
     order = {t: i for i, t in enumerate(points.sequence)}
@@ -208,13 +208,13 @@ def _rows_as_asked(points: PointRows) -> list[int] | None:
 
 
 def enter(one: LinearisedCall, of: JacobianEnd, times: Sequence[int] | None, block: Array) -> PointRows:
-    """Rows that start inside a recurrent call."""
+    """Return rows that start at a state or the output of a recurrent call."""
     times = [one.replayed.last] if times is None else times
     return one.output_points(times, block) if of.what == "output" else one.points(of.state, times, block)
 
 
 def _where_last_moves(one: LinearisedCall, top: Array) -> Array:
-    """Rows (sample, row, unit) on a layer's last output, without samples whose last output is a constant."""
+    """Set rows (sample, row, unit) to zero for samples whose last output is a constant."""
     moves = one.output_moves()
     if moves is None:
         return top
@@ -223,7 +223,7 @@ def _where_last_moves(one: LinearisedCall, top: Array) -> Array:
 
 
 def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np.ndarray[Any, Any]:
-    """(sample, output step and row, [time,] feature) of one piece, by every step of the lower end."""
+    """Compute one piece by the uncut route: (sample, output step and row, [time,] feature), all input steps."""
     network, wrt = part.network, part.ends.wrt
     seeds, found = _seeds(part, times_of(part, piece), tally)
     for port in seeds:
@@ -244,7 +244,7 @@ def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np
 def _seeds(
     part: JacobianPart, times: Sequence[int] | None, tally: WorkCount
 ) -> tuple[dict[Port, Array], list[Array | None]]:
-    """Where the framework starts from, and what has arrived at the lower end before it.
+    """Return the framework's start cotangents, and rows that reach the lower end without the framework.
 
     That is the upper end, or the lower boundary of the recurrence that it lies in.
     """
@@ -263,13 +263,13 @@ def _seeds(
 
 
 def _arrived(part: JacobianPart, seeds: Mapping[Port, Array]) -> dict[Port, Array]:
-    """(sample, row, [time,] feature) at every tensor that the rows reach."""
+    """Pull seeds back by the framework: rows (sample, row, [time,] feature) at every tensor that they reach."""
     pulled = part.network.around.pull_all({port: moved(rows, 0, 1) for port, rows in seeds.items()})
     return {port: moved(rows, 0, 1) for port, rows in pulled.items() if rows is not None}
 
 
 def _entering_uncut(one: LinearisedCall, arrived: Mapping[Port, Array]) -> FieldRows | None:
-    """Everything that came to the upper boundary of a recurrence, at the states that it moves."""
+    """Combine all rows at the upper ports of an uncut recurrence into fields on its states."""
     work, time, replayed = one.work, one.system.time, one.replayed
     fields: dict[int, Array] = {}
 

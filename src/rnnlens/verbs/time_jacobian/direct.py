@@ -1,4 +1,4 @@
-"""The direct route: one recurrence between the ends, with nothing but local segments around it.
+"""The direct route: one recurrence between the ends, with only local segments above and below it.
 
 Values are measured inside the sweep, and the sweep may run either way (``sweep.py``).
 """
@@ -23,7 +23,7 @@ from .segments import Segment
 
 @dataclass(frozen=True)
 class DirectRoute:
-    """Rows enter one recurrence at single steps, and what leaves at its input or a state is wanted.
+    """One recurrence that rows enter at single steps, to be read at its input or at a state.
 
     Attributes
     ----------
@@ -51,17 +51,17 @@ class DirectRoute:
 
     @property
     def in_times(self) -> list[int]:
-        """Steps of interest below; -1 for the initial state."""
+        """Requested input steps; -1 for the initial state."""
         return [-1] if self.ends.in_times is None else self.ends.in_times
 
     def at(self, ins: slice) -> DirectRoute:
-        """The same for some of the input steps."""
+        """Return the same route for some of the input steps."""
         if self.ends.in_times is None:
             return self
         return replace(self, ends=replace(self.ends, in_times=self.ends.in_times[ins]))
 
     def alive(self) -> np.ndarray[Any, Any]:
-        """Rows alive at each step of a reverse sweep, in its order."""
+        """Return the number of active rows at each step of a reverse sweep, in its order."""
         run, ends = self.one.replayed.run, self.ends
         position = {t: i for i, t in enumerate(run.steps())}
         outs, ins = sorted(position[t] for t in self.times), [position.get(t, -1) for t in self.in_times]
@@ -71,11 +71,14 @@ class DirectRoute:
 
     @property
     def pattern(self) -> Pattern | None:
-        """How all units of the state share rows, where they are what is wanted and never meet."""
+        """Sharing pattern of the rows of all state units, if these never mix.
+
+        None with a readout or without a pattern.
+        """
         return self.one.system.pattern(self.state) if self.readout is None else None
 
     def flops(self, mode: str) -> float:
-        """Operations that a sweep in this mode takes."""
+        """Return the FLOPs of a sweep in this mode."""
         run, system, ends = self.one.replayed.run, self.one.system, self.ends
         if mode == "reverse" and self.pattern is not None:
             features = 1 if self.below is None or ends.measured_by is not None else ends.wrt.size
@@ -88,7 +91,7 @@ class DirectRoute:
         return forward_flops(system, int(alive.sum()), 0 if self.readout is None else ends.rows)
 
     def buffer_bytes(self, mode: str, groups: int) -> int:
-        """Bytes per sample of a sweep's buffers with so many output steps (reverse) or input steps (forward)."""
+        """Return the buffer bytes per sample for ``groups`` output steps (reverse) or input steps (forward)."""
         system, features = self.one.system, self.one.system.features
         rows = groups * (self.ends.rows if mode == "reverse" else self.ends.wrt.size)
         if mode == "reverse" and self.pattern is not None:
@@ -99,7 +102,7 @@ class DirectRoute:
         return rows * width * self.one.work.itemsize
 
     def unit_bytes(self, mode: str) -> int:
-        """Bytes per sample of what a reverse sweep in blocks holds on top, however many output steps there are."""
+        """Return the extra bytes per sample of a blocked reverse sweep, independent of the number of output steps."""
         system = self.one.system
         if mode == "forward" or self.below is None or self.pattern is not None:
             return 0
@@ -109,7 +112,7 @@ class DirectRoute:
 
 
 def direct_route(network: JacobianNetwork, ends: JacobianEnds) -> DirectRoute | None:
-    """The direct route, if there is one: a single recurrence on the path, local segments above and below it."""
+    """Return the direct route if a single recurrence is on the path with local segments around it; else None."""
     above = _from_above(network, ends)
     if above is None:
         return None
@@ -121,7 +124,7 @@ def direct_route(network: JacobianNetwork, ends: JacobianEnds) -> DirectRoute | 
 
 
 def _from_above(network: JacobianNetwork, ends: JacobianEnds) -> tuple[LinearisedCall, int, Array | None] | None:
-    """The one recurrence in which rows start, the state, and the readout from it."""
+    """Return the recurrence in which rows start, the index of the state, and the readout; None if there is no such."""
     of = ends.of
     if of.port is None:
         return of.within[0], of.state, ends.weights
@@ -143,7 +146,7 @@ def _from_above(network: JacobianNetwork, ends: JacobianEnds) -> tuple[Linearise
 
 
 def _below(network: JacobianNetwork, one: LinearisedCall, wrt: Port) -> Segment | None:
-    """The one local segment from the layer's input to what we differentiate by."""
+    """Return the only local segment from the layer's input to the lower end; None if there is no such."""
     own_input, *initial = one.replayed.below()
     found = [(port, *rest) for port in (own_input, *initial) for rest in _on_path(network, port, wrt)]
     if len(found) != 1:
@@ -153,7 +156,7 @@ def _below(network: JacobianNetwork, one: LinearisedCall, wrt: Port) -> Segment 
 
 
 def _on_path(network: JacobianNetwork, port: Port, wrt: Port | None) -> list[tuple[Port, Segment]]:
-    """The segments that start at a tensor and lead on to the lower end."""
+    """Return the segments from a tensor that lead to the lower end."""
     return [
         (below, segment)
         for below, segment in network.around.below(port).items()

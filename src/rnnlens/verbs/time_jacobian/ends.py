@@ -1,4 +1,4 @@
-"""The two ends of a time Jacobian, inside or outside of a linearised recurrence, and their steps and rows."""
+"""The two ends of a time Jacobian, inside or outside of a linearised recurrence, with their steps and rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .request import JacobianOptions
 
 @dataclass
 class LinearisedCall:
-    """One direction of one recurrent call, linearised around what it did.
+    """One direction of one recurrent call, linearised around its replayed states.
 
     Attributes
     ----------
@@ -52,22 +52,22 @@ class LinearisedCall:
 
     @property
     def work(self) -> Workspace:
-        """Where its arrays live."""
+        """Workspace that allocates its arrays."""
         return self.system.work
 
     def output_moves(self) -> Array | None:
-        """(sample, time) of bool: where the output moves with the state; None for everywhere."""
+        """Return a mask (sample, time) of where the output depends on the state; None for everywhere."""
         call = self.replayed.call
         if call.masked_output == "zero" and call.mask is not None and self.output < len(self.replayed.run.states):
             return call.mask
         return call.output_from_state
 
     def points(self, state: int, times: Sequence[int], block: Array) -> PointRows:
-        """Cotangents (sample or 1, time or 1, row, size) that enter a state at single steps."""
+        """Return cotangents (sample or 1, time or 1, row, size) that enter a state at single steps."""
         return PointRows(list(times), {state: like(block, self.replayed.run.input)}, self.system.order)
 
     def output_points(self, times: Sequence[int], block: Array) -> PointRows:
-        """Cotangents of the layer's output."""
+        """Return cotangents of the layer's output, zero where it is a constant."""
         moves = self.output_moves()
         block = like(block, self.replayed.run.input)
         if moves is not None:
@@ -82,7 +82,7 @@ Rows = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class JacobianEnd:
-    """One end of a time Jacobian.
+    """One end of a time Jacobian: a state or output inside recurrences, or a tensor of the framework.
 
     Attributes
     ----------
@@ -106,13 +106,13 @@ class JacobianEnd:
 
     @property
     def bidirectional(self) -> bool:
-        """Whether there is one for each direction."""
+        """Whether the end has a forward and a backward direction."""
         return len(self.within) > 1
 
 
 @dataclass(frozen=True)
 class JacobianEnds:
-    """The two ends, and what is wanted of them.
+    """The two ends of a time Jacobian, their steps, and the reductions.
 
     Attributes
     ----------
@@ -142,14 +142,14 @@ class JacobianEnds:
 
     @property
     def measured_by(self) -> Reduce | None:
-        """What becomes of a block (sample, group, out, in)."""
+        """Function that reduces a block (sample, group, out, in); None to keep it."""
         if self.sketch is not None:
             return sketched
         return None if self.measure is None else REDUCTIONS[self.measure]
 
     @property
     def tail(self) -> tuple[int, ...]:
-        """Axes that the reduction adds: a sketch is an estimate and its variance."""
+        """Extra axes of the reduction: (2,) for a sketch, its estimate and variance."""
         return () if self.sketch is None else (2,)
 
     @property
@@ -159,21 +159,21 @@ class JacobianEnds:
 
     @property
     def groups(self) -> int:
-        """Output steps."""
+        """Number of output steps."""
         return 1 if self.out_times is None else len(self.out_times)
 
     @property
     def in_count(self) -> int:
-        """Input steps."""
+        """Number of input steps."""
         return 1 if self.in_times is None else len(self.in_times)
 
     def rows_at(self, size: int) -> Rows:
-        """(sample or 1, time or 1, row, unit)."""
+        """Return the pulled rows, (sample or 1, time or 1, row, unit); the identity without weights."""
         return np.eye(size)[None, None] if self.weights is None else self.weights
 
 
 def ends_of(of: JacobianEnd, wrt: JacobianEnd, options: JacobianOptions, samples: int) -> JacobianEnds:
-    """What a request wants of two tensors that were found.
+    """Return the two ends with the steps, rows and reductions of a request.
 
     Raises
     ------
@@ -196,7 +196,7 @@ def ends_of(of: JacobianEnd, wrt: JacobianEnd, options: JacobianOptions, samples
 
 
 def _contracted(measure: str, projection: Rows | None, size: int) -> Rows:
-    """Linear in the output units: contracted before differentiation."""
+    """Return the one row (1, 1, 1, unit) that sums or averages the output rows before differentiation."""
     count = size if projection is None else int(projection.shape[2])
     ones = np.ones((1, size)) if projection is None else np.ones((1, count)) @ projection[0, 0]
     found: Rows = ((1.0 if measure == "sum" else 1.0 / count) * ones)[None, None]
@@ -204,7 +204,7 @@ def _contracted(measure: str, projection: Rows | None, size: int) -> Rows:
 
 
 def _projection(reduce: Any, size: int) -> Rows | None:
-    """Rows (1, 1, k, unit) that contract the output units before differentiation; None for all units as they are."""
+    """Return rows (1, 1, k, unit) that contract the output units before differentiation; None to keep all units."""
     if reduce is None:
         return None
     if isinstance(reduce, str):
@@ -223,7 +223,7 @@ def _projection(reduce: Any, size: int) -> Rows | None:
 
 
 def _chosen_times(at: Mapping[str, Any], dim: str, count: int | None) -> list[int] | None:
-    """Indices of steps as asked: negative ones count from the end."""
+    """Return the requested step indices; negative ones count from the end. None without a time axis."""
     times, argument = at.get(dim), f"at[{dim!r}]"
     if count is None:
         if times is not None:
@@ -256,7 +256,7 @@ def _chosen_times(at: Mapping[str, Any], dim: str, count: int | None) -> list[in
 
 
 def _refuse_many_probes(sketch: int, of: JacobianEnd, samples: int, limit: int) -> None:
-    """Probes are drawn for every sample, step and unit at once."""
+    """Raise if the probes for all samples, steps and units exceed the memory limit."""
     each = 2 * 8 * of.size * (of.times or 1) * samples
     if sketch * each > limit:
         raise TooLargeError(

@@ -1,4 +1,4 @@
-"""Execution of a plan piece by piece, into memory or onto disk; the direct route measures values inside the sweep."""
+"""Execution of a plan piece by piece, into memory or to disk."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Advance = Callable[[], None]
 
 
 def sweep_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount, advance: Advance) -> np.ndarray[Any, Any]:
-    """([sample], out step, [row], in step, [feature]) of one piece, measured if that is wanted."""
+    """Compute one piece by the direct route: ([sample], out step, [row], in step, [feature]), or measured."""
     return _PieceSweep(part, piece).values(tally, advance)
 
 
 class _PieceSweep:
-    """One sweep over the samples of a piece, its output steps and its input steps."""
+    """One sweep over the samples, output steps and input steps of a piece."""
 
     def __init__(self, part: JacobianPart, piece: JacobianPiece) -> None:
         assert part.direct is not None
@@ -48,7 +48,7 @@ class _PieceSweep:
         self.groups = len(self.times) if reverse else len(self.entrances.times) or 1
 
     def values(self, tally: WorkCount, advance: Advance) -> np.ndarray[Any, Any]:
-        """(sample, group, [row,] in step, [feature]); measured (sample, group, in step, *tail); averaged no sample."""
+        """Run the sweep; return (sample, group, [row,] in step, [feature]), or measured and averaged values."""
         whole = None if self.ends.average else self._collector(self.samples, None)
         parts, done = self._parts(), {}
 
@@ -70,7 +70,7 @@ class _PieceSweep:
         return self._arranged(self.work.numpy(result))
 
     def _parts(self) -> list[slice]:
-        """Samples as they are dealt. Rows are pruned once they vanished in every sample, so those stay together."""
+        """Return slices of samples for parallel sweeps; a single one with pruning, which needs all samples."""
         count = self.samples.stop - self.samples.start
         if self.rtol is not None:
             return [self.samples]
@@ -108,7 +108,7 @@ class _PieceSweep:
         )
 
     def _arranged(self, result: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Steps in the order asked for, and the axes in that of the result."""
+        """Put the steps into the requested order and the axes into that of the result."""
         axis = 0 if self.ends.average else 1
         if self.mode == "reverse":
             order = {t: i for i, t in enumerate(self.points.sequence)}
@@ -122,7 +122,7 @@ class _PieceSweep:
 
     @cached_property
     def points(self) -> PointRows | Units:
-        """Where rows of a reverse sweep enter."""
+        """Steps and rows at which a reverse sweep is entered."""
         one, state, readout = self.one, self.direct.state, self.direct.readout
         if self.direct.pattern is not None:
             moves = one.output_moves() if self.ends.of.what == "output" else None
@@ -134,7 +134,7 @@ class _PieceSweep:
 
     @cached_property
     def entrances(self) -> Entrances:
-        """Where rows of a forward sweep enter."""
+        """Steps at which a forward sweep is entered: at the input, a state or the initial state."""
         wrt, below, times = self.ends.wrt, self.direct.below, self.direct.in_times
         if wrt.what == "initial_state":
             return Entrances("initial", state=wrt.state)
@@ -194,7 +194,7 @@ def _count(tally: WorkCount, cost: Cost, pruning: Vanished | None, collector: Co
 
 
 def _reorder(array: np.ndarray[Any, Any], order: list[int], axis: int) -> np.ndarray[Any, Any]:
-    """Take along an axis, as a view where the order is straight or reversed."""
+    """Reorder an array along an axis, as a view if the order is ascending or descending."""
     count = len(order)
     index: list[Any] = [slice(None)] * array.ndim
     if order == list(range(count)):
@@ -211,7 +211,7 @@ Values = np.ndarray[Any, Any]
 
 
 def execute(labels: JacobianLabels, out: str | PathLike[str] | None = None) -> ResultArray:
-    """Everything that was planned, labelled; written to a file piece by piece where one is named."""
+    """Run a plan and label its result; write it to a file piece by piece if ``out`` is given."""
     plan, tally = labels.plan, WorkCount()
     checks = [replay_check(one.replayed.call, one.replayed.run) for one in plan.network.recurrences]
     if out is None:
@@ -228,7 +228,7 @@ def execute(labels: JacobianLabels, out: str | PathLike[str] | None = None) -> R
 
 
 def numbers(plan: JacobianPlan, tally: WorkCount) -> Values:
-    """What was planned, in memory; a single piece is taken as it is, without a copy."""
+    """Compute all pieces of a plan in memory."""
     with Progress("time Jacobian", plan.ticks) as progress:
         first = plan.parts[0]
         if len(plan.parts) == 1 and len(first.pieces) == 1:
@@ -241,13 +241,13 @@ def numbers(plan: JacobianPlan, tally: WorkCount) -> Values:
 
 
 def _fill(target: Any, plan: JacobianPlan, part: JacobianPart, tally: WorkCount, advance: Advance) -> None:
-    """Write every piece to its place."""
+    """Write every piece to its place in the target."""
     for piece, values in _results(part, tally, advance):
         target[_index(plan, part, piece)] = _squeezed(part, values)
 
 
 def _results(part: JacobianPart, tally: WorkCount, advance: Advance) -> Iterator[tuple[JacobianPiece, Values]]:
-    """Each piece with its values, averaged over samples where that is wanted, once all of them are in."""
+    """Yield each piece with its values; averaged over samples if requested."""
     waiting: dict[tuple[int, int], Values] = {}
     for piece in sorted(part.pieces, key=lambda p: (p.outs.start, p.ins.start, p.samples.start)):
         values = _values(part, piece, tally, advance)
@@ -263,7 +263,7 @@ def _results(part: JacobianPart, tally: WorkCount, advance: Advance) -> Iterator
 
 
 def _values(part: JacobianPart, piece: JacobianPiece, tally: WorkCount, advance: Advance) -> Values:
-    """([sample], out step, [row], in step, [feature]) of a piece, or measured."""
+    """Compute one piece by the route of its part: ([sample], out step, [row], in step, [feature]), or measured."""
     if part.route == "direct":
         return sweep_piece(part, piece, tally, advance)
     advance()
@@ -272,7 +272,7 @@ def _values(part: JacobianPart, piece: JacobianPiece, tally: WorkCount, advance:
 
 
 def _measured(part: JacobianPart, piece: JacobianPiece, every: Values) -> Values:
-    """What is wanted of rows by every step of the lower end."""
+    """Select the requested input steps of all rows, and apply measure and average."""
     ends = part.ends
     rows = every.reshape(part.network.samples, piece.outs.stop - piece.outs.start, ends.rows, -1, ends.wrt.size)
     if ends.in_times is not None:
@@ -283,7 +283,7 @@ def _measured(part: JacobianPart, piece: JacobianPiece, every: Values) -> Values
 
 
 def _index(plan: JacobianPlan, part: JacobianPart, piece: JacobianPiece) -> tuple[Any, ...]:
-    """Where a piece goes in the result."""
+    """Return the index of a piece in the result."""
     places = {
         SAMPLE: piece.samples,
         OUT_TIME: piece.outs,
@@ -297,7 +297,7 @@ def _index(plan: JacobianPlan, part: JacobianPart, piece: JacobianPiece) -> tupl
 
 
 def _squeezed(part: JacobianPart, values: Values) -> Values:
-    """Without the axes of tensors that have no time."""
+    """Remove the time axes of ends that have no time."""
     ends = part.ends
     lead = 0 if ends.average else 1
     in_axis = lead + (1 if ends.measured_by is not None else 2)

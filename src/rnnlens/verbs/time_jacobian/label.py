@@ -1,4 +1,4 @@
-"""Labels of a time Jacobian, in memory or in a file while it is computed; the mean over batches of a data set."""
+"""Labels of a time Jacobian, in memory or in a file that is written piece by piece; the mean over batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .request import JacobianOptions
 
 
 def refuse_without_mean(options: JacobianOptions) -> None:
-    """Refuse what cannot be had batch by batch.
+    """Raise for options that cannot be computed batch by batch.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def refuse_without_mean(options: JacobianOptions) -> None:
 
 
 def mean_over(jacobians: Iterable[tuple[ResultArray, int]]) -> ResultArray:
-    """The mean of means over so many samples each; checks are the worst of all batches.
+    """Average Jacobians, weighted by their numbers of samples; keep the worst check of all batches.
 
     Raises
     ------
@@ -97,7 +97,7 @@ _DEFINITIONS = {
 
 @dataclass(frozen=True)
 class JacobianLabels:
-    """What a planned time Jacobian is called, and what its axes are."""
+    """Name, dimensions, coordinates and attributes of a planned time Jacobian."""
 
     plan: JacobianPlan
     provenance: Mapping[str, str]
@@ -105,11 +105,11 @@ class JacobianLabels:
 
     @property
     def ends(self) -> JacobianEnds:
-        """What is wanted of the two ends."""
+        """The two ends of the plan."""
         return self.plan.ends
 
     def coords(self) -> dict[str, Any]:
-        """Return the steps as they were asked for, and the labels that the inputs have."""
+        """Return the requested steps, and coordinates of the inputs where they fit."""
         found: dict[str, Any] = {SAMPLE: self.inputs.find(SAMPLE, self.plan.network.samples)}
         ends = self.ends
         for dim, end, times in ((OUT_TIME, ends.of, ends.out_times), (IN_TIME, ends.wrt, ends.in_times)):
@@ -123,7 +123,7 @@ class JacobianLabels:
         return {dim: labels for dim, labels in found.items() if labels is not None and dim in self.plan.dims}
 
     def attrs(self, tally: WorkCount, checks: Sequence[Check]) -> dict[str, Any]:
-        """What it is, and how it was computed."""
+        """Return the attributes: definition, route, mode, cost and checks."""
         ends, plan = self.ends, self.plan
         of, wrt = ends.of.name.text, ends.wrt.name.text
         mean = ", averaged over samples" if ends.average else ""
@@ -151,7 +151,7 @@ class JacobianLabels:
         return found
 
     def array(self, values: Any, tally: WorkCount, checks: Sequence[Check]) -> ResultArray:
-        """Label finished numbers; ``(..., 2)`` of a sketch become an estimate with its error."""
+        """Label computed values; the last axis (estimate, variance) of a sketch becomes value and standard error."""
         attrs = self.attrs(tally, checks)
         if self.ends.sketch is None:
             return self._labelled(values, attrs)
@@ -177,7 +177,7 @@ class JacobianLabels:
         return ResultArray(array.assign_coords(coords))
 
     def masks(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Masks (sample, step) of the steps asked for at either end, where some of them are padding."""
+        """Return masks (sample, step) of the requested steps of either end, if some steps are padding."""
         every = (one.replayed.run.mask for one in self.plan.network.recurrences)
         known = [np.asarray(to_host(mask)) for mask in every if mask is not None]
         found, ends = {}, self.ends
@@ -195,7 +195,7 @@ _EVERY_CHUNK = {"write_empty_chunks": True}
 
 
 class ZarrTarget:
-    """Takes pieces as an array does; what was not written yet reads as NaN.
+    """A Zarr file that is written piece by piece; values not yet written are NaN.
 
     The folder appears whole, with all labels and not a single value, and is readable at any moment from then on. The
     attribute ``finished`` of the array is False until everything is there; only then checksums are written.
@@ -229,7 +229,7 @@ class ZarrTarget:
             self.array[index] = np.asarray(values, dtype=self.dtype)
 
     def _lay_out(self, folder: Path) -> dict[str, str]:
-        """Labels, and an array without values; the checksums of both."""
+        """Write labels and an array without values; return the checksums of both."""
         template = self._template()
         self.store = recording(folder)
         coords = template.coords.to_dataset()
@@ -243,7 +243,7 @@ class ZarrTarget:
         return self.store.sums
 
     def _template(self) -> xr.DataArray:
-        """All labels, around nothing."""
+        """Return an array without data that has all labels."""
         empty = np.broadcast_to(np.asarray(np.nan, self.dtype), self.shape)
         return self.labels.array(empty, self.tally, self.checks)
 
@@ -265,14 +265,14 @@ class ZarrTarget:
             raise FileError(message("The file cannot be written.", got=f"{self.asked}: {error}")) from error
 
     def result(self) -> ResultArray:
-        """What was written, read when looked at."""
+        """Return the written Jacobian, loaded lazily."""
         found = open_result(self.asked, lazy=True)
         assert isinstance(found, ResultArray)
         return found
 
 
 def _chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """One sample at a time, then the leading axes cut until a chunk is small."""
+    """Return a chunk shape below the size limit, halving the leading axes first."""
     chunks = list(shape)
     for axis in range(len(chunks)):
         while int(np.prod(chunks)) * itemsize > _CHUNK and chunks[axis] > 1:

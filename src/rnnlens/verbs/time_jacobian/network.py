@@ -1,4 +1,4 @@
-"""From a request to the network between its two ends: recurrences that were linearised, and what lies around them."""
+"""The network between two ends: linearised recurrences and the segments around them, built from a request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .segments import OuterTensor, SegmentGraph
 
 @dataclass(frozen=True)
 class NetworkPath:
-    """Tensors and recurrences between the upper and the lower end.
+    """Tensors and recurrences on the paths from the upper end to the lower end.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class NetworkPath:
 
 @dataclass
 class JacobianNetwork:
-    """Everything between the two ends of a time Jacobian.
+    """All recurrences and segments between the two ends of a time Jacobian.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class JacobianNetwork:
 
     @cached_property
     def returned_by(self) -> dict[Port, int]:
-        """The number of the recurrence that a tensor comes out of."""
+        """Index of the recurrence that returns a tensor, by port."""
         return {port: i for i, one in enumerate(self.recurrences) for port in one.replayed.above()}
 
     @cached_property
@@ -121,13 +121,13 @@ class JacobianNetwork:
 
     @property
     def is_connected(self) -> bool:
-        """Whether anything leads from one end to the other."""
+        """Whether a path leads from one end to the other."""
         return bool(self.path.recurrences) or self.of.port in self.path.tops
 
 
 @contextmanager
 def open_network(request: JacobianRequest, *, perturbed: bool = False) -> Iterator[JacobianNetwork]:
-    """Run the model, and keep what is needed to differentiate between the two ends until the block is left.
+    """Run the model and keep, while the context is open, what differentiation between the two ends needs.
 
     ``perturbed``: every number inside recurrent layers is off by one rounding.
 
@@ -147,14 +147,14 @@ def open_network(request: JacobianRequest, *, perturbed: bool = False) -> Iterat
 
 @contextmanager
 def reopen_network(request: JacobianRequest, network: JacobianNetwork) -> Iterator[JacobianNetwork]:
-    """Open the network between two other ends, around the replays of one that is open."""
+    """Open the network between two other ends, with the replays of an open network."""
     with _opened(request, network.inside) as other:
         yield other
 
 
 @contextmanager
 def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[JacobianNetwork]:
-    """Open the network around replayed recurrences; one in which they read each other in a circle is not cut."""
+    """Open the network around replayed recurrences; without cuts if recurrences read each other in a cycle."""
     recurrences = tuple(LinearisedCall.of(replayed) for both in inside.replayed_calls.values() for replayed in both)
     of, wrt = _inner(request.of, inside, recurrences, "of"), _inner(request.wrt, inside, recurrences, "wrt")
     if of is not None and wrt is not None and not inside.entangled and _same(of, wrt):
@@ -178,7 +178,7 @@ def _opened(request: JacobianRequest, inside: ReplayedLayers) -> Iterator[Jacobi
 
 
 def _look_inside(request: JacobianRequest) -> ReplayedLayers:
-    """Replays of all recurrent calls."""
+    """Capture and replay all recurrent calls."""
     quiet = CaptureRequest(gradients=False, weight_grads=False, chain=True)
     try:
         capture = request.adapter.capture(request.model, request.batch, quiet)
@@ -197,7 +197,7 @@ def _look_inside(request: JacobianRequest) -> ReplayedLayers:
 def _inner(
     name: TensorName, inside: ReplayedLayers, recurrences: Sequence[LinearisedCall], role: str
 ) -> JacobianEnd | None:
-    """The end, if it lies inside a recurrence that the framework has no tensor for."""
+    """Return the end if it lies inside a recurrence where the framework has no tensor for it; else None."""
     if inside.entangled and _is_tensor(name, inside):
         return None
     if name.what in ("state", "final_state", "initial_state"):
@@ -211,7 +211,7 @@ def _inner(
 
 
 def _is_tensor(name: TensorName, inside: ReplayedLayers) -> bool:
-    """Whether the framework has a tensor for it: the states and outputs of a cell that the user's own loop calls."""
+    """Return whether the framework has this state or output as a tensor, of a cell called step by step."""
     calls = inside.replayed_calls.get(str(name.layer), []) if name.what == "output" else []
     return inside.is_stepwise(name) or (bool(calls) and all(replayed.call.stepwise for replayed in calls))
 
@@ -224,7 +224,7 @@ def _linearised(
 
 
 def _state_end(name: TensorName, within: Sequence[LinearisedCall]) -> JacobianEnd:
-    """A state of a recurrent layer."""
+    """Return the end at a state of a recurrent layer."""
     time, states = int(within[0].replayed.run.input.shape[1]), within[0].replayed.run.states
     if name.index >= len(states):
         got = f"{name.text}, state number {name.index} of {len(states)}"
@@ -234,14 +234,14 @@ def _state_end(name: TensorName, within: Sequence[LinearisedCall]) -> JacobianEn
 
 
 def _output_end(name: TensorName, one: LinearisedCall) -> JacobianEnd:
-    """The output of a recurrent layer that runs one way: a state, or a custom cell's own output."""
+    """Return the end at the output of a unidirectional recurrent layer: a state, or a custom cell's own output."""
     call = one.replayed.call
     times = int(call.input.shape[1]) if call.returns_sequences else None
     return JacobianEnd(name, (one,), None, "output", one.output, int(call.output.shape[-1]), times)
 
 
 def _same(of: JacobianEnd, wrt: JacobianEnd) -> bool:
-    """Whether both ends lie in the same recurrences, with nothing between them."""
+    """Return whether both ends lie in the same recurrences."""
     return {id(one) for one in of.within} == {id(one) for one in wrt.within}
 
 
@@ -252,7 +252,7 @@ def _port(name: TensorName) -> Port:
 def _pullback(
     request: JacobianRequest, inside: ReplayedLayers, ports: Sequence[Port | None], wrt: JacobianEnd | None
 ) -> Pullback:
-    """The model run once more, cut at every recurrence; or at none, where they are more than chains of steps."""
+    """Run the model once more, cut at every recurrence, or uncut if recurrences are entangled."""
     of_port, wrt_port = ports
     replayed_calls = [replayed for both in inside.replayed_calls.values() for replayed in both]
     starts = [*_some(of_port), *(port for replayed in replayed_calls for port in replayed.below())]
@@ -276,7 +276,7 @@ def _tensors(
     ports: Sequence[Port | None],
     layouts: TensorLayouts,
 ) -> dict[Port, OuterTensor]:
-    """Everything that the framework has a tensor for, the ends outside of recurrences as they lie there."""
+    """Return all framework tensors by port; ends outside of recurrences get their layouts."""
     samples = _samples_of(inside)
     ends = list(dict.fromkeys(port for port in ports if port is not None and port.layer not in inside.replayed_calls))
     unknown = [port for port in ends if port not in layouts.stated]
@@ -298,7 +298,7 @@ def _tensors(
 
 
 def _samples_of(inside: ReplayedLayers) -> int:
-    """The number of samples, the same in every recurrent call: else some fold samples with something else."""
+    """Return the number of samples of all recurrent calls; raise if they differ."""
     counts = {name: int(replayed_calls[0].run.input.shape[0]) for name, replayed_calls in inside.replayed_calls.items()}
     if len(set(counts.values())) > 1:
         listing = ", ".join(f"{layer}: {count}" for layer, count in counts.items())
@@ -321,7 +321,7 @@ def _network(
     around: SegmentGraph,
     layouts: TensorLayouts,
 ) -> JacobianNetwork:
-    """Return the network with ends outside of recurrences as tensors of the framework; refuse ends without a path."""
+    """Return the network, with outer ends as framework tensors; raise if no path connects the ends."""
     of, wrt = inner[0] or _outer_end(request.of, around), inner[1] or _outer_end(request.wrt, around)
     network = JacobianNetwork(recurrences, of, wrt, around, not inside.entangled, inside, layouts)
     if network.is_cut and not network.path.is_cyclic and not network.is_connected:
@@ -335,7 +335,7 @@ def _outer_end(name: TensorName, around: SegmentGraph) -> JacobianEnd:
 
 
 def disconnected(of: JacobianEnd, wrt: JacobianEnd) -> DisconnectedError:
-    """The error where nothing leads from one end to the other."""
+    """Return the error for two ends without a path."""
     if of.name == wrt.name:
         what = f"{of.name.text} is what leaves the layer: no step of it is made from another."
         hint = f'of="{of.name.layer}.hidden", wrt="{of.name.layer}.hidden": from state to state'

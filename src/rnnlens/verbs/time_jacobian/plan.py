@@ -1,4 +1,4 @@
-"""The plan of a time Jacobian: which route and sweep, in which pieces, within which memory. Data, computing nothing.
+"""The plan of a time Jacobian: route, sweep mode, pieces and memory. It contains data only and computes nothing.
 
 A result that would not fit is refused here, before computing.
 """
@@ -25,7 +25,7 @@ from .request import JacobianOptions
 
 @dataclass
 class WorkCount:
-    """Counted while pieces are computed.
+    """Work counted during the computation: FLOPs, and rows and error of pruning.
 
     Attributes
     ----------
@@ -41,14 +41,14 @@ class WorkCount:
 
 @dataclass(frozen=True)
 class JacobianPiece:
-    """One chunk: which samples, which output steps and which input steps (positions among those asked for)."""
+    """One chunk: slices of the samples and of the requested output and input steps."""
 
     samples: slice
     outs: slice
     ins: slice
 
     def count(self) -> int:
-        """Pairs of steps, of all its samples."""
+        """Return the number of (sample, output step, input step) triples."""
         return math.prod(part.stop - part.start for part in (self.samples, self.outs, self.ins))
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class JacobianPiece:
 
 
 def direct_pieces(direct: DirectRoute, mode: str, memory: int) -> tuple[list[JacobianPiece], int]:
-    """Chunks of samples first, which cost nothing extra, then of steps; and the bytes that one of them takes."""
+    """Split the direct route into chunks of samples, then of steps; also return the bytes of one chunk."""
     ends, system = direct.ends, direct.one.system
     outs, ins = len(direct.times), len(direct.in_times)
     groups = outs if mode == "reverse" else ins
@@ -76,7 +76,7 @@ def direct_pieces(direct: DirectRoute, mode: str, memory: int) -> tuple[list[Jac
 
 
 def _collected(ends: JacobianEnds, steps: int, system: System) -> int:
-    """Bytes that a sweep collects per sample and group before they go to the result."""
+    """Return the bytes that a sweep collects per sample and group before they go to the result."""
     numbers = math.prod(ends.tail) if ends.measured_by is not None else ends.rows * ends.wrt.size
     return steps * numbers * system.work.itemsize
 
@@ -84,7 +84,7 @@ def _collected(ends: JacobianEnds, steps: int, system: System) -> int:
 def composed_pieces(
     recurrences: Sequence[LinearisedCall], ends: JacobianEnds, memory: int
 ) -> tuple[list[JacobianPiece], int]:
-    """Chunks of output steps, so that the fields of all rows fit; and the bytes that one of them takes."""
+    """Split the output steps so that all rows' fields fit into memory; also return the bytes of one chunk."""
     system = recurrences[0].system
     widest = max(one.system.features + 2 * one.system.rows + one.system.columns for one in recurrences)
     per_step = sum(one.system.features + one.system.columns for one in recurrences)
@@ -110,7 +110,7 @@ LEAST_ROOM = 64 * 2**20
 
 @dataclass(frozen=True)
 class JacobianPart:
-    """What is computed in one go, but for its pieces: one direction at either end.
+    """The pieces for one direction at either end, with their route and mode.
 
     Attributes
     ----------
@@ -136,12 +136,12 @@ class JacobianPart:
 
     @property
     def ticks(self) -> int:
-        """How often progress is told."""
+        """Number of progress updates."""
         return len(self.pieces) * (1 if self.direct is None else self.direct.one.system.time)
 
     @property
     def result_bytes(self) -> int:
-        """Largest result of one piece."""
+        """Bytes of the largest result of one piece."""
         numbers = self.pieces[0].count() * (self.ends.rows * self.ends.wrt.size if self.ends.measured_by is None else 1)
         return int(numbers * _dtype(self.network.recurrences[0]).itemsize)
 
@@ -152,7 +152,7 @@ class JacobianPart:
 
 @dataclass(frozen=True)
 class JacobianPlan:
-    """How a time Jacobian is computed.
+    """Plan of a time Jacobian: parts, dimensions, shape and memory.
 
     Attributes
     ----------
@@ -172,17 +172,17 @@ class JacobianPlan:
 
     @property
     def route(self) -> str:
-        """That of the first part."""
+        """Route of the first part."""
         return self.parts[0].route
 
     @property
     def mode(self) -> str:
-        """That of the first part."""
+        """Mode of the first part, forward or reverse."""
         return self.parts[0].mode
 
     @property
     def ticks(self) -> int:
-        """How often progress is told."""
+        """Number of progress updates."""
         return sum(part.ticks for part in self.parts)
 
     def __str__(self) -> str:
@@ -192,7 +192,7 @@ class JacobianPlan:
 
 
 def make_plan(options: JacobianOptions, network: JacobianNetwork) -> JacobianPlan:
-    """How to compute what was asked for.
+    """Return the plan for the requested options on a network.
 
     Raises
     ------
@@ -211,7 +211,7 @@ def make_plan(options: JacobianOptions, network: JacobianNetwork) -> JacobianPla
 def plan_for(
     network: JacobianNetwork, ends: JacobianEnds, mode: str, rtol: float | None, memory: int, *, streamed: bool
 ) -> JacobianPlan:
-    """How to compute what is wanted of two ends; ``streamed``: to where the result takes no memory."""
+    """Return the plan between two ends; ``streamed`` results are written to disk and take no memory."""
     dims, dtype = _dims(ends), _dtype(network.recurrences[0])
     shape = (*(_sizes(ends, network.samples)[dim] for dim in dims), *ends.tail)
     size = math.prod(shape) * dtype.itemsize
@@ -225,7 +225,7 @@ def plan_for(
 
 
 def _dims(ends: JacobianEnds) -> tuple[str, ...]:
-    """Dimensions of the result."""
+    """Return the dimensions of the result."""
     found = [] if ends.average else [SAMPLE]
     found += [OUT_TIME] if ends.out_times is not None else []
     found += [DIRECTION] if ends.of.bidirectional else []
@@ -248,7 +248,7 @@ def _sizes(ends: JacobianEnds, samples: int) -> dict[str, int]:
 
 
 def _by_direction(ends: JacobianEnds) -> Iterator[tuple[JacobianEnds, dict[str, int]]]:
-    """One pair of ends for each direction of a state of a bidirectional layer, and its place along these axes."""
+    """Yield one pair of ends per direction of bidirectional ends, with its indices along the direction axes."""
     for of, above in _directions(ends.of, DIRECTION):
         for wrt, below in _directions(ends.wrt, IN_DIRECTION):
             yield replace(ends, of=of, wrt=wrt), {**above, **below}
@@ -263,7 +263,7 @@ def _directions(end: JacobianEnd, axis: str) -> list[tuple[JacobianEnd, dict[str
 def _part(
     network: JacobianNetwork, ends: JacobianEnds, place: Mapping[str, int], mode: str, rtol: float | None, memory: int
 ) -> JacobianPart:
-    """The route between one pair of ends, the cheaper mode, and pieces that fit."""
+    """Return the part between one pair of ends: its route, the chosen mode, and pieces that fit into memory."""
     network = replace(network, of=ends.of, wrt=ends.wrt)
     direct = direct_route(network, ends) if network.is_cut else None
     mode = _chosen_mode(direct, mode)
@@ -284,7 +284,7 @@ def _part(
 
 
 def _chosen_mode(direct: DirectRoute | None, mode: str) -> str:
-    """Forward or reverse: what was asked for, or what takes fewer operations."""
+    """Return the sweep mode: as requested, or the one with fewer operations."""
     if direct is None:
         if mode == "forward":
             raise UnsupportedError(
@@ -301,7 +301,7 @@ def _chosen_mode(direct: DirectRoute | None, mode: str) -> str:
 
 
 def _refuse_too_large(size: int, memory: int, ends: JacobianEnds) -> None:
-    """Refuse a result that would not fit, naming cheaper calls."""
+    """Raise if a result would not fit into memory, with cheaper calls as a hint."""
     if size <= memory:
         return
     hints = []

@@ -1,4 +1,4 @@
-"""The request of a time Jacobian: one object, resolved and checked once, before the model runs."""
+"""The request of a time Jacobian: names and options, resolved and checked once before the model runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..names import Catalogue, TensorName, catalogue, read_one, with_named_outpu
 
 @dataclass(frozen=True)
 class JacobianOptions:
-    """How the two ends are looked at, as the arguments of ``rl.jacobian`` have it; ``memory`` in bytes."""
+    """Options of a time Jacobian, as the arguments of ``rl.jacobian``; ``memory`` in bytes."""
 
     memory: int
     at: Mapping[str, Any] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class JacobianOptions:
     out: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        """What a sketch goes together with."""
+        """Check that the other options fit a sketch."""
         if self.sketch is None:
             return
         if self.measure not in (None, "norm") or self.reduce is not None:
@@ -47,7 +47,7 @@ class JacobianOptions:
 
 @dataclass(frozen=True)
 class JacobianRequest:
-    """One question to one model: which tensor, differentiated by which, on which batch, looked at how.
+    """A time Jacobian to compute: model, batch, the two ends by name, and options.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class JacobianRequest:
 def read_request(
     model: Any, batch: Batch, ends: tuple[str, str], options: JacobianOptions, axes: Mapping[str, Any] | None
 ) -> JacobianRequest:
-    """Read the names of the two ends against the model, and check whatever can be told without running it.
+    """Resolve the names of the two ends on the model, and check all arguments that need no run.
 
     Raises
     ------
@@ -111,7 +111,7 @@ _EXAMPLES = {
 
 
 def _refuse_as_end(name: TensorName, role: str) -> None:
-    """Refuse what cannot be this end of a time Jacobian."""
+    """Raise for a tensor that cannot be this end of a time Jacobian."""
     if name.what not in _ENDS[role]:
         hint = "rl.gradients differentiates the loss, and by weights and gates"
         what = f"{role}={name.text!r} has no time Jacobian."
@@ -119,7 +119,7 @@ def _refuse_as_end(name: TensorName, role: str) -> None:
 
 
 def refuse_integers(wrt: TensorName, batch: Batch, known: Catalogue) -> None:
-    """Refuse an input of the model that holds integers."""
+    """Raise for a model input of integers."""
     if wrt.what != "input" or wrt.layer is not None:
         return
     leaves = data.leaves_of(batch.x)

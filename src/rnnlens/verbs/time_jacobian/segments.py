@@ -24,7 +24,7 @@ from ..axes import patterns, refusal
 
 @dataclass(frozen=True)
 class OuterTensor:
-    """A tensor outside the recurrences, seen as (sample, time, feature) or (sample, feature).
+    """A tensor outside the recurrences, viewed as (sample, time, feature) or (sample, feature).
 
     Attributes
     ----------
@@ -48,14 +48,14 @@ class OuterTensor:
 
     @property
     def times(self) -> int | None:
-        """Number of steps; None where there is no time."""
+        """Number of steps; None without a time axis."""
         if self.layout is not None:
             return self._sizes.get(TIME)
         return self.shape[1] if len(self.shape) > 2 else None
 
     @property
     def features(self) -> int:
-        """Numbers per sample and step."""
+        """Number of features per sample and step."""
         return math.prod(self.shape) // (self.samples * (self.times or 1))
 
     @property
@@ -64,7 +64,7 @@ class OuterTensor:
         return dict(zip(self.layout.names, self.layout.sizes(self.shape, self.count), strict=True))
 
     def closed(self, rows: Array) -> Array:
-        """(row, sample, [time,] feature) as the framework wants it."""
+        """Convert rows (row, sample, [time,] feature) to the framework's layout."""
         if self.layout is not None:
             order = canonical_order(self.layout.names)
             sizes = list(self._sizes.values())
@@ -73,7 +73,7 @@ class OuterTensor:
         return rows.reshape((rows.shape[0], *self.shape))
 
     def opened(self, rows: Array) -> Array:
-        """From the framework, as (row, sample, [time,] feature)."""
+        """Convert rows from the framework's layout to (row, sample, [time,] feature)."""
         if self.layout is not None:
             rows = _permuted(self.layout.opened(rows, self.count, lead=1), canonical_order(self.layout.names))
         steps = () if self.times is None else (self.times,)
@@ -81,13 +81,13 @@ class OuterTensor:
 
 
 def _permuted(rows: Array, order: Sequence[int]) -> Array:
-    """Every axis but the first one in another order."""
+    """Permute all axes except the first one."""
     axes = (0, *(1 + i for i in order))
     return np.transpose(rows, axes) if isinstance(rows, np.ndarray) else rows.permute(axes)
 
 
 def moved(array: Array, origin: int, target: int) -> Array:
-    """The array with one axis in another place."""
+    """Move one axis of an array to another position."""
     return np.moveaxis(array, origin, target) if isinstance(array, np.ndarray) else array.movedim(origin, target)
 
 
@@ -97,7 +97,7 @@ Pull = Callable[[Port, Array], Mapping[Port, Array | None]]
 
 @dataclass
 class Segment:
-    """What lies between a tensor and one of those directly below it.
+    """Derivative of a tensor by one of the tensors directly below it.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class Segment:
     block: Array | None = None
 
     def apply(self, rows: Array) -> Array:
-        """Rows (sample, row, [time,] feature) from above to below; not for those that the framework is asked for."""
+        """Pull rows (sample, row, [time,] feature) through a local or flat segment."""
         if self.block is None:
             return rows
         if self.kind == "flat":
@@ -126,12 +126,12 @@ class Segment:
         return moved(moved(rows, 1, 2) @ like(self.block, rows), 2, 1)
 
     def at_every_step(self, rows: Array) -> Array:
-        """Rows (sample or 1, time or 1, row, feature above) through a local segment, wherever they start."""
+        """Pull rows (sample or 1, time or 1, row, feature above) through a local segment."""
         return rows if self.block is None else like(rows, self.block) @ self.block
 
 
 def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> dict[Port, Segment]:
-    """The segments that start at a tensor, by the tensor that they lead to.
+    """Find the segments that start at a tensor by pulling probe cotangents, by the lower tensor.
 
     Raises
     ------
@@ -151,14 +151,14 @@ def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> 
 
 
 def refuse_coupled_rows(pull: Pull, top: OuterTensor) -> None:
-    """Raise if what starts at some samples of ``top`` arrives at others: no sample then has a Jacobian of its own."""
+    """Raise if cotangents of some samples of ``top`` reach other samples."""
     rows, on = _sample_rows(top)
     if len(on):
         _refuse_coupled(pull(top.port, rows), on)
 
 
 def _segment(above: OuterTensor, below: OuterTensor, rows: Array, each_step_by_itself: bool) -> Segment:
-    """From the rows that unit cotangents became."""
+    """Classify and return a segment, from the pulled-back unit cotangents."""
     if above.times is None:
         first = moved(rows, 0, 1)
         return Segment("flat", above, below, first.reshape((first.shape[0], first.shape[1], -1)))
@@ -172,7 +172,7 @@ def _segment(above: OuterTensor, below: OuterTensor, rows: Array, each_step_by_i
 
 
 def _vanishes_elsewhere(rows: Array, on: Array) -> bool:
-    """Whether nothing arrived at steps other than those at which a row started; never asked where there is no time."""
+    """Return whether rows reach only the steps at which they started; False without a time axis."""
     return rows.ndim == 4 and rows.shape[2] == on.shape[1] and not bool((to_host(rows) * ~on[:, None, :, None]).any())
 
 
@@ -186,7 +186,7 @@ def _refuse_coupled(found: Mapping[Port, Array | None], on: Array) -> None:
 
 
 def _unit_rows(top: OuterTensor) -> Array:
-    """One row per feature, on at all steps."""
+    """Return one unit cotangent per feature, on at all steps."""
     n = top.features
     rows = np.zeros((n, top.samples, top.times or 1, n))
     rows[np.arange(n), :, :, np.arange(n)] = 1
@@ -194,7 +194,7 @@ def _unit_rows(top: OuterTensor) -> Array:
 
 
 def _step_rows(top: OuterTensor) -> tuple[Array, Array]:
-    """Random rows on some of the steps, and on which; any two steps are told apart."""
+    """Return random rows on subsets of the steps, and the subsets, which separate any two steps."""
     shape = (top.samples, *(() if top.times is None else (top.times,)), top.features)
     if top.times is None or top.times == 1:
         return np.zeros((0, *shape)), np.zeros((0, top.times or 1), dtype=bool)
@@ -204,7 +204,7 @@ def _step_rows(top: OuterTensor) -> tuple[Array, Array]:
 
 
 def _sample_rows(top: OuterTensor) -> tuple[Array, Array]:
-    """Random rows on some of the samples, and on which."""
+    """Return random rows on subsets of the samples, and the subsets, which separate any two samples."""
     shape = (top.samples, *(() if top.times is None else (top.times,)), top.features)
     if top.samples == 1:
         return np.zeros((0, *shape)), np.zeros((0, 1), dtype=bool)
@@ -215,7 +215,7 @@ def _sample_rows(top: OuterTensor) -> tuple[Array, Array]:
 
 @dataclass
 class SegmentGraph:
-    """One run of the model, ready to be differentiated outside of the recurrences; cotangents go down in it.
+    """Segments between the tensors of one run outside of its recurrences, found when they are needed.
 
     Attributes
     ----------
@@ -234,25 +234,25 @@ class SegmentGraph:
     _uncoupled: set[Port] = field(default_factory=set)
 
     def below(self, port: Port) -> Mapping[Port, Segment]:
-        """The segments that start at a tensor; probed once."""
+        """Return the segments that start at a tensor; they are probed once."""
         if port not in self.segments:
             known = self.pullback is not None
             self.segments[port] = probe(self.pull, self.tensors[port], self.tensors) if known else {}
         return self.segments[port]
 
     def pull(self, port: Port, rows: Array) -> Mapping[Port, Array | None]:
-        """(row, sample, [time,] feature) at a tensor, through the framework to all that it differentiates by."""
+        """Pull rows (row, sample, [time,] feature) of a tensor back by the framework to all ``wrt`` ports."""
         return self.pull_all({port: rows})
 
     def pull_all(self, rows: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
-        """The same from several tensors at once, summed where they meet."""
+        """Pull rows of several tensors back together by the framework; results are summed."""
         assert self.pullback is not None
         cotangents = {port: like(self.tensors[port].closed(some), self.values[port]) for port, some in rows.items()}
         found = self.pullback.vjp(cotangents)
         return {port: None if a is None else self.tensors[port].opened(a) for port, a in found.items()}
 
     def through(self, port: Port, rows: Array, only: Collection[Port] | None = None) -> dict[Port, Array]:
-        """Rows (sample, row, [time,] feature) at a tensor to those directly below it, in the same form."""
+        """Pull rows (sample, row, [time,] feature) of a tensor back to the tensors directly below it."""
         segments = {p: segment for p, segment in self.below(port).items() if only is None or p in only}
         found = {below: segment.apply(rows) for below, segment in segments.items() if segment.kind != "through"}
         rest = [below for below, segment in segments.items() if segment.kind == "through"]
@@ -263,7 +263,7 @@ class SegmentGraph:
         return found
 
     def refuse_coupled(self, port: Port) -> None:
-        """Raise if what starts at some samples of a tensor arrives at others; tried once."""
+        """Raise if cotangents of some samples of a tensor reach other samples; tested once."""
         if port not in self._uncoupled:
             refuse_coupled_rows(self.pull, self.tensors[port])
             self._uncoupled.add(port)

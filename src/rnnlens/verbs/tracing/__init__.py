@@ -1,1 +1,1 @@
-"""Traces of one batch: the layers and quantities asked for, captured, replayed, swept and labelled."""
+"""Traces of one batch: requested layers and quantities, captured, replayed, swept and labelled."""

@@ -1,4 +1,4 @@
-"""Captured calls of layers, replayed and swept, as one labelled dataset each."""
+"""Labelled datasets of captured layer calls, replayed and swept: one dataset per layer call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .request import TraceRequest
 
 @dataclass
 class TracedCall:
-    """The arrays of a call, its checks, and of a sweep its weight gradients and what rounding goes by."""
+    """Arrays and checks of a call; after a sweep also its weight gradients and rounding scales."""
 
     arrays: Arrays
     checks: list[Check]
@@ -34,7 +34,7 @@ class TracedCall:
     rounding: Rounding = field(default_factory=Rounding)
 
     def present(self, wanted: TraceRequest | None) -> Arrays:
-        """Return the arrays that exist and were asked for."""
+        """Return the existing arrays, limited to the requested quantities unless ``wanted`` is None."""
         found = {name: array for name, array in self.arrays.items() if array is not None}
         return found if wanted is None else {name: array for name, array in found.items() if wanted.has(name)}
 
@@ -42,7 +42,7 @@ class TracedCall:
 def trace_call(
     call: RecurrentCall, wanted: TraceRequest, sums: dict[str, WeightSum], replayed: Callable[[RecurrentCall], Replay]
 ) -> TracedCall:
-    """Replay a call, and sweep back through it where there is a loss; ``sums`` collects dL/dW by weights shared."""
+    """Replay a call and, with a loss, sweep back through it; add its weight gradients to ``sums``."""
     names = call.cell.state_names
     arrays: Arrays = {"input": call.input, "mask": call.mask, "output": call.output, "output_grad": call.output_grad}
     if call.final_state_grad is not None:
@@ -73,7 +73,7 @@ def trace_call(
 
 
 def _boundary(when: str, names: Sequence[str], grads: Sequence[Array]) -> Arrays:
-    """Gradients of the first or last state: stacked where all states have one size, else one variable each."""
+    """Name gradients of the first or last state: one stacked variable for states of one size, else one each."""
     if len({grad.shape[-1] for grad in grads}) == 1:
         return {f"{when}_state_grad": tuple(grads)}
     return {f"{when}_{name}_grad": grad for name, grad in zip(names, grads, strict=True)}
@@ -88,7 +88,7 @@ _WITHOUT_TIME = ("initial_", "final_")
 
 
 def join_directions(replayed_calls: Sequence[Arrays]) -> dict[str, np.ndarray[Any, Any]]:
-    """Stack the arrays of two directions on an axis after time, or after sample where there is no time."""
+    """Stack the arrays of two directions on an axis after time, or after sample without a time axis."""
     ready = [{name: _stack_states(array) for name, array in replayed.items()} for replayed in replayed_calls]
     if len(ready) == 1:
         return ready[0]
@@ -105,14 +105,14 @@ def join_directions(replayed_calls: Sequence[Arrays]) -> dict[str, np.ndarray[An
 
 
 def _stack_states(array: Any) -> np.ndarray[Any, Any]:
-    """(sample, unit) per state to (sample, state, unit)."""
+    """Stack states (sample, unit) to (sample, state, unit)."""
     if isinstance(array, tuple):
         return np.stack([to_host(state) for state in array], axis=1)
     return to_host(array)
 
 
 def _direction_axis(name: str, array: np.ndarray[Any, Any], half: Arrays) -> int:
-    """Return the axis behind time, or behind sample of an array without time: of lower rank than states and input."""
+    """Return the position of the direction axis: after time, or after sample without a time axis."""
     timed = next((half[known].ndim for known in ("hidden", "input") if known in half), 3)
     return 1 if name.startswith(_WITHOUT_TIME) or array.ndim < timed else 2
 
@@ -125,7 +125,7 @@ def recurrent_datasets(
     ours: ReplayedValues | None,
     replayed: Callable[[RecurrentCall], Replay] = Replay.from_call,
 ) -> tuple[dict[str, xr.Dataset], list[Check]]:
-    """One dataset per node, in the order of the calls, and the self-checks; ``ours`` collects what to certify."""
+    """Return one dataset per node in the order of the calls, and the self-checks."""
     described = {info.name: info for info in infos}
     checks: list[Check] = []
     sums: dict[str, WeightSum] = {}
@@ -149,7 +149,7 @@ def recurrent_datasets(
 
 
 def _by_node(calls: Iterable[RecurrentCall]) -> dict[str, list[RecurrentCall]]:
-    """Calls by node; forward comes first, also where a bidirectional layer was built around one that goes backwards."""
+    """Group calls by node, the forward direction first."""
     nodes: dict[str, list[RecurrentCall]] = {}
     for call in on_host(calls):
         replayed_calls = nodes.setdefault(call.layer, [])
@@ -160,7 +160,7 @@ def _by_node(calls: Iterable[RecurrentCall]) -> dict[str, list[RecurrentCall]]:
 def _collect(
     ours: ReplayedValues, dataset: xr.Dataset, replayed_calls: Sequence[RecurrentCall], traced: Sequence[TracedCall]
 ) -> None:
-    """What of one layer is to be held against the plain run, from its labelled numbers where those suffice."""
+    """Add the values of one layer that a certificate compares, from its labelled arrays where possible."""
     # A layer that returns its last output only, and whose input nobody asked for, is held to the bound of its units.
     timed = replayed_calls[0].output[0] if replayed_calls[0].input is None else replayed_calls[0].input[0]
     ours.steps = max(ours.steps, int(timed.shape[0]))
@@ -189,7 +189,7 @@ def plain_datasets(
     wanted: TraceRequest,
     provenance: Mapping[str, str],
 ) -> dict[str, xr.Dataset]:
-    """Outputs of layers that are not recurrent, samples first, then time, where these are known."""
+    """Return the outputs of non-recurrent layers, with samples and time as the first axes where known."""
     axes.learn(batch, [Port("output", call.layer) for call in calls])
     outside = BatchAxes(axes, axes.samples(batch)) if calls else None
     found = {}
@@ -206,7 +206,7 @@ def plain_datasets(
 
 
 def with_coordinates(datasets: Mapping[str, xr.Dataset], given: InputCoordinates) -> dict[str, xr.Dataset]:
-    """Label samples and steps as the inputs are; features too, of a layer that takes an input of the model as it is."""
+    """Assign the inputs' labels to samples and steps, and to features of a layer that reads an input directly."""
     if not given.leaves:
         return dict(datasets)
     found = {}

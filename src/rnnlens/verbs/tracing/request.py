@@ -1,4 +1,4 @@
-"""Layers and quantities asked of ``rl.trace``, and what has to be computed for them."""
+"""Layers and quantities requested from ``rl.trace``, and the computations that they need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CAPTURED = frozenset({"input", "mask", "output", "output_grad", "final_state_gra
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """Names of layers and of quantities, None for all; whether there is a loss, and weight gradients are checked."""
+    """Requested layers and quantities (None for all), whether there is a loss, and whether weights are checked."""
 
     layers: tuple[str, ...] | None
     quantities: frozenset[str] | None
@@ -33,7 +33,7 @@ class TraceRequest:
     def of(
         cls, layers: str | Iterable[str] | None, quantities: str | Iterable[str] | None, has_loss: bool
     ) -> TraceRequest:
-        """Read what a caller says.
+        """Check the arguments ``layers`` and ``quantities``.
 
         Raises
         ------
@@ -49,7 +49,7 @@ class TraceRequest:
         return cls(named, names, has_loss)
 
     def has(self, quantity: str) -> bool:
-        """Whether a quantity is wanted."""
+        """Return whether a quantity is requested."""
         return self.quantities is None or quantity in self.quantities
 
     @property
@@ -59,11 +59,11 @@ class TraceRequest:
 
     @property
     def swept(self) -> bool:
-        """Whether total gradients are wanted."""
+        """Whether total gradients are requested."""
         return self.quantities is None or any(name.endswith("_grad") for name in self.quantities - CAPTURED)
 
     def request(self, certified: bool) -> CaptureRequest:
-        """Return the request to the adapter's capture."""
+        """Return the capture request for the adapter."""
         quantities = self.quantities
         gradients = self.has_loss and (quantities is None or any(name.endswith("_grad") for name in quantities))
         return CaptureRequest(
@@ -76,7 +76,7 @@ class TraceRequest:
         )
 
     def refuse_absent(self, datasets: Mapping[str, xr.Dataset], known: Sequence[str]) -> None:
-        """Refuse layers and quantities that the result does not have."""
+        """Raise for requested layers and quantities that are not in the result."""
         for name in self.layers or ():
             if not any(node == name or node.startswith((f"{name}#", f"{name}[")) for node in datasets):
                 what = f"No layer, and no call of one, is named {name!r} in this forward pass."
@@ -94,7 +94,7 @@ class TraceRequest:
 
 
 def _check(name: str, has_loss: bool) -> None:
-    """Refuse a name that is no quantity, and a gradient where there is no loss."""
+    """Raise for an unknown quantity, and for a gradient without a loss."""
     if not _is_quantity(name):
         raise InputError(message(f"There is no quantity {name!r}.", hint=did_you_mean(name, QUANTITIES)))
     if name.endswith("_grad") and not has_loss:
@@ -108,7 +108,7 @@ def _check(name: str, has_loss: bool) -> None:
 
 
 def _is_quantity(name: str) -> bool:
-    """A name in the vocabulary, that of a further state of a cell, or the gradient of a first or last state."""
+    """Return whether a name is a quantity, a state of a cell or its gradient, or that of a first or last state."""
     if name in QUANTITIES:
         return True
     states = {state for cell in kinds().values() for state in cell.states}
