@@ -1,4 +1,4 @@
-"""One while loop taken apart: states, what a step makes of them, what it reads and puts out, and the cells within."""
+"""Analysis of one while loop: its states, their updates, the sequences it reads and writes, and its known cells."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .settings import NO_SETTINGS, GraphSettings
 
 @dataclass(eq=False)
 class Anatomy:
-    """One while loop, taken apart.
+    """Result of the analysis of one while loop.
 
     Attributes
     ----------
     new
-        By id of a state: what a step makes of it where it is not kept.
+        New value of each state at steps that are not masked, by id of the loop variable.
     pairs
-        Form before, and as the step makes it, of each state; a state of several blocks side by side counts as several.
+        Forms of each state before and after the step. A concatenation of several states counts as several.
     owners
-        Which variable each of these is of, and which of its columns (None: all).
+        Loop variable of each pair, and its columns there (None for all).
     condition
-        A tensor of the body, and whether samples keep their states where it is True.
+        A tensor of the body, and whether samples keep their states where it is True; None if states are never kept.
     mask
-        What the condition says, where that is known.
+        The condition as a mask of steps; None if it is not known to be one.
     """
 
     frame: Frame
@@ -48,11 +48,11 @@ class Anatomy:
 
     @property
     def masked(self) -> bool:
-        """Whether some samples keep their states at some steps."""
+        """True if some samples keep their states at some steps."""
         return self.condition is not None
 
     def same_condition(self, condition: Any) -> bool:
-        """Whether a tensor of the body says the same as the condition under which states are kept."""
+        """Return whether a tensor of the body is the condition under which states are kept, or an equal mask."""
         if self.condition is None:
             return False
         mine, other = self.mask, mask_of(condition, self.frame, self.reads)
@@ -60,23 +60,26 @@ class Anatomy:
 
     @property
     def covered(self) -> bool:
-        """Whether every state is one of a known cell."""
+        """True if every state belongs to a known cell."""
         return sorted(i for match in self.matches for i in match.states) == list(range(len(self.pairs)))
 
     @property
     def variables(self) -> frozenset[str]:
-        """Names of the variables of its known cells."""
+        """Names of the variables that are weights of the loop's known cells."""
         blocks = (pieces for match in self.matches for pieces in match.weights.values())
         return frozenset(piece.variable for pieces in blocks for piece in pieces)
 
     @property
     def whole(self) -> bool:
-        """Whether one known cell is all that the loop has."""
+        """True if the loop consists of a single known cell with all its states."""
         return len(self.matches) == 1 and len(self.matches[0].states) == len(self.pairs)
 
 
 def take_apart(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> Anatomy:
-    """Forms of all that a step makes, and the cells among them; with ``settings`` as they are at these values."""
+    """Analyse a while loop: express each state update as a form, and recognise known cells among these.
+
+    ``settings`` replaces scalar tensors, such as keep probabilities, by their present values.
+    """
     reads, writes = sequences(frame), written(frame)
     floats = _floats(frame)
     made = {id(v): unselected(v.after, v.before, frame.outer) for v in floats}
@@ -99,7 +102,11 @@ def take_apart(frame: Frame, settings: GraphSettings = NO_SETTINGS) -> Anatomy:
 
 
 def unselected(after: Any, before: Any, outer: Source) -> tuple[Any, tuple[Any, bool] | None]:
-    """What a step makes of a variable, and when it is kept instead: where a tensor is True, or where it is False."""
+    """Split ``select(condition, new, old)`` into the new value and the condition under which the old one is kept.
+
+    The condition is a pair: the tensor, and whether True (or False) keeps the old value. It is None where the update
+    has no such select.
+    """
     chosen = same(after, outer)
     if chosen.op.type in ("Select", "SelectV2"):
         condition, first, second = chosen.op.inputs
@@ -111,7 +118,10 @@ def unselected(after: Any, before: Any, outer: Source) -> tuple[Any, tuple[Any, 
 
 
 def _states(frame: Frame, floats: list[Variable], made: dict[int, Any], writes: list[Written]) -> list[Variable]:
-    """Variables that the results of some step follow from; without those that only remember what was put out last."""
+    """Return the loop variables on which the result of some step depends.
+
+    A variable that only remembers the previous output is left out.
+    """
     targets = [made[id(v)][0] for v in floats]
     for write in writes:
         value = write.value
@@ -126,7 +136,7 @@ def _states(frame: Frame, floats: list[Variable], made: dict[int, Any], writes: 
 def _condition(
     frame: Frame, reads: list[Read], paths: Paths, kept: list[tuple[Any, bool] | None]
 ) -> tuple[Any, bool] | None:
-    """The one condition, sample by sample, under which all states are kept; None where there is no such one."""
+    """Return the one condition per sample under which all states are kept; None if there is none or several."""
     found = [pair for pair in kept if pair is not None]
     if not found or len(found) != len(kept):
         return None
@@ -150,7 +160,7 @@ def _aligned(forms: Forms, before: Value, after: Value) -> list[tuple[tuple[Tens
 
 
 def read_by(anatomy: Anatomy, source: TensorForm) -> Read | None:
-    """The tensor that the loop reads step by step, where a form is what it reads."""
+    """Return the tensor read step by step that a form consists of; None if the form is anything else."""
     atom = source.atom
     if atom is None or atom[0] != "leaf" or atom[1][0] != "read" or atom[2] is not None:
         return None
@@ -162,7 +172,10 @@ Output = tuple[LoopBoundary | None, Literal["state", "output", "zero"]]
 
 
 def output_of(anatomy: Anatomy, hidden: TensorForm) -> Output | None:
-    """Where the steps of a state are stacked, and what stands at masked steps; None where another thing is put out."""
+    """Return the boundary where a hidden state is stacked over time, and the output at masked steps.
+
+    None if the loop's output is another quantity.
+    """
     writes = [w for w in anatomy.writes if w.stacked is not None]
     found = _output_of(anatomy, hidden, writes) if writes else None
     return (None, "state") if found is None and not any(w.variable.read for w in writes) else found
@@ -187,7 +200,7 @@ def _output_of(anatomy: Anatomy, hidden: TensorForm, writes: Sequence[Written]) 
 
 
 def _instead(anatomy: Anatomy, other: TensorForm, hidden: TensorForm) -> Literal["state", "output", "zero"] | None:
-    """What is put out where a step is left out."""
+    """Return the kind of output at masked steps: "zero", "state" or "output" (the previous one); None if unknown."""
     if other.constant == 0.0:
         return "zero"
     atom = other.atom
@@ -199,7 +212,10 @@ def _instead(anatomy: Anatomy, other: TensorForm, hidden: TensorForm) -> Literal
 
 
 def _kept(anatomy: Anatomy, other: TensorForm, hidden: TensorForm) -> Literal["state", "output"] | None:
-    """Whether a variable is the state before, or what was put out before, which is zero at first; else None."""
+    """Return "state" if a variable is the previous state, "output" if it is the previous output.
+
+    The previous output must start at zero; otherwise None is returned.
+    """
     if any(old is other and new is hidden for old, new in anatomy.pairs):
         return "state"
     assert other.atom is not None
@@ -208,17 +224,17 @@ def _kept(anatomy: Anatomy, other: TensorForm, hidden: TensorForm) -> Literal["s
 
 
 def _floats(frame: Frame) -> list[Variable]:
-    """The variables of a loop that hold numbers."""
+    """Return the loop variables that are floating-point and no scalars."""
     return [v for v in frame.variables if v.before.dtype.is_floating and v.before.shape.rank != 0]
 
 
 def at_present(frame: Frame, write: Written) -> bool:
-    """Whether each step is written to its own place."""
+    """Return whether each step writes to the position of its own time index."""
     return any(same(write.index, frame.outer) is v.before for v in clocks(frame))
 
 
 def why_unknown(anatomy: Anatomy) -> str:
-    """What of a step is in no cell that is known: its operations, or how they are put together."""
+    """Return a text on why the step is no known cell: its unsupported operations, or its equations."""
     steps = [anatomy.new[id(v)] for v in anatomy.states]
     strange = {op.type: op.name for t in anatomy.paths.behind(steps) if not understood(op := t.op)}
     if not strange:

@@ -1,4 +1,4 @@
-"""Run loops that hold several known cells, or an unknown one, as loops whose boundaries can all be read."""
+"""Rewriting of while loops with several cells, or an unknown one, as loops whose boundaries can all be read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from .sequences import course_of, same
 
 
 def taken_apart(anatomy: Anatomy, *, as_one: bool = False) -> list[Loop]:
-    """The recurrences of a loop, each with boundaries of its own; one that is refused where that cannot be.
+    """Split a while loop into recurrences with boundaries of their own.
 
-    ``as_one``: all its cells as a single one, also where each is known.
+    Where that is impossible, a single refused loop with the reason is returned.
+
+    ``as_one``: treat all cells as a single one, even if each of them is known.
     """
     try:
         return _Apart(anatomy, as_one).loops()
@@ -51,7 +53,7 @@ class _Apart:
         self.mask = self._mask()
 
     def loops(self) -> list[Loop]:
-        """Known cells one after the other, or all of it as one that is not known."""
+        """Return one loop per known cell, in the order of their dependence; or a single loop of unknown equations."""
         anatomy = self.anatomy
         if anatomy.covered and not self.as_one:
             order = sorted(anatomy.matches, key=lambda m: len(anatomy.forms.mentioned(m.source)))
@@ -66,7 +68,7 @@ class _Apart:
     # Boundaries.
 
     def _tapped(self, tensor: Any) -> Any:
-        """A tensor that the loops of ours alone read."""
+        """Return an identity of a tensor that only the rewritten loops read."""
         with tensor.graph.as_default(), tf.control_dependencies(None):
             return tf.identity(tensor, name=f"rnnlens/{self.anatomy.frame.name}/boundary")
 
@@ -75,7 +77,10 @@ class _Apart:
         return LoopBoundary((tap.op.inputs[0],), (((tap.op, 0),),), stacked=stacked)
 
     def _mask(self) -> dict[str, Any]:
-        """Lengths or mask of the loop; recorded where it is another condition than these."""
+        """Return the lengths or the mask of the loop as keyword arguments of ``Loop``.
+
+        Another condition is recorded over all steps; without any, the mapping is empty.
+        """
         anatomy = self.anatomy
         if anatomy.condition is None:
             return {}
@@ -88,23 +93,26 @@ class _Apart:
         return {"mask": flat_mask(self.recorder.steps[id(condition)], where)}
 
     def _known(self, tensors: Sequence[Any]) -> None:
-        """Run what comes before the states, so that all steps of these tensors are there."""
+        """Record the given tensors over all steps, where that is not yet done."""
         missing = [t for t in tensors if id(t) not in self.recorder.steps]
         if missing:
             self._run(missing)
 
     def _run(self, wanted: Sequence[Any]) -> dict[int, Any]:
-        """All steps of tensors that follow from known ones and from variables of the loop that are no states."""
+        """Record tensors over all steps, from recorded tensors and loop variables that are no states.
+
+        Returns the last values of these loop variables, by id.
+        """
         anatomy = self.anatomy
         beside = [v for v in anatomy.paths.carried(self._unknown(wanted)) if not self._is_state(v)]
         carried = [CarriedState(v.entry, v.after) for v in beside]
         before: dict[int, Sequence[Any]] = {id(v.before): (i,) for i, v in enumerate(beside)}
-        before |= {id(v.before): (v.entry,) for v in anatomy.states}  # of which only the shape is asked
+        before |= {id(v.before): (v.entry,) for v in anatomy.states}  # only the shape is used
         _, _, ends = self.recorder.run(wanted, carried, before)
         return {id(v): end for v, end in zip(beside, ends, strict=True)}
 
     def _unknown(self, wanted: Sequence[Any]) -> list[Any]:
-        """What lies behind tensors, up to those whose steps are known."""
+        """Return the loop variables behind the given tensors, up to tensors that are already recorded."""
         found, waiting, seen = [], list(wanted), set()
         while waiting:
             tensor = waiting.pop()
@@ -142,7 +150,7 @@ class _Apart:
             for start, i in zip(starts, match.states, strict=True)
         ]
         _, steps, ends = recorder.run([], carried, self._before(match))
-        recorder.steps |= {id(tensor): whole for tensor in sources}  # what else reads it is not this cell
+        recorder.steps |= {id(tensor): whole for tensor in sources}  # other readers are outside of this cell
         for i, stacked, end in zip(match.states, steps, ends, strict=True):
             self._ended(i, end)
             for tensor in anatomy.forms.tensors_of(anatomy.pairs[i][1]):
@@ -177,7 +185,11 @@ class _Apart:
             return self._tapped(start[:, columns[0] : columns[1]])
 
     def _before(self, match: Match) -> dict[int, list[Any]]:
-        """What stands for each variable of the loop: the states of this cell; of others only the shape is asked."""
+        """Return substitutes for the loop variables in the loop of one cell.
+
+        The cell's own states are numbers of its carried states; other variables are start values of which only the
+        shape is used.
+        """
         before: dict[int, list[Any]] = {}
         for i, (variable, _) in enumerate(self.anatomy.owners):
             part = match.states.index(i) if i in match.states else self._start(i)
@@ -194,10 +206,10 @@ class _Apart:
                 whole = end if columns is None else tf.concat([ends[i] for i in of_it], axis=-1)
             self._replace(variable.exit, whole)
 
-    # What is put out.
+    # Outputs.
 
     def _put_out(self) -> None:
-        """Whatever the loop stacks, from the steps of the cells."""
+        """Rebuild all stacked outputs of the loop from the recorded steps of its cells."""
         anatomy = self.anatomy
         writes = [w for w in anatomy.writes if w.stacked is not None and w.variable.read]
         values = [w.value for w in writes]
@@ -213,7 +225,7 @@ class _Apart:
             self._replace(write.stacked, self._placed(write, self.recorder.steps[id(write.value)]))
 
     def _hidden_where_masked(self, value: Any) -> bool:
-        """Whether what is put out is another thing where states are kept, by the same condition."""
+        """Return whether an output is replaced at masked steps, by the same condition that keeps the states."""
         chosen = same(value, Source())
         condition = self.anatomy.condition
         if chosen.op.type not in ("Select", "SelectV2") or condition is None:
@@ -224,16 +236,16 @@ class _Apart:
         if at_present(self.anatomy.frame, write):
             return steps
         with steps.graph.as_default():
-            return steps[-1:]  # every step writes to the one place there is
+            return steps[-1:]  # every step writes to the same single position
 
     def _replace(self, old: Any, new: Any) -> None:
         rewire(old, new)
         self.replaced[old.name] = new
 
-    # A cell that is not known.
+    # A cell of unknown equations.
 
     def _native(self) -> Loop:
-        """All states as those of one cell, whose step is the body."""
+        """Return one loop that treats all states as those of one cell, with the body of the loop as its step."""
         anatomy, recorder = self.anatomy, self.recorder
         output, written = self._what_is_put_out()
         new = [anatomy.new[id(v)] for v in anatomy.states]
@@ -284,7 +296,10 @@ class _Apart:
         )
 
     def _refuse_chance(self, fed: Sequence[Any]) -> None:
-        """Refuse random numbers that are new at each step and no part of the input: masks of dropped states."""
+        """Raise ``CannotRecordError`` for random numbers drawn at each step that are not part of the input.
+
+        An example is dropout of the states.
+        """
         reads = [read.value for read in self.anatomy.reads]
         drawn = next((op for t in fed if (op := self.anatomy.paths.chance(t, reads)) is not None), None)
         if drawn is not None:
@@ -295,7 +310,10 @@ class _Apart:
             )
 
     def _what_is_put_out(self) -> tuple[Any, bool]:
-        """The output of a step where its states are not kept, and whether it is written; a state where nothing is."""
+        """Return the step's output where its states are not masked, and whether the loop writes it.
+
+        Without a written output it is the first state.
+        """
         anatomy = self.anatomy
         writes = [w for w in anatomy.writes if w.stacked is not None and w.variable.read and w.value.dtype.is_floating]
         if not writes:

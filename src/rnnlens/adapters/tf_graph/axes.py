@@ -1,4 +1,4 @@
-"""Which axis of a tensor counts samples and which steps, in graphs that are fed with time first."""
+"""Axis names of inputs and outputs of graphs whose inputs are (time, sample, ...)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from .inputs import fed
 from .opened import Opened, opened
 from .public import Net
 
-#: Where inputs of such a graph have their steps and their samples.
+#: Axes of steps and samples in the inputs of a time-first graph.
 _AXES = {TIME: 0, SAMPLE: 1}
 
 
 def layouts(net: Net, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]:
-    """The layouts of inputs and outputs of a graph with time first, found by feeding it one step or sample more.
+    """Return the axis names of inputs and outputs of a time-first graph, found by feeding one more step or sample.
 
-    An axis that grows with them counts them. Where the graph does not take more, since a shape is fixed or lengths are
-    fed beside, the axes of inputs are those that its loops read; axes of which nothing is known are called ``axis_0``.
+    An axis that becomes longer by one is the axis of steps, or of samples. If the graph rejects the longer input (a
+    shape is fixed, or lengths are fed separately), inputs are (time, sample, ...). The last unknown axis is ``feature``
+    or ``unit``, the others are ``axis_0`` and so on. The result is empty if the loops turn out to read (sample, time,
+    ...).
     """
     found = opened(net, batch.seed)
     wanted = [Port("input", index=i) for i in range(len(net.inputs))]
@@ -40,7 +42,7 @@ def layouts(net: Net, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]
         except RnnlensError:
             longer = shapes
         if longer[None][1 - axis] != shapes[None][1 - axis]:
-            return {}  # the loop has its axes in another order than was told from the graph: samples first
+            return {}  # the loop reads samples first, against what the graph suggested
         for port in wanted:
             grown = [i for i, (old, new) in enumerate(zip(shapes[port], longer[port], strict=True)) if old != new]
             if len(grown) == 1:
@@ -53,7 +55,10 @@ def layouts(net: Net, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]
 
 
 def _shapes(found: Opened, batch: Batch, ports: Sequence[Port]) -> dict[Any, tuple[int, ...]]:
-    """The shapes of tensors by port; by None that of what a loop reads, (time, sample, feature)."""
+    """Return the shapes of tensors by port.
+
+    The key None has the shape (time, sample, feature) of a tensor that a loop reads.
+    """
     spots, feed = PortTensors(found, batch), fed(found, batch)
     tensors: dict[Any, Any] = {port: spots(port).value for port in ports}
     tensors[None] = next(loop.input.tensors[0] for loop in found.loops if loop.input.stacked)
@@ -67,7 +72,7 @@ def _one_more(leaf: Any, axis: int) -> Any:
 
 
 def _samples_by_size(shapes: Mapping[Port, tuple[int, ...]], known: dict[Port, dict[int, tuple[str, ...]]]) -> None:
-    """The axis of samples of a (sample, unit) output, where the number of samples could not be changed."""
+    """Find the sample axis of a (sample, unit) output by its size, where feeding one more sample was impossible."""
     first = next(iter(shapes.values()))
     steps, samples = first[:2]
     for port, shape in shapes.items():

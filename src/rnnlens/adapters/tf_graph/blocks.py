@@ -1,4 +1,4 @@
-"""Variables of a graph: their values, and which block of a variable, or which constant, a tensor is."""
+"""Variables of a graph: their values, and the block of a variable, or the constant, that a tensor equals."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from tensorflow.python.framework import tensor_util
 from ...errors import ModelError, UnsupportedError, message
 from ...typing import Array
 
-#: Along one axis: the first place and the one behind the last; ``(0, None)`` is all of it.
+#: Range (start, stop) along one axis; ``(0, None)`` is the whole axis.
 Window = tuple[int, int | None]
 
 _SAME = frozenset({"Identity", "EnsureShape", "ReadVariableOp", "Enter", "RefEnter", "Switch", "PreventGradient"})
-#: Operations that hold the value of a variable.
+#: Operation types of variables.
 VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _CUTS = frozenset({"Split", "SplitV", "StridedSlice", "Slice", "Unpack"})
 
 
 class Source:
-    """What each invariant of a loop is outside of it."""
+    """Mapping from the loop invariants in a loop's body to the tensors outside of it."""
 
     def __init__(self, pairs: Mapping[int, Any] | None = None) -> None:
         self._pairs = dict(pairs or {})
 
     def get(self, tensor: Any) -> Any:
-        """The tensor outside; None for what is made within."""
+        """Return the tensor outside that is passed in as this one; None for a tensor computed in the loop."""
         return self._pairs.get(id(tensor))
 
     def settled(self, tensor: Any) -> Any:
-        """The tensor itself, or the one outside that it stands for."""
+        """Return the tensor outside that is passed in as this one; a tensor computed in the loop is unchanged."""
         while (outside := self.get(tensor)) is not None:
             tensor = outside
         return tensor
@@ -45,7 +45,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Block:
-    """``variable[rows, columns]``; ``rows`` is None of a vector, a number where one row is a vector."""
+    """Block ``variable[rows, columns]`` of a variable.
+
+    ``rows`` is None for a vector, and a number for one row as a vector.
+    """
 
     variable: str
     rows: tuple[int, int] | int | None
@@ -57,17 +60,17 @@ class Block:
         return self.columns[1] - self.columns[0]
 
     def columns_of(self, start: int, stop: int) -> Block:
-        """Some of its columns."""
+        """Return the columns ``start:stop`` of the block."""
         return replace(self, columns=(self.columns[0] + start, self.columns[0] + stop))
 
     def rows_of(self, start: int, stop: int) -> Block:
-        """Some of its rows."""
+        """Return the rows ``start:stop`` of the block."""
         assert isinstance(self.rows, tuple)
         return replace(self, rows=(self.rows[0] + start, self.rows[0] + stop))
 
 
 def variable_of(tensor: Any, outer: Source) -> Any:
-    """The operation that holds the variable whose value a tensor is; None where it is none."""
+    """Return the operation of the variable whose value a tensor is; None if it is no variable."""
     while True:
         tensor = outer.settled(tensor)
         if tensor.op.type in VARIABLES:
@@ -78,7 +81,7 @@ def variable_of(tensor: Any, outer: Source) -> Any:
 
 
 def block_of(tensor: Any, outer: Source) -> Block | None:
-    """The block of a variable that a tensor is; None where it is none."""
+    """Return the block of a variable that a tensor equals; None if it is no such block."""
     if not tensor.dtype.base_dtype.is_floating and tensor.dtype.name != "resource":
         return None
     cuts = []
@@ -118,9 +121,11 @@ def _cut(variable: Any, cuts: list[Any]) -> Block | None:
 
 
 def window_of(tensor: Any) -> tuple[Any, ...] | None:
-    """What a cut takes along each axis: a window, or one index where the axis is dropped; None where it cannot be said.
+    """Return the range that a slice or split takes along each axis.
 
-    The last axis is always a window.
+    None if it is not constant. An axis that is dropped has one index in place of a range.
+
+    The last axis always has a range.
     """
     op = tensor.op
     if op.type in ("Split", "SplitV", "Unpack"):
@@ -182,14 +187,14 @@ def _strided(op: Any, begin: Any, end: Any) -> tuple[Any, ...] | None:
 
 
 def behind_identities(tensor: Any) -> Any:
-    """The tensor of which another is a plain copy."""
+    """Return the tensor behind a chain of Identity operations."""
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     return tensor
 
 
 def constant_of(tensor: Any, outer: Source) -> Any:
-    """The number that a tensor is; None where it is none, or several."""
+    """Return the number that a constant tensor has; None if it is not constant or has several elements."""
     tensor = outer.settled(tensor)
     while tensor.op.type in ("Identity", "Enter", "Cast"):
         tensor = outer.settled(tensor.op.inputs[0])
@@ -200,34 +205,34 @@ def constant_of(tensor: Any, outer: Source) -> Any:
 
 
 def is_variable(operation: Any) -> bool:
-    """Whether an operation holds the value of a variable; of floats, integers or flags."""
+    """Return whether an operation is a variable, of any dtype."""
     return operation.type in VARIABLES
 
 
 def dtype_of(operation: Any) -> Any:
-    """The dtype of the value of a variable."""
+    """Return the dtype of the value of a variable."""
     return tf.as_dtype(operation.get_attr("dtype")).base_dtype
 
 
 def shape_of(operation: Any) -> tuple[int, ...]:
-    """The shape that a variable was made with."""
+    """Return the shape in the definition of a variable."""
     return tuple(tf.TensorShape(operation.get_attr("shape")).as_list())
 
 
 def trainable_names(graph: Any) -> frozenset[str]:
-    """Names of the operations of trainable variables."""
+    """Return the names of the operations of trainable variables."""
     return frozenset(variable.op.name for variable in graph.get_collection("trainable_variables"))
 
 
 def read(session: Any, names: Iterable[str]) -> dict[str, Array]:
-    """Present values by name of the operation.
+    """Return the present values of variables in a session, by name of the operation.
 
     Raises
     ------
     ModelError
-        If one has none yet.
+        If a variable is not initialised.
     UnsupportedError
-        If the graph has no operation that reads it.
+        If the graph has no operation that reads a resource variable.
     """
     wanted = list(names)
     tensors = [_readable(session.graph.get_operation_by_name(name)) for name in wanted]
@@ -246,7 +251,7 @@ def read(session: Any, names: Iterable[str]) -> dict[str, Array]:
 
 
 def _readable(operation: Any) -> Any:
-    """A tensor of the user's graph that is the value of a variable, and that assigns nothing when it is fetched."""
+    """Return an existing tensor of the user's graph that is a variable's value. Fetching it must assign nothing."""
     tensor = operation.outputs[0]
     if operation.type != "VarHandleOp":
         return tensor

@@ -1,4 +1,7 @@
-"""The step of a cell of unknown equations: the loop's own body, run and differentiated by TensorFlow on folded rows."""
+"""Step of a cell of unknown equations: the loop's body, run and differentiated by TensorFlow.
+
+Samples and steps are folded into one axis of rows.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,23 @@ _DATA = frozenset({"Placeholder", "PlaceholderWithDefault", "Exit", "RefExit", "
 
 
 class StepGraph:
-    """One step of a body in a graph of its own: placeholders for the input, the states and what is read from outside.
+    """One step of a loop's body as a separate graph.
+
+    It has placeholders for the input, the states and the tensors that the step reads from outside.
 
     Parameters
     ----------
     fed, before
-        Within the body: what is new at each step, side by side the input, and the states before it.
+        Tensors of the body: those that are new at each step, whose concatenation is the input; and the previous states.
     output, after
-        What the step puts out, and the states that it makes.
+        Tensors of the body: the output of the step, and the new states.
     outer
         The invariants of the loop.
 
     Raises
     ------
     CannotCopyError
-        Where one step is not a function of these, row by row.
+        If one step is not a function of these, separately for each sample.
     """
 
     def __init__(
@@ -64,11 +69,14 @@ class StepGraph:
 
     @property
     def scope(self) -> str:
-        """The scope of its variables."""
+        """Common name scope of the variables of the step."""
         return common_scope(self.variables)
 
     def _read(self, tensor: Any) -> Any:
-        """What the step reads from outside: a placeholder, or the same computation where it is one of variables."""
+        """Return the substitute of a tensor outside of the loop.
+
+        It is a placeholder, or a copy of the tensor's computation where it depends on variables only.
+        """
         if id(tensor) in self.outer:
             return self.fed[list(self.outer).index(id(tensor))]
         names, data = sources_of(tensor)
@@ -109,14 +117,17 @@ class StepGraph:
 
 
 class _Edge(Source):
-    """Outside of the loop: what a variable holds is read, what is computed from it is computed."""
+    """Source of tensors outside of the loop.
+
+    Values of variables are read; tensors computed from them are computed again.
+    """
 
     def get(self, tensor: Any) -> Any:
-        """Itself where it is the value of a variable, so that it is read."""
+        """Return the tensor if it is the value of a variable, which is then read; None otherwise."""
         return tensor if variable_of(tensor, Source()) is not None else None
 
     def settled(self, tensor: Any) -> Any:
-        """Itself: there is nothing further outside."""
+        """Return the tensor unchanged: it already is outside of the loop."""
         return tensor
 
 
@@ -125,7 +136,10 @@ def _dense(grad: Any) -> Any:
 
 
 def sources_of(tensor: Any) -> tuple[set[str], bool]:
-    """Names of the variables that a tensor outside of the loop is computed from, and whether also from data."""
+    """Return the names of the variables behind a tensor, and whether it also depends on data.
+
+    Data are placeholders, results of loops and stateful operations. The tensor is one outside of the loop.
+    """
     names, data, waiting, seen = set(), False, [tensor.op], set()
     while waiting:
         op = waiting.pop()
@@ -140,9 +154,9 @@ def sources_of(tensor: Any) -> tuple[set[str], bool]:
 
 
 class BodyCell(StepCell):
-    """The cell of a loop as TensorFlow runs it, on the values that its weights had in the run that was captured.
+    """Cell of unknown equations, run by TensorFlow with the weights' values of the captured run.
 
-    ``names``: what the layer calls its weights, in the order of the variables of the step.
+    ``names`` has the layer's names of its weights, in the order of the variables of the step.
     """
 
     def __init__(self, step: StepGraph, values: Iterable[Array], names: Sequence[str]) -> None:
@@ -155,32 +169,38 @@ class BodyCell(StepCell):
         self.output_state, self.output_is_state = (same[0] if same else 0), bool(same)
 
     def advance(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
-        """(n, feature) and states (n, size) to output (n, output_size) and new states."""
+        """Compute one step: input (n, feature) and states (n, size) to output (n, output_size) and new states."""
         output, new = self._run([self._step.output, self._step.after], x, state)
         return output, tuple(new)
 
     def vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, tuple[Array, ...]]:
-        """Pull dL/dy_t and dL/ds_t back to dL/dx_t (n, feature) and dL/ds_{t-1}; row by row."""
+        """Pull dL/dy_t and dL/ds_t back to dL/dx_t (n, feature) and dL/ds_{t-1}, separately for each of the n rows."""
         by_x, *by_state = self._run(self._step.by_source, x, state, output_cotangent, state_cotangent)
         return by_x, tuple(by_state)
 
     def weight_vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> Mapping[str, Array]:
-        """Pull back to the weights, summed over ``n``; by ``names``."""
+        """Pull dL/dy_t and dL/ds_t back to the weights, summed over the n rows.
+
+        The gradients are by the layer's weight names.
+        """
         found = self._run(self._step.by_weight, x, state, output_cotangent, state_cotangent)
         return dict(zip(self._names, found, strict=True))
 
     def produced(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
     ) -> tuple[Array, ...]:
-        """Pull dL/dy_t and dL/ds_t back to each new state where the step computes it; row by row."""
+        """Pull dL/dy_t and dL/ds_t back to each new state where the step computes it, separately for each row."""
         return tuple(self._run(self._step.produced, x, state, output_cotangent, state_cotangent))
 
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
-        """(n, S + output_size, S) and (n, S + output_size, feature): [new states, output] by states and by input."""
+        """Return the Jacobians of [new states, output] by the S states and by the input.
+
+        Their shapes are (n, S + output_size, S) and (n, S + output_size, feature).
+        """
         parts = [self._jacobian(x[rows], [s[rows] for s in state]) for rows in self._chunks(x)]
         by_state, by_input = (np.concatenate([part[i] for part in parts]) for i in range(2))
         return by_state, by_input
@@ -193,7 +213,10 @@ class BodyCell(StepCell):
             yield slice(start, start + size)
 
     def _jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
-        """Every unit cotangent as a row of its own: rows of the step do not meet."""
+        """Compute the Jacobians of n rows in one vector-Jacobian product.
+
+        Each row is repeated for each unit cotangent; the rows of a step are independent.
+        """
         sizes, n = [*self.state_sizes, self.output_size], int(x.shape[0])
         basis = np.tile(np.eye(sum(sizes), dtype=x.dtype), (n, 1))
         *by_state, output = np.split(basis, np.cumsum(sizes)[:-1], axis=1)
@@ -213,7 +236,7 @@ class BodyCell(StepCell):
 
 
 def body_of(step: StepGraph) -> Body:
-    """What the adapter is told of a native step."""
+    """Return the ``Body`` of a step: its outside tensors, variables and sizes, and a constructor of ``BodyCell``."""
     return Body(
         outer=tuple(step.outer.values()),
         variables=dict(step.variables),

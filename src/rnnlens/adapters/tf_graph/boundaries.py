@@ -1,4 +1,4 @@
-"""Where a port sits in the copy: the tensors that are there, and how they are laid out as the contract has them."""
+"""Ports in the copy of a graph: their tensors, and the conversion between run order and (sample, time, ...)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from .weights import LayerVariables, layers_of
 
 @dataclass(frozen=True)
 class Spot:
-    """One port in the graph.
+    """One port in the copy of a graph: its value, and the tensors by which the loss is differentiated.
 
     Attributes
     ----------
     value
-        A tensor, as the contract has it.
+        The port's tensor in the layout of the adapter protocol, (sample, time, ...) for a sequence; None for a weight.
     sources
-        The tensors by which is differentiated; the gradient is put together from theirs. Behind those of the boundary,
-        if any, the same as the next step reads them: what comes to these is taken off.
+        The tensors by which the loss is differentiated; :func:`joined` combines their gradients. The tensors of the
+        boundary may be followed by copies that the next step reads: gradients by these copies are subtracted.
     loop, boundary
-        Where it lies at the boundary of a loop.
+        The loop, and its boundary, to which the port belongs; None for other ports.
     pieces
-        Of a weight: the blocks of variables that it is; their gradients are cut out of those of the variables.
+        For a weight: its blocks of variables.
     stop
-        Tensors that differentiation stops at, so that the gradient by the port is the direct one.
+        Tensors that differentiation treats as constants, so that the gradient by the port is the direct one.
+    halves
+        For the input of a bidirectional layer: the ports of its two directions.
     """
 
     value: Any
@@ -46,7 +48,7 @@ class Spot:
 
 
 def chronological(loop: Loop, boundary: LoopBoundary) -> Any:
-    """What lies at a boundary of a loop, as (sample, time, ...), the first step first."""
+    """Return the tensor at a boundary of a loop as (sample, time, ...), with the first step first."""
     if not boundary.stacked and len(boundary.tensors) == 1:
         return boundary.tensors[0]
     if boundary.last:
@@ -56,13 +58,13 @@ def chronological(loop: Loop, boundary: LoopBoundary) -> Any:
 
 
 def swapped(tensor: Any) -> Any:
-    """Time and sample change places."""
+    """Transpose (time, sample, ...) to (sample, time, ...), or back."""
     rank = tensor.shape.rank or 3
     return tf.transpose(tensor, [1, 0, *range(2, rank)])
 
 
 def turned(loop: Loop, tensor: Any) -> Any:
-    """(sample, time, ...) from the order of the run to that of time, or back."""
+    """Convert (sample, time, ...) from the loop's run order to chronological order, or back."""
     if loop.direction == "forward":
         return tensor
     if loop.turned_by is None:
@@ -71,7 +73,7 @@ def turned(loop: Loop, tensor: Any) -> Any:
 
 
 def as_run(loop: Loop, boundary: LoopBoundary, array: Any) -> list[Any]:
-    """The inverse of :func:`chronological`: one tensor for each of the boundary."""
+    """Convert a chronological array to the boundary's tensors in run order: the inverse of :func:`chronological`."""
     if not boundary.stacked and len(boundary.tensors) == 1:
         return [array]
     if boundary.last and boundary.stacked:
@@ -83,14 +85,14 @@ def as_run(loop: Loop, boundary: LoopBoundary, array: Any) -> list[Any]:
 
 
 class PortTensors:
-    """Finds ports in the copy of a graph; its tensors are made once for each."""
+    """Lookup of ports in the copy of a graph: call it with a port to get its ``Spot``."""
 
     def __init__(self, found: Opened, batch: Batch) -> None:
         self._opened, self._batch = found, batch
         self._layers: dict[str, LayerVariables] = layers_of(found)
 
     def __call__(self, port: Port) -> Spot:
-        """The place of a port.
+        """Return the tensors of a port.
 
         Raises
         ------
@@ -131,7 +133,7 @@ class PortTensors:
         return at_boundary(loops[0], port)
 
     def _of_both(self, port: Port, loops: Sequence[Loop]) -> Spot:
-        """Both halves of a layer: their inputs are one tensor, in two orders."""
+        """Return the input port of a bidirectional layer: one tensor that both directions read, in opposite orders."""
         if port.kind != "input":
             raise InputError(
                 message(
@@ -152,7 +154,7 @@ class PortTensors:
         return Spot(_read(tensor), (tensor,))
 
     def _named(self, name: str) -> Any:
-        """A tensor by its own name, or what comes out of a scope."""
+        """Return a tensor by its own name, or the output of a layer by its scope; None if there is neither."""
         if ":" in name:
             try:
                 return self._opened.copy.tensor(name)
@@ -176,20 +178,21 @@ class PortTensors:
 
 
 def _read(tensor: Any) -> Any:
-    """A tensor, or what reads it where it is a variable."""
+    """Return the tensor, or a read operation's result where the tensor is the handle of a variable."""
     if not is_variable(tensor.op) or tensor.op.type != "VarHandleOp":
         return tensor
     return tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype_of(tensor.op))
 
 
 def at_boundary(loop: Loop, port: Port) -> Spot:
-    """A port of one loop."""
+    """Return the tensors of one port of one loop."""
     boundary: LoopBoundary | None = None
     stop: tuple[Any, ...] = ()
     index = port.index
     if loop.carried and (port.kind == "state_read" or (port.kind == "output" and not index)):
         spot = direct_state(loop, index)
-        return replace(spot, sources=()) if port.kind == "state_read" and not index else spot  # that is the output
+        # State 0 is the output as well, whose port already has its gradient.
+        return replace(spot, sources=()) if port.kind == "state_read" and not index else spot
     if port.kind == "input":
         boundary = loop.input
     elif port.kind == "output" and not port.index:
@@ -205,15 +208,18 @@ def at_boundary(loop: Loop, port: Port) -> Spot:
         raise InputError(
             message(f"Layer {port.layer!r} has no {port.kind} number {index}.", expected=f"0 to {len(loop.final) - 1}")
         )
-    # A loop whose steps nobody reads puts out its last state: what arrives there is counted once.
+    # If only the last state of a loop is read, it is the output too: its gradient is counted once.
     counted = port.kind == "final_state" and index == 0 and loop.output is None
     return Spot(chronological(loop, boundary), () if counted else boundary.tensors, loop, boundary, stop=stop)
 
 
 def direct_state(loop: Loop, index: int) -> Spot:
-    """A state of an unrolled loop at every step, with its direct gradient: without what its own next step brings.
+    """Return the port of an unrolled loop's state at every step, set up for its direct gradient.
 
-    Where the output is fed to the cell again, that differs from what differentiation that stops at all states gives.
+    The path through the loop's own next step is excluded.
+
+    If the output is fed back to the cell as input, stopping differentiation at all states would be wrong. Then the
+    gradient by what the next step reads is subtracted.
     """
     states = loop.states[index]
     if loop.carried and index == 0:
@@ -223,13 +229,16 @@ def direct_state(loop: Loop, index: int) -> Spot:
 
 
 def every_state(loop: Loop) -> tuple[Any, ...]:
-    """All tensors by which an unrolled loop goes on from one step to the next."""
+    """Return all tensors that an unrolled loop passes from one step to the next."""
     output = () if loop.output is None else loop.output.tensors
     return (*output, *(tensor for boundary in loop.final for tensor in boundary.tensors))
 
 
 def joined(spot: Spot, parts: Sequence[Any]) -> Any:
-    """The gradient by a port from those by its tensors, as the contract has it; None where there is none."""
+    """Combine the gradients by a port's tensors into one gradient by the port.
+
+    None if there is none. It has the layout of the port's value: (sample, time, ...) for sequences.
+    """
     if all(part is None for part in parts):
         return None
     if spot.boundary is None:
@@ -241,6 +250,6 @@ def joined(spot: Spot, parts: Sequence[Any]) -> Any:
     pairs = zip(parts[:steps], by_next, strict=True)
     parts = [all_of_it if part is None else all_of_it - part for all_of_it, part in pairs]
     filled = [tf.zeros_like(t) if g is None else g for t, g in zip(spot.boundary.tensors, parts, strict=True)]
-    if spot.boundary.last:  # where a mask carries the state, what is returned was taken from the last real step
+    if spot.boundary.last:  # with a mask, the output is the state at the last real step
         return tf.add_n(filled) if not spot.boundary.stacked else tf.reduce_sum(filled[0], axis=0)
     return chronological(spot.loop, replace(spot.boundary, tensors=tuple(filled)))

@@ -1,4 +1,4 @@
-"""One run of the copy that has everything: boundaries of the loops, the loss, and its gradients there."""
+"""Capture of a graph: one run that fetches the boundaries of its loops, the loss, and the gradients there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Fetched = dict[Any, Any]
 
 @dataclass
 class _Asked:
-    """What is fetched, by a key of its own; made once for a question."""
+    """Tensors to fetch for one kind of capture; built once and kept."""
 
     fetches: dict[Any, Any] = field(default_factory=dict)
     loops: list[Loop] = field(default_factory=list)
@@ -37,7 +37,7 @@ class _Asked:
 
 
 def capture(net: Net, batch: Batch, request: CaptureRequest) -> Capture:
-    """See :meth:`Adapter.capture`."""
+    """Run the copy of the graph and record its loops; see :meth:`Adapter.capture`."""
     found = opened(net, batch.seed)
     feed = fed(found, batch)
     key = ("capture", request, key_of(batch) if request.gradients or request.loss else None, _order(batch))
@@ -55,7 +55,7 @@ def _order(batch: Batch) -> tuple[str, ...]:
 
 
 def _ask(found: Opened, batch: Batch, request: CaptureRequest) -> _Asked:
-    """Decide what to fetch, and build it."""
+    """Select the loops and layers of a capture, and build the tensors to fetch."""
     asked = _Asked()
     layers, asked.notes = within_reach(found, request)
     asked.loops, names = chosen(found, layers)
@@ -90,7 +90,10 @@ def _fetch_values(found: Opened, asked: _Asked, request: CaptureRequest) -> None
 
 
 def _fetch_gradients(found: Opened, asked: _Asked, request: CaptureRequest, spots: PortTensors, batch: Batch) -> None:
-    """Direct gradients at every boundary, and at weights, in one backward pass; of unrolled loops in one more each."""
+    """Add gradients at all boundaries and weights to the fetched tensors, in one backward pass.
+
+    Each unrolled loop needs one more backward pass for its direct gradients.
+    """
     graph, loss = found.copy.graph, asked.fetches["loss"]
     wanted: dict[Any, Any] = {}
     for i, loop in enumerate(asked.loops):
@@ -125,7 +128,10 @@ def _fetch_gradients(found: Opened, asked: _Asked, request: CaptureRequest, spot
 
 
 def _fetch_beside(asked: _Asked, made: dict[Any, Any], sources: Mapping[Any, Any], graph: Any, loss: Any) -> None:
-    """What reaches the variables of the cells on another way than through their loops: penalties, other layers."""
+    """Fetch the gradients that reach the variables of cells by paths outside of their loops.
+
+    Examples are penalties of weights, and other layers that use the variable.
+    """
     held = {piece.variable for loop in asked.loops for pieces in weights_of(loop).values() for piece in pieces}
     present = [name for name in held if made.get(("variable", name)) is not None]
     stop = [t for loop in asked.loops for boundary in (*loop.final, *loop.states) for t in boundary.tensors]
@@ -136,7 +142,7 @@ def _fetch_beside(asked: _Asked, made: dict[Any, Any], sources: Mapping[Any, Any
 
 
 def _direct(asked: _Asked, i: int, loop: Loop, loss: Any, graph: Any) -> None:
-    """Direct gradients of an unrolled loop: of every state at every step."""
+    """Fetch the direct gradients of an unrolled loop's states, and of its output, at every step."""
     spots = {(i, "state_grad", j): direct_state(loop, j) for j in range(len(loop.states))}
     if loop.output is not None and not _is_state(loop):
         stop = (*(t for boundary in loop.states for t in boundary.tensors), *loop.output.tensors)
@@ -148,19 +154,23 @@ def _direct(asked: _Asked, i: int, loop: Loop, loss: Any, graph: Any) -> None:
 
 
 def _is_state(loop: Loop) -> bool:
-    """Whether what an unrolled loop puts out is its first state."""
+    """Return whether the output of an unrolled loop is its first state."""
     return loop.output is not None and {t.ref() for t in loop.output.tensors} == {
         t.ref() for t in loop.states[0].tensors
     }
 
 
 def _puts_out_states(loop: Loop) -> bool:
-    """Whether what an unrolled loop puts out is its first state, at every step or at the last."""
+    """Return whether the output of an unrolled loop is its first state, at every step or at the last one."""
     return loop.output is not None and loop.output.tensors[-1].ref() == loop.states[0].tensors[-1].ref()
 
 
 def _by_output(loop: Loop, output_grad: Array, states: dict[int, Array]) -> tuple[Array, dict[int, Array]]:
-    """What came to states that are put out, said of the output; what came to others is left."""
+    """Move the direct gradient of the first state to the output, which is the same tensor.
+
+    Returns the output's gradient (sample, time, unit), or (sample, unit) if only the last step is the output, and the
+    remaining state gradients by state number.
+    """
     if 0 not in states:
         return output_grad, states
     first = states[0].copy()
@@ -172,7 +182,7 @@ def _by_output(loop: Loop, output_grad: Array, states: dict[int, Array]) -> tupl
 
 
 def _variables(found: Opened, asked: _Asked, request: CaptureRequest) -> list[str]:
-    """The variables whose gradients are fetched: of the cells, or of everything."""
+    """Return the names of the variables whose gradients are fetched: those of all layers, of the cells, or none."""
     if request.boundaries:
         sets = [pieces for layer in layers_of(found).values() for pieces in layer.weights.values()]
     else:
@@ -182,15 +192,15 @@ def _variables(found: Opened, asked: _Asked, request: CaptureRequest) -> list[st
 
 
 def _moving(loop: Loop, mask: Array) -> Array | None:
-    """Where the output moves with the state, (sample, time) of bool; None for everywhere.
+    """Return where the output depends on the state, (sample, time) of bool; None for everywhere.
 
-    Where the output before is put out again, zeros are until there is one.
+    If masked steps repeat the previous output, the output is zero up to the first real step.
     """
     if loop.masked_output == "zero":
         return mask
     if loop.masked_output == "state" or loop.cell.body is not None:
         return None
-    if loop.turned_by is not None:  # padding is run last
+    if loop.turned_by is not None:  # a reversed loop runs the padding last
         return np.broadcast_to(mask.any(axis=1, keepdims=True), mask.shape)
     turn = -1 if loop.direction == "backward" else 1
     return (mask[:, ::turn].cumsum(axis=1) > 0)[:, ::turn]
@@ -201,7 +211,7 @@ def _unknown(loop: Loop) -> str:
 
 
 class _Told:
-    """Turns what was fetched into calls of the contract."""
+    """Conversion of fetched values to the ``Capture`` of the adapter protocol."""
 
     def __init__(
         self, found: Opened, asked: _Asked, values: Fetched, variables: Mapping[str, Array], request: CaptureRequest
@@ -271,7 +281,7 @@ class _Told:
         )
 
     def _mask(self, i: int, loop: Loop) -> Array | None:
-        """(sample, time) of bool, in the order of time."""
+        """Return the mask (sample, time) of bool in chronological order; None if the loop has no mask."""
         steps = np.asarray(self.values[i, "input"]).shape[1]
         if loop.lengths is not None:
             return np.arange(steps)[None] < np.asarray(self.values[i, "lengths"])[:, None]
@@ -292,7 +302,7 @@ class _Told:
         return {**self.variables, **(self.found.read(missing) if missing else {})}
 
     def _gradient(self, key: Any, value: Any) -> Array | None:
-        """A gradient of the loss, zeros where no path leads; None without a loss."""
+        """Return a gradient of the loss, zeros where there is no path; None if no gradients were requested."""
         if not self.request.gradients:
             return None
         found = self.values.get(key)
@@ -300,7 +310,7 @@ class _Told:
 
     def _finals(self, i: int, loop: Loop) -> tuple[Array, ...]:
         found = [self._gradient((i, "final_grad", j), (i, "final", j)) for j in range(len(loop.final))]
-        if loop.output is None and found[0] is not None:  # what is put out is that very state
+        if loop.output is None and found[0] is not None:  # the output is this state
             found[0] = np.zeros_like(found[0])
         return tuple(gradient for gradient in found if gradient is not None)
 
@@ -311,12 +321,12 @@ class _Told:
         return tuple(gradient for gradient in found if gradient is not None)
 
     def _states(self, i: int, loop: Loop) -> dict[int, Array]:
-        """What came to states at single steps of an unrolled loop."""
+        """Return the direct gradients of the states of an unrolled loop, (sample, time, unit), by state number."""
         present = {j: self.values.get((i, "state_grad", j)) for j in range(len(loop.states))}
         return {j: np.asarray(gradient) for j, gradient in present.items() if gradient is not None}
 
     def _weight_grads(self, loop: Loop) -> dict[str, Array]:
-        """What reached the weights through the loop."""
+        """Return the gradients that reach the weights of a layer through its loop, by weight name."""
         found = {}
         for key, pieces in weights_of(loop).items():
             whole = self._variable_grads(pieces)
@@ -327,7 +337,7 @@ class _Told:
         return found
 
     def _variable_grads(self, pieces: Any) -> dict[str, Array]:
-        """Gradients by variables, zeros where no path leads."""
+        """Return the gradients by whole variables, zeros where there is no path."""
         found = {}
         for piece in pieces:
             gradient = self.values.get((("variable", piece.variable), "grad"))
@@ -340,7 +350,10 @@ class _Told:
         return self.variables[name] if name in self.variables else self.found.read([name])[name]
 
     def _beside(self) -> tuple[dict[str, Array | None], frozenset[str]]:
-        """What reaches every weight, by its name, and for which that is all; of others it is what came beside."""
+        """Return gradients of all weights by name, and the names for which the gradient is the whole one.
+
+        For the other weights it is the part by paths outside of the loops.
+        """
         found: dict[str, Array | None] = {}
         partly = set()
         for layer in layers_of(self.found).values():
@@ -357,10 +370,13 @@ class _Told:
         return found, frozenset(found) - partly
 
     def _tied(self, loop: Loop) -> frozenset[str]:
-        """Names of the weights that another layer has too."""
+        """Return the names of the weights that another layer shares.
+
+        The set is empty where another layer shares all weights.
+        """
         others = [other for other in self.found.loops if other is not loop]
         shared = {piece.variable for other in others for p in weights_of(other).values() for piece in p}
         same = {other.name for other in others if weights_of(other) == weights_of(loop)}
-        if same:  # all of it: then the calls are summed
+        if same:  # all weights are shared: the gradients of the calls are summed
             return frozenset()
         return frozenset(k for k, p in weights_of(loop).items() if shared.intersection(piece.variable for piece in p))

@@ -1,7 +1,7 @@
-"""Cells by structure: which forms of the new states are those of a cell that rnnlens knows.
+"""Recognition of known cells (SimpleRNN, GRU, LSTM) by the equations of their state updates.
 
-Nothing is asked of names. A cell is what its equations are: TensorFlow's own classes, the layers of tf_keras and a cell
-that somebody wrote by hand are told by the same sentences. What comes close is no cell: it stays of unknown equations.
+Names are not used. TensorFlow's own cells, the layers of tf_keras and cells written by hand are recognised by the same
+rules. A step that differs in any detail is not matched; its equations are then unknown.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from .blocks import Block
 from .forms import Atom, Forms, TensorForm
 from .found import WeightPiece
 
-#: State before a step and state that the step makes.
+#: Forms of a state before and after a step.
 Pair = tuple[TensorForm, TensorForm]
 
 
 @dataclass(frozen=True)
 class Match:
-    """A cell that was recognised.
+    """One recognised cell: its class, states, input, options and weights.
 
     Attributes
     ----------
     states
-        Which of the pairs are its states, in the order of the class.
+        Numbers of the pairs that are its states, in the order of the class (h, then c).
     source
-        What it is fed.
+        The form of its input.
     """
 
     cell: type[Cell]
@@ -42,7 +42,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Affine:
-    """``sum(form @ block) + sum(vectors) + sum(vector * form) + constant``."""
+    """Affine map of a gate: ``sum(form @ block) + sum(vectors) + sum(vector * form) + constant``."""
 
     products: Mapping[TensorForm, Block]
     vectors: tuple[Block, ...]
@@ -56,7 +56,10 @@ class Affine:
 
 
 def recognised(forms: Forms, pairs: Sequence[Pair]) -> list[Match]:
-    """Cells among states, given as pairs of forms before and after; each state belongs to one at most."""
+    """Find known cells among states, given as pairs of forms before and after the step.
+
+    Each state belongs to one cell at most.
+    """
     found: list[Match] = []
     free = set(range(len(pairs)))
     for h, c in permutations(range(len(pairs)), 2):
@@ -71,7 +74,7 @@ def recognised(forms: Forms, pairs: Sequence[Pair]) -> list[Match]:
 
 
 def affine_of(form: TensorForm) -> Affine | None:
-    """A form as what a gate takes before its activation; None where it is another."""
+    """Return a form as the affine input of a gate's activation; None if it is not affine."""
     products: dict[TensorForm, Block] = {}
     vectors: list[Block] = []
     peepholes: dict[Any, Block] = {}
@@ -98,17 +101,20 @@ def affine_of(form: TensorForm) -> Affine | None:
 
 
 def factor_of(form: TensorForm) -> Atom:
-    """The atom as which a form stands in a product."""
+    """Return the atom that represents a form as a factor of a product."""
     return form.atom if form.atom is not None else ("sum", form)
 
 
 def _alone(atom: Atom) -> TensorForm | Any:
-    """What peepholes are told apart by: the sum inside an atom, or the atom."""
+    """Return the key of a peephole's factor: the sum inside an atom, or the atom itself."""
     return atom[1] if atom[0] == "sum" else atom
 
 
 def _activated(atom: Atom) -> tuple[str, Affine] | None:
-    """The name of the activation and what it is given; a sum by itself is linear."""
+    """Return the name of an atom's activation and its affine input.
+
+    None if it has another form. A plain sum has the activation "linear".
+    """
     if atom[0] == "act":
         name, inner = atom[1], affine_of(atom[2])
     elif atom[0] == "sum":
@@ -119,7 +125,7 @@ def _activated(atom: Atom) -> tuple[str, Affine] | None:
 
 
 def _two_sides(gates: Sequence[Affine], state: TensorForm) -> TensorForm | None:
-    """What all gates are fed besides the state; None where they are fed unlike things."""
+    """Return the input shared by all gates, besides the state; None if they differ."""
     sources = {frozenset(gate.products) - {state} for gate in gates}
     if any(state not in gate.products for gate in gates) or len(sources) != 1:
         return None
@@ -127,7 +133,7 @@ def _two_sides(gates: Sequence[Affine], state: TensorForm) -> TensorForm | None:
     return next(iter(source)) if len(source) == 1 else None
 
 
-# Which variable is which weight.
+# Weights from blocks of variables.
 
 
 def _piece(block: Block, plus: float = 0.0) -> WeightPiece:
@@ -136,7 +142,7 @@ def _piece(block: Block, plus: float = 0.0) -> WeightPiece:
 
 
 def _vector(block: Block, plus: float = 0.0) -> WeightPiece:
-    """One row of a matrix, as a bias of shape (1, unit) is, counts as a vector."""
+    """Return a block as a vector weight. A single row of a matrix, such as a bias of shape (1, unit), is one."""
     rows = block.rows[0] if isinstance(block.rows, tuple) else block.rows
     return WeightPiece(block.variable, rows, slice(*block.columns), plus)
 
@@ -146,7 +152,7 @@ def _is_vector(block: Block) -> bool:
 
 
 def _joined(pieces: Sequence[WeightPiece]) -> tuple[WeightPiece, ...]:
-    """Neighbouring blocks of one variable as one."""
+    """Merge neighbouring blocks of one variable."""
     out: list[WeightPiece] = []
     for piece in pieces:
         last = out[-1] if out else None
@@ -169,7 +175,10 @@ def _kernels(gates: Sequence[Affine], source: TensorForm, state: TensorForm) -> 
 
 
 def _biases(gates: Sequence[Affine]) -> dict[str, tuple[WeightPiece, ...]] | None:
-    """At most one bias per gate, and what constant the graph adds to it; None where they cannot be told."""
+    """Return the biases of the gates with any constant that is added to them.
+
+    None if they are not one per gate. Without any bias the mapping is empty.
+    """
     counts = {len(gate.vectors) for gate in gates}
     if counts == {0}:
         return {} if not any(gate.constant for gate in gates) else None
@@ -178,11 +187,11 @@ def _biases(gates: Sequence[Affine]) -> dict[str, tuple[WeightPiece, ...]] | Non
     return {"bias": _joined([_vector(gate.vectors[0], gate.constant) for gate in gates])}
 
 
-# A step of which nobody says what its states are: in a graph without a loop.
+# Steps outside of a loop: which tensors are states is not known there.
 
 
 def steps_to(forms: Forms, form: TensorForm) -> Iterator[tuple[Match, tuple[Pair, ...]]]:
-    """All readings of a form as the first state that some cell makes: the cell, and its states before and after."""
+    """Yield each cell of which a form may be the first new state, with its states before and after the step."""
     for after in _cells_within(form):
         for c in _in_products(forms, after):
             for h in _sources(after):
@@ -200,7 +209,7 @@ def steps_to(forms: Forms, form: TensorForm) -> Iterator[tuple[Match, tuple[Pair
 
 
 def _cells_within(form: TensorForm) -> list[TensorForm]:
-    """What could be c' in o act(c'), projected or not."""
+    """Return candidates for c' in the LSTM output o * act(c'), with or without projection."""
     form, _ = _unclipped(form)
     if form.atom is not None and form.atom[0] == "matmul":
         form = form.atom[1]
@@ -212,7 +221,7 @@ def _cells_within(form: TensorForm) -> list[TensorForm]:
 
 
 def _in_products(forms: Forms, form: TensorForm) -> list[TensorForm]:
-    """What could be the state in u h, or f c."""
+    """Return candidates for the state in a product of two factors, such as u * h or f * c."""
     inner, _ = _unclipped(form)
     atoms = {atom for product in inner.terms if len(product) == 2 for atom in product}
     return [atom[1] if atom[0] == "sum" else forms.single(atom) for atom in atoms]
@@ -225,7 +234,7 @@ def _sources(cell: TensorForm) -> list[TensorForm]:
     return list({source: None for _, gate in gates for source in gate.products})
 
 
-# One cell each.
+# One function for each kind of cell.
 
 
 def _simple(forms: Forms, pair: Pair, index: int) -> Match | None:
@@ -245,7 +254,7 @@ def _simple(forms: Forms, pair: Pair, index: int) -> Match | None:
 
 
 def _gru(forms: Forms, pair: Pair, index: int) -> Match | None:
-    """The state is u h + n - u n."""
+    """Match the new state u * h + n - u * n of a GRU; None if it has another form."""
     before, after = pair
     if len(after.terms) != 3:
         return None
@@ -275,7 +284,7 @@ _Made = tuple[dict[str, Any], dict[str, tuple[WeightPiece, ...]], TensorForm, in
 
 
 def _reset_before(forms: Forms, u: tuple[str, Affine], inner: TensorForm, before: TensorForm) -> _Made | None:
-    """The candidate is given W x + b + U (r h)."""
+    """Match the GRU candidate W x + b + U (r * h), with the reset before the product; None if it has another form."""
     gate = affine_of(inner)
     if gate is None or gate.peepholes or len(gate.products) != 2:
         return None
@@ -300,7 +309,7 @@ def _reset_before(forms: Forms, u: tuple[str, Affine], inner: TensorForm, before
 
 
 def _reset_of(gated: TensorForm, before: TensorForm) -> Atom | None:
-    """The reset gate r of r h."""
+    """Return the reset gate r of a product r * h; None if the form is another."""
     if len(gated.terms) != 1:
         return None
     ((product, factor),) = gated.terms.items()
@@ -310,7 +319,10 @@ def _reset_of(gated: TensorForm, before: TensorForm) -> Atom | None:
 
 
 def _reset_after(forms: Forms, u: tuple[str, Affine], inner: TensorForm, before: TensorForm) -> _Made | None:
-    """The candidate is given W x + b + r (U h + b')."""
+    """Match the GRU candidate W x + b + r * (U h + b'), with the reset after the product.
+
+    None if it has another form.
+    """
     gated = [p for p in inner.terms if len(p) == 2]
     if len(gated) != 1 or inner.terms[gated[0]] != 1.0:
         return None
@@ -339,7 +351,10 @@ def _reset_after(forms: Forms, u: tuple[str, Affine], inner: TensorForm, before:
 
 
 def _both_biases(two: Sequence[Affine], plain: Affine, recurrent: Affine) -> dict[str, tuple[WeightPiece, ...]] | None:
-    """Input and recurrent bias: those of the candidate say which variable is which."""
+    """Return the input and recurrent biases of a GRU.
+
+    None if they do not match. The candidate's biases determine which variable is which.
+    """
     if any(gate.constant for gate in two):
         return None
     if not plain.vectors and not recurrent.vectors:
@@ -356,7 +371,10 @@ def _both_biases(two: Sequence[Affine], plain: Affine, recurrent: Affine) -> dic
 
 
 def _lstm(forms: Forms, pairs: Sequence[Pair], h: int, c: int) -> Match | None:
-    """The states are f c + i g and o act(c'), clipped and projected where the cell does so."""
+    """Match the LSTM states c' = f * c + i * g and o * act(c'), also clipped or projected.
+
+    None if they have another form.
+    """
     new_cell, cell_clip = _unclipped(pairs[c][1])
     made = _output(forms, pairs[h][1], pairs[c][1])
     if made is None or len(new_cell.terms) != 2:
@@ -394,7 +412,10 @@ def _unclipped(form: TensorForm) -> tuple[TensorForm, float | None]:
 
 
 def _candidates(new_cell: TensorForm, before: TensorForm) -> Iterator[tuple[Atom, Atom, Atom]]:
-    """(f, i, g) of f c + i g; where i and g could be either, the one whose block comes first is i."""
+    """Yield (f, i, g) of the cell update f * c + i * g.
+
+    Both orders of i and g are tried; the first one is in the order of their weight columns.
+    """
     products = [p for p, factor in new_cell.terms.items() if factor == 1.0 and len(p) == 2]
     state = factor_of(before)
     kept = [p for p in products if state in p]
@@ -415,7 +436,7 @@ def _place(atom: Atom) -> int:
 def _output(
     forms: Forms, new_hidden: TensorForm, new_cell: TensorForm
 ) -> tuple[str, Atom, Block | None, float | None] | None:
-    """Activation, output gate, projection and its clip, of h' = clip(P (o act(c')))."""
+    """Return activation, output gate, projection and clip of h' = clip(P (o * act(c'))); None for another form."""
     form, clip = _unclipped(new_hidden)
     projection = None
     if form.atom is not None and form.atom[0] == "matmul":
@@ -436,7 +457,10 @@ def _output(
 
 
 def _peepholes(gates: Sequence[Affine], cell: Pair) -> dict[str, tuple[WeightPiece, ...]] | None:
-    """Those of input, forget and output gate, the last on the new cell state; None where there are others."""
+    """Return the peephole weights of input, forget and output gate.
+
+    None if there are others. The output gate's peephole reads the new cell state.
+    """
     found: dict[str, tuple[WeightPiece, ...]] = {}
     for gate, name, state in zip(gates, ("input", "forget", "", "output"), (*cell[:1] * 3, cell[1]), strict=True):
         if gate.peepholes:

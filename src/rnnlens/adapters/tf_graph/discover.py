@@ -1,4 +1,4 @@
-"""The recurrences of a graph: every loop that leads to outputs or loss, with its boundaries and the cell within."""
+"""Search for the recurrences of a graph: each loop behind the outputs or the loss, with boundaries and cell."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ def find(
     *,
     may_vary: bool = False,
 ) -> list[Loop]:
-    """The recurrences among the ancestors of some tensors, in the order in which they were built.
+    """Find the recurrent loops among the ancestors of tensors, in the order in which they were built.
 
     Parameters
     ----------
     graph
-        Our copy of the user's graph.
+        The copy of the user's graph.
     ends
-        Outputs and loss; loops that lead to none of them (those of gradients, of input pipelines) are left out.
+        Outputs and loss; other loops (those of gradients, or of input pipelines) are left out.
     value_of
-        The present value of a scalar tensor, as of a keep probability: a cell may be known at that value alone.
+        Function from a scalar tensor, such as a keep probability, to its present value. A cell may be known at that
+        value only.
     stacks
-        Variables of cells that are one recurrence, not one each.
+        Sets of variables: cells that have these are treated as one recurrence.
     may_vary
-        Whether runs of the same copy may have other values, as those in training have of the phase of Keras.
+        Whether runs of the same copy may use other values, such as another learning phase of Keras.
     """
     ends = list(ends)
     built = [
@@ -54,14 +55,17 @@ def find(
 
 
 def _first_step(loop: Loop) -> float:
-    """The number of the operation that makes the first state of an unrolled loop; one that is refused comes last."""
+    """Return the number of the operation that computes the first state of an unrolled loop.
+
+    A refused loop has infinity, so it is sorted last.
+    """
     return int(loop.states[0].tensors[0].op._id) if loop.states else math.inf
 
 
 def _loops(
     frame: Frame, value_of: Callable[[Any], Any], stacks: Sequence[frozenset[str]], *, may_vary: bool
 ) -> list[Loop]:
-    """The recurrences of one loop: none where nothing is carried from step to step but what is put out."""
+    """Return the recurrences of one while loop. The list is empty for a loop that has no state."""
     if frame.in_condition:
         return [of_a_branch(frame.name)]
     if frame.nested:
@@ -88,7 +92,7 @@ def _cells(anatomy: Anatomy) -> list[Loop]:
 
 
 def _known(anatomy: Anatomy) -> Loop | None:
-    """A loop that is one known cell and nothing else, as it stands; None for any other."""
+    """Return the loop of a single known cell without rewriting its graph; None if that is not possible."""
     frame, match = anatomy.frame, anatomy.matches[0]
     read = read_by(anatomy, match.source)
     output = output_of(anatomy, anatomy.pairs[match.states[0]][1])
@@ -115,7 +119,7 @@ def _known(anatomy: Anatomy) -> Loop | None:
 
 # Two directions, one layer.
 
-#: Not the cells of two stacks, of which each goes its own way.
+#: The rest of a scope; it excludes the numbered cells of a stack, which are not paired.
 _WITHIN = r"(?:/(?!cell_\d+$).*)?$"
 _HALVES = (
     re.compile(rf"^(?P<stem>.*?)(?:^|/)(?:fw|forward)\w*{_WITHIN}"),
@@ -124,7 +128,7 @@ _HALVES = (
 
 
 def _paired(loops: Sequence[Loop]) -> list[Loop]:
-    """Loops of the two directions of one layer under one name."""
+    """Give the two loops of a bidirectional layer a common name."""
     found = list(loops)
     for i, one in enumerate(loops):
         for k, other in enumerate(loops):
@@ -136,7 +140,7 @@ def _paired(loops: Sequence[Loop]) -> list[Loop]:
 
 
 def _stem(forward: Loop, backward: Loop) -> str | None:
-    """The scope of a layer whose halves these are; None where they are none."""
+    """Return the common scope of two loops that are directions of one layer; None if they are not."""
     if (forward.direction, backward.direction) != ("forward", "backward"):
         return None
     if forward.cell.cell is not backward.cell.cell or forward.cell.units != backward.cell.units:

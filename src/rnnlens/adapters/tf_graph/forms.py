@@ -1,10 +1,10 @@
-"""Tensors as sums of products: two graphs that compute the same by other words get the same form.
+"""Tensors as sums of products: two graphs that compute the same with different operations get the same form.
 
 ``u * h + (1 - u) * n``, written with any operation, order of arguments or split of a product, is the form
 ``h u + n - n u`` over *atoms*: states, inputs, matrix products, activations of forms, blocks of variables. A cell is
-recognised by comparing forms (:mod:`.match`), so names of operations never matter.
+recognised by comparing forms (:mod:`.cells`), so names of operations do not matter.
 
-Forms are interned: equal forms are one object, which makes comparing them cheap however deep they are.
+Forms are interned: equal forms are one object, so that they are compared by identity.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .blocks import Source, block_of, constant_of, window_of
 from .sequences import is_filled_with
 from .settings import NO_SETTINGS, GraphSettings
 
-#: What a form is a polynomial of. First word is the kind; see :class:`Forms`.
+#: Factor of the products of a form. The first entry is its kind; see :class:`Forms`.
 Atom = tuple[Any, ...]
 
 _TRANSPARENT = frozenset({"Identity", "EnsureShape", "PlaceholderWithDefault", "PreventGradient", "CheckNumerics"})
 _ADD = frozenset({"Add", "AddV2", "BiasAdd", "BiasAddV1"})
-#: What takes a part of a tensor, or says it in another shape.
+#: Operations that take a part of a tensor, or change its shape.
 _PARTS = frozenset({"StridedSlice", "Slice", "GatherV2", "Gather", "Transpose", "Reshape", "ExpandDims", "Squeeze"})
 _SELECT = frozenset({"Select", "SelectV2"})
-#: Operation of TensorFlow -> the activation of ours with the same name and slope.
+#: TensorFlow's operation -> name of the same activation in rnnlens.
 _ACTIVATIONS = {
     "Tanh": "tanh",
     "Sigmoid": "sigmoid",
@@ -44,7 +44,7 @@ _ACTIVATIONS = {
 _ELEMENTWISE = (
     _TRANSPARENT | _ADD | {"AddN", "Mul", "Sub", "Neg", "RealDiv", "Maximum", "Minimum", "Floor"} | set(_ACTIVATIONS)
 )
-#: Operations that known cells are made of, those between them and their variables included.
+#: Operations of which known cells are built, including those that read their variables.
 _IN_CELLS = (
     (_ELEMENTWISE - {"Floor"})
     | _PARTS
@@ -69,7 +69,7 @@ _IN_CELLS = (
 
 
 def understood(operation: Any) -> bool:
-    """Whether known cells are made of operations of this type."""
+    """Return whether known cells are built of operations of this type."""
     return operation.type in _IN_CELLS
 
 
@@ -85,7 +85,7 @@ class TensorForm:
 
     @property
     def atom(self) -> Atom | None:
-        """The only atom, where the form is nothing else."""
+        """The atom that the form consists of; None for any other form."""
         if len(self.terms) == 1:
             ((product, factor),) = self.terms.items()
             if factor == 1.0 and len(product) == 1:
@@ -94,7 +94,7 @@ class TensorForm:
 
     @property
     def constant(self) -> float | None:
-        """Its value where it has no atoms."""
+        """Number that a form without atoms equals; None for any other form."""
         if not self.terms:
             return 0.0
         return self.terms.get(()) if len(self.terms) == 1 else None
@@ -102,7 +102,7 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class Columns:
-    """Forms side by side, each with its width: what a concatenation along the last axis is."""
+    """Concatenation of forms along the last axis, each with its width."""
 
     parts: tuple[tuple[TensorForm, int], ...]
 
@@ -111,20 +111,20 @@ Value = TensorForm | Columns
 
 
 class Forms:
-    """The forms of the tensors of one graph, or of the body of one loop.
+    """Conversion of tensors to forms, for one graph or for the body of one loop.
 
-    Atoms are ``("leaf", name, start, stop)``, columns of a tensor that is not looked into; ``("matmul", form, block)``;
+    Atoms are ``("leaf", name, start, stop)``, columns of a tensor that is not expanded; ``("matmul", form, block)``;
     ``("block", block)``, a vector of a variable; ``("act", name, form)``; ``("clip", low, high, form)``;
-    ``("where", condition, form, form)``; ``("sum", form)``, a sum that stands in a product.
+    ``("where", condition, form, form)``; ``("sum", form)``, a sum that is a factor of a product.
 
     Parameters
     ----------
     leaves
-        By id of a tensor: what it is called, and not looked into.
+        Names of tensors that are not expanded, by id of the tensor.
     outer
-        Loop invariants: what each tensor of the body is outside of the loop.
+        Loop invariants: tensors of the body and the tensors outside that are passed in as them.
     settings
-        Rates and switches outside of the loop, whose present values count as constants.
+        Rates and switches outside of the loop, whose present values are used as constants.
     """
 
     def __init__(self, leaves: Mapping[int, Any], outer: Source, settings: GraphSettings = NO_SETTINGS) -> None:
@@ -137,7 +137,10 @@ class Forms:
         self.tensors: dict[Any, Any] = {}
 
     def of(self, tensor: Any) -> Value:
-        """The form of a tensor; in order of the operations, so that no depth of a graph is too much."""
+        """Return the form of a tensor, or ``Columns`` for a concatenation.
+
+        The graph is traversed without recursion, so its depth is not limited.
+        """
         waiting = [tensor]
         while waiting:
             current = waiting[-1]
@@ -156,18 +159,18 @@ class Forms:
         return self._found[id(tensor)]
 
     def form(self, tensor: Any) -> TensorForm:
-        """The form of a tensor as one; columns side by side are then not looked into."""
+        """Return the form of a tensor; a concatenation becomes a single leaf."""
         found = self.of(tensor)
         return found if isinstance(found, TensorForm) else self.leaf(("columns", found.parts))
 
     def tensors_of(self, form: TensorForm) -> list[Any]:
-        """The tensors that have a form, of those that were looked into."""
+        """Return the tensors, of those converted so far, that have the given form."""
         return self._by_form.get(form, [])
 
     # Making forms.
 
     def make(self, terms: Mapping[tuple[Atom, ...], float]) -> TensorForm:
-        """The one form of these terms."""
+        """Return the one form object with the given terms."""
         kept = {product: factor for product, factor in terms.items() if factor != 0.0}
         key = frozenset(kept.items())
         if key not in self._interned:
@@ -175,36 +178,42 @@ class Forms:
         return self._interned[key]
 
     def leaf(self, name: Any, start: int | None = None, stop: int | None = None) -> TensorForm:
-        """Columns of a tensor that is not looked into."""
+        """Return the form of some columns of a tensor that is not expanded further."""
         return self.single(("leaf", name, start, stop))
 
     def single(self, atom: Atom) -> TensorForm:
-        """An atom by itself."""
+        """Return the form that consists of one atom."""
         return self.make({(atom,): 1.0})
 
     def scalar(self, value: float) -> TensorForm:
-        """A number."""
+        """Return the form of a number."""
         return self.make({(): value})
 
     def add(self, a: TensorForm, b: TensorForm, sign: float = 1.0) -> TensorForm:
-        """Their sum, or difference."""
+        """Return the form ``a + sign * b``."""
         terms = dict(a.terms)
         for product, factor in b.terms.items():
             terms[product] = terms.get(product, 0.0) + sign * factor
         return self.make(terms)
 
     def multiply(self, a: TensorForm, b: TensorForm) -> TensorForm:
-        """Their product; of sums only those of a number and one product are multiplied out, as 1 - u."""
+        """Return the product of two forms.
+
+        A sum of a number and one gate, such as 1 - u, is multiplied out; other sums stay one factor.
+        """
         if a.constant == 1.0 or b.constant == 1.0:
             return b if a.constant == 1.0 else a
         return self._times(self._factor(a), self._factor(b))
 
     def activated(self, name: str, form: TensorForm) -> TensorForm:
-        """An activation of a form."""
+        """Return the form of an activation applied to a form."""
         return self.single(("act", name, form))
 
     def clipped(self, low: float | None, high: float | None, form: TensorForm) -> TensorForm:
-        """A form kept within bounds; two one-sided bounds are one clip, and 0.2 z + 0.5 in [0, 1] an activation."""
+        """Return a form clipped to bounds.
+
+        Two one-sided bounds become one clip; 0.2 z + 0.5 clipped to [0, 1] becomes a hard sigmoid.
+        """
         atom = form.atom
         if atom is not None and atom[0] == "clip" and (atom[1] is None) != (low is None):
             low, high = (atom[1] if low is None else low), (atom[2] if high is None else high)
@@ -219,7 +228,7 @@ class Forms:
         return self.single(("clip", low, high, form))
 
     def scaled(self, form: TensorForm, factor: float) -> TensorForm | None:
-        """A form times a number, where it becomes a sum of whole products again; None otherwise."""
+        """Return a form times a number if the result is one sum, or has only whole factors; None otherwise."""
         found = {product: c * factor for product, c in form.terms.items()}
         if len(found) == 1:
             ((product, c),) = found.items()
@@ -246,11 +255,11 @@ class Forms:
         return self.make(terms)
 
     def order(self, atom: Atom) -> int:
-        """Where an atom stands in a product."""
+        """Return the sort key of an atom within a product."""
         return self.single(atom).number
 
     def mentioned(self, value: Value) -> frozenset[Any]:
-        """Names of all leaves that a value is made of, however deep within."""
+        """Return the names of all leaves inside a value, at any depth."""
         parts = [value] if isinstance(value, TensorForm) else [form for form, _ in value.parts]
         return frozenset().union(*(self._mentioned(form) for form in parts))
 
@@ -269,7 +278,7 @@ class Forms:
     # Columns.
 
     def columns(self, value: Value, start: int, stop: int) -> Value:
-        """Some columns of a value."""
+        """Return the columns ``start:stop`` of a value."""
         if isinstance(value, TensorForm):
             return self._restricted(value, start, stop)
         parts: list[tuple[TensorForm, int]] = []
@@ -303,7 +312,10 @@ class Forms:
         return (*atom[:-1], self._restricted(atom[-1], start, stop))
 
     def aligned(self, *values: Value) -> list[tuple[tuple[TensorForm, ...], int | None]]:
-        """The values cut at the same columns; one piece of unknown width where none of them is columns."""
+        """Cut all values at the same columns; return the pieces with their widths.
+
+        If no value is a concatenation, there is one piece of width None.
+        """
         joined = next((v for v in values if isinstance(v, Columns)), None)
         if joined is None:
             return [(tuple(v for v in values if isinstance(v, TensorForm)), None)]
@@ -318,10 +330,10 @@ class Forms:
         made = [(function(*forms), width) for forms, width in self.aligned(*values)]
         return made[0][0] if made[0][1] is None else Columns(tuple((f, w or 0) for f, w in made))
 
-    # Reading operations.
+    # Forms of operations.
 
     def _read(self, tensor: Any) -> list[Any]:
-        """The tensors whose forms the form of this one is made of."""
+        """Return the tensors whose forms are needed to make this tensor's form."""
         if id(tensor) in self._leaves:
             return []
         outside = self._outer.get(tensor)
@@ -344,7 +356,7 @@ class Forms:
         return block_of(tensor, self._outer) is not None
 
     def _number(self, tensor: Any) -> Any:
-        """The value of a constant, or of a rate as it is set."""
+        """Return the value of a constant, or the present value of a setting; None for other tensors."""
         number = constant_of(tensor, self._outer)
         return self._settings.value(tensor, self._outer) if number is None else number
 
@@ -367,7 +379,10 @@ class Forms:
         return self.leaf(("tensor", self._first_alike(tensor), op.type)) if made is None else made
 
     def _first_alike(self, tensor: Any) -> int:
-        """The id of the first tensor that takes the same part of the same tensor: ``x[:, t]`` written once per gate."""
+        """Return the id of the first tensor that takes the same part of the same tensor.
+
+        An example is ``x[:, t]``, which some cells slice once per gate.
+        """
         op = tensor.op
         if op.type not in _PARTS:
             return id(tensor)
@@ -457,7 +472,7 @@ class Forms:
         return self._elementwise(lambda a, b: self.single(("where", condition, a, b)), values[1], values[2])
 
     def _holds(self, condition: Any) -> bool:
-        """Whether a condition is true of every number, as that of dropout which keeps all: uniform draws >= 0."""
+        """Return whether a condition is always true, such as dropout's "uniform draw >= rate" at a rate of 0."""
         if condition.op.type != "GreaterEqual":
             return False
         drawn, rate = (self._found.get(id(t)) for t in condition.op.inputs)
@@ -482,7 +497,7 @@ class Forms:
 
 
 def cut_of(tensor: Any) -> tuple[int, int] | None:
-    """Which columns a split or slice takes, along the last axis; None where it is another cut."""
+    """Return the columns (start, stop) that a split or slice takes along the last axis; None for another cut."""
     window = window_of(tensor)
     if window is None or any(w != (0, None) for w in window[:-1]):
         return None
@@ -494,7 +509,7 @@ def cut_of(tensor: Any) -> tuple[int, int] | None:
 
 
 def _is_uniform(value: Any, start: float = 0.0) -> bool:
-    """Whether a form is random numbers from ``start`` up to, and without, ``start + 1``."""
+    """Return whether a form is a uniform random number in [start, start + 1)."""
     if not isinstance(value, TensorForm):
         return False
     terms = dict(value.terms)

@@ -1,12 +1,12 @@
-"""What is found in a graph: its loops, and the cell within each of them.
+"""Classes for the recurrences found in a graph: loops, their boundaries and their cells.
 
-All tensors are those of *our copy* of the user's graph. The finder (``loops``, ``match``, ``unrolled``, ``body``)
-makes these; everything else of the adapter reads them, so that how a loop was written, or with which control flow, is
-known to the finder alone:
+All tensors are those of the *copy* of the user's graph. ``discover`` creates these objects, and the rest of the adapter
+reads them. Only the modules behind ``discover`` depend on how a loop was written, or on its kind of control flow. The
+entry point is
 
     find(graph, ends) -> list[Loop]
 
-``ends``: the tensors whose ancestors count (outputs and loss); loops that lead to none of them are left out.
+``ends`` are the outputs and the loss; loops that these do not depend on are left out.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from ...typing import Array
 
 @dataclass(frozen=True)
 class LoopBoundary:
-    """A tensor at the boundary of a loop.
+    """A tensor at the boundary of a loop: an input, an output or a state.
 
     Attributes
     ----------
     tensors
-        One tensor (time, sample, ...) that holds all steps, or one (sample, ...) per step, in the order in which they
-        are run, of an unrolled loop. Of a state: one tensor (sample, unit).
+        A sequence: one tensor (time, sample, ...) with all steps; for an unrolled loop one (sample, ...) per step, in
+        the order of the run. An initial or final state: one tensor (sample, unit).
     readers
-        By tensor: the pairs (operation, number of its input) by which this loop, and nobody else, reads it. Empty for
-        what a loop puts out.
+        For each tensor: the pairs (operation, number of its input) by which this loop reads it. Empty for outputs.
     stacked
-        Whether the one tensor has an axis of time in front.
+        Whether the tensor has time as its first axis.
     last
-        Of what a loop puts out: whether the layer returns the last step of the run alone, (sample, unit).
+        For an output: whether the layer returns only the last step of the run, (sample, unit).
     """
 
     tensors: tuple[Any, ...]
@@ -45,10 +44,10 @@ class LoopBoundary:
 
 @dataclass(frozen=True)
 class WeightPiece:
-    """A block of a variable: ``variable[rows, columns] + plus``; a vector has columns only.
+    """Block of a variable: ``variable[rows, columns] + plus``; a vector has columns only.
 
-    ``variable`` is the name of the operation that holds it (``"rnn/gru_cell/gates/kernel"``). ``plus``: a constant that
-    the graph adds to the variable (the forget bias), not a part of it.
+    ``variable`` is the name of the variable's operation (``"rnn/gru_cell/gates/kernel"``). ``plus`` is a constant that
+    the graph adds to the variable, such as the forget bias.
     """
 
     variable: str
@@ -59,21 +58,20 @@ class WeightPiece:
 
 @dataclass(frozen=True)
 class Body:
-    """The step of a cell of unknown equations.
+    """Step function of a cell of unknown equations.
 
     Attributes
     ----------
     outer
         The tensors outside of the loop that the body reads, weights included; they are fetched in the same run.
     variables
-        Those of them that are the values of variables: name of the operation of the variable to the tensor in
-        ``outer``.
+        The tensors of ``outer`` that are values of variables, by name of the variable's operation.
     make
-        From the values of ``outer``, in that order, and names for ``variables`` to the cell, whose weights they name.
+        Function from the values of ``outer``, and names for ``variables``, both in order, to the cell.
     state_sizes
         Sizes of the states, in the order of :attr:`Loop.initial`.
     output_size
-        Size of what a step puts out.
+        Size of the output of a step.
     """
 
     outer: tuple[Any, ...]
@@ -85,9 +83,9 @@ class Body:
 
 @dataclass(frozen=True)
 class Condition:
-    """What a cell is known by: that ``tensor``, which the user may feed, has this value in the run (a rate of 0).
+    """Condition for a recognised cell: in the run ``tensor`` must have this value, for example a dropout rate of 0.
 
-    ``otherwise``: why the layer is refused in a run in which it has another, in the words of ``errors.message``.
+    ``otherwise`` is the error text of a run in which the tensor has another value.
     """
 
     tensor: Any
@@ -97,27 +95,28 @@ class Condition:
 
 @dataclass(frozen=True)
 class FoundCell:
-    """The cell of a loop: known, native, or refused.
+    """Cell of a loop: a known cell, a body of unknown equations, or a refused one.
 
     Attributes
     ----------
     kind
-        What it is called in results: ``"gru"``, or the scope of an unknown cell.
+        Name of the cell in results: ``"gru"``, or the scope of an unknown cell.
     units
         Size of the first state.
     cell, options
-        Known: its class of :mod:`rnnlens.recurrence.cells`, and the options that are no weights (``activation``, ...).
+        Known cell: its class of :mod:`rnnlens.recurrence.cells`, and the options that are no weights (``activation``,
+        ...).
     weights
-        Known: each weight of ours by the blocks of variables that it is made of, joined along the last axis.
-        A weight that the graph does not have is absent.
+        Known cell: by weight name, the blocks of variables that are concatenated along the last axis. A weight that the
+        graph does not have is absent.
     conditions
-        What has to hold in a run, so that it is what it is said to be.
+        Conditions that a run must meet for the cell to be valid.
     body
-        Native: its step.
+        Cell of unknown equations: its step.
     unknown
-        Native: what of its step is in no cell that rnnlens knows.
+        Cell of unknown equations: text on what in its step is not supported.
     refused
-        Why it can be neither, in the words of :func:`rnnlens.errors.message`; empty for the others.
+        Error text if the cell cannot be captured at all; empty otherwise.
     """
 
     kind: str
@@ -140,46 +139,47 @@ class Loop:
     name
         The scope of the layer: ``"lstm_model/rnn"``; both directions of a bidirectional layer have the same.
     kind
-        How it is run: control flow v1 (Enter, Exit), v2 (While), or unrolled.
+        Control flow v1 (Enter, Exit) or v2 (While), or unrolled.
     cell
-        What it does at each step.
+        The cell that is run at each step.
     initial
-        The states where they enter, in the order of the cell's own class (h, then c).
+        The initial states, in the order of the cell's class (h, then c).
     final
-        The states where they leave, in the same order.
+        The final states, in the same order.
     states
-        Unrolled: every state after each step, one tensor per step; empty of a loop.
+        Unrolled: every state after each step, one tensor per step; empty for a while loop.
     carried
-        Unrolled, and what the cell returned is fed to it again: every state but the last, as the next step reads it.
+        Unrolled, with the output fed back as input: every state but the last, as the next step reads it.
     input
-        What the cell is fed at every step, as the loop reads it: turned round where the loop runs backwards.
+        The input of the cell at every step, in the order of the run: reversed in time if the loop runs backward.
     output
-        What it puts out at every step, in the order in which the loop runs; None where nobody reads it.
+        The output at every step, in the order of the run; None if it is not read.
     lengths
-        (sample,) of int: steps of each sample; what lies behind is padding: zero output, state carried. None: all.
+        (sample,) of int: number of real steps of each sample; padding has zero output and keeps the state. None for
+        all.
     mask
-        (time, sample) of bool in the order of the run, where steps are left out otherwise; None for none.
+        (time, sample) of bool in the order of the run, False at masked steps; None if there is no mask.
     masked_output
-        What the loop puts out at such a step.
+        Output of the loop at a masked step: the state, the previous output, or zero.
     steps
-        Number of steps if the graph says it.
+        Number of steps if the graph defines it.
     direction
-        ``"backward"`` where the input is turned round before the loop.
+        ``"backward"`` if the input is reversed in time before the loop.
     turned_by
-        Backward: (sample,) steps of each sample that are turned round, what lies behind stays; None for all.
+        Backward: (sample,) number of steps of each sample that are reversed, later steps stay; None for all.
     bidirectional
-        Whether it is one half of a layer; its sibling has the same name.
+        Whether it is one direction of a bidirectional layer; the loop of the other one has the same name.
     time_major
-        Whether the user's input and output tensors have time first.
+        Whether the user's input and output tensors have time as the first axis.
     outer
-        Loop invariants: tensor within the body to the tensor outside that it is.
+        Loop invariants: tensors of the body to the tensors outside that are passed in as them.
     scope
         Scope of the variables of the cell: ``"lstm_model/rnn/gru_cell"``.
     replaced
-        A loop of several cells, or with dropout or a projection around a cell, is run as several loops in the copy.
-        Tensors of the user's graph that nobody computes any more, by name, to those that have their values now.
+        Substitutes for tensors of the user's graph, by name. A loop of several cells, or with dropout or a projection
+        around a cell, is rewritten as several loops in the copy; these compute the substitutes.
     redrawn
-        Whether that draws random numbers, others than the loop of the user's graph would.
+        Whether the rewritten loops draw random numbers, which then differ from those of the user's loop.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""While loops of either control flow in one form: variables, invariants, a body, and what depends on what within it.
+"""While loops of both kinds of control flow as one class: variables, invariants, body and dependences in it.
 
 Control flow v1 is a ring of Enter, Merge, Switch, NextIteration and Exit within the graph; v2 one operation whose body
-is a function. Everything behind this module reads :class:`Frame` and need not know which it was.
+is a function. All other modules read :class:`Frame`, which is the same for both.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _WHILES = frozenset({"While", "StatelessWhile"})
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """One variable of a loop.
+    """One loop variable of a while loop.
 
     Attributes
     ----------
     entry, exit
-        Outside: where it starts, and where it ends; ``exit`` is None where nobody can read it.
+        Tensors outside of the loop: the initial and the final value; ``exit`` is None if the graph has no final value.
     before, after
-        Within the body: at the beginning of a step, and at its end.
+        Tensors of the body: the values at the beginning and at the end of a step.
     reader
         The operation, and the number of its input, by which the loop reads ``entry``.
     read
-        Whether what is asked for depends on it.
+        Whether the requested tensors depend on the variable.
     """
 
     entry: Any
@@ -49,11 +49,11 @@ class Variable:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """One while loop.
+    """One while loop of control flow v1 or v2.
 
-    ``outer``: what each invariant of the body is outside. ``built``: the number of its first operation, by which
-    recurrences are in the order in which they were built. ``bounds``: what counters from 0 are to stay below, as
-    tensors outside or numbers; empty where the loop ends by something else, or that is not known.
+    ``outer`` maps invariants of the body to tensors outside. ``built`` is the number of its first operation, by which
+    loops are sorted. ``bounds`` are the exclusive upper limits of its counters from 0, as tensors outside or numbers;
+    empty if the loop ends by another condition or the limits are unknown.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Frame:
 
     @property
     def in_condition(self) -> bool:
-        """Whether the loop stands within one branch of a condition of control flow v1."""
+        """True if the loop is inside a branch of a condition of control flow v1."""
         context = self.variables[0].reader[0]._get_control_flow_context() if self.variables else None
         while context is not None and not context.IsCondContext():
             context = context.outer_context
@@ -76,14 +76,14 @@ class Frame:
 
     @property
     def nested(self) -> bool:
-        """Whether there is a loop within its body."""
+        """True if the body contains another loop."""
         return any(op.type in _ENTERS or op.type in _WHILES for op in self.ops)
 
 
 def frames_of(graph: Any, ends: Iterable[Any]) -> Iterator[Frame]:
-    """All loops among the ancestors of ``ends``, in the order in which they were built.
+    """Yield all while loops among the ancestors of ``ends``, in the order in which they were built.
 
-    Each is looked at when it is asked for: what happened to those before it may have changed what it reads.
+    Each frame is built when the iterator reaches it, since rewriting an earlier loop may change what a later one reads.
     """
     ops = ancestors(ends)
     old: dict[str, list[Any]] = defaultdict(list)
@@ -102,14 +102,14 @@ def frames_of(graph: Any, ends: Iterable[Any]) -> Iterator[Frame]:
     inner = _inner(old)
     for name, enters in old.items():
         if name in inner:
-            continue  # told of with the loop around it
+            continue  # part of the loop around it
         found.append((_first(enters), partial(_old_frame, name, enters, every[name])))
     for _, make in sorted(found, key=lambda pair: pair[0]):
         yield make()
 
 
 def ancestors(ends: Iterable[Any]) -> list[Any]:
-    """All operations that the tensors are computed from, in the order in which they were built."""
+    """Return all operations that the tensors are computed from, in the order in which they were built."""
     waiting, seen = [tensor.op for tensor in ends], {}
     while waiting:
         op = waiting.pop()
@@ -120,7 +120,7 @@ def ancestors(ends: Iterable[Any]) -> list[Any]:
 
 
 def conditions_with_loops(graph: Any, ends: Iterable[Any]) -> list[Any]:
-    """The conditions of control flow v2 among the ancestors of ``ends`` of which a branch has a loop."""
+    """Return the v2 conditions (If) among the ancestors of ``ends`` of which a branch contains a loop."""
     conditions = [op for op in ancestors(ends) if op.type in ("If", "StatelessIf")]
     functions = {f.signature.name: f for f in graph.as_graph_def().library.function} if conditions else {}
 
@@ -134,13 +134,13 @@ def conditions_with_loops(graph: Any, ends: Iterable[Any]) -> list[Any]:
 
 
 def scope_of(name: str) -> str:
-    """The scope that a loop was built in: without the part that says that it is one."""
+    """Return the scope in which a loop was built, without the loop's own suffix such as ``/while_1``."""
     scope = re.sub(r"/?while(_\d+)?(/while_context)?$", "", name) or name.partition("/")[0]
-    return re.sub(r"/(fw|bw)/\1$", r"/\1", scope)  # the scope of a direction, and that of its loop
+    return re.sub(r"/(fw|bw)/\1$", r"/\1", scope)  # bw/bw -> bw: scope of the direction and of its loop
 
 
 def _inner(old: dict[str, list[Any]]) -> set[str]:
-    """Names of loops within the body of another."""
+    """Return the names of loops inside the body of another loop."""
     found: set[str] = set()
     for name, enters in old.items():
         within = {e.get_attr("frame_name").decode() for e in _old_frame(name, enters).ops if e.type in _ENTERS}
@@ -149,7 +149,10 @@ def _inner(old: dict[str, list[Any]]) -> set[str]:
 
 
 def _old_frame(name: str, enters: Sequence[Any], every: Sequence[Any] = ()) -> Frame:
-    """``enters``: those that lead to what is asked for; ``every``: all of the loop."""
+    """Build the ``Frame`` of a v1 loop.
+
+    ``enters`` are its Enter operations that the requested tensors depend on; ``every`` has all of its Enter operations.
+    """
     variables, outer, readers = [], {}, {}
     asked, entered = set(enters), sorted({*enters, *every}, key=lambda op: op._id)
     for enter in entered:
@@ -167,7 +170,7 @@ def _old_frame(name: str, enters: Sequence[Any], every: Sequence[Any] = ()) -> F
 
 
 def _needed(variables: Sequence[Variable]) -> tuple[Variable, ...]:
-    """What is read; what is put out, also where nobody reads it, and what that was at the step before."""
+    """Return the loop variables that are needed: those read, stacked outputs, and copies of the previous output."""
     writes = [v for v in variables if behind_identities(v.after).op.type == "TensorArrayWriteV3"]
     put_out = {id(behind_identities(behind_identities(v.after).op.inputs[2])) for v in writes}
     return tuple(v for v in variables if v.read or v in writes or id(behind_identities(v.after)) in put_out)
@@ -209,7 +212,10 @@ def _new_frame(op: Any, functions: dict[str, Any]) -> Frame:
 
 
 def _bounds(loop: Any, condition: Any, changing: set[int]) -> tuple[Any, ...]:
-    """What the counters of a While stay below; ``changing``: which of its inputs are other ones at every step."""
+    """Return the upper bounds of a While's counters; empty if it ends by another condition.
+
+    ``changing`` has the numbers of its inputs that change from step to step.
+    """
     _, given, (goes_on,) = body_graph(condition, loop.inputs, loop.graph)
     place = {id(tensor): i for i, tensor in enumerate(given)}
     found, waiting = [], [goes_on]
@@ -230,10 +236,10 @@ def _bounds(loop: Any, condition: Any, changing: set[int]) -> tuple[Any, ...]:
 
 
 def body_graph(function: Any, inputs: Sequence[Any], home: Any) -> tuple[Any, list[Any], list[Any]]:
-    """The body of a function in a graph of its own, with what it takes and returns.
+    """Copy a function into a graph of its own; return the graph, its placeholders and its results.
 
-    ``home``: the graph that knows it, and what it calls. Shapes are those of what it is given, also those of the
-    variables behind handles, which a function by itself does not say.
+    ``home`` is the graph that defines the function and those that it calls. Shapes, also those of variables behind
+    handles, are taken from ``inputs``, since the definition of a function does not contain them.
     """
     shapes = [t.shape for t in inputs]
     with home.as_default():
@@ -254,7 +260,7 @@ def body_graph(function: Any, inputs: Sequence[Any], home: Any) -> tuple[Any, li
 _SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 
 
-#: Parts of conditions.
+#: Operations of conditions.
 _BRANCHES = frozenset({"Switch", "Merge", "If", "StatelessIf"})
 
 
@@ -264,9 +270,9 @@ def _is_random(op: Any) -> bool:
 
 
 class Paths:
-    """Which tensors of a body follow from the states before the step, and which change from step to step.
+    """Dependences in a loop's body: which tensors depend on the states, and which change from step to step.
 
-    What only asks for the shape of a tensor does not depend on it. Random numbers change from step to step.
+    An operation that only reads the shape of a tensor does not depend on it. Random numbers change from step to step.
     """
 
     def __init__(self, frame: Frame, states: Sequence[Variable]) -> None:
@@ -277,19 +283,21 @@ class Paths:
         self._settle_variables()
 
     def by_state(self, tensor: Any) -> bool:
-        """Whether it follows from the states."""
+        """Return whether a tensor depends on the states before the step."""
         return self._of(tensor)[0]
 
     def is_variable(self, tensor: Any) -> bool:
-        """Whether it stands for a variable of the loop at the beginning of a step."""
+        """Return whether a tensor is a loop variable's value at the beginning of a step."""
         return id(tensor) in self._variables
 
     def by_step(self, tensor: Any) -> bool:
-        """Whether it changes from step to step."""
+        """Return whether a tensor changes from step to step."""
         return self._of(tensor)[1]
 
     def new_at_each_step(self, targets: Iterable[Any]) -> list[Any]:
-        """The largest floating tensors behind the targets that no state reaches and that change from step to step.
+        """Return the step's inputs: the tensors behind the targets that change per step and depend on no state.
+
+        Of such tensors, those nearest to the targets are returned.
 
         A condition that changes from step to step is replaced by the numbers that it is computed from.
         """
@@ -312,9 +320,9 @@ class Paths:
         return list(found.values())
 
     def only_read(self, targets: Iterable[Any], reads: Sequence[Any]) -> list[Any]:
-        """Those of the tensors that are read at each step from which alone, and weights, the targets follow.
+        """Return the step-by-step inputs on which the targets depend, if besides weights they depend on nothing else.
 
-        Empty where something else is new to them at each step: random numbers, the number of the step, a condition.
+        Empty if the targets depend on random numbers, the number of the step, or a condition.
         """
         ids, found = {id(read) for read in reads}, set()
         for tensor in self.behind(targets, stop=ids):
@@ -325,14 +333,17 @@ class Paths:
         return [read for read in reads if id(read) in found]
 
     def chance(self, tensor: Any, reads: Sequence[Any]) -> Any:
-        """The operation that draws the random numbers of a tensor; None where there is none, or data is in it too."""
+        """Return the random operation behind a tensor.
+
+        None if there is none, or if the tensor also depends on inputs.
+        """
         every = list(self.behind([tensor]))
         if any(t is read for t in every for read in reads):
             return None
         return next((t.op for t in every if _is_random(t.op)), None)
 
     def carried(self, targets: Iterable[Any]) -> list[Variable]:
-        """The variables of the loop that lie behind the targets, and those behind what these become."""
+        """Return the loop variables on which the targets depend, within one step or over several steps."""
         found: dict[int, Variable] = {}
         waiting = list(targets)
         while waiting:
@@ -343,13 +354,15 @@ class Paths:
         return [v for v in self.frame.variables if id(v) in found]
 
     def directly(self, target: Any) -> list[Variable]:
-        """The variables of the loop that lie behind a tensor."""
+        """Return the loop variables on which a tensor depends within one step."""
         return [self._variables[id(t)] for t in self.behind([target]) if id(t) in self._variables]
 
     def behind(self, targets: Iterable[Any], stop: Container[int] = ()) -> Iterator[Any]:
-        """The tensors of the body that others are computed from, themselves included; tensors by id end the search.
+        """Yield the tensors of the body from which the targets are computed, the targets included.
 
-        What only asks for the shape of a tensor is not computed from it.
+        The search ends at tensors whose id is in ``stop``.
+
+        Operations that only read the shape of a tensor are not followed.
         """
         waiting, seen = list(targets), set()
         while waiting:
@@ -362,7 +375,7 @@ class Paths:
                 waiting.extend(tensor.op.inputs)
 
     def _settle_variables(self) -> None:
-        """Variables that become what the states make of them are states to all that reads them."""
+        """Add to the states all loop variables whose updates depend on the states."""
         while True:
             self._found = {}
             more = {i for i, v in self._variables.items() if i not in self._state_ids and self.by_state(v.after)}

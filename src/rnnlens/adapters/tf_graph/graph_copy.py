@@ -1,8 +1,8 @@
-"""Our copy of the user's graph, in which taps and gradients live, and the session of ours that runs it.
+"""Copy of the user's graph, to which taps and gradients are added, and the session that runs the copy.
 
-The user's graph may be finalised; adding the gradient of a While that ran before is an error of TensorFlow; and the
-random kernels, queues and iterators of the user's session would move. So everything happens in a copy, made from the
-graph's definition, with names and seeds of its own.
+The user's graph may be finalised. TensorFlow raises an error if the gradient of a While is added after it ran. Runs in
+the user's session would advance its random numbers, queues and iterators. So all work is done in a copy, which is made
+from the graph's definition and has its own names and seeds.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ...typing import Array
 from .blocks import is_variable
 from .found import Loop, LoopBoundary
 
-#: What control flow v1 needs, so that its loops can be differentiated.
+#: Collections that are needed to differentiate loops of control flow v1.
 _CONTEXTS = ("while_context", "cond_context")
-#: Operations that draw random numbers, other ones at every run.
+#: Operations that draw new random numbers at every run.
 RANDOM = frozenset(
     [
         "RandomUniform",
@@ -41,18 +41,18 @@ RANDOM = frozenset(
         "ParameterizedTruncatedNormal",
     ]
 )
-#: Another draw for every seed: an odd number near 2^32 divided by the golden ratio.
+#: Multiplier that gives each seed other draws: an odd number near 2^32 divided by the golden ratio.
 _ANOTHER_DRAW = 0x9E3779B1
 _numbers = count()
 
 
 def definition(graph: Any) -> Any:
-    """The graph as a ``MetaGraphDef``: read, not touched.
+    """Export a graph as a ``MetaGraphDef``, without changing it.
 
     Raises
     ------
     UnsupportedError
-        If it is larger than the 2 GB that one message of TensorFlow holds.
+        If the graph is larger than 2 GB, the limit of a GraphDef.
     """
     try:
         return tf.train.export_meta_graph(graph=graph, collection_list=list(_CONTEXTS))
@@ -69,10 +69,10 @@ def definition(graph: Any) -> Any:
 
 
 def imported(meta: Any) -> Any:
-    """A new graph, made of a definition; its functions have names that no other copy in this process has.
+    """Create a graph from a definition, with function names that are unique in this process.
 
-    TensorFlow keeps functions by name for all graphs together, and gives those of a While that it differentiates a name
-    that follows from the old one.
+    TensorFlow registers functions by name for all graphs together. The gradient functions of a While get names derived
+    from the old ones.
     """
     own = {function.signature.name for function in meta.graph_def.library.function}
     graph = tf.Graph()
@@ -87,7 +87,7 @@ def imported(meta: Any) -> Any:
 
 
 def _rename_functions(definition: Any, own: set[str], mark: str) -> None:
-    """Give functions another name, wherever they are named."""
+    """Add a suffix to the names of functions, in their definitions and in all calls."""
     nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
     for node in nodes:
         if node.op in own:
@@ -104,9 +104,11 @@ def _rename_functions(definition: Any, own: set[str], mark: str) -> None:
 
 
 def seeded(meta: Any, seed: int) -> Any:
-    """The definition with seeds for operations that have none, and loops of one step at a time.
+    """Return the definition with seeds for all random operations, and loops that run one step at a time.
 
-    So equal calls draw equal numbers: a loop that may run ahead draws for a later step first where it is ready first.
+    Equal runs then draw equal random numbers.
+
+    A loop with parallel iterations may draw the numbers of a later step first.
     """
     nodes = [*meta.graph_def.node, *(node for f in meta.graph_def.library.function for node in f.node_def)]
     drawn = [node for node in nodes if node.op in RANDOM]
@@ -128,7 +130,7 @@ def seeded(meta: Any, seed: int) -> Any:
 
 
 def _step_by_step(context: bytes) -> bytes:
-    """What control flow v1 keeps of a loop, for the loops of its gradient."""
+    """Return a serialised while context of control flow v1 with ``parallel_iterations`` set to 1."""
     found = control_flow_pb2.WhileContextDef.FromString(context)
     found.parallel_iterations = 1
     return bytes(found.SerializeToString())
@@ -136,20 +138,20 @@ def _step_by_step(context: bytes) -> bytes:
 
 K = TypeVar("K", bound=Hashable)
 
-#: Of how many switches and rates it is kept in mind whether random draws count at them.
+#: Largest number of entries in the cache of :meth:`GraphCopy.is_steady`.
 _MOST_RATES = 64
 #: Operations that fill tables.
 _TABLES = ("InitializeTable", "LookupTableImport")
 #: Operations that run functions of the graph.
 _CALLS = ("While", "StatelessWhile", "If", "StatelessIf", "Case")
-#: Operations that give a variable another value; TensorArrays and lists hold the steps of loops.
+#: Operations that assign variables; those of TensorArrays and TensorLists are excluded.
 _ASSIGNS = re.compile(r"(?!Tensor).*(Assign|Scatter|Apply|CountUpTo)")
-#: Those that take data from a queue or a pipeline.
+#: Operations that take data from a queue or a pipeline.
 _SOURCES = ("QueueDequeue", "IteratorGetNext", "ReaderRead", "Unstage", "MapUnstage", "OrderedMapUnstage")
 
 
 def cone(ends: Iterable[Any], stop: Iterable[Any] = ()) -> list[Any]:
-    """All operations that some tensors depend on, but for what lies behind tensors that are fed."""
+    """Return all operations that some tensors depend on; the search stops at tensors that are fed."""
     fed = {tensor.ref() for tensor in stop}
     found: dict[Any, None] = {}
     waiting = [tensor for tensor in ends if tensor.ref() not in fed]
@@ -166,7 +168,7 @@ def cone(ends: Iterable[Any], stop: Iterable[Any] = ()) -> list[Any]:
 
 @dataclass(frozen=True)
 class Behind:
-    """What tensors depend on: names of variables; whether random numbers are drawn, or variables set, on the way."""
+    """Dependences of tensors: names of variables, and whether the run draws random numbers or assigns variables."""
 
     variables: tuple[str, ...]
     draws: bool
@@ -174,23 +176,23 @@ class Behind:
 
 
 class GraphCopy:
-    """A copy of a graph, its loops tapped, and a session of ours.
+    """Copy of a graph with taps at its loops, and a session that runs it.
 
     Parameters
     ----------
     meta
         See :func:`definition`.
     seed
-        Of random operations; 0 draws what a new session of the user's would draw, where he gave seeds.
+        Seed of the random operations. With 0, seeded operations draw the same as in a new session of the user's graph.
     """
 
     def __init__(self, meta: Any, seed: int = 0, config: Any = None) -> None:
         self.graph = imported(seeded(meta, seed))
         self.loops: tuple[Loop, ...] = ()
         self._replaced: dict[str, Any] = {}
-        #: What was built once for a question: see :mod:`ports` and :mod:`capture`.
+        #: Cache of tensors added to the copy; see :mod:`.boundaries` and :mod:`.capture`.
         self.built: dict[Hashable, Any] = {}
-        #: Variables that are rates or switches: the values at which the cells were recognised.
+        #: Values, at which the cells were recognised, of the variables that are rates or switches.
         self.settings: dict[str, Array] = {}
         self._config, self._version = _shared(config), -1
         self._session: Any = None
@@ -202,15 +204,15 @@ class GraphCopy:
             self._tables = [op for op in self.graph.get_operations() if op.type.startswith(_TABLES)]
 
     def same(self, tensor: Any) -> Any:
-        """The tensor of the copy that is a tensor of the user's graph, or has its values."""
+        """Return the tensor of the copy that corresponds to a tensor of the user's graph, or that has its values."""
         return self.tensor(tensor.name)
 
     def tensor(self, name: str) -> Any:
-        """The same, by name."""
+        """Return the tensor of the copy that corresponds to the user's tensor of this name, or that has its values."""
         return self._replaced[name] if name in self._replaced else self.graph.get_tensor_by_name(name)
 
     def tap(self, loops: Sequence[Loop]) -> None:
-        """Give every input and initial state of a loop a tensor of its own, which nobody else reads."""
+        """Insert an identity before each input and initial state of the loops, read by that loop only."""
         for loop in loops:
             self._replaced |= loop.replaced
         with self.graph.as_default(), tf.name_scope("rnnlens"):
@@ -225,7 +227,7 @@ class GraphCopy:
             )
 
     def run(self, fetches: Mapping[K, Any], feed: Mapping[Any, Any], variables: Mapping[str, Array]) -> dict[K, Any]:
-        """Values of tensors, in one run, with these values of the variables."""
+        """Set the variables to the given values, and return the values of tensors from one run."""
         asked = list(fetches.values())
         behind = self.behind(asked, feed)
         if self._version != self.graph.version:
@@ -239,11 +241,11 @@ class GraphCopy:
         return dict(zip(fetches, found, strict=True))
 
     def _run(self, asked: Sequence[Any], feed: dict[Any, Any]) -> list[Any]:
-        """A run in which random numbers are drawn: the same as in the last such run."""
+        """Run with random operations so that they draw the same numbers as in the last such run."""
         if self.is_steady(asked, feed):
             return list(self._session.run(asked, feed))
         loaded, key = self._loaded, self._steady_key(asked, feed)
-        self._restart()  # in a new session random kernels start anew
+        self._restart()  # in a new session the random operations start from their seeds
         self._load(loaded)
         found = list(self._session.run(asked, feed))
         if key not in self._steady:
@@ -254,23 +256,26 @@ class GraphCopy:
         return found
 
     def is_steady(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> bool:
-        """Whether a second draw of random numbers was seen to change nothing, at the present switches and rates."""
+        """Return whether an earlier second run showed that random draws do not change these tensors.
+
+        This is kept for each setting of scalar feeds and scalar variables, such as dropout rates.
+        """
         return self._steady.get(self._steady_key(asked, feed), False)
 
     def _steady_key(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> Hashable:
-        """What decides whether draws count, as dropout at a rate of 0 does not: single numbers, fed or in variables."""
+        """Return the key for :meth:`is_steady`: the tensors, and the scalars that are fed or held by variables."""
         fed = tuple((tensor.name, np.asarray(v).item()) for tensor, v in feed.items() if not np.ndim(v))
         held = [(name, self._loaded.get(name)) for name in self.behind(asked, feed).variables]
         rates = tuple((name, v.item()) for name, v in held if v is not None and not np.ndim(v))
         return (tuple(tensor.name for tensor in asked), fed, rates)
 
     def behind(self, asked: Sequence[Any], feed: Mapping[Any, Any]) -> Behind:
-        """What some tensors depend on; walked once for equal tensors, feeds and version of the copy.
+        """Return what some tensors depend on; cached per tensors, feeds and graph version.
 
         Raises
         ------
         UnsupportedError
-            If their data comes from a queue or an iterator.
+            If they depend on a queue or an iterator.
         """
         key = (self.graph.version, tuple(t.name for t in asked), frozenset(t.name for t in feed))
         if key not in self._behind:
@@ -284,13 +289,13 @@ class GraphCopy:
         return self._behind[key]
 
     def close(self) -> None:
-        """Free the session."""
+        """Close the session."""
         if self._session is not None:
             self._session.close()
             self._session = None
 
     def _restart(self) -> None:
-        """A new session: in it no While that ran has fewer outputs than the graph says."""
+        """Start a new session, since TensorFlow fixes the outputs of a While at its first run in a session."""
         self.close()
         self._session = tf.Session(graph=self.graph, config=self._config)
         self._version, self._loaded = self.graph.version, {}
@@ -298,7 +303,7 @@ class GraphCopy:
             self._session.run(self._tables)
 
     def _load(self, variables: Mapping[str, Array]) -> None:
-        """Give variables their values, where they have others."""
+        """Assign values to the variables of the copy, where they differ from the loaded ones."""
         old = self._loaded
         new = {name: v for name, v in variables.items() if name not in old or not np.array_equal(v, old[name])}
         if new:
@@ -308,7 +313,7 @@ class GraphCopy:
             self._loaded = {**old, **new}
 
     def _types(self, operations: Iterable[Any]) -> frozenset[str]:
-        """The types of operations, and of those in the functions that they call."""
+        """Return the types of operations, including those inside of functions that they call."""
         every = list(operations)
         found = {op.type for op in every}
         called = [name for op in every if op.type in _CALLS or "PartitionedCall" in op.type for name in _called(op)]
@@ -324,7 +329,7 @@ class GraphCopy:
 
 
 def _shared(config: Any) -> Any:
-    """The user's configuration; where it says nothing of threads, half of the cores: what else we do goes on beside."""
+    """Return the user's session configuration. Without a setting of threads, half of the cores are used."""
     own = tf.ConfigProto()
     own.CopyFrom(config or own)
     if not (own.inter_op_parallelism_threads or own.session_inter_op_thread_pool):
@@ -334,13 +339,13 @@ def _shared(config: Any) -> Any:
 
 
 def _called(operation: Any) -> list[str]:
-    """The names of the functions that an operation, or a node of a function, calls."""
+    """Return the names of the functions that an operation, or a node of a function, calls."""
     attributes = getattr(operation, "node_def", operation).attr.values()
     return [f.name for a in attributes for f in (a.func, *a.list.func) if f.name]
 
 
 def _assigned(operation: Any) -> tuple[Any, Any]:
-    """A placeholder, and the assignment of it to a variable."""
+    """Return a placeholder, and an operation that assigns it to a variable."""
     tensor = operation.outputs[0]
     with tf.name_scope("rnnlens/load"):
         if operation.type == "VarHandleOp":
@@ -351,7 +356,10 @@ def _assigned(operation: Any) -> tuple[Any, Any]:
 
 
 def _as_it_was(tensor: Any) -> Any:
-    """A copy in memory: of a variable of control flow v1 an identity is the variable, also when that was set since."""
+    """Return a copy of a tensor in memory.
+
+    For a reference variable of control flow v1 an identity would follow later assignments.
+    """
     with tensor.graph.gradient_override_map({"Snapshot": "Identity"}):
         return tf.raw_ops.Snapshot(input=tensor)
 

@@ -1,4 +1,4 @@
-"""What a graph is fed: data, targets and states, checked and converted; and what it says where that fails."""
+"""Feeds of a graph: data, targets and states, checked and converted; errors of a failed run in clear words."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .public import Net
 
 
 def names_of_inputs(net: Net, x: Any) -> list[str]:
-    """The names of the inputs in the order of the leaves of x.
+    """Return the names of the net's inputs, in the order of the arrays in x.
 
     Raises
     ------
     InputError
-        If x does not fit the inputs.
+        If x does not match the inputs.
     """
     known = list(net.inputs)
     if not known:
@@ -51,7 +51,7 @@ def names_of_inputs(net: Net, x: Any) -> list[str]:
 
 
 def fed(found: Opened, batch: Batch) -> dict[Any, Array]:
-    """What every run of a batch is fed, in the copy."""
+    """Return the feeds of a run of a batch, by tensor of the copy."""
     feed = fed_in(found.net, found.copy.graph, batch)
     if is_built(found.net, batch):
         feed |= fed_to(loss_in(found.net, found.copy.graph, found.copy.tensor, batch, found.copy.built), batch)
@@ -61,7 +61,7 @@ def fed(found: Opened, batch: Batch) -> dict[Any, Array]:
 
 
 def fed_in(net: Net, graph: Any, batch: Batch) -> dict[Any, Array]:
-    """What the tensors of any copy of the net's graph are fed, but for what was built there."""
+    """Return the feeds of a batch for any copy of the net's graph, without those of losses built in that copy."""
     _refuse(net, batch)
     feed = {tensor.name: _fitting(f"feed[{tensor.op.name!r}]", tensor, value) for tensor, value in net.feed.items()}
     for name, leaf in zip(names_of_inputs(net, batch.x), leaves_of(batch.x), strict=True):
@@ -80,7 +80,7 @@ def fed_in(net: Net, graph: Any, batch: Batch) -> dict[Any, Array]:
 
 
 def _targets(net: Net, batch: Batch) -> dict[str, Array]:
-    """Targets and, of a Keras model, the weights of samples, by the tensors that they are fed to."""
+    """Return the feeds of targets, and of a Keras model's sample weights, by tensor name."""
     leaves = [np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf) for leaf in leaves_of(batch.y)]
     if not leaves:
         return {}
@@ -100,13 +100,13 @@ def _targets(net: Net, batch: Batch) -> dict[str, Array]:
 
 
 def _ranked(net: Net, tensor: Any, leaf: Array) -> Array:
-    """Keras takes one number per sample for a column of them."""
+    """Add a last axis of length 1 to a target of a Keras model that has one number per sample."""
     short = net.keras is not None and tensor.shape.rank == np.ndim(leaf) + 1 and tensor.shape[-1] in (1, None)
     return leaf[..., None] if short else leaf
 
 
 def _refuse(net: Net, batch: Batch) -> None:
-    """Refuse by name what a graph has no place for."""
+    """Raise ``UnsupportedError`` for training mode and sample or class weights, which a plain graph does not have."""
     if net.keras is not None:
         return
     if batch.training:
@@ -128,7 +128,7 @@ def _refuse(net: Net, batch: Batch) -> None:
 
 
 def _started(found: Opened, layer: str, states: Sequence[Any]) -> dict[Any, Array]:
-    """The states that a layer is made to start from."""
+    """Return the feeds that set the initial states of a layer."""
     loops = found.layer(layer)
     if not loops:
         names = [loop.name for loop in found.loops]
@@ -141,12 +141,12 @@ def _started(found: Opened, layer: str, states: Sequence[Any]) -> dict[Any, Arra
 
 
 def _fitting(where: str, tensor: Any, value: Any) -> Array:
-    """An array that a tensor can be fed.
+    """Return a value as an array that can be fed to a tensor.
 
     Raises
     ------
     InputError
-        If it does not fit in shape or kind.
+        If its shape or dtype does not match the tensor.
     """
     dtype = tensor.dtype.base_dtype
     array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
@@ -164,19 +164,19 @@ def _fitting(where: str, tensor: Any, value: Any) -> Array:
 
 
 def loss_tensor(found: Opened, batch: Batch) -> Any:
-    """The scalar of the copy that is differentiated; see :func:`losses.loss_in`."""
+    """Return the scalar of the copy that is differentiated; see :func:`losses.loss_in`."""
     return loss_in(found.net, found.copy.graph, found.copy.tensor, batch, found.copy.built).tensor
 
 
 _UNFED = re.compile(r"You must feed a value for placeholder tensor '([^']+)'")
 
-#: Lines of an error of TensorFlow that say where, not what.
+#: Beginnings of lines in TensorFlow's errors that give the location only.
 _NOISE = ("Graph execution error", "Detected at node", "node ", "Node: ", "File ", "(0)", "(1)", "Errors may have")
 
 
 @contextmanager
 def said_clearly(net: Net) -> Iterator[None]:
-    """Within the block, errors of a run become ours.
+    """Convert TensorFlow's run errors to errors of rnnlens while the context is active.
 
     Raises
     ------

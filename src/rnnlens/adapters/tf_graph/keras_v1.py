@@ -1,7 +1,7 @@
-"""tf_keras models that were built with eager execution disabled: as nets of the graph that Keras put them into.
+"""tf_keras models that were built with eager execution disabled, as nets of their Keras graph.
 
-Nothing is asked of Keras that would add to the user's graph: no ``get_session`` and no ``symbolic_learning_phase``,
-which make operations.
+Functions of Keras that add operations to the user's graph, ``get_session`` and ``symbolic_learning_phase``, are not
+called.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _KINDS = {"SimpleRNN": "simple_rnn", "LSTM": "lstm", "GRU": "gru"}
 
 
 def net_of(model: Any) -> Net:
-    """A model as a net of its graph.
+    """Return a tf_keras model as a net of its graph.
 
     Raises
     ------
     ModelError
-        If it has no graph yet.
+        If the model has no graph yet.
     """
     inputs, outputs = _flat(getattr(model, "inputs", None)), _flat(getattr(model, "outputs", None))
     if not inputs or not outputs:
@@ -95,7 +95,7 @@ def _names(model: Any, graph: Any, outputs: list[Any]) -> KerasNames:
 
 
 def _scales(model: Any) -> tuple[float, ...] | None:
-    """What the loss of each output is multiplied by; None where that is no number but a tensor."""
+    """Return the loss weight of each output; None if any of them is a tensor."""
     given = list(model._loss_weights_list)
     return tuple(map(float, given)) if all(isinstance(scale, Real) for scale in given) else None
 
@@ -106,7 +106,7 @@ def _mask(tensor: Any) -> str | None:
 
 
 def _walk(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Name, layer and the TimeDistributed around it of every layer, containers before what they hold."""
+    """Yield (name, layer, TimeDistributed wrapper or None) for every layer, containers before their contents."""
     seen = {id(model)}
     if _is_recurrent(model):
         yield model.name, model, None
@@ -171,9 +171,9 @@ def _refusal(name: str, layer: Any, wrapper: Any) -> str:
 
 
 def _dropped(name: str, half: Any) -> str:
-    """Why a layer whose states are dropped within its loop cannot be traced, where its cell is not known; or "".
+    """Return the error text for a layer with dropout of states inside its loop; "" if it has none.
 
-    What a stacked cell is fed are states of the cell below.
+    In stacked cells ``dropout`` counts too, since the input of a cell is the state of the cell below.
     """
     cell = getattr(half, "cell", None)
     cells = getattr(cell, "cells", [cell])
@@ -190,7 +190,7 @@ def _dropped(name: str, half: Any) -> str:
 
 
 def _of_steps(name: str, half: Any, owner: Any) -> str:
-    """Why the steps of a layer, as Keras put them into the graph, cannot be run apart from each other; or ""."""
+    """Return the error text for a layer that is unrolled and masked; "" for others."""
     if not getattr(half, "unroll", False) or not _is_masked(owner):
         return ""
     return message(
@@ -201,7 +201,7 @@ def _of_steps(name: str, half: Any, owner: Any) -> str:
 
 
 def _is_masked(layer: Any) -> bool:
-    """Whether any of its calls was handed a mask, by name or with its input."""
+    """Return whether any call of the layer got a mask, by argument or with its input."""
     nodes = getattr(layer, "_inbound_nodes", [])
     by_name = any(node.call_kwargs.get("mask") is not None for node in nodes)
     return by_name or any(_mask(tensor) for node in nodes for tensor in _flat(node.keras_inputs))
@@ -233,13 +233,13 @@ def _info(name: str, half: Any, owner: Any) -> LayerInfo:
 
 
 def _operation(variable: Any) -> str:
-    """The name of the operation that holds a variable."""
+    """Return the name of the operation of a variable."""
     handle = getattr(variable, "handle", None)
     return str(variable.op.name if handle is None else handle.op.name)
 
 
 def _keys(layer: Any) -> list[tuple[str, str]]:
-    """The variables of a layer, and a name for each that is unique within it."""
+    """Return pairs of a variable's operation name and a short name that is unique within the layer."""
     own = [_operation(v) for v in getattr(layer, "weights", [])]
     last = [name.rpartition("/")[2] for name in own]
     if len(set(last)) == len(last):
@@ -249,7 +249,7 @@ def _keys(layer: Any) -> list[tuple[str, str]]:
 
 
 def _outputs(layer: Any, graph: Any) -> tuple[str, ...]:
-    """What came out of a layer at each of its calls, where that is one tensor."""
+    """Return the names of the output tensors of a layer's calls; calls with several outputs are left out."""
     found = []
     for node in getattr(layer, "_inbound_nodes", []):
         tensors = _flat(node.outputs)
@@ -259,12 +259,12 @@ def _outputs(layer: Any, graph: Any) -> tuple[str, ...]:
 
 
 def phase_feed(net: Net, training: bool) -> dict[str, bool]:
-    """What the placeholder of the learning phase is fed.
+    """Return the feed of the learning phase placeholder; empty if there is none.
 
     Raises
     ------
     UnsupportedError
-        If the model was built for the other phase alone.
+        If the model was built for the other phase only.
     """
     phase = net.keras.phase
     if isinstance(phase, bool):
@@ -281,7 +281,7 @@ def phase_feed(net: Net, training: bool) -> dict[str, bool]:
 
 
 def sample_weights(batch: Batch) -> list[Array | None]:
-    """One array of weights per target, class weights included; None where neither is given."""
+    """Return one array of sample weights per target, class weights included; None where neither is given."""
     targets = [np.asarray(leaf) for leaf in leaves_of(batch.y)]
     given = [np.asarray(leaf) for leaf in leaves_of(batch.sample_weight)]
     found: list[Array | None] = [*given, *[None] * (len(targets) - len(given))]

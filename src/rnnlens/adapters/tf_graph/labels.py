@@ -1,4 +1,4 @@
-"""What a found loop has besides its tensors: its kind, mask and direction, the scope of its cell, why it is refused."""
+"""Descriptions of a found loop: its kind, mask and direction, the scope of its cell, and why it is refused."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .sequences import Course, Read, course_of, steps_run
 
 
 def known_cell(match: Match) -> FoundCell:
-    """The cell that was recognised, as the adapter is told of it."""
+    """Return the ``FoundCell`` of a recognised cell."""
     options = {name: value for name, value in match.options.items() if value is not None}
     return FoundCell(match.cell.kind, match.units, match.cell, options, match.weights)
 
 
 def kind_of(frame: Frame) -> Literal["v1", "v2"]:
-    """The control flow of a loop."""
+    """Return the control flow version of a loop."""
     return "v1" if frame.kind == "v1" else "v2"
 
 
 def masking(anatomy: Anatomy) -> dict[str, Any]:
-    """Lengths and mask, where the loop says them."""
+    """Return ``lengths`` and ``mask`` of a loop as keyword arguments of ``Loop``; empty if it has no known mask."""
     mask = anatomy.mask
     if mask is None:
         return {}
@@ -36,16 +36,21 @@ def masking(anatomy: Anatomy) -> dict[str, Any]:
 
 
 def flat_mask(stacked: Any, inverted: bool) -> Any:
-    """(time, sample) of bool; made in the copy where the loop's own has another axis, or says the contrary."""
+    """Return a mask as (time, sample) of bool.
+
+    An extra axis is removed, and an inverted mask is negated, in the copy.
+    """
     with stacked.graph.as_default():
         flat = tf.reshape(stacked, tf.shape(stacked)[:2]) if stacked.shape.rank != 2 else stacked
         return tf.logical_not(flat) if inverted else flat
 
 
 def runs_through(anatomy: Anatomy, stacked: Any) -> tuple[Condition, ...]:
-    """What has to hold in a run: that the loop goes through all steps of what it reads.
+    """Return the condition that the loop runs over all steps of the sequence it reads.
 
-    Behind the lengths that it is given it may end, since nothing happens there.
+    It is empty if the loop has lengths, or if the number of steps run is unknown.
+
+    With lengths, the loop may end early, since all later steps are padding.
     """
     mask, count = anatomy.mask, steps_run(anatomy.frame)
     if (mask is not None and mask.lengths is not None) or count is None:
@@ -60,12 +65,12 @@ def runs_through(anatomy: Anatomy, stacked: Any) -> tuple[Condition, ...]:
 
 
 def course_words(course: Course) -> dict[str, Any]:
-    """Which way a loop runs, as a :class:`Loop` has it."""
+    """Return the direction and axis order of a loop as keyword arguments of ``Loop``."""
     return {"direction": course.direction, "turned_by": course.turned_by, "time_major": course.time_major}
 
 
 def common_scope(names: Iterable[str]) -> str:
-    """The scope that all names share."""
+    """Return the scope that all names share; "" if there is none."""
     paths = [name.split("/")[:-1] for name in names]
     if not paths:
         return ""
@@ -78,7 +83,7 @@ def common_scope(names: Iterable[str]) -> str:
 
 
 def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], reason: str, hint: str = "") -> Loop:
-    """A loop whose steps cannot be run by themselves."""
+    """Return a refused loop, with the reason why its steps cannot be run one by one."""
     words = message(
         f"The loop {frame.name!r} is run by a cell that rnnlens does not know, and its steps cannot be run one by one.",
         got=reason,
@@ -103,7 +108,7 @@ def refused(frame: Frame, states: Sequence[Variable], found: Sequence[Read], rea
 
 
 def of_a_branch(scope: str) -> Loop:
-    """Refused: a loop that stands in one branch of a condition, where nothing can be read from outside."""
+    """Return a refused loop for a recurrence inside a branch of a condition."""
     words = message(
         f"The recurrence {scope!r} stands in one branch of a tf.cond, and its steps cannot be read from outside.",
         expected="a recurrence that is always run",
@@ -113,14 +118,14 @@ def of_a_branch(scope: str) -> Loop:
     return Loop(scope, "unrolled", cell, (), (), LoopBoundary(()), None, scope=scope)
 
 
-#: Whole recurrences as one operation: their steps are nowhere in the graph.
+#: Operations that run a whole recurrence, or cell; its steps are not in the graph.
 _FUSED = frozenset(
     {"BlockLSTM", "BlockLSTMV2", "CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", "LSTMBlockCell", "GRUBlockCell"}
 )
 
 
 def fused(ends: Iterable[Any]) -> list[Loop]:
-    """Refused: recurrences that are one operation, and cells that are, outside of a loop."""
+    """Return a refused loop for each recurrence, or cell, that is a single fused operation."""
     found: dict[str, Loop] = {}
     for op in ancestors(ends):
         if op.type in _FUSED:

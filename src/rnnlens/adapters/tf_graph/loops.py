@@ -1,7 +1,7 @@
-"""Recurrences without a loop: a Python loop over a cell, or ``tf.nn.static_rnn``, leaves one copy of the step per step.
+"""Recurrences without a loop operation: a Python loop over a cell, or ``tf.nn.static_rnn``, repeats the step.
 
-A step is told by its form, as in a loop; a recurrence is a chain of at least two, in which the states that one makes
-are those that the next starts from, by the same blocks of the same variables. A dense layer makes no chain.
+A step is recognised by its form, as in a while loop. A recurrence is a chain of at least two steps with the same
+weights, where the new states of one step are the previous states of the next.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MAKES_A_STATE = frozenset(
     | {"Relu", "Relu6", "Elu", "Selu", "Softplus", "Softsign", "LeakyRelu"}
 )
 
-#: Operations, each with the number of its input, by which a step reads a tensor.
+#: Pairs (operation, number of its input) by which a step reads a tensor.
 Readers = tuple[tuple[Any, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step: what it matches, its states before and after, and their tensors after."""
+    """One step of an unrolled recurrence: its cell, its states before and after, and the new states' tensors."""
 
     match: Match
     pairs: tuple[Pair, ...]
@@ -38,17 +38,17 @@ class Step:
 
     @property
     def before(self) -> tuple[TensorForm, ...]:
-        """The states that it starts from."""
+        """Forms of the states before the step."""
         return tuple(old for old, _ in self.pairs)
 
     @property
     def after(self) -> tuple[TensorForm, ...]:
-        """The states that it makes."""
+        """Forms of the new states."""
         return tuple(new for _, new in self.pairs)
 
 
 def unrolled(ends: Iterable[Any]) -> list[Loop]:
-    """Chains of equal steps among the ancestors of some tensors."""
+    """Return the unrolled recurrences among the ancestors of some tensors: chains of at least two equal steps."""
     ops = [op for op in ancestors(ends) if not _in_a_loop(op)]
     forms, groups = Forms({}, Source()), defaultdict(list)
     for step in _steps(forms, ops):
@@ -61,7 +61,7 @@ def unrolled(ends: Iterable[Any]) -> list[Loop]:
 
 
 def _conditional(ops: Sequence[Any], told: set[str], groups: Iterable[Sequence[Step]]) -> list[Loop]:
-    """Refused: steps that a condition passes by, as ``static_rnn(sequence_length=)`` makes them."""
+    """Return refused loops for steps that a condition can skip, as in ``static_rnn(sequence_length=)``."""
     names: dict[str, int] = {}
     for steps in groups:
         scope = common_scope(p.variable for pieces in steps[0].match.weights.values() for p in pieces)
@@ -80,7 +80,7 @@ def _conditional(ops: Sequence[Any], told: set[str], groups: Iterable[Sequence[S
 
 
 def _in_a_loop(op: Any) -> bool:
-    """Whether an operation is a part of the body of a loop of control flow v1."""
+    """Return whether an operation belongs to the body of a v1 while loop."""
     context = op._get_control_flow_context()
     while context is not None and not context.IsWhileContext():
         context = context.outer_context
@@ -134,7 +134,7 @@ def _steps(forms: Forms, ops: Sequence[Any]) -> Iterable[Step]:
 
 
 def _chains(steps: Sequence[Step]) -> list[list[Step]]:
-    """Steps in their order; each belongs to one chain, and goes on to one step at most."""
+    """Group steps into chains, where each step's new states are the next step's states. A step belongs to one chain."""
     made = {step.after: step for step in steps}
     following: dict[tuple[TensorForm, ...], Step] = {}
     for step in steps:
@@ -163,7 +163,7 @@ def _loop(forms: Forms, chain: Sequence[Step]) -> Loop | None:
     cell = known_cell(match)
     carried: tuple[LoopBoundary, ...] = ()
     hidden = {id(t) for t in states[0].tensors}
-    if any(id(t) in hidden for t in _behind(sources)):  # what the cell returned is fed to it again
+    if any(id(t) in hidden for t in _behind(sources)):  # the output is fed back to the cell as input
         others = {id(t) for boundary in states[1:] for t in boundary.tensors}
         if any(id(t) in others for t in _behind(sources, hidden)):
             cell = replace(cell, refused=_feedback_of_another_state(scope))
@@ -188,7 +188,7 @@ def _loop(forms: Forms, chain: Sequence[Step]) -> Loop | None:
 
 
 def _behind(tensors: Sequence[Any], stop: Container[int] = ()) -> Iterator[Any]:
-    """The tensors that others are computed from, themselves included, up to tensors given by id."""
+    """Yield the tensors from which others are computed, these included, up to tensors given by id."""
     waiting, seen = list(tensors), set()
     while waiting:
         tensor = waiting.pop()
@@ -199,7 +199,7 @@ def _behind(tensors: Sequence[Any], stop: Container[int] = ()) -> Iterator[Any]:
 
 
 def _carried(chain: Sequence[Step], edges: Sequence[dict[TensorForm, Readers]]) -> tuple[LoopBoundary, ...]:
-    """The states between the steps, with the operations by which the next step reads them."""
+    """Return the states between the steps, with the operations by which the next step reads them."""
     return tuple(
         LoopBoundary(
             tuple(step.tensors[i] for step in chain[:-1]),
@@ -218,7 +218,10 @@ def _feedback_of_another_state(scope: str) -> str:
 
 
 def _start_edges(first: Step, edges: dict[TensorForm, Readers]) -> list[Readers]:
-    """How the first step reads each state; of one tensor that is all of them, the products read the first."""
+    """Return the operations by which the first step reads each initial state.
+
+    If one tensor is both states of an LSTM, the matrix products read the first one.
+    """
     found = [edges[form] for form in first.before]
     if len(set(first.before)) < len(found):
         products = tuple(edge for edge in found[0] if edge[0].type in ("MatMul", "ConcatV2"))
@@ -227,7 +230,7 @@ def _start_edges(first: Step, edges: dict[TensorForm, Readers]) -> list[Readers]
 
 
 def _name(scope: str) -> str:
-    """The scope that the cell is in: as a loop would have been called."""
+    """Return the scope around the cell, as the name of the layer."""
     return scope.rpartition("/")[0] or scope
 
 
@@ -237,7 +240,7 @@ def _tensor(forms: Forms, form: TensorForm) -> Any:
 
 
 def _edges(forms: Forms, step: Step) -> dict[TensorForm, Readers]:
-    """By which operations, and which of their inputs, a step reads what is at its boundary."""
+    """Return the operations, with input numbers, by which a step reads its input and its previous states."""
     boundary = {id(t): form for form in (step.match.source, *step.before) for t in forms.tensors_of(form)}
     found: dict[TensorForm, list[tuple[Any, int]]] = {form: [] for form in boundary.values()}
     waiting, seen = [t.op for t in step.tensors], set()

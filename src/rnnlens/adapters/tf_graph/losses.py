@@ -1,4 +1,4 @@
-"""The scalar that is differentiated: a tensor of the user's graph, or one that is built in a copy from a loss given."""
+"""The loss that is differentiated: a tensor of the user's graph, or one built in the copy from a given function."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ...typing import Array
 from ..protocol import Batch
 from .public import Net, scalar, tensor_of
 
-#: A tensor of a copy by its name in the user's graph.
+#: Function from a tensor's name in the user's graph to the tensor of a copy.
 Get = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss in a copy.
+    """Loss in a copy of the graph.
 
     Attributes
     ----------
     tensor
-        The scalar, with what layers add to it.
+        The scalar, with the losses that layers add.
     targets, weights
-        Placeholders of a loss that was built; empty for one of the user's graph.
+        Placeholders of targets and sample weights of a built loss; empty for a loss of the user's graph.
     """
 
     tensor: Any
@@ -37,14 +37,14 @@ class Loss:
 
 
 def is_built(net: Net, batch: Batch) -> bool:
-    """Whether the loss is no tensor of the user's graph."""
+    """Return whether the loss has to be built in the copy, since it is no tensor of the user's graph."""
     if batch.loss is None:
         return _weighs_anew(net, batch)
     return not isinstance(batch.loss, str) or (net.keras is not None and not _is_name(batch.loss))
 
 
 def _weighs_anew(net: Net, batch: Batch) -> bool:
-    """Whether samples are weighed, and Keras made no place for weights when it compiled the model."""
+    """Return whether samples have weights, and the compiled Keras model has no placeholder for these."""
     weighed = batch.sample_weight is not None or batch.class_weight is not None
     return weighed and net.keras is not None and not net.keras.weights
 
@@ -54,7 +54,7 @@ def _is_name(text: str) -> bool:
 
 
 def key_of(batch: Batch) -> Any:
-    """What a loss that was built depends on: equal calls use it again."""
+    """Return the cache key of a built loss: calls with equal keys use the same tensors."""
     shapes = tuple((np.ndim(leaf), str(np.asarray(leaf).dtype)) for leaf in leaves_of(batch.y))
     weighed = batch.sample_weight is not None or batch.class_weight is not None
     loss = batch.loss if not isinstance(batch.loss, Mapping | list) else tuple(leaves_of(batch.loss))
@@ -62,12 +62,14 @@ def key_of(batch: Batch) -> Any:
 
 
 def loss_in(net: Net, graph: Any, get: Get, batch: Batch, built: dict[Any, Any]) -> Loss:
-    """The loss of a batch in a copy of the net's graph; ``get`` finds its tensors, ``built`` is what was built before.
+    """Return the loss of a batch in a copy of the net's graph.
+
+    ``get`` maps names to tensors of the copy, and ``built`` is the cache of losses built there.
 
     Raises
     ------
     InputError
-        If there is none, or it is not one number.
+        If there is no loss, or it is not one number.
     """
     if not is_built(net, batch):
         return Loss(_of_graph(net, get, batch))
@@ -117,7 +119,7 @@ def _kind(array: Array, output: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Term:
-    """What one output adds to a loss of Keras: its loss as given, its mask by name, what it is multiplied by."""
+    """Term of one output in a Keras loss: the loss function, the name of the mask's tensor, and the loss weight."""
 
     output: Any
     loss: Any
@@ -126,7 +128,7 @@ class _Term:
 
 
 def _terms(net: Net, batch: Batch, outputs: Sequence[Any], count: int) -> list[_Term]:
-    """One for each output that has a loss, which are those that have a target."""
+    """Return one term per output that has a loss; their number must equal the number of targets."""
     names = net.keras
     compiled = batch.loss is None
     scales = names.scales if compiled and names.scales != () else [1.0] * len(outputs)
@@ -144,7 +146,7 @@ def _terms(net: Net, batch: Batch, outputs: Sequence[Any], count: int) -> list[_
 
 
 def _keras_loss(net: Net, get: Get, terms: Sequence[_Term], targets: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """What ``compile(loss=)`` would make of it: masks, weights, reduction, and the losses that layers add."""
+    """Build the loss of ``compile(loss=)``: with masks, sample weights, reduction and the losses of layers."""
     parts = []
     with raised_by("loss"):
         for i, (target, term) in enumerate(zip(targets, terms, strict=True)):
@@ -182,7 +184,7 @@ def _one_number(value: Any) -> Any:
 
 
 def fed_to(loss: Loss, batch: Batch) -> dict[Any, Array]:
-    """What the placeholders of a loss that was built are fed."""
+    """Return the feeds of the placeholders of a built loss: targets and sample weights."""
     feed = dict(zip(loss.targets, (np.asarray(leaf) for leaf in leaves_of(batch.y)), strict=False))
     if loss.weights:
         from . import keras_v1

@@ -1,7 +1,7 @@
-"""Why TensorFlow gives no gradient between two tensors of a graph: read off the graph, without running it.
+"""Search for the operation that blocks a gradient between two tensors of a graph, without running the graph.
 
-The walk goes from the target back. A tensor lets gradients through unless the operation that made it says otherwise,
-and the operation that does is named.
+The search goes back from the target. A tensor passes gradients unless the operation behind it blocks them; that
+operation is then named in the result.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .weights import layers_of
 
 _STOPS = ("StopGradient", "PreventGradient")
 _PYTHON = ("PyFunc", "PyFuncStateless")
-#: Flat, or made anew from the shape alone: a gradient that is registered, and is None or zero.
+#: Piecewise constant operations, or those that depend on the shape only: their registered gradient is None or zero.
 _FLAT = ("Round", "Rint", "Floor", "Ceil", "Sign", "FloorDiv", "FloorMod", "ZerosLike", "OnesLike")
-#: What they give depends on sizes alone.
+#: Operations whose result depends on shapes only.
 _SIZES = ("Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike")
 _ASSIGNS = ("Assign", "AssignAdd", "AssignSub", "AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 _STATISTICS = ("moving_mean", "moving_variance")
 
-#: A code, and the sentence about the operation.
+#: A code, the sentence about the operation, and the remedy.
 _Block = tuple[str, str, str]
 
 
 def blocked(found: Opened, batch: Batch, of: Sequence[Port], wrt: Port) -> Obstacle | None:
-    """What is in the way from targets to a tensor; None where the graph shows nothing that is."""
+    """Return what blocks the gradient from targets to a tensor; None if the graph shows no obstacle."""
     spots = PortTensors(found, batch)
     targets = [tensor for port in of for tensor in _ends(found, spots, port)]
     sources = _sources(found, spots, wrt)
@@ -63,7 +63,7 @@ def _of_loop(found: Opened, port: Port) -> bool:
 
 
 def _leaving(found: Opened, port: Port) -> list[Any]:
-    """All that a recurrence puts out: whatever depends on something within depends on one of these."""
+    """Return all outputs and final states of a layer's loops."""
     loops = found.layer(str(port.layer))
     boundaries = [
         boundary for loop in loops for boundary in (*loop.final, *([] if loop.output is None else [loop.output]))
@@ -72,7 +72,7 @@ def _leaving(found: Opened, port: Port) -> list[Any]:
 
 
 def _dependent(operations: Iterable[Any], sources: set[Any]) -> set[Any]:
-    """Those of some operations that any of the sources leads to."""
+    """Return the operations, of those given, that depend on any of the sources."""
     every = list(operations)
     known = set(every)
     found: set[Any] = set()
@@ -87,7 +87,10 @@ def _dependent(operations: Iterable[Any], sources: set[Any]) -> set[Any]:
 
 
 def _first_block(targets: Sequence[Any], above: set[Any], sources: set[Any]) -> Obstacle | None:
-    """Walk back from the targets along tensors that pass gradients; the last thing in the way is what is said."""
+    """Walk back from the targets through operations that pass gradients, and return the main obstacle.
+
+    None is returned if a source is reached.
+    """
     waiting, seen, blocks = [t for t in targets if t.op in above], set(), []
     while waiting:
         tensor = waiting.pop(0)
@@ -118,7 +121,10 @@ _ORDER = (
 
 
 def _block(tensor: Any) -> _Block | None:
-    """What the operation that made a tensor does to gradients; None where it passes them."""
+    """Return why the operation behind a tensor blocks gradients, as (code, sentence, remedy).
+
+    None if it passes them.
+    """
     operation, kind = tensor.op, tensor.dtype.base_dtype
     named = f"{operation.name!r} ({operation.type})"
     if operation.type in _STOPS:
@@ -140,7 +146,7 @@ def _block(tensor: Any) -> _Block | None:
         sentence = f"Integers stand in the way: {named} gives {kind.name}, and TensorFlow, 1.8 as today, says None."
         return "integers_on_the_way", sentence, _SMOOTH
     if operation.type in ("OneHot", "Cast") and not operation.inputs[0].dtype.is_floating:
-        return None  # what gave it the integers is what is named
+        return None  # the operation that returns the integers is named instead
     if operation.type in _FLAT:
         return "non_differentiable", f"{named} is flat: it has no gradient.", _SMOOTH
     return _unregistered(operation, named)
@@ -161,7 +167,7 @@ def _unregistered(operation: Any, named: str) -> _Block | None:
 
 
 def _own(operation: Any) -> bool:
-    """Whether the user gave the operation a gradient of its own, or it is a function."""
+    """Return whether an operation has a custom gradient, or calls a function."""
     try:
         operation.get_attr("_gradient_op_type")
     except ValueError:
@@ -179,7 +185,10 @@ def _integer_input(found: Opened, tensor: Any) -> Obstacle:
 def _through_state(
     found: Opened, targets: Sequence[Any], sources: Sequence[Any], of: Sequence[Port], wrt: Port
 ) -> Obstacle:
-    """Nothing leads there; or what leads there goes through the value of a variable that something assigns."""
+    """Return the obstacle if no operation connects the tensors.
+
+    The connection may be a variable that is assigned between runs.
+    """
     read = {op for op in cone(targets) if is_variable(op)}
     own = {tensor.ref() for tensor in sources}
     for operation in found.copy.graph.get_operations():
@@ -200,7 +209,7 @@ def _through_state(
 
 
 def _named(port: Port) -> str:
-    """How users name a target."""
+    """Return the name of a target in the user's notation, such as "lstm.output"."""
     if port.layer is None:
         return "the loss" if port.kind == "loss" else f"output[{port.index}]" if port.index else "output"
     return port.layer if ":" in port.layer else f"{port.layer}.{port.kind}"

@@ -1,4 +1,4 @@
-"""What a graph is known for without being run: its layers, their parts, and which of them a call is about."""
+"""Facts about a graph that need no run of it: its layers, their parts, and the selection of layers for a capture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOW = {"v1": "while loop", "v2": "While", "unrolled": "unrolled"}
 
 
 def describe(net: Net) -> list[LayerInfo]:
-    """A row per layer: both directions of a bidirectional one together."""
+    """Return one row per recurrent layer; a bidirectional layer is one row."""
     found = opened(net)
     if net.keras is not None:
         return _of_keras(found)
@@ -27,7 +27,7 @@ def describe(net: Net) -> list[LayerInfo]:
 
 
 def _of_keras(found: Opened) -> list[LayerInfo]:
-    """The layers as Keras has them; masked where their loops are."""
+    """Return one row per recurrent Keras layer, with the cell and mask of the loops found for it."""
     names = found.net.keras
     refused = refusals(found)
     rows: dict[str, LayerInfo] = {}
@@ -37,7 +37,7 @@ def _of_keras(found: Opened) -> list[LayerInfo]:
         if site.name in refused:
             options["refused"] = refused[site.name].splitlines()[0]
         masked = any(loop.lengths is not None or loop.mask is not None for loop in loops) if loops else None
-        # Of a cell that was found the labels are those of its equations, whatever layer is around it.
+        # The label of a recognised cell follows its equations, not the class of the layer.
         kinds = {loop.cell.kind for loop in loops if loop.cell.cell is not None}
         cell = next(iter(kinds)) if len(kinds) == 1 else site.info.cell
         rows.setdefault(site.name, replace(site.info, cell=cell, masked=masked, options=options))
@@ -70,7 +70,7 @@ def _info(found: Opened, name: str) -> LayerInfo:
 
 
 def facts(net: Net) -> ModelFacts:
-    """See :meth:`Adapter.facts`."""
+    """Return the parts, inputs, outputs and loss of the net; see :meth:`Adapter.facts`."""
     found = opened(net)
     layers = layers_of(found)
     return ModelFacts(
@@ -84,7 +84,7 @@ def facts(net: Net) -> ModelFacts:
 
 
 class _Tensors(Container[str]):
-    """The names of all tensors of a graph: ``"output/dense/BiasAdd:0"``."""
+    """Container of the names of all tensors of a graph, such as ``"output/dense/BiasAdd:0"``."""
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
@@ -110,7 +110,7 @@ def _part(found: Opened, layer: LayerVariables) -> Submodule:
 
 
 def provenance(net: Net) -> Mapping[str, str]:
-    """Framework and its version, engine, dtype, device."""
+    """Return the framework and its version, the engine, the dtype and the device."""
     found = opened(net)
     kinds = {_HOW[loop.kind] for loop in found.loops}
     floats = {tensor.dtype.base_dtype.name for tensor in net.outputs.values() if tensor.dtype.base_dtype.is_floating}
@@ -127,21 +127,26 @@ def provenance(net: Net) -> Mapping[str, str]:
 
 
 def refusals(found: Opened) -> dict[str, str]:
-    """The recurrent layers of a Keras model that cannot be looked into, and why."""
+    """Return the reason for each recurrent layer of a Keras model that cannot be captured, by layer name."""
     names = found.net.keras
     return {} if names is None else names.refusals(found.loops, variables_used(found))
 
 
 def uncalled(found: Opened) -> list[str]:
-    """A note that names the recurrent layers of a Keras model that outputs and loss do not depend on, if any."""
+    """Return a note with the recurrent Keras layers that the outputs and the loss do not depend on.
+
+    The list is empty if there are none.
+    """
     names = [] if found.net.keras is None else found.net.keras.uncalled(variables_used(found))
     return [f"Left out, since outputs and loss do not depend on it: {', '.join(names)}."] if names else []
 
 
 def within_reach(found: Opened, request: CaptureRequest) -> tuple[tuple[str, ...] | None, list[str]]:
-    """The names asked for; where not all of them have to be seen without those that have nothing to show, and why.
+    """Return the requested layers and notes on those left out.
 
-    Variables in no scope of a layer, and scopes out of which nothing comes, have no output.
+    If not all layers have to run, those that cannot be captured are left out.
+
+    Layers without an output, such as variables outside of all layers, are left out as well.
     """
     if request.all_must_run or request.layers is None:
         return request.layers, [] if request.layers is not None else uncalled(found)
@@ -156,7 +161,7 @@ def within_reach(found: Opened, request: CaptureRequest) -> tuple[tuple[str, ...
 
 
 def chosen(found: Opened, wanted: tuple[str, ...] | None) -> tuple[list[Loop], list[str]]:
-    """The loops to look at, and the names of the other layers."""
+    """Return the loops to capture, and the names of the other requested layers."""
     infos = list(dict.fromkeys(loop.name for loop in found.loops))
     layers = layers_of(found)
     refused = refusals(found)

@@ -1,4 +1,4 @@
-"""What layers and their weights are called: after their scopes, or as the Keras that built the graph calls them."""
+"""Names of layers and their weights: from scopes, or from the Keras model that built the graph."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ...errors import message
 from ..protocol import LayerInfo
 from .found import Loop, WeightPiece
 
-#: The layer of variables that are in no scope.
+#: Name of the layer of variables that are in no scope.
 NO_SCOPE = "variables"
 
 
 @dataclass(frozen=True)
 class KerasSite:
-    """One recurrent Keras layer, or one half of a bidirectional one.
+    """One recurrent Keras layer, or one direction of a bidirectional layer.
 
-    ``variables``: those of its cell, by the names of their operations. ``built``: whether it has made them; nobody has
-    called a layer that has not. ``refusal``: why it cannot be traced, or "". ``dropped``: why it cannot unless it
-    has one cell, which is known where nothing is dropped, or "". ``stack``: whether it has several.
+    ``variables``: names of the operations of its cell's variables. ``built``: whether it has variables; a layer that
+    was never called has none. ``refusal``: why it cannot be captured, or "". ``dropped``: why its dropout of states
+    prevents a capture unless its cell is recognised without dropout, or "". ``stack``: whether it has several cells.
     """
 
     name: str
@@ -37,12 +37,12 @@ class KerasSite:
 
 @dataclass(frozen=True)
 class KerasNames:
-    """What a tf_keras model says of the graph that it built, in names: nothing of it is kept alive.
+    """Description of a tf_keras model by names of tensors, so that no Keras object is kept alive.
 
-    ``owners``: by operation of a variable the layer and the key of the weight. ``outputs``: tensors by layer, one per
-    call. ``phase``: the placeholder of the learning phase. ``weights``: the placeholders of sample weights. ``extra``:
-    losses that the layers add. ``masks``: by output, the mask that goes with it. ``loss``: what the model was compiled
-    with. ``scales``: by output, what its loss is multiplied by there; None where tensors say so.
+    ``owners``: layer and weight key by the variable's operation. ``outputs``: output tensors by layer, one per call.
+    ``phase``: placeholder of the learning phase, or its fixed value. ``weights``: placeholders of sample weights.
+    ``extra``: losses that the layers add. ``masks``: mask of each output. ``loss``: loss of the compiled model.
+    ``scales``: loss weight of each output; None if any of them is a tensor.
     """
 
     sites: tuple[KerasSite, ...]
@@ -58,17 +58,20 @@ class KerasNames:
 
     @property
     def stacks(self) -> tuple[frozenset[str], ...]:
-        """The variables of each layer that has several cells, which are one recurrence."""
+        """Variables of each layer with stacked cells; such a layer is one recurrence."""
         return tuple(site.variables for site in self.sites if site.stack)
 
     def uncalled(self, used: Container[str]) -> list[str]:
-        """The recurrent layers that outputs and loss do not depend on; ``used``: the variables that they depend on."""
+        """Return the recurrent layers that outputs and loss do not depend on.
+
+        ``used`` has the names of the variables that these depend on.
+        """
         idle = [site for site in self.sites if not site.built or (site.variables and not _any(site.variables, used))]
         called = {site.name for site in self.sites if site not in idle}
         return list(dict.fromkeys(site.name for site in idle if site.name not in called))
 
     def refusals(self, loops: Sequence[Loop], used: Container[str]) -> dict[str, str]:
-        """The recurrent layers that cannot be looked into, and why; one that nobody calls is none of them."""
+        """Return the reason for each recurrent layer that cannot be captured, by name; unused layers are left out."""
         there = {loop.name.partition("#")[0] for loop in loops}
         known = there - {loop.name.partition("#")[0] for loop in loops if loop.cell.cell is None}
         idle, stacked = self.uncalled(used), _stacked(loops)
@@ -93,7 +96,7 @@ def _any(names: Iterable[str], among: Container[str]) -> bool:
 
 
 def _stacked(loops: Sequence[Loop]) -> list[str]:
-    """The layers whose loops of one direction do not all run the same cell."""
+    """Return the names of layers whose loops of one direction run different cells."""
     cells: dict[tuple[str, str], set[frozenset[str]]] = {}
     for loop in loops:
         cells.setdefault((loop.name.partition("#")[0], loop.direction), set()).add(variables_of(loop))
@@ -101,7 +104,7 @@ def _stacked(loops: Sequence[Loop]) -> list[str]:
 
 
 def renamed(loops: Sequence[Loop], names: KerasNames | None) -> tuple[Loop, ...]:
-    """Loops by the layers whose variables they read; several calls of a layer are numbered."""
+    """Name loops after the Keras layers whose variables they read; several calls of a layer are numbered."""
     if names is None:
         return _calls_numbered(loops)
     placed = [(loop, _site_of(loop, names)) for loop in loops]
@@ -122,14 +125,17 @@ def renamed(loops: Sequence[Loop], names: KerasNames | None) -> tuple[Loop, ...]
         output = loop.output
         if output is not None and not site.every_step and (output.stacked or len(output.tensors) > 1):
             output = replace(output, last=True)
-        # The steps of an unrolled loop are in the order of the run; which way that goes, the layer says.
+        # The steps of an unrolled loop are in the order of the run; its direction is an attribute of the layer.
         direction = site.direction if loop.kind == "unrolled" else loop.direction
         found.append(replace(loop, name=name, bidirectional=site.bidirectional, output=output, direction=direction))
     return tuple(found)
 
 
 def _calls_numbered(loops: Sequence[Loop]) -> tuple[Loop, ...]:
-    """Recurrences of one cell, as of both inputs of a siamese network, as calls of one layer: ``rnn#0``, ``rnn#1``."""
+    """Name loops that run the same cell as calls of one layer.
+
+    ``rnn#0``, ``rnn#1``. An example is a siamese network with two inputs.
+    """
     chains = [[loop for loop in loops if loop.name == name] for name in dict.fromkeys(loop.name for loop in loops)]
     calls: dict[Any, list[list[Loop]]] = {}
     for chain in chains:
@@ -147,19 +153,22 @@ def _calls_numbered(loops: Sequence[Loop]) -> tuple[Loop, ...]:
 
 
 def _held(loop: Loop) -> Iterable[Any]:
-    """The blocks of variables that a loop reads."""
+    """Return the blocks of variables that a loop reads."""
     return variables_of(loop) if loop.cell.body is not None else loop.cell.weights.items()
 
 
 def variables_of(loop: Loop) -> frozenset[str]:
-    """Names of the variables that a loop reads."""
+    """Return the names of the variables that a loop reads."""
     if loop.cell.body is not None:
         return frozenset(loop.cell.body.variables)
     return frozenset(piece.variable for pieces in loop.cell.weights.values() for piece in pieces)
 
 
 def _site_of(loop: Loop, names: KerasNames) -> KerasSite | None:
-    """The layer whose cell a loop runs: the one that has its variables; of two the one that is named in its scope."""
+    """Return the Keras layer that has the loop's variables.
+
+    None if there is none. Of several layers, the one whose name is in the loop's scope is preferred.
+    """
     read = variables_of(loop)
     fitting = [site for site in names.sites if read and read <= site.variables]
     fitting = [site for site in fitting if site.direction == loop.direction] or fitting
@@ -168,7 +177,7 @@ def _site_of(loop: Loop, names: KerasNames) -> KerasSite | None:
 
 
 def owner_of(variable: str, names: KerasNames | None) -> tuple[str, str]:
-    """The layer that a variable belongs to, and its key there."""
+    """Return the layer that a variable belongs to, and the variable's key there."""
     if names is not None:
         known: Mapping[str, Any] = dict(names.owners)
         if variable in known:
@@ -179,5 +188,5 @@ def owner_of(variable: str, names: KerasNames | None) -> tuple[str, str]:
 
 
 def pieces_of(variable: str) -> tuple[WeightPiece, ...]:
-    """A variable as it is."""
+    """Return a whole variable as a weight of one piece."""
     return (WeightPiece(variable),)

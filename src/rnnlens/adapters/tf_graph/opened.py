@@ -1,4 +1,4 @@
-"""A net in our copy of its graph: its recurrences, at the present rates and switches, and values of its variables."""
+"""A net in a copy of its graph: its recurrences at the present settings, and the values of its variables."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from .naming import renamed
 from .public import Net, refuse_closed, refuse_remote
 
 _NONE: Mapping[tuple[Any, str], Array] = MappingProxyType({})
-#: Copies by graph: of its present version, for the ends and seeds that were asked for last.
+#: Copies of the present version of each graph, for the outputs, losses and seeds used last.
 _COPIES: weakref.WeakKeyDictionary[Any, dict[Any, GraphCopy]] = weakref.WeakKeyDictionary()
 _MOST_COPIES, _MOST_BUILT = 4, 32
-#: Operations whose values are no settings: data, and results of loops.
+#: Operations that a setting must not depend on: data, and results of loops.
 _UNSETTLED = frozenset({"Placeholder", "Exit", "RefExit", "While", "StatelessWhile"})
 
-#: What is added to variables in our copies, by graph and name, while an experiment runs in this thread.
+#: Perturbations added to variables in the copies, by graph and name, in this thread.
 NUDGES: ContextVar[Mapping[tuple[Any, str], Array]] = ContextVar("nudges of variables", default=_NONE)
 
 
 class Opened:
-    """A net, in a copy of its graph.
+    """A net together with the copy of its graph.
 
     Attributes
     ----------
     net, copy
-        The user's, and ours.
+        The user's net, and the copy of its graph.
     inputs, outputs, loss
-        The tensors of the copy.
+        The corresponding tensors of the copy.
     """
 
     def __init__(self, net: Net, copy: GraphCopy) -> None:
@@ -48,34 +48,34 @@ class Opened:
 
     @property
     def loops(self) -> tuple[Loop, ...]:
-        """The recurrences of the net, in the order of the graph."""
+        """Recurrences of the net, in the order of the graph."""
         return self.copy.loops
 
     def layer(self, name: str) -> list[Loop]:
-        """The loops of one layer: one, or one per direction, forward first."""
+        """Return the loops of one layer: one, or one per direction with the forward loop first."""
         found = [loop for loop in self.loops if loop.name == name]
         return sorted(found, key=lambda loop: loop.direction == "backward")
 
     def first_call(self, name: str) -> list[Loop]:
-        """The loops of the first call of a layer; none for one that is not recurrent."""
+        """Return the loops of the first call of a layer; the list is empty if the layer is not recurrent."""
         return self.layer(name) or self.layer(f"{name}#0")
 
     def read(self, names: Iterable[str]) -> dict[str, Array]:
-        """Present values of variables, from the user's session; nudged where an experiment nudges them."""
+        """Return the present values of variables in the user's session, with any active perturbation added."""
         found = read(self.net.session, names)
         return {name: value + NUDGES.get().get((self.net.graph, name), 0) for name, value in found.items()}
 
     def variables(self, fetches: Sequence[Any], feed: Mapping[Any, Any]) -> dict[str, Array]:
-        """Present values of the variables that some tensors depend on, from the user's session."""
+        """Return the present values of all variables that some tensors depend on, with any perturbation added."""
         return self.read(self.copy.behind(fetches, feed).variables)
 
     def close(self) -> None:
-        """Free what a run holds."""
+        """Close the session of the copy."""
         self.copy.close()
 
 
 def opened(net: Net, seed: int | None = None) -> Opened:
-    """The net in a copy of the present version of its graph."""
+    """Return the net with a copy of the present version of its graph; copies are cached."""
     refuse_closed(net.session)
     refuse_remote(net.session)
     graph = net.graph
@@ -102,14 +102,14 @@ def opened(net: Net, seed: int | None = None) -> Opened:
 
 
 def _is_set_otherwise(net: Net, settings: Mapping[str, Array]) -> bool:
-    """Whether a variable that is a rate or a switch has another value than when the cells were recognised."""
+    """Return whether a rate or switch has changed since the cells of the copy were recognised."""
     return any(not np.array_equal(value, settings[name]) for name, value in read(net.session, settings).items())
 
 
 class _Setting:
-    """The values of single numbers of a copy as a net sets them; the learning phase of Keras is off.
+    """Values of scalar settings, such as keep probabilities, in the copy; the learning phase of Keras is False.
 
-    ``held`` has the values of the variables that these depend on.
+    ``held`` has the values of the variables that the settings depend on.
     """
 
     def __init__(self, net: Net, copy: GraphCopy) -> None:
@@ -120,7 +120,7 @@ class _Setting:
             self._feed[copy.tensor(net.keras.phase)] = np.asarray(False)
 
     def __call__(self, tensor: Any) -> Any:
-        """None for what depends on data, chance or a loop, or lies within one."""
+        """Return the value of a scalar tensor; None if it depends on data, random numbers or a loop."""
         if tensor.graph is not self._copy.graph:
             return None
         operations = cone([tensor], self._feed)

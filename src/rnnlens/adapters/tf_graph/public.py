@@ -1,4 +1,4 @@
-"""``rl.tf1``: what only users of sessions and placeholders need.
+"""Namespace ``rl.tf1``: functions for users of sessions and placeholders.
 
 >>> import rnnlens as rl  # doctest: +SKIP
 >>> net = rl.tf1.graph(session, inputs={"x": x}, outputs={"y": y}, loss=loss, targets=labels)  # doctest: +SKIP
@@ -20,39 +20,39 @@ from .sequences import before_transpose, course_of
 __all__ = ["Net", "graph"]
 
 
-#: Operations of training and saving.
+#: Prefixes of operation types of training, saving and variables.
 _NO_ENDS = ("Apply", "ResourceApply", "Assign", "ResourceScatter", "Scatter", "Save", "Restore", "Var")
 
 
-#: Operations that lay the steps of a tensor out for a loop, and which of their inputs that is.
+#: Operations that split a tensor into the steps of a loop, with the number of that input.
 _STEPS = {"TensorArrayScatterV3": 2, "TensorListFromTensor": 0}
-#: Operations that put the steps of a loop together again: what is behind them is in the order of that loop.
+#: Operations that return the results of a loop; the search for axes stops there.
 _ENDS_OF_LOOPS = frozenset({"TensorArrayGatherV3", "TensorListStack", "Exit", "While", "StatelessWhile"})
 
 
 @dataclass(frozen=True, eq=False)
 class Net:
-    """A part of a TensorFlow-1 graph as a model: what it is fed, what it gives, the session with its variables.
+    """Part of a TensorFlow-1 graph as a model: inputs, outputs, loss, feeds, and the session with its variables.
 
-    Made by :func:`graph`. Every verb takes it where it takes a model. Nothing in it can be changed, and it holds no
-    copy of anything: variables are read from the session at every call.
+    It is created by :func:`graph`, and every function of rnnlens accepts it as a model. It is immutable and keeps no
+    values: variables are read from the session at every call.
 
     Attributes
     ----------
     session
-        The user's session; nothing is run in it but reading variables.
+        The user's session; it is only used to read variables.
     inputs
-        By name: the tensors that are fed alike, one or several (the two ends of a ``tf.cond``).
+        By name: the tensors that get the same feed, one or several (the two branches of a ``tf.cond``).
     outputs
         By name: one tensor each.
     loss
         The scalar that is differentiated, or None.
     targets
-        For each target: the tensors that are fed alike.
+        For each target: the tensors that get the same feed.
     feed
-        What is fed in every run, besides inputs and targets.
+        Values fed in every run, besides inputs and targets.
     keras
-        Of a tf_keras model: what Keras knows of the graph; None of a graph that was put together by hand.
+        For a tf_keras model: the names of its layers, weights and placeholders; None for other graphs.
     """
 
     session: Any
@@ -65,17 +65,17 @@ class Net:
 
     @property
     def graph(self) -> Any:
-        """The user's graph."""
+        """User's graph."""
         return self.session.graph
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether there is a loss that is not told its targets by y."""
+        """True if there is a loss that needs no targets from ``y``."""
         return self.loss is not None and not self.targets
 
     @property
     def ends(self) -> list[Any]:
-        """What counts: outputs and loss; where neither is named, all that nothing goes on from but training."""
+        """Outputs and loss; if neither is given, all unread floating tensors that are no part of training or saving."""
         named = [*self.outputs.values(), *([] if self.loss is None else [self.loss])]
         return named or [t for op in self.graph.get_operations() if _ends(op) for t in op.outputs]
 
@@ -85,7 +85,7 @@ class Net:
 
 
 class TimeMajorNet(Net):
-    """A part of a graph that is fed (time, sample, ...)."""
+    """Part of a TensorFlow-1 graph whose inputs are (time, sample, ...)."""
 
 
 @checked(session=anything, inputs=anything, outputs=anything, loss=anything, targets=anything, feed=anything)
@@ -98,39 +98,40 @@ def graph(
     targets: Any = None,
     feed: Mapping[Any, Any] | None = None,
 ) -> Net:
-    """A TensorFlow-1 graph as a model, which every verb takes.
+    """Return a TensorFlow-1 graph as a model, which every function of rnnlens accepts.
 
-    Wherever a tensor is taken, its name does as well: ``"output/dense/BiasAdd:0"``. Nothing is added to the graph,
-    which may be finalised; nothing but reading of variables is run in the session.
+    Each tensor can also be given by its name: ``"output/dense/BiasAdd:0"``. Nothing is added to the graph, which may be
+    finalised. The session is only used to read variables.
 
     Parameters
     ----------
     session
         ``tf.compat.v1.Session`` in which the variables have their values (or a ``MonitoredSession``).
     inputs
-        What ``x`` is fed to: a tensor, or a dict by name of tensors. A list of tensors is fed alike: the inputs for
-        training and for development under a ``tf.cond``; the gradient by such an input is the sum over them. Any
-        tensor may be fed, not placeholders alone: the batch that a queue or an iterator brings, for one.
+        The tensor to which ``x`` is fed, or a dict of tensors by name. All tensors of a list get the same value, for
+        example the inputs for training and for evaluation under a ``tf.cond``; the gradient by such an input is the sum
+        over them. Any tensor may be fed, not only placeholders: for example the batch of a queue or an iterator.
     outputs
-        What the model returns: a tensor, a list, or a dict by name.
+        Outputs of the model: a tensor, a list, or a dict by name.
     loss
-        The scalar to differentiate. ``rl.trace(..., loss="name:0")`` takes another one.
+        The scalar to differentiate. ``rl.trace(..., loss="name:0")`` uses another one.
     targets
-        What ``y`` is fed to: a tensor, a list of tensors fed alike; a tuple or a dict for several targets.
+        The tensor to which ``y`` is fed, or a list of tensors that all get it; a tuple or a dict for several targets.
     feed
-        What is fed in every run and is not cut into batches: phase, keep probability, an initial state.
+        Values by tensor that are fed in every run and not split into batches: phase, keep probability, an initial
+        state.
 
     Returns
     -------
     Net
-        A frozen object.
+        An immutable object.
 
     Raises
     ------
     InputError
-        If something is no tensor of the session's graph, or the loss is not one floating number.
+        If an argument is no tensor of the session's graph, or the loss is not a floating-point scalar.
     LayerNotFoundError
-        If a name is that of no tensor.
+        If the graph has no tensor of a given name.
 
     Examples
     --------
@@ -155,7 +156,7 @@ def graph(
 
 
 def is_time_major(graph: Any, inputs: Sequence[Any]) -> bool:
-    """Whether the loops of a graph take steps along the first axis of its inputs, on every way from these to them."""
+    """Return whether all loops of a graph step along the first axis of its inputs, on every path between them."""
     given, axes = {tensor.ref() for tensor in inputs}, set()
     for op in graph.get_operations():
         if op.type in _STEPS and not op.name.startswith("gradients"):
@@ -165,7 +166,7 @@ def is_time_major(graph: Any, inputs: Sequence[Any]) -> bool:
 
 
 def _axes_at(tensor: Any, axis: int, given: set[Any]) -> set[int]:
-    """The axes of given tensors that become an axis of another, as far as transpositions on the way tell."""
+    """Return the axes of the given tensors that become an axis of another tensor, following transpositions."""
     found, waiting, seen = set(), [(tensor, axis)], set()
     while waiting:
         current, at = waiting.pop()
@@ -183,13 +184,13 @@ def _axes_at(tensor: Any, axis: int, given: set[Any]) -> set[int]:
 
 
 def _ends(operation: Any) -> bool:
-    """Whether nothing goes on from an operation, and it is no part of training, of saving or of a variable."""
+    """Return whether an operation has an unread floating output and is no part of training, saving or a variable."""
     trained = operation.name.startswith("gradients") or operation.type.startswith(_NO_ENDS)
     return not trained and any(t.dtype.base_dtype.is_floating and not t.consumers() for t in operation.outputs)
 
 
 def raw_session(session: Any) -> Any:
-    """The session itself: one that is monitored runs its hooks at every call."""
+    """Return the plain session behind a monitored one, whose own ``run`` would call hooks."""
     inner = getattr(session, "_tf_sess", None)
     found = inner() if callable(inner) else session
     if not (hasattr(found, "run") and hasattr(found, "graph") and hasattr(found.graph, "get_tensor_by_name")):
@@ -203,24 +204,24 @@ def raw_session(session: Any) -> Any:
 
 
 def refuse_closed(session: Any) -> None:
-    """Refuse a session that has been closed.
+    """Raise an error for a closed session.
 
     Raises
     ------
     InputError
-        If it has.
+        If the session is closed.
     """
     if getattr(session, "_closed", False):
         raise InputError(message("The session is closed, and its variables with it.", hint="an open session"))
 
 
 def scalar(loss: Any) -> Any:
-    """A loss that is one number that can be differentiated.
+    """Return the loss, checked to be a single floating-point number.
 
     Raises
     ------
     InputError
-        If it is several, or an integer.
+        If it has several elements, or is an integer.
     """
     if not loss.dtype.base_dtype.is_floating:
         got = f"{loss.name}, {loss.dtype.base_dtype.name}"
@@ -234,12 +235,12 @@ def scalar(loss: Any) -> Any:
 
 
 def tensor_of(graph: Any, where: str, given: Any) -> Any:
-    """A tensor of a graph, given as such, as a variable, or by name.
+    """Return a tensor of a graph, given as a tensor, as a variable or by name.
 
     Raises
     ------
     InputError, LayerNotFoundError
-        If there is none.
+        If there is no such tensor in this graph.
     """
     if isinstance(given, str):
         return _by_name(graph, where, given)
@@ -263,7 +264,7 @@ def _by_name(graph: Any, where: str, name: str) -> Any:
 
 
 def _similar(graph: Any, name: str) -> str:
-    """The names that could have been meant: a graph has thousands."""
+    """Return a hint with up to three similar tensor names."""
     known = [operation.name for operation in graph.get_operations() if operation.outputs]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     where = "the name of a tensor: loss.name"
@@ -271,7 +272,7 @@ def _similar(graph: Any, name: str) -> str:
 
 
 class _Finder:
-    """Tensors of one graph."""
+    """Lookup of tensors in one graph."""
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
@@ -280,7 +281,7 @@ class _Finder:
         return tensor_of(self._graph, where, given)
 
     def alike(self, where: str, given: Any) -> tuple[Any, ...]:
-        """One tensor, or several that are fed alike."""
+        """Return the tensors that get the same feed: a single one, or several of the same dtype."""
         several = list(given) if isinstance(given, list | tuple) else [given]
         found = tuple(self.one(where, one) for one in several)
         if not found or len({tensor.dtype.base_dtype for tensor in found}) > 1:
@@ -290,7 +291,7 @@ class _Finder:
 
 
 def _named(what: str, given: Any) -> Mapping[str, Any]:
-    """By name, as results show them."""
+    """Return tensors by name; a single tensor or a list gets default names."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -314,12 +315,12 @@ def _targets(find: _Finder, given: Any) -> tuple[tuple[Any, ...], ...]:
 
 
 def refuse_remote(session: Any) -> None:
-    """Refuse a session whose variables live in another process.
+    """Raise an error for a session whose variables are in another process.
 
     Raises
     ------
     UnsupportedError
-        By name.
+        If the session has a remote target.
     """
     target = getattr(session, "sess_str", b"") or b""
     if target and target != b"local":

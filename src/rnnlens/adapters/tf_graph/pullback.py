@@ -23,12 +23,12 @@ from .weights import block
 def gradients(
     graph: Any, ys: Sequence[Any], xs: Sequence[Any], given: Sequence[Any] | None = None, stop: Sequence[Any] = ()
 ) -> list[Any]:
-    """``tf.gradients`` in our copy: a dense tensor for each of ``xs``, None where no path leads.
+    """Add ``tf.gradients`` to the copy: a dense tensor for each of ``xs``, None where there is no path.
 
     Raises
     ------
     UnsupportedError
-        If an operation on the way has no gradient in TensorFlow.
+        If an operation between them has no gradient in TensorFlow.
     """
     usable = [i for i, x in enumerate(xs) if x.dtype.base_dtype.is_floating or x.dtype == tf.resource]
     found: list[Any] = [None] * len(xs)
@@ -52,7 +52,7 @@ def gradients(
 
 
 def _dense(gradient: Any) -> Any:
-    """Rows of a table that were looked up, each added where it belongs."""
+    """Return a gradient as a dense tensor; the rows of ``IndexedSlices`` are summed by index."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     rows = tf.cast(gradient.dense_shape, tf.int64)[0]
@@ -62,7 +62,10 @@ def _dense(gradient: Any) -> Any:
 def differentiate(
     function: Callable[..., Any], arrays: Sequence[Array]
 ) -> tuple[Array, Callable[[Array], list[Array]]]:
-    """A function of tensors, built and run in a graph of its own; see :meth:`Adapter.differentiate`."""
+    """Return the value and the vector-Jacobian product of a function; see :meth:`Adapter.differentiate`.
+
+    The function is built and run in a separate graph.
+    """
     graph = tf.Graph()
     with graph.as_default(), tf.Session(graph=graph) as session:
         tensors = [tf.constant(array) for array in arrays]
@@ -88,10 +91,10 @@ _VARIANTS = (tf.resource, tf.variant, tf.string)
 
 @dataclass
 class _Built:
-    """What was added to the copy for some cotangents: where they are fed, gradients by port, what can be kept.
+    """Tensors added to the copy for the cotangents of some ports.
 
-    ``kept``: the tensors of the forward pass that the backward pass reads, where all of them can be fed: then a second
-    cotangent takes the backward pass alone. None where they cannot.
+    ``given``: placeholders of the cotangents. ``found``: gradients by port. ``kept``: the forward tensors that the
+    backward pass reads; further cotangents then need the backward pass only. It is None if some of them cannot be fed.
     """
 
     given: dict[Port, Any]
@@ -100,7 +103,7 @@ class _Built:
 
 
 class GraphPullback:
-    """Implements :class:`rnnlens.adapters.protocol.Pullback`."""
+    """Vector-Jacobian products of a graph: implements :class:`rnnlens.adapters.protocol.Pullback`."""
 
     def __init__(
         self, net: Net, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
@@ -121,7 +124,7 @@ class GraphPullback:
         self._variables = self._opened.variables(list(fetches.values()), self._feed)
         with said_clearly(net):
             values = self._opened.copy.run(fetches, self._feed, self._variables)
-        #: What the forward pass left, by what was built.
+        #: Values of the kept forward tensors, by id of ``_Built``.
         self._forward: dict[int, dict[Any, Array]] = {}
         weights = {port: block(self._spots[port].pieces, self._held(port)) for port in wrt if port.kind == "weight"}
         self.values: Mapping[Port, Array] = {port: np.asarray(value) for port, value in values.items()} | weights
@@ -138,14 +141,14 @@ class GraphPullback:
         return {port: spots(port) for port in ports}
 
     def _held(self, port: Port) -> dict[str, Array]:
-        """Values of the variables that a weight lies in."""
+        """Return the values of the variables that a weight is part of."""
         names = [piece.variable for piece in self._spots[port].pieces]
         missing = [name for name in names if name not in self._variables]
         self._variables |= self._opened.read(missing) if missing else {}
         return {name: self._variables[name] for name in names}
 
     def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
-        """See :meth:`Pullback.vjp`."""
+        """Pull cotangents back to the ``wrt`` ports; see :meth:`Pullback.vjp`."""
         refuse_misfits(cotangents, self._of, self.values)
         chosen = tuple(cotangents)
         built: _Built = self._once(f"vjp {chosen}", lambda: self._build(chosen))
@@ -177,7 +180,7 @@ class GraphPullback:
         return built
 
     def _starts(self, spot: Spot, cotangent: Any) -> list[tuple[Any, Any]]:
-        """The tensors that differentiation starts from, and the cotangent of each."""
+        """Return the tensors at which differentiation starts, with the cotangent of each."""
         spot = spot.halves[0] if spot.halves else spot
         if spot.boundary is None or spot.loop is None:
             return [(spot.value, cotangent)]
@@ -204,7 +207,7 @@ class GraphPullback:
                 built.found[port] = tf.add_n(present) if len(present) > 1 else present[0]
 
     def _keepable(self, built: _Built, added: set[Any]) -> list[Any] | None:
-        """What the backward pass reads of the forward one; None where some of it cannot be fed."""
+        """Return the forward tensors that the backward pass reads; None if some of them cannot be fed."""
         graph, own = self._opened.copy.graph, {tensor.ref() for tensor in built.given.values()}
         read: dict[Any, Any] = {}
         for op in added:

@@ -1,8 +1,8 @@
-"""Parts of a loop's body run as loops of our own, so that what lies between them can be read and differentiated.
+"""Rewriting of parts of a loop's body as separate loops, so that the tensors between the parts can be read.
 
 ``MultiRNNCell``, dropout, residual connections and projections around a cell are all one loop of the user's graph. In
-our copy that loop is run as several, one after the other: what comes before the first cell, each cell by itself, what
-comes after the last. Each runs on the steps that the one before it returned. Random numbers are drawn once.
+the copy that loop is rewritten as several: one for the operations before the first cell, one for each cell, one for the
+operations after the last. Each reads the stacked outputs of the one before it. Random numbers are drawn once.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _LOOPS = frozenset({"While", "StatelessWhile", "Enter", "RefEnter", "NextIterati
 
 
 class CannotCopyError(Exception):
-    """Why a body cannot be made once more, in words."""
+    """Error with the reason why a body cannot be copied."""
 
 
 class Copier:
-    """Makes the operations behind tensors of a body once more, in the graph and context that are the default.
+    """Copies the operations behind tensors of a loop's body into the default graph and context.
 
     Parameters
     ----------
     given
-        By id of a tensor of the body: what stands in its place.
+        Substitutes for tensors of the body, by id of the tensor.
     outer
         The invariants of the loop.
     outside
-        From a tensor outside of the loop to what is to be read in its place.
+        Function from a tensor outside of the loop to its substitute.
     """
 
     def __init__(self, given: dict[int, Any], outer: Source, outside: Callable[[Any], Any]) -> None:
@@ -45,7 +45,7 @@ class Copier:
         self.random: set[str] = set()
 
     def __call__(self, tensor: Any) -> Any:
-        """The tensor, made once more; what was made before is not made again."""
+        """Return a copy of a tensor; operations that are already copied are used again."""
         waiting = [tensor]
         while waiting:
             current = waiting[-1]
@@ -108,7 +108,7 @@ class Copier:
         return list(made.outputs)
 
     def _condition(self, merge: Any) -> Any:
-        """One output of a condition of control flow v1; both branches are made in branches of a new one."""
+        """Copy one output of a v1 condition as a new ``tf.cond`` with copies of both branches."""
         pred = self._made[id(_context(merge).pred)]
         inside = {id(t): self._made[id(t)] for t in _boundary_of(merge)}
 
@@ -146,7 +146,7 @@ def _handle(read: Any, outer: Source) -> Any:
 
 
 def read_of(handle: Any, dtype: Any) -> Any:
-    """The value of a resource variable, read outside of any loop."""
+    """Return the value of a resource variable, read outside of any loop."""
     graph = handle.graph
     name = f"rnnlens_read/{handle.op.name}"
     try:
@@ -163,7 +163,7 @@ def _type(dtype: Any) -> Any:
 
 
 class _Branch(Copier):
-    """Within one branch of a condition of control flow v1: a Switch is what it lets in."""
+    """Copier for one branch of a v1 condition: each Switch is replaced by its input."""
 
     def _needs(self, tensor: Any) -> list[Any]:
         if tensor.op.type == "Switch":
@@ -186,7 +186,7 @@ def _context(merge: Any) -> Any:
 
 
 def _boundary_of(merge: Any) -> list[Any]:
-    """What the two branches of a condition read from around them, and the condition itself."""
+    """Return the condition and the outside tensors that its two branches read."""
     context = _context(merge)
     found, waiting, seen = [context.pred], [t.op for t in merge.inputs], set()
     while waiting:
@@ -202,7 +202,7 @@ def _boundary_of(merge: Any) -> list[Any]:
 
 
 def function_of(graph: Any, name: str) -> tuple[Any, Any]:
-    """A function, and the graph that knows it; the graph of a function asks the one around it."""
+    """Return the function of this name, and the graph that defines it: the given graph or one around it."""
     while graph is not None:
         for function in graph.as_graph_def().library.function:
             if function.signature.name == name:
@@ -213,9 +213,9 @@ def function_of(graph: Any, name: str) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, eq=False)
 class CarriedState:
-    """One state of a loop of ours: where it starts, and the tensor of the body that it becomes.
+    """One state of a rewritten loop: its start value, and the tensor of the body that is its new value.
 
-    ``kept``: the condition of the body under which a sample keeps its state, and whether that is where it is False.
+    ``kept``: the condition under which a sample keeps its state, and whether False (instead of True) keeps it.
     """
 
     start: Any
@@ -224,7 +224,7 @@ class CarriedState:
 
 
 class LoopRecorder:
-    """Runs parts of the body of one loop as loops of our own, in the same graph.
+    """Runs parts of the body of one loop as new loops in the same graph.
 
     Parameters
     ----------
@@ -236,7 +236,7 @@ class LoopRecorder:
 
     def __init__(self, frame: Frame, count: Any) -> None:
         self.frame, self.count, self.graph = frame, count, count.graph
-        #: By id of a tensor of the body: all its steps, time first.
+        #: All steps of recorded tensors, (time, sample, ...), by id of the tensor of the body.
         self.steps: dict[int, Any] = {}
         self._drawn: dict[str, int] = {}
         self._runs = 0
@@ -247,17 +247,18 @@ class LoopRecorder:
         carried: Sequence[CarriedState] = (),
         before: Mapping[int, Sequence[Any]] | None = None,
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """All steps of some tensors of the body; all steps of the states, and the states at the end.
+        """Build a loop; return all steps of some tensors, all steps of the states, and the final states.
 
         Parameters
         ----------
         wanted
-            Tensors of the body. Of those whose steps are known the steps are read, not computed.
+            Tensors of the body. Tensors that are already recorded are read, not computed again.
         carried
-            The states.
+            The states of the new loop.
         before
-            By id of a tensor of the body that stands for a state before the step: numbers of states, or tensors of
-            which only the shape is asked, to be joined along the last axis.
+            Substitutes for the previous states in the body, by id of the tensor. Each is a list of numbers of
+            ``carried`` states, or of tensors of which only the shape is used; they are concatenated along the last
+            axis.
         """
         self._runs += 1
         with self.graph.as_default(), tf.control_dependencies(None), tf.name_scope(f"rnnlens/{self.frame.name}/"):
@@ -279,11 +280,11 @@ class LoopRecorder:
 
     @property
     def drew(self) -> bool:
-        """Whether random numbers are drawn in the loops of ours."""
+        """True if the new loops draw random numbers."""
         return bool(self._drawn)
 
     def _used(self, targets: Sequence[Any]) -> set[int]:
-        """Which of the tensors with known steps lie behind others."""
+        """Return the ids of the recorded tensors on which the targets depend."""
         found, waiting = set(), list(targets)
         seen = {id(v.before) for v in self.frame.variables}
         while waiting:
@@ -329,7 +330,7 @@ class LoopRecorder:
 
 
 class CannotRecordError(Exception):
-    """Why a loop cannot be taken apart, in words; ``hint`` is a way around."""
+    """Error with the reason why a loop cannot be rewritten; ``hint`` is a remedy."""
 
     def __init__(self, reason: str, hint: str = "") -> None:
         super().__init__(reason)
@@ -360,7 +361,7 @@ def _shaped(stacked: Any, step: Any) -> Any:
 
 
 def rewire(old: Any, new: Any) -> None:
-    """Whatever reads one tensor reads another from now on."""
+    """Replace one tensor by another in all operations that read it."""
     for op in old.consumers():
         if op.name != new.op.name:
             for index, tensor in enumerate(op.inputs):

@@ -1,7 +1,7 @@
-"""The user's graph as it stands: a copy of its own, without a tap, and one ``tf.gradients``.
+"""Reference runs of the user's graph, for certificates: a separate copy without taps, and one ``tf.gradients``.
 
-What the certificates hold our numbers against. Nothing of the capture or the pull-back is used here: names and layouts
-of weights are read once more.
+Certificates compare results with these runs. Code of the capture and the pullback is not used here: names and layouts
+of weights are determined again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST = 4
 
 
 class _Plain:
-    """A bare copy, and in it the gradients of one tensor or of the outputs."""
+    """Copy of the graph without taps, with the gradients of the loss or of the outputs."""
 
     def __init__(self, net: Net, batch: Batch, *, of_loss: bool, gradients: bool) -> None:
         self.copy = GraphCopy(definition(net.graph), batch.seed or 0, getattr(net.session, "_config", None))
@@ -64,7 +64,7 @@ class _Plain:
 
 
 def _refuse_other_draws(found: Opened, batch: Batch, bare: _Plain, feed: Mapping[Any, Any], values: Any) -> None:
-    """Refuse where random numbers that count were drawn within loops of ours: not those of the user's loop."""
+    """Raise ``CertificateError`` if a rewritten loop draws other random numbers, and the results depend on them."""
     given, ends = fed(found, batch), list(found.outputs)
     if bare.loss is not None:
         ends.append(loss_tensor(found, batch))
@@ -79,7 +79,10 @@ def _refuse_other_draws(found: Opened, batch: Batch, bare: _Plain, feed: Mapping
 def reference_run(
     net: Net, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True, regularised: bool = False
 ) -> ReferenceRun:
-    """See :meth:`Adapter.reference_run`; penalties on weights are in the loss where the user's graph has them there."""
+    """Run the reference copy; see :meth:`Adapter.reference_run`.
+
+    Penalties on weights are included where the graph's loss has them.
+    """
     del regularised
     return prepared(net, batch, cotangents, gradients=gradients)()
 
@@ -87,7 +90,7 @@ def reference_run(
 def prepared(
     net: Net, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True
 ) -> Callable[[], ReferenceRun]:
-    """The bare copy, what it is fed and the present values of its variables; what is returned is its run."""
+    """Build the reference copy, its feeds and the values of its variables; return a function that runs it."""
     if batch.initial_state:
         raise CertificateError("the graph by itself starts from the states that it is fed or makes")
     found = opened(net, batch.seed)
@@ -110,7 +113,10 @@ def prepared(
 
 
 def _pulled(bare: _Plain, cotangents: Cotangents, feed: Mapping[Any, Any], values: Any) -> dict[Any, Array]:
-    """What the outputs are differentiated with, by the placeholders for it."""
+    """Return the output cotangents by their placeholders.
+
+    ``cotangents`` computes them from the outputs of a first run.
+    """
     given = [np.asarray(value) for value in bare.copy.run(dict(enumerate(bare.outputs)), feed, values).values()]
     every = zip(bare.given, cotangents(given), given, strict=True)
     return {place: np.zeros_like(out) if c is None else np.asarray(c, out.dtype) for place, c, out in every}
@@ -157,7 +163,7 @@ def _summed(parts: list[Any]) -> Array | None:
 
 
 def _weights(found: Any, got: Mapping[Any, Any], values: Mapping[str, Array]) -> dict[str, Array | None]:
-    """Gradients by the names of :func:`weights.name_of`: blocks of variables, as they lie there."""
+    """Return the gradients of all weights by :func:`weights.name_of`, cut out of those of the variables."""
     made: dict[str, Array | None] = {}
     for layer in layers_of(found).values():
         for key, pieces in layer.weights.items():

@@ -1,4 +1,4 @@
-"""What a loop reads step by step, what it puts out, which steps it leaves out, and which way it runs."""
+"""Sequences of a while loop: tensors read or written per step, masked steps, and the direction of the loop."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _READS = frozenset({"TensorArrayReadV3", "TensorListGetItem"})
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """A tensor with time in front of which the body reads one step at a time.
+    """A time-first tensor of which the body reads one step at a time.
 
-    ``value``: the step within the body; ``reader``: the operation, and number of its input, that reads ``stacked``;
-    None where the body indexes the user's own tensor, which others may read too.
+    ``value`` is the tensor of one step in the body. ``reader`` is the operation, with the number of its input, that
+    reads ``stacked``. It is None if the body indexes the user's tensor itself, which other operations may read too.
     """
 
     value: Any
@@ -31,9 +31,9 @@ class Read:
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """What the body writes at each step, and where all steps are stacked; ``stacked`` is None where nobody does.
+    """A tensor that the body writes at each step; ``stacked`` has all steps, or is None if these are never stacked.
 
-    ``index``: the place that it writes to, within the body.
+    ``index`` is the tensor of the body with the position that is written.
     """
 
     value: Any
@@ -44,22 +44,22 @@ class Written:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which steps are left out: those behind ``lengths`` (sample,), or where ``steps`` (time, sample) is False."""
+    """Mask of a loop: the steps beyond ``lengths`` (sample,), or those where ``steps`` (time, sample) is False."""
 
     lengths: Any = None
     steps: Read | None = None
-    #: Whether the condition is True at steps that are left out.
+    #: Whether the condition is True at masked steps.
     inverted: bool = False
 
     def agrees(self, other: Mask | None) -> bool:
-        """Whether another says the same of every step."""
+        """Return whether another mask is the same at every step."""
         if other is None or self.inverted != other.inverted or self.lengths is not other.lengths:
             return False
         return (self.steps and self.steps.stacked) is (other.steps and other.steps.stacked)
 
 
 def same(tensor: Any, outer: Source) -> Any:
-    """The tensor behind identities and invariants."""
+    """Return the tensor behind identities and loop invariants."""
     while True:
         tensor = outer.settled(tensor)
         if tensor.op.type not in ("Identity", "Enter", "EnsureShape"):
@@ -68,13 +68,13 @@ def same(tensor: Any, outer: Source) -> Any:
 
 
 def clocks(frame: Frame) -> list[Variable]:
-    """The variables that count steps: integers that grow by one, from 0."""
+    """Return the step counters of a loop: integer variables that start at 0 and grow by one."""
     counters = [v for v in frame.variables if v.before.dtype.is_integer and _is_next(v.after, v.before, frame.outer)]
     return [v for v in counters if constant_of(v.entry, Source()) == 0]
 
 
 def steps_run(frame: Frame) -> Any:
-    """How many steps a loop runs: a number, or a tensor outside; None where nothing counts them."""
+    """Return the number of steps that a loop runs, as a number or a tensor outside; None if it is unknown."""
     if frame.bounds and all(isinstance(bound, np.ndarray) for bound in frame.bounds):
         return min(int(bound) for bound in frame.bounds)
     with frame.variables[0].entry.graph.as_default():
@@ -93,7 +93,7 @@ def _is_next(after: Any, before: Any, outer: Source) -> bool:
 
 
 def sequences(frame: Frame) -> list[Read]:
-    """What the body reads at the present step."""
+    """Return the tensors that the body reads at the present step."""
     times = [v.before for v in clocks(frame)]
     found = []
     for op in frame.ops:
@@ -115,7 +115,7 @@ def sequences(frame: Frame) -> list[Read]:
 
 
 def _indexed(op: Any, frame: Frame, times: Sequence[Any]) -> int | None:
-    """The axis along which an operation takes the present step of an invariant, and all of the others: x[:, t]."""
+    """Return the axis along which an operation takes the present step of an invariant, as x[:, t]; otherwise None."""
     if op.type not in ("StridedSlice", "GatherV2") or frame.outer.get(op.inputs[0]) is None:
         return None
     now = [any(same(t, frame.outer) is time for time in times) for t in _places(op, frame.outer)]
@@ -137,25 +137,25 @@ def _indexed(op: Any, frame: Frame, times: Sequence[Any]) -> int | None:
 
 
 def _places(op: Any, outer: Source) -> list[Any]:
-    """What an operation that takes a part of a tensor goes by, axis by axis."""
+    """Return the start indices of a slice or gather, one per axis."""
     begin = same(op.inputs[1], outer)
     return list(begin.op.inputs) if begin.op.type == "Pack" else [begin]
 
 
 def _taken(frame: Frame, tensor: Any, axis: int) -> Any:
-    """The steps of a tensor that a loop takes one by one, time first."""
+    """Return the steps of a tensor that a loop reads one by one, time first."""
     count = steps_run(frame)
     with tensor.graph.as_default():
         taken = tensor[:count] if axis == 0 else tensor[:, :count]
         return taken if axis == 0 else tf.transpose(taken, [1, 0, *range(2, tensor.shape.rank)])
 
 
-#: Operations that write a step: which input is the value, which the place, which what was written before.
+#: Operations that write a step: numbers of the inputs with the value, the index and the previous array.
 _WRITES = {"TensorArrayWriteV3": (2, 1, 3), "TensorListSetItem": (2, 1, 0)}
 
 
 def written(frame: Frame) -> list[Written]:
-    """What the body puts out."""
+    """Return the tensors that the body writes at each step."""
     found = []
     for variable in frame.variables:
         op = behind_identities(variable.after).op
@@ -178,7 +178,7 @@ def _stacked(tensor: Any) -> Any:
 
 
 def mask_of(condition: Any, frame: Frame, reads: Sequence[Read]) -> Mask | None:
-    """What the condition of a select says of the present step; None where it is another."""
+    """Return the mask that a select's condition expresses for the present step; None if it is no mask."""
     times = [v.before for v in clocks(frame)]
     condition = same(condition, frame.outer)
     if condition.op.type in ("GreaterEqual", "Greater", "Less", "LessEqual"):
@@ -203,7 +203,7 @@ def mask_of(condition: Any, frame: Frame, reads: Sequence[Read]) -> Mask | None:
 
 
 def is_filled_with(number: int, tensor: Any, outer: Source) -> bool:
-    """Whether every number of a tensor is this one, 0 or 1."""
+    """Return whether all elements of a tensor equal this number, 0 or 1."""
     tensor = same(tensor, outer)
     if tensor.op.type in ("ZerosLike", "OnesLike"):
         return bool((tensor.op.type == "OnesLike") == number)
@@ -215,7 +215,7 @@ def is_filled_with(number: int, tensor: Any, outer: Source) -> bool:
 
 @dataclass(frozen=True)
 class Course:
-    """Which way a loop runs through the user's tensor: ``source``, what ``turned_by``, and whether time comes first."""
+    """Direction of a loop: the user's tensor ``source``, the lengths of the reversal, and whether time is first."""
 
     source: Any
     direction: Literal["forward", "backward"]
@@ -224,7 +224,7 @@ class Course:
 
 
 def course_of(stacked: Any) -> Course:
-    """From the tensor that the loop reads, time first, back over what turns it round."""
+    """Trace the time-first tensor that a loop reads back to the user's tensor, through reversals and transpositions."""
     tensor, axis, turned_by = stacked, 0, None
     direction: Literal["forward", "backward"] = "forward"
     while True:
@@ -242,12 +242,12 @@ def course_of(stacked: Any) -> Course:
 
 
 def before_transpose(op: Any, axis: int) -> int | None:
-    """The axis, first or second, that a transposition puts at another; None where it is a later one."""
+    """Return the axis, 0 or 1, that a transposition moves to ``axis``; None if it is a later one."""
     order = tensor_util.constant_value(op.inputs[1])
     rank = op.inputs[0].shape.rank
     if order is not None:
         return int(order[axis]) if int(order[axis]) in (0, 1) else None
-    # The order of axes that ``tf.nn.dynamic_rnn`` makes from the rank: the first two change places.
+    # ``tf.nn.dynamic_rnn`` computes the permutation from the rank: it swaps the first two axes.
     return 1 - axis if rank is None or rank >= 2 else None
 
 

@@ -1,4 +1,4 @@
-"""Rates and switches of a graph (keep probabilities, the learning phase) with the values that a net sets them to."""
+"""Settings of a graph, such as keep probabilities and the learning phase, with their present values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from .sequences import same
 
 
 class GraphSettings:
-    """Single numbers outside of the loops that do not depend on data, with their present values.
+    """Scalars outside of the loops that do not depend on data, with their present values.
 
-    A cell can be known at these values alone: at a keep probability of 1, say. ``used`` has the values that were read.
+    Some cells are known at these values only, for example at a keep probability of 1. ``used`` has the values read so
+    far.
 
     Parameters
     ----------
     value_of
-        The value of a scalar tensor outside of the loops; None where it depends on data or on chance.
+        Function from a scalar tensor outside of the loops to its value; None if that depends on data or random numbers.
     """
 
     def __init__(self, value_of: Callable[[Any], Any] = lambda _: None) -> None:
@@ -29,7 +30,7 @@ class GraphSettings:
         self.used: dict[Any, tuple[Any, Any]] = {}
 
     def value(self, tensor: Any, outer: Source) -> Any:
-        """The value of a tensor of a body that is such a number outside; None for any other."""
+        """Return the present value of a body's tensor that is a setting outside of the loops; None for any other."""
         outside = same(tensor, outer)
         if outside.shape.rank != 0 or outside.op._get_control_flow_context() is not None:
             return None
@@ -42,7 +43,10 @@ class GraphSettings:
         return self.used[key][1]
 
     def chosen_branch(self, tensor: Any, outer: Source) -> Any:
-        """The tensor that a conditional passes on at the present value of its switch; None for any other tensor."""
+        """Return the tensor that a condition passes on at the present value of its switch.
+
+        None for any other tensor.
+        """
         op = tensor.op
         if op.type == "Merge":
             switch = behind_identities(op.inputs[0]).op
@@ -58,7 +62,7 @@ class GraphSettings:
         return None
 
     def conditions(self, loop: str) -> tuple[Condition, ...]:
-        """What has to hold in a run of a loop whose cell was recognised at the present values."""
+        """Return the values of the settings that a run must have for the recognised cell to be valid."""
         words = message(
             f"The loop {loop!r} cannot be looked into in training: its states are dropped within it.",
             got="recurrent_dropout, training=True, eager execution disabled",
@@ -67,5 +71,5 @@ class GraphSettings:
         return tuple(Condition(tensor, value, words) for tensor, value in self.used.values())
 
 
-#: Without any value: all that is not constant counts as variable.
+#: No setting has a value: only constants of the graph are constant.
 NO_SETTINGS = GraphSettings()

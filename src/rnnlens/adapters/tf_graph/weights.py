@@ -1,4 +1,4 @@
-"""The weights of a graph, by layer, as blocks of variables: listed, cut out of gradients, and perturbed."""
+"""Weights of a graph, by layer, as blocks of variables: listed, cut out of gradients, and perturbed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .naming import owner_of, pieces_of
 from .opened import NUDGES, Opened, opened
 from .public import Net
 
-#: What batch normalisation keeps for itself.
+#: Names of the running statistics of batch normalisation.
 _STATISTICS = ("moving_mean", "moving_variance", "renorm_mean", "renorm_stddev")
 _LOOKUPS = ("Gather", "GatherV2", "ResourceGather", "SparseMatMul")
 _PASSING = ("Identity", "ReadVariableOp", "Enter")
@@ -27,9 +27,9 @@ _PASSING = ("Identity", "ReadVariableOp", "Enter")
 
 @dataclass
 class LayerVariables:
-    """What a layer has: its weights as blocks of variables, and what comes out of its scope, where that is one tensor.
+    """Variables and outputs of one layer: its weights are blocks of variables.
 
-    ``loops``: those whose cell it is; none for a layer that is not recurrent. ``calls``: its output, one per call.
+    ``loops`` are the layer's loops, empty if it is not recurrent. ``calls`` has its output tensor for each call.
     """
 
     weights: dict[str, tuple[WeightPiece, ...]] = field(default_factory=dict)
@@ -38,19 +38,19 @@ class LayerVariables:
 
     @property
     def output(self) -> Any:
-        """What comes out of it; None where that is not one tensor."""
+        """Output tensor of the layer; None unless it has exactly one call with one output."""
         return self.calls[0] if len(self.calls) == 1 else None
 
 
 def layers_of(found: Opened) -> dict[str, LayerVariables]:
-    """All layers with weights that outputs or loss depend on, in the order of the graph."""
+    """Return all layers with weights that the outputs or the loss depend on, in the order of the graph."""
     layers: dict[str, LayerVariables] = found.copy.built.get("layers") or _layers(found)
     found.copy.built["layers"] = layers
     return layers
 
 
 def variables_used(found: Opened) -> frozenset[str]:
-    """Names of the operations of all variables that outputs or loss depend on."""
+    """Return the names of the operations of all variables that the outputs or the loss depend on."""
     if "used" not in found.copy.built:
         found.copy.built["used"] = frozenset(op.name for op in _operations(found) if is_variable(op))
     names: frozenset[str] = found.copy.built["used"]
@@ -78,7 +78,7 @@ def _layers(found: Opened) -> dict[str, LayerVariables]:
             layers[scope] = _recurrent(found.first_call(scope))
         if name is None:
             layers[scope].weights[key] = pieces_of(variable.name)
-    for loop in found.loops:  # without a variable of its own, or with those of another
+    for loop in found.loops:  # loops without variables, or with those of another layer
         layers.setdefault(base(loop), _recurrent(found.first_call(base(loop))))
     made = {} if found.net.keras is None else dict(found.net.keras.outputs)
     for scope, tensors in made.items():  # layers without weights have an output all the same
@@ -91,26 +91,29 @@ def _layers(found: Opened) -> dict[str, LayerVariables]:
 
 
 def base(loop: Loop) -> str:
-    """The layer that a loop is a call of."""
+    """Return the layer name of a loop, without the number of the call."""
     return loop.name.partition("#")[0]
 
 
 def _recurrent(loops: Sequence[Loop]) -> LayerVariables:
-    """The weights of the cells of a layer, those of a direction behind its name."""
+    """Return the weights of a recurrent layer.
+
+    Those of two directions have the prefixes ``forward/`` and ``backward/``.
+    """
     lead = {loop.direction: f"{loop.direction}/" if len(loops) > 1 else "" for loop in loops}
     weights = {lead[loop.direction] + key: pieces for loop in loops for key, pieces in weights_of(loop).items()}
     return LayerVariables(weights, list(loops))
 
 
 def weights_of(loop: Loop) -> Mapping[str, tuple[WeightPiece, ...]]:
-    """The weights of one cell: by our names, or of an unknown one by those of its variables within its scope."""
+    """Return the weights of one cell by name; an unknown cell's names are those of its variables within the scope."""
     if loop.cell.body is None:
         return loop.cell.weights
     return {short(loop, name): (WeightPiece(name),) for name in loop.cell.body.variables}
 
 
 def short(loop: Loop, variable: str) -> str:
-    """The name of a variable within the layer, one word: ``gates.kernel`` for ``rnn/my_cell/gates/kernel``."""
+    """Return the name of a variable within the layer: ``gates.kernel`` for ``rnn/my_cell/gates/kernel``."""
     for scope in (loop.scope, loop.name):
         if scope and variable.startswith(f"{scope}/"):
             variable = variable[len(scope) + 1 :]
@@ -123,7 +126,7 @@ def _held(pieces: Sequence[WeightPiece]) -> list[str]:
 
 
 def _output(scope: str, operations: set[Any], ends: Sequence[Any]) -> Any:
-    """The one tensor of floats that leaves a scope; None where there are several."""
+    """Return the one floating-point tensor that leaves a scope; None if there are several or none."""
     last = {tensor.ref() for tensor in ends}
     leaving = []
     for operation in operations:
@@ -139,16 +142,18 @@ def _output(scope: str, operations: set[Any], ends: Sequence[Any]) -> Any:
 
 
 def _is_weight(tensor: Any) -> bool:
-    """Whether a tensor is the value of a variable."""
+    """Return whether a tensor is the value of a variable."""
     while tensor.op.type in _PASSING and tensor.op.inputs:
         tensor = tensor.op.inputs[0]
     return is_variable(tensor.op)
 
 
 def block(pieces: Sequence[WeightPiece], values: Mapping[str, Array], *, added: bool = False) -> Array:
-    """A weight of ours, or its gradient, cut out of variables; with ``added`` also what the graph adds to them.
+    """Assemble a weight, or its gradient, from blocks of variables.
 
-    Leading axes stay.
+    With ``added=True`` the constants that the graph adds to the variables are included.
+
+    Leading axes of the values are kept.
     """
     parts = []
     for piece in pieces:
@@ -162,14 +167,14 @@ def block(pieces: Sequence[WeightPiece], values: Mapping[str, Array], *, added: 
 
 
 def known_cell(loop: Loop, values: Mapping[str, Array]) -> Cell:
-    """The cell of a loop whose equations are known, with these values of the variables."""
+    """Return the cell of a loop with known equations, with these values of the variables."""
     arrays = {key: block(pieces, values, added=True) for key, pieces in loop.cell.weights.items()}
     assert loop.cell.cell is not None
     return loop.cell.cell(**arrays, **loop.cell.options)
 
 
 def listed(found: Opened) -> dict[str, LayerWeights]:
-    """What :meth:`Adapter.weights` returns."""
+    """Return the values and roles of all weights by layer; see :meth:`Adapter.weights`."""
     layers = layers_of(found)
     graph, trainable = found.copy.graph, trainable_names(found.net.graph)
     names = dict.fromkeys(n for layer in layers.values() for pieces in layer.weights.values() for n in _held(pieces))
@@ -199,7 +204,7 @@ def _cells(layer: LayerVariables, values: Mapping[str, Array]) -> dict[str, Cell
 
 
 def is_table(graph: Any, pieces: Sequence[WeightPiece]) -> bool:
-    """Whether the rows of a variable are looked up by integers."""
+    """Return whether the rows of a variable are looked up by integers, as in an embedding."""
     waiting, seen = [graph.get_operation_by_name(pieces[0].variable).outputs[0]], set()
     while waiting:
         tensor = waiting.pop()
@@ -213,7 +218,7 @@ def is_table(graph: Any, pieces: Sequence[WeightPiece]) -> bool:
 
 
 def name_of(pieces: Sequence[WeightPiece], key: str) -> str:
-    """The name of a weight as a framework's weight of its own: that of the variable, or of the block of several."""
+    """Return the name of a weight in the framework: that of its variable, or of its blocks of variables."""
     if len(pieces) == 1 and pieces[0].rows is None and pieces[0].columns == slice(None):
         return pieces[0].variable
     blocks = [f"{p.variable}[{_window(p.rows)}{_window(p.columns)}]".replace(",]", "]") for p in pieces]
@@ -230,7 +235,10 @@ def _window(part: slice | int | None) -> str:
 
 
 def place_of(found: Opened, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-    """See :meth:`Adapter.place`: our weights are blocks that no two of them share, each a weight of its own."""
+    """Return the location of a layer's weight among the variables, as in :meth:`Adapter.place`.
+
+    None if there is none.
+    """
     layers = layers_of(found)
     own = layers.get(layer)
     if own is None:
@@ -246,7 +254,10 @@ def place_of(found: Opened, layer: str, direction: str | None, key: str) -> Weig
 
 @contextmanager
 def nudged(net: Net, port: Port, size: float) -> Iterator[bool]:
-    """See :meth:`Adapter.perturbed_port`; only weights can be moved, all of the variables that they lie in."""
+    """Perturb the variables of a weight while the context is active; see :meth:`Adapter.perturbed_port`.
+
+    The context value is False for ports that are no weight.
+    """
     found = opened(net)
     layer = layers_of(found).get(str(port.layer)) if port.kind == "weight" else None
     pieces = () if layer is None else layer.weights.get(port.key, ())
