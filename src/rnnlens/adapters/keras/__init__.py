@@ -1,8 +1,8 @@
 """The Keras adapter: Keras 3 on TensorFlow, JAX and torch, and ``tf_keras``, each in its own :mod:`.dialect`.
 
-``discover`` finds the recurrent layers, ``hooks`` listens to them, ``run`` runs the model once without leaving a trace,
-``capture`` and ``pullback`` turn what was heard into the arrays of the contract; what differs between the engines is in
-:mod:`rnnlens.autodiff`.
+``discover`` finds the recurrent layers, ``hooks`` records tensors at them, and ``run`` runs the model once and restores
+it. ``capture`` and ``pullback`` convert the recorded tensors to the arrays of the contract. Differences between the
+engines are in :mod:`rnnlens.autodiff`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class KerasAdapter(Adapter):
         del unsafe
         try:
             model.load_weights(path)
-        except Exception as error:  # whatever Keras says, the user meets one error
+        except Exception as error:  # Keras raises many types of errors; users get one
             raise FileError(message("These weights do not fit the model.", got=f"{path}: {error}")) from error
 
     def reinitialised(self, model: Any, seed: int) -> Any:

@@ -13,7 +13,7 @@ from ..shared.registered_cells import ComposedWeight
 from .discover import Places, RecurrentSite, base_name, places
 from .weights import composed, named_variables, registration_of
 
-#: Mark of the place where a bidirectional layer as a whole is listened to, besides its two halves.
+#: Suffix of the name under which a whole bidirectional layer is hooked, besides its two directions.
 _WHOLE = "~whole"
 
 
@@ -21,7 +21,7 @@ _WHOLE = "~whole"
 class TappedPorts:
     """All ports of one pullback: the tap key of each, and the layers and weights to hook for them.
 
-    ``inputs``: where each input of the model lies among the leaves of the data.
+    ``inputs``: for each input of the model, its index among the leaves of ``x`` in Keras' order.
     """
 
     found: Places

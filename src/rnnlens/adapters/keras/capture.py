@@ -221,7 +221,7 @@ class _Assembly:
         names = {name for name, variable in cell_variables(cell).items() if id(variable) in self._tied}
         names |= initial_state_weights(self._keras, cell)
         known = registration_of(cell)
-        if known is not None:  # put together from several, of which one is tied
+        if known is not None:  # if one variable is tied, each weight composed of them is
             return frozenset(known.cell.parameters if names else ())
         return frozenset(names | ({"recurrent_bias"} if "bias" in names else set()))
 
@@ -332,8 +332,8 @@ def masked_output(layer: Any, known: bool) -> Literal["state", "output", "zero"]
 def output_from_state(layer: Any, mask: Array | None) -> Array | None:
     """Return where the output depends on the state after that step: bool (sample, time), None for everywhere.
 
-    ``mask`` is chronological. For a layer that returns its last output only, the entry that counts is that of the step
-    run last.
+    ``mask`` (sample, time) is in chronological order. For a layer that returns only its last output, use the entry of
+    the step that the layer runs last.
     """
     if mask is None:
         return None

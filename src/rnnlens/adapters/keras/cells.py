@@ -15,14 +15,14 @@ from .dialect import Dialect, dialect_of
 from .restore import as_found
 from .weights import cell_variables
 
-#: Bytes that the Jacobians of one chunk of steps may take.
+#: Largest size in bytes of the Jacobians of one chunk of steps.
 _CHUNK = 256 * 2**20
 
 
 class KerasStepCell(StepCell):
     """A Keras cell as a pure function of (x, states, weights).
 
-    Works on the values that the weights had when it was made. Cells run with ``training=False``.
+    It uses the values that the weights had when it was constructed. The cell runs with ``training=False``.
     """
 
     def __init__(self, cell: Any, keras: Dialect) -> None:
@@ -122,7 +122,8 @@ def _frozen(variable: Any) -> Any:
 def initial_state_weights(keras: Dialect, cell: Any) -> set[str]:
     """Return the names of the weights that a user's ``get_initial_state`` reads.
 
-    Such a weight has gradients besides those of the steps. It is found by setting it to NaN.
+    Such a weight also has a gradient through the initial state. The function sets each weight to NaN and tests whether
+    the initial state contains NaN.
     """
     method = getattr(cell, "get_initial_state", None)
     if method is None or keras.is_own(getattr(method, "__func__", method)):

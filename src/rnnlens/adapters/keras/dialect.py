@@ -1,8 +1,8 @@
 """Dialect: the interface of what differs between Keras 3 and ``tf_keras``, with one object for each package.
 
-Both may be loaded in one process, so nothing here belongs to the process: :func:`dialect_of` asks whose layer, cell or
-variable something is. No module of this adapter but the dialects' own imports either package. What the two have in
-common bears the name it has in Keras 3, so that code reads as Keras code does: ``keras = dialect_of(model)``.
+Both packages may be loaded in one process; :func:`dialect_of` returns the dialect of a layer, cell or variable. Only
+the modules of the dialects import the packages. Attributes have the names of Keras 3, so that code reads as Keras code
+does: ``keras = dialect_of(model)``.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from ...errors import UnsupportedError, message
 from ...recurrence.cells import Cell
 from ...typing import Array, Namespace
 
-#: Package that must be loaded already -> the module of its dialect.
+#: Name of a Keras package -> module of its dialect. The package must be loaded already.
 _DIALECTS = {"keras": "keras3", "tf_keras": "keras2"}
 
-#: Replaces a method of a layer during a run.
+#: Function of (layer, method name, new method) that overrides a method of a layer during a run.
 Override = Callable[[Any, str, Callable[..., Any]], None]
 
 
 class Dialect(Protocol):
     """Interface of one Keras package. Attributes without a comment are those of Keras 3 with the same name."""
 
-    #: Of the package: ``"keras"`` or ``"tf_keras"``.
+    #: Name of the package: ``"keras"`` or ``"tf_keras"``.
     name: str
     layers: Any
     activations: Any
     losses: Any
     models: Any
-    #: ``convert_to_tensor``, ``cast``, ``sum`` and the like, on tensors of the engine.
+    #: Operations on tensors of the engine, such as ``convert_to_tensor``, ``cast`` and ``sum``.
     ops: Any
-    #: ``flatten``, ``map_structure``, ``pack_sequence_as``, ``is_nested``, ``flatten_with_path``.
+    #: Functions on nested structures: ``flatten``, ``map_structure``, ``pack_sequence_as`` and the like.
     tree: Any
     Layer: Any
     Model: Any
@@ -47,10 +47,10 @@ class Dialect(Protocol):
     Functional: Any
     Variable: Any
     version: str
-    #: How its users write a mean and a sum.
+    #: Code for a mean and a sum, for messages.
     says_mean: str
     says_sum: str
-    #: Whether one weight per sample would weigh the steps of a loss of every step.
+    #: Whether Keras multiplies sample weights of shape (sample,) along the time axis of a loss per step.
     weighs_steps: bool
 
     def is_graph(self, thing: Any) -> bool:

@@ -16,7 +16,7 @@ from .weights import kind_of, known_class, likeness
 class RecurrentSite:
     """One place in a model where a recurrence runs: a recurrent layer, or one direction of a bidirectional one.
 
-    ``name`` is that of the node in results; ``refusal`` says why it cannot be traced, None where it can.
+    ``name`` is the node name in results. ``refusal`` is the reason why the layer cannot be hooked, or None.
     """
 
     name: str
@@ -68,7 +68,7 @@ def places(model: Any) -> Places:
     plain: dict[str, Any] = {}
     for name, layer, wrapper in _walk(model):
         if _is_recurrent(dialect_of(layer), layer) and not layer.built:
-            continue  # nobody has called it: it has no weights, and nothing depends on it
+            continue  # it was never called: it has no weights, and no output depends on it
         found = list(_sites_of(name, layer, wrapper))
         if not found or found[0].bidirectional:
             _add_unique(plain, name, layer)
@@ -94,7 +94,7 @@ def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[Recurren
     Raises
     ------
     LayerNotFoundError, ModelError, UnsupportedError
-        For an unknown name, a model without recurrent layers, a layer that cannot be traced.
+        For an unknown name, a model without recurrent layers, or a layer that cannot be hooked.
     """
     if wanted is None:
         if not found.sites:
@@ -137,7 +137,7 @@ def given_states(found: Places, initial_state: Mapping[str, Any] | None) -> list
     Raises
     ------
     LayerNotFoundError
-        If one of them is no recurrent layer of the model.
+        If a name is not that of a recurrent layer.
     """
     names = list(initial_state or ())
     known = list(dict.fromkeys(site.name for site in found.sites))
@@ -231,7 +231,7 @@ def _refusal(name: str, layer: Any, wrapper: Any) -> str | None:
 def _refusal_of_a_pair(name: str, forward: Any, backward: Any) -> str | None:
     """Return why both directions of a bidirectional layer cannot be shown side by side.
 
-    None if they can. They need the same quantities in the same sizes, and samples as the first axis.
+    Returns None if they can. Both need the same quantities in the same sizes, and samples as the first axis.
     """
     halves = [half for half in (forward, backward) if isinstance(half, dialect_of(half).layers.RNN)]
     if any(dialect_of(half).time_major(half) for half in halves):

@@ -1,7 +1,7 @@
 """Hooks on layers while a model runs: they record inputs and outputs, and tap the tensors that are differentiated.
 
-The dialect chooses the method of a recurrent layer that is hooked: mask, initial state and dropout are known there, and
-the recorded output is what the layer returns. Any other layer is hooked at its ``call``.
+The dialect chooses which method of a recurrent layer is hooked: one that receives mask, initial state and dropout, and
+whose result is the layer's output. Any other layer is hooked at its ``call``.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def overriding() -> Iterator[Callable[[Any, str, Any], None]]:
 class LayerRecorder:
     """Recorder of layer calls, in the order in which they happen.
 
-    ``wanted`` holds what to tap: a kind of tensor (``"output"``) at every call, or one tensor of one call
-    (``"lstm|0|1|final_state/0"``). ``keep`` names the kinds to record besides what was tapped.
+    ``wanted`` contains what to tap: a kind of tensor (``"output"``) at every call, or one tensor of one call
+    (``"lstm|0|1|final_state/0"``). ``keep`` contains the kinds to record besides the tapped ones.
     """
 
     keras: Dialect
@@ -178,7 +178,7 @@ def refuse_random(site: RecurrentSite, training: bool) -> None:
     Raises
     ------
     UnsupportedError
-        For random numbers and statistics of the batch inside it.
+        If the cell draws random numbers or uses statistics of the batch.
     """
     layer = site.layer
     if training and known_class(layer.cell) is None and _takes_statistics(site.keras, layer.cell):

@@ -36,7 +36,7 @@ def prepare(model: Any, batch: Batch) -> TensorBatch:
     Raises
     ------
     InputError
-        For data that is not numeric, empty, or of another shape than the model was built for.
+        If data is not numeric, is empty, or has another shape than the model was built for.
     """
     keras = dialect_of(model)
     x = _structure(keras, batch.x, "x")
@@ -57,7 +57,7 @@ def build_from(model: Any, x: Any) -> None:
     """Create the weights of ``model`` for data such as ``x``, of any batch size, if it has none yet.
 
     The weights are those that ``fit`` would create: Keras builds the model on a symbolic batch, or on the first sample
-    where that is not possible. No verb does this by itself, because it changes the user's model.
+    if that is not possible. rnnlens never calls this function unasked, because it changes the user's model.
     """
     if model.built:
         return
@@ -115,7 +115,7 @@ def _tensor(keras: Dialect, leaf: Any, floats: str) -> Any:
     if leaf is None:
         return None
     kind = keras.dtype_of(leaf)
-    # Integers become what the engine makes of them: JAX has no int64 unless told so, and warns when asked for it.
+    # Integers have the default dtype of the engine: JAX warns if int64 is requested while it is disabled.
     return keras.ops.convert_to_tensor(keras.engine.own(leaf), dtype=floats if kind in ("float32", "float64") else None)
 
 
@@ -191,8 +191,8 @@ def _shape_in_words(shape: tuple[int | None, ...]) -> str:
 def _expected_shapes(model: Any) -> list[tuple[int | None, ...]] | None:
     """Return the shape of each input, with None for each axis of free length; None if no shape is known.
 
-    A model keeps the shape of the batch that it was built on, but takes others: the batch is binding only where a
-    stateful layer keeps states of that many samples, the number of steps only where the model's ``input_spec`` has it.
+    A model stores the batch shape on which it was built but accepts others. The batch size is fixed only if a layer is
+    stateful; the number of steps only if the model's ``input_spec`` contains it.
     """
     keras = dialect_of(model)
     inputs = getattr(model, "inputs", None) if isinstance(model, keras.Model) else None

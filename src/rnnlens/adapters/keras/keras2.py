@@ -1,7 +1,7 @@
 """``tf_keras`` (Keras 2 on TensorFlow): implementation of :class:`.dialect.Dialect`.
 
-Only what runs eagerly or in a ``tf.function``: models of the engine without eager execution are graphs. Names that are
-private to the package are relied on, so other versions than the one that the tests run on are refused.
+Models must run eagerly or in a ``tf.function``; graph models of TensorFlow 1 are refused. The module uses private names
+of the package, so versions other than the tested ones are refused.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from . import keras2_run
 from .dialect import Dialect, own_array
 from .keras2_ops import ArrayFunctions, Ops, Tree, UntrackedLosses, undisturbed
 
-#: The versions on which the tests run.
+#: Prefixes of the tested versions of ``tf_keras``.
 _VERSIONS = ("2.21.",)
 
-#: Steps that are run one by one sooner than they are traced.
+#: Largest number of steps for which eager execution takes less time than tracing.
 _SHORT = 64
 
-#: Names of Keras 2 and ours.
+#: Name of an activation in Keras 2 -> its name in ``recurrence.activations``.
 _NAMES = {
     **{name: name for name in ("linear", "tanh", "sigmoid", "relu", "elu", "selu", "softplus", "softsign", "gelu")},
     **{name: name for name in ("exponential", "mish", "softmax")},
     "swish": "silu",
     "hard_sigmoid": "hard_sigmoid_keras2",
 }
-#: TensorFlow's own functions, which people write for the same.
+#: TensorFlow's functions that users pass as activations -> their names in ``recurrence.activations``.
 _OF_TENSORFLOW = {
     tf.tanh: "tanh",
     tf.sigmoid: "sigmoid",
@@ -77,7 +77,7 @@ class Keras2:
     Layer, Model, Sequential, Functional = tf_keras.layers.Layer, tf_keras.Model, tf_keras.Sequential, Functional
     Variable = tf.Variable
 
-    #: The cells whose equations are known, by their exact types; those of ``tf.compat.v1`` have other defaults only.
+    #: Exact cell types and the classes with their equations; those of ``tf.compat.v1`` differ in defaults only.
     cells: Mapping[type, type[Cell]] = {
         tf_keras.layers.SimpleRNNCell: SimpleRNN,
         tf_keras.layers.LSTMCell: LSTM,

@@ -1,7 +1,7 @@
 """Hooks and stateless runs of ``tf_keras``: ``_process_inputs`` and ``call`` of a recurrent layer are hooked.
 
-In the one the input and the initial state (given, recorded, or zeros) are settled; the other returns what the layer
-returns. Between them the layer may take any of its ways: a loop over its cell, an unrolled one, or the fused kernel.
+``_process_inputs`` prepares the input and the initial state (given, stored, or zeros); ``call`` returns the output and
+the final states. Between them the layer may run a loop over its cell, an unrolled loop, or the fused kernel.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _ignores_its_activation(layer: Any) -> bool:
 def listen(listener: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
     """Override the methods of a recurrent layer that prepare its input and return its output.
 
-    The fused kernel drops another part of its input at every step, before the recurrence starts: that is done here, so
-    that what is heard as the input is what the recurrence takes.
+    With the fused kernel, the layer applies dropout to its input before the recurrence. The hook applies it instead, so
+    that the recorded input is the input of the recurrence.
     """
     layer = site.layer
     settle, run, signature = layer._process_inputs, layer.call, inspect.signature(layer.call)
@@ -187,13 +187,13 @@ def _dropout(layer: Any) -> dict[str, Any]:
     return found
 
 
-#: Where a layer lists its variables, rather than computing with them.
+#: Prefixes of attributes in which a layer only lists its variables.
 _BOOKS = ("_trainable_weights", "_non_trainable_weights", "_self_")
 
 
-#: What a layer draws with, and where a cell keeps what it drew.
+#: Attributes with a layer's random generator and with the dropout masks that a cell has drawn.
 _DRAWN = ("_random_generator", "_dropout_mask_cache", "_recurrent_dropout_mask_cache")
-#: The method by which a ``Sequential`` is built for the shape of the data that it is called on.
+#: Method of a ``Sequential`` that rebuilds its graph for the shape of the data.
 _REBUILD = "_build_graph_network_for_inferred_shape"
 _MAKES = {
     "_dropout_mask_cache": "_create_dropout_mask",
@@ -291,7 +291,7 @@ def stateless(model: Any, seeds: Sequence[Any]) -> Iterator[None]:
 def _graphs_kept(model: Any) -> Iterator[None]:
     """Within the block, keep each ``Sequential`` from rebuilding its graph for another number of steps.
 
-    It would call its layers on symbolic tensors in the middle of a run; the graph that it has takes any number.
+    To rebuild, it would call its layers on symbolic tensors during a run; its present graph accepts any number.
     """
     sequentials = [
         vars(m) for m in model._flatten_layers() if isinstance(m, tf_keras.Sequential) and m._graph_initialized
@@ -308,7 +308,7 @@ def _graphs_kept(model: Any) -> Iterator[None]:
 @contextmanager
 def generators() -> Iterator[None]:
     """Restore TensorFlow's own random generator on exit; layers of the user may draw from it."""
-    draws = getattr(context.context(), "_rng", None)  # there is one once a seed was set
+    draws = getattr(context.context(), "_rng", None)  # exists once a seed was set
     state = None if draws is None else draws.getstate()
     try:
         yield
@@ -320,7 +320,7 @@ def generators() -> Iterator[None]:
 @contextmanager
 def held(variables: Sequence[Any]) -> Iterator[None]:
     """Restore on exit the values of those ``variables`` that were assigned within the block."""
-    # Reading shares the memory of the variable, and assigning gives it another: so this costs next to nothing.
+    # read_value shares memory with the variable, and an assignment allocates new memory: no copy is made here.
     before = [(v, v.read_value()) for v in variables if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
     try:
         yield

@@ -49,8 +49,8 @@ class Keras3:
     Layer, Model, Sequential, Functional = keras.layers.Layer, keras.Model, keras.Sequential, Functional
     Variable = keras.Variable
 
-    #: The cells whose equations are known, by their exact types.
-    #: The convolutional one by its number of axes of space.
+    #: Exact cell types and the classes with their equations.
+    #: For ConvLSTMCell, number of spatial axes -> class.
     cells: Mapping[type, type[Cell] | Mapping[int, type[Cell]]] = {
         keras.layers.SimpleRNNCell: SimpleRNN,
         keras.layers.LSTMCell: LSTM,
@@ -58,8 +58,8 @@ class Keras3:
         ConvLSTMCell: {1: ConvLSTM1D, 2: ConvLSTM2D, 3: ConvLSTM3D},
     }
 
-    #: Keras' own activation functions that keep the shape of their input, by identity. Not ``sparsemax``: what Keras
-    #: computes under that name is another function wherever the support is full.
+    #: Keras' activation functions that keep the shape of their input, by identity. Without ``sparsemax``: Keras
+    #: computes a different function if all entries of the result are positive.
     known_activations: Mapping[Any, str] = {getattr(keras.activations, name): name for name in _NAMES}
 
     listen = staticmethod(keras3_loop.listen)
@@ -242,7 +242,7 @@ class Keras3:
         for key, variable in weights.items():
             held[id(variable)] = tap(f"weight|{key}", held.get(id(variable), keras.ops.convert_to_tensor(variable)))
         for variable in variables:
-            # Within a stateless scope Keras hands a regulariser None for a variable that the scope does not hold.
+            # For a variable without a value in the scope, Keras would pass None to its regulariser.
             if variable.regularizer is not None:
                 held.setdefault(id(variable), keras.ops.convert_to_tensor(variable))
         mapping = [(v, held[id(v)]) for v in variables if id(v) in held]
@@ -274,7 +274,7 @@ class Keras3:
         pending = list(global_state.get_global_attribute(_UNINITIALIZED, []) or [])
         seeds = global_state.get_global_attribute(_SEEDS)
         if seeds is None:
-            # Keras would make one from Python's random numbers, and keep it.
+            # Otherwise Keras would create and keep one, seeded from Python's random numbers.
             global_state.set_global_attribute(_SEEDS, keras.random.SeedGenerator(0, name="rnnlens_seeds"))
         try:
             with self.engine.preserved(seed):
@@ -393,7 +393,7 @@ def _seed_states(variables: Sequence[Any]) -> list[Any]:
 
 
 def _seeded(variable: Any, seed: int, index: int) -> Any:
-    # Torch adds the two numbers of a seed, so neighbouring pairs would meet.
+    # Torch adds the two numbers of a seed, so different pairs could give the same draws.
     mixed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) % 2**31
     return keras.ops.convert_to_tensor([mixed, 0], dtype=variable.dtype)
 

@@ -1,7 +1,7 @@
 """Hooks of Keras 3: the ``inner_loop`` of a recurrent layer is hooked.
 
-There the mask, the initial state (given, carried over, or zeros) and the dropout multipliers are settled, and what the
-loop returns is what the layer returns.
+``inner_loop`` receives the mask and the initial state (given, stored, or zeros), the dropout multipliers are drawn by
+then, and its result is the layer's output.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _value_of(state: Any) -> Any:
     """Return the value of a stateful layer's variable as a tensor that can be differentiated."""
     if not isinstance(state, keras.Variable):
         return state
-    value = state.value  # on TensorFlow a tf.Variable, which a tape does not see where it is read already
+    value = state.value  # on TensorFlow a tf.Variable; a tape only watches a value that is read from it
     return value.read_value() if hasattr(value, "read_value") else keras.ops.convert_to_tensor(value)
 
 

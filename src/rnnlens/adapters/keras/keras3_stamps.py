@@ -1,9 +1,9 @@
 """Stamps of Keras 3 models: a hashable of everything a run depends on, which decides about compiled runs.
 
-*Closed* is a model made of Keras' own models, layers, cells, operations, activations, losses and regularisers, of
-exactly these types, whose settings are plain values: whatever changes in it changes the stamp. A subclass, a Lambda, a
-function of the user's, an object that nobody knows may read anything at any time. Such a run is *open*: it has no
-stamp, and is traced anew at every call.
+A *closed* model consists of Keras' own models, layers, cells, operations, activations, losses and regularisers, of
+exactly these types, with plain values as settings. Any change of it changes the stamp, so its compiled run can be used
+again. A subclass, a Lambda, a user's function or an unknown object may read anything at any time. Such a model is
+*open*: it has no stamp, and each run is traced again.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from keras.src.trainers.compile_utils import CompileLoss
 
 from ...autodiff import Engine
 
-#: Attributes in which Keras keeps its books: they say nothing about what is computed.
+#: Attributes for Keras' bookkeeping, which do not affect the computation.
 _BOOKS = frozenset(
     [
         *("_tracker", "_trainable_variables", "_non_trainable_variables", "_metrics", "_lock", "_path"),
         *("_auto_config", "build", "quantize", "_inbound_nodes", "_outbound_nodes", "_parent_path", "_call_signature"),
         *("_called", "_losses", "_loss_ids", "_losses_override", "_dropout_mask", "_recurrent_dropout_mask"),
         *("_seed_generators", "seed", "_build_shapes_dict", "_input_tensor", "_tracked"),
-        # of training, which a run has no part in
+        # used by training only
         *("optimizer", "train_function", "test_function", "predict_function", "stop_training", "stop_evaluating"),
         *("stop_predicting", "history", "_jax_state_synced", "_jax_state", "_loss_tracker", "_compile_metrics"),
         *("_compile_loss", "_compile_config", "_compiled_trainable_state", "_eval_epoch_iterator", "loss"),
         *("_initial_epoch", "steps_per_execution", "_jit_compile"),
-        # the graph of a functional model is written down from its nodes
+        # the graph of a functional model: ``_graph`` makes its stamp from the nodes
         *("_inputs_struct", "_outputs_struct", "_inputs", "_outputs", "_nodes", "_nodes_by_depth", "_operations"),
         *("_operations_by_depth", "_layers_by_depth"),
     ]
 )
 _UNUSED = ("_initializer", "_constraint")
-#: Attributes of these are TensorFlow's books, for its checkpoints.
+#: Prefixes of attributes that TensorFlow uses for checkpoints.
 _TENSORFLOW = ("_self_", "_obj_reference_counts")
-#: Methods that compute: one that was put in place of Keras' own may read anything.
+#: Methods that compute; if one of them is not Keras' own, it may read anything.
 _METHODS = ("__call__", "call", "inner_loop", "build", "compute_mask", "get_initial_state", "compute_loss")
 _LARGEST = 2**16
 

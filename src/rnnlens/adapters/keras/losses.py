@@ -25,7 +25,7 @@ def plan(model: Any, batch: Batch) -> Loss:
     Raises
     ------
     InputError, ModelError
-        If there is no loss to take, or no target for it.
+        If there is no loss, or no target for it.
     """
     if batch.loss is None:
         return _compiled(model, batch)
@@ -185,7 +185,7 @@ def _with_own_losses(model: Any, loss: Any) -> Any:
     return loss
 
 
-#: Losses that are one value per sample (and step): means of equal batches are the mean of the whole.
+#: Losses with one value per sample (and step): the mean over batches of one size is the mean over the data set.
 _PLAIN = {
     "mean_squared_error", "mean_absolute_error", "mean_absolute_percentage_error", "mean_squared_logarithmic_error",
     "huber", "log_cosh", "hinge", "squared_hinge", "categorical_hinge", "binary_crossentropy", "kl_divergence",
@@ -251,7 +251,7 @@ def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Arr
     Raises
     ------
     UnsupportedError
-        If the loss takes more than the outputs: the model's weights, its input, or what ``add_loss`` adds.
+        If the loss depends on more than the outputs: on the model's weights or its input, or on ``add_loss``.
     """
     keras = dialect_of(model)
     if keras.is_overridden(model) and batch.loss is None:

@@ -21,7 +21,7 @@ def facts(model: Any) -> ModelFacts:
     """Return layers and roles, names of inputs and outputs, loss, optimizer, clipping and loss scale of a model."""
     found = places(model)
     layers = {**{site.name: site.owner for site in found.sites}, **found.plain}
-    # In mixed precision the optimizer is wrapped into one that scales the loss.
+    # In mixed precision the optimizer is inside a LossScaleOptimizer.
     outer = getattr(model, "optimizer", None)
     optimizer = getattr(outer, "inner_optimizer", outer)
     return ModelFacts(
@@ -39,8 +39,8 @@ def facts(model: Any) -> ModelFacts:
 def reduction(model: Any, loss: Any) -> str | None:
     """Return how a loss reduces the values of samples.
 
-    None if unknown or if its parts differ. A compiled loss and a loss given by name are averaged, unless their
-    ``reduction`` is another.
+    Returns None if it is unknown or if the parts of a loss differ. A compiled loss and a loss given by name are
+    averaged unless their ``reduction`` is another.
     """
     compiled = loss is None
     given = getattr(model, "loss", None) if compiled else loss
@@ -76,7 +76,7 @@ def _is_relu(keras: Dialect, layer: Any) -> bool:
     """Return whether a layer's activation is ReLU or ReLU6; a leaky ReLU is not counted."""
     if isinstance(layer, keras.layers.ReLU):
         return not layer.negative_slope
-    # What the layer keeps, not what a property of the user's own may do when it is read.
+    # Read the instance's attribute, not a property of a user's class, which may run any code.
     activation = vars(layer.cell if isinstance(layer, keras.layers.RNN) else layer).get("activation")
     return getattr(activation, "__name__", "") in _RELUS
 

@@ -22,7 +22,7 @@ from .inputs import input_order, prepare
 from .restore import as_found
 from .run import Loss, RunRequest, forget, memo_for, program
 
-#: Bytes that the cotangents of one chunk may take, with what an engine needs around them.
+#: Largest size in bytes of one chunk of cotangents, intermediate tensors included.
 _CHUNK = 512 * 2**20
 _AROUND = 16
 
@@ -184,7 +184,7 @@ def _missing(port: Port) -> str:
     return message(f"The {port.kind} number {port.index} of the {where} does not appear in this forward pass.")
 
 
-#: Takes a cotangent of the function's value back to one cotangent per argument.
+#: Function from a cotangent of a value to one cotangent per argument.
 Pull = Callable[[Array], list[Array]]
 
 
@@ -194,7 +194,7 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], keras: 
     Raises
     ------
     InputError
-        If the function does not return a tensor of floats of this engine that depends on what it was given.
+        If the function does not return a float tensor of this engine that depends on its arguments.
     """
     engine = keras.engine
     tensors = [keras.ops.convert_to_tensor(np.asarray(a)) for a in arrays]

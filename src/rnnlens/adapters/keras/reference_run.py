@@ -1,9 +1,8 @@
 """Reference run: the user's model without hooks and taps, differentiated by its engine.
 
-Certificates compare results with it. It shares with the capture only what prepares the user's data,
-evaluates the user's loss and restores the model; names and layouts of weights are read here once more.
-It is traced anew at every call, so that nothing can be out of date; only a model that is known to depend on nothing
-outside (see ``keras3_stamps.py``) is run again as it was compiled here.
+Certificates compare results with it. With the capture it shares only the preparation of the data, the loss and the
+restoring of the model; names and layouts of weights are read here independently. A run is traced anew at every call;
+only a closed model (see ``keras3_stamps.py``) reuses what was compiled here.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ class _ReferenceFunction:
 
 
 def _by_jax(target: Any, sources: list[Any], watched: list[Any]) -> Any:
-    del watched  # variables of TensorFlow's own
+    del watched  # only variables of tf_keras
     import jax
 
     (_, told), grads = jax.value_and_grad(target, has_aux=True)(sources)
@@ -172,12 +171,12 @@ def _by_tensorflow(target: Any, sources: list[Any], watched: list[Any]) -> Any:
 
 
 def _by_torch(target: Any, sources: list[Any], watched: list[Any]) -> Any:
-    del watched  # variables of TensorFlow's own
+    del watched  # only variables of tf_keras
     import torch
 
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in sources]
-        # What is fed is not a leaf: the model may change it in place.
+        # The model may change its inputs in place, which torch forbids for leaves.
         value, (loss, outputs) = target([t.clone() for t in leaves])
         grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(leaves)
     return (loss, outputs), [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, grads, strict=True)]
@@ -226,7 +225,7 @@ def _of_cell(model: Any, cell: Any, key: str) -> WeightLocation | None:
     if known is not None:
         return _registered_place(model, cell, known, key.rpartition("/")[2])
     started = key.rpartition("/")[2] in initial_state_weights(dialect_of(model), cell)
-    # Only within a recurrent layer two weights of ours are the rows of one variable.
+    # A GRU with reset_after has both biases as the rows of one variable.
     both = has_two_biases(cell) and len(cell.bias.shape) == 2 and key in ("bias", "recurrent_bias")
     found = _within(model, cell, "bias" if both else key, ("bias", "recurrent_bias").index(key) if both else None)
     return replace(found, tied=True) if found is not None and started else found
@@ -235,7 +234,7 @@ def _of_cell(model: Any, cell: Any, key: str) -> WeightLocation | None:
 def _within(model: Any, owner: Any, key: str, row: int | None = None) -> WeightLocation | None:
     """Return the variable of a cell or layer that has the name ``key``.
 
-    None if no single one has. With ``row``, the location is that row of the variable.
+    Returns None if not exactly one variable has it. With ``row``, the location is that row of the variable.
     """
     wanted = key.rpartition("/")[2]
     keras, weights = dialect_of(model), list(getattr(owner, "weights", ()))

@@ -1,7 +1,7 @@
 """Restore the Python state of layers: attributes, and every mutable object that they refer to.
 
-Counters, lists, dicts, arrays, objects of the user's, what closures hold, generators of random numbers. Keras' own
-layers change nothing but their attributes, so there it ends with those.
+Examples are counters, lists, dicts, arrays, the user's objects, contents of closures and random generators. Keras' own
+layers change only their attributes, so nothing behind these is recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from .dialect import Dialect
 
-#: Packages whose objects are no one's to look into.
+#: Packages whose objects are not recorded.
 _FOREIGN = frozenset(
     [
         "keras",
@@ -45,7 +45,7 @@ def unchanged(model: Any, keras: Dialect) -> Iterator[None]:
     memory = _UndoLog(keras)
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
         memory.layer(layer)
-    memory.value(model)  # a cell need not be a layer
+    memory.value(model)  # a cell that is not a layer
     state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         yield
@@ -60,7 +60,7 @@ class _UndoLog:
 
     def __init__(self, keras: Dialect) -> None:
         self._keras = keras
-        self._seen: dict[int, Any] = {}  # keeps what it has seen alive, so that no id is given twice
+        self._seen: dict[int, Any] = {}  # keeps objects alive, so that no id is used twice
         self._undo: list[Callable[[], None]] = []
 
     def restore(self) -> None:
@@ -76,7 +76,7 @@ class _UndoLog:
                 self.value(books)
             is_users = not self._keras.is_own(type(layer)) or type(layer) is self._keras.layers.Lambda
             for value in list(vars(layer).values()):
-                # Keras' own layers change nothing but their attributes; a cell or function in one may be the user's.
+                # Keras' own layers change only their attributes, but may contain a user's cell or function.
                 if is_users or _package(value) not in _FOREIGN:
                     self.value(value)
 
@@ -213,7 +213,7 @@ def _same(now: Any, before: Any) -> bool:
 def as_found(model: Any, keras: Dialect, seed: int | None = None) -> Iterator[None]:
     """Restore on exit the variables, random generators, Python state of layers and Keras' process-wide state.
 
-    ``model`` may be a cell that is no layer, which has nothing of Keras to put back.
+    ``model`` may also be a cell that is not a Keras layer.
     """
     with keras.as_found(model, seed), unchanged(model, keras):
         yield

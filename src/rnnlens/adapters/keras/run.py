@@ -18,7 +18,7 @@ from .hooks import LayerCall, LayerRecorder
 from .inputs import TensorBatch
 from .restore import as_found, unchanged
 
-#: Computes the loss from x, y, the outputs and the sample weights, as a scalar tensor.
+#: Function of (x, y, outputs, sample weights) that returns the loss as a scalar tensor.
 Loss = Callable[[Any, Any, Any, Any], Any]
 
 
@@ -65,7 +65,7 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
     if job.tap_inputs:
         flat = [tap(f"model|input/{i}", t) if keras.is_float(t) else t for i, t in enumerate(keras.tree.flatten(x))]
         x = keras.tree.pack_sequence_as(x, flat)
-    # An engine may go through the program several times: each time the model has to be the one that the user has.
+    # An engine may call the program several times; each call must start from the user's model, unchanged.
     values, seeds = arguments["values"], arguments["seeds"]
     with unchanged(job.model, keras), keras.running(job.model, values, seeds, job.weights, tap):
         with listener.listening(job.sites, job.plain):
@@ -134,7 +134,7 @@ def _compiled_or_eager(
             calls = memo.once("calls", lambda: [LayerCall(c.place, c.half, c.index) for c in job.calls])
             return run(arguments), calls
         except Exception:
-            # Not everything can be compiled. If it was the user's own error, running eagerly raises it unchanged.
+            # Some models cannot be compiled. An error of the user's code is raised again by the eager run.
             forget(job.model, memo)
     return _body(job, arguments, engine), job.calls
 

@@ -1,7 +1,7 @@
 """Direct gradients of recurrent layers from the training step itself, without a second forward or backward pass.
 
-On TensorFlow the step is compiled once more, as the user's own is, with an identity at the output of the layers whose
-gradient hands out what passes through it. On torch a hook on the output hears it. Nothing in either changes a number.
+On TensorFlow the step is compiled a second time, with identities that record gradients at the outputs of the layers. On
+torch a hook on the output records its gradient. Neither changes a result of the step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .discover import RecurrentSite, places
 from .hooks import overriding
 from .model_facts import facts
 
-#: Where a step that Keras compiled holds those that were compiled beside it, by the layers that are listened to.
+#: Attribute of a compiled step that maps names of layers to the step compiled with taps at these layers.
 _LISTENED = "_rnnlens_listened"
 
 
@@ -33,10 +33,10 @@ class StepTensors:
 
 
 class DirectGradients:
-    """Runs training steps with taps at ``layers``; ``heard`` contains the gradients of the last step.
+    """Runner of training steps with taps at ``layers``; ``heard`` contains the gradients of the last step.
 
-    ``available`` is False where the step cannot be listened to from inside: JAX, compiled torch, several steps per
-    execution. What is asked for is then computed anew, as everything else is.
+    ``available`` is False if the step cannot be tapped: on ``tf_keras`` and JAX, with compiled torch, and with several
+    steps per execution. Direct gradients are then computed in a separate run.
     """
 
     def __init__(self, model: Any, layers: Sequence[str], batches: int) -> None:
@@ -114,7 +114,7 @@ def _loop(site: RecurrentSite, passing: StepTensors, tap: Callable[[Any, str, St
 
     def inner_loop(*arguments: Any, **named: Any) -> Any:
         last, outputs, states = original(*arguments, **named)
-        if next(calls):  # of a layer that is called again nothing is told: each call has gradients of its own
+        if next(calls):  # a layer called again is not recorded: each call has its own gradient
             passing.outputs.pop(site.name, None)
             return last, outputs, states
         if layer.return_sequences:

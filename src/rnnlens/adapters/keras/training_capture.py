@@ -1,8 +1,8 @@
 """Recording during ``fit``: the batch of each execution of the compiled step, and the weights before it.
 
-``fit`` calls ``model.train_function`` with an iterator (TensorFlow, JAX) or a batch (torch). For an execution that is
-listened to, the iterator is replaced by one that hands on the same elements and remembers them; the compiled step is
-the user's, untouched. What it changes is copied before: weights, statistics, states, seeds of dropout.
+``fit`` calls ``model.train_function`` with an iterator (TensorFlow, JAX) or a batch (torch). For a recorded execution,
+the iterator is replaced by one that yields the same elements and records them; the compiled step stays the user's.
+Everything the step changes is copied before: weights, statistics, states, seeds of dropout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .step_gradients import DirectGradients
 class StateBeforeStep:
     """State before a training step: variables (seeds of dropout among them) and torch's random generators.
 
-    Keras on torch draws dropout from torch's own generator where a layer was given no seed.
+    Keras on torch draws dropout from torch's own generator if the layer has no seed.
     """
 
     variables: list[tuple[Any, Any]]
@@ -70,8 +70,8 @@ class Heard:
 class TrainStep:
     """Wrapper of ``model.train_function`` during one ``fit``, which records the batch when ``wanted`` is True.
 
-    ``wanted`` is set before each call by who listens, and taken back; a call without it is the user's alone. ``heard``
-    is what the last call was fed, for who comes to take it.
+    Set ``wanted`` to True before an execution to record it; the execution resets it. ``heard`` is the record of the
+    last recorded execution until :meth:`taken` returns it.
     """
 
     def __init__(self, model: Any, direct: Sequence[str] = ()) -> None:
@@ -81,7 +81,7 @@ class TrainStep:
         self.wanted = False
         self.heard: Heard | None = None
         self._fed: list[Any] = []
-        self._handed: Any = None  # a data set of what is in ``_fed``: making one takes longer than iterating it
+        self._handed: Any = None  # a data set over ``_fed``, kept because creating one is slow
         model.train_function = self
 
     def __call__(self, *arguments: Any) -> Any:
@@ -152,13 +152,13 @@ class TrainStep:
 def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
     """Start recording the ``fit`` that has begun; :meth:`TrainStep.remove` ends it.
 
-    ``direct`` names layers whose direct gradients are taken from the step itself, where that is possible.
+    ``direct`` names the layers whose direct gradients are recorded in the step itself, if that is possible.
 
     Raises
     ------
     UnsupportedError
-        If the model has a training loop of its own, is trained under a ``tf.distribute`` strategy, or draws random
-        numbers that cannot be drawn again.
+        If the model has its own training loop, is trained under a ``tf.distribute`` strategy, or draws random numbers
+        that cannot be reproduced.
     """
     if getattr(model, "train_function", None) is None:
         raise UnsupportedError(
@@ -182,7 +182,7 @@ def listen(model: Any, direct: Sequence[str] = ()) -> TrainStep:
         )
     _refuse_compiled_masks(model)
     if isinstance(model.train_function, TrainStep):
-        model.train_function.remove()  # of a training that was interrupted
+        model.train_function.remove()  # left by a training that was interrupted
     return TrainStep(model, direct)
 
 
@@ -195,7 +195,7 @@ def _spread(got: str) -> UnsupportedError:
 def _refuse_compiled_masks(model: Any) -> None:
     """Raise UnsupportedError if the compiled step draws other random numbers than the same step run eagerly.
 
-    XLA has generators of its own on TensorFlow, and so has torch's compiler; JAX draws the same either way.
+    XLA on TensorFlow and torch's compiler have their own generators; JAX draws the same numbers either way.
     """
     keras = dialect_of(model)
     random = _random_layer(model) if bool(getattr(model, "jit_compile", False)) else None
@@ -233,7 +233,7 @@ def steps_taken(model: Any) -> int:
     """Return the number of batches that the optimizer has received so far."""
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    # Keras 3 divides the public number by that of the batches whose gradients it accumulates.
+    # The public attribute of Keras 3 is divided by the number of accumulated batches.
     iterations = getattr(inner, "_iterations", None)
     iterations = getattr(inner, "iterations", None) if iterations is None else iterations
     return 0 if iterations is None else int(dialect_of(model).value_of(iterations))

@@ -24,7 +24,7 @@ def nudged(model: Any, port: Port, size: float) -> Iterator[bool]:
 
     The pattern is random and fixed. Yields False if the port cannot be perturbed.
 
-    A weight is assigned and assigned back, bit by bit; an output is moved by a method of the layer's instance.
+    A weight is restored exactly on exit. An output is perturbed by overriding ``call`` on the layer.
     """
     found = places(model)
     layers = {**found.plain, **{site.name: site.owner for site in found.sites}}
@@ -91,7 +91,7 @@ def reinitialised(model: Any, seed: int) -> Any:
     Raises
     ------
     UnsupportedError
-        If the model cannot be made from its configuration.
+        If the model cannot be constructed from its configuration.
     """
     try:
         keras = dialect_of(model)
@@ -113,7 +113,7 @@ def reinitialised(model: Any, seed: int) -> Any:
                 hint="pass a copy of the model from before training: baseline=that_model",
             )
         ) from error
-    del seed  # Keras draws from the global state; the copy is untrained either way
+    del seed  # Keras draws from its global random state
     return twin
 
 
@@ -137,14 +137,14 @@ def _again(model: Any) -> Any:
 
 
 _RECURRENT = ("LSTM", "GRU", "SimpleRNN")
-#: Layers that pass their input on unchanged when not training.
+#: Layers that return their input unchanged when not training.
 _IDLE = ("Dropout", "SpatialDropout1D", "GaussianNoise", "Identity")
 
 
 def chain(model: Any, *, training: bool) -> list[ChainLink] | None:
     """Return the layers from input to output; None if the model is not such a chain.
 
-    Exact types only: a subclass, an overridden ``call``, a second input, a mixed dtype or any other layer means None.
+    Returns None also for a subclass of a well-known layer, an overridden ``call``, a second input or mixed dtypes.
     """
     keras = dialect_of(model)
     layers = keras.in_order(model)

@@ -14,17 +14,17 @@ from ..protocol import LayerWeights
 from ..shared.registered_cells import ComposedWeight, with_step_autodiff
 from .dialect import dialect_of, spoken
 
-#: Variables that a layer keeps for itself, and no optimizer moves.
+#: Names of variables that a layer updates itself, without the optimizer.
 _STATISTICS = ("moving_mean", "moving_variance")
 
 
 def known_class(cell: Any) -> type[Cell] | None:
     """Return the rnnlens class with the equations of a Keras cell; None if they are not known for certain.
 
-    Only the exact Keras types with Keras' own activation functions are known: a subclass may compute anything.
+    Only exact Keras types with Keras' own activation functions are known: a subclass may compute anything.
     """
     ours = next((d.cells[type(cell)] for d in spoken() if type(cell) in d.cells), None)
-    if isinstance(ours, Mapping):  # a convolution, by its axes of space
+    if isinstance(ours, Mapping):  # a convolution: number of spatial axes -> class
         ours = ours[cell.rank] if cell.data_format == "channels_last" else None
     if ours is None or "call" in vars(cell):
         return None
@@ -46,8 +46,8 @@ def kind_of(cell: Any) -> str:
 def computed_in(layer: Any) -> str:
     """Return the dtype in which a recurrent layer computes, which may be less precise than ``compute_dtype``.
 
-    On JAX and torch Keras' operations round float64 to float32 unless told not to; and some kernels of an engine have
-    constants of single precision inside, such as torch's slope of ``hard_sigmoid``.
+    On JAX and torch, Keras' operations round float64 to float32 by default. Some kernels of an engine also have
+    single-precision constants, such as torch's slope of ``hard_sigmoid``.
     """
     keras, cell = dialect_of(layer), layer.cell
     computed = keras.computed(layer.compute_dtype)
@@ -184,7 +184,7 @@ def _within(layer: Any, path: str) -> str:
     return path[path.index(marker) + len(marker) :] if marker in path else path
 
 
-#: Deepest nesting of layers within a cell that is looked into for weights.
+#: Largest depth of nested layers within a cell that is searched for weights.
 _DEPTH = 4
 
 
