@@ -48,7 +48,10 @@ class Spot:
 
 
 def chronological(loop: Loop, boundary: LoopBoundary) -> Any:
-    """Return the tensor at a boundary of a loop as (sample, time, ...), with the first step first."""
+    """Return the tensor at a boundary of a loop: a sequence as (sample, time, ...), or one state (sample, unit).
+
+    The first step of a sequence comes first, also for a loop that runs backward.
+    """
     if not boundary.stacked and len(boundary.tensors) == 1:
         return boundary.tensors[0]
     if boundary.last:

@@ -212,7 +212,7 @@ class GraphCopy:
         return self._replaced[name] if name in self._replaced else self.graph.get_tensor_by_name(name)
 
     def tap(self, loops: Sequence[Loop]) -> None:
-        """Insert an identity before each input and initial state of the loops, read by that loop only."""
+        """Insert a copy of each input, initial state and fed-back state of the loops. Only that loop reads the copy."""
         for loop in loops:
             self._replaced |= loop.replaced
         with self.graph.as_default(), tf.name_scope("rnnlens"):

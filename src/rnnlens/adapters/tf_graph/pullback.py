@@ -207,7 +207,10 @@ class GraphPullback:
                 built.found[port] = tf.add_n(present) if len(present) > 1 else present[0]
 
     def _keepable(self, built: _Built, added: set[Any]) -> list[Any] | None:
-        """Return the forward tensors that the backward pass reads; None if some of them cannot be fed."""
+        """Return the forward tensors that the backward pass reads.
+
+        None if some cannot be fed, or if the backward pass contains v1 control flow.
+        """
         graph, own = self._opened.copy.graph, {tensor.ref() for tensor in built.given.values()}
         read: dict[Any, Any] = {}
         for op in added:
