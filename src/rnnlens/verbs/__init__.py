@@ -1,4 +1,4 @@
 """The functions of the public interface, one module each: resolve the adapter, compute, return the result.
 
-They live in a folder of their own so that ``rnnlens.trace`` is always the function and never the module.
+They are in a folder of their own so that ``rnnlens.trace`` is always the function and never the module.
 """

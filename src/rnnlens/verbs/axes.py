@@ -18,7 +18,7 @@ from ..typing import Array
 from ..vocabulary import FEATURE, SAMPLE, TIME
 from .names import Catalogue, read_one
 
-#: What ``axes=`` may name beside the tensors of the model.
+#: Names in ``axes=`` besides the tensors of the model.
 DATA = ("y", "sample_weight")
 
 _EXAMPLE = 'axes={"input": ("time", "sample", "feature"), "output": (("time", "sample"), "unit")}'
@@ -51,9 +51,9 @@ class TensorLayouts:
     Parameters
     ----------
     stated, found
-        What the user says, and what was found out.
+        Layouts stated by the user, and layouts found by experiment.
     rule
-        That of the framework.
+        Axis convention of the framework.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TensorLayouts:
     ) -> None:
         self.stated, self.found = dict(stated), dict(found or {})
         self.rule = rule
-        #: Whether every tensor has its samples on the first axis, by the rule of the framework and as the user says.
+        #: Whether every tensor has its samples on the first axis, by the framework's convention and by ``axes=``.
         self.samples_first = rule.samples_first and all(layout.axes[0] == (SAMPLE,) for layout in stated.values())
 
     def layout(self, port: Port, shape: Sequence[int], *, integer: bool = False) -> Layout:
@@ -83,7 +83,7 @@ class TensorLayouts:
 def learned(adapter: Adapter, model: Any, batch: Batch, ports: Iterable[Port]) -> Mapping[Port, Layout]:
     """Return the layouts of some tensors of a model; run an experiment unless they are cached for such data.
 
-    Layouts in which every axis is known are kept per model and shapes, until the model's fingerprint changes.
+    Layouts in which every axis is known are cached per model and input shapes, until the model's fingerprint changes.
     """
     if adapter.samples_first:
         return {}
@@ -99,7 +99,7 @@ def learned(adapter: Adapter, model: Any, batch: Batch, ports: Iterable[Port]) -
     return found
 
 
-#: By model: its fingerprint, and by what is fed to it the layouts that were found; never keeps a model alive.
+#: By model (weakly referenced): its fingerprint, and the layouts found by the shapes of its inputs.
 _kept: weakref.WeakKeyDictionary[Any, tuple[Any, dict[Any, dict[Port, Layout]]]] = weakref.WeakKeyDictionary()
 _MOST_SHAPES = 64
 
@@ -125,9 +125,9 @@ class ModelAxes(TensorLayouts):
     Parameters
     ----------
     stated
-        What the user says, by the name of a tensor, or ``"y"`` and ``"sample_weight"``.
+        Layouts stated by the user, by the name of a tensor, or ``"y"`` and ``"sample_weight"``.
     known
-        What these names may refer to; None where nothing is stated.
+        Catalogue of the model's tensors, to resolve these names; None if nothing is stated.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ModelAxes(TensorLayouts):
         super().__init__({} if known is None else named_layouts(stated, known), adapter)
         self.adapter, self.model = adapter, model
         self.data = {name: layout for name, layout in (stated or {}).items() if name in DATA}
-        #: How the inputs lie, where they are cut into batches; None where samples come first.
+        #: Layouts of the inputs if they are cut into batches; None if samples come first.
         self.inputs: Sequence[Layout | None] | None = None
         self.is_cut = False
         self._asked: set[Port] = set()
@@ -172,7 +172,7 @@ def named_layouts(stated: Mapping[str, Layout] | None, known: Catalogue) -> dict
     Raises
     ------
     InputError
-        If a name is none of an input or output.
+        If a name is neither an input nor an output.
     """
     return {_port(text, known): layout for text, layout in (stated or {}).items() if text not in DATA}
 
@@ -194,12 +194,12 @@ def in_order(array: Array, names: Sequence[str], lead: int = 0) -> tuple[Array, 
 
 
 def refuse_unknown(what: str, name: str, names: Sequence[str], wanted: str = SAMPLE) -> None:
-    """Raise if a needed axis is not among the known names.
+    """Raise if the axis ``wanted`` is not among the known axis names of a tensor.
 
     Raises
     ------
     InputError
-        With the argument that tells it.
+        With the argument ``axes=`` that states the axis.
     """
     if wanted not in names:
         counts = {SAMPLE: "samples", TIME: "steps"}[wanted]
@@ -218,9 +218,9 @@ class InputCoordinates:
     Parameters
     ----------
     x
-        The data of the call; arrays that are no DataArray have no coordinates.
+        The inputs of the call; arrays other than DataArrays have no coordinates.
     layouts
-        Roles of the axes, of inputs whose dimensions are not called ``sample``, ``time`` and ``feature``.
+        Layouts of inputs whose dimensions are not called ``sample``, ``time`` and ``feature``.
     """
 
     def __init__(self, x: Any, layouts: TensorLayouts) -> None:
@@ -374,7 +374,7 @@ def refuse_coupled(
     Raises
     ------
     UnsupportedError
-        With the tensor at which it arrives.
+        With the tensor at which the samples mix.
     """
     if outside.samples < 2 or not seeds:
         return

@@ -18,7 +18,7 @@ from ..typing import Array
 from ..vocabulary import SAMPLE
 from .axes import ModelAxes
 
-#: More ways than this to cut the inputs of a model are not tried.
+#: Largest number of combinations of sample axes that are tried.
 _MOST_WAYS = 64
 _FEW, _MORE = 2, 3
 
@@ -42,7 +42,7 @@ def layouts_to_cut(axes: ModelAxes, template: Batch, x: Any, y: Any, sample_weig
     Raises
     ------
     InputError
-        If it cannot be told; with the argument that does.
+        If an axis cannot be determined; the message names the argument that states it.
     """
     if axes.samples_first:
         return None
@@ -219,9 +219,9 @@ class DataSetBatches:
     Attributes
     ----------
     whole
-        The data as a caller has them, and how to run the model on them.
+        The whole data set as the user passed it, and the options of a run.
     with_loss
-        Whether a loss is needed: what only a loss takes is left out otherwise.
+        Whether a loss is needed; without it, targets and weights are left out.
     """
 
     whole: Batch

@@ -1,6 +1,6 @@
 """Names of tensors, resolved on a model: ``"loss"``, ``"lstm.hidden"``, ``"weights"``, ``"lstm*/recurrent_kernel"``.
 
-The same grammar serves ``rl.gradients`` and ``rl.jacobian``.
+``rl.gradients`` and ``rl.jacobian`` use the same grammar.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SIMPLE = ("output", "input", "gates", "gate_preactivation", "weights")
 class TensorName:
     """One tensor of a model: its name in results, its kind and its layer.
 
-    ``index`` is that of an input, an output or a state; ``key`` the name of a weight within its layer.
+    ``index`` is the number of an input, output or state; ``key`` is the name of a weight within its layer.
     """
 
     text: str
@@ -129,7 +129,7 @@ def catalogue(adapter: Adapter, model: Any, x: Any = None) -> Catalogue:
 def with_named_outputs(adapter: Adapter, model: Any, batch: Batch, known: Catalogue, texts: Iterable[Any]) -> Catalogue:
     """Return the catalogue with output keys, if one of ``texts`` needs them and the model returns a dict.
 
-    What a torch model returns is known once it ran: so it runs once more.
+    The output keys of a torch model are known only after a run, so the model is run once more.
     """
     asked = [_INDEXED.fullmatch(text) for text in texts if isinstance(text, str)]
     if known.outputs or not any(m and m["what"] == "output" and not m["which"].isdigit() for m in asked):
@@ -144,7 +144,7 @@ def read(text: str, known: Catalogue) -> list[TensorName]:
     Raises
     ------
     LayerNotFoundError
-        If it names nothing, with the closest name that exists.
+        If nothing matches; the message has the closest name.
     """
     for attempt in (_whole_model, _weight_path, _layer_quantity, _tensor):
         found = attempt(text, known)

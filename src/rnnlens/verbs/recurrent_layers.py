@@ -1,7 +1,7 @@
 """Replayed calls of recurrent layers: their states, gates, and total gradients by sweeps.
 
-A framework has no tensor for the state at step t of a fused layer. A gradient that starts or ends there is composed of
-the adjoint inside the layer and the framework's own differentiation outside of it, joined at the boundary.
+A framework has no tensor for the state at step t of a fused layer. A gradient that starts or ends there combines the
+adjoint inside the layer with the framework's own differentiation outside, joined at the layer's boundary.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def sweep(
     Parameters
     ----------
     output_grad : shaped as ``call.output``
-        What comes from above through the layer's output; None for nothing.
+        Direct gradient of the layer's output; None for zero.
     final_state_grad : one (sample, size) array per state
-        What comes through the states that the layer returned.
+        Direct gradients of the final states that the layer returned; None for zero.
     state_grad : (sample, time, size) by index of the state
-        What is put on the states themselves, such as the cotangent of ``lstm.cell``.
+        Cotangents added to the states at every step, such as that of ``lstm.cell``.
     spend
-        The pre-activations of ``run`` are not needed any more (:func:`~rnnlens.recurrence.adjoint.adjoint`).
+        True if the pre-activations of ``run`` may be overwritten (:func:`~rnnlens.recurrence.adjoint.adjoint`).
     """
     states, own_output = _place_output(call, run, output_grad)
     for index, extra in (state_grad or {}).items():
@@ -98,8 +98,8 @@ def weights_of(call: RecurrentCall, run: Replay, result: Adjoint, *, by_time: bo
 def replay_check(call: RecurrentCall, run: Replay) -> Check:
     """Check that the replay equals the framework's output within the rounding bound.
 
-    Where a gate keeps nearly all, 1 - z has few digits left, and so has what the step adds: then the sensitivity
-    to one more rounding is looked at.
+    With a gate z near 1, 1 - z has few significant digits, and so has the update of the state. If the bound is
+    exceeded, it is therefore widened by the replay's sensitivity to one more rounding.
     """
     kind, steps = call.compute_dtype or call.output.dtype, int(call.input.shape[1])
     bound = rounding_bound(kind, steps)
@@ -108,16 +108,16 @@ def replay_check(call: RecurrentCall, run: Replay) -> Check:
     return Check(REPLAY, call.layer, run.residual, bound)
 
 
-#: Random combinations of rows that the check of weight gradients looks at.
+#: Number of random combinations of rows in the check of weight gradients.
 PROBES = 8
 
 
 def weights_to_check(
     call: RecurrentCall, run: Replay, result: Adjoint
 ) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
-    """Return dL/dW summed over steps and the framework's own dL/dW, as far as the self-check needs them.
+    """Return dL/dW summed over steps and the framework's own dL/dW, in the form that the self-check compares.
 
-    Of cells with equations random combinations of the rows: a fault in any weight shows in them (Freivalds 1977).
+    For known cells these are random combinations of rows, which reveal an error in any weight (Freivalds 1977).
     """
     reference = {name: grad for name, grad in (call.weight_grads or {}).items() if name not in call.tied}
     if call.cell.by_framework:
@@ -128,7 +128,7 @@ def weights_to_check(
 def weight_norms_by_time(run: Replay, result: Adjoint) -> dict[str, Array]:
     """Return Frobenius norms of each step's contribution to dL/dW: (time, gate), or (time,) without gates.
 
-    A few steps at a time, so that memory stays at a few copies of the weights.
+    Eight steps are computed at a time, so that memory stays at a few copies of the weights.
     """
     cell, xp, time = run.cell, run.xp, run.input.shape[1]
     parts: dict[str, list[Array]] = {}
@@ -240,7 +240,7 @@ class ReplayedCall:
 class ReplayedLayers:
     """Replays of the recurrent calls of one forward pass by layer name; forward direction first.
 
-    ``entangled``: differentiation must not be cut at them, see :class:`rnnlens.adapters.protocol.Capture`.
+    ``entangled``: differentiation must not be cut at these layers, see :class:`rnnlens.adapters.protocol.Capture`.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class ReplayedLayers:
         Raises
         ------
         LayerNotFoundError
-            If the layer was called several times and the name does not say which call is meant, or never.
+            If the layer was never called, or several times and the name does not select a call.
         """
         if name in self.replayed_calls:
             return self.replayed_calls[name]

@@ -1,9 +1,9 @@
 """A lock for calls of rnnlens: one runs at a time, and none in a forked process where it would hang.
 
-A call runs the user's model in a mode of ours, listens to its layers, and puts back what was there before: flags,
-attributes, process-wide random generators. Two calls at once would put back each other's changes, also where their
-models are two, which may share layers and do share the generators. So one call runs at a time; a call within a call (a
-loss that traces) is part of it. What other threads do with the model meanwhile is not listened to.
+A call sets modes and hooks on the user's model, and restores flags, attributes and process-wide random generators
+afterwards. Two calls at once would restore each other's changes, even for two models, as these may share layers and do
+share the generators. So only one call runs at a time. A nested call (a loss that traces) runs within the outer one.
+Forward passes of the model in other threads are not captured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _turn = threading.RLock()
-#: Engines that have run in this process, and those that had in the process that this one was forked from.
+#: Engines that ran in this process, and engines that ran in the parent process before a fork.
 _ran: set[str] = set()
 _lost: set[str] = set()
 

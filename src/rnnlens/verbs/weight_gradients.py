@@ -50,13 +50,13 @@ class FoundGradients:
     Attributes
     ----------
     recurrent
-        By layer, direction and name, as the cell has them.
+        By layer, direction and name, in the cell's layout.
     others
-        By layer and name, of layers that are not recurrent; a weight off the path has none.
+        By layer and name, for non-recurrent layers; a weight without a path to the loss has no entry.
     loss, checks, capture
-        The loss of the batch, the self-checks of the sweeps, and what they started from.
+        The loss of the batch, the self-checks of the sweeps, and the captured pass.
     scales
-        By recurrent layer what rounding in its gradients goes by.
+        Scale of rounding in the gradients, by recurrent layer.
     """
 
     recurrent: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ def _captured_beside(
 ) -> bool:
     """Take gradients of weights outside of recurrent layers from the captured pass into ``found``.
 
-    Return False, with nothing taken, where the pass has not all of them: then a pass of their own is needed.
+    Return False, and take nothing, if the pass lacks one of them; a separate pass is then needed.
     """
     taken: dict[str, dict[str, Array]] = {}
     for layer, key in [(name, key) for name in layers for key in weights[name].values]:
@@ -142,7 +142,7 @@ def _by_framework(
 def _of_layer(calls: Iterable[RecurrentCall], name: str, by_time: bool | str) -> list[RecurrentCall]:
     """Return the calls of a layer and of layers tied to it, since dL/dW sums over all that share W.
 
-    By time a layer has its own steps only, and no sum to be held against.
+    ``by_time`` excludes tied layers, and the comparison with the framework's dL/dW.
     """
     own: list[RecurrentCall] = []
     others: list[RecurrentCall] = []
@@ -160,7 +160,7 @@ def _recurrent_gradients(
 ) -> tuple[dict[str, dict[str, Any]], list[WeightSum]]:
     """Return gradients per direction, summed over the calls of a layer, and the sums to check.
 
-    By time: calls of one layer are summed step by step. Those that the user's own loop makes follow each other instead.
+    ``by_time``: calls of one layer are added step by step; stepwise calls of the user's loop are concatenated in time.
     """
     _must_align(calls, by_time)
     total: dict[str, dict[str, Any]] = {}

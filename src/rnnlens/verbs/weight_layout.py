@@ -1,7 +1,7 @@
 """Weights under the names and axes of results: gates split, directions stacked, shared bias arrays separated.
 
-Weights of a known cell get the dimensions of the cell, as ``kernel (feature, gate, unit)`` and ``bias (gate, unit)``,
-with ``direction`` first for a bidirectional layer. Weights of any other layer keep their name and shape.
+Weights of a known cell have the dimensions of the cell, such as ``kernel (feature, gate, unit)`` and ``bias (gate,
+unit)``, with ``direction`` first for a bidirectional layer. Weights of any other layer keep their name and shape.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def assemble(
 ) -> Array:
     """Assemble one weight of a result from the adapter's arrays, each with ``lead`` leading axes.
 
-    Gates get an axis of their own; directions are stacked in front of the weight's own axes.
+    Gates get their own axis; directions are stacked in front of the weight's axes.
     """
     arrays = []
     for part, source in zip(parts, found, strict=True):

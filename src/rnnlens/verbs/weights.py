@@ -264,7 +264,7 @@ def _refuse_unknown_dims(found: Weights, over: str | Iterable[str] | None) -> No
 def _norm(values: xr.DataArray, over: str | Iterable[str] | None, ord: Any) -> xr.DataArray:
     wanted = {over} if isinstance(over, str) else set(over) if over is not None else set(map(str, values.dims))
     dims = [str(dim) for dim in values.dims if dim in wanted]
-    # Dense kernels name their axes otherwise: a weight without any of these dimensions is reduced whole.
+    # Axes of dense kernels have other names. A weight without any of these dimensions is reduced as a whole.
     dims = dims or [str(dim) for dim in values.dims]
     if callable(ord):
         flat = values.stack(_all=dims) if dims else values

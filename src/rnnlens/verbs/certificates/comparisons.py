@@ -1,7 +1,7 @@
 """Comparisons of results with a reference run: the user's own model, run and differentiated by its framework alone.
 
-Self-checks compare a replay with a capture, and both can agree and be wrong. A reference run contains no code of this
-library: outputs, loss, and one vector-Jacobian product.
+Self-checks compare a replay with a capture; a common error of both would not show. A reference run contains no code
+of rnnlens. It gives outputs, loss, and one vector-Jacobian product.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ...typing import Array
 
 T = TypeVar("T")
 
-#: What is waited for: the plain run, or why there is none.
+#: Function that waits for the reference run, and returns it and "", or None and the reason for its failure.
 Attempt = Callable[[], tuple[ReferenceRun | None, str]]
 
 
@@ -97,7 +97,7 @@ def _perturbed_leaf(leaf: Any, unit: float) -> Any:
     return like(one_rounding(np, unit)(values), leaf)
 
 
-#: Random combinations of a kernel's rows that are compared.
+#: Number of random combinations of a kernel's rows that are compared.
 PROBES = 8
 
 LOSS, OUTPUTS, INPUTS, WEIGHTS = "plain loss", "plain outputs", "plain input gradient", "plain weight gradients"
@@ -138,8 +138,8 @@ class BoundaryGradients(NamedTuple):
 class ReplayedValues:
     """Values computed by rnnlens, to be compared with a reference run.
 
-    ``weights`` by (layer, direction or None, name): kernels as random combinations of their rows where ``probed``;
-    ``scales`` by layer is what rounding in them goes by (:class:`rounding.Rounding`).
+    ``weights`` are weight gradients by (layer, direction or None, name). Those of kernels in ``probed`` are random
+    combinations of their rows. ``scales`` has, by layer, the scale of their rounding (:class:`rounding.Rounding`).
     """
 
     capture: Capture
@@ -190,14 +190,14 @@ class Comparisons:
     def compare(self, name: str, layer: str, pairs: Iterable[tuple[Any, Any]], *, scale: float = 0.0) -> None:
         """Add a comparison of pairs of arrays: their largest difference, relative to the largest value or ``scale``.
 
-        Where rounding in numbers of that scale is as large as all that is there, agreement proves nothing: that is left
-        out by name. What differs by more is a fault all the same.
+        If the rounding of numbers of size ``scale`` is as large as all values, agreement proves nothing; the quantity
+        is then listed as not compared. A difference beyond the bound fails nevertheless.
         """
         every = list(pairs)
         both = [(_array(a), _array(b)) for a, b in every]
         if not both:
             return
-        # Python's own numbers come from tensors of unknown dtype.
+        # Python floats were converted from tensors of unknown dtype; float32 is assumed.
         kinds = ["float32" if isinstance(v, float) else str(_array(v).dtype) for pair in every for v in pair]
         kind = self.dtype or functools.reduce(coarser, kinds)
         bound, largest = rounding_bound(kind, self.steps), max(_largest(b) for _, b in both)
@@ -221,7 +221,7 @@ class Comparisons:
 def plainly(adapter: Adapter, model: Any, batch: Batch, ours: ReplayedValues | None) -> Iterator[Attempt]:
     """Start the reference run in a thread beside the replay, if the adapter can prepare it separately.
 
-    Not before, so that no memory is taken for two runs at once. Nothing is run where nothing is to be compared.
+    It starts after the capture, so that two runs never take memory at once. Without values to compare nothing is run.
     """
     if ours is None:
         yield lambda: (None, "")
@@ -259,8 +259,8 @@ def certify(
 ) -> Certificate:
     """Compare replayed values with the reference run; return "could not" if that run is not reproducible itself.
 
-    ``perturbed`` makes our numbers once more, off by one rounding, for what sizes do not explain; ``words`` as in
-    :meth:`Certificate.of`. Without numbers of ours there is no certificate.
+    ``perturbed`` recomputes the replayed values with one more rounding; it is called only if the comparison fails.
+    ``words`` as in :meth:`Certificate.of`. Without replayed values the certificate is empty.
     """
     if ours is None:
         return Certificate()

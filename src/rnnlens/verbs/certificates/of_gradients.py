@@ -43,7 +43,7 @@ def certify_answer(request: GradientRequest, part: BatchTarget, answer: BatchGra
         value[:], found = _evaluated(request, part, outside, outputs)
         return found
 
-    # A sweep through a layer knows nothing of what its regularisers add.
+    # A sweep through a layer does not include the gradient of its weight regularisers.
     regularised = not part.target.per_sample
     run, why = attempt(
         lambda: request.adapter.reference_run(
@@ -160,7 +160,7 @@ def named_pairs(
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the labelled gradient of one weight and the framework's, for each direction.
 
-    Samples and steps are summed over. Without a gradient of ours there must be none of the framework's.
+    Samples and steps are summed. If ``mine`` is None, the framework's gradient is paired with zeros.
     """
     both = dims is not None and DIRECTION in dims
     for d, direction in enumerate(("forward", "backward") if both else (None,)):

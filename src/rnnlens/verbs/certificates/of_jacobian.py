@@ -1,7 +1,7 @@
 """Certificates of time Jacobians: u^T J for random signs u, compared with one vector-Jacobian product.
 
-A Jacobian that is linear in its rows gives the product itself. Of one measured by norms nothing linear is left: the
-same signs go through the same plan once more, unmeasured, as one row for each output step.
+If the Jacobian is linear in its rows, u^T J is computed from the result. If it was reduced to norms, the same signs are
+swept through the same plan once more, without the norm, as one row for each output step.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
 from ..time_jacobian.request import JacobianOptions, JacobianRequest, refuse_integers
 from .comparisons import Comparisons, attempt, outputs_of, steadied, wanted
 
-#: Measures after which a Jacobian is still linear in its rows.
+#: Values of ``measure`` for which the result is linear in the rows of the Jacobian.
 LINEAR = (None, "sum", "mean")
-#: Output steps at most at which a probe starts.
+#: Largest number of output steps at which probes start.
 PROBED_STEPS = 64
 
 MEASURE = "bound of the measure"
@@ -48,17 +48,17 @@ class JacobianClaim:
     Attributes
     ----------
     ends
-        What the numbers in ``pulled`` were made of.
+        The ends that ``pulled`` was computed for.
     cotangent
         (sample, [time,] unit): of the output's own units, at the steps ``ends.out_times`` in their order.
     pulled
-        What the Jacobian makes of it, by the names of its axes.
+        Product of cotangent and Jacobian, with named axes.
     spread
-        The largest root of the sum of squares that went into one number of it: what rounding is relative to.
+        The largest root of the sum of squares of the terms of one entry; the scale of rounding.
     probed
-        Whether it was pushed through the plan, and not taken from the result.
+        True if the cotangent was swept through the plan, False if multiplied with the result.
     checks
-        How a measured result agrees with it.
+        Comparison of a result reduced to norms with the product.
     """
 
     ends: JacobianEnds
@@ -125,7 +125,7 @@ def _bound(
 ) -> tuple[Check, ...]:
     """Check that no probe exceeds the measured norm times the square root of the number of rows.
 
-    With a single row it is as long as the measured number itself.
+    With a single row, the probe must equal the measured norm.
     """
     ends = plan.ends
     if ends.sketch is not None or ends.measure is None:
@@ -185,7 +185,7 @@ def _spread(jacobian: xr.DataArray) -> float:
 
 JACOBIAN = "plain jacobian"
 
-#: The user's own layers from one tensor to another: from an array to a value and its pull-back.
+#: Runs the user's own layers from one tensor to another; maps an array to a value and its pull-back.
 SubnetworkRun = Callable[[Array], tuple[Array, Callable[[Array], list[Array | None]]]]
 
 _MEASURED = {"norm": "norms", "spectral": "largest singular values", "abs_mean": "mean magnitudes"}
@@ -235,8 +235,8 @@ def _why_not(request: JacobianRequest, plan: JacobianPlan) -> str:
 def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> WholeModelClaim | Certificate:
     """Return the claim on an output by an input of the model, through all recurrences between two inner ends.
 
-    A reference run has no tensor for these ends. The same recurrences and segments, swept in the same order, lead from
-    the model's output to its input, where it has one.
+    A reference run has no tensor for inner ends. The claim sweeps the same recurrences and segments in the same order,
+    from the model's output to its input. The result is a certificate "could not" if no such path exists.
     """
     needed = {one.layer for one in (*plan.ends.of.within, *plan.ends.wrt.within)}
     if plan.network.is_cut:

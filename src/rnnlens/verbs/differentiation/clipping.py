@@ -14,7 +14,7 @@ from ...typing import Array
 from ..names import Catalogue, TensorName
 from ..weight_layout import WeightSource, sources
 
-#: Keras' names of the three ways to clip: every entry, the norm of every variable, the norm of all of them together.
+#: Keras' names for clipping every entry, the norm of every variable, and the norm of all variables together.
 KINDS = ("clipvalue", "clipnorm", "global_clipnorm")
 
 Gradients = Mapping[TensorName, Array]
@@ -62,7 +62,7 @@ def clipped(
 ) -> tuple[dict[TensorName, Array], float]:
     """Clip the gradients of all trainable weights; also return the compared norm (the largest one per variable).
 
-    ``gradients`` must hold every trainable weight: the norm of all of them together counts those nobody asked about.
+    ``gradients`` must contain every trainable weight, requested or not, as the global norm includes all.
     """
     if kind == "clipvalue":
         largest = max((float(np.abs(g).max()) for g in gradients.values() if g.size), default=0.0)

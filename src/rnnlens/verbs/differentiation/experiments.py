@@ -71,7 +71,7 @@ def _value(request: GradientRequest, leaf: TensorName, capture: Capture) -> Arra
     )
 
 
-#: Relative sizes of nudges. Of the last two, a smooth target answers the larger one more, by about their ratio.
+#: Relative sizes of perturbations. The responses of a smooth target to the last two have about the same ratio.
 MUCH, LITTLE, LESS = 1.0, 1e-2, 1e-3
 
 Response = Literal["smoothly", "in jumps", "not", "unknown"]
@@ -83,7 +83,7 @@ class Experiments:
     def __init__(self, request: GradientRequest, part: BatchTarget) -> None:
         self.request, self.part = request, part
         self.batch, self.target = part.batch, part.target
-        #: Masks of all batches of a data set by layer, once they were read.
+        #: Masks of all batches of a data set by layer; None before they are read.
         self.masks_of_all: dict[str, Array] | None = None
         self._values: dict[str, Array] = {}
         self._answers: dict[tuple[str, Port], Response] = {}
@@ -94,7 +94,7 @@ class Experiments:
     ) -> Response:
         """Return how a target responds to perturbations of a tensor, or of its layer's output if it lies inside.
 
-        The target is that of another ``request`` where one is given.
+        ``request`` and ``target`` replace those of the experiments.
         """
         request, target = request or self.request, target or self.target
         port = nudged_port(name, request.known)

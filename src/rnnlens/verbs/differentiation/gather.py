@@ -50,13 +50,13 @@ class Accumulator:
     Parameters
     ----------
     combine
-        How the targets of batches make up that of the data set.
+        How targets of batches combine to that of the data set: ``"mean"``, ``"sum"``, or None for a single batch.
     measure
-        What becomes of the units or features of a gradient: None keeps them, ``"norm"`` takes the L2 norm over them, of
-        every sample and step by itself. Of a gradient without a sample axis it is the norm of the whole.
+        Reduction of the units or features of a gradient: None keeps them, ``"norm"`` takes the L2 norm for every sample
+        and step. A gradient without a sample axis is reduced to the norm of the whole.
     across
-        What is then done with the sample axis: None keeps it, ``"mean"`` and ``"sum"`` reduce it. A gradient without
-        one is left alone.
+        Reduction of the sample axis afterwards: None keeps it, ``"mean"`` and ``"sum"`` reduce it. A gradient without a
+        sample axis stays unchanged.
     """
 
     def __init__(self, combine: Combine | None, measure: str | None = None, across: str | None = None) -> None:
@@ -68,15 +68,15 @@ class Accumulator:
         self._value: list[Array] = []
         self._sums: dict[TensorName, Array] = {}
         self._weights: list[int] = []
-        #: Shapes of samples: where there is one, only what the model packs can be shorter in some batches.
+        #: Shapes of samples. If all batches have one shape, only packed outputs can differ in length.
         self._shapes: set[Shapes] = set()
-        #: samples that were summed
+        #: Number of summed samples by tensor.
         self._summed: dict[TensorName, int] = {}
 
     def add(self, answer: BatchGradients, shapes: Shapes = (), count: int | None = None) -> None:
-        """Add the gradients of one batch.
+        """Add the gradients of one batch whose samples have these shapes.
 
-        ``count`` samples, all by default, are in the target; ``shapes`` are theirs.
+        ``count`` is the number of samples in the target, all by default.
         """
         self._shapes.add(shapes)
         self.batches += 1
@@ -112,7 +112,7 @@ class Accumulator:
         if by_sample and self.across is None:
             self._kept.setdefault(name, []).append(grad if factor == 1 else grad * grad.dtype.type(factor))
             return
-        # Batches are many and small next to their sum: it is held in double precision.
+        # Many small terms are added to a large sum, so it is kept in double precision.
         weighted = grad.astype(np.float64) * factor
         if name not in self._sums:
             self._sums[name] = weighted
@@ -135,7 +135,8 @@ class Accumulator:
     def _evened(self, name: TensorName, parts: list[Array], joined: int | None = None) -> list[Array]:
         """Pad arrays with zero steps to one length, so that they can be added or joined along axis ``joined``.
 
-        What a model packs is as long as the longest sample of its batch: zeros stand for the steps after that.
+        Lengths differ for packed sequences, which are as long as the longest sample of their batch. Other differences
+        raise.
         """
         shapes = [
             part.shape[:joined] + part.shape[joined + 1 :] if joined is not None else part.shape for part in parts
@@ -200,7 +201,7 @@ def gather(request: GradientRequest, batches: DataSetBatches) -> DataSetGradient
     Raises
     ------
     UnsupportedError
-        If the answers to batches do not make up that of the whole data set.
+        If the gradients of batches do not combine to that of the whole data set.
     """
     arguments, stream = request.arguments, iter(batches)
     first, second = next(stream), next(stream, None)

@@ -21,7 +21,7 @@ from .pull import answer
 from .request import BatchTarget, GradientRequest, is_trainable
 from .target import Target
 
-#: By how much a target is scaled up to see whether its gradient was only too small for the dtype.
+#: Factor by which a target is scaled up to test whether its gradient underflows in its dtype.
 LIFT = 2.0**12
 
 Cause = Callable[[Experiments, TensorName], Reason | None]
@@ -217,7 +217,7 @@ def explain(
 ) -> Explanation:
     """Return reasons for each requested gradient that is missing, all zero, zero in part, or of a frozen weight.
 
-    ``part`` is the one that experiments are made on; ``batches`` are all of them, for their masks.
+    Experiments use the batch of ``part``; ``batches`` are all batches, for their masks.
     """
     result = Explanation()
 

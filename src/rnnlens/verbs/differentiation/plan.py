@@ -26,17 +26,18 @@ class TensorPlace:
     Attributes
     ----------
     swept
-        A sweep of ours reaches it: no tensor of the framework stands for it.
+        True if a sweep of rnnlens is needed, as the framework has no such tensor.
     free
-        It lies as the framework has it, samples anywhere: an input or output of the model or of a plain layer.
+        True for an input or output of the model or of a non-recurrent layer. It has the framework's own layout, in
+        which samples may be on any axis.
     stepwise
-        It is a state of a cell that the user's own loop calls: the framework has it, at every step.
+        True for a state of a cell that the user's own loop calls. The framework has it at every step.
     at
-        The ports that together are the tensor: one, or one per direction; none where it is swept.
+        The ports that together are the tensor: one, or one per direction; empty if it is swept.
     below
-        Where differentiation goes on from it, towards the inputs of the model.
+        The ports from which the framework differentiates on, towards the inputs of the model.
     above
-        Where the gradients arrive that make up the one with respect to it.
+        The ports at which the gradients arrive that give the gradient of this tensor.
     """
 
     name: TensorName
@@ -55,11 +56,11 @@ class GradientPlan:
     Attributes
     ----------
     leaves
-        Where the target starts, tensor by tensor.
+        The tensors of the target, where differentiation starts.
     wrt
-        Where the gradients end.
+        The tensors to differentiate by.
     outputs
-        The outputs of the model, where the loss is taken apart by sample at them.
+        Ports of the model's outputs if the loss is split by sample there; else empty.
     """
 
     leaves: tuple[TensorPlace, ...]
@@ -150,7 +151,7 @@ def _total(port: Port) -> Port:
 def captured(request: GradientRequest, part: BatchTarget) -> BatchGradients | None:
     """Return gradients of the loss by outputs and states of recurrent layers, from one captured pass.
 
-    None where the request is another one, or where a gradient is zero throughout: then a pull-back tells why.
+    None if the request needs more, or if a gradient is zero throughout; a pull-back then gives the reason.
     """
     if not fits(request, part):
         return None

@@ -22,7 +22,7 @@ from ..weight_layout import WeightSource, assemble, sources
 from .plan import GradientPlan, TensorPlace, captured, layers_inside, plan, side_by_side
 from .request import BatchGradients, BatchTarget, GradientRequest
 
-#: BoundaryGradients -> gradient that arrived there, with one leading axis K; None where no path leads there.
+#: Gradient at each port, with one leading axis K; None where no path leads there.
 Arrived = Mapping[Port, Array | None]
 
 
@@ -32,7 +32,7 @@ class SweptWeightGradients:
     Parameters
     ----------
     ports
-        The weights asked about, each with the adapter's weights that it is made of.
+        The requested weights, each with the ports of the framework weights that it consists of.
     """
 
     def __init__(self, known: Catalogue, ports: Mapping[TensorName, Sequence[Port]], *, per_sample: bool) -> None:
@@ -131,7 +131,7 @@ def _pulled(request: GradientRequest, part: BatchTarget) -> BatchGradients:
         if not (several and of_all):
             request.axes.learn(part.batch, way.free)
             return _Pull(request, part, way, inside, pullback).run()
-    # The model, which does not say so beforehand, returned several tensors, and the request is about all of them.
+    # Only the run showed that the model returns several tensors, and the request is about all of them.
     request.known.outputs = tuple(map(str, range(count)))
     return _pulled(request, part)
 
@@ -154,7 +154,7 @@ class _Pull:
         self.samples = request.axes.samples(part.batch)
         self.outside = BatchAxes(request.axes, self.samples)
         self.weights = SweptWeightGradients(request.known, way.weights, per_sample=self.target.per_sample)
-        #: Cotangents by port; of states within recurrences, by layer and direction; of states that the framework has.
+        #: Cotangents by port; those of states inside recurrences and of stepwise states by layer and direction.
         self.seeds: dict[Port, Array] = {}
         self.on_states: dict[str, list[dict[int, Array]]] = {}
         self.on_steps: dict[str, list[dict[int, Array]]] = {}
@@ -299,7 +299,7 @@ class _Pull:
 
     def _rows_at_a_time(self, seeds: Mapping[Port, Array]) -> Iterator[range]:
         """Yield ranges of samples whose weight gradients fit into the memory limit."""
-        # A pull-back holds the cotangent of every activation on its way; those of the seeds stand for them, eightfold.
+        # A pull-back keeps the cotangent of every activation on its path; eight times the seeds is the estimate.
         per_sample = 8 * (2 * self.weights.size + 8 * sum(seed.size for seed in seeds.values()))
         size = int(min(self.samples, max(1, self.request.memory // max(per_sample, 1))))
         for start in range(0, self.samples, size):

@@ -25,7 +25,7 @@ from .target import Combine, Reduction, Target
 Of = str | Callable[..., Any] | Sequence[Any]
 
 _OF = '"loss", "output", "layer.output", "layer.hidden", "layer.cell" or "layer.final_hidden"'
-#: What a target cannot be: the framework gives no value of it, or nothing comes before it.
+#: Kinds of tensors that cannot be a target: the framework has no value of them, or nothing precedes them.
 _NO_TARGET = ("gates", "gate_preactivation", "weight", "initial_state", "input")
 
 
@@ -53,25 +53,25 @@ class GradientRequest:
     Attributes
     ----------
     arguments
-        What the caller said.
+        Arguments of the user's call.
     known, axes
-        What the model has that can be named, and how its tensors lie; both learn as the model runs.
+        Catalogue of the model's tensors, and their layouts; both are completed while the model runs.
     named
-        The tensors that the target is made of; None where it is made of all that the model returns.
+        The tensors of which the target is a function; None for all outputs of the model.
     function
-        A callable of these, on tensors of the framework; None where the target is the one tensor named.
+        A callable of these, on framework tensors; None if the target is a named tensor itself.
     wrt, asked
-        The tensors to differentiate by, and those of them that the caller asked for: clipping needs others as well.
+        The tensors to differentiate by, and those that the user requested. Clipping needs further ones.
     lone
-        Whether the caller asked for one tensor by its own name.
+        Whether the user requested one tensor by its own name.
     scale
-        What the target is multiplied by while gradients flow, and gradients are divided by at the end: a loss scale.
+        Loss scale: cotangents are multiplied by it, and gradients divided at the end.
     memory
         Bytes that per-sample gradients of weights may use at a time.
     coordinates
         Coordinates of the inputs that are DataArrays.
     cotangents
-        Those of the tensors in ``named``, where they are known already; the value of the target is then not asked for.
+        Known cotangents of the tensors in ``named``; the target is then not evaluated. None otherwise.
     """
 
     adapter: Adapter
@@ -140,7 +140,7 @@ class BatchTarget:
 class BatchGradients:
     """Gradients of one batch by tensor, None where no path leads there, and the names of their axes.
 
-    ``swept`` has the sweeps that they were taken from, by layer: all that a certificate needs.
+    ``swept`` has, by layer, the sweeps that gave these gradients; certificates need them.
     """
 
     value: Array
@@ -156,7 +156,7 @@ def ask(adapter: Adapter, model: Any, run: Batch, arguments: GradientArguments) 
     Raises
     ------
     InputError, LayerNotFoundError, UnsupportedError
-        If the target is none, names name nothing, or arguments do not go together.
+        If the target is not valid, a name matches nothing, or arguments exclude each other.
     """
     known = catalogue(adapter, model, run.x)
     if not is_source(run.x):

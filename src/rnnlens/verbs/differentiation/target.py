@@ -1,7 +1,7 @@
 """The target of a gradient: a tensor, a selection of its entries, and a reduction to one number (or one per sample).
 
-A selection and a reduction are applied to the value, and their transposes to the cotangent that differentiation starts
-from; so only what was asked for is differentiated, and no framework is needed for either.
+Selection and reduction are applied to the value, and their transposes to the cotangent at which differentiation starts.
+So only the selected entries are differentiated, and neither needs the framework.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE
 
 Reduction = Any
-#: How a target follows from those of batches.
+#: How targets of batches combine to that of the data set.
 Combine = Literal["mean", "sum"]
-#: Calls a user's function on tensors of the model's framework: arrays to (value, function that pulls a cotangent back).
+#: Evaluates a user's function on framework tensors: maps arrays to (value, function that pulls a cotangent back).
 Differentiate = Callable[[Callable[..., Any], Sequence[Array]], tuple[Array, Callable[[Array], Sequence[Array]]]]
 
 REDUCTIONS = ("sum", "mean", "norm")
@@ -45,8 +45,9 @@ def a_reduction(name: str, value: Any) -> Reduction:
 class Target:
     """A target as a user specifies it: selected steps and units, and their reduction.
 
-    Of a data set that comes in batches, ``rows`` are the samples that a batch holds and ``total`` is how many there
-    are; ``picked`` of them, at the positions ``chosen`` of what ``at`` names, are selected.
+    For a data set in batches, ``rows`` are the first sample of a batch and the one after its last, and ``total`` is the
+    number of all samples. ``picked`` samples of the batch are selected; ``chosen`` are their positions in the
+    selection.
     """
 
     text: str
@@ -96,7 +97,7 @@ class Target:
         Raises
         ------
         InputError
-            If ``at`` does not fit, or if more than one number is left and ``reduce`` does not say what to do.
+            If ``at`` does not fit, or if more than one number remains and ``reduce`` is None.
         """
         if self.picked == 0:
             return np.zeros((0,) if self.per_sample else ()), np.zeros(whole.shape, np.result_type(whole, np.float32))
@@ -232,7 +233,7 @@ def _reduce_by_name(values: Array, axes: tuple[int, ...], how: str, count: int) 
         return values.mean(axis=axes), np.full_like(values, 1.0 / max(count, 1))
     if how == "norm":
         norm = np.sqrt((values**2).sum(axis=axes, keepdims=True))
-        # At exactly 0 the norm has no derivative; 0 is the subgradient that frameworks agree on.
+        # At exactly 0 the norm has no derivative; frameworks use the subgradient 0.
         cotangent = np.divide(values, norm, out=np.zeros_like(values), where=norm > 0)
         return np.squeeze(norm, axis=axes), cotangent
     raise AssertionError(how)

@@ -1,9 +1,8 @@
 """The exact loss of a data set in batches, for any loss function.
 
-A loss is one function of all outputs and targets. It is evaluated once, on the outputs of all batches joined; its
-gradient there has one row per sample, and each batch pulls its own rows back through the model. So nothing need be
-known about the loss: not how it averages, what it ignores, nor how it weighs. The price is a second forward pass, and
-the outputs (not the activations) of all samples in memory.
+The loss is evaluated once, on the outputs of all batches joined. Its gradient there has one row per sample, and each
+batch pulls its own rows back through the model. So the reduction, masking and weighting of the loss need not be known.
+The cost is a second forward pass, and memory for the outputs (not the activations) of all samples.
 
 References
 ----------

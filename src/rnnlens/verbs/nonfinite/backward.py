@@ -56,7 +56,7 @@ def is_sick(looked: ObservedRun) -> bool:
     tensors += [one.output_grad for one in capture.plain]
     if any(grad is not None and not np.all(np.isfinite(to_host(grad))) for grad in tensors):
         return True
-    # Numbers that half precision cannot hold, and gradients that flow between steps only.
+    # The replay also shows values beyond the range of half precision, and gradients between steps only.
     return any(_spot(replayed) is not None for node in looked.nodes for replayed in node.replayed_calls)
 
 

@@ -19,9 +19,9 @@ from ...typing import Array
 from ...vocabulary import GATE, SAMPLE, TIME
 from .observe import Node, ObservedCall, ObservedRun, name_of_input
 
-#: How far an argument is moved, each ten times nearer: far enough for single precision, near enough for the pole.
+#: Distances from a suspected pole at which a function is evaluated; large enough for single precision.
 _DISTANCES = (1e-1, 1e-2, 1e-3)
-#: How far, where nothing near is finite: out of what a function has no values for, or back to what it can hold.
+#: Distances used if nothing near is finite: to leave the undefined range of a function, or its overflow.
 _FAR = (1.0, 10.0, 100.0)
 
 
@@ -77,7 +77,7 @@ def slope(gradient: Callable[[float], float], at: float) -> str:
 def in_a_cell(run: Replay, spot: NonfiniteValue) -> str:
     """Return which input or state value makes an unknown cell non-finite, found by perturbing one after the other.
 
-    The cell runs once on all of the numbers moved one by one.
+    The result is text for the user. If no single value explains it, the text gives the sizes of input and states.
     """
     sample, t = spot.index[SAMPLE], spot.index[TIME]
     x = on_cpu(run.input)[sample, t]
@@ -239,7 +239,7 @@ def _largest(
     return value, dict(zip(free, map(int, place), strict=True))
 
 
-#: Outputs of one sample that are tried, the most suspicious first.
+#: Largest number of output values that are perturbed, in the order of suspicion.
 _TRIED = 12
 
 

@@ -67,7 +67,7 @@ class Node:
 class ObservedRun:
     """A model, one batch, and the results of its run.
 
-    ``stated`` are the layouts that the user says; with ``has_loss`` there is a backward pass too.
+    ``stated`` are the layouts that the user states; ``has_loss`` adds a backward pass.
     """
 
     adapter: Adapter

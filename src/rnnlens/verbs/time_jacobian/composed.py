@@ -1,9 +1,9 @@
 """Pieces of the composed route (recurrence by recurrence) and of the uncut route (through the framework).
 
-Composed: rows of cotangents descend as fields (sample, row, time, feature), a chunk of rows at a time, through segments
-between the recurrences. Uncut: the framework differentiates through loops and feedback. A row that starts inside a
-fused layer is swept to its lower boundary first, and one that ends there is swept from the upper boundary, so that
-every path counts once, by way of the last boundary that it passes.
+Composed: rows of cotangents are pulled back as fields (sample, row, time, feature), a chunk of rows at a time, through
+the recurrences and the segments between them. Uncut: the framework differentiates, through loops and feedback. A row
+that starts inside a fused layer is first swept to its lower boundary, and one that ends there is swept from the upper
+boundary. So each path counts exactly once.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class _Descent:
     Attributes
     ----------
     arriving
-        (sample, row, [time,] feature) at tensors, as far as they have come.
+        (sample, row, [time,] feature) by tensor: rows pulled back so far.
     points
-        By the number of a recurrence: rows that enter it at single steps.
+        By the index of a recurrence: rows that enter it at single steps.
     arrived
-        What came to the lower end; None for nothing yet.
+        Rows at the lower end; None before any have reached it.
     """
 
     def __init__(self, part: JacobianPart, tally: WorkCount) -> None:
@@ -68,7 +68,7 @@ class _Descent:
         for number in self.network.path.order:
             one = self.network.recurrences[number]
             if wrt.port in one.replayed.above() and wrt.port in self.arriving:
-                # Complete: everything above this call has been gone through.
+                # All recurrences above this call are done, so these rows are complete.
                 self.arrived = self.arriving[wrt.port]
             rows = self._entering(number)
             if rows is not None and number in self.network.path.recurrences:
@@ -160,9 +160,9 @@ def _as_field(one: LinearisedCall, top: Array | None, flat: Mapping[int, Array],
 def swept_through(
     one: LinearisedCall, rows: PointRows | FieldRows, below: Sequence[Port], wrt: JacobianEnd, tally: WorkCount
 ) -> tuple[dict[Port, Array], Array | None]:
-    """Sweep rows through one recurrence; return them in the requested order.
+    """Sweep rows through one recurrence; return rows at the ports ``below``, and rows at the lower end.
 
-    What leaves at the tensors ``below``, and what arrives at the lower end, if that is a state of this recurrence.
+    The latter are None unless the lower end is a state of this recurrence. Rows are in the requested order.
     """
     run, work, taps = one.replayed.run, one.work, Taps()
     batch, count = one.system.batch, rows.count
@@ -246,7 +246,7 @@ def _seeds(
 ) -> tuple[dict[Port, Array], list[Array | None]]:
     """Return the framework's start cotangents, and rows that reach the lower end without the framework.
 
-    That is the upper end, or the lower boundary of the recurrence that it lies in.
+    The start is the upper end, or the lower boundary of the recurrence that contains it.
     """
     of, ends, around = part.ends.of, part.ends, part.network.around
     if of.port is not None:

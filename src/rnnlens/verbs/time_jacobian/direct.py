@@ -1,6 +1,6 @@
 """The direct route: one recurrence between the ends, with only local segments above and below it.
 
-Values are measured inside the sweep, and the sweep may run either way (``sweep.py``).
+Norms are computed inside the sweep, and the sweep may run forward or in reverse (``sweep.py``).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class DirectRoute:
     Attributes
     ----------
     state
-        Where rows enter.
+        Index of the state that rows enter.
     readout
-        (sample or 1, time or 1, row, size) from the state to the rows; None for the state itself.
+        (sample or 1, time or 1, row, size): matrix from the state to the rows; None for the state itself.
     below
-        The local segment below the layer's input; None where a state of the layer itself is wanted.
+        The local segment below the layer's input; None if the lower end is a state of the layer.
     """
 
     one: LinearisedCall
@@ -71,10 +71,7 @@ class DirectRoute:
 
     @property
     def pattern(self) -> Pattern | None:
-        """Sharing pattern of the rows of all state units, if these never mix.
-
-        None with a readout or without a pattern.
-        """
+        """Sharing pattern for rows of all state units that never mix; None with a readout or without a pattern."""
         return self.one.system.pattern(self.state) if self.readout is None else None
 
     def flops(self, mode: str) -> float:

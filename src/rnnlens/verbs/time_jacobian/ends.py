@@ -31,7 +31,7 @@ class LinearisedCall:
     Attributes
     ----------
     output
-        Which of its states the layer returns.
+        Index of the state that the layer returns.
     """
 
     replayed: ReplayedCall
@@ -87,13 +87,14 @@ class JacobianEnd:
     Attributes
     ----------
     within
-        The recurrences inside which it lies, one for each direction; empty where it lies outside of all.
+        The recurrences that contain it, one for each direction; empty if it lies outside of all.
     port
-        Where the framework has a tensor for it; None within a recurrence.
+        The port of its framework tensor; None inside a recurrence.
     what, state
-        ``"state"``, ``"final_state"``, ``"initial_state"`` or ``"output"`` within a recurrence, and which state.
+        Inside a recurrence: ``"state"``, ``"final_state"``, ``"initial_state"`` or ``"output"``, and the index of the
+        state.
     size, times
-        Numbers per step, and number of steps; None where there is no time.
+        Size per step, and number of steps; None without a time axis.
     """
 
     name: TensorName
@@ -117,17 +118,17 @@ class JacobianEnds:
     Attributes
     ----------
     out_times, in_times
-        Steps asked for, in the order asked; None where there is no time.
+        Requested steps in the requested order; None without a time axis.
     projection : (1, 1, row, unit) or None
-        Combinations of the output units that the user asked for.
+        Combinations of the output units that the user requested.
     weights : (sample or 1, time or 1, row, unit) or None
-        Rows that are pulled instead of single output units: these, or what a reduction makes of them beforehand.
+        Rows to pull back instead of single output units: the projection, or its contraction by a linear reduction.
     measure
-        The reduction by its name; None for the whole matrix of every pair of steps.
+        Name of the reduction; None for the whole matrix of every pair of steps.
     sketch
-        How many random probes estimate it; None for none.
+        Number of random probes that estimate the norm; None for the exact value.
     average
-        Whether over samples.
+        Whether to average over samples.
     """
 
     of: JacobianEnd
@@ -178,9 +179,9 @@ def ends_of(of: JacobianEnd, wrt: JacobianEnd, options: JacobianOptions, samples
     Raises
     ------
     InputError
-        If a step is not there, or ``reduce=`` does not fit the units.
+        If a step does not exist, or ``reduce=`` does not fit the units.
     TooLargeError
-        If the probes of a sketch would not fit into the memory granted.
+        If the probes of a sketch would not fit into the memory.
     """
     projection = _projection(options.reduce, of.size)
     measure = "norm" if options.sketch is not None else options.measure

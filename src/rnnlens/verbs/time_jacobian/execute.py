@@ -75,7 +75,7 @@ class _PieceSweep:
         if self.rtol is not None:
             return [self.samples]
         system = self.one.system
-        # Rows enter one group after the other: half of them are alive on average.
+        # Groups of rows enter at successive steps, so that half of the rows are active on average.
         numbers = self.groups * self.rows * (system.rows + system.features) // 2
         start = self.samples.start
         return [slice(start + p.start, start + p.stop) for p in large_parts(count, numbers, xp=self.work.xp)]

@@ -37,7 +37,7 @@ def refuse_without_mean(options: JacobianOptions) -> None:
     InputError
         If samples would be kept.
     UnsupportedError
-        If the answers to batches do not make up that of the data set.
+        If the results of batches do not combine to that of the data set.
     """
     if options.across is None:
         expected = 'across="mean"; or one batch, whose samples are kept'
@@ -190,15 +190,15 @@ class JacobianLabels:
 
 #: Bytes per chunk of the array on disk.
 _CHUNK = 4 * 2**20
-#: Also chunks that hold nothing but the fill value: one that is missing is a hole, and nothing else.
+#: Write chunks of fill values as well, so that a missing chunk always means missing data.
 _EVERY_CHUNK = {"write_empty_chunks": True}
 
 
 class ZarrTarget:
     """A Zarr file that is written piece by piece; values not yet written are NaN.
 
-    The folder appears whole, with all labels and not a single value, and is readable at any moment from then on. The
-    attribute ``finished`` of the array is False until everything is there; only then checksums are written.
+    The folder is created with all labels and no values, and can be read at any time from then on. The attribute
+    ``finished`` of the array is 0 until all values are written; checksums are written last.
     """
 
     def __init__(

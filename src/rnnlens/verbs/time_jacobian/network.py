@@ -28,13 +28,13 @@ class NetworkPath:
     Attributes
     ----------
     tops
-        Tensors outside of recurrences from which the lower end is reached.
+        Tensors outside of recurrences from which a path leads to the lower end.
     recurrences
-        Numbers of the recurrences that lead to the lower end.
+        Indices of the recurrences from which a path leads to the lower end.
     order
-        Numbers of all recurrences below the upper end, each after those that read it, in whatever order they ran.
+        Indices of all recurrences below the upper end, each after all recurrences that read it.
     is_cyclic
-        Whether a recurrence reads itself by way of another one, so that there is no such order.
+        Whether a recurrence reads itself through another one, so that no such order exists.
     """
 
     tops: frozenset[Port]
@@ -50,16 +50,16 @@ class JacobianNetwork:
     Attributes
     ----------
     recurrences
-        All that ran, in the order in which they did.
+        All recurrent calls in the order in which they ran.
     around
-        What is not recurrent.
+        The segments between tensors outside of recurrences.
     is_cut
-        Whether differentiation stops at the recurrences, so that they are swept through; if not, the framework goes
-        through these as well.
+        Whether differentiation by the framework stops at the recurrences, which are then swept. If not, the framework
+        differentiates through them as well.
     inside
         Replays of all recurrent calls.
     layouts
-        Which axis of what counts samples, at the two ends.
+        Layouts of the tensors at the two ends.
     """
 
     recurrences: tuple[LinearisedCall, ...]
@@ -129,16 +129,16 @@ class JacobianNetwork:
 def open_network(request: JacobianRequest, *, perturbed: bool = False) -> Iterator[JacobianNetwork]:
     """Run the model and keep, while the context is open, what differentiation between the two ends needs.
 
-    ``perturbed``: every number inside recurrent layers is off by one rounding.
+    ``perturbed``: values inside recurrent layers are perturbed by one rounding.
 
     Raises
     ------
     ModelError
-        If nothing recurrent ran.
+        If no recurrent layer ran.
     DisconnectedError
-        If nothing leads from one end to the other.
+        If no path connects the ends.
     UnsupportedError
-        If samples depend on each other, or recurrent layers run on different numbers of them.
+        If samples depend on each other, or recurrent layers run on different numbers of samples.
     """
     inside = _look_inside(request)
     with _opened(request, inside.perturbed() if perturbed else inside) as network:
@@ -282,7 +282,7 @@ def _tensors(
     unknown = [port for port in ends if port not in layouts.stated]
     if unknown:
         layouts.found |= learned(request.adapter, request.model, request.batch, unknown)
-    # Of a single step nothing tells which axis counts steps that do not run.
+    # With a single step, experiments cannot determine the time axis.
     single = all(int(replayed.run.input.shape[1]) == 1 for both in inside.replayed_calls.values() for replayed in both)
     tensors = {port: OuterTensor(port, tuple(int(n) for n in array.shape)) for port, array in values.items()}
     for port in () if layouts.samples_first else ends:

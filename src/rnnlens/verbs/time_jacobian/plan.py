@@ -1,6 +1,6 @@
 """The plan of a time Jacobian: route, sweep mode, pieces and memory. It contains data only and computes nothing.
 
-A result that would not fit is refused here, before computing.
+A result that would not fit into memory is refused here, before the computation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class WorkCount:
     Attributes
     ----------
     pruned
-        Whether rows were left out on purpose; ``pruned_rows`` of them, which would have brought so large a square.
+        Whether rows were pruned on request.
+    pruned_rows, pruned_error_square
+        Number of pruned rows, and estimated square of the error by pruning.
     """
 
     flops: float = 0.0
@@ -104,7 +106,7 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 IN_DIRECTION = "in_direction"
 
-#: Bytes for working arrays that are taken even where the result alone fills the memory granted.
+#: Bytes for working arrays that are used even if the result alone fills the memory limit.
 LEAST_ROOM = 64 * 2**20
 
 
@@ -115,13 +117,14 @@ class JacobianPart:
     Attributes
     ----------
     route
-        ``"direct"``: through one recurrence; ``"composed"``: from one to the next; ``"uncut"``: by the framework.
+        ``"direct"``: through one recurrence; ``"composed"``: from one recurrence to the next; ``"uncut"``: by the
+        framework.
     mode
         ``"forward"`` or ``"reverse"``.
     working_bytes
-        What one piece takes beside its result.
+        Memory of one piece besides its result.
     place
-        Where it goes along the axes of direction.
+        Index along each direction axis of the result.
     """
 
     route: Literal["direct", "composed", "uncut"]
@@ -157,9 +160,9 @@ class JacobianPlan:
     Attributes
     ----------
     dims, shape
-        Of the result; a sketch has two numbers for each of its elements.
+        Dimensions and shape of the result; a sketch adds a last axis of two numbers to the shape.
     peak_bytes
-        What is taken at most, the result included where it is kept in memory.
+        Peak memory, including the result if it is kept in memory.
     """
 
     network: JacobianNetwork
@@ -199,9 +202,9 @@ def make_plan(options: JacobianOptions, network: JacobianNetwork) -> JacobianPla
     InputError
         If steps or projections do not fit the two ends.
     TooLargeError
-        If the result would not fit into the memory granted, with cheaper calls.
+        If the result would not fit into the memory; the message has cheaper calls.
     UnsupportedError
-        If ``mode="forward"`` or ``rtol=`` was asked for where no single recurrence is swept.
+        If ``mode="forward"`` or ``rtol=`` is requested although the direct route does not apply.
     """
     ends = ends_of(network.of, network.wrt, options, network.samples)
     mode = "reverse" if options.sketch is not None else options.mode

@@ -52,13 +52,13 @@ class JacobianRequest:
     Attributes
     ----------
     known
-        What the model has that can be named.
+        Catalogue of the model's tensors.
     of, wrt
-        The two ends by name, of a kind that a time Jacobian can have there.
+        Names of the upper and the lower end, valid for a time Jacobian.
     layouts
-        Which axis of what counts samples, as far as the user says it.
+        Layouts stated by the user.
     provenance
-        Where the numbers come from, in words.
+        Framework, version, engine, dtype and device.
     coordinates
         Coordinates of the inputs that are DataArrays.
     """
@@ -83,11 +83,11 @@ def read_request(
     Raises
     ------
     LayerNotFoundError
-        If a name names nothing.
+        If a name matches nothing.
     UnsupportedError
-        If it names what no time Jacobian starts or ends at.
+        If the tensor cannot be an end of a time Jacobian.
     InputError
-        If the input is integer, or ``axes=`` does not name axes of tensors of the model.
+        If the input is integer, or ``axes=`` does not name tensors of the model.
     """
     adapter = adapter_for(model)
     known = with_named_outputs(adapter, model, batch, catalogue(adapter, model, batch.x), ends)

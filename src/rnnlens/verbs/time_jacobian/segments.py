@@ -1,7 +1,7 @@
 """Tensors outside of recurrences and the segments between them, found by probing the framework's differentiation.
 
-Unit cotangents give the matrices, and random ones on half of the steps test whether these are all there is. Where each
-step depends on the same step only, a segment is one small matrix per step, which costs almost nothing afterwards.
+Unit cotangents give the matrices; random cotangents on subsets of the steps test whether steps are independent. If each
+step depends on the same step only, a segment is one small matrix per step, which is cheap to apply.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class OuterTensor:
     Attributes
     ----------
     shape
-        The framework's own.
+        Shape in the framework.
     layout
-        How it lies in there: None for samples first, then time.
+        Roles of the framework's axes; None for samples first, then time.
     count
-        Number of samples in the batch, where there is a layout.
+        Number of samples in the batch, if there is a layout.
     """
 
     port: Port
@@ -91,7 +91,7 @@ def moved(array: Array, origin: int, target: int) -> Array:
     return np.moveaxis(array, origin, target) if isinstance(array, np.ndarray) else array.movedim(origin, target)
 
 
-#: Rows (row, sample, [time,] feature) at a tensor to all that lies directly below it, in the same form.
+#: Pulls rows (row, sample, [time,] feature) of a tensor back to all tensors directly below it, in the same form.
 Pull = Callable[[Port, Array], Mapping[Port, Array | None]]
 
 
@@ -102,11 +102,11 @@ class Segment:
     Attributes
     ----------
     kind
-        ``"local"``: every step by itself; ``"flat"``: from a tensor without time; ``"through"``: anything
-        else, which the framework is asked for each time.
+        ``"local"``: steps are independent; ``"flat"``: from a tensor without time; ``"through"``: anything else, pulled
+        back by the framework each time.
     block
-        Of a local segment (sample or 1, time or 1, feature above, feature below), None for the identity; of a flat one
-        (sample, feature above, everything below).
+        Matrix of a local segment, (sample or 1, time or 1, feature above, feature below), None for the identity; of a
+        flat one (sample, feature above, all entries below); None for ``"through"``.
     """
 
     kind: Literal["local", "flat", "through"]
@@ -136,7 +136,7 @@ def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> 
     Raises
     ------
     UnsupportedError
-        If what starts at some samples arrives at others.
+        If cotangents of some samples reach other samples.
     """
     units, (steps, on_steps), (samples, on_samples) = _unit_rows(top), _step_rows(top), _sample_rows(top)
     found = pull(top.port, np.concatenate([units, steps, samples]))
@@ -220,11 +220,11 @@ class SegmentGraph:
     Attributes
     ----------
     values
-        Its tensors, as the framework has them.
+        Values of the tensors by port, in the framework's layout.
     pullback
-        The framework's own differentiation; None where nothing is left to ask.
+        The framework's own differentiation; None if all segments are known.
     segments
-        By the tensor at which they start, then by that at which they end: as far as they are known.
+        Known segments, by the upper port, then by the lower port.
     """
 
     values: Mapping[Port, Array] = field(default_factory=dict)

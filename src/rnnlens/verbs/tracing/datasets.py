@@ -79,10 +79,10 @@ def _boundary(when: str, names: Sequence[str], grads: Sequence[Array]) -> Arrays
     return {f"{when}_{name}_grad": grad for name, grad in zip(names, grads, strict=True)}
 
 
-#: Variables of one call by name; a tuple stands for states to be stacked.
+#: Variables of one call by name; a tuple contains states that will be stacked.
 Arrays = dict[str, Any]
 
-#: What both replayed_calls of a bidirectional layer are fed, and what they send back to it.
+#: Variables that both directions of a bidirectional layer share, and those that are summed over the directions.
 _SHARED, _SUMMED = frozenset({"input", "mask"}), frozenset({"input_grad"})
 _WITHOUT_TIME = ("initial_", "final_")
 
@@ -161,7 +161,7 @@ def _collect(
     ours: ReplayedValues, dataset: xr.Dataset, replayed_calls: Sequence[RecurrentCall], traced: Sequence[TracedCall]
 ) -> None:
     """Add the values of one layer that a certificate compares, from its labelled arrays where possible."""
-    # A layer that returns its last output only, and whose input nobody asked for, is held to the bound of its units.
+    # Without a captured input the number of steps is unknown if only the last output is returned; units replace it.
     timed = replayed_calls[0].output[0] if replayed_calls[0].input is None else replayed_calls[0].input[0]
     ours.steps = max(ours.steps, int(timed.shape[0]))
     ours.dtype = coarser(ours.dtype, replayed_calls[0].compute_dtype or str(replayed_calls[0].output.dtype))

@@ -16,7 +16,7 @@ from ...vocabulary import QUANTITIES
 _STATE = re.compile(r"(?P<state>.+?)(_grad)?")
 _BOUNDARY = re.compile(r"(initial|final)_(?P<state>.+)_grad")
 
-#: What can be had without replaying the recurrence.
+#: Quantities that need no replay of the recurrence.
 CAPTURED = frozenset({"input", "mask", "output", "output_grad", "final_state_grad"})
 
 
@@ -38,7 +38,7 @@ class TraceRequest:
         Raises
         ------
         InputError
-            If there is no such quantity, or it is a gradient and there is no loss.
+            If a quantity does not exist, or is a gradient and there is no loss.
         """
         named = None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
         if quantities is None:
