@@ -4,18 +4,18 @@
 >>> trace = rl.trace(model, x, y)  # doctest: +SKIP
 >>> trace["lstm"].hidden_grad  # doctest: +SKIP
 
-Importing rnnlens loads no deep-learning framework and no plotting library: names below are loaded on first use.
+Importing rnnlens loads no deep-learning framework and no plotting library: public names are imported on first use.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # the command line listens to Ctrl-C a moment earlier where little is loaded before it
+TYPE_CHECKING = False  # importing little lets the command line handle Ctrl-C sooner
 if TYPE_CHECKING:
     from typing import Any
 
 __version__ = "0.1.0"
 
-#: public name -> module that holds it.
+#: Public name -> module that defines it.
 _HOME = {
     "compare": "rnnlens.diagnosis.compare",
     "diagnose": "rnnlens.diagnosis",
@@ -34,7 +34,7 @@ _HOME = {
     "report": "rnnlens.reporting",
 }
 
-#: public name -> module that it is.
+#: Public name of a module -> its import path.
 _ROOMS = {
     "cells": "rnnlens.recurrence.cells",
     "measures": "rnnlens.measures",

@@ -1,6 +1,6 @@
-"""One way to read data: arrays, Zarr, ``tf.data``, ``DataLoader`` and generators all become batches.
+"""Batches from arrays, Zarr, ``tf.data``, ``DataLoader`` and generators, read in one way.
 
-Nothing is loaded that the user has not loaded: a ``tf.data.Dataset`` is known by looking in ``sys.modules``.
+No framework is imported: the types of TensorFlow, torch and Keras are looked up in ``sys.modules``.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
     "take",
 ]
 
-#: By "x", "y" and "sample_weight", how each of their arrays lies; None for a packed sequence.
+#: Layouts of the arrays of "x", "y" and "sample_weight"; None for a packed sequence.
 DataLayouts = Mapping[str, Sequence[Layout | None]]
 
 
 class DataBatch(NamedTuple):
-    """One batch: what the model is fed, its target, the weights of its samples (the last two may be None)."""
+    """One batch: the model's input, the target and the sample weights; the last two may be None."""
 
     x: Any
     y: Any = None
@@ -54,7 +54,7 @@ def batches(
     as_numpy: bool = False,
     layouts: DataLayouts | None = None,
 ) -> Iterator[DataBatch]:
-    """Read a data set batch by batch, holding one batch in memory at a time.
+    """Yield the batches of a data set, with one batch in memory at a time.
 
     Parameters
     ----------
@@ -63,14 +63,14 @@ def batches(
         or a source of batches: ``tf.data.Dataset``, torch ``DataLoader``, Keras ``PyDataset``, a generator. Batches
         of a source are ``x``, ``(x, y)`` or ``(x, y, sample_weight)``.
     y, sample_weight
-        As ``x``, for arrays only; a source brings its own.
+        Arrays with samples first, only if ``x`` is not a source: elements of a source contain their own.
     batch_size
         Samples per batch. Arrays: all samples at once where None. Zarr: one chunk where None. A ``tf.data.Dataset``
-        is rebatched; the other sources come in batches of their own and refuse it.
+        is rebatched; for other sources, which have their own batches, it raises InputError.
     as_numpy
         Turn framework tensors of a source into NumPy arrays, for a model of another framework.
     layouts
-        Where samples lie in the arrays; on the first axis where None.
+        Axis names of the arrays; None if samples are on the first axis of each.
 
     Yields
     ------
@@ -80,7 +80,7 @@ def batches(
     Raises
     ------
     InputError
-        For an empty data set, arrays of different lengths, or a type that is not known.
+        For an empty data set, arrays of different lengths, or an unknown type.
 
     Examples
     --------
@@ -118,12 +118,12 @@ def batches(
 
 
 def is_cut(x: Any, batch_size: int | None) -> bool:
-    """Whether ``x`` comes in several batches, or may: a source, a lazily read array, or a batch size."""
+    """Return whether ``x`` is read in batches: a source, a lazily read array, or any data with a batch size."""
     return batch_size is not None or is_source(x) or _is_lazy(x)
 
 
 def count_batches(x: Any, batch_size: int | None = None, layouts: DataLayouts | None = None) -> int | None:
-    """Number of batches :func:`batches` will yield, or None where it cannot be told without reading."""
+    """Return how many batches :func:`batches` yields; None if that is unknown before reading."""
     if not is_source(x):
         size = batch_size or _natural_size(x, layouts)
         return -(-len_of(x, _layouts(layouts, "x")) // size)
@@ -137,7 +137,7 @@ def count_batches(x: Any, batch_size: int | None = None, layouts: DataLayouts | 
 
 
 def len_of(x: Any, layouts: Sequence[Layout | None] | None = None) -> int:
-    """Number of samples of an array, or of the arrays in a tuple, list or dict."""
+    """Return the number of samples of an array, or of the arrays in a tuple, list or dict."""
     leaves = leaves_of(x)
     if not leaves:
         raise InputError(message("There is no data.", got=f"{x!r}", expected="an array with at least 1 sample"))
@@ -159,9 +159,9 @@ def len_of(x: Any, layouts: Sequence[Layout | None] | None = None) -> int:
 
 
 def take(tree: Any, start: int, stop: int) -> Any:
-    """Samples ``start:stop`` of an array, or of every array in a tuple, list or dict; None stays None.
+    """Return samples ``start:stop`` of an array, or of every array in a tuple, list or dict; None stays None.
 
-    An array of one sample is repeated, so that one initial state serves every batch.
+    An array of one sample is repeated ``stop - start`` times, so that one initial state can be used for all batches.
     """
 
     def cut(leaf: Any) -> Any:
@@ -173,7 +173,7 @@ def take(tree: Any, start: int, stop: int) -> Any:
 
 
 def join(trees: Sequence[Any], layouts: Sequence[Layout | None] | None = None) -> Any:
-    """The samples of several batches as one: arrays, also within tuples, lists and dicts, end to end."""
+    """Concatenate several batches along their samples: arrays, or tuples, lists and dicts of arrays."""
     each = iter(layouts if layouts is not None else [None] * len(leaves_of(trees[0])))
     rest = [iter(leaves_of(tree)) for tree in trees[1:]]
 
@@ -186,7 +186,10 @@ def join(trees: Sequence[Any], layouts: Sequence[Layout | None] | None = None) -
 
 
 def size_of(leaf: Any, layout: Layout | None) -> int:
-    """Number of samples of one array; a packed sequence, and an array without a layout, tells it by itself."""
+    """Return the number of samples of one array.
+
+    Without a layout, the first axis is counted; of a packed sequence, its batch size.
+    """
     if layout is None or layout.sample is None or is_packed(leaf):
         return _length(leaf)
     axis = next(i for i, names in enumerate(layout.axes) if layout.names[layout.sample] in names)
@@ -203,19 +206,22 @@ def size_of(leaf: Any, layout: Layout | None) -> int:
 
 
 def samples_of(leaf: Any, layout: Layout | None, start: int, stop: int, count: int = 0) -> Any:
-    """Samples ``start:stop`` of an array; of ``count`` where they are folded with something else."""
+    """Return samples ``start:stop`` of one array.
+
+    ``count``, the array's number of samples, is needed for a layout that folds samples with another axis.
+    """
     if is_packed(leaf):
         return _packed_samples(leaf, start, stop)
     return leaf[start:stop] if layout is None else layout.cut(leaf, start, stop, count)
 
 
 def padded(packed: Any) -> Any:
-    """The padded tensor of a torch ``PackedSequence``, samples first, in the caller's order."""
+    """Return a torch ``PackedSequence`` as a padded tensor, samples first, in the caller's order."""
     return sys.modules["torch.nn.utils.rnn"].pad_packed_sequence(packed, batch_first=True)[0]
 
 
 def _packed_samples(packed: Any, start: int, stop: int) -> Any:
-    """Some samples of a torch ``PackedSequence``, in the caller's order."""
+    """Return samples ``start:stop`` of a torch ``PackedSequence``, counted in the caller's order."""
     rnn = sys.modules["torch.nn.utils.rnn"]
     filled, lengths = rnn.pad_packed_sequence(packed, batch_first=True)
     return rnn.pack_padded_sequence(filled[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=False)
@@ -243,7 +249,7 @@ _PARTS = ("x", "y", "sample_weight")
 
 
 def piece(tree: Any, layouts: Sequence[Layout | None] | None, start: int, stop: int, count: int) -> Any:
-    """Samples ``start:stop`` of every array in a tree, of ``count``."""
+    """Return samples ``start:stop`` of every array in a tree of ``count`` samples; None stays None."""
     if tree is None:
         return None
     each = iter(layouts if layouts is not None else [None] * len(leaves_of(tree)))
@@ -266,7 +272,7 @@ def _check_lengths(data: DataBatch) -> None:
 
 
 def _natural_size(x: Any, layouts: DataLayouts | None = None) -> int:
-    """One chunk of a lazily read array, everything otherwise."""
+    """Return the default batch size: the chunk length of a lazily read array, otherwise all samples."""
     for leaf, layout in zip(leaves_of(x), _layouts(layouts, "x") or [None] * len(leaves_of(x)), strict=True):
         if _is_lazy(leaf):
             return int(leaf.chunks[0 if layout is None or layout.sample is None else layout.sample])
@@ -288,7 +294,10 @@ def _elements(x: Any, batch_size: int | None) -> Iterator[Any]:
 
 
 def _as_batch(element: Any, as_numpy: bool) -> DataBatch:
-    """One element of a source; a tuple or list of two or three is (x, y) or (x, y, sample_weight)."""
+    """Convert one element of a source to a DataBatch.
+
+    A tuple or list is (x,), (x, y) or (x, y, sample_weight); more parts raise InputError.
+    """
     parts = tuple(element) if isinstance(element, tuple | list) else (element,)
     if not 1 <= len(parts) <= 3:
         raise InputError(
@@ -305,7 +314,7 @@ def _as_batch(element: Any, as_numpy: bool) -> DataBatch:
 
 
 def _is_tf(parts: tuple[Any, ...]) -> bool:
-    """TensorFlow tensors leave as NumPy arrays always: any engine of Keras reads those."""
+    """Return whether any array is a TensorFlow tensor; these are always converted to NumPy, for other Keras engines."""
     return any(tensors.engine_of(leaf) == "tensorflow" for part in parts for leaf in leaves_of(part))
 
 
@@ -314,7 +323,7 @@ def _numpy(leaf: Any) -> Any:
 
 
 def _is_lazy(x: Any) -> bool:
-    """A Zarr (or HDF5) array: read from disk when sliced, in chunks. Dask and NumPy arrays are not meant."""
+    """Return whether ``x`` is, or contains, a Zarr or HDF5 array, which is read in chunks; False for Dask and NumPy."""
     if isinstance(x, tuple | list | Mapping) and not is_packed(x):
         return any(_is_lazy(leaf) for leaf in leaves_of(x))
     return isinstance(getattr(x, "chunks", None), tuple) and not hasattr(x, "__dask_graph__") and bool(x.chunks)

@@ -1,6 +1,8 @@
-"""Every error that rnnlens raises on purpose. Each says what went wrong, what was got, what was expected, what to try.
+"""Errors that rnnlens raises on purpose.
 
-Catch ``RnnlensError`` to catch them all; each class also derives from the built-in a caller would expect.
+Each message states the problem, the value given, the value expected and a hint.
+
+All classes derive from ``RnnlensError``, most also from a built-in exception such as ValueError.
 """
 
 from __future__ import annotations
@@ -16,74 +18,74 @@ class RnnlensError(Exception):
 
 
 class InputError(RnnlensError, ValueError):
-    """The data or an argument does not fit: rank, feature count, empty batch, no target, unknown quantity."""
+    """Error for data or an argument that does not fit: rank, features, empty batch, no target, unknown quantity."""
 
 
 class ModelError(RnnlensError, ValueError):
-    """The model cannot be looked into as it is: not built, not compiled, no recurrent layer, no adapter."""
+    """Error for a model that cannot be analysed: not built, not compiled, no recurrent layer, no adapter."""
 
 
 class UnsupportedError(RnnlensError, NotImplementedError):
-    """A named option or layer that rnnlens refuses rather than getting it wrong."""
+    """Error for an option or a layer that rnnlens does not support."""
 
 
 class LayerNotFoundError(RnnlensError, KeyError):
-    """No layer or tensor of that name."""
+    """Error for a layer or tensor name that does not exist."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class QuantityNotFoundError(RnnlensError, AttributeError, KeyError):
-    """No variable of that name in the result."""
+    """Error for a variable name that a result does not have."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class DisconnectedError(RnnlensError, ValueError):
-    """The one gradient that was asked for does not exist; ``reason`` says why and what to ask for instead."""
+    """Error for a requested gradient that does not exist; ``reason`` has the cause and an alternative."""
 
     reason: object = None
 
 
 class FileError(RnnlensError, OSError):
-    """A file that cannot be read, is not ours, or was written by a newer rnnlens."""
+    """Error for a file that cannot be read, is not from rnnlens, or was written by a newer rnnlens."""
 
 
 class TooLargeError(RnnlensError, MemoryError):
-    """A result that would not fit the memory granted; raised before computing."""
+    """Error for a result that would not fit into the memory granted; raised before computing."""
 
 
 class MissingDependencyError(RnnlensError, ImportError):
-    """An optional package is needed for this call and is not installed."""
+    """Error for a call that needs an optional package that is not installed."""
 
 
 class CallError(InputError, TypeError):
-    """A public function was called with an argument that it does not have, or without one that it needs."""
+    """Error for a call of a public function with an unknown argument, or without a required one."""
 
 
 class UserCodeError(RnnlensError):
-    """The user's own model, loss or function raised. The message names which; ``__cause__`` is what it raised.
+    """Error for an exception in the user's own model, loss or function, which is in ``__cause__``.
 
-    What is caught also belongs to the class of the original, so that ``except ZeroDivisionError`` still catches one.
+    It is also an instance of the original exception's class, so that ``except ZeroDivisionError`` still works.
     """
 
 
 class CertificateError(RnnlensError):
-    """A result that cannot be compared with the reference run, and why; never leaves rnnlens."""
+    """Error for a result that cannot be compared with the reference run; used within rnnlens only."""
 
 
 class SelfCheckWarning(UserWarning):
-    """A residual that travels with a result is larger than its dtype explains."""
+    """Warning that a self-check of a result has a larger mismatch than rounding explains for its dtype."""
 
 
 class TrackingWarning(UserWarning):
-    """A warning of a watch: nothing was recorded, a record failed, or another process writes."""
+    """Warning of a watch: nothing was recorded, a record failed, or another process writes the run."""
 
 
 def message(what: str, *, got: object = None, expected: object = None, hint: str | None = None) -> str:
-    """One error text in the form that every error of ours has.
+    """Format an error message with the problem, the value given, the value expected and a hint.
 
     >>> print(message("Batch is empty.", got="x of shape (0, 5, 2)", expected="at least 1 sample"))
     Batch is empty.
@@ -101,7 +103,7 @@ def message(what: str, *, got: object = None, expected: object = None, hint: str
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A sentence that names the closest known name, then all of them.
+    """Return a hint with the closest known name, if there is one, and the list of known names.
 
     >>> did_you_mean("lstn", ["lstm", "gru"])
     "did you mean 'lstm'? Known: 'lstm', 'gru'"
@@ -113,7 +115,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in few words for an error message, whatever it is: large, or unable to print itself.
+    """Return a short description of any value for an error message, also of a large one or one whose repr fails.
 
     >>> shown("lstm"), shown(list(range(1000)))
     ("'lstm'", '[0, 1, 2, 3, 4, 5, ...]')
@@ -123,18 +125,18 @@ def shown(value: object) -> str:
 
 
 def shape_of(value: object) -> tuple[int, ...] | None:
-    """The shape of an array of any framework; None of anything else."""
+    """Return the shape of an array of any framework; None for a value without a readable shape."""
     try:
         return tuple(int(size) for size in value.shape)  # type: ignore[attr-defined]
-    except Exception:  # some tensors raise errors of their own when asked for their shape
+    except Exception:  # the shape property of some tensors raises other errors
         return None
 
 
 @contextmanager
 def raised_by(whose: str) -> Iterator[None]:
-    """Turn errors of user code that runs within the block into one of ours that names ``whose`` code it was.
+    """Convert exceptions of user code within the block to UserCodeError, whose message starts with ``whose``.
 
-    Errors of ours, KeyboardInterrupt and SystemExit pass as they are.
+    RnnlensError, KeyboardInterrupt and SystemExit are not converted.
 
     Raises
     ------
@@ -150,23 +152,23 @@ def raised_by(whose: str) -> Iterator[None]:
 
 
 def _also_of_its_class(error: Exception, whose: str) -> UserCodeError:
-    """An error of ours that is also one of the class of ``error``, where Python can make such a class."""
+    """Return a UserCodeError that is also an instance of the class of ``error``, if such a class can be created."""
     kind = type(error)
     text = message(f"{whose} raised {kind.__name__}.", got=_said(error), hint="the first traceback shows where")
-    if isinstance(error, StopIteration):  # within a generator it would mean its end
+    if isinstance(error, StopIteration):  # within a generator it would end the generator
         return UserCodeError(text)
     try:
         both = type(kind.__name__, (UserCodeError, kind), {"__str__": lambda self: text, "__module__": kind.__module__})
         made: UserCodeError = both.__new__(both, *error.args)
         made.args = error.args
         vars(made).update(vars(error))
-    except Exception:  # some classes cannot be joined, or not made from their arguments
+    except Exception:  # some classes cannot be a second base class, or not be created from their arguments
         return UserCodeError(text)
     return made
 
 
 def _said(error: Exception) -> str:
-    """The beginning of what an error says."""
+    """Return the first four lines of an exception's message, joined; "no message" if it is empty."""
     try:
         lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     except Exception:
@@ -176,7 +178,7 @@ def _said(error: Exception) -> str:
 
 class _Short(reprlib.Repr):
     def repr_instance(self, x: object, level: int) -> str:
-        """Its own words, unless it has none."""
+        """Return the shortened repr of an object; "a <class>" if its repr raises."""
         try:
             return super().repr_instance(x, level)
         except Exception:
@@ -187,7 +189,7 @@ _SHORT = _Short()
 _SHORT.maxstring = _SHORT.maxother = 120
 _SHORT.maxlevel = 3
 
-#: Letters of a name that are compared, names that are listed, letters of what was got that are shown.
+#: Maximal characters of a name that are compared, names that are listed, characters of a value that are shown.
 _LONGEST, _MOST, _FULL = 200, 60, 1000
 
 
@@ -198,12 +200,12 @@ def _cut(got: object) -> str:
 
 @contextmanager
 def runs_again(cell: str) -> Iterator[None]:
-    """Turn errors of a user's cell that runs apart from its model, on captured steps, into one of ours.
+    """Convert exceptions of a user's cell, run outside its model on captured steps, to UnsupportedError.
 
     Raises
     ------
     UnsupportedError
-        For what the cell raises then: it ran within the model, so it needs more than its input and state.
+        For any exception of the cell. It ran within the model, so it depends on more than its input and state.
     """
     try:
         yield
@@ -214,7 +216,7 @@ def runs_again(cell: str) -> Iterator[None]:
 
 
 def two_layers_called(name: str) -> str:
-    """Return the message for a model with two layers of one name."""
+    """Return the error message for a model with two layers of one name."""
     return message(
         f"Two different layers are called {name!r}.",
         expected="a name of its own for each layer",
@@ -223,7 +225,7 @@ def two_layers_called(name: str) -> str:
 
 
 def no_function_of_its_own(cell: str, got: str) -> str:
-    """Return the message for a cell that reads state which only exists while its model runs."""
+    """Return the error message for a cell that reads state which only exists while its model runs."""
     return message(
         f"{cell}, run again on its own input and state, does not do what it did within the model.",
         got=got,

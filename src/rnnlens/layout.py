@@ -1,4 +1,4 @@
-"""Which axis of a tensor of a model counts samples, which steps: in the framework's own order, folds included."""
+"""Names of a tensor's axes in the framework's own order, with samples and steps that may be folded into one axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 from .typing import Array
 from .vocabulary import CHANNEL, DIRECTION, FEATURE, GATE, SAMPLE, TIME, UNIT
 
-#: The names that one axis stands for: one, or those folded into it, outermost first.
+#: Names of one axis of a tensor: one name, or several folded into it, outermost first.
 Axis = tuple[str, ...]
 
 
@@ -20,12 +20,12 @@ class Layout:
     Attributes
     ----------
     axes
-        For each axis of the framework's tensor the names that it stands for: ``(("time", "sample"), ("unit",))`` for
-        logits of shape (time * sample, unit).
+        For each axis of the framework's tensor its names, several if it is folded: ``(("time", "sample"), ("unit",))``
+        for logits of shape (time * sample, unit).
     coupled
         Whether entries of one sample depend on other samples of the batch.
     samples
-        How many samples the batch had on which this was found out; 0 where nobody looked.
+        Number of samples of the batch on which ``coupled`` was determined; 0 if it was not tested.
     """
 
     axes: tuple[Axis, ...]
@@ -34,17 +34,17 @@ class Layout:
 
     @classmethod
     def plain(cls, names: Iterable[str]) -> Layout:
-        """One name per axis."""
+        """Create a layout with one name per axis."""
         return cls(tuple((name,) for name in names))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, folds opened, in the framework's order."""
+        """Names of all axes in the framework's order, folded axes expanded."""
         return tuple(name for axis in self.axes for name in axis)
 
     @property
     def is_folded(self) -> bool:
-        """Whether an axis stands for several names."""
+        """Whether several named axes are folded into one axis of the tensor."""
         return any(len(axis) > 1 for axis in self.axes)
 
     @property
@@ -54,18 +54,18 @@ class Layout:
 
     @property
     def sample(self) -> int | None:
-        """Where, in :attr:`names`, samples are counted; None for nowhere."""
+        """Index of the sample axis in :attr:`names`; None if there is none."""
         return self.names.index(SAMPLE) if SAMPLE in self.names else None
 
     def cut(self, array: Array, start: int, stop: int, samples: int) -> Array:
-        """Some of the samples of an array that has so many."""
+        """Return samples ``start:stop`` of an array with ``samples`` samples; all of an array without a sample axis."""
         if self.sample is None:
             return array
         index = (slice(None),) * self.sample + (slice(start, stop),)
         return self.closed(self.opened(array, samples)[index])
 
     def sizes(self, shape: Sequence[int], samples: int) -> tuple[int, ...]:
-        """The length of every name, of a tensor of that shape with so many samples."""
+        """Return the length of each named axis of a tensor of shape ``shape`` with ``samples`` samples."""
         found: list[int] = []
         for axis, size in zip(self.axes, shape, strict=True):
             rest = size // samples
@@ -73,13 +73,13 @@ class Layout:
         return tuple(map(int, found))
 
     def opened(self, array: Array, samples: int, lead: int = 0) -> Array:
-        """The array, which has ``lead`` axes in front, with every name on an axis of its own."""
+        """Reshape an array so that each name has its own axis; ``lead`` further axes in front are kept."""
         if not self.is_folded:
             return array
         return array.reshape((*array.shape[:lead], *self.sizes(array.shape[lead:], samples)))
 
     def closed(self, array: Array, lead: int = 0) -> Array:
-        """The inverse of :meth:`opened`."""
+        """Fold the axes of an array again: the inverse of :meth:`opened`."""
         if not self.is_folded:
             return array
         sizes = [int(n) for n in array.shape]
@@ -91,7 +91,10 @@ class Layout:
 
 
 def named(count: int, known: dict[int, Axis], last: str) -> Layout:
-    """The layout of a tensor of so many axes, of which some are known; ``last`` is what counts features or units."""
+    """Create the layout of a tensor with ``count`` axes, some of them known.
+
+    The last unknown axis is called ``last`` (features or units), the others ``axis_i``.
+    """
     unknown = [i for i in range(count) if i not in known]
     names = {i: (f"axis_{i}",) for i in unknown}
     if unknown:
@@ -100,7 +103,7 @@ def named(count: int, known: dict[int, Axis], last: str) -> Layout:
 
 
 def canonical_order(names: Sequence[str]) -> list[int]:
-    """Positions of the names in the order of results: sample, time, then the others as they are."""
+    """Return the permutation of the names to the order of results: sample, time, then the others in their order."""
     first = [names.index(name) for name in (SAMPLE, TIME) if name in names]
     return first + [i for i in range(len(names)) if i not in first]
 
@@ -113,7 +116,7 @@ def dims_of(
     gate: bool = False,
     space: tuple[str, ...] = (),
 ) -> tuple[str, ...]:
-    """Names of the axes of a tensor: sample, time, (direction), (space), ..., unit.
+    """Return the names of a tensor's axes: sample, time, (direction), (space), ..., unit.
 
     >>> dims_of((2, 5, 3)), dims_of((2, 3)), dims_of((2, 4, 4, 3))
     (('sample', 'time', 'unit'), ('sample', 'unit'), ('sample', 'axis_1', 'axis_2', 'unit'))
@@ -144,7 +147,7 @@ def with_space(dims: tuple[str, ...], space: tuple[str, ...]) -> tuple[str, ...]
 
 
 def direction_axis(dims: Sequence[str]) -> int:
-    """Where the two directions of a layer lie side by side: behind its steps, or where it has none behind the samples.
+    """Return the position of the axis for the two directions of a layer: behind time, or else behind sample.
 
     >>> [direction_axis(dims) for dims in (("sample", "time", "unit"), ("sample", "unit"), ("unit_in", "unit"))]
     [2, 1, 0]
@@ -153,7 +156,7 @@ def direction_axis(dims: Sequence[str]) -> int:
 
 
 def input_dims(shape: Sequence[int], integer: bool = False) -> tuple[str, ...]:
-    """Names of the axes of a model input: ids have no feature axis."""
+    """Return the names of a model input's axes; integer inputs of rank 2 are ids without a feature axis."""
     if integer and len(shape) == 2:
         return (SAMPLE, TIME)
     return dims_of(shape, last=FEATURE)

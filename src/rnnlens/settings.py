@@ -1,4 +1,4 @@
-"""Options that hold for a while, or for a block of code; memory sizes in words; a progress bar for long jobs only."""
+"""Options for a thread or a ``with`` block, memory sizes such as "2 GiB", and a progress bar for long jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .errors import InputError, message, shown
 
 Certify = Literal["auto", "always", "first", "never"]
 
-#: A job shorter than this needs no progress bar.
+#: Seconds after which a job shows a progress bar.
 PATIENCE_S = 2.0
 
 _BYTES = {
@@ -27,18 +27,18 @@ _BYTES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The options in force.
+    """Values of all options.
 
     Attributes
     ----------
     memory
-        Bytes that a single call may use for its working arrays and result, where it can choose.
+        Bytes that a single call may use for its working arrays and result, where rnnlens can choose.
     progress
-        True or False; ``"auto"`` shows a bar only where someone watches: a terminal or a notebook.
+        True or False; ``"auto"`` shows a bar only in a terminal or a notebook.
     certify
-        Which results are held against a plain run of the model: all, the first per model and shapes, or none.
+        Which results are compared with a reference run of the model; see :class:`options`.
     compiled
-        How many compiled runs are kept per model.
+        Number of compiled runs that are cached per model.
     """
 
     memory: int = 2 * 1024**3
@@ -51,36 +51,36 @@ _CURRENT: ContextVar[Settings] = ContextVar("rnnlens_settings", default=Settings
 
 
 def current() -> Settings:
-    """Settings in force in this thread or task."""
+    """Return the settings of the current thread or asyncio task."""
     return _CURRENT.get()
 
 
 class options:  # noqa: N801 - called like a function
-    """Set options from here on, or for the length of a ``with`` block.
+    """Setter of options, from the call on or for the length of a ``with`` block.
 
-    Holds in the current thread or asyncio task.
+    Options apply to the current thread or asyncio task.
 
     Parameters
     ----------
     memory
-        Bytes that a single call may use for its working arrays and result, where it can choose: ``"2 GiB"`` (as unless
-        set), or a number.
+        Bytes that a single call may use for its working arrays and result, where rnnlens can choose: a text such as
+        ``"2 GiB"``, the default, or a number.
     progress
-        Whether long jobs show a bar; ``"auto"``, as unless set, where standard error is a terminal or a notebook runs.
+        Whether long jobs show a progress bar. ``"auto"``, the default: only in a terminal or a notebook.
     certify
-        Which results are certified, which costs one plain forward and backward pass of the model: ``"always"``;
-        ``"first"``, the first call per model and shapes of the data, after which a trace also leaves out the check of
-        weight gradients; ``"never"``; ``"auto"``, as unless set: all, but
-        of time Jacobians the first, since a small one takes less time than preparing a plain run.
+        Which results are certified by a reference run, which costs one forward and backward pass of the model.
+        ``"always"``: all. ``"first"``: the first call per model and data shapes; later traces also omit the check of
+        weight gradients. ``"never"``: none. ``"auto"``, the default: all results, but of time Jacobians only the first,
+        since a small one takes less time than preparing a reference run.
     compiled
-        How many compiled runs of one model are kept (TensorFlow, JAX): 128 unless set. Each length of sequence, size of
-        batch and question takes one to three; the one that was not used for longest goes first. What cycles through
-        more of them than are kept compiles at every call.
+        Number of compiled runs that are cached per model (TensorFlow, JAX); 128 by default. Each combination of
+        sequence length, batch size and request needs one to three; the least recently used is dropped first. A loop
+        over more combinations than are cached compiles at every call.
 
     Raises
     ------
     InputError
-        If an option has no such value; nothing is changed then.
+        If a value is invalid; no option is changed then.
 
     Examples
     --------
@@ -119,7 +119,7 @@ class options:  # noqa: N801 - called like a function
                 raise InputError(message("compiled= is a whole number.", got=shown(compiled), expected=expected))
             chosen["compiled"] = int(compiled)
         self._chosen = chosen
-        #: What to go back to, one for each block that was entered; the first is also entered by being made.
+        #: Settings to restore, one entry per ``with`` block entered; creating this object counts as the first.
         self._before = [current()]
         self._made = True
         _CURRENT.set(replace(current(), **chosen))
@@ -136,7 +136,7 @@ class options:  # noqa: N801 - called like a function
 
 
 def parse_memory(amount: str | int | float) -> int:
-    """Return the number of bytes in words such as ``"2 GiB"``, ``"500 MB"``, or in a plain number.
+    """Convert an amount such as ``"2 GiB"``, ``"500 MB"`` or a number to bytes.
 
     >>> parse_memory("1.5 KiB"), parse_memory("2GB"), parse_memory(4096)
     (1536, 2000000000, 4096)
@@ -144,7 +144,7 @@ def parse_memory(amount: str | int | float) -> int:
     Raises
     ------
     InputError
-        If that is no positive amount of memory.
+        If the amount is not positive or cannot be read.
     """
     if isinstance(amount, bool) or not isinstance(amount, str | int | float | np.integer | np.floating):
         expected = 'such as "2 GiB", "500 MB" or a number of bytes'
@@ -162,7 +162,7 @@ def parse_memory(amount: str | int | float) -> int:
 
 
 def format_memory(size: int | float) -> str:
-    """Format bytes in binary units.
+    """Format a number of bytes in binary units.
 
     >>> format_memory(1536), format_memory(3 * 1024**3)
     ('1.5 KiB', '3 GiB')
@@ -177,7 +177,7 @@ def format_memory(size: int | float) -> str:
 
 
 def _unit(word: str) -> int | None:
-    """Return the bytes in a unit, however it is capitalised; K, M, G and T alone are binary."""
+    """Return the bytes of a unit in any capitalisation, None if unknown; K, M, G and T alone are binary."""
     by_lower = {unit.lower(): size for unit, size in _BYTES.items()}
     return by_lower.get({"": "b"}.get(word.lower(), word.lower()) if len(word) != 1 else _letter(word.lower()))
 
@@ -187,7 +187,7 @@ def _letter(word: str) -> str:
 
 
 class Progress:
-    """A bar on standard error that appears once a job has run for two seconds, and is wiped away when it ends.
+    """A progress bar on standard error, shown once a job has run for two seconds and removed when the job ends.
 
     Examples
     --------

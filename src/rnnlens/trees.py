@@ -1,4 +1,4 @@
-"""Nested tuples, lists, dicts and dataclasses of arrays; entries of a dict in the order in which they were written."""
+"""Nested tuples, lists, dicts and dataclasses of arrays; entries of a dict keep their insertion order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """Arrays within nested tuples, lists and dicts, in order; None is none."""
+    """Return the arrays in nested tuples, lists, dicts and dataclasses, in order; None counts as no array."""
     if isinstance(tree, Mapping):
         return [leaf for part in tree.values() for leaf in leaves_of(part)]
     if isinstance(tree, tuple | list) and not is_packed(tree):
@@ -20,7 +20,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same structure with ``function`` applied to every array."""
+    """Return a tree of the same structure with ``function`` applied to every array; None stays None."""
     if isinstance(tree, Mapping):
         return {key: map_leaves(function, part) for key, part in tree.items()}
     if isinstance(tree, tuple | list) and not is_packed(tree):
@@ -32,12 +32,12 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def is_record(tree: Any) -> bool:
-    """Return whether a value is an instance of a dataclass, as models return it."""
+    """Return whether a value is an instance of a dataclass, such as a model's output."""
     return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
 def map_fields(function: Callable[[Any], Any], record: Any) -> Any:
-    """Return a copy of a dataclass with ``function`` applied to every field, frozen ones included."""
+    """Return a copy of a dataclass instance with ``function`` applied to every field, frozen ones included."""
     changed = copy.copy(record)
     for field in dataclasses.fields(record):
         object.__setattr__(changed, field.name, function(getattr(record, field.name)))
@@ -45,5 +45,5 @@ def map_fields(function: Callable[[Any], Any], record: Any) -> Any:
 
 
 def is_packed(tree: Any) -> bool:
-    """A torch ``PackedSequence`` is a named tuple, but one thing."""
+    """Return whether ``tree`` is a torch ``PackedSequence``: a named tuple that is treated as one array."""
     return type(tree).__name__ == "PackedSequence"

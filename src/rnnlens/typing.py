@@ -1,4 +1,4 @@
-"""Types used across rooms. ``Array`` is any array of the array-API standard: NumPy, torch, JAX, CuPy."""
+"""Types used across the package. ``Array`` is any array of the array-API standard: NumPy, torch, JAX, CuPy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The words of rnnlens, each spelled once: dimensions, states, gates and quantities.
+"""Names of dimensions, states, gates and quantities, each defined once.
 
-Every label that a user reads (axis names, units, definitions in files, figures and pages) comes from here.
-This module imports nothing of rnnlens and may be imported from everywhere.
+All labels shown to users (axis names, units, definitions in files, figures and pages) are defined here.
+This module imports no other module of rnnlens, so that all may import it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STATE = "state"
 UNIT = "unit"
 UNIT_IN = "unit_in"
 CHANNEL = "channel"
-#: Axes of space of an input or a state with channels, by their number.
+#: Names of the spatial axes of an input or a state with channels, by their number.
 SPACE: dict[int, tuple[str, ...]] = {1: ("width",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 OUT_TIME, OUT_UNIT, IN_TIME, IN_FEATURE = "out_time", "out_unit", "in_time", "in_feature"
 
@@ -26,16 +26,16 @@ FORWARD, BACKWARD, BIDIRECTIONAL = "forward", "backward", "bidirectional"
 
 
 def unnamed_states(count: int) -> tuple[str, ...]:
-    """Names of the ``count`` state tensors of a cell that has given them none: hidden, state_1, state_2, ..."""
+    """Return default names for ``count`` state tensors of a cell: hidden, state_1, state_2, ..."""
     return ("hidden", *(f"state_{i}" for i in range(1, count)))
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One variable of a trace: its dimensions and the words that explain it.
+    """One variable of a trace: its dimensions, its label and its definition.
 
-    ``dims`` are those of a unidirectional layer; a bidirectional layer adds ``direction`` after ``time``
-    (after ``sample`` where there is no time). ``needs_loss`` marks gradients.
+    ``dims`` are the dimensions for a unidirectional layer. A bidirectional layer adds ``direction`` after ``time``, or
+    after ``sample`` if there is no time. ``needs_loss`` is True for gradients.
     """
 
     name: str
@@ -120,7 +120,7 @@ QUANTITIES: dict[str, Quantity] = {
 }
 
 
-#: Weights that several cells have; a cell lists its own, with these among them.
+#: Weights that several cells share; each cell lists all of its weights.
 KERNEL = Quantity("kernel", (FEATURE, GATE, UNIT), "input kernel", "1", "W_x: from the layer input to each gate")
 RECURRENT_KERNEL = Quantity(
     "recurrent_kernel", (UNIT_IN, GATE, UNIT), "recurrent kernel", "1", "W_h: from h_{t-1} to each gate"
@@ -134,7 +134,7 @@ PROJECTION = Quantity("projection", (UNIT, UNIT_IN), "projection", "1", "from o_
 
 
 def state_quantity(name: str, *, gradient: bool = False) -> Quantity:
-    """The quantity of a state tensor of a custom cell, such as ``state_1`` or ``state_1_grad``."""
+    """Return the quantity of a custom cell's state tensor, such as ``state_1``, or of its gradient ``state_1_grad``."""
     if gradient:
         return Quantity(
             f"{name}_grad", _STU, f"total gradient of {name}", "loss", f"dL/d{name} at step t", True, _PASCANU

@@ -1,4 +1,4 @@
-"""What may be given for each argument of a public function: one table per function, checked before anything runs.
+"""Checks of the arguments of public functions: one table per function, applied before the function runs.
 
 >>> @checked(times=whole(least=1), loud=switch)
 ... def greet(*, times=1, loud=False):

@@ -1,4 +1,4 @@
-"""Checks of data, whether it is one batch of plain numbers that exist; and arrays of any framework as NumPy's."""
+"""Checks of input data: plain numeric arrays in one batch or a data set; conversion of any array to NumPy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _DEEPEST, _LONGEST = 32, 20_000_000
 
 
 def one_batch(name: str, value: Any) -> Any:
-    """One batch as a model takes it, an array or a tuple, list or dict of arrays; no data set, within the memory."""
+    """Check that ``value`` is one batch: an array, or a tuple, list or dict of arrays.
+
+    A source of batches raises InputError, and a batch larger than the memory granted raises TooLargeError.
+    """
     if is_source(value):
         raise InputError(
             message(
@@ -33,7 +36,7 @@ def one_batch(name: str, value: Any) -> Any:
 
 
 def data_set(name: str, value: Any) -> Any:
-    """One batch, or a source of batches."""
+    """Check that ``value`` is one batch of arrays or a source of batches, which is returned unchanged."""
     if is_source(value):
         return value
     if _is_map_style(value):
@@ -47,14 +50,14 @@ def data_set(name: str, value: Any) -> Any:
 
 
 def examples(name: str, value: Any) -> Any:
-    """Numbers with samples first, within the memory: an array, or a tuple, list or dict of arrays."""
+    """Check numeric arrays with samples on the first axis, and that they fit into the memory granted."""
     found = many_examples(name, value)
     refuse_large(name, found)
     return found
 
 
 def refuse_large(name: str, value: Any, hint: str = "fewer samples or steps at a time", *, share: float = 1.0) -> None:
-    """Raise TooLargeError for arrays of which that ``share`` is larger than the memory granted."""
+    """Raise TooLargeError if ``share`` times the size of the arrays in ``value`` exceeds the memory granted."""
     size = share * sum(_bytes(leaf) for leaf in _leaves(value))
     if size > current().memory:
         raise TooLargeError(
@@ -68,7 +71,10 @@ def refuse_large(name: str, value: Any, hint: str = "fewer samples or steps at a
 
 
 def many_examples(name: str, value: Any) -> Any:
-    """Numbers with samples first, of any number. Lists of numbers become one array."""
+    """Check numeric arrays with samples on the first axis, without a limit on memory.
+
+    Nested lists of numbers are converted to one array.
+    """
     _refuse_depth(name, value)
     if not any(_is_array(leaf) for leaf in _leaves(value)):
         value = _from_numbers(name, value)
@@ -76,7 +82,7 @@ def many_examples(name: str, value: Any) -> Any:
 
 
 def states(name: str, value: Any) -> dict[str, Any]:
-    """The states to start from, by the name of a layer."""
+    """Check initial states, a dict from layer name to its states, and return a list of arrays for each layer."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(layer, str) for layer in value):
         expected = 'a dict from layer to its states, such as {"lstm": [h, c]}'
         raise InputError(message(f"{name}= is given by layer.", got=shown(value), expected=expected))
@@ -84,7 +90,10 @@ def states(name: str, value: Any) -> dict[str, Any]:
 
 
 def _arrays(given: Any) -> list[Any]:
-    """The arrays of a layer's states: one, several, or several that were written as one list of lists."""
+    """Return a layer's states as a list of arrays.
+
+    One array of rank 3, written as a list of lists, is split along its first axis.
+    """
     shape = shape_of(given)
     if shape is None:
         return _leaves(given)
@@ -92,18 +101,18 @@ def _arrays(given: Any) -> list[Any]:
 
 
 def is_source(x: Any) -> bool:
-    """Whether ``x`` hands out batches by itself, rather than being one array (or a few) to cut into batches."""
+    """Return whether ``x`` is a source of batches: a data set, data loader, Keras sequence or iterator."""
     return is_dataset(x) or is_loader(x) or is_sequence(x) or hasattr(x, "__next__")
 
 
 def is_dataset(x: Any) -> bool:
-    """A ``tf.data.Dataset``."""
+    """Return whether ``x`` is a ``tf.data.Dataset``, without importing TensorFlow."""
     tf = sys.modules.get("tensorflow")
     return tf is not None and isinstance(x, tf.data.Dataset)
 
 
 def is_loader(x: Any) -> bool:
-    """A torch ``DataLoader``."""
+    """Return whether ``x`` is a torch ``DataLoader``, without importing torch."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and isinstance(x, data.DataLoader)
 
@@ -114,7 +123,7 @@ def _is_map_style(x: Any) -> bool:
 
 
 def is_sequence(x: Any) -> bool:
-    """A Keras ``PyDataset``, or a ``Sequence`` of tf_keras: batches by index."""
+    """Return whether ``x`` is a Keras ``PyDataset`` or a ``Sequence`` of tf_keras, which give batches by index."""
     for package, kind in (("keras", "PyDataset"), ("tf_keras", "Sequence")):
         base = getattr(getattr(sys.modules.get(package), "utils", None), kind, None)
         if base is not None and isinstance(x, base):
@@ -123,12 +132,12 @@ def is_sequence(x: Any) -> bool:
 
 
 def as_numpy(value: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array of any array: also of another framework, that requires grad, on a device, or in bfloat16.
+    """Convert an array of any framework to NumPy, also one that requires grad, lies on a device or is in bfloat16.
 
     Raises
     ------
     InputError
-        If it has no values that NumPy can hold.
+        If it cannot be converted.
     """
     try:
         array = to_numpy(value)
@@ -141,12 +150,12 @@ def as_numpy(value: Any) -> np.ndarray[Any, Any]:
 
 
 def as_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """An array of real numbers, of any framework or of nested lists.
+    """Convert an array of any framework, or nested lists of real numbers, to a NumPy array.
 
     Raises
     ------
     InputError, UnsupportedError
-        For anything else.
+        For any other value, such as text, complex numbers or a sparse array.
     """
     if not _is_array(value):
         _refuse_depth(name, value)
@@ -155,7 +164,7 @@ def as_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def _refuse_depth(name: str, value: Any, depth: int = 0, seen: list[int] | None = None) -> None:
-    """Refuse what is nested without end, or written out in more lists than can be read."""
+    """Raise InputError for lists nested too deeply, lists too long to convert, or dict keys that are no strings."""
     seen = [0] if seen is None else seen
     if depth > _DEEPEST:
         expected = f"at most {_DEEPEST} lists within each other"
@@ -176,7 +185,7 @@ def _refuse_depth(name: str, value: Any, depth: int = 0, seen: list[int] | None 
 
 
 def _each(change: Callable[[str, Any], Any], name: str, tree: Any) -> Any:
-    """The same structure with ``change`` applied to every array; plain values beside arrays stay what they are."""
+    """Apply ``change(name, array)`` to each array of a tree; None and plain numbers and strings are kept."""
     if isinstance(tree, Mapping):
         return {key: _each(change, f"{name}[{key!r}]", part) for key, part in tree.items()}
     if isinstance(tree, tuple | list) and not hasattr(tree, "batch_sizes"):
@@ -196,7 +205,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """One array of nested lists of numbers."""
+    """Convert nested lists of numbers to one NumPy array, or raise InputError."""
     if isinstance(value, Mapping) or value is None or (isinstance(value, tuple | list) and not _leaves(value)):
         got = "None" if value is None else shown(value)
         raise InputError(message(f"{name} holds no data.", got=got, expected="an array with at least 1 sample"))
@@ -218,7 +227,7 @@ def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether it is an array of some framework: it has a shape, also where that cannot be told."""
+    """Return whether an object has a ``shape``, also if reading the shape raises an error."""
     try:
         return not isinstance(leaf, type) and hasattr(leaf, "shape")
     except Exception:
@@ -230,7 +239,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _leaf(name: str, value: Any) -> Any:
-    """One array: refused where it holds no plain numbers, in native byte order where it does."""
+    """Check that an array has numeric values, and convert it to native byte order."""
     if hasattr(value, "batch_sizes"):
         return value
     if isinstance(value, np.ma.MaskedArray):
@@ -263,7 +272,7 @@ def _refuse_kind(name: str, dtype: Any) -> None:
 
 
 def _refuse_absent(name: str, value: Any) -> None:
-    """Arrays without values, or with most of them left out."""
+    """Raise InputError for arrays without values, and for ragged, quantized or sparse arrays."""
     kind = type(value).__name__
     if getattr(value, "is_meta", False) or kind in ("KerasTensor", "SymbolicTensor", "ShapeDtypeStruct", "FakeTensor"):
         what, hint = "has a shape but no values", "data: a meta or symbolic tensor is a description only"
@@ -284,6 +293,6 @@ def _is_sparse(value: Any, kind: str) -> bool:
 
 
 def _bytes(leaf: Any) -> int:
-    """Bytes that an array takes once it is written out."""
+    """Return the size of an array in bytes; 4 bytes per entry if its dtype has no item size."""
     itemsize = getattr(getattr(leaf, "dtype", None), "itemsize", None) or getattr(leaf, "itemsize", None) or 4
     return math.prod(shape_of(leaf) or (0,)) * int(itemsize)

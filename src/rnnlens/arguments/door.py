@@ -1,4 +1,4 @@
-"""The door of a public function: every argument passes its check, and what comes through is what the function wants."""
+"""The decorator ``checked``, which checks and converts each argument of a public function before it runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..errors import CallError, did_you_mean, message
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Takes the name of an argument and what was given for it; returns what the function works with, or raises InputError.
+#: ``check(name, value)`` returns the value, converted where needed, or raises InputError.
 Check = Callable[[str, Any], Any]
 
 
-#: What is an argument of another library's calls, and says itself here.
+#: Arguments of other libraries that users may expect, each with a hint what to use instead.
 _ELSEWHERE = {
     "feed_dict": 'net = rl.tf1.graph(session, inputs={"x": placeholder}, outputs={"y": tensor}, loss=loss, '
     "targets=labels, feed={keep_prob: 1.0}) says once what is fed to what; then rl.trace(net, x, y)",
@@ -24,19 +24,19 @@ _ELSEWHERE = {
 
 
 def checked(**table: Check) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check every argument that a caller gives, by the table, before the function runs; defaults need no check.
+    """Decorate a function so that a table of checks validates and converts its arguments; defaults are not checked.
 
     Parameters
     ----------
     **table
-        A check for each parameter. What collects further keywords (``**line``) has none.
+        A check for each parameter, except one that collects further keywords (``**line``).
 
     Raises
     ------
     CallError
-        At the call, for an argument that the function does not have, or a missing one.
+        At the call, for an unknown argument or a missing one.
     InputError
-        At the call, for a value that its check refuses.
+        At the call, for a value that does not pass its check.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

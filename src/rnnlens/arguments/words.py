@@ -1,4 +1,4 @@
-"""Checks of numbers, switches, names and paths: each takes the name of an argument and what was given for it."""
+"""Checks of numbers, switches, names and paths: functions of an argument's name and its value."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ..errors import FileError, InputError, RnnlensError, did_you_mean, message,
 from ..settings import parse_memory
 from .door import Check
 
-#: More names or steps than any model or sequence has: an endless iterator is not read further.
+#: Most items that are read from an iterator, which may be endless.
 MOST = 1_000_000
-#: The longest name of a file that common file systems take.
+#: Longest file name that common file systems accept.
 _LONGEST_NAME = 255
 
 
 def anything(name: str, value: Any) -> Any:
-    """No check here: the function looks at it itself, first of all."""
+    """Return any value unchanged, for an argument that the function checks itself."""
     return value
 
 
 def switch(name: str, value: Any) -> bool:
-    """True or False, also NumPy's."""
+    """Check that ``value`` is True or False, of Python or NumPy, and return a Python bool."""
     if not isinstance(value, bool | np.bool_):
         raise InputError(message(f"{name}= is a switch.", got=shown(value), expected="True or False"))
     return bool(value)
 
 
 def one_of(*words: str) -> Check:
-    """One of a few words."""
+    """Return a check that accepts only the given words."""
 
     def check(name: str, value: Any) -> str:
         if not isinstance(value, str) or value not in words:
@@ -45,7 +45,7 @@ def one_of(*words: str) -> Check:
 
 
 def whole(*, least: int | None = None, most: int | None = None) -> Check:
-    """A whole number; True and False are none."""
+    """Return a check that accepts integers from ``least`` to ``most``, without True and False."""
 
     def check(name: str, value: Any) -> int:
         try:
@@ -64,7 +64,7 @@ def whole(*, least: int | None = None, most: int | None = None) -> Check:
 def number(
     *, least: float = -math.inf, below: float = math.inf, above: float | None = None, what: str = "is a number"
 ) -> Check:
-    """A finite real number, ``least <= number < below`` (or ``above < number``)."""
+    """Return a check that accepts finite real numbers with ``least <= number < below`` and ``number > above``."""
     low = f"{least:g} <= " if math.isfinite(least) else "" if above is None else f"{above:g} < "
     words = f"{low}{{name}}" + (f" < {below:g}" if math.isfinite(below) else "")
 
@@ -83,13 +83,13 @@ def number(
 
 
 def as_name(value: Any) -> Any:
-    """The name of a tensor of a graph, for that tensor itself; anything else as it is."""
+    """Return the name of a TensorFlow graph tensor; return any other value unchanged."""
     named = getattr(value, "name", None)
     return named if isinstance(named, str) and getattr(value, "op", None) is not None else value
 
 
 def text(name: str, value: Any) -> str:
-    """A word that is not empty, or a tensor of a graph, which has one."""
+    """Check that ``value`` is a non-empty string. For a TensorFlow graph tensor, its name is returned."""
     value = as_name(value)
     if not isinstance(value, str) or not value.strip():
         raise InputError(message(f"{name}= is a name.", got=shown(value), expected="a string"))
@@ -97,7 +97,7 @@ def text(name: str, value: Any) -> str:
 
 
 def names(name: str, value: Any) -> str | tuple[str, ...]:
-    """One name, or several: each once, in the order given; an iterator is read here, once."""
+    """Check for one name or several, and return a string, or a tuple without duplicates in the order given."""
     value = as_name(value)
     if isinstance(value, str):
         return text(name, value)
@@ -110,7 +110,7 @@ def names(name: str, value: Any) -> str | tuple[str, ...]:
 
 
 def listed(value: Any, most: int = MOST) -> list[Any] | None:
-    """What an iterable holds; None for what is no list of things, or endless."""
+    """Return the items of an iterable as a list; None for strings, mappings, or more than ``most`` items."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         return None
     try:
@@ -121,21 +121,21 @@ def listed(value: Any, most: int = MOST) -> list[Any] | None:
 
 
 def memory(name: str, value: Any) -> int:
-    """An amount of memory in bytes, or in words."""
+    """Convert an amount of memory, such as ``"2 GiB"`` or a number, to bytes."""
     return parse_memory(value)
 
 
-#: Frameworks take 32 bits.
+#: Check of a random seed; frameworks accept 32 bits.
 seed = whole(least=0, most=2**32 - 1)
 
 
 def seed_or_none(name: str, value: Any) -> int | None:
-    """A seed, or None: the random generators go on from where they are."""
+    """Check a random seed of 32 bits. None is accepted and leaves the random generators unseeded."""
     return None if value is None else seed(name, value)
 
 
 def kept_steps(name: str, value: Any) -> int | slice | list[int]:
-    """Time steps: one, several, or a slice."""
+    """Check time steps: an integer, a non-empty collection of integers, or a slice."""
     whole_number = whole()
     if isinstance(value, slice):
         for part in (value.start, value.stop, value.step):
@@ -155,7 +155,7 @@ def kept_steps(name: str, value: Any) -> int | slice | list[int]:
 
 
 def path(name: str, value: Any) -> str:
-    """The name of a file, as text."""
+    """Check the path of a file, and return it as a string."""
     try:
         found = os.fspath(value)
     except Exception:
@@ -169,7 +169,7 @@ def path(name: str, value: Any) -> str:
 
 
 def loss(name: str, value: Any) -> Any:
-    """A function, what can be called, or the name of a loss; or several of them by output."""
+    """Check a loss: a callable, the name of a loss, or a list or dict of these, one per model output."""
     if isinstance(value, Mapping | list | tuple) and value:
         for part in value.values() if isinstance(value, Mapping) else value:
             if part is not None:
@@ -198,7 +198,7 @@ def _one_loss(name: str, value: Any) -> Any:
 
 
 def class_weights(name: str, value: Any) -> dict[int, float]:
-    """A weight per class: ``{0: 1.0, 1: 5.0}``."""
+    """Check a dict from class index to weight, such as ``{0: 1.0, 1: 5.0}``."""
     if not isinstance(value, Mapping) or not value:
         expected = "a dict from class to weight, such as {0: 1.0, 1: 5.0}"
         raise InputError(message(f"{name}= gives no class a weight.", got=shown(value), expected=expected))
@@ -207,7 +207,7 @@ def class_weights(name: str, value: Any) -> dict[int, float]:
 
 
 def axes_by_name(name: str, value: Any) -> dict[str, Any]:
-    """Something for each of some dimensions: ``{"time": 10, "unit": [0, 1]}``."""
+    """Check a dict with dimension names as keys and any values, such as ``{"time": 10, "unit": [0, 1]}``."""
     if not isinstance(value, Mapping) or not all(isinstance(dim, str) for dim in value):
         expected = 'a dict by dimension, such as {"time": 10, "unit": [0, 1]}'
         raise InputError(message(f"{name}= selects by dimension.", got=shown(value), expected=expected))
@@ -215,7 +215,7 @@ def axes_by_name(name: str, value: Any) -> dict[str, Any]:
 
 
 def either(*checks: Check, expected: str, what: str = "is not understood") -> Check:
-    """What passes one of several checks; the first that it passes decides."""
+    """Return a check that applies several checks in turn, and returns the result of the first that passes."""
 
     def check(name: str, value: Any) -> Any:
         for one in checks:
@@ -229,7 +229,7 @@ def either(*checks: Check, expected: str, what: str = "is not understood") -> Ch
 
 
 def called(name: str, value: Any) -> Any:
-    """A function, or anything else that can be called and is not a class."""
+    """Check that ``value`` is callable and not a class."""
     if not callable(value) or isinstance(value, type):
         raise InputError(message(f"{name}= cannot be called.", got=shown(value), expected="a function"))
     return value

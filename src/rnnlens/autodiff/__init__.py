@@ -1,7 +1,7 @@
-"""The engines that differentiate: one file for each, shared by every framework that runs on it.
+"""Autodiff engines of torch, JAX and TensorFlow, shared by all frameworks that run on them.
 
-``tensors`` finds the engine of a tensor, and the engines that have run here, and loads none. Everything else is reached
-through :func:`engine`, when a model that needs it exists.
+The module ``tensors`` finds the engine of a tensor without importing any engine. The engines themselves are imported by
+:func:`engine`, when a model needs one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ __all__ = ["Engine", "Keep", "LinearisedProgram", "Memo", "Program", "Tap", "as_
 
 @cache
 def engine(name: str, keep: Keep = as_it_is) -> Engine:
-    """The engine of that name: ``"torch"``, ``"jax"`` or ``"tensorflow"``.
+    """Return the engine ``"torch"``, ``"jax"`` or ``"tensorflow"``, importing it on the first call.
 
-    ``keep(old, new)`` carries over to a tensor what a framework attached to the one that it replaces.
+    ``keep(old, new)`` is called when the tensor ``new`` is substituted for ``old``. It returns ``new`` with the data
+    that a framework attached to ``old``, such as a Keras mask.
     """
     found: Engine = getattr(importlib.import_module(f"{__name__}.{name}"), _ENGINES[name])(keep)
     return found

@@ -1,4 +1,4 @@
-"""JAX: taps add a zero to a tensor, and the loss is differentiated with respect to the zeros."""
+"""The JAX engine: each tap adds a zero to a tensor, and programs are differentiated with respect to these zeros."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class JaxEngine:
         self._keep = keep
 
     def to_array(self, tensor: Any) -> Array:
-        """Copy a tensor to NumPy (torch off the CPU: to a torch tensor); halves become float32."""
+        """Copy a tensor to NumPy; bfloat16 and float16 become float32."""
         tensor = jnp.asarray(tensor)
         if tensor.dtype in (jnp.bfloat16, jnp.float16):
             tensor = tensor.astype(jnp.float32)
         return np.asarray(tensor)
 
     def like(self, array: Array, other: Array) -> Array:
-        """Convert a NumPy array to the kind of array of ``other``, a result of :meth:`to_array`."""
+        """Return the NumPy array unchanged: results of :meth:`to_array` are always NumPy arrays."""
         del other
         return array
 
@@ -41,16 +41,16 @@ class JaxEngine:
         return np.concatenate(list(arrays))
 
     def own(self, array: Any) -> Any:
-        """Copy an array where the engine would otherwise share memory with the user's."""
-        # JAX on a CPU may use a NumPy array's own memory.
+        """Copy a NumPy array, whose memory JAX could otherwise share; return any other value unchanged."""
+        # JAX on a CPU may share the memory of a NumPy array.
         return np.array(array) if isinstance(array, np.ndarray) else array
 
     def values(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """Return tensors to substitute for the values of variables; None where the program may read them itself."""
+        """Return the tensors to substitute for the values of a program's variables."""
         return list(tensors)
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
-        """Return loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
+        """Return loss, aux and the gradient of the loss for each tap key; zeros where no path leads to the loss."""
         zeros = _zeros(program)
 
         def loss_of(zeros: dict[str, Any]) -> Any:
@@ -60,15 +60,15 @@ class JaxEngine:
         return loss, aux, found
 
     def forward(self, program: Program) -> tuple[Any, Any]:
-        """Return loss and aux, without gradients."""
+        """Run a program without gradients, and return (loss, aux)."""
         return program(lambda key, tensor: tensor)
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
-        """``function`` traced now, compiled unless the same program was; see :class:`Engine`."""
+        """Trace and compile ``function``; an executable of the same trace is taken from ``memo``."""
         return _compiled(function, arguments, memo)
 
     def settings(self) -> Hashable:
-        """Return the engine's own settings that compiled programs depend on."""
+        """Return the JAX settings that compiled programs depend on, such as 64-bit mode."""
         config = jax.config
         return (
             config.jax_enable_x64,
@@ -79,7 +79,7 @@ class JaxEngine:
 
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:
-        """Do nothing: Keras draws from variables on this engine."""
+        """Do nothing: on JAX, Keras keeps random state in its own variables."""
         del seed
         yield
 
@@ -89,16 +89,16 @@ class JaxEngine:
         arguments: Any,
         memo: Memo,
     ) -> Any:
-        """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
+        """Run ``program(arguments, tap) -> (targets, aux)`` once, and return it ready for vector-Jacobian products."""
         return _JaxProgram(program, arguments, memo, self._keep)
 
     def per_step(self, function: Callable[..., Any]) -> _JaxSteps:
-        """The steps of a cell, differentiated."""
+        """Return a cell's step function together with its derivatives."""
         return _JaxSteps(function)
 
 
 def _zeros(program: Callable[[Tap], Any]) -> dict[str, Any]:
-    """A zero of the shape of every tap; the program is traced, not run."""
+    """Return zeros of the shape and dtype of each tapped tensor, by tap key. The program is traced, not run."""
     shapes: dict[str, Any] = {}
 
     def tap(key: str, tensor: Any) -> Any:
@@ -114,7 +114,7 @@ def _adding(zeros: dict[str, Any], keep: Keep) -> Tap:
 
 
 def _compiled(function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
-    """Compile the text that ``function`` lowers to now; equal texts, constants included, are compiled once."""
+    """Lower ``function`` to text and compile it; equal texts, constants included, share one executable."""
     trees: list[Any] = []
 
     def flat(leaves: list[Any]) -> list[Any]:
@@ -124,10 +124,10 @@ def _compiled(function: Callable[..., Any], arguments: Sequence[Any], memo: Memo
         return results
 
     leaves, structure = jax.tree.flatten(tuple(arguments))
-    # Were unused arguments dropped, two programs of different arguments could have one text.
+    # Without keep_unused, programs with different arguments could have the same text.
     lowered = jax.jit(flat, keep_unused=True).lower(leaves)
     text = lowered.as_text()
-    # The text of a call back to Python does not say to which function.
+    # The text of a callback to Python does not identify the function that it calls.
     told = "callback" not in text and not jax.config.jax_use_simplified_jaxpr_constants
     executable = memo.executable(text, lowered.compile) if told else lowered.compile()
     tree = trees[-1]
@@ -135,7 +135,7 @@ def _compiled(function: Callable[..., Any], arguments: Sequence[Any], memo: Memo
 
 
 class _JaxProgram:
-    """``jax.vjp`` of the compiled program; cotangents are pulled back under ``vmap``."""
+    """A compiled program with its ``jax.vjp``; cotangents are pulled back under ``vmap``."""
 
     def __init__(
         self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, memo: Memo, keep: Keep
@@ -163,7 +163,7 @@ class _JaxProgram:
         return {key: found[key] if key in linked else None for key in self._keys}
 
     def _linked(self, names: set[str]) -> set[str]:
-        """Taps that lead to any of these targets."""
+        """Return the keys of the taps from which a path leads to any of the targets ``names``."""
         template = {n: _no_cotangent(t.shape, t.dtype) for n, t in self.targets.items()}
         return linked_outputs(lambda cotangents: self._pull(cotangents)[0], template, names)
 
@@ -179,7 +179,7 @@ def _no_cotangent(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 class _JaxSteps:
-    """A step function and its derivatives, each compiled once."""
+    """A cell's step function and its derivatives, each compiled once."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.step = jax.jit(function)
@@ -189,7 +189,10 @@ class _JaxSteps:
         self.jacobian = jax.jit(self._jacobian)
 
     def _produced_by(self, inputs: Any, cotangents: Any) -> Any:
-        """Pull cotangents back to zeros that are added to each new state where the program computes it."""
+        """Pull cotangents of (output, new states) back to each new state where the step computes it.
+
+        The sources are zeros added to the new states within the program.
+        """
         leaves, tree = jax.tree.flatten(inputs)
         closed = jax.make_jaxpr(lambda *given: self._function(*jax.tree.unflatten(tree, given)))(*leaves)
 
@@ -211,18 +214,18 @@ class _JaxSteps:
         value, pull = jax.vjp(stacked, jnp.concatenate(states, axis=-1), x)
         n, size = value.shape
         rows = jnp.broadcast_to(jnp.eye(size, dtype=value.dtype)[:, None, :], (size, n, size))
-        # Samples do not mix within a step, so one cotangent per output serves all of them.
+        # Samples do not mix within a step, so all samples share one unit cotangent per output.
         by_state, by_input = jax.vmap(pull)(rows)
         return jnp.moveaxis(by_state, 0, 1), jnp.moveaxis(by_input, 0, 1)
 
 
-# Programs as text (jaxpr): which results depend on which arguments, and the same program with results moved.
+# Analysis of jaxprs: which results depend on which arguments; running a jaxpr with values added to its results.
 
 
 def linked_outputs(function: Callable[[Any], Mapping[str, Any]], template: Any, names: set[str]) -> set[str]:
     """Return the keys of ``function(template)`` that depend on the entries ``names`` of its dictionary argument.
 
-    Meant for pull backs, in which JAX leaves out whatever has no path: what remains is linked.
+    ``function`` is a pull-back: JAX omits operations without a path, so dependence in its jaxpr means a path.
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(template)
     leaves = jax.tree_util.tree_flatten_with_path(template)[0]
@@ -233,9 +236,10 @@ def linked_outputs(function: Callable[[Any], Mapping[str, Any]], template: Any, 
 
 
 def with_outputs_moved(closed: Any, arguments: Sequence[Any], moves: Mapping[int, Any]) -> list[Any]:
-    """Run a program in which some results, by index, are moved where they are computed.
+    """Run a jaxpr, adding ``moves[i]`` to result ``i`` where it is computed.
 
-    What the program computes from them moves along. A result that is one of its arguments is moved at the end only.
+    Values computed from a moved result change with it. A result that is an argument of the program is moved only when
+    it is returned.
     """
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = {}
@@ -276,7 +280,7 @@ def _reach(jaxpr: Any, marked: list[bool]) -> list[bool]:
 
 
 def _through(equation: Any, incoming: list[bool]) -> list[bool]:
-    """Return which results of one operation depend on marked arguments: exact for calls and loops, else all."""
+    """Return which results of an equation depend on marked arguments: exact for calls and loops, else all or none."""
     inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
     inner = getattr(inner, "jaxpr", inner)
     count = len(equation.outvars)

@@ -1,4 +1,4 @@
-"""The interface of an engine: differentiation, compilation, arrays."""
+"""The interface of an autodiff engine: differentiation, compilation, arrays."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any, Protocol, TypeVar
 from .. import settings
 from ..typing import Array
 
-#: ``tap(key, tensor)`` returns the tensor to go on with; the loss is differentiated with respect to it.
+#: ``tap(key, tensor)`` returns the tensor with which the program continues; it is a source of differentiation.
 Tap = Callable[[str, Any], Any]
-#: A program runs the model once, tapping as it goes, and returns (loss or None, everything else of interest).
+#: ``program(tap)`` runs the model once, calls ``tap`` at each boundary, and returns (loss or None, aux).
 Program = Callable[[Tap], tuple[Any, Any]]
-#: ``keep(old, new)`` returns the new tensor, with what a framework attached to the old one.
+#: ``keep(old, new)`` returns the new tensor with the data that a framework attached to the old one.
 Keep = Callable[[Any, Any], Any]
 T = TypeVar("T")
 
 
 def as_it_is(old: Any, new: Any) -> Any:
-    """Return the new tensor unchanged, where nothing is attached to tensors."""
+    """Return the new tensor unchanged: the default where frameworks attach nothing to tensors."""
     del old
     return new
 
 
 class Memo:
-    """Results and executables that are kept for one question about a model.
+    """Cache for repeated runs of one request on a model: intermediate results and compiled executables.
 
-    One memo serves every run of a question that depends on nothing outside; a question that may have changed gets a
-    new one each time, which shares no more than ``executables``: what was compiled, by the trace it was compiled from.
+    If a request depends only on its arguments, all of its runs share one memo. Otherwise each run has a new memo, which
+    shares only ``executables``, keyed by the hash of the trace that they were compiled from.
     """
 
     def __init__(self, executables: dict[bytes, Any] | None = None) -> None:
@@ -37,14 +37,17 @@ class Memo:
         self._made: dict[Any, Any] = {}
 
     def once(self, name: Any, make: Callable[[], T]) -> T:
-        """Return the result that ``make`` returned at the first call under this name."""
+        """Return the cached result under this name; the first call computes it with ``make``."""
         if name not in self._made:
             self._made[name] = make()
         found: T = self._made[name]
         return found
 
     def executable(self, trace: str, make: Callable[[], T]) -> T:
-        """Return the executable compiled from exactly this trace, or compile it; the least recently used is dropped."""
+        """Return the executable compiled from exactly this trace, or compile it with ``make``.
+
+        If the cache is full, the least recently used executable is dropped.
+        """
         key = hashlib.sha256(trace.encode()).digest()
         found: T = self.executables.pop(key) if key in self.executables else make()
         while len(self.executables) >= settings.current().compiled:
@@ -54,24 +57,24 @@ class Memo:
 
 
 class LinearisedProgram(Protocol):
-    """A program that was run once and can be differentiated many times."""
+    """A program that was run once and can be differentiated many times, with its ``targets`` and ``aux``."""
 
     aux: Any
     targets: Mapping[str, Any]
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
-        """Pull K cotangents per target, stacked along a first axis, to K gradients per tapped key; None: no path."""
+        """Pull K cotangents per target (K, ...) back to K gradients per tap key; None where no path leads."""
 
 
 class Engine(Protocol):
-    """The operations of an engine that adapters use: differentiation, compilation, arrays."""
+    """An autodiff engine, as adapters use it: differentiation, compilation, arrays."""
 
     name: str
-    #: Whether :meth:`compile` does anything.
+    #: Whether :meth:`compile` compiles; False if it returns the function itself.
     compiles: bool
 
     def to_array(self, tensor: Any) -> Array:
-        """Copy a tensor to NumPy (torch off the CPU: to a torch tensor); halves become float32."""
+        """Copy a tensor to NumPy, or for torch off the CPU to a torch tensor; bfloat16 and float16 become float32."""
 
     def like(self, array: Array, other: Array) -> Array:
         """Convert a NumPy array to the kind of array of ``other``, a result of :meth:`to_array`."""
@@ -80,29 +83,32 @@ class Engine(Protocol):
         """Concatenate results of :meth:`to_array` along their first axis."""
 
     def own(self, array: Any) -> Any:
-        """Copy an array where the engine would otherwise share memory with the user's."""
+        """Copy an array if the engine would otherwise share its memory with the user's."""
 
     def values(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """Return tensors to substitute for the values of variables; None where the program may read them itself."""
+        """Return tensors to substitute for the values of variables.
+
+        None if the program may read the variables itself.
+        """
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
-        """Return loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
+        """Return loss, aux and the gradient of the loss for each tap key; zeros where no path leads to the loss."""
 
     def forward(self, program: Program) -> tuple[Any, Any]:
-        """Return loss and aux, without gradients."""
+        """Run a program without gradients, and return (loss, aux)."""
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
-        """Trace ``function`` now, for trees of tensors of the structure, shapes and dtypes of ``arguments``.
+        """Trace ``function`` for arguments of these structures, shapes and dtypes, and return the compiled function.
 
-        What was compiled before is taken from ``memo.executables`` only where the trace is the same to the last
-        constant, so that nothing which ``function`` reads from outside can be out of date.
+        An executable is reused from ``memo.executables`` only if its trace is identical, constants included. Values
+        that ``function`` reads from outside are therefore never out of date.
         """
 
     def settings(self) -> Hashable:
         """Return the engine's own settings that compiled programs depend on."""
 
     def preserved(self, seed: int | None = None) -> AbstractContextManager[None]:
-        """Restore process-wide random generators on exit, after seeding them where a seed is given."""
+        """Restore process-wide random generators on exit, after seeding them if a seed is given."""
 
     def linearise(
         self,
@@ -110,17 +116,17 @@ class Engine(Protocol):
         arguments: Any,
         memo: Memo,
     ) -> LinearisedProgram:
-        """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
+        """Run ``program(arguments, tap) -> (targets, aux)`` once, and return it ready for vector-Jacobian products."""
 
     def per_step(self, function: Callable[..., Any]) -> PerStep:
-        """The steps of a cell, a pure function ``(x, states, weights) -> (output, new states)``, differentiated."""
+        """Return the derivatives of a cell's step, a pure function ``(x, states, weights) -> (output, new states)``."""
 
 
 class PerStep(Protocol):
-    """A step of many rows at once, and its derivatives; rows do not depend on each other."""
+    """A cell's step on a batch of rows (n, size), and its derivatives; rows do not depend on each other."""
 
     def step(self, x: Any, states: Any, weights: Any) -> Any:
-        """Compute output and new states."""
+        """Compute (output, new states) of one step."""
 
     def vjp(self, inputs: Any, cotangents: Any) -> Any:
         """Pull cotangents of (output, new states) back to (x, states, weights), zeros where no path leads."""
@@ -129,4 +135,4 @@ class PerStep(Protocol):
         """Pull cotangents of (output, new states) back to each new state where the step computes it."""
 
     def jacobian(self, inputs: Any) -> Any:
-        """Return rows of [new states, output], (n, rows, size), by the states side by side and by the input."""
+        """Return Jacobians (n, rows, size) of [new states, output]: by the concatenated states, and by the input."""

@@ -1,4 +1,4 @@
-"""TensorFlow: taps are identities that a tape watches."""
+"""The TensorFlow engine: each tap is an identity operation whose output a gradient tape watches."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class TensorFlowEngine:
         self._keep = keep
 
     def to_array(self, tensor: Any) -> Array:
-        """Copy a tensor to NumPy (torch off the CPU: to a torch tensor); halves become float32."""
+        """Convert a tensor to NumPy, sharing its buffer; bfloat16 and float16 become float32."""
         tensor = tf.convert_to_tensor(tensor)
         if tensor.dtype in (tf.bfloat16, tf.float16):
             tensor = tf.cast(tensor, tf.float32)
-        # Shares the buffer, which nothing else holds once the run is over; .numpy() would copy it.
+        # np.asarray shares the buffer, which has no other user after the run; .numpy() would copy it.
         return np.asarray(tensor)
 
     def like(self, array: Array, other: Array) -> Array:
-        """Convert a NumPy array to the kind of array of ``other``, a result of :meth:`to_array`."""
+        """Return the NumPy array unchanged: results of :meth:`to_array` are always NumPy arrays."""
         del other
         return array
 
@@ -40,16 +40,16 @@ class TensorFlowEngine:
         return np.concatenate(list(arrays))
 
     def own(self, array: Any) -> Any:
-        """Copy an array where the engine would otherwise share memory with the user's."""
+        """Return the array unchanged: TensorFlow copies what it converts."""
         return array
 
     def values(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """Return tensors to substitute for the values of variables; None where the program may read them itself."""
+        """Return None: programs may read TensorFlow variables themselves."""
         del tensors
         return None
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
-        """Return loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
+        """Return loss, aux and the gradient of the loss for each tap key; zeros where no path leads to the loss."""
         points: dict[str, Any] = {}
         with tf.GradientTape(watch_accessed_variables=False) as tape:
 
@@ -63,21 +63,21 @@ class TensorFlowEngine:
         return loss, aux, {key: tf.convert_to_tensor(g) for key, g in found.items()}
 
     def forward(self, program: Program) -> tuple[Any, Any]:
-        """Return loss and aux, without gradients."""
+        """Run a program without gradients, and return (loss, aux)."""
         return program(lambda key, tensor: tensor)
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
-        """``function`` traced now; see :class:`Engine`."""
-        del memo  # a graph costs its tracing, which is to be done anew in any case
+        """Trace ``function`` into a graph for arguments of these structures, shapes and dtypes."""
+        del memo  # the cost is in the tracing, which has to be repeated in any case
         return _graph(function, arguments)
 
     def settings(self) -> Hashable:
-        """Return the engine's own settings that compiled programs depend on."""
+        """Return an empty tuple: compiled programs depend on no setting."""
         return ()
 
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:
-        """Do nothing: Keras draws from variables on this engine."""
+        """Do nothing: on TensorFlow, Keras keeps random state in its own variables."""
         del seed
         yield
 
@@ -87,23 +87,23 @@ class TensorFlowEngine:
         arguments: Any,
         memo: Memo,
     ) -> Any:
-        """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
+        """Run ``program(arguments, tap) -> (targets, aux)`` once, and return it ready for vector-Jacobian products."""
         return _TensorFlowProgram(program, arguments, memo, self._keep)
 
     def per_step(self, function: Callable[..., Any]) -> _TensorFlowSteps:
-        """The steps of a cell, differentiated."""
+        """Return a cell's step function together with its derivatives."""
         return _TensorFlowSteps(function)
 
 
 def _graph(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
-    """Trace ``function`` into one graph, for arguments of these shapes and dtypes; it is never traced again."""
+    """Trace ``function`` once into a graph for arguments of these shapes and dtypes; return it as a function."""
     absent = tf.nest.map_structure(lambda leaf: leaf is None, arguments)
 
     def flat(leaves: list[Any]) -> Any:
         return function(*_filled(absent, leaves))
 
-    # No autograph: Keras layers do not need it, and the user's exceptions keep their text. A function that is called,
-    # rather than asked for its graph, would tell the user that it is traced too often.
+    # No autograph: Keras layers do not need it, and it changes the text of user exceptions. A concrete function avoids
+    # TensorFlow's warning about frequent retracing.
     graph = tf.function(flat, autograph=False).get_concrete_function(_tensors(arguments))
     return lambda *given: graph(_tensors(given))
 
@@ -113,15 +113,15 @@ def _tensors(tree: Any) -> list[Any]:
 
 
 def _filled(absent: Any, leaves: list[Any]) -> Any:
-    """A tree of these tensors, in the order of :func:`_tensors`; None where there is none."""
+    """Rebuild a tree from its tensors, in the order of :func:`_tensors`, with None where ``absent`` is True."""
     rest = iter(leaves)
     return tf.nest.map_structure(lambda none: None if none else next(rest), absent)
 
 
 class _TensorFlowProgram:
-    """The compiled forward pass under a tape, its taps turned into inputs by adding zeros to them.
+    """A compiled forward pass under a persistent tape; its sources are zeros that the taps add to tensors.
 
-    One run forward; every pull back runs the compiled backward half.
+    The forward pass runs once; each pull-back runs the compiled backward pass.
     """
 
     def __init__(
@@ -145,16 +145,16 @@ class _TensorFlowProgram:
             return _gradients(inner, targets, {**zeros, **variables}, cotangents)
 
         self._pull_inside: Callable[[Any], Any] = lambda given: _graph(pulled, (zeros, given))(zeros, given)
-        #: Makes the context in which the program may be traced once more; set by the adapter.
+        #: Returns the context manager in which the program may be traced again; set by the adapter.
         self.tracing: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @staticmethod
     def _probe(
         program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, keep: Keep
     ) -> tuple[Any, Any, Any]:
-        """Shapes of the taps or the variables tapped, and for each target the taps that lead to it.
+        """Return the shapes of tapped tensors, the tapped variables, and per target the taps with a path to it.
 
-        Traces a graph and never runs it.
+        The graph is traced, not run.
         """
         shapes: dict[str, Any] = {}
         variables: dict[str, Any] = {}
@@ -192,7 +192,7 @@ class _TensorFlowProgram:
             try:
                 found = _gradients(self._tape, self.targets, sources, given)
             except tf.errors.NotFoundError:
-                # TensorFlow has no gradient of a graph that holds some nested loops (CTC), but one within the graph.
+                # For some nested loops (CTC) TensorFlow differentiates only inside the graph, not a compiled graph.
                 with self.tracing():
                     found = self._pull_inside(given)
             rows.append({key: tf.convert_to_tensor(found[key]).numpy() for key in sources})
@@ -213,7 +213,10 @@ def _gradients(
 
 
 def _point(tensor: Any, keep: Keep) -> tuple[Any, Any]:
-    """Return (the tensor that a tape watches, the tensor to go on with); a variable is watched itself."""
+    """Return the tensor that a tape watches, and the tensor with which the program continues.
+
+    A variable is watched itself.
+    """
     if isinstance(tensor, tf.Variable):
         return tensor, tf.convert_to_tensor(tensor)
     new = keep(tensor, tf.identity(tensor))
@@ -221,14 +224,14 @@ def _point(tensor: Any, keep: Keep) -> tuple[Any, Any]:
 
 
 def _traced_quietly(function: Callable[..., Any]) -> Any:
-    """A ``tf.function`` that does not tell the user how often it is traced: once per cell and call, as it has to be."""
+    """Return a ``tf.function`` without TensorFlow's warning about frequent retracing."""
     traced = tf.function(function, autograph=False, reduce_retracing=True)
     traced._omit_frequent_tracing_warning = True
     return traced
 
 
 class _TensorFlowSteps:
-    """A step function and its derivatives, each compiled once."""
+    """A cell's step function and its derivatives, each compiled once."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.step = _traced_quietly(function)
@@ -242,7 +245,7 @@ class _TensorFlowSteps:
         return self._pull(inputs, cotangents)
 
     def produced(self, inputs: Any, cotangents: Any) -> Any:
-        """Pull cotangents back to each new state where it is computed."""
+        """Pull cotangents of (output, new states) back to each new state where the step computes it."""
         return self._produced(inputs, cotangents)
 
     def _produced_by(self, inputs: Any, cotangents: Any) -> Any:
@@ -259,7 +262,7 @@ class _TensorFlowSteps:
         return [tf.convert_to_tensor(g) for g in found]
 
     def jacobian(self, inputs: Any) -> Any:
-        """Return rows of [new states, output] by states and by input."""
+        """Return Jacobians (n, rows, size) of [new states, output]: by the concatenated states, and by the input."""
         return self._rows(inputs)
 
     def _vjp(self, inputs: Any, cotangents: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Arrays of any library in NumPy, and in each other's kind: the one place that tells whose tensor something is.
+"""Conversion between the tensors of torch, TensorFlow, JAX and NumPy arrays, without importing a framework.
 
-An engine is asked only where the user has loaded it; whatever is no tensor of an engine is NumPy's to read.
+A framework is used only if it is already imported; all other values are converted by NumPy.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 
 from ..typing import Array
 
-#: By engine, the classes of its tensors.
+#: Tensor classes of each engine.
 _TENSORS = {
     "torch": ("Tensor",),
     "tensorflow": ("Tensor", "Variable", "RaggedTensor", "SparseTensor"),
     "jax": ("Array",),
 }
 
-#: Dtypes that NumPy has not, and what they become.
+#: Dtypes that NumPy does not have, and the dtypes they are converted to.
 _WIDENED = {"bfloat16": "float32"}
 
 
 def engine_of(value: Any) -> str | None:
-    """Return the engine whose tensor this is; None for NumPy's arrays and everything else."""
+    """Return the name of the engine that a tensor belongs to; None for NumPy arrays and everything else."""
     if isinstance(value, np.ndarray):
         return None
     for engine, names in _TENSORS.items():
@@ -38,9 +38,9 @@ def engine_of(value: Any) -> str | None:
 
 
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:
-    """Convert any array to NumPy: also one that requires grad, lies on a device, or is in bfloat16 (then float32).
+    """Convert any array to NumPy, also one that requires grad or lies on a device; bfloat16 becomes float32.
 
-    Shares memory where that can be.
+    Memory is shared where possible.
     """
     if engine_of(value) == "torch":
         return _torch().to_numpy(value)  # type: ignore[no-any-return]
@@ -49,7 +49,7 @@ def to_numpy(value: Any) -> np.ndarray[Any, Any]:
 
 
 def shared(value: Any) -> np.ndarray[Any, Any] | None:
-    """Return the NumPy array that shares memory with a tensor on the CPU; None for anything else."""
+    """Return the NumPy array that shares memory with a torch tensor on the CPU; None for anything else."""
     if engine_of(value) != "torch" or value.device.type != "cpu":
         return None
     array: np.ndarray[Any, Any] = value.numpy()
@@ -66,7 +66,7 @@ def like(array: Any, reference: Any) -> Array:
 
 
 def join(parts: Sequence[Any], axis: int) -> Array:
-    """Concatenate arrays of one kind."""
+    """Concatenate arrays of one library along an axis."""
     if engine_of(parts[0]) == "torch":
         return _torch().join(parts, axis)
     return np.concatenate([np.asarray(part) for part in parts], axis=axis)
@@ -80,7 +80,7 @@ def repeated(row: Any, count: int) -> Array:
 
 
 def dtype_name(value: Any) -> str:
-    """Return the name of an array's dtype without that of its library."""
+    """Return the name of an array's dtype without its library's prefix, such as "float32"."""
     dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
     return str(getattr(dtype, "name", dtype)).rpartition(".")[2]
 
@@ -90,9 +90,10 @@ def _torch() -> Any:
 
 
 def running_engines() -> set[str]:
-    """Return the engines that have run in this process, without loading any; torch does not show whether it has run.
+    """Return the names of the engines, of JAX and TensorFlow, that have already run in this process.
 
-    An engine that has run holds threads, which a forked process loses and waits for endlessly.
+    An engine that has run has threads; a forked process lacks them and would wait for them forever. Torch is not
+    included, because it does not show whether it has run.
     """
     found = set()
     bridge = sys.modules.get("jax._src.xla_bridge")
@@ -105,5 +106,5 @@ def running_engines() -> set[str]:
 
 
 def needs_no_threads(engine: str) -> bool:
-    """Return whether an engine computes in the calling thread alone, as torch in the workers of its data loaders."""
+    """Return whether an engine computes in the calling thread alone: torch set to one thread."""
     return engine == "torch" and sys.modules["torch"].get_num_threads() == 1

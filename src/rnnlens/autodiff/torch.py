@@ -1,4 +1,4 @@
-"""torch: taps are nodes of their own in the autograd graph; the user's parameters are never touched."""
+"""The torch engine: each tap is a node of its own in the autograd graph; the user's parameters are never changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .protocol import Keep, Memo, Program, Tap, as_it_is
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A NumPy array, of bfloat16 one in float32; it shares the memory of a tensor on the CPU."""
+    """Convert a tensor to NumPy, sharing memory on the CPU; bfloat16 becomes float32."""
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.float()
@@ -23,12 +23,12 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def like(array: Any, reference: torch.Tensor) -> torch.Tensor:
-    """An array or tensor of the kind, dtype and device of another."""
+    """Convert an array or a tensor to a tensor with the dtype and device of ``reference``."""
     return array.to(reference) if isinstance(array, torch.Tensor) else reference.new_tensor(np.asarray(array))
 
 
 def join(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
-    """Concatenate tensors, detached from the graph."""
+    """Concatenate tensors along an axis, detached from the graph."""
     return torch.cat([part.detach() for part in parts], dim=axis)
 
 
@@ -38,7 +38,10 @@ def pulled(
     cotangents: Sequence[torch.Tensor] | None = None,
     **options: Any,
 ) -> list[torch.Tensor | None]:
-    """Pull cotangents of targets (of scalars: 1) back to one gradient per source; None where no path leads."""
+    """Pull cotangents of targets back to one gradient per source.
+
+    None where no path leads. Without cotangents the targets are scalars, and their cotangents are 1.
+    """
     live = [i for i, target in enumerate(targets) if target.requires_grad]
     if not live or not sources:
         return [None] * len(sources)
@@ -47,9 +50,9 @@ def pulled(
 
 
 class PullMany:
-    """Pull-back of K cotangents per target to K gradients per source: batched unless an operation cannot be.
+    """Vector-Jacobian products of K cotangents per target at once, or one by one if an operation cannot be batched.
 
-    The graph is kept.
+    The autograd graph is retained.
     """
 
     def __init__(self) -> None:
@@ -58,7 +61,7 @@ class PullMany:
     def __call__(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Pull cotangents back; they and the gradients have one leading axis K."""
+        """Pull cotangents (K, ...) back to one gradient (K, ...) per source; None where no path leads."""
         count = len(cotangents[0])
         if self._batched and count > 1:
             try:
@@ -79,7 +82,7 @@ class TorchEngine:
         self._keep = keep
 
     def to_array(self, tensor: Any) -> Array:
-        """Copy a tensor to NumPy (torch off the CPU: to a torch tensor); halves become float32."""
+        """Convert a tensor to NumPy, or off the CPU detach it; bfloat16 and float16 become float32."""
         tensor = torch.as_tensor(tensor).detach()
         if tensor.dtype in (torch.bfloat16, torch.float16):
             tensor = tensor.to(torch.float32)
@@ -94,18 +97,18 @@ class TorchEngine:
         return torch.cat(list(arrays)) if isinstance(arrays[0], torch.Tensor) else np.concatenate(list(arrays))
 
     def own(self, array: Any) -> Any:
-        """Copy an array where the engine would otherwise share memory with the user's."""
+        """Copy an array or a tensor, whose memory torch could otherwise share with the user's."""
         if isinstance(array, torch.Tensor):
             return array.detach().clone()
         return np.array(array)
 
     def values(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """Return tensors to substitute for the values of variables; None where the program may read them itself."""
-        # Detached twins share memory with the parameters and leave requires_grad and grad alone.
+        """Return detached tensors to substitute for the values of a program's variables."""
+        # Detached tensors share memory with the parameters, whose requires_grad and grad do not change.
         return [tensor.detach() for tensor in tensors]
 
     def gradients(self, program: Program) -> tuple[Any, Any, dict[str, Any]]:
-        """Return loss, aux and the gradient of the loss with respect to every tap (zeros where there is no path)."""
+        """Return loss, aux and the gradient of the loss for each tap key; zeros where no path leads to the loss."""
         points: dict[str, Any] = {}
         with torch.enable_grad():
             loss, aux = program(_tapping(points, self._keep))
@@ -114,7 +117,7 @@ class TorchEngine:
         return loss.detach(), aux, dict(zip(points, zeros, strict=True))
 
     def forward(self, program: Program) -> tuple[Any, Any]:
-        """Return loss and aux, without gradients."""
+        """Run a program without gradients, and return (loss, aux)."""
         with torch.no_grad():
             return program(lambda key, tensor: tensor)
 
@@ -124,12 +127,15 @@ class TorchEngine:
         return function
 
     def settings(self) -> Hashable:
-        """Return the engine's own settings that compiled programs depend on."""
+        """Return an empty tuple: nothing is compiled."""
         return ()
 
     @contextmanager
     def preserved(self, seed: int | None = None) -> Iterator[None]:
-        """Restore torch's own generators on exit, from which Keras' unseeded dropout draws."""
+        """Restore torch's random generators on exit, after seeding them if a seed is given.
+
+        On torch, Keras' dropout without a seed draws from them.
+        """
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=list(devices)):
             if seed is not None:
@@ -142,19 +148,19 @@ class TorchEngine:
         arguments: Any,
         memo: Memo,
     ) -> Any:
-        """Run ``program(arguments, tap) -> (targets, aux)``, and keep what is needed to differentiate it."""
+        """Run ``program(arguments, tap) -> (targets, aux)`` once, and return it ready for vector-Jacobian products."""
         del memo  # nothing is compiled
         return _TorchProgram(program, arguments, self._keep)
 
     def per_step(self, function: Callable[..., Any]) -> _TorchSteps:
-        """The steps of a cell, differentiated."""
+        """Return a cell's step function together with its derivatives."""
         return _TorchSteps(function)
 
 
 def set_seed(seed: int) -> None:
-    """Seed torch's generators; that of the CPU alone where there is no other device.
+    """Seed torch's random generators: only the CPU's if there is no accelerator.
 
-    ``torch.manual_seed`` notes the whole call stack for devices that it has not met yet, a millisecond each time.
+    ``torch.manual_seed`` would take a millisecond more, because it records the call stack for uninitialised devices.
     """
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
@@ -164,7 +170,7 @@ def set_seed(seed: int) -> None:
 
 def _tapping(points: dict[str, Any], keep: Keep) -> Tap:
     def tap(key: str, tensor: Any) -> Any:
-        # view_as gives a tensor that the graph knows apart, also where the same tensor is tapped twice.
+        # view_as creates a new node of the graph, so that a tensor can be tapped twice under different keys.
         point = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
         points[key] = keep(tensor, point)
         return points[key]
@@ -173,7 +179,7 @@ def _tapping(points: dict[str, Any], keep: Keep) -> Tap:
 
 
 class _TorchProgram:
-    """The autograd graph of one run, kept until this object goes."""
+    """A program run once, with its autograd graph, which lives as long as this object."""
 
     def __init__(self, program: Callable[[Any, Tap], tuple[dict[str, Any], Any]], arguments: Any, keep: Keep) -> None:
         self._points: dict[str, Any] = {}
@@ -192,13 +198,13 @@ class _TorchProgram:
 
 
 class _TorchSteps:
-    """A step function and its derivatives."""
+    """A cell's step function and its derivatives."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def step(self, x: Any, states: Any, weights: Any) -> Any:
-        """Compute output and new states."""
+        """Compute (output, new states) of one step, without gradients."""
         with torch.no_grad():
             return self._function(x, states, weights)
 
@@ -215,7 +221,7 @@ class _TorchSteps:
         return filled[0], filled[1 : 1 + count], dict(zip(weights, filled[1 + count :], strict=True))
 
     def produced(self, inputs: Any, cotangents: Any) -> Any:
-        """Pull cotangents back to each new state at its own node of the graph."""
+        """Pull cotangents of (output, new states) back to each new state where the step computes it."""
         x, states, weights = inputs
         leaves = [t.detach().requires_grad_() for t in (x, *states)]
         with torch.enable_grad():
@@ -230,7 +236,7 @@ class _TorchSteps:
         return pulled(targets, [state], given, retain_graph=True)[0]
 
     def jacobian(self, inputs: Any) -> Any:
-        """Return rows of [new states, output] by states and by input."""
+        """Return Jacobians (n, rows, size) of [new states, output]: by the concatenated states, and by the input."""
         x, states, weights = inputs
         sizes = [s.shape[-1] for s in states]
         x = x.detach().requires_grad_()
@@ -242,9 +248,12 @@ class _TorchSteps:
 
 
 def rows_of(stacked: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The Jacobian of (n, rows) by each source (n, size): (n, rows, size). Rows along n do not depend on each other."""
+    """Return the Jacobians (n, rows, size) of ``stacked`` (n, rows) by each source (n, size).
+
+    Entries along n must not depend on each other.
+    """
     n, count = stacked.shape
-    # Samples do not mix within a step, so one cotangent for each row of the Jacobian serves all of them.
+    # Samples do not mix within a step, so all samples share one unit cotangent per row of the Jacobian.
     eye = torch.eye(count, dtype=stacked.dtype, device=stacked.device)[:, None, :].expand(count, n, count)
     found = PullMany()([stacked], sources, [eye])
     return [

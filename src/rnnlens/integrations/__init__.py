@@ -1,1 +1,1 @@
-"""What the users of one framework need beside the verbs: one room each, loaded when it is first asked for."""
+"""Public names for users of a single framework: one module per framework, imported on first use."""

@@ -1,4 +1,4 @@
-"""``rl.keras``: what only Keras users need: a callback of ``fit`` that follows training.
+"""``rl.keras``: a callback of Keras' ``fit`` that records gradients and states during training.
 
 >>> import rnnlens as rl  # doctest: +SKIP
 >>> model.fit(x, y, callbacks=[rl.keras.Watch("runs/a.zarr", probe=(xv, yv), every=50)])  # doctest: +SKIP
@@ -44,14 +44,14 @@ from ..tracking.watch_arguments import Every, Schedule, at_the_door, listed, qua
 
 __all__ = ["Watch"]
 
-#: How far above a callback the list of callbacks may be.
+#: Number of stack frames above a callback that are searched for the list of callbacks.
 _DEPTH = 6
-#: Note of the first record of a model whose first batch made its weights.
+#: Note of the first record of a model whose weights are created by its first batch.
 BEGUN_LATE = "The weights of this model did not exist before its first batch: records begin after that."
 
 
 class _Callback:
-    """All that ``fit`` calls on a callback, doing nothing: of Keras 3 and of ``tf_keras``, without loading either."""
+    """Base class with the callback interface of Keras 3 and ``tf_keras``; imports neither. All hooks do nothing."""
 
     async_safe = False
     _supports_tf_logs = True
@@ -61,11 +61,11 @@ class _Callback:
         self.params: dict[str, Any] = {}
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """How ``fit`` was called: epochs, steps."""
+        """Store the parameters of ``fit``, such as the number of epochs and steps."""
         self.params = params
 
     def set_model(self, model: Any) -> None:
-        """The model that is trained."""
+        """Store the model that ``fit`` trains."""
         self.model = model
 
     def _implements_train_batch_hooks(self) -> bool:
@@ -79,10 +79,10 @@ class _Callback:
 
 
 def _nothing(*arguments: Any, **more: Any) -> None:
-    """A hook that is not used."""
+    """Do nothing: the default of each callback hook."""
 
 
-#: Keras runs steps ahead of its callbacks where no hook is anything but a default one.
+#: Keras runs steps ahead of its callbacks if all hooks are marked as defaults.
 _nothing._is_default = True  # type: ignore[attr-defined]
 
 for _when in ("begin", "end"):
@@ -91,74 +91,76 @@ for _when in ("begin", "end"):
 
 
 class Watch(_Callback):
-    """A callback that follows training: on a probe between the steps, or on the batches that are trained on.
+    """A Keras callback that records gradients and states during training, on a probe or on the training batches.
 
     Parameters
     ----------
     path
-        Where the run is kept, ending in ``.zarr``; :func:`rnnlens.open` reads it, also meanwhile. None keeps nothing on
-        disk: for ``on_batch``, ``latest`` and loggers alone.
+        Folder of the run, ending in ``.zarr``; :func:`rnnlens.open` reads it, also during training. None writes nothing
+        to disk: records are available by ``on_batch``, ``latest`` and loggers only.
     probe
-        ``(x, y)`` or ``(x, y, sample_weight)``: a batch that is not trained on, traced in evaluation mode.
+        ``(x, y)`` or ``(x, y, sample_weight)``: a fixed batch, not used for training, that is traced in evaluation
+        mode.
     every
         When to record: a number of steps, with 0 for never; ``"powers of two"``; or a function ``(step, epoch) ->
         bool``. The probe is recorded before training as well.
     epochs
-        Epochs, from 0, at whose end the probe is recorded as well.
+        Epochs, counted from 0, at the end of which the probe is recorded as well.
     batches
-        When to look at the batch that was just trained on, in the words of ``every``. Unless given: never where there
-        is a probe, otherwise as ``every`` says.
+        When to record the training batch, with the same values as ``every``. By default never if there is a probe,
+        otherwise the value of ``every``.
     on_batch
-        Called with a :class:`TrainedBatch` after each batch that ``batches`` names; ``latest`` holds it as well.
+        Function that is called with a :class:`TrainedBatch` after each batch selected by ``batches``.
     direct
-        Names of layers whose direct gradients are taken from the step itself (TensorFlow; torch that is not compiled):
-        ``batch["lstm"].output_grad`` then runs nothing again. Elsewhere it is computed.
+        Names of layers whose direct gradients are captured in the training step itself (TensorFlow; torch without
+        compilation), so that ``batch["lstm"].output_grad`` needs no further pass. On other engines it is recomputed.
     layers
-        Names of the layers that are recorded; all recurrent ones unless given.
+        Names of the layers to record; all recurrent layers by default.
     keep
-        Quantities that are recorded whole, such as ``"hidden_grad"`` (step, sample, time, unit).
+        Quantities whose full arrays are recorded, such as ``"hidden_grad"`` (step, sample, time, unit).
     loggers
-        More places for the records: a ``SummaryWriter`` of ``tf.summary`` or another, a run of ``wandb`` or ``mlflow``,
-        ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, an object with ``write(record)`` and ``close(reason)``, or a list.
+        Further destinations of the records: a ``SummaryWriter`` of ``tf.summary`` or another, a run of ``wandb`` or
+        ``mlflow``, ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, an object with ``write(record)`` and
+        ``close(reason)``, or a list.
     stop_on
         Findings that end training: ``"exploding"``, ``"vanishing"``, ``"saturated"``. All three are logged once with
-        their step, whether they end it or not; see :mod:`rnnlens.tracking.alerts` for the rule.
+        their step, whether or not they end training; see :mod:`rnnlens.tracking.alerts` for the rule.
     on_nonfinite
         ``"report"``: the first batch whose loss, or whose update, is not finite is written to ``runs/a.nonfinite.nc``
-        with the weights that it met, and where the fault begins is logged. Every batch is then listened to, and the
-        loss of each is read.
+        with the weights from before its step, and the first non-finite quantity is logged. Every batch is then
+        captured, and its loss is read.
     resume
-        Go on with a run that is there; False replaces it.
+        Continue an existing run at ``path``; False replaces it.
     points
-        Most points of a profile over time that are kept; None keeps every step.
+        Maximal number of points stored per profile over time; None stores every step.
 
     Attributes
     ----------
     latest
-        The last batch that was looked at, as a :class:`TrainedBatch`; None before. Callbacks that read it stand behind
-        the watch in the list.
+        Last captured training batch, a :class:`TrainedBatch`; None before the first. Callbacks that read it must come
+        after the watch in the list.
     record
-        The last record.
+        Last record; None before the first.
     gaps
-        What could not be recorded, and why.
+        Records that could not be made, each with the reason.
 
     Raises
     ------
     InputError
-        If an argument is none of those above, does not fit, or would do nothing beside the others.
+        If an argument is unknown, has an invalid value, or would have no effect with the others.
     LayerNotFoundError
         When training begins: if ``layers`` or ``direct`` names a layer that the model does not have.
     UnsupportedError
-        When training begins: if the batches of this model cannot be heard.
+        When training begins: if the training batches of this model cannot be captured.
     FileError
-        When training begins: if something that is no run, or the run of a newer rnnlens, is in the way, another process
-        writes this run, or nothing can be written there.
+        When training begins: if ``path`` exists and is no run, or a run of a newer rnnlens; if another process writes
+        this run; or if ``path`` is not writable.
 
     Warns
     -----
     TrackingWarning
-        At the end, if nothing was recorded, with the reason; once for every cause that kept a record out. Training goes
-        on: no failure of a probe, of the disk or of a logger ends it.
+        At the end, if nothing was recorded, with the reason; once for each cause of failed records. Training continues
+        if a probe, the disk or a logger fails.
     """
 
     @at_the_door
@@ -209,19 +211,19 @@ class Watch(_Callback):
 
     @property
     def record(self) -> TrainingRecord | None:
-        """The last record; None before the first."""
+        """Last record; None before the first."""
         return None if self._recorder is None else self._recorder.latest
 
     @property
     def gaps(self) -> list[Gap]:
-        """What could not be recorded, and why; empty before training."""
+        """Records that could not be made, each with the reason; empty before training."""
         return [] if self._recorder is None else self._recorder.gaps
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Open the run, and record the probe before training."""
+        """Open the run, and record the probe before the first step."""
         if not self._active:
             return
-        self._interrupted()  # a training that an error or Ctrl-C ended, and that is still open
+        self._interrupted()  # closes the run of an earlier training that ended by an error or Ctrl-C
         rank, workers = worker(self.model)
         schedule = self._schedule if self._probe is not None else self._batches
         self._recorder = Recorder([], schedule, rank=rank, alerts=self._alerts)
@@ -233,11 +235,14 @@ class Watch(_Callback):
             self._recorder.abort(type(error).__name__)
             raise
         callbacks = _caller_of("on_train_begin")
-        if callbacks is not None:  # they live as long as this fit runs
+        if callbacks is not None:  # the list of callbacks lives as long as this fit runs
             self._finalizer = weakref.finalize(callbacks, self._interrupted)
 
     def _begin(self) -> None:
-        """Open what is written to, listen, and record the probe before training."""
+        """Open the stores and loggers, attach the capture of training steps, and record the probe before training.
+
+        The last two wait until the model has weights.
+        """
         assert self._recorder is not None
         self._waits = not is_built(self.model)
         if not self._waits:
@@ -249,7 +254,7 @@ class Watch(_Callback):
             self._begin_records()
 
     def _begin_records(self) -> None:
-        """Listen to the step, and record the probe; once the weights of the model exist."""
+        """Attach the capture of training steps, and record the probe; the model must have weights."""
         assert self._recorder is not None
         if not (self._batches.off and not self._reports_asked) and self._recorder.writes:
             self._listening = listen(self.model, self._direct)
@@ -257,7 +262,7 @@ class Watch(_Callback):
             self._record_probe(before=not self._waits)
 
     def _begin_late(self) -> None:
-        """Begin after the first step, which made the weights of the model."""
+        """Start recording after the first step, for a model whose weights are created in that step."""
         assert self._recorder is not None
         try:
             refuse_unknown(self._layers, adapter_for(self.model), self.model)
@@ -267,27 +272,27 @@ class Watch(_Callback):
         self._waits = False
 
     def _interrupted(self) -> None:
-        """Close the run of a training whose end was never announced: an error or Ctrl-C ended it."""
+        """Detach the capture, and close the run as interrupted: training ended without ``on_train_end``."""
         self._stop_listening()
         if self._recorder is not None:
             self._recorder.abort("interrupted")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Which epoch the steps belong to."""
+        """Store the number of the epoch to which the following steps belong."""
         self._epoch, self._in_epoch = epoch, 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Say whether the next execution is to be listened to."""
+        """Decide whether the next execution of the training step is captured."""
         if self._listening is not None:
-            self._due = self._is_due()  # asked once: a schedule that is a function may count, or draw
+            self._due = self._is_due()  # called once: a schedule may be a function with side effects
             self._listening.wanted = self._due or self._reports
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Record the batch and the probe where they are due."""
+        """Count the steps of the execution, and record the batch and the probe where the schedules require it."""
         if self._recorder is None:
             return
         heard = None if self._listening is None else self._listening.taken()
-        # The last execution of an epoch may be shorter than ``batch`` says.
+        # The last execution of an epoch may have fewer steps than ``batch`` implies.
         through = min(batch + 1, self.params.get("steps") or batch + 1)
         before = self._step
         self._step += through - self._in_epoch if heard is None else heard.batches
@@ -303,14 +308,14 @@ class Watch(_Callback):
             self._record_probe()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Record the probe where an epoch is named."""
+        """Record the probe at the end of each epoch listed in ``epochs``."""
         if self._recorder is not None and self._probe is not None and self._schedule.due_after(epoch):
             latest = self._recorder.latest
             if latest is None or latest.step != self._step:
                 self._record_probe()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Close the run; warn if nothing is in it."""
+        """Close the run; warn if it has no records."""
         if self._recorder is None:
             return
         if self._finalizer is not None:
@@ -320,13 +325,13 @@ class Watch(_Callback):
         self._recorder.close("stopped" if stopped else "finished", steps=self._step - self._start)
 
     def _stop_listening(self) -> None:
-        """Give the model its own training step back."""
+        """Detach the capture and restore the model's own training step."""
         if self._listening is not None:
             self._listening.remove()
             self._listening = None
 
     def _open(self) -> None:
-        """Where the records of this training go, and the step from which it goes on."""
+        """Open the store and the loggers, and determine the step at which the run resumes."""
         assert self._recorder is not None
         self._start, self._is_recorded = 0, False
         if not self._recorder.writes:
@@ -356,7 +361,7 @@ class Watch(_Callback):
         self._record(make, "probe", before=before)
 
     def _record(self, make: Callable[[], TrainingRecord], what: str, *, before: bool = False) -> None:
-        """TrainingRecord, and end training where a finding of ``stop_on=`` was made."""
+        """Write a record made by ``make``, and end training if it has a finding listed in ``stop_on``."""
         assert self._recorder is not None
         self._recorder.record(self._step, make, before=before, what=what)
         if self._recorder.stop is not None:
@@ -364,16 +369,16 @@ class Watch(_Callback):
 
     @property
     def _reports(self) -> bool:
-        """Whether a batch that is not finite is still looked for."""
+        """Whether non-finite batches are still searched for: none has been reported yet."""
         return self._incidents is not None and self._incidents.written is None
 
     def _is_due(self) -> bool:
-        """Whether a batch of the next execution is to be recorded."""
+        """Return whether a batch of the next execution is due to be recorded."""
         steps = range(self._step + 1, self._step + batches_per_execution(self.model) + 1)
         return any(self._batches.due(step, self._epoch) for step in steps)
 
     def _trained(self, heard: Heard, step: int) -> TrainedBatch:
-        """The batch that was heard, with the variables that it met."""
+        """Return the captured batch as a TrainedBatch, with the variables from before its step."""
         synchronised(self.model)
         data = (heard.x, heard.y, heard.sample_weight)
         notes = notes_of_training(self.model, heard)
@@ -381,7 +386,7 @@ class Watch(_Callback):
         return TrainedBatch(self.model, data, (step, self._epoch), heard.before.again, notes=notes, heard=told)
 
     def _examine(self, heard: Heard, step: int, logs: Any) -> None:
-        """Record a batch, hand it to ``on_batch``, and report it if it is not finite."""
+        """Record a captured batch if it is due, pass it to ``on_batch``, and report it if it is not finite."""
         recorder = self._recorder
         assert recorder is not None
         try:
@@ -405,7 +410,7 @@ class Watch(_Callback):
         return replace(record, notes=(*record.notes, *self._standing_notes))
 
     def _report(self, trained: TrainedBatch, logs: Any) -> None:
-        """Write a batch whose loss or whose update is not finite."""
+        """Write a report of the batch if its loss or a weight after its step is not finite."""
         assert self._incidents is not None
         try:
             loss = dict(logs or {}).get("loss")
@@ -417,9 +422,9 @@ class Watch(_Callback):
 
 
 def _caller_of(method: str) -> Any:
-    """Return the object whose method of that name is running above: the list of callbacks of this ``fit``.
+    """Return the object whose method of that name is on the call stack: the list of callbacks of this ``fit``.
 
-    Only frames of that method are read: reading the locals of another would keep them alive.
+    Only frames of that method are read, because reading a frame's locals keeps them alive.
     """
     frame = sys._getframe(2)
     for _ in range(_DEPTH):

@@ -1,4 +1,4 @@
-"""``rl.lightning``: what only users of Lightning need: a callback of the trainer that follows training.
+"""``rl.lightning``: a callback of Lightning's trainer that records gradients and states during training.
 
 >>> import rnnlens as rl  # doctest: +SKIP
 >>> trainer = L.Trainer(callbacks=[rl.lightning.Watch("runs/a.zarr", every=50)])  # doctest: +SKIP
@@ -23,9 +23,9 @@ from ..tracking.watch_arguments import Every, at_the_door
 
 
 class LightningEvents:
-    """The events of Lightning's ``Callback`` that a watch needs.
+    """Callback methods of Lightning that drive a :class:`TorchWatch`.
 
-    The module that is watched is the ``LightningModule``; batches are counted as its trainer counts them.
+    The watched module is the ``LightningModule``; steps are those the trainer counts.
     """
 
     plan: Plan
@@ -33,16 +33,16 @@ class LightningEvents:
 
     @property
     def latest(self) -> Any:
-        """The last batch that was looked at; None before."""
+        """Last captured training batch; None before the first."""
         return None if self.watch is None else self.watch.latest
 
     @property
     def gaps(self) -> list[Gap]:
-        """What could not be recorded, and why; empty before training."""
+        """Records that could not be made, each with the reason; empty before training."""
         return [] if self.watch is None else self.watch.gaps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Open the run; a training that was restored goes on from its step."""
+        """Open the run; training restored from a checkpoint resumes at its step."""
         step = int(trainer.global_step) or None
         loggers = trainer.loggers if self.plan.loggers is True else self.plan.loggers
         plan = replace(
@@ -53,50 +53,50 @@ class LightningEvents:
         self.watch = TorchWatch(pl_module, plan).__enter__()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Which epoch the steps belong to."""
+        """Store the number of the epoch to which the following steps belong."""
         if self.watch is not None:
             self.watch.epoch = int(trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """What a report of ``on_nonfinite=`` holds, where a batch is of input and target."""
+        """Store the batch for a report of ``on_nonfinite``, if it is a pair of input and target."""
         if self.watch is not None and self.watch.reports and isinstance(batch, tuple | list) and len(batch) == 2:
             self.watch.fed, self.watch.target = batch
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """The loss of the batch: Lightning has divided it by the number of batches accumulated, and scaled it."""
+        """Record the batch's loss, undoing Lightning's division by accumulated batches and its loss scaling."""
         if self.watch is not None and (self.watch.listens or self.watch.reports):
             scaler = self.watch.plan.scaler
             scale = 1.0 if scaler is None else float(scaler.get_scale())
             self.watch.set_loss(loss.detach() * (trainer.accumulate_grad_batches / scale))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """The backward pass is over: Lightning runs it within the step of the optimizer."""
+        """Check the gradients for non-finite numbers; Lightning has just finished the backward pass."""
         if self.watch is not None and self.watch.reports:
             self.watch.look()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End training where a finding of ``stop_on=`` says so."""
+        """Ask the trainer to stop if a finding listed in ``stop_on`` was recorded."""
         if self.watch is not None and self.watch.stop is not None:
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Close the run; warn if nothing is in it."""
+        """Close the run; warn if it has no records."""
         if self.watch is not None:
             self.watch.close("stopped" if trainer.should_stop else "finished")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Close the run with what ended it."""
+        """Close the run with the exception as the reason."""
         if self.watch is not None:
             self.watch.fail(reason_of(type(exception)))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave nothing behind, whatever happened."""
+        """Close the run as interrupted if it is still open, and remove its hooks."""
         if self.watch is not None:
             self.watch.fail("interrupted")
 
 
 def _in_order(optimizers: Sequence[Any], module: Any) -> list[Any]:
-    """As configured, but those that move a recurrent layer first: the first is the one whose steps count."""
+    """Sort optimizers that update a recurrent layer to the front; the first one's steps are counted."""
     if len(optimizers) < 2:
         return list(optimizers)
     recurrent = {id(p) for _, layer in recurrent_modules(module) for p in layer.parameters()}
@@ -109,7 +109,10 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _callbacks() -> tuple[type, ...]:
-    """The ``Callback`` of Lightning under both of its names, as far as these are loaded; else of the one there is."""
+    """Return Lightning's ``Callback`` class of each loaded package, or of the installed one if none is loaded.
+
+    The packages are ``lightning.pytorch`` and ``pytorch_lightning``.
+    """
     loaded = [sys.modules[name] for name in _PACKAGES if name in sys.modules]
     for name in () if loaded else _PACKAGES:
         try:
@@ -123,28 +126,28 @@ def _callbacks() -> tuple[type, ...]:
 
 
 class Watch(LightningEvents, *_callbacks()):  # type: ignore[misc]
-    """A callback of Lightning's trainer that follows training: on a probe between the steps, or on its batches.
+    """A Lightning callback that records gradients and states during training, on a probe or on the training batches.
 
-    The layers go by their names in the ``LightningModule``. Mixed precision, accumulation and gradient clipping are the
-    trainer's, and recorded as what they are; early stopping, an error and Ctrl-C close the run. Under DDP rank 0
-    writes, of its own samples, and its records say so.
+    Layers have their names in the ``LightningModule``. The trainer's mixed precision, accumulation and gradient
+    clipping are supported; early stopping, an error and Ctrl-C close the run. Under DDP, rank 0 writes records of its
+    own samples, with a note.
 
     Parameters
     ----------
     path, probe, loss, every, epochs, batches, on_batch, quantities, layers, keep, stop_on, on_nonfinite, resume, points
-        As for :func:`rnnlens.torch.watch`. A finding of ``stop_on`` sets ``trainer.should_stop``.
+        Same as in :func:`rnnlens.torch.watch`. A finding of ``stop_on`` sets ``trainer.should_stop``.
     loggers
-        As there; True for the loggers of the trainer.
+        Same as in :func:`rnnlens.torch.watch`, or True for the trainer's own loggers.
 
     Attributes
     ----------
     latest
-        The last batch that was looked at: ``callback.latest["net.lstm"].output_grad``.
+        Last captured training batch; None before the first: ``callback.latest["net.lstm"].output_grad``.
 
     Raises
     ------
     InputError, LayerNotFoundError, UnsupportedError, FileError
-        As for :func:`rnnlens.torch.watch`; what depends on the model, when training begins.
+        Same as in :func:`rnnlens.torch.watch`; errors that depend on the model are raised when training begins.
     """
 
     @at_the_door

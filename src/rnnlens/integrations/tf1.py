@@ -1,4 +1,4 @@
-"""``rl.tf1``: what only users of sessions and placeholders need: a part of a graph as a model that every verb takes.
+"""``rl.tf1``: describe a part of a TensorFlow 1 graph, with its session, as a model that rnnlens functions take.
 
 >>> import rnnlens as rl  # doctest: +SKIP
 >>> net = rl.tf1.graph(session, inputs={"x": x}, outputs={"y": y}, loss=loss, targets=labels)  # doctest: +SKIP

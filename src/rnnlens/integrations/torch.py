@@ -1,4 +1,4 @@
-"""``rl.torch``: what only torch users need: cells and loops that have no name of their own, and trainings followed.
+"""``rl.torch``: mark custom cells and loops as recurrent layers, and record training loops.
 
 >>> import rnnlens as rl  # doctest: +SKIP
 >>> with rl.torch.cell(model.memory):  # doctest: +SKIP
@@ -42,83 +42,83 @@ def watch(
     points: int | None = 64,
     step: int | None = None,
 ) -> TorchWatch:
-    """Follow a training loop: ``with rl.torch.watch(model, "runs/a.zarr", every=50) as watch: ...``.
+    """Record a training loop: ``with rl.torch.watch(model, "runs/a.zarr", every=50) as watch: ...``.
 
-    Nothing that the loop computes is changed. A *probe* is a held-out batch that is traced between two steps: the same
-    question at every record. *Batch* mode hears the step itself: the direct gradients and weight gradients of the batch
-    that was trained on, by hooks, without a second forward; states, gates and total gradients by a replay of the
-    recurrent calls alone, with their own weights, inputs and dropout.
+    The results of the loop do not change. A *probe* is a fixed held-out batch that is traced between two steps. *Batch*
+    mode captures the training step itself. Hooks capture the direct gradients and weight gradients of the training
+    batch, without a second forward pass. States, gates and total gradients come from a replay of the recurrent calls
+    alone, with their own weights, inputs and dropout.
 
     Parameters
     ----------
     model
-        The module that is trained; inside ``DistributedDataParallel`` or ``torch.compile`` it is found. Under
-        DDP rank 0 writes, of its own samples, and its records say so.
+        The module that is trained, which may be wrapped by ``DistributedDataParallel`` or ``torch.compile``. Under
+        DDP, rank 0 writes records of its own samples, with a note.
     path
-        Of the run, ending in ``.zarr``; :func:`rnnlens.open` reads it, also while it is written. A run that is there is
-        gone on with. None keeps only :attr:`~TorchWatch.latest`.
+        Folder of the run, ending in ``.zarr``; :func:`rnnlens.open` reads it, also during training. An existing run is
+        continued. None writes nothing to disk; :attr:`~TorchWatch.latest` is available.
     probe, loss
-        ``(x, y)`` or ``(x, y, sample_weight)``, a batch that is not trained on, and ``loss(output, target)`` or the
-        name of one. It is traced in evaluation mode.
+        A fixed batch ``(x, y)`` or ``(x, y, sample_weight)``, not used for training, that is traced in evaluation mode;
+        and its loss, ``loss(output, target)`` or a name.
     every, epochs
         When to record: a number of steps, with 0 for never; ``"powers of two"``; or a function ``(step, epoch) ->
         bool``. The probe is recorded before training as well, and at the end of ``epochs`` where the loop sets
         ``watch.epoch``.
     batches
-        When to look at the batch that is trained on, in the words of ``every``. Unless given: never where there is a
-        probe, otherwise as ``every`` says.
+        When to record the training batch, with the same values as ``every``. By default never if there is a probe,
+        otherwise the value of ``every``.
     on_batch
-        Called with each such batch once its step is over; ``watch.latest`` holds it as well.
+        Function that is called with each batch selected by ``batches`` after its step.
     quantities
-        What is recorded of these batches: states, gates and total gradients unless given. ``"output_grad"``,
-        ``"final_state_grad"`` and ``"output"`` need no replay.
+        Quantities that are recorded of these batches; states, gates and total gradients by default.
+        ``"output_grad"``, ``"final_state_grad"`` and ``"output"`` need no replay.
     optimizer
-        One or several; a step is a step of the first. By default every optimizer that holds weights of the model is
-        found as it steps, and the first that holds weights of a recurrent layer counts.
+        One optimizer or several; the steps of the first are counted. By default each optimizer with weights of the
+        model is found at its first step, and the first with weights of a recurrent layer is counted.
     scaler
-        The ``GradScaler``, whose scale is divided out; found by itself where it calls the optimizer.
+        The ``GradScaler``, whose scale is divided out; by default it is found when it calls the optimizer.
     layers
-        Names of the layers to follow; all recurrent ones by default.
+        Names of the layers to record; all recurrent layers by default.
     keep
-        Quantities to be kept whole in every record, such as ``"hidden_grad"``.
+        Quantities whose full arrays are recorded, such as ``"hidden_grad"``.
     loggers
-        Where else records go: a ``SummaryWriter``, a run of ``wandb`` or ``mlflow``, a logger of Lightning's, the name
-        of a tool, an object with ``write(record)`` and ``close(reason)``, or a list of these.
+        Further destinations of the records: a ``SummaryWriter``, a run of ``wandb`` or ``mlflow``, a Lightning logger,
+        the name of a tool, an object with ``write(record)`` and ``close(reason)``, or a list of these.
     stop_on
-        Findings that end training: ``"exploding"``, ``"vanishing"``, ``"saturated"``. A loop asks ``watch.stop``. All
-        three are logged once with their step, whether they end it or not.
+        Findings that end training: ``"exploding"``, ``"vanishing"``, ``"saturated"``. The loop must
+        check ``watch.stop``. All three are logged once with their step, whether or not they end training.
     on_nonfinite
-        ``"report"``: what the model was fed at the first step whose gradients (or ``watch.loss``) are not finite is
-        written to ``runs/a.nonfinite.nc`` with the weights from before the step, and with ``watch.target``, where the
-        loop sets it; where the fault begins is logged. All gradients are looked at before every step.
+        ``"report"``: the model's input at the first step whose gradients (or ``watch.loss``) are not finite is written
+        to ``runs/a.nonfinite.nc``, with the weights from before the step and with ``watch.target`` if the loop sets it;
+        the first non-finite quantity is logged. All gradients are checked before every step.
     resume
-        False replaces a run that is there.
+        Continue an existing run at ``path``; False replaces it.
     points
-        Most points of a profile over time that are kept; None keeps every step.
+        Maximal number of points stored per profile over time; None stores every step.
     step
-        Batches trained on before: training goes on from there, and records beyond are dropped. Unless given it is read
-        from the optimizers that were given, or as far as the run goes.
+        Number of steps trained before; later records of an existing run are dropped. By default it is read from the
+        optimizers given, or else it is the last step of the run.
 
     Returns
     -------
     TorchWatch
-        A context manager. ``watch.latest`` is the last batch that was heard, ``watch.latest["lstm"].output_grad`` its
-        gradients, ``.trace`` all the rest; ``watch.step()`` tells a step of a loop without an optimizer.
+        A context manager. ``watch.latest`` is the last captured batch, ``watch.latest["lstm"].output_grad`` one of its
+        gradients, ``watch.latest.trace`` its trace. A loop without an optimizer calls ``watch.step()`` after each step.
 
     Raises
     ------
     InputError
-        If an argument does not fit, or would do nothing beside the others.
+        If an argument has an invalid value, or would have no effect with the others.
     LayerNotFoundError
         If ``layers`` names a layer that the model does not have.
     UnsupportedError
-        For ``nn.DataParallel``, sharded models, and batch mode without a layer that can be heard.
+        For ``nn.DataParallel``, sharded models, and batch mode if no layer can be captured.
     FileError
-        If something that is no run is in the way, or another process writes this run.
+        If ``path`` exists and is no run, or if another process writes this run.
 
     Warns
     -----
     TrackingWarning
-        At the end, if nothing was recorded, with the reason; once for every record that failed.
+        At the end, if nothing was recorded, with the reason; once for each failed record.
     """
     return TorchWatch(model, Plan.asked(locals()))

@@ -1,4 +1,4 @@
-"""``rl.transformers``: what only users of Hugging Face's ``Trainer`` need: a callback that follows training.
+"""``rl.transformers``: a callback of Hugging Face's ``Trainer`` that records gradients and states during training.
 
 >>> import rnnlens as rl  # doctest: +SKIP
 >>> trainer = Trainer(model, args, callbacks=[rl.transformers.Watch("runs/a.zarr", every=50)])  # doctest: +SKIP
@@ -20,7 +20,10 @@ from ..tracking.watch_arguments import Every, at_the_door
 
 
 class TransformersEvents:
-    """The events of a ``TrainerCallback`` that a watch needs; batches are counted as the Trainer counts them."""
+    """Callback methods of Hugging Face's ``Trainer`` that drive a :class:`TorchWatch`.
+
+    Steps are those the Trainer counts.
+    """
 
     plan: Plan
     watch: TorchWatch | None = None
@@ -28,12 +31,12 @@ class TransformersEvents:
 
     @property
     def latest(self) -> Any:
-        """The last batch that was looked at; None before."""
+        """Last captured training batch; None before the first."""
         return None if self.watch is None else self.watch.latest
 
     @property
     def gaps(self) -> list[Gap]:
-        """What could not be recorded, and why; empty before training."""
+        """Records that could not be made, each with the reason; empty before training."""
         return [] if self.watch is None else self.watch.gaps
 
     def __enter__(self) -> Self:
@@ -43,7 +46,7 @@ class TransformersEvents:
         self._close(reason_of(kind), failed=kind is not None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the run; a training that was restored goes on from its step."""
+        """Open the run; training restored from a checkpoint resumes at its step."""
         self._close("interrupted", failed=True)
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         plan = replace(self.plan, optimizer=optimizer, step=int(state.global_step) or None)
@@ -56,17 +59,20 @@ class TransformersEvents:
         )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Which epoch the steps belong to."""
+        """Store the number of the epoch to which the following steps belong."""
         if self.watch is not None:
             self.watch.epoch = int(state.epoch or 0)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The gradients are complete and clipped."""
+        """Capture the weight gradients, which are complete and clipped at this event."""
         if self.watch is not None:
             self.watch.take()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Count as the Trainer does, which counts steps that a loss scale made it skip; end where a finding says so."""
+        """Take over the Trainer's step count, and ask it to stop for a finding listed in ``stop_on``.
+
+        The Trainer also counts steps that its loss scaling skipped.
+        """
         if self.watch is not None:
             self.watch.counted(int(state.global_step))
             if self.watch.stop is not None:
@@ -74,12 +80,12 @@ class TransformersEvents:
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the run; warn if nothing is in it."""
+        """Close the run; warn if it has no records."""
         stopped = state.global_step < state.max_steps
         self._close("stopped" if stopped else "finished")
 
     def _told(self, model: Any, args: Any, output: Any) -> None:
-        """The loss that a model of Hugging Face returns by itself."""
+        """Record the loss in the output of a Hugging Face model: the hook after its forward pass."""
         watch = self.watch
         if watch is not None and (watch.listens or watch.reports) and model.training:
             watch.set_loss(own_loss(output))
@@ -93,7 +99,7 @@ class TransformersEvents:
 
 
 def own_loss(output: Any) -> Any:
-    """The loss among what a model returned; None where there is none."""
+    """Return the loss contained in a model's output; None if there is none."""
     found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if found is None and isinstance(output, tuple) and output and getattr(output[0], "ndim", 1) == 0:
         found = output[0]
@@ -101,7 +107,7 @@ def own_loss(output: Any) -> Any:
 
 
 def _ignore(error: Exception) -> None:
-    """Do nothing: the record then has no loss."""
+    """Ignore an error of the forward hook: the record then has no loss."""
 
 
 try:
@@ -115,29 +121,30 @@ __all__ = ["Watch"]
 
 
 class Watch(TransformersEvents, TrainerCallback):
-    """A callback of Hugging Face's ``Trainer`` that follows training: on a probe between the steps, or on its batches.
+    """A ``Trainer`` callback that records gradients and states during training, on a probe or the training batches.
 
-    Gradients are taken when the Trainer has clipped them (``on_pre_optimizer_step``), and before. The Trainer tells its
-    callbacks nothing of an error or Ctrl-C: what was written is readable all the same, and ``with
-    rl.transformers.Watch(...) as watch: ...`` around ``trainer.train()`` closes the run then too.
+    Gradients are captured before and after the Trainer clips them (``on_pre_optimizer_step``). The Trainer does not
+    inform callbacks about an error or Ctrl-C. The records written until then remain readable; to close the run as well,
+    put ``with rl.transformers.Watch(...) as watch: ...`` around ``trainer.train()``.
 
     Parameters
     ----------
     path, every, epochs, batches, on_batch, quantities, layers, keep, loggers, stop_on, on_nonfinite, resume,
     points
-        As for :func:`rnnlens.torch.watch`. A finding of ``stop_on`` ends training.
+        Same as in :func:`rnnlens.torch.watch`. A finding of ``stop_on`` ends training.
     probe, loss
-        As there; or a dict of what the model takes, its labels among them, whose own loss is meant.
+        Same as in :func:`rnnlens.torch.watch`; or ``probe`` is a dict of the model's arguments with its labels, and the
+        loss is by default the one that the model returns.
 
     Attributes
     ----------
     latest
-        The last batch that was looked at: ``callback.latest["lstm"].output_grad``.
+        Last captured training batch; None before the first: ``callback.latest["lstm"].output_grad``.
 
     Raises
     ------
     InputError, LayerNotFoundError, UnsupportedError, FileError
-        As for :func:`rnnlens.torch.watch`; what depends on the model, when training begins.
+        Same as in :func:`rnnlens.torch.watch`; errors that depend on the model are raised when training begins.
     """
 
     @at_the_door

@@ -1,6 +1,6 @@
-"""For authors of adapters and cells: the contract of an adapter as a check, and a float64 reference.
+"""Tools for authors of adapters and cells: a check of an adapter's contract, and BPTT in float64 as a reference.
 
-``keras_models`` is for Keras, and not loaded from here.
+The module ``keras_models`` needs Keras and is not imported here.
 """
 
 from __future__ import annotations

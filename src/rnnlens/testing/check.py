@@ -1,4 +1,4 @@
-"""The contract of an adapter, checked on any model and batch: for authors of adapters, and for our own."""
+"""Check an adapter's contract on any model and batch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from .reference import bptt, through_hidden, weight_gradients
 
 @checked(adapter=anything, model=anything, batch=anything, rtol=number(above=0))
 def check_adapter(adapter: Adapter, model: Any, batch: Batch, *, rtol: float = 1e-6) -> list[str]:
-    """Hold ``adapter`` to its contract on one model.
+    """Check that ``adapter`` fulfils the contract of an adapter on one model and batch.
 
     Parameters
     ----------
     adapter
-        What :func:`rnnlens.adapters.registry.adapter_for` would find.
+        An adapter, such as :func:`rnnlens.adapters.registry.adapter_for` returns.
     model
-        With at least one recurrent layer; sizes of a few units and steps, as the reference is slow.
+        A model with at least one recurrent layer, of a few units; the reference is slow.
     batch
-        Data and a loss; float input. Nothing random, unless ``batch.seed`` is given.
+        Data of a few steps with float input, and a loss. The model must be deterministic unless ``batch.seed`` is
+        given.
     rtol
-        Relative to the largest magnitude of each array: 1e-10 for float64, 1e-4 for float32.
+        Tolerance relative to the largest magnitude of each array: for example 1e-10 for float64, 1e-4 for float32.
 
     Returns
     -------
@@ -35,7 +36,7 @@ def check_adapter(adapter: Adapter, model: Any, batch: Batch, *, rtol: float = 1
     Raises
     ------
     AssertionError
-        With the layer and the quantity in its text, at the first breach.
+        At the first failed check, with the layer and the quantity in the message.
     """
     capture = adapter.capture(model, batch, CaptureRequest())
     checks: list[tuple[str, Callable[[], None]]] = [
@@ -56,7 +57,10 @@ def check_adapter(adapter: Adapter, model: Any, batch: Batch, *, rtol: float = 1
 
 
 def close(got: Any, wanted: Any, rtol: float, what: str) -> None:
-    """AssertionError where ``got`` is further from ``wanted`` than ``rtol`` of the largest magnitude."""
+    """Raise AssertionError if ``got`` and ``wanted`` differ by more than ``rtol`` times the largest magnitude wanted.
+
+    The scale is at least 1e-3.
+    """
     got, wanted = np.asarray(got, dtype=float), np.asarray(wanted, dtype=float)
     assert got.shape == wanted.shape, f"{what}: shape {got.shape}, expected {wanted.shape}"
     scale = max(float(np.abs(wanted).max(initial=0.0)), 1e-3)
@@ -65,7 +69,7 @@ def close(got: Any, wanted: Any, rtol: float, what: str) -> None:
 
 
 def reference_of(call: RecurrentCall) -> Any:
-    """Run float64 BPTT of a captured call of a known cell, from the direct gradients that were captured."""
+    """Run float64 BPTT on a captured call of a known cell, starting from the captured direct gradients."""
     grads = None if call.final_state_grad is None else [np.asarray(g, dtype=float) for g in call.final_state_grad]
     return bptt(
         call.cell,
@@ -79,7 +83,7 @@ def reference_of(call: RecurrentCall) -> Any:
 
 
 def _reaching(call: RecurrentCall) -> Any:
-    """The direct gradient of y as a cotangent of h at every step; nothing where y is a constant."""
+    """Return the output's direct gradient as a cotangent of h at every step; zero where the output is a constant."""
     samples, steps = call.input.shape[:2]
     grad = np.zeros((samples, steps, call.output.shape[-1]))
     if call.output_grad is not None:
@@ -142,7 +146,7 @@ def _check_replay(call: RecurrentCall, rtol: float) -> None:
 
 
 def _check_weights(capture: Capture, rtol: float) -> None:
-    """Calls with one key share their weights: the sum over them is what the framework gives."""
+    """Check weight gradients, summed over all calls that share weights, against the framework's."""
     sums: dict[str, dict[str, Any]] = {}
     given: dict[str, Any] = {}
     partial = {call.weights_key for call in capture.calls if not _plain(call) or call.weight_grads is None}
@@ -175,7 +179,7 @@ def _weight_gradients(call: RecurrentCall) -> Any:
 
 
 def _without_path_through_hidden(call: RecurrentCall, reference: Any) -> Any:
-    """Return dL/dc_t without the part that reaches it through h_t of the same step."""
+    """Return dL/dc_t without the path through h_t of the same step."""
     backward, steps = call.direction == "backward", call.input.shape[1]
     bare = reference.state_grads[1].copy()
     for b, t in np.ndindex(*call.input.shape[:2]):

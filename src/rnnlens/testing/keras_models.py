@@ -1,6 +1,6 @@
-"""For tests of Keras: tiny models, one per way in which people write them, and the framework's own gradients.
+"""Tiny Keras models for tests, one per way of building models, and gradients by the framework's own autodiff.
 
-Each model is built, and small enough for the reference. Gradients are written as users of the framework write them.
+Each model is built, and small enough for the reference of ``rnnlens.testing.bptt``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-#: Makes a model out of a Keras: the package ``keras``, or ``tf_keras``.
+#: Creates a model with the package ``keras`` or ``tf_keras``, which it takes as its argument.
 Make = Callable[[Any], Any]
 
 LossOf = Callable[[list[Any]], Any]
@@ -18,7 +18,7 @@ Gradients = tuple[Any, list[Any], list[Any]]
 
 
 def stacked(keras: Any) -> Any:
-    """Return a model of two layers, the upper one returning its last output."""
+    """Return a model with an LSTM below a GRU that returns its last output only."""
     layers = keras.layers
     return keras.Sequential(
         [
@@ -31,7 +31,7 @@ def stacked(keras: Any) -> Any:
 
 
 def bidirectional(keras: Any) -> Any:
-    """Return a model with a masked bidirectional layer whose halves are multiplied."""
+    """Return a model with a masked bidirectional layer whose two directions are multiplied."""
     layers = keras.layers
     half = layers.LSTM(2, return_sequences=True)
     return keras.Sequential(
@@ -45,20 +45,20 @@ def bidirectional(keras: Any) -> Any:
 
 
 def shared(keras: Any) -> Any:
-    """One layer called twice, in a nested model and out of it."""
+    """Return a model that calls one recurrent layer twice."""
     x = keras.Input((4, 2))
     layer = keras.layers.SimpleRNN(2, return_sequences=True, name="rnn")
     return keras.Model(x, keras.layers.Dense(2)(layer(layer(x))))
 
 
 def nested(keras: Any) -> Any:
-    """A recurrent layer inside a model inside a model."""
+    """Return a model with a recurrent layer in a nested model."""
     inner = keras.Sequential([keras.Input((4, 2)), keras.layers.GRU(2, name="gru")], name="encoder")
     return keras.Sequential([keras.Input((4, 2)), inner, keras.layers.Dense(2)])
 
 
 def encoder_decoder(keras: Any) -> Any:
-    """The final states of one layer start the other, which runs backwards."""
+    """Return an encoder-decoder: the encoder's final states start a decoder that runs backwards in time."""
     x = keras.Input((4, 2))
     _, h, c = keras.layers.LSTM(3, return_state=True, name="encoder")(x)
     y = keras.layers.LSTM(3, return_sequences=True, go_backwards=True, name="decoder")(x, initial_state=[h, c])
@@ -66,7 +66,7 @@ def encoder_decoder(keras: Any) -> Any:
 
 
 def subclassed(keras: Any) -> Any:
-    """Return a subclassed model, as many people write them: it has no ``.output``."""
+    """Return a model made by subclassing ``keras.Model``; it has no ``.output``."""
 
     class Subclassed(keras.Model):  # type: ignore[misc]  # Keras has no types
         def __init__(self) -> None:
@@ -75,7 +75,7 @@ def subclassed(keras: Any) -> Any:
             self.head = keras.layers.Dense(2)
 
         def call(self, x: Any) -> Any:
-            """(sample, 4, 2) to (sample, 4, 2)."""
+            """Map an input (sample, 4, 2) to an output (sample, 4, 2)."""
             return self.head(self.rnn(x))
 
     model = Subclassed()
@@ -96,7 +96,7 @@ MODELS: dict[str, Make] = {
 def gradients(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gradients:
     """Return a loss and its gradients with respect to a list of arrays and a list of Keras variables.
 
-    Variables of ``tf_keras`` are TensorFlow's own; what its layers assign meanwhile is the caller's to put back.
+    Variables of ``tf_keras`` are TensorFlow variables. Values that its layers assign meanwhile are not restored.
     """
     if variables and type(variables[0]).__module__.startswith("tensorflow."):
         return _by_tape(loss_of, inputs, variables)
@@ -136,7 +136,7 @@ def _jax(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gr
             return loss_of(tensors)
 
     arguments = [jnp.asarray(x) for x in inputs], [v.value for v in variables]
-    with jax.disable_jit():  # a tiny model has run before it would have been compiled
+    with jax.disable_jit():  # compiling would take longer than running a tiny model
         loss, (by_input, by_variable) = jax.value_and_grad(pure, argnums=(0, 1))(*arguments)
     return np.asarray(loss), [np.asarray(g) for g in by_input], [np.asarray(g) for g in by_variable]
 

@@ -1,9 +1,9 @@
-"""A reference for gradients through time that shares nothing with the code it checks: slow, plain, float64.
+"""Reference gradients through time in float64: slow, simple, and sharing no code with the rest of rnnlens.
 
-The equations of each cell are written out once more, one step at a time. Jacobians of a step are taken by the complex
-step (Squire, Trapp 1998, doi:10.1137/S003614459631241X): exact to rounding, with no differencing error, and with no
-formula for a derivative that could carry the same mistake twice. The adjoint is dense:
-lambda_t = direct_t + A_{t+1}^T lambda_{t+1}.
+The equations of each cell are implemented independently, one step at a time. Jacobians of a step are computed by the
+complex step (Squire, Trapp 1998, doi:10.1137/S003614459631241X): exact to rounding, with no differencing error, and
+with no derivative formula that could repeat a mistake. The adjoint is dense: lambda_t = direct_t + A_{t+1}^T
+lambda_{t+1}.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _softmax(z: Matrix) -> Matrix:
     return result
 
 
-#: Activations that extend to complex arguments, piecewise where they have pieces.
+#: Activation functions for complex arguments; piecewise ones choose the piece by the real part.
 ACTIVATIONS: dict[str, Callable[[Matrix], Matrix]] = {
     "linear": lambda z: z,
     "tanh": np.tanh,
@@ -50,12 +50,14 @@ ACTIVATIONS: dict[str, Callable[[Matrix], Matrix]] = {
 
 
 def step(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
-    """One step of one sample: x (feature,), states (size,) each; complex arguments allowed.
+    """Compute the new states after one step of one sample: x (feature,), states (size,) each.
+
+    Complex arguments are allowed.
 
     Raises
     ------
     UnsupportedError
-        For a cell whose equations are not written out here once more.
+        For a cell whose equations are not in ``EQUATIONS``.
     """
     equations = EQUATIONS.get(cell.kind)
     if equations is None:
@@ -70,7 +72,7 @@ def step(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
 
 
 def _sides(cell: Any, x: Matrix) -> tuple[list[slice], Matrix, Matrix, Any]:
-    """Return where each gate lies, the input side with its bias, the recurrent kernel and the recurrent bias."""
+    """Return each gate's slice, the input side with its bias, the recurrent kernel and the recurrent bias."""
     n, weights = cell.units, {name: np.asarray(w) for name, w in cell.weights().items()}
     gate = [slice(k * n, (k + 1) * n) for k in range(len(cell.gates))]
     return (
@@ -109,7 +111,7 @@ def _gru(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
     return [update * h + (1 - update) * candidate]
 
 
-#: The equations of each kind of cell, written out once more.
+#: The step function of each kind of cell, independent of :mod:`rnnlens.recurrence.cells`.
 EQUATIONS: dict[str, Callable[[Any, Matrix, Sequence[Matrix]], list[Matrix]]] = {
     "simple_rnn": _simple_rnn,
     "lstm": _lstm,
@@ -118,7 +120,7 @@ EQUATIONS: dict[str, Callable[[Any, Matrix, Sequence[Matrix]], list[Matrix]]] = 
 
 
 def step_jacobians(cell: Cell, x: Matrix, state: Sequence[Matrix]) -> tuple[Matrix, Matrix]:
-    """Return A_t (S, S) and B_t (S, feature) of one step of one sample; states side by side."""
+    """Return A_t (state, state) and B_t (state, feature) of one step of one sample; states are concatenated."""
     sizes = [s.shape[0] for s in state]
     flat = np.concatenate([*state, x]).astype(complex)
     columns = []
@@ -133,7 +135,10 @@ def step_jacobians(cell: Cell, x: Matrix, state: Sequence[Matrix]) -> tuple[Matr
 
 @dataclass
 class Reference:
-    """States after each step, their total gradients, and the gradients below; sample-first, chronological."""
+    """Results of BPTT: states after each step, their total gradients, and the gradients of input and initial state.
+
+    Arrays are (sample, time, ...), in chronological order.
+    """
 
     states: list[Matrix]
     state_grads: list[Matrix]
@@ -151,7 +156,7 @@ def bptt(
     backward: bool = False,
     final_state_grad: Sequence[Matrix] | None = None,
 ) -> Reference:
-    """Run backpropagation through time, dense and sample by sample.
+    """Run backpropagation through time in float64, with dense Jacobians, one sample after the other.
 
     Parameters
     ----------
@@ -162,7 +167,7 @@ def bptt(
 
     Notes
     -----
-    ``state_grads[1]`` of an LSTM is dL/dc_t as it is produced: the path through h_t = o_t act(c_t) is part of it.
+    ``state_grads[1]`` of an LSTM is the total gradient dL/dc_t, including the path through h_t = o_t act(c_t).
     """
     batch, time, _ = x.shape
     order = list(range(time))[:: -1 if backward else 1]
@@ -196,7 +201,10 @@ def bptt(
 
 
 def _store(grads: list[Matrix], lam: Matrix, at: tuple[int, int], through: Matrix | None) -> None:
-    """Store total gradients of the states ``at`` a sample and step; ``through`` is dh_t/dc_t where there is a path."""
+    """Store total gradients ``lam`` of the states at a (sample, step).
+
+    ``through``, dh_t/dc_t, adds the path from c_t through h_t, if there is one.
+    """
     parts = np.split(lam, np.cumsum([g.shape[2] for g in grads])[:-1])
     for target, value in zip(grads, parts, strict=True):
         target[at] = value
@@ -205,7 +213,7 @@ def _store(grads: list[Matrix], lam: Matrix, at: tuple[int, int], through: Matri
 
 
 def through_hidden(cell: Any, x: Matrix, before: Sequence[Matrix]) -> Matrix:
-    """Return dh_t/dc_t (unit_in, unit) within one step, gates held fixed."""
+    """Return dh_t/dc_t (unit_in, unit) within one step, with gates held constant."""
     act, rec = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation]
     n = cell.units
     c = step(cell, x, before)[1].real
@@ -226,9 +234,10 @@ def weight_gradients(
     *,
     mask: Matrix | None = None,
 ) -> Mapping[str, Matrix]:
-    """Return dL/dW by the complex step on every weight, given the cotangents of every step's states.
+    """Return dL/dW of each weight by complex steps, given the cotangents of the states after every step.
 
-    ``state_cotangent`` is lambda_t itself: for an LSTM dL/dc_t *without* the path through h_t.
+    ``state_cotangent`` is lambda_t, the gradient of the states as they leave the step: for an LSTM dL/dc_t *without*
+    the path through h_t.
     """
     values = {name: np.asarray(w, dtype=complex) for name, w in cell.weights().items()}
     grads = {name: np.zeros(w.shape) for name, w in values.items()}
@@ -247,6 +256,6 @@ def weight_gradients(
 
 
 def with_values(cell: Cell, values: Mapping[str, Matrix]) -> Cell:
-    """The same cell with these weights."""
+    """Return a copy of the cell with the given weights."""
     left = iter(values[name] for name in cell.weights())
     return cell.with_weights(lambda _: next(left))
