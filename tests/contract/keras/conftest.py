@@ -1,4 +1,4 @@
-"""Everything here computes in float64, on the engine that KERAS_BACKEND names."""
+"""Fixtures of the contract tests on Keras: float64 and fixed seeds, on the engine in KERAS_BACKEND."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ lift()
 
 @pytest.fixture(scope="module", autouse=True)
 def float64():
-    """float64 unless a layer says otherwise."""
+    """Set Keras' default float dtype to float64."""
     with floats("float64"):
         yield
 
 
 @pytest.fixture(autouse=True)
 def seeds():
-    """The same weights every time."""
+    """Set the random seed of Keras, so that all tests have the same weights."""
     keras.utils.set_random_seed(0)

@@ -1,4 +1,4 @@
-"""An engine by itself, without Keras' layers: taps at boundaries and cotangents, against closed-form derivatives."""
+"""Taps and vector-Jacobian products of an autodiff engine, without Keras layers, against closed-form derivatives."""
 
 import keras
 import numpy as np
@@ -13,7 +13,7 @@ A, B, X = RNG.normal(size=(3, 4)), RNG.normal(size=(4, 2)), RNG.normal(size=(5, 
 
 @pytest.fixture
 def here():
-    """The engine of this process; nothing is attached to its tensors."""
+    """Return the engine of this process; it attaches nothing to replaced tensors."""
     return engine(keras.backend.backend())
 
 
@@ -22,7 +22,7 @@ def tensors(*arrays):
 
 
 def program(arguments, tap):
-    """Two targets: sin(x A) B, and the part of it before the product; ``idle`` leads to neither."""
+    """Return two targets, sin(x A) B and the square of sin(x A). The tap ``idle`` leads to neither."""
     x, a, b = arguments
     tap("idle", x)
     middle = tap("middle", ops.sin(ops.matmul(tap("x", x), a)))
@@ -74,7 +74,7 @@ def test_what_is_attached_to_a_tensor_goes_along():
 
 
 def step(x, states, weights):
-    """h' = tanh(x W + h U); puts out h' squared."""
+    """Return (h'^2, [h']) with the new state h' = tanh(x W + h U)."""
     new = ops.tanh(ops.matmul(x, weights["W"]) + ops.matmul(states[0], weights["U"]))
     return ops.square(new), [new]
 

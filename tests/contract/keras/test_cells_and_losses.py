@@ -1,4 +1,4 @@
-"""Cells of unknown equations, dropout, losses as training counts them, plain layers, half precision."""
+"""Capture with cells of unknown equations, dropout, losses of training, non-recurrent layers and half precision."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Louder(keras.layers.LSTMCell):
 
 
 def patched():
-    """A known cell whose ``call`` was replaced on the object: it may compute anything."""
+    """Return a GRU cell with ``call`` overridden on the instance: its equations are unknown."""
     cell = keras.layers.GRUCell(3)
     original = cell.call
     cell.call = lambda inputs, states, training=False: original(inputs * inputs, states, training=training)
@@ -80,7 +80,7 @@ def square(y_true, y_pred):
 @pytest.mark.product(keep=("custom", "stacked"))
 @pytest.mark.parametrize("name", CELLS)
 def test_step_cells_chain_to_the_frameworks_gradients(name):
-    """BPTT by the cell's own vjp, and by its Jacobians, gives the framework's weight and input gradients."""
+    """Backpropagation by the cell's own vjp or Jacobians gives the framework's weight and input gradients."""
     model = rnn_model(CELLS[name]())
     (call,) = adapter.capture(model, Batch(X, loss=square), CaptureRequest()).calls
     assert call.cell.by_framework
@@ -121,7 +121,7 @@ def test_dropout_multipliers_replay(kind, implementation):
     (other,) = adapter.capture(model, Batch(X, loss=square, training=True, seed=6), CaptureRequest()).calls
     np.testing.assert_array_equal(call.output, again.output)
     assert np.abs(call.output - other.output).max() > 0
-    if LEGACY and recurrent == 0 and kind != "SimpleRNN":  # the fused kernel, whose input is dropped before it starts
+    if LEGACY and recurrent == 0 and kind != "SimpleRNN":  # dropout is applied to the input before the fused kernel
         assert call.input_scale is None
         assert ((call.input == 0) | np.isclose(call.input, X / 0.6)).all()
         assert (call.input == 0).any(axis=(0, 2)).tolist() != (call.input == 0).all(axis=(0, 2)).tolist()
@@ -227,7 +227,7 @@ def test_half_precision_comes_out_as_float32_with_a_note(policy):
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_given_initial_states_reach_each_direction(count):
-    """As many as both directions have, forward first; or those of one direction, for both."""
+    """Give states for both directions, forward first, or states of one direction, used for both."""
     layer = keras.layers.Bidirectional(keras.layers.LSTM(2, return_sequences=True), name="bi")
     model = keras.Sequential([keras.Input((4, 2)), layer])
     given = [np.random.default_rng(i).normal(size=(3, 2)) for i in range(count)]
@@ -239,7 +239,7 @@ def test_given_initial_states_reach_each_direction(count):
 
 @pytest.mark.parametrize("kind", ["GRU", "LSTM"])
 def test_a_mask_in_a_list_is_that_mask(kind):
-    """Keras' own layers take it that way too."""
+    """A layer called with ``mask=[mask]`` is captured with that mask."""
     x, mask = keras.Input((4, 2)), keras.Input((4,), dtype="bool")
     model = keras.Model([x, mask], getattr(keras.layers, kind)(3, return_sequences=True)(x, mask=[mask]))
     real = np.array([[1, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]], dtype=bool)
@@ -249,7 +249,7 @@ def test_a_mask_in_a_list_is_that_mask(kind):
 
 
 class Loop(keras.layers.Layer):
-    """A cell of Keras' own in a loop by hand."""
+    """A layer that calls a GRU cell in its own loop."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -263,7 +263,7 @@ class Loop(keras.layers.Layer):
 
 
 def test_the_two_biases_of_a_cell_in_a_loop_by_hand_are_one_weight():
-    """Shown as Keras has them, they were held against one row of the plain run's, and accused."""
+    """The certificate once failed here, because it compared both biases with one row of the reference's."""
     model = keras.Sequential([keras.Input((4, 2)), Loop(name="loop"), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
     found = rl.gradients(model, X, Y, wrt="weights")

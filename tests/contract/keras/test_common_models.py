@@ -1,4 +1,4 @@
-"""Models as people write them: every verb answers, its certificate passes, and the model is left unchanged."""
+"""All verbs on typical user models: each gives a result, its certificate passes, and the model is unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def normalised():
 
 @keras.saving.register_keras_serializable("rnnlens_tests")
 class Counter(L.Layer):
-    """Counts its calls in an integer variable."""
+    """A layer that counts its calls in an integer variable."""
 
     def build(self, shape):
         del shape
@@ -45,7 +45,7 @@ class Counter(L.Layer):
 
 
 class TrainedStart(L.SimpleRNNCell):
-    """Starts from a trained state."""
+    """A SimpleRNN cell with a trained initial state."""
 
     def build(self, shape):
         super().build(shape)
@@ -56,7 +56,7 @@ class TrainedStart(L.SimpleRNNCell):
 
 
 class PlainCell:
-    """A cell that is no layer, and counts its calls in Python."""
+    """A cell that is not a Keras layer, and that counts its calls in Python."""
 
     state_size = output_size = 4
     compute_dtype = "float64"
@@ -160,7 +160,7 @@ def test_a_loss_whose_loop_tensorflow_cannot_differentiate_from_outside():
 
 
 class Loop(keras.Model):
-    """Calls a cell in a loop of its own."""
+    """A model that calls a cell in its own loop."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The public contract check on models as people write them, compiled; and what it says about a broken adapter."""
+"""The public contract check on compiled user models, and its findings about a broken adapter."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_names_of_nodes():
 
 
 class Spare(keras.Model):
-    """Two of its recurrent layers are never called, and have no weights."""
+    """A model with two recurrent layers that are never called and have no weights."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class Spare(keras.Model):
         return self.one(x)
 
 
-@pytest.mark.filterwarnings("ignore:.build:UserWarning")  # Keras 3, of such layers
+@pytest.mark.filterwarnings("ignore:.build:UserWarning")  # Keras 3 warns about layers that are not built
 def test_a_layer_that_nobody_calls_is_left_out():
     model = Spare()
     model(data())

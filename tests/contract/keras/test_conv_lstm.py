@@ -1,4 +1,4 @@
-"""Layers with axes of space, against the framework's own gradients of an unrolled copy and of the model itself."""
+"""ConvLSTM layers against the framework's own gradients of an unrolled copy and of the model itself."""
 
 import keras
 import numpy as np
@@ -57,7 +57,10 @@ def test_traces_and_gradients_are_certified(case):
 
 
 def unrolled(model, x, zeros):
-    """Hidden states (sample, time, ...) by one call of the cell a step, each with zeros added."""
+    """Return the hidden states (sample, time, ...), computed by one call of the cell per step.
+
+    ``zeros`` is added to them, so that they can be differentiated.
+    """
     cell, hidden = model.get_layer("conv").cell, []
     state = cell.get_initial_state(batch_size=2)
     for t in range(TIME):
@@ -92,7 +95,7 @@ def test_gradients_of_a_state_are_those_of_an_unrolled_copy():
 
 
 def gradient(function, array):
-    """The engine's own gradient of a number by an array."""
+    """Return the engine's gradient of a scalar ``function`` with respect to ``array``."""
     engine = keras.backend.backend()
     if engine == "torch":
         tensor = keras.ops.convert_to_tensor(array).requires_grad_()

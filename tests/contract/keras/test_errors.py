@@ -1,4 +1,4 @@
-"""Bad input gives one clear error, before anything runs; the whole text of each."""
+"""Full text of the error for each kind of bad input to a Keras model, raised before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the adapter says of a Keras model without running it."""
+"""Facts that the adapter reports about a Keras model without running it."""
 
 import keras
 import pytest
@@ -64,7 +64,7 @@ def test_the_scale_of_the_loss_is_that_of_the_outer_optimizer(model):
 
 
 class Private(keras.layers.Layer):
-    """A layer of the user's own, with an attribute that is none of ours."""
+    """A user's layer with a property ``activation`` that raises an error."""
 
     @property
     def activation(self):

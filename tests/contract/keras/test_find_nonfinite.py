@@ -1,4 +1,4 @@
-"""The first number that is not finite in Keras models, of either Keras, and what a watch does with it."""
+"""Search for the first non-finite number in models of Keras 3 and ``tf_keras``, and the use of it by a watch."""
 
 import logging
 
@@ -27,7 +27,7 @@ def net(*parts, steps=12, loss="mse"):
 
 @keras.saving.register_keras_serializable()
 class Dividing(keras.layers.Layer):
-    """A cell of the user's own that divides by what it is fed."""
+    """A user's cell that divides by its input."""
 
     state_size = output_size = 3
 
@@ -60,7 +60,7 @@ def test_division_in_a_custom_cell():
 
 @pytest.mark.one_engine
 def test_a_gate_that_half_precision_cannot_hold():
-    """Only the forget gate of unit 2 has weights that make it too large."""
+    """Only the forget gate of unit 2 overflows in float16."""
     x, y = data()
     x[1, 5, 2] = 5e4
     lstm = L.LSTM(4, name="lstm", dtype="mixed_float16")
@@ -76,7 +76,10 @@ def test_a_gate_that_half_precision_cannot_hold():
 
 @pytest.mark.one_engine
 def test_the_adjoint_that_overflows_is_found_at_its_step():
-    """A linear RNN whose state is 0: the gradient grows by 1000 a step from 2e30 at the last, step 11."""
+    """The gradient of a linear RNN grows by 1000 per step back from 2e30 at the last step, 11.
+
+    The state is 0 throughout.
+    """
     x, y = data()
     rnn = L.SimpleRNN(4, activation="linear", kernel_initializer="zeros", name="rnn", dtype="float32")
     model = net(rnn)
@@ -98,7 +101,7 @@ def test_the_loss_and_the_sample_that_it_cannot_take():
 
 @pytest.mark.one_engine
 def test_padding_that_reaches_nothing_is_noted_only():
-    """A layer that looks at the first steps alone."""
+    """The layer reads only the first steps, and NaN is in the later ones."""
     x, y = data()
     x[0, 10:] = np.nan
     found = rl.find_nonfinite(net(L.Cropping1D((0, 2)), L.LSTM(3)), x, y)
@@ -118,15 +121,15 @@ def test_saved_and_opened_again(tmp_path):
 
 
 def test_a_watch_writes_the_batch_and_the_weights_that_it_met(tmp_path, caplog):
-    """Batch 4 holds a NaN: what was written, put back, is that moment."""
+    """Batch 4 contains a NaN; the written file restores that batch and its weights."""
     x, y = data(24)
     x[17, 5, 1] = np.nan
-    model = net(L.LSTM(3, name="lstm"), L.Dropout(0.0 if LEGACY else 0.2))  # Keras 2 cannot draw again
+    model = net(L.LSTM(3, name="lstm"), L.Dropout(0.0 if LEGACY else 0.2))  # Keras 2 cannot repeat random numbers
     met = []
 
     class Before(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
-            if batch == 4 and engine() != "jax":  # there the weights are elsewhere during fit
+            if batch == 4 and engine() != "jax":  # on JAX the model's weights are not current during fit
                 met.extend(np.array(w) for w in self.model.weights)
 
     watch = rl.keras.Watch(tmp_path / "a.zarr", every=0, on_nonfinite="report")
@@ -146,7 +149,7 @@ def test_a_watch_writes_the_batch_and_the_weights_that_it_met(tmp_path, caplog):
 
 
 def test_a_finding_ends_fit(tmp_path):
-    """At epoch 12 the recurrent kernel is made a hundred times as large."""
+    """The recurrent kernel is set to 100 times the identity at epoch 12."""
     x, y = data(8)
 
     class Spoil(keras.callbacks.Callback):
@@ -172,7 +175,7 @@ def test_what_a_watch_cannot_be_told(name, value):
 
 
 class Between(keras.Model):
-    """A logarithm that belongs to no layer."""
+    """A model that computes a logarithm outside any layer."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batches of torch's tensors and loaders for a Keras model on any engine: the adapter reads them as Keras' fit does."""
+"""Batches of torch tensors and data loaders for a Keras model on any engine are read as by ``fit``."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Whatever a user gives a verb on a Keras model: a result, or one clear error; soon, and within the memory granted."""
+"""Random arguments to each verb on a Keras model give a result or one clear error, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def targets(tmp_path):
     inputs = keras.Input((None, 3))
     hidden = keras.layers.LSTM(4, return_sequences=True, name="lstm")(inputs)
     model = keras.Model(inputs, keras.layers.Dense(2, name="top")(hidden))
-    # Compiled programs are not what is tried here.
+    # Run eagerly: compiled programs are tested elsewhere.
     model.compile(loss="mse", run_eagerly=True)
     x = np.random.default_rng(0).normal(size=(2, 5, 3)).astype("f4")
     return verbs(model, x, np.zeros((2, 5, 2), "f4"), "mse", tmp_path)
@@ -50,7 +50,7 @@ def targets(tmp_path):
 def test_every_call_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
     outcomes = run(targets(tmp_path), FOREIGN, 120, 0)
     assert not faults(outcomes)
-    assert sum(outcome.kind == "result" for outcome in outcomes) > 8  # many go through the door, and further
+    assert sum(outcome.kind == "result" for outcome in outcomes) > 8  # many calls must give a result
 
 
 @pytest.mark.one_engine

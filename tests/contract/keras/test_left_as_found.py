@@ -1,4 +1,4 @@
-"""A model is left exactly as it was found: after success, and after errors and interrupts at every stage."""
+"""A model is restored exactly after success, and after errors and interrupts at every stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Y = np.random.default_rng(1).normal(size=(2, 2))
 
 
 class Trap(keras.layers.Layer):
-    """Raises when told to, in the forward pass."""
+    """A layer that raises an error in its forward pass when ``raised`` is set."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -44,7 +44,7 @@ def build():
 
 @pytest.fixture(scope="module")
 def fitted():
-    """For tests that leave it as it is: training it takes longer than they do."""
+    """Return a trained model, shared by the tests that do not change it."""
     model = build()
     model.fit(X, Y, epochs=1, batch_size=2, verbose=0)
     return model
@@ -70,7 +70,7 @@ def attributes(model):
 
 
 def process():
-    """Random generators and Keras' own process-wide state."""
+    """Return the state of the random generators and Keras' own process-wide state."""
     import random
 
     if LEGACY:
@@ -112,7 +112,7 @@ def assert_same(before, after):
 
 
 class StopError(Exception):
-    """The user's own error."""
+    """Error raised by the user's code in these tests."""
 
 
 def failing_loss(error):
@@ -237,8 +237,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_compiled_run_follows_every_change_of_the_model(change):
-    if LEGACY and change in ("activation", "dtype"):  # the one is refused by name (tests/contract/tf_keras), the other
-        return  # cannot be set in Keras 2
+    if LEGACY and change in ("activation", "dtype"):  # "activation" is refused (tests/contract/tf_keras)
+        return  # "dtype" cannot be set in Keras 2
     inputs = keras.Input(batch_shape=(2, 4, 3))
     x = keras.layers.Dropout(0.2, name="drop")(inputs)
     x = keras.layers.LSTM(3, return_sequences=True, name="lstm")(x)

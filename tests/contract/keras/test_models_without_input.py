@@ -1,6 +1,6 @@
-"""Models that take their input shape from the first batch, written as the tutorials of Keras write them.
+"""Models that take their input shape from the first batch, written as in the tutorials of Keras.
 
-The batch size binds only in stateful layers, the number of steps only where Keras itself refuses another.
+Only stateful layers fix the batch size; the number of steps is fixed only if Keras itself refuses another.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def cloned():
     return model if model.built else built((None, STEPS, FEATURES), model)
 
 
-#: Programs that leave a model with another batch size, or another number of steps, than the data that follows.
+#: Programs that build a model on another batch size or number of steps than the data has.
 PROGRAMS = {
     "fit": lambda _: fitted(sequential()),
     "called once": lambda _: called(),

@@ -1,7 +1,7 @@
-"""Every cell with every option: what is captured replays in float64, and its gradients are the framework's own.
+"""Each cell with each option: captures are replayed in float64, and gradients are the framework's own.
 
-The variants of a group are branches of one model, so that one forward and one backward pass serve them all. The loss is
-linear in what the layers return, with known random coefficients: these *are* the direct gradients.
+The variants of a group are branches of one model, which needs one forward and one backward pass for all of them. The
+loss is linear in the outputs of the layers, with known random coefficients: these *are* the direct gradients.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Variant:
 
     @property
     def returns_state(self):
-        """Keras cannot build a bidirectional layer that is stateful and returns its state."""
+        """Whether the layer returns its state; Keras cannot build one that is bidirectional and stateful and does."""
         return not (self.way == "bidirectional" and "stateful" in self.start)
 
     def layer(self, unroll):
@@ -66,19 +66,19 @@ class Variant:
         return layer
 
 
-#: Each of them has every value of every option, since five and seven divide no number of values.
+#: Number of parts; each part has every value of every option, since 5 and 7 divide no number of values.
 PARTS = 5 if engine() == "torch" else 7
 
 
 def variants(cell, part):
-    """One part of all 48."""
+    """Return one part of the 48 variants of a cell."""
     ways, starts = ("forward", "backward", "bidirectional"), ("zeros", "stateful", "given", "stateful_given")
     found = [Variant(cell, *options) for options in product((True, False), ways, (True, False), starts)]
     return found[part::PARTS]
 
 
 def refused_by_keras(variant, masked, unroll):
-    """Keras on torch cannot turn a list of masks round."""
+    """Return whether Keras cannot run a variant: on torch it cannot reverse the list of masks of an unrolled loop."""
     backwards = variant.way != "forward"
     return engine() == "torch" and masked and unroll and backwards
 
@@ -121,7 +121,7 @@ def group(cell, masked, unroll, part):
 
 @contextmanager
 def uncompiled():
-    """Compiling a graph of a hundred loops takes minutes; compiled runs have tests of their own."""
+    """Run the block eagerly: compiling a graph of a hundred loops takes minutes. Compiled runs have their own tests."""
     with ExitStack() as stack:
         stack.enter_context(eagerly())
         if engine() == "jax":
@@ -131,7 +131,7 @@ def uncompiled():
         yield
 
 
-#: Each cell once, and each way to run once, where an engine does not run them all.
+#: Each cell once and each kind of run once, on engines that do not run all combinations.
 each_once = pytest.mark.product(
     keep=tuple(map(str, zip(CELLS, (False, True, True, False), (True, False, True, False), range(4), strict=True)))
 )
@@ -139,7 +139,7 @@ each_once = pytest.mark.product(
 
 @pytest.fixture(scope="module", params=list(product(CELLS, (False, True), (False, True), range(PARTS))), ids=str)
 def captured(request, float64):
-    """The group, its capture, and the framework's own gradients."""
+    """Return the group, its capture, and the framework's own gradients."""
     made = group(*request.param)
     with uncompiled():
         capture = adapter.capture(made.model, Batch(made.inputs, loss=made.loss), CaptureRequest())
@@ -153,7 +153,7 @@ def captured(request, float64):
 
 
 def references(capture):
-    """The float64 reference of every call, fed with the direct gradients that were captured."""
+    """Yield each call with its float64 reference, computed from the captured direct gradients."""
     for call in capture.calls:
         yield (
             call,
@@ -170,7 +170,10 @@ def references(capture):
 
 
 def reaching_states(call):
-    """The direct gradient of y as a (sample, time, unit) cotangent of h: nothing where y does not move with it."""
+    """Return the direct gradient of y as a cotangent of h, (sample, time, unit).
+
+    It is zero where y does not depend on h.
+    """
     grad = np.zeros((SAMPLE, TIME, UNIT))
     last = 0 if call.direction == "backward" else TIME - 1
     if call.returns_sequences:
@@ -209,7 +212,7 @@ def test_direct_gradients_are_the_coefficients_of_the_loss(captured):
         merged = next(wanted)
         for half, call in enumerate(calls):
             direct = merged[..., half * UNIT : (half + 1) * UNIT]
-            # A backwards layer on its own returns its last step first; Bidirectional turns that round itself.
+            # A backward layer returns its last step first; Bidirectional reverses that itself.
             alone = call.direction == "backward" and not call.bidirectional and call.returns_sequences
             np.testing.assert_allclose(call.output_grad, direct[:, ::-1] if alone else direct, atol=1e-12)
         for call in calls:
@@ -238,7 +241,7 @@ def test_weight_gradients_are_the_frameworks(captured):
 
 @each_once
 def test_adjoint_of_everything_captured_is_the_frameworks_input_gradient(captured):
-    """All branches share their inputs: one wrong mask, flag, order or state in any of them shows here."""
+    """All branches share their inputs, so an error in any mask, flag, order or state of one changes the sum."""
     _, capture, (_, (by_x, *by_state), _) = captured
     found, states = np.zeros_like(by_x), [np.zeros_like(g) for g in by_state]
     for call, reference in references(capture):
@@ -253,7 +256,7 @@ def test_adjoint_of_everything_captured_is_the_frameworks_input_gradient(capture
 
 
 def ignores_what_is_given(name):
-    """Keras 2 starts a stateful layer from its recorded state as soon as that is not all zero."""
+    """Return whether Keras 2 ignores a given state: a stateful layer with a non-zero state does."""
     return LEGACY and "stateful" in name
 
 

@@ -1,4 +1,4 @@
-"""One fault of each kind, planted in a Keras net, and nets that are well: the first of what the benchmark counts."""
+"""One planted fault of each kind in a Keras network, and healthy networks: a part of the benchmark."""
 
 import sys
 from pathlib import Path

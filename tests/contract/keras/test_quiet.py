@@ -1,4 +1,4 @@
-"""What Keras' variables have NumPy warn of does not reach the user of a verb."""
+"""Warnings of NumPy about Keras variables do not reach the caller of a verb."""
 
 import warnings
 

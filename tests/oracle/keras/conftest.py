@@ -1,4 +1,4 @@
-"""float64 on every engine, for the files that ask for it."""
+"""Fixture for float64 on each engine, for the test files that request it."""
 
 from keras_float64 import float64, lift, uncertified
 

@@ -17,7 +17,7 @@ def x():
 
 
 def shift_register(lag, *, masked=False, steps=STEPS):
-    """Holds the last inputs, each in a unit of its own, and reads the one ``lag`` steps before the last."""
+    """Return a linear RNN with the last inputs in its units and an output equal to the input ``lag`` steps back."""
     units = lag + 2
     rnn = keras.layers.SimpleRNN(units, activation="linear", name="rnn")
     inputs = keras.Input((steps, 1))

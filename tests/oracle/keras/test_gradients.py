@@ -1,4 +1,4 @@
-"""Every (of, wrt) pair of docs/gradients.md against the engine's differentiation of the same network, written out."""
+"""Each (of, wrt) pair of docs/gradients.md against the engine's gradient of the same network as plain code."""
 
 from types import SimpleNamespace
 
@@ -39,13 +39,16 @@ ALL = [*net.WEIGHTS, *net.TAPS]
 
 @pytest.fixture(scope="module", autouse=True)
 def double_precision():
-    """Losses are computed in floatx, whatever the model is."""
+    """Set Keras' default dtype to float64, in which losses are computed for any model."""
     with floats("float64"):
         yield
 
 
 def autodiff(function, *arguments):
-    """Value and gradients of ``function(dict of tensors, ...)`` by the first; zeros where there is no path."""
+    """Return value and gradients of ``function(dict of tensors, ...)`` with respect to the dict.
+
+    A gradient without a path is zero.
+    """
     tensors, *rest = keras.tree.map_structure(keras.ops.convert_to_tensor, arguments)
     if ENGINE == "jax":
         with op_by_op():
@@ -80,7 +83,7 @@ def reference(scalar, mask=None):
 def build(masking):
     layers = keras.layers
     x = keras.Input((None, net.F))
-    # Conv1D passes no mask on: the recurrent layers are given it.
+    # Conv1D passes no mask on, so the recurrent layers take it as an argument.
     mask = {"mask": keras.ops.any(x != 0, axis=-1)} if masking else {}
     h = layers.Conv1D(net.C, 2, padding="causal", activation="tanh", name="conv1d")(x)
     h = layers.LSTM(net.H, return_sequences=True, name="lstm")(h, **mask)
@@ -95,7 +98,7 @@ def build(masking):
 
 
 def weights_of(layer):
-    """The weights of a layer in the layout of Keras."""
+    """Return the weights of a layer in the layout of Keras."""
 
     def flat(name):
         array = P[f"{layer}/{name}"]
@@ -149,7 +152,7 @@ def test_every_pair_equals_autodiff(model, of):
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["unmasked", "masked"])
 def test_all_targets_together_equal_autodiff(model, masked_model, mask):
-    """A sum of all targets with random weights is wrong as soon as any one pair is."""
+    """The sum of all targets with random weights is wrong if any one pair is wrong."""
     names = [of for of in net.TARGETS if of in GIVEN]
 
     def together(*tensors):
@@ -171,7 +174,7 @@ def test_every_pair_equals_autodiff_under_masks(masked_model, of):
 
 
 def test_loss_and_what_recurrent_layers_carry_come_from_one_captured_pass(masked_model):
-    """The short way, which callbacks take after every batch, against the long one."""
+    """Loss and recurrent quantities of one capture, as callbacks request them, against the reference."""
     names = ["lstm.hidden", "lstm.cell", "lstm.output", "lstm.gates", "lstm.input", "gru.hidden", "gru.output"]
     names += ["gru.initial_hidden", "rnn.final_hidden", "rnn.output"]
     value, expected = reference(lambda out: out["loss"], MASK)
@@ -190,7 +193,7 @@ def test_callable_of_the_output(model):
 
 
 class TwoHeads(keras.Model):
-    """Subclassed: nothing says beforehand that it returns two tensors."""
+    """A subclassed model with two outputs, known only after a run."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Each cause of a missing gradient is provoked in Keras, on every engine, and explained in full."""
+"""Each cause of a missing gradient, provoked in Keras on every engine, with the full text of its explanation."""
 
 import keras
 import numpy as np
@@ -13,7 +13,7 @@ layers = keras.layers
 
 
 class Broken(keras.Model):
-    """Every way to lose a gradient on the way to one GRU; subclassed, so there is no graph to look at."""
+    """A subclassed model, without a graph, with each cause of a missing gradient on a path to one GRU."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""rl.gradients counts a loss as training does, and streams any source: against what a training step takes off."""
+"""``rl.gradients`` against the weight change of one training step: losses as in training, any data source."""
 
 import keras
 import numpy as np
@@ -7,7 +7,7 @@ import pytest
 import rnnlens as rl
 
 B, T = 6, 4
-# No id twice: TensorFlow clips each looked-up row by itself, before rows of one id are added.
+# No id occurs twice: TensorFlow clips each looked-up row before it adds rows of one id.
 X = np.random.default_rng(0).permutation(np.arange(1, 1 + B * T)).reshape(B, T).astype("int32")
 X[2, 3:] = 0
 Y = np.random.default_rng(1).integers(0, 2, (B, 1)).astype("float32")
@@ -15,7 +15,10 @@ layers = keras.layers
 
 
 def build(optimizer, dropout=0.0):
-    """Masked embedding, a regularised GRU whose two biases share one variable, both directions, a head."""
+    """Return a model of a masked embedding, a regularised GRU, a bidirectional layer and a head.
+
+    The GRU has both biases in one variable.
+    """
     keras.utils.set_random_seed(0)
     regularizer = keras.regularizers.L2(0.1)
     gru = layers.GRU(2, kernel_regularizer=regularizer, bias_initializer="random_normal", dropout=dropout)
@@ -32,7 +35,7 @@ def build(optimizer, dropout=0.0):
 
 
 def step(model, **how):
-    """What one step of training with learning rate 1 takes off the weights, as rl.gradients shows it."""
+    """Return the weight change of one training step with learning rate 1, in the layout of ``rl.gradients``."""
     before = rl.weights(model)
     model.train_on_batch(X, Y, **how)
     after = rl.weights(model)
@@ -62,7 +65,7 @@ def test_regularised_weighted_masked_and_clipped_as_a_training_step_is(clip, how
     close(g.clipped, step(model, **how))
     free = build(keras.optimizers.SGD(1.0))
     close(rl.gradients(free, X, Y, **how), step(free, **how))
-    # The first sample weighs nothing in one of the cases: its rows are not touched.
+    # In one case the first sample has weight 0, so its rows do not change.
     touched = np.count_nonzero(X) - (T if "sample_weight" in how else 0)
     assert g["embedding/embeddings"].attrs["touched_rows"] == touched
 

@@ -30,7 +30,7 @@ def data(masked=False):
 
 
 def shaken(model):
-    """No weight stays at zero or one, so that biases and both halves matter."""
+    """Add random numbers to all weights of a model, so that biases and both directions affect the result."""
     rng = np.random.default_rng(2)
     model.set_weights([w + 0.5 * rng.normal(size=w.shape) for w in model.get_weights()])
     return model
@@ -44,7 +44,7 @@ def agree(got, expected):
 
 
 def branch(x, h, cell, direction, bias, stateful_start, sequences):
-    """One recurrent layer in one combination of options."""
+    """Return the output of one recurrent layer with one combination of options."""
     cls, options = CELLS[cell]
     name = f"{direction}_{'bias' if bias else 'nobias'}_{'given' if stateful_start else 'zeros'}"
     layer = cls(H, return_sequences=sequences, use_bias=bias, name=name, **options)
@@ -71,7 +71,7 @@ def test_every_combination_of_options_at_once(cell, masked, sequences):
     product = itertools.product(("forward", "backward", "both"), (True, False), (False, True))
     outputs = [branch(inputs, h, cell, *options, sequences) for options in product]
     model = shaken(keras.Model(inputs, layers.Concatenate()(outputs)))
-    # Three random mixtures of all units: as good a witness as all of them, and quicker to differentiate.
+    # Three random mixtures of all units depend on each unit and take less time to differentiate.
     mixture = np.random.default_rng(3).normal(size=(3, model.output_shape[-1]))
     columns = keras.ops.convert_to_tensor(mixture.T)
     expected = framework_jacobian(lambda a: keras.ops.matmul(model(a), columns), x)
@@ -98,9 +98,9 @@ def test_states_of_a_layer_by_what_feeds_it_and_by_an_earlier_layer(cell):
     agree(rl.jacobian(model, x, of="rnn.output"), expected)
     agree(rl.jacobian(model, x, of="rnn.final_hidden"), expected[:, -1])
     y = keras.ops.convert_to_numpy(below(x))
-    for fed in ("below.output", "rnn.input"):  # one place, two names
+    for fed in ("below.output", "rnn.input"):  # two names of one tensor
         agree(rl.jacobian(model, x, of="rnn.hidden", wrt=fed), framework_jacobian(model.layers[1], y))
-    # By a state, the change also runs through the rest of the layer below.
+    # The Jacobian with respect to a state includes the paths through later steps of the layer below.
     hidden = rl.jacobian(model, x, of="below.hidden", wrt="below.hidden").values
     direct = rl.jacobian(model, x, of="rnn.hidden", wrt="below.output").values
     total = np.einsum("btoku,bkuls->btols", direct, hidden)
@@ -237,7 +237,7 @@ def test_a_chain_known_by_its_types_is_not_asked_and_gives_the_same(chain, monke
 
 
 class TwiceDense(layers.Dense):
-    """Looks like a Dense layer and is none."""
+    """A subclass of Dense that computes something else."""
 
     def call(self, x, training=None):
         return 2 * super().call(x) + keras.ops.roll(x[..., :1], 1, axis=1)

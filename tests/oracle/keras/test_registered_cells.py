@@ -1,4 +1,4 @@
-"""A cell of a user's own whose equations were registered, in either Keras, against the loop by hand differentiated."""
+"""A user's cell with registered equations, in Keras 3 and ``tf_keras``, against the gradient of a loop by hand."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ GATES = ("forget", "candidate", "output")
 
 @keras.saving.register_keras_serializable()
 class Coupled(keras.layers.Layer):
-    """Input and forget gate are one; c_t moves the h_t of its own step."""
+    """An LSTM cell with coupled input and forget gate; h_t depends on c_t of the same step."""
 
     def __init__(self, units, penalty=None, **options):
         super().__init__(**options)
@@ -77,7 +77,7 @@ def loss(y_true, y_pred):
 
 
 def by_hand(cell, x, taps, moves, mask):
-    """The last state, where every pre-activation and every state as it is handed on may be moved."""
+    """Return the loss of a loop over the cell, with ``taps`` added to pre-activations and ``moves`` to states."""
     h = c = ops.zeros((len(X), UNITS), dtype="float64")
     for t in range(STEPS):
         new, (_, further) = cell.call(x[:, t], [h, c], taps[:, t])

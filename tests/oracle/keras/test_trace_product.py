@@ -1,7 +1,7 @@
-"""rl.trace over the whole product of Keras' options, against a dense complex-step reference and the engine's autodiff.
+"""``rl.trace`` with all combinations of Keras options, against a dense reference and the engine's autodiff.
 
-Many layers share one model: its loss is a fixed linear functional of every layer's output, so that the direct gradient
-of each is known beforehand, and each layer is traced as if it were alone.
+Many layers share one model. Its loss is a fixed linear function of the output of each layer, so the direct gradient of
+each is known, and each layer is traced as if it were alone.
 """
 
 import itertools
@@ -27,7 +27,7 @@ LAYERS = {"simple_rnn": keras.layers.SimpleRNN, "lstm": keras.layers.LSTM, "gru"
 
 
 class Variant:
-    """One layer of the product and all that the reference needs to know of it."""
+    """One layer with one combination of options, and what the reference needs of it."""
 
     def __init__(self, cell, flags, rng):
         self.kind = cell.partition("_")[0] if cell.startswith("gru") else cell
@@ -91,7 +91,7 @@ def variants(cell, unroll, rng):
 
 
 def keras_fails(flags):
-    """Keras 3.15 on torch cannot turn a mask round in an unrolled loop; see the test below."""
+    """Return whether Keras 3.15 fails: on torch it cannot reverse the mask of an unrolled loop."""
     runs_backwards = flags["backwards"] or flags["bidirectional"]
     return keras.backend.backend() == "torch" and flags["unroll"] and flags["mask"] and runs_backwards
 
@@ -107,22 +107,26 @@ def build(group, dtype):
     ]
     outputs = [v.call(x, mask, s) for v, s in zip(group, states, strict=True)]
     model = keras.Model([x, mask, *itertools.chain(*states)], outputs)
-    # TensorFlow takes minutes to trace so many loops into one graph; what it computes is the same.
+    # Eager on TensorFlow, which takes minutes to trace so many loops; the results are the same.
     model.compile(run_eagerly=keras.backend.backend() == "tensorflow")
     return model
 
 
 def chronological(values, variant, index):
-    """Keras returns what runs backwards in the order it was computed in, and turns the second half round once more."""
+    """Return the output of one direction in chronological order.
+
+    Keras returns a backward layer's output in the order of computation, and reverses that of the second direction once
+    more.
+    """
     computed = values[:, ::-1] if index == 1 else values
     return computed[:, ::-1] if variant.halves[index].go_backwards else computed
 
 
 def expected(variant, index, x, output):
-    """Direct gradient of one half in chronological time, its states, and the reference's total gradients.
+    """Return the direct gradient of one direction in chronological order, its states, and the total gradients.
 
-    What Keras returns at a masked step differs by engine and option: the state, the last output, or zero. Where its
-    output is not the state, the gradient put on it moves nothing.
+    The output of Keras at a masked step depends on engine and option: the state, the previous output, or zero. If it is
+    not the state, the direct gradient there does not reach the state.
     """
     backward = variant.halves[index].go_backwards
     cell, s0 = variant.known(index), variant.initial(index)
@@ -138,13 +142,13 @@ def expected(variant, index, x, output):
     if variant.flags["sequences"]:
         returned = chronological(output[..., half], variant, index)
         follows = (np.abs(returned - states[0]) < 1e-4).all(axis=-1, keepdims=True)
-        # Unrolled backwards, TensorFlow zeroes the mirror image of what is masked.
+        # For an unrolled backward loop, TensorFlow zeroes the mirror image of the masked steps.
         mirrored = (
             keras.backend.backend() == "tensorflow" and variant.flags["unroll"] and variant.flags["bidirectional"]
         )
         assert mask is None or mirrored or follows[mask].all(), (variant.name, "replays")
         if mask is not None and (variant.flags["unroll"] or keras.backend.backend() != "jax"):
-            # Zeros before the first real step are a constant, even if the initial state is zero too.
+            # Zeros before the first real step are constants, even if the initial state is zero too.
             follows[before_first_real_step(mask, backward)] = False
     if mask is not None and zeroes_what_is_masked(variant, index):
         follows[~mask] = False
@@ -153,7 +157,10 @@ def expected(variant, index, x, output):
 
 
 def zeroes_what_is_masked(variant, index):
-    """Bidirectional makes its halves return zeros there: a constant, even where the state is zero too."""
+    """Return whether a direction of a bidirectional layer returns zeros at masked steps.
+
+    They are constants, even where the state is zero too.
+    """
     ignored = keras.backend.backend() in ("jax", "tensorflow") and variant.flags["unroll"]
     return variant.halves[index].zero_output_for_mask and variant.flags["sequences"] and not ignored
 
@@ -173,7 +180,7 @@ def close(actual, wanted, tolerance, what):
 
 
 def returned(model, inputs, group):
-    """What Keras itself returns; the states of stateful layers put back."""
+    """Return the outputs of Keras itself, and restore the states of stateful layers."""
     variables = [state for v in group for half in v.halves for state in half.states or ()]
     kept = [(state, keras.ops.convert_to_numpy(state.value)) for state in variables]
     outputs = [keras.ops.convert_to_numpy(o) for o in model(inputs)]
@@ -188,14 +195,14 @@ def linear(functionals, outputs):
 
 @pytest.fixture
 def dtype(request):
-    """The floating type of everything that Keras makes in this test."""
+    """Set the default float dtype of Keras during a test."""
     with floats(request.param), jax_without_float64() if request.param == "float32" else nullcontext():
         yield request.param
 
 
 @contextmanager
 def jax_without_float64():
-    """As float32 users have it: with x64 on, Keras itself cannot run a float32 GRU without biases."""
+    """Disable float64 in JAX within the block: with it, Keras cannot run a float32 GRU without biases."""
     if keras.backend.backend() != "jax":
         yield
         return
@@ -207,7 +214,7 @@ def jax_without_float64():
 
 
 def cases():
-    """The whole product; what is marked runs with `make test-full`. Tracing many loops into one takes longest."""
+    """Yield all cases; those marked ``full`` run with `make test-full` only, because tracing many loops takes long."""
     quick = {("float64", "lstm", False)}
     if keras.backend.backend() == "tensorflow":
         quick |= {("float64", "gru_after", True)}

@@ -1,4 +1,4 @@
-"""rl.weights: values and gradients against the framework's own, by gate, direction and timestep."""
+"""``rl.weights``: values and gradients against the framework's own, by gate, direction and time step."""
 
 import keras
 import numpy as np
@@ -45,7 +45,7 @@ def halves(model, bidirectional):
 
 
 def split(cell, name, flat):
-    """Keras' array of one weight as (..., gate, unit), and a GRU's two biases apart."""
+    """Return a weight of Keras as (..., gate, unit) arrays by name; the biases of a GRU are two entries."""
     gates = {"SimpleRNNCell": 1, "LSTMCell": 4, "GRUCell": 3}[type(cell).__name__]
     shaped = flat.reshape(*flat.shape[:-1], gates, flat.shape[-1] // gates)
     if name == "bias" and shaped.ndim == 3:

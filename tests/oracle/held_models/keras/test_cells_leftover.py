@@ -1,4 +1,4 @@
-"""Cells and layers as people combine them, held against the engine's own autodiff of the untouched model in float64."""
+"""Typical combinations of cells and layers against the engine's gradient of the unchanged model, in float64."""
 
 import keras
 import numpy as np
@@ -25,7 +25,7 @@ def close(found, expected, rtol=1e-9):
 
 
 def matches(entries, wanted, rtol=1e-8):
-    """Whether ``wanted`` is among the entries: as it is, or each of its two rows (the biases of a GRU)."""
+    """Return whether ``wanted`` is one of the entries, or each of its two rows is (the biases of a GRU)."""
 
     def there(array):
         return any(e.size == array.size and np.allclose(e.ravel(), array.ravel(), rtol, rtol / 1000) for e in entries)
@@ -34,7 +34,7 @@ def matches(entries, wanted, rtol=1e-8):
 
 
 def held(model, x, layers, rtol=1e-9):
-    """Loss, gradients by the input and by the weights of ``layers``, and the time Jacobian."""
+    """Compare loss, gradients with respect to the input and the weights of ``layers``, and the time Jacobian."""
     variables = [v for layer in layers for v in layer.trainable_variables]
     loss, (by_input,), by_weight = gradients(lambda t: total(None, model(t[0])), [x], variables)
     expected = dict(zip(map(id, variables), by_weight, strict=True))
@@ -89,7 +89,7 @@ class ScaledCell(Cell):
 
 
 class SetsScale(keras.Model):
-    """Its forward pass settles what the cell reads."""
+    """A model that sets an attribute of its cell in each forward pass."""
 
     def __init__(self, scale, leaves):
         super().__init__()
@@ -105,7 +105,7 @@ class SetsScale(keras.Model):
 
 
 class ScaledLayer(L.RNN):
-    """A layer whose own call settles what its cell reads."""
+    """An RNN layer that sets an attribute of its cell in its own ``call``."""
 
     def call(self, sequences, initial_state=None, mask=None, training=False):
         self.cell.scale = 1.0 + ops.mean(sequences, axis=1)[:, :1]
@@ -154,7 +154,7 @@ class NormCell(Cell):
 
 
 class Noisier(Cell):
-    """Its step asks whether it trains."""
+    """A cell whose step depends on ``training``."""
 
     def call(self, x, states, training=False):
         h = ops.tanh(x @ self.kernel + states[0] @ self.recurrent) * (2.0 if training else 1.0)
@@ -164,7 +164,7 @@ class Noisier(Cell):
 @pytest.mark.one_engine
 @pytest.mark.parametrize("kind", [NormCell, Noisier])
 def test_a_cell_that_acts_otherwise_in_training(kind):
-    x = np.random.default_rng(3).normal(size=(5, TIME, 2))  # two samples, normalised, are 1 and -1
+    x = np.random.default_rng(3).normal(size=(5, TIME, 2))  # batch normalisation of two samples would give 1 and -1
     inputs = keras.Input((TIME, 2))
     rnn = L.RNN(kind(), return_sequences=True, name="rnn")
     model = keras.Model(inputs, L.Dense(2)(rnn(inputs)))
@@ -183,7 +183,7 @@ def test_a_cell_that_acts_otherwise_in_training(kind):
 
 
 class TiedCell(Cell):
-    """It reads the recurrent matrix of another cell."""
+    """A cell that uses the recurrent matrix of another cell."""
 
     def __init__(self, matrix):
         super().__init__()
@@ -230,13 +230,13 @@ def test_gelu(approximate):
 
     inputs = keras.Input((TIME, 2))
     rnn = L.GRU(UNITS, activation="gelu" if approximate is None else own, return_sequences=True, name="rnn")
-    # TensorFlow's kernel has constants of single precision, also in float64; with equations of ours it is gelu itself.
+    # TensorFlow's gelu kernel has single-precision constants in float64; the equations of rnnlens have exact ones.
     coarse = approximate is None and keras.backend.backend() == "tensorflow"
     held(keras.Model(inputs, L.Dense(2, activation="gelu")(rnn(inputs))), 3 * X, [rnn], 1e-7 if coarse else 1e-9)
 
 
 def shared_in_nested_models():
-    """One LSTM in two nested models, on two readings of the input."""
+    """Return a model with one LSTM shared by two nested models."""
     rnn = L.LSTM(UNITS, return_sequences=True, name="rnn")
     parts = []
     for name in ("left", "right"):

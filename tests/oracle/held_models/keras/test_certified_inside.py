@@ -1,4 +1,4 @@
-"""Time Jacobians that start or end at a layer of a chain are certified by the user's own layers, run by themselves."""
+"""Certificates of time Jacobians from or to a layer inside a chain, by a separate run of these layers."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A time Jacobian that was measured, by norms, is certified by what was measured, on every engine."""
+"""Certificates of a time Jacobian that was computed as norms, on every engine."""
 
 import keras
 import numpy as np
@@ -22,12 +22,12 @@ def graph():
 
 
 def single():
-    """One step, of an input without an axis of steps."""
+    """Return a model with one time step and an input without a time axis."""
     return keras.Sequential([keras.Input((10,)), layers.Reshape((1, 10)), layers.GRU(4), layers.Dense(2)])
 
 
 def frames():
-    """An image at every step, before and after."""
+    """Return a model with an image at each step as input and as output."""
     inputs = keras.Input((5, 2, 2, 1))
     hidden = layers.GRU(4, return_sequences=True)(layers.TimeDistributed(layers.Flatten())(inputs))
     return keras.Model(inputs, layers.Reshape((5, 2, 2))(layers.Dense(4, "tanh")(hidden)))

@@ -1,7 +1,7 @@
-"""What a model or a loss reads from Python may change between two calls: the second answer is that of the second state.
+"""Python state that a model or a loss reads changes between two calls: the second result uses the new state.
 
-Every model here is linear in one number, the gain, which lives wherever people keep such numbers. The loss is held
-against the untouched model's own plain run, the gradients against the gain that they are proportional to.
+Each model here is linear in one number, the gain, stored where users store such numbers. The loss is compared with that
+of the unchanged model, and the gradients with the gain, to which they are proportional.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Config:
 
 
 class Kept(keras.layers.Layer):
-    """Multiplies by what ``read`` finds in ``self.kept``."""
+    """A layer that multiplies by ``read(self.kept)``."""
 
     def __init__(self, kept, read):
         super().__init__()

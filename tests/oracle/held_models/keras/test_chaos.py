@@ -1,4 +1,4 @@
-"""Where the framework's own kernels differ by a rounding, and a chaotic network makes all of it, that is said."""
+"""Chaotic networks amplify rounding differences between kernels: the certificate states that it cannot decide."""
 
 import keras
 import numpy as np
@@ -7,7 +7,7 @@ from planted_cells import plant
 
 import rnnlens as rl
 
-pytestmark = pytest.mark.compiled  # which rounds in its own way
+pytestmark = pytest.mark.compiled  # compiled runs round differently
 
 
 def network(gain):
@@ -21,7 +21,7 @@ def network(gain):
 
 
 def test_it_is_told_from_a_fault():
-    """The layer returns its last step only: the others are replayed, and are those of another trajectory."""
+    """The layer returns only its last step; the replay of the others follows another trajectory."""
     with pytest.warns(rl.errors.SelfCheckWarning, match="the sum over time"):
         certificate = rl.weights(*network(3.0)).certificate
     assert certificate.state == "could not"

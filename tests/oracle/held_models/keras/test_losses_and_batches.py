@@ -1,6 +1,6 @@
-"""The loss of a data set is that of all samples as one batch, whatever the batch size, the loss and its weights.
+"""The loss of a data set equals that of all samples as one batch, for each batch size, loss and weighting.
 
-The oracle is Keras' own loss on all samples (``evaluate``), differentiated by central differences, on the same model.
+The reference is Keras' own loss on all samples (``evaluate``), and its central differences, on the same model.
 """
 
 import keras
@@ -104,7 +104,7 @@ def evaluated(model, x, y, weight=None):
 
 
 def slope(model, x, y, weight, name, size=3e-3):
-    """The loss moved along one fixed random direction of a weight of the head."""
+    """Return a random direction for a weight of the head, and the central difference of the loss along it."""
     variable = getattr(model.get_layer("head"), name)
     before = np.array(variable)
     direction = np.random.default_rng(4).normal(size=before.shape)

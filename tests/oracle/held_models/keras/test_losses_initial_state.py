@@ -1,6 +1,6 @@
-"""A given initial state holds for the loss, for states and for gradients alike; a stateful layer starts from its own.
+"""A given initial state is used for loss, states and gradients; a stateful layer starts from its own state.
 
-The oracle is the same model with the state as one more input, run and moved by hand.
+The reference is the same model with the state as one more input, and its central differences.
 """
 
 import keras
@@ -18,7 +18,7 @@ STATE = [RNG.normal(size=(N, U)).astype("float32") for _ in range(2)]
 
 
 def made():
-    """A model, and the same weights with the states as inputs."""
+    """Return a model, and one with the same weights that takes the initial states as inputs."""
     keras.utils.set_random_seed(2)
     lstm, head = layers.LSTM(U, name="lstm"), layers.Dense(1, name="head")
     x, h, c = keras.Input((T, F)), keras.Input((U,)), keras.Input((U,))

@@ -1,7 +1,7 @@
-"""Padding in models that people write: the engine's own gradient of the untouched model says what is right.
+"""Padding in typical user models, against the engine's own gradient of the unchanged model.
 
-Inputs are integers behind ``Embedding(mask_zero=True)``, or floats behind ``Masking``; gradients by single inputs are
-held against central differences of the untouched model's loss, in float64.
+Inputs are integers with ``Embedding(mask_zero=True)``, or floats with ``Masking``. Gradients of single inputs are
+compared with central differences of the unchanged model's loss, in float64.
 """
 
 import keras
@@ -20,7 +20,7 @@ Y = RNG.normal(size=(3, TIME, 2))
 
 
 def padded():
-    """Floats whose padding is -9, as Masking(-9) reads it."""
+    """Return float inputs with padding of -9, as ``Masking(-9)`` expects it."""
     x = RNG.normal(size=(3, TIME, 2))
     x[IDS == 0] = -9.0
     return x
@@ -31,7 +31,7 @@ def total(y, out):
 
 
 class OwnOutput(keras.layers.Layer):
-    """Its output is none of its states."""
+    """A cell whose output is none of its states."""
 
     state_size, output_size = UNITS, UNITS
 
@@ -81,7 +81,7 @@ def embedded():
 
 
 class Block(keras.Model):
-    """A model within a model that takes the mask and passes it on."""
+    """A nested model that takes the mask and passes it on."""
 
     def __init__(self):
         super().__init__(name="inner")
@@ -104,7 +104,7 @@ def nested():
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("make", [embedded, nested])
 def test_the_loss_keeps_the_mask(make, per_sample):
-    """A compiled loss leaves padded steps out, also where it is taken apart by sample or by the model's output."""
+    """A compiled loss excludes padded steps, also when it is split by sample or computed from outputs."""
     model = make()
     model.compile(loss="mse")
     table = model.get_layer("table").embeddings

@@ -1,6 +1,6 @@
-"""Who is meant: nested models with layers of one name, models called twice, inputs and outputs kept in dicts.
+"""Names of layers, inputs and outputs: nested models with equal names, models called twice, dicts.
 
-Held against finite differences of the untouched model's own loss, weight by weight and input by input.
+Results are compared with finite differences of the unchanged model's loss, for each weight and input.
 """
 
 import keras
@@ -17,7 +17,7 @@ X = RNG.normal(size=(3, 4, 2))
 
 
 def total(y, out):
-    """One number of all outputs, each with a weight of its own."""
+    """Return a scalar of all outputs, each with its own factor."""
     leaves = [out[key] for key in sorted(out)] if isinstance(out, dict) else keras.tree.flatten(out)
     return sum((i + 1.0) * keras.ops.sum(keras.ops.sin(leaf)) for i, leaf in enumerate(leaves))
 
@@ -49,7 +49,7 @@ def two_nested():
 
 
 class Two(keras.Model):
-    """Blocks that were written once and are used twice, as attributes."""
+    """A model with two blocks of the same code as attributes."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ def two_subclassed():
 @pytest.mark.parametrize("make", [two_nested, two_subclassed])
 def test_each_nested_layer_has_its_own_gradients(make):
     model, cells = make()
-    for _ in range(2):  # the second time from what was compiled
+    for _ in range(2):  # the second run reuses what was compiled
         both = rl.gradients(model, X, loss=total)
         for name, cell in cells.items():
             expected = by_weight(model, X, cell.recurrent_kernel)

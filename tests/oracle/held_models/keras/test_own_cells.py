@@ -1,7 +1,7 @@
-"""Gradients of states inside cells of one's own, counted where the step computes the state.
+"""Gradients of states inside a user's own cells, taken at the operation that computes the state.
 
-A hand-written LSTM has to agree with ``keras.layers.LSTM``, and every other cell with one that adds a small number to
-its state at the line where it is computed: what a central difference of the untouched loss then says is dL/ds_t.
+A hand-written LSTM must agree with ``keras.layers.LSTM``. Each other cell can add a small number to its state where the
+state is computed; the central difference of the unchanged model's loss is then dL/ds_t.
 """
 
 import keras
@@ -23,7 +23,7 @@ def total(y, out):
 
 
 class Cell(keras.layers.Layer):
-    """Weights of ``gates`` gates, and a number that a test adds to one state of one sample at one step."""
+    """Base of these cells: the weights of ``gates`` gates, and a perturbation of one state at one step."""
 
     gates, state_size, output_size = 1, (UNITS,), UNITS
 
@@ -59,7 +59,7 @@ class LstmByHand(Cell):
 
 
 class Gained(Cell):
-    """Its output is made from the state, and is no state."""
+    """A cell whose output is computed from the state but is not a state."""
 
     def call(self, x, states):
         h = self.produced(0, keras.ops.tanh(self.parts(x, states[0])[0]))
@@ -67,7 +67,7 @@ class Gained(Cell):
 
 
 class OutputFirst(Cell):
-    """The state is made from the output."""
+    """A cell whose state is computed from the output."""
 
     def call(self, x, states):
         y = keras.ops.tanh(self.parts(x, states[0])[0])
@@ -76,7 +76,7 @@ class OutputFirst(Cell):
 
 
 class PassedOn(Cell):
-    """A slow state that every step reads and none changes."""
+    """A cell with a second state that each step reads and none changes."""
 
     state_size = (UNITS, UNITS)
 
@@ -86,7 +86,7 @@ class PassedOn(Cell):
 
 
 class LayersInside(Cell):
-    """A layer of layers, with a second state that the output reads."""
+    """A cell that contains layers, with a second state that the output depends on."""
 
     state_size, output_size = (UNITS, UNITS), 2
 
@@ -109,7 +109,7 @@ CELLS = [LstmByHand, Gained, OutputFirst, PassedOn, LayersInside]
 
 
 def plain_loss(cell, x, sequences):
-    """The cell in a Python loop."""
+    """Return the loss of a cell called in a Python loop."""
     states = [keras.ops.zeros((x.shape[0], UNITS)) for _ in cell.state_size]
     outputs = []
     for t in range(TIME):
@@ -165,7 +165,7 @@ def test_an_lstm_by_hand_is_the_lstm(sequences):
 
 @pytest.mark.one_engine
 def test_stacked_cells_are_stacked_layers():
-    """The lower cell's state reaches the upper cell within the step."""
+    """In stacked cells, the upper cell reads the lower cell's state of the same step."""
     stacked = keras.layers.RNN([keras.layers.GRUCell(UNITS), keras.layers.SimpleRNNCell(UNITS)], name="rnn")
     inputs = keras.Input((TIME, 2))
     one = keras.Model(inputs, stacked(inputs))

@@ -1,4 +1,4 @@
-"""The same data padded by 0, 10 and 40 steps, before or behind: measures stay the same, and padding is grey."""
+"""Data padded by 0, 10 and 40 steps, before or behind: figures show the same measures, and grey padding."""
 
 import keras
 import numpy as np
@@ -31,7 +31,7 @@ CASES = [(count, where) for where in ("pre", "post") for count in (10, 40)]
 
 
 def words(axes):
-    """Reach, decay per step, half-lives and horizons, as they are written at the ends of lines."""
+    """Return the labels at the ends of lines: reach, decay per step, half-lives and horizons."""
     return [text.get_text() for ax in axes for text in ax.texts if text.get_gid() == "end"]
 
 
@@ -78,7 +78,7 @@ def test_lag_profile(model, count, where, options):
 def test_maps(model, where):
     real = np.arange(10 + STEPS) >= 10 if where == "pre" else np.arange(10 + STEPS) < STEPS
     x = padded(10, where)
-    x[1] = np.concatenate([REAL[1], REAL[1]])[: 10 + STEPS]  # no padding in this one
+    x[1] = np.concatenate([REAL[1], REAL[1]])[: 10 + STEPS]  # a sample without padding
     trace = rl.trace(model, x, np.ones((3, 1), "float32"), loss="mse")
     for name in ("hidden", "hidden_grad"):
         axes = rl.plot.heatmap(trace["lstm"][name], samples="panels")

@@ -1,4 +1,4 @@
-"""Faults planted in rnnlens that its self-checks pass: on every engine of Keras the certificate has to notice each."""
+"""Faults planted in rnnlens that self-checks pass: the certificate must fail for each, on every engine of Keras."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ jacobian, datasets, weights = (
 
 
 def stack():
-    """A masked bidirectional LSTM, a GRU and a Dense layer at every step."""
+    """Return a masked bidirectional LSTM, a GRU and a Dense layer at each step."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
@@ -42,7 +42,7 @@ def stack():
 
 
 def twins():
-    """Two nested models, each with an LSTM of the same name and size."""
+    """Return two nested models, each with an LSTM of the same name and size."""
     keras.utils.set_random_seed(0)
     first, second = (
         keras.Sequential([keras.Input((5, 4)), layers.LSTM(4, return_sequences=True, name="lstm")], name=name)
@@ -65,7 +65,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """``plant(original)`` in place of ``owner.name`` while ``call`` runs on ``model``."""
+    """One fault: ``plant(original)`` replaces ``owner.name`` while ``call`` runs on ``model``."""
 
     what: str
     owner: Any
@@ -80,12 +80,12 @@ def result(change):
 
 
 def fed(change):
-    """The model is called on something else."""
+    """Return a fault that calls the model on a changed input."""
     return lambda original: lambda model, x, training: original(model, change(x), training)
 
 
 def other_loss(change):
-    """A loss that is not the user's, in the capture or the pull-back alone."""
+    """Return a fault that changes the user's loss, in the capture or in the pullback only."""
 
     def plant(original):
         def plan(model, batch):
@@ -131,7 +131,7 @@ def other_gates(original):
 
 
 def exchanged_twins(original):
-    """The names of two layers of the same size, exchanged."""
+    """Return a fault that exchanges the names of two layers of the same size."""
 
     def faulty(self, *args):
         found = original(self, *args)
@@ -180,7 +180,7 @@ def made(name):
 
 
 def certificate_of(found):
-    """(sentence, whether the self-checks passed)."""
+    """Return (sentence of the certificate, whether the self-checks passed)."""
     if isinstance(found, xr.DataArray):
         return found.attrs["certificate"], found.attrs.get("replay_residual", 0.0) < 1e-4
     return found.certificate.sentence, all(check.ok for check in found._self_checks)

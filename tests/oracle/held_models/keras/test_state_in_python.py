@@ -1,6 +1,6 @@
-"""Counters, lists, last values and random numbers that a model keeps in Python: as found afterwards, whatever happened.
+"""Python state of a model (counters, lists, last values, random numbers) is restored after each call.
 
-A framework's engine may go through a model several times for one answer; each time it must be the model that was found.
+An engine may call a model several times for one result; each call must start from the restored state.
 """
 
 import random
@@ -23,7 +23,7 @@ class Notes:
 
 
 class CountingCell(keras.layers.Layer):
-    """What a cell of one's own keeps while being debugged."""
+    """A cell with the Python state that users add to debug a cell."""
 
     state_size, output_size = 4, 4
 
@@ -88,7 +88,7 @@ def test_also_after_an_exception(verb):
 
 
 class Counting(keras.Model):
-    """Its output depends on how often it was called."""
+    """A model whose output depends on the number of its calls."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ def test_a_counter_counts_the_run_once():
     model = Counting()
     model(X)
     before = model.calls
-    expected = np.full((3, 4), before + 1.0)  # what the next plain run multiplies by
+    expected = np.full((3, 4), before + 1.0)  # factor in the next run of the model
     for _ in range(2):
         found = rl.trace(model, X, Y, loss=lambda y, out: keras.ops.sum(out))
         by_output = rl.gradients(model, X, Y, loss=lambda y, out: keras.ops.sum(out), wrt="lstm.output")

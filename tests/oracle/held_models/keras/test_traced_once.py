@@ -1,7 +1,7 @@
-"""A model of Keras' own layers and plain settings is traced once; a setting that changes has it traced again.
+"""A model of Keras' own layers and plain settings is traced once; a changed setting causes a new trace.
 
-Every trace enters a ``keras.StatelessScope``, and a run of what was compiled enters none, so that is what is counted.
-The answers are held against the untouched model's own outputs.
+Each trace enters a ``keras.StatelessScope`` and a compiled run enters none, so the tests count these entries. Results
+are compared with the unchanged model's own outputs.
 """
 
 import functools
@@ -17,7 +17,7 @@ import rnnlens as rl
 
 pytestmark = pytest.mark.compiled
 
-#: On torch nothing is compiled: there a run is what elsewhere is a trace.
+#: On torch nothing is compiled, so each run counts as a trace.
 COMPILES = keras.backend.backend() != "torch"
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(3, 5, 2)).astype("float32"), RNG.normal(size=(3, 5, 2)).astype("float32")
@@ -55,7 +55,7 @@ VERBS = {
 
 @pytest.fixture
 def traces(monkeypatch):
-    """Counts the traces that a call makes."""
+    """Yield a function that returns the number of traces in a call, and the result of the call."""
     entered, original = [], keras.StatelessScope.__enter__
     monkeypatch.setattr(keras.StatelessScope, "__enter__", lambda scope: (entered.append(1), original(scope))[1])
 
@@ -110,7 +110,7 @@ def _cell(name, value):
 
 
 def _replaced_call(model):
-    """A wrapper bears the name and the module of what it wraps."""
+    """Override the head's ``call`` by a wrapper that has the name and module of the wrapped function."""
     layer, gain = model.get_layer("head"), 3.0
     original = layer.call
     layer.call = functools.wraps(original)(lambda x, **options: gain * original(x, **options))
