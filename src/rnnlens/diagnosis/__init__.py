@@ -58,49 +58,49 @@ def diagnose(
 ) -> Diagnosis:
     """Measure how much of its past a trained network uses, and find what it missed and why.
 
-    The memory in use is measured by exchange: each sample's last k steps are put behind another sample's prefix, and n
-    is the smallest k from which on the prediction changes by at most 5 % of its variance. Gradients are used only to
-    find out whether training could have reached a missed step.
+    The memory in use is measured by exchange: all but a sample's last k steps are replaced by another sample's. The
+    memory n is the smallest k from which on this changes the prediction by at most 5 % of its variance. Gradients are
+    used only to decide whether a training signal could have reached a missed step.
 
     Parameters
     ----------
     model
-        A Keras model (any engine) or ``torch.nn.Module`` with at least one recurrent layer; left exactly as found.
+        A Keras model (any engine) or ``torch.nn.Module`` with at least one recurrent layer; it is not changed.
     x, y
-        Held-out samples, at least 128 of them, sample first; or a data set whose batches are (x, y). y: classes as
-        integers or one-hot, or numbers. Without y there is no skill, and the memory in use is not reported.
+        Held-out samples (sample, time, ...), at least 128 of them; or a data set whose batches are (x, y). y contains
+        classes as integers or one-hot, or numbers. Without y there is no skill, and the memory in use is not reported.
     baseline
-        ``"init"``: the same model re-initialised; or another model, such as this one before training. Its memory is
-        shown beside and not judged.
+        ``"init"`` for the same model re-initialised, or another model, such as this one before training. Its memory is
+        reported for comparison, without findings.
     step
-        Step of a sequence output that is examined; the last real one by default. In a forecast it counts the steps of
-        the forecast.
+        Examined step of a sequence output; the last real one by default. In a forecast it is a step of the forecast.
     output
-        Which of several outputs: its position, or its name where they are a dict; y then is a dict, too, or that one.
+        Examined output of several: its position, or its name if the outputs are a dict. y is then a dict too, or the
+        target of this output alone.
     task
-        ``"classes"``, ``"binary"`` or ``"values"``, where y, the output and the loss do not tell.
+        ``"classes"``, ``"binary"`` or ``"values"``; needed only if y, the output and the loss do not determine it.
     loss
-        As for ``rl.trace``. It is not called: its name tells the task, and whether outputs are logits.
+        As for ``rl.trace``. It is not called: its name determines the task, and whether outputs are logits.
     samples
-        Largest number of samples that is used.
+        Largest number of samples to use.
     seed
         Seed of the exchange, of random directions and of resampling.
     axes
-        Axes of inputs, outputs or ``"y"``, where they cannot be found out:
-        ``{"y": ("time", "sample", "unit")}``.
+        Names of the axes of inputs, outputs or ``"y"``, such as ``{"y": ("time", "sample", "unit")}``; needed only if
+        they cannot be detected.
 
     Returns
     -------
     Diagnosis
-        ``print(d)`` shows the sentence and the findings; ``d["lstm"]`` and ``d["model"]`` hold the measures with
-        their intervals; ``d.findings`` the findings with evidence, threshold and remedy.
+        ``print(d)`` shows the sentences and the findings. ``d["lstm"]`` and ``d["model"]`` are Datasets of measures
+        with their intervals. ``d.findings`` lists the findings with evidence, threshold and remedy.
 
     Raises
     ------
     InputError
         If x has no time axis, or the target does not fit the output.
     ModelError
-        If nothing recurrent runs.
+        If no recurrent layer runs.
 
     References
     ----------
@@ -133,7 +133,7 @@ def diagnose(
 
 
 def _numbers(experiment: Experiment) -> Any:
-    """The input as numbers (sample, time, feature): of the model, or for ids of its first recurrent layer."""
+    """Return the input (sample, time, feature): the model's own, or for ids that of its first recurrent layer."""
     x = experiment.samples.x
     if isinstance(x, (tuple, list, dict)) or x.dtype.kind != "f":
         x = np.asarray(to_host(experiment.runs[0][1].input))
@@ -155,13 +155,13 @@ def _check(task: str | None, samples: int) -> None:
 
 
 def _compiled(model: Any) -> Any:
-    """The loss that a compiled Keras model trains with; None for several."""
+    """Return the loss of a compiled Keras model; None if there is none, or several."""
     loss = adapter_for(model).facts(model).loss
     return loss if isinstance(loss, str) or callable(loss) else None
 
 
 def _baseline(baseline: Any, experiment: Experiment) -> tuple[str, Memory] | None:
-    """Name and memory of the baseline."""
+    """Measure the memory of the baseline; return its name and memory, or None without a baseline."""
     if baseline is None:
         return None
     if isinstance(baseline, str) and baseline != "init":

@@ -1,8 +1,8 @@
-"""Memory carried by the state of one layer: its state at a step is exchanged for another sample's, all else is kept.
+"""Memory carried by the state of one layer: its state at one step is exchanged for another sample's.
 
-From step T - k on the model runs again on its own inputs. Every layer starts from its own state at that step but for
-one, which starts from another sample's; the change of the prediction is due to that state. Where the model cannot be
-started in the middle, only the layer itself is run, and the change is that of its last state.
+The model runs again on the last k of T steps. Every layer starts from its own state at step T - k, except one, which
+starts from another sample's. The change of the prediction is due to that state. If the model cannot start in the middle
+of the sequence, only the layer itself is run, and the change of its last state is measured.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from ..results.schema import to_host
 from ..typing import Array
 from .experiment import LOOKED_INTO, Experiment
 
-#: Share of the variance by which a run from the middle may differ from the whole run, and still be the same model.
+#: Largest difference of a run from the middle from the whole run, as a share of the prediction's variance.
 _SAME = 1e-4
 
 
 @dataclass(frozen=True)
 class Carried:
-    """Memory carried by one layer: ``use`` (context,), and the memory n that follows.
+    """Memory carried by one layer: its ``use`` (context,), and the memory in use n as ``length``.
 
-    ``of`` names what changes with the exchanged state: ``"prediction"``, or the layer's own last ``"state"``.
+    ``of`` names the quantity whose change was measured: ``"prediction"``, or the layer's own last ``"state"``.
+    ``context`` contains the k, and ``steps`` is the length of the sequence.
     """
 
     context: Array
@@ -41,7 +42,7 @@ class Carried:
 
 
 def measure_carried(experiment: Experiment) -> tuple[dict[str, Carried], str]:
-    """Measure it for every layer; with the reason where that is not possible."""
+    """Measure the carried memory of every layer; return it by layer, and the reason if the model could not be used."""
     bench = _Bench(experiment)
     if not bench.possible:
         return {}, bench.why
@@ -54,7 +55,7 @@ def measure_carried(experiment: Experiment) -> tuple[dict[str, Carried], str]:
 
 
 class _Bench:
-    """States of all layers at all steps, and runs of the model that start in the middle."""
+    """States of all layers at all steps, and runs of the model that start from them at a later step."""
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.why = experiment, ""
@@ -85,7 +86,7 @@ class _Bench:
         return True
 
     def _obstacle(self) -> str:
-        """Why the model cannot be started in the middle; empty where it can."""
+        """Return the reason why the model cannot start in the middle of the sequence; empty if it can."""
         try:
             mismatch = float(squared_change(self.prediction, self._run(self.steps // 2, None)).mean())
         except InputError:
@@ -97,7 +98,10 @@ class _Bench:
         return ""
 
     def _run(self, keep: int, exchanged: str | None) -> Array:
-        """Predict from the last ``keep`` steps and the states before them, those of one layer exchanged."""
+        """Predict from the last ``keep`` steps and the states before them.
+
+        The states of the layer ``exchanged`` are another sample's; None exchanges none.
+        """
         at = self.steps - keep - 1
         start: dict[str, Any] = {}
         for name, states in self.states.items():
@@ -115,11 +119,14 @@ class _Bench:
         return raw if target is None else target.of_samples(np.arange(len(raw))).prediction(raw)
 
     def measure(self, name: str) -> Carried:
-        """Use of the state of one layer by the prediction."""
+        """Measure how much the prediction depends on the state of one layer."""
         return self._search(lambda keep: squared_change(self.prediction, self._run(keep, name)), self.variance)
 
     def measure_alone(self, call: RecurrentCall, run: Replay) -> Carried:
-        """Use of the state of one layer by its own last state: the layer is run alone, by its equations."""
+        """Measure how much a layer's last state depends on its earlier state.
+
+        The layer is run alone, by its equations.
+        """
         last = self.states[call.layer][0][:, -1].astype(np.float64)
         variance = total_variance(last)
         if not variance:

@@ -1,4 +1,4 @@
-"""``rl.compare``: checkpoints, seeds or architectures side by side."""
+"""``rl.compare``: tabulate diagnoses of checkpoints, seeds or architectures."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ _SHARED = ("skill", "memory", "memory_1_percent", "memory_needed")
 
 
 def compare(diagnoses: Mapping[str, Diagnosis]) -> Comparison:
-    """Put diagnoses side by side, the first as reference.
+    """Tabulate several diagnoses, with differences from the first.
 
     Parameters
     ----------
     diagnoses
-        By name: of checkpoints, seeds or architectures, on the same samples in the same order.
+        Diagnoses by name, of checkpoints, seeds or architectures, on the same samples in the same order.
 
     Returns
     -------
     Comparison
-        Prints as a table; ``c.table`` is a Dataset over ``name``. The difference of the memory from that of the first
-        has a paired interval: both are resampled with the same samples.
+        ``print(c)`` shows a table; ``c.table`` is a Dataset over ``name``. The difference of the memory from that of
+        the first has a paired interval: the same resamples are used for both. It is NaN if the numbers of samples
+        differ.
 
     Raises
     ------
     InputError
-        If there is nothing to compare.
+        If there is no diagnosis, or another object among them.
 
     References
     ----------
@@ -81,7 +82,7 @@ def _lengths(model: xr.Dataset) -> tuple[float, Array | None]:
     change, context = model["change"].values, model["context"].values
     use, steps = model["use"].values, int(model["steps"])
     weights = resampling_weights(change.shape[1])
-    # Use is the mean change divided by twice the variance, which follows from the two.
+    # Use is the mean change divided by twice the variance, so this is twice the variance.
     scale = float(change.mean(axis=1)[0] / use[0]) if use[0] else float("nan")
     curves = change @ weights.T / scale
     return float(model["memory"]), np.array(

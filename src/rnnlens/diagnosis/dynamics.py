@@ -27,14 +27,14 @@ from ..verbs.turns import in_turn
 from .experiment import in_numpy
 from .samples import Orientation, refuse_without_time
 
-#: Largest number of steps in one round of the search: starts times period.
+#: Largest number of step evaluations in one round of the search: starts times period.
 MOST_STEPS = 2**15
 #: With more states than this, starts are drawn with replacement.
 _MANY = 10**6
 
 
 def _numbers_or_words(name: str, value: Any) -> Any:
-    """Convert arrays to numbers; keep words and results, which are checked later."""
+    """Convert arrays to numbers; return strings, mappings and results unchanged, to be checked later."""
     return value if isinstance(value, str | Mapping) or hasattr(value, "dataset") else as_numbers(name, value)
 
 
@@ -58,7 +58,7 @@ def lyapunov(
     seed: int = 0,
     axes: Mapping[str, Any] | None = None,
 ) -> xr.Dataset:
-    """Finite-time Lyapunov spectrum of a recurrent layer along its trajectories.
+    """Compute the finite-time Lyapunov spectrum of a recurrent layer along its trajectories.
 
     Parameters
     ----------
@@ -71,14 +71,14 @@ def lyapunov(
     samples
         Largest number of trajectories.
     seed
-        Seed of the directions to start from.
+        Seed of the initial directions.
     axes
         As for :func:`rnnlens.trace`.
 
     Returns
     -------
     Dataset
-        ``exponent (exponent,)`` in 1 / step, descending; ``stderr (exponent,)``; ``kaplan_yorke``, the dimension of the
+        ``exponent (index,)`` in 1 / step, descending; ``stderr (index,)``; ``kaplan_yorke``, the dimension of the
         attractor.
 
     Raises
@@ -121,10 +121,10 @@ def step_eigenvalues(
     samples: int = 16,
     axes: Mapping[str, Any] | None = None,
 ) -> xr.Dataset:
-    """Eigenvalues of the step Jacobians of a recurrent layer along its trajectories.
+    """Compute the eigenvalues of a recurrent layer's step Jacobians along its trajectories.
 
-    A_t = ds_t/ds_(t-1) maps a small change of all states, those of a cell side by side, over one step. Modes near the
-    unit circle are kept, modes near 0 are forgotten, modes outside grow.
+    A_t = ds_t/ds_(t-1) maps a small change of the state, with all states of a cell concatenated, over one step. Modes
+    with eigenvalues near the unit circle are kept, near 0 forgotten, and outside amplified.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def step_eigenvalues(
     layer
         Name of the recurrent layer; the only one by default.
     steps
-        Largest number of time steps, evenly spaced, the last among them.
+        Largest number of time steps; they are evenly spaced and include the last.
     samples
         Largest number of trajectories.
     axes
@@ -201,24 +201,24 @@ def fixed_points(
     Parameters
     ----------
     model
-        A Keras model or ``torch.nn.Module``; left exactly as found.
+        A Keras model or ``torch.nn.Module``; it is not changed.
     x
-        A batch, from which starts and the mean input are taken; also needed with ``starts=`` from elsewhere.
+        A batch, from which starts and the mean input are taken. It is needed also if ``starts=`` is given.
     layer
         Name of the recurrent layer; the only one by default.
     input
         The constant input (feature,): an array, ``"mean"`` over the batch, or ``"zero"``.
     starts
-        States to start from (start, state), those of a cell side by side; a trace; states along the batch by default.
-        Every second one is taken from the line between two of them, where saddles lie.
+        States to start from (start, state), with all states of a cell concatenated, or a trace; by default the states
+        along the batch. Every second start is moved to a random point between two of them, where saddles lie.
     period
-        Length of cycles to look for: fixed points of F applied so many times. ``period * most`` is bounded.
+        Length of cycles to find: fixed points of F applied this many times. ``period * most`` is limited to 32768.
     most
         Largest number of starts, drawn at random.
     noise
         Standard deviation of the noise added to the starts, in units of their spread.
     tolerance
-        Points nearer than this, relative to the spread of the starts, are one.
+        Points nearer than this, relative to the spread of the starts, count as one.
     seed
         Seed of the starts and their noise.
     axes
@@ -234,7 +234,7 @@ def fixed_points(
     Raises
     ------
     InputError
-        If an argument does not fit.
+        If x is missing, the search is too large, or the input or the starts do not fit the layer.
     LayerNotFoundError
         If no recurrent layer has that name, or there are several and none is named.
 
@@ -336,14 +336,14 @@ def _starts(starts: Any, name: str, run: Replay, most: int, noise: float, seed: 
     chosen = states(rng.permutation(count)[:most] if count < _MANY else rng.integers(count, size=min(most, _MANY)))
     if not np.isfinite(chosen).all():
         raise InputError(message("The starts are not finite.", got="NaN or infinity among them"))
-    # Saddles lie between attractors: every second start is somewhere between two states.
+    # Saddles lie between attractors, so every second start is a random point between two states.
     half, share = chosen[::2], rng.uniform(size=(len(chosen[::2]), 1))
     chosen[::2] = share * half + (1 - share) * states(rng.integers(count, size=len(half)))
     return chosen + noise * chosen.std() * rng.normal(size=chosen.shape)
 
 
 def _states_of(starts: Any, name: str, count: int) -> list[Any]:
-    """Return the states of a layer in a trace, or in a mapping like one; or one array of them side by side."""
+    """Return the states of a layer from a trace or a mapping like one; any other value as a list of one array."""
     if not isinstance(starts, Mapping):
         return [starts]
     node: Any = starts.get(name)

@@ -1,4 +1,4 @@
-"""One model on one set of samples: its predictions at one output step, also for changed inputs, and captured states."""
+"""One model on one set of samples: predictions at one output step, also for changed inputs, and captured states."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..typing import Array
 from .prediction import PredictionTarget, read_target
 from .samples import Samples
 
-#: Number of samples whose states are captured.
+#: Largest number of samples whose states are captured.
 LOOKED_INTO = 32
 
 
 @dataclass
 class Experiment:
-    """A model, its samples, and the output step that is examined."""
+    """Model, samples, and the output step that is examined."""
 
     model: Any
     samples: Samples
@@ -43,12 +43,15 @@ class Experiment:
         self.adapter = adapter_for(self.model)
 
     def axes_of(self, output: str) -> dict[str, Any] | None:
-        """Axes of the inputs and of the examined output, as far as known; None where an experiment finds them."""
+        """Return the axes of inputs and of the examined output for ``rl.gradients``.
+
+        Axes that are left out are found by an experiment.
+        """
         lie = self.samples.lie
         said = {} if lie is None else {name: layout.axes for name, layout in lie.said.items()}
         if output in said or (lie is not None and lie.inputs is not None):
             return said
-        # The samples come first in the inputs; the axes of the output were found before.
+        # Samples come first in the inputs, and the axes of the output are known.
         return {**said, output: self.layout.axes}
 
     @cached_property
@@ -63,17 +66,17 @@ class Experiment:
         )
 
     def given(self, x: Any) -> Any:
-        """Data in the model's own order of axes."""
+        """Return data in the model's own order of axes."""
         return x if self.samples.lie is None else self.samples.lie.as_given(x)
 
     @cached_property
     def few(self) -> Any:
-        """The first few samples in the model's own order of axes."""
+        """First samples, at most ``LOOKED_INTO``, in the model's own order of axes."""
         return self.given(data.map_leaves(lambda leaf: leaf[:LOOKED_INTO], self.samples.x))
 
     @cached_property
     def capture(self) -> Capture:
-        """States of all recurrent layers, on the first few samples."""
+        """Capture of the forward pass on the first samples, with the states of all recurrent layers."""
         capture = self.adapter.capture(self.model, Batch(self.few), CaptureRequest(gradients=False, weight_grads=False))
         if not capture.calls:
             raise ModelError(message("Nothing recurrent ran in this forward pass.", hint="rl.layers(model)"))
@@ -81,12 +84,12 @@ class Experiment:
 
     @cached_property
     def runs(self) -> list[tuple[Any, Replay]]:
-        """Every captured call and its replay."""
+        """Pairs of a captured call and its replay."""
         return [(call, Replay.from_call(in_numpy(call))) for call in self.capture.calls]
 
     @cached_property
     def lengths(self) -> Array:
-        """(sample,): real steps of each sample; all of them where nothing is masked, or padding comes first."""
+        """Number of steps up to each sample's last real one, (sample,). It is the full length without a mask."""
         full = np.full(self.samples.count, self.samples.steps)
         if all(call.mask is None for call in self.capture.calls):
             return full
@@ -99,13 +102,13 @@ class Experiment:
         return np.where(mask.any(axis=1), last, 1)
 
     def _are_steps_of_the_data(self, steps: int) -> bool:
-        """Whether ``steps`` steps are those of the data: all of them, or the first of a packed layer."""
+        """Return whether an axis of size ``steps`` counts the data's steps: all of them, or all but final padding."""
         if steps < self.samples.steps and steps not in self._same_without:
             self._same_without[steps] = self._answers_the_same(steps)
         return self._same_without.get(steps, steps == self.samples.steps)
 
     def _answers_the_same(self, steps: int) -> bool:
-        """Whether the model gives the same output for the first ``steps`` steps as for all: the rest is padding."""
+        """Return whether the first ``steps`` steps give the same output as all steps, so that the rest is padding."""
         place = -1
 
         def cut(leaf: Array) -> Array:
@@ -123,7 +126,7 @@ class Experiment:
         return part.shape == whole.shape and bool(np.allclose(part, whole, rtol=1e-3, atol=1e-5))
 
     def outputs(self, x: Any, initial_state: Any = None) -> Array:
-        """Run the model and return (sample, output) at the examined step, as the model returns it."""
+        """Run the model and return its output (sample, output) at the examined step."""
         request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
         given = self.given(x)
         capture = self.adapter.capture(self.model, Batch(given, initial_state=initial_state), request)
@@ -135,7 +138,7 @@ class Experiment:
 
     @cached_property
     def which(self) -> int:
-        """Position of the examined output among those of the model."""
+        """Position of the examined output among the model's outputs."""
         outputs = self.capture.outputs
         names = list(outputs) if isinstance(outputs, Mapping) else []
         count = len(data.leaves_of(outputs))
@@ -150,7 +153,7 @@ class Experiment:
         return data.leaves_of(outputs)[self.which]
 
     def _of_output(self, y: Any) -> Array:
-        """The target of the examined output: the only one, the one of its name, or the one in its position."""
+        """Return the target of the examined output: the only one, or the one of the same name or position."""
         outputs, targets = self.capture.outputs, data.leaves_of(y)
         if len(targets) == 1:
             return targets[0]
@@ -174,7 +177,7 @@ class Experiment:
 
     @cached_property
     def looked_at(self) -> Array:
-        """The examined output on the first few samples, with samples first."""
+        """Examined output on the first samples, (sample, ...)."""
         few = min(LOOKED_INTO, self.samples.count)
         return self._turned(to_host(self._leaf(self.capture.outputs)), self.few, few)
 
@@ -183,7 +186,7 @@ class Experiment:
         return found
 
     def place(self, whole: Array) -> Array:
-        """(sample,): index of the examined step in an output (sample, time, ...)."""
+        """Return the index of the examined step for each sample, (sample,), in an output (sample, time, ...)."""
         count, steps = whole.shape[:2]
         if self.step == -1 and self._are_steps_of_the_data(steps):
             return self.lengths[:count] - 1
@@ -192,9 +195,9 @@ class Experiment:
         return np.full(count, self.step % steps)
 
     def ends(self, call: RecurrentCall) -> Array | None:
-        """(sample,): the step of a captured call after which its state reaches the examined output.
+        """Return the step of a captured call after which each sample's state reaches the examined output, (sample,).
 
-        None where that is the last step of the recurrence, or its steps are not those of the data.
+        The result is None if this is the last step of the recurrence, or if its steps are not those of the data.
         """
         own = self._are_steps_of_the_data(call.input.shape[1])
         if not own or (call.direction == "backward" and not self.is_sequence):
@@ -204,12 +207,12 @@ class Experiment:
 
     @cached_property
     def raw(self) -> Array:
-        """Output of the model on the samples."""
+        """Output of the model on all samples, (sample, output)."""
         return self.outputs(self.samples.x)
 
     @cached_property
     def target(self) -> PredictionTarget | None:
-        """Target at the examined step, or None without y."""
+        """Target at the examined step; None without y."""
         if self.samples.y is None:
             return None
         y = self._of_output(self.samples.y)
@@ -226,14 +229,15 @@ class Experiment:
 
     @cached_property
     def prediction(self) -> Array:
-        """Prediction f on the samples."""
+        """Prediction f on all samples, (sample, output): probabilities for classes, the output itself otherwise."""
         return self.raw if self.target is None else self.target.prediction(self.raw)
 
     @cached_property
     def last(self) -> Array:
-        """(sample,): steps up to and including the one whose output is examined; all of them where outputs have others.
+        """Number of input steps up to the examined output step, (sample,).
 
-        The steps of a forecast, for example, are not those of the data: each has seen all inputs.
+        It is the full length if output steps are not input steps, as in a forecast, where each output depends on all
+        inputs.
         """
         if self.step == -1 or not self.is_sequence:
             return self.lengths
@@ -244,27 +248,33 @@ class Experiment:
 
     @cached_property
     def reach(self) -> int:
-        """Number of steps that the output can have seen, in the longest sample."""
+        """Number of input steps up to the examined output step, in the longest sample."""
         return int(self.last.max())
 
     @cached_property
     def lender(self) -> Array:
-        """(sample,): the sample that lends its prefix."""
+        """Index of the sample whose prefix is used in each exchange, (sample,)."""
         return donors(self.samples.count, lengths=self.last, seed=self.seed)
 
     def exchanged(self, keep: int) -> tuple[Array, Array]:
-        """Change of the prediction and score (sample,) where all but the last ``keep`` steps are another sample's."""
+        """Predict with all but the last ``keep`` steps taken from another sample.
+
+        Return the squared change of the prediction, and the score, (sample,) each.
+        """
         kept = np.full(self.samples.count, keep)
         return self.changed(self.samples.with_prefix(kept, self.lender, self.last))
 
     def changed(self, x: Any) -> tuple[Array, Array]:
-        """Change of the prediction on changed inputs, and score of the changed prediction, (sample,) each."""
+        """Predict on changed inputs; return the squared change of the prediction, and the score, (sample,) each."""
         prediction = self._predicted(self.outputs(x))
         change = squared_change(self.prediction, prediction)
         return change, np.zeros_like(change) if self.target is None else score(self.target.values, prediction)
 
     def answer_shorter(self, lengths: Array) -> Array | None:
-        """Prediction on the last ``lengths`` steps of each sample; None where the model does not take so few."""
+        """Predict from only the last ``lengths`` steps of each sample.
+
+        None if the model does not accept fewer steps.
+        """
         equal = bool((self.lengths == self.samples.steps).all())
         if not equal and self.is_sequence:
             return None
@@ -278,7 +288,10 @@ class Experiment:
 
 
 def in_numpy(call: RecurrentCall) -> RecurrentCall:
-    """Convert the arrays of a call and of its cell to NumPy; a cell that the framework runs keeps its own."""
+    """Convert the arrays of a call and of its cell to NumPy.
+
+    Calls of cells that the framework runs are returned unchanged.
+    """
     if call.cell.by_framework:
         return call
     changed = {

@@ -1,7 +1,7 @@
-"""Rules from measures to findings, and the sentences of a diagnosis.
+"""Rules that turn measures into findings, and the sentences of a diagnosis.
 
-Each rule compares numbers with a threshold that was set on networks of known condition. A condition that the numbers
-cannot separate from others is not reported: saturated gates, a short memory alone, a positive leading exponent alone.
+Each rule compares numbers with a threshold that was set on networks of known condition. Conditions that the numbers
+cannot separate from others have no rule: saturated gates, a short memory alone, a positive leading exponent alone.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from .layers import Attribution, LayerFacts
 from .memory import EFFECT, ENOUGH, FEWEST, MISCALIBRATED, P_VALUE, Memory, is_missed
 
 MODEL = "model"
-#: State transfer below which no training signal crosses that many steps.
+#: State transfer below which no training signal crosses this number of steps.
 VANISHED = 1e-4
-#: Decades by which a cotangent on the state may grow on its way back; healthy trained networks stay below.
+#: Growth of a cotangent on the state, in decades, that counts as exploding; healthy trained networks stay below.
 EXPLODED = 2.0
-#: Smallest total growth of small differences, with two standard errors subtracted, that counts as chaotic.
+#: Smallest total growth (natural log) of small differences, minus two standard errors, that counts as chaotic.
 CHAOS = np.log(100.0)
-#: Share of padded steps, and of samples without change over time.
+#: Share of padded steps, and of samples whose input does not change over time, above which each is reported.
 PADDED, STATIC = 0.5, 0.95
-#: Factor between the memory in use and the attributed memory.
+#: Factor between the memory in use and the attributed memory from which on they disagree.
 DISAGREE = 2.0
-#: Decades between the total gradients of two layers.
+#: Decades between the total gradients of two layers from which on they are reported.
 UNEQUAL = 4.0
-#: Share of subnormal numbers among the states.
+#: Share of subnormal numbers among the states above which they are reported.
 UNDERFLOWN = 0.01
 
 _ORDER = {"fault": 0, "unknown": 1, "caution": 2, "fact": 3}
 
 
 def headline(memory: Memory, baseline: tuple[str, Memory] | None, missed: Missed | None) -> str:
-    """Describe the memory in use of the whole model; "unknown", with the reason, where it cannot be reported.
+    """Describe the memory in use of the whole model; "unknown" and the reason if it cannot be reported.
 
     Parameters
     ----------
     baseline
-        Name and memory of the baseline, shown beside and not judged.
+        Name and memory of the baseline, for comparison.
     """
     if not memory.known:
         return f"Memory in use unknown: {memory.why}."
@@ -104,7 +104,10 @@ def _remarks(memory: Memory, baseline: tuple[str, Memory] | None) -> list[str]:
 
 
 def _lost(memory: Memory) -> str:
-    """How much of the score is lost where the oldest of the used steps, and all before it, are exchanged."""
+    """Describe the share of the score that is lost when the oldest used step, and all older ones, are exchanged.
+
+    The text is empty for n = 1 and for an unknown share.
+    """
     lost, n = memory.lost_without, memory.length.value
     if n == 1 or math.isnan(lost):
         return ""
@@ -131,7 +134,7 @@ def findings(
     mask: Array | None,
     prediction: Array,
 ) -> list[Finding]:
-    """Apply all rules; faults first."""
+    """Apply all rules to the measures and return the findings, faults first."""
     by_rule = [
         *_about_numbers(layers, prediction),
         *_about_skill(memory),
@@ -247,7 +250,7 @@ _REPAIR = "rl.find_nonfinite(model, x, y) finds the first one; check the data an
 
 
 def _about_numbers(layers: Sequence[LayerFacts], prediction: Array) -> Iterator[Finding]:
-    """Report states that are not finite, by layer; or else predictions."""
+    """Report layers with states that are not finite, or else predictions that are not finite."""
     broken = [layer for layer in layers if layer.states.nan or layer.states.infinite]
     for layer in broken:
         nan, infinite, count = layer.states.nan, layer.states.infinite, layer.states.count
@@ -279,7 +282,7 @@ def _about_dynamics(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator[Fi
             continue
         rate, error = layer.transfer.leading_exponent()
         steps = len(layer.transfer.log_ratio) - 1
-        # Not the gradient of the output: where the output reads several steps, that may be largest at an earlier one.
+        # Not the gradient of the output: if the output uses several steps, it may be largest at an earlier one.
         growth = layer.transfer.growth
         if growth >= EXPLODED:
             chaotic = np.isfinite(error) and (rate - 2 * error) * steps > CHAOS and layer.bounded

@@ -1,4 +1,4 @@
-"""Measures as labelled variables: one Dataset for the model, and one for each layer."""
+"""Converts measures to labelled variables: one Dataset for the model, and one for each layer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def model_dataset(
 
 
 def layer_dataset(parts: Sequence[LayerFacts], carried: Carried | None = None) -> xr.Dataset:
-    """Label the measures of a layer: state transfer and adjoint by ``lag``, exponent, gates, units; by direction."""
+    """Label the measures of a layer, by direction: state transfer, adjoint, leading exponent, gates, units."""
     datasets = _as_long([_one(part) for part in parts])
     whole = datasets[0] if len(parts) == 1 else xr.concat(datasets, dim="direction", combine_attrs="override")
     if carried is not None:
@@ -69,7 +69,7 @@ def layer_dataset(parts: Sequence[LayerFacts], carried: Carried | None = None) -
 
 
 def _as_long(datasets: Sequence[xr.Dataset]) -> list[xr.Dataset]:
-    """Pad the profiles of directions of different length with NaN."""
+    """Pad the profiles of all directions with NaN to the longest."""
     found = list(datasets)
     for dim in ("lag", "lag_out"):
         longest = max(d.sizes.get(dim, 0) for d in found)

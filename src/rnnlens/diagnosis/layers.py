@@ -1,4 +1,4 @@
-"""Measures of one recurrent layer: state transfer, total gradient by lag, gates, units, numbers that are not finite."""
+"""Measures of one recurrent layer: state transfer, total gradient by lag, gates, units, non-finite numbers."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .experiment import Experiment
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One call of one direction of a recurrent layer.
+    """Measures of one call of one direction of a recurrent layer.
 
     Attributes
     ----------
     adjoint : Band over lag
-        Norm of the output's total gradient by the hidden state, each sample by its own peak.
+        Norm of the output's total gradient at the hidden state, each sample divided by its own peak; None if unknown.
     growth
-        Decades by which that gradient is larger somewhere than where it starts, median over samples.
+        Largest value of this gradient over its first one, in decades; median over samples.
     final_norm, quarter_norm
-        Mean norm of the state at the last step and after a quarter of them: whether it stays bounded.
+        Mean norm of the state at the last step and after a quarter of the steps, for :attr:`bounded`.
     """
 
     name: str
@@ -57,45 +57,49 @@ class LayerFacts:
 
     @property
     def adjoint_size(self) -> float:
-        """Largest norm of the output's gradient by the state of a sample, median over samples; NaN without."""
+        """Median over samples of the largest norm of the output's gradient at the hidden state.
+
+        NaN if it is unknown.
+        """
         return float("nan") if self.adjoint_norms is None else _median_peak(self.adjoint_norms)
 
     def signal(self, lag: int, steps: int) -> float:
-        """Share of a training signal that is left ``lag`` of ``steps`` steps back, on the path that keeps more of it.
+        """Return the share of a training signal that is left ``lag`` steps before the end of ``steps`` steps.
 
-        The paths: from the final state through the recurrence, and from the output directly to the state, for models
-        that read every step (attention, pooling). Where the layer has fewer steps than the data, the lag is scaled.
+        It is the larger of two shares: of a cotangent on the final state through the recurrence, and of the output's
+        gradient at the state, for models that use every step (attention, pooling). If the layer has fewer steps than
+        the data, the lag is scaled.
         """
         ways = [self.transfer.kappa] + ([] if self.adjoint is None else [self.adjoint.median])
         own = len(self.transfer.kappa) - 1
         at = round(lag * own / steps)
         if self.direction == "backward":
-            if own < steps:  # at a step in the middle it has not read older ones
+            if own < steps:  # in the middle it has not processed the older steps
                 return 0.0
             at = own - 1 - at
         return max(float(way[min(at, len(way) - 1)]) for way in ways)
 
     @property
     def bounded(self) -> bool:
-        """Whether the norm of the state at the end is below three times that after a quarter of the steps."""
+        """Whether the mean norm of the final state is below three times that after a quarter of the steps."""
         return self.final_norm < 3 * max(self.quarter_norm, 1e-30)
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """Attribution of the prediction to input steps by gradients: profile, and steps that hold 95 %."""
+    """Attribution of the prediction to input steps by gradients: profile, and number of last steps with 95 % of it."""
 
     profile: Band
     memory: int
 
 
 def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], Attribution | None]:
-    """Measure every recurrent call, and the attribution to the input of the first.
+    """Measure every recurrent call, and attribute the prediction to the input steps of the first one.
 
     Raises
     ------
     UnsupportedError
-        If the states of a layer have axes of space.
+        If the states of a layer have spatial axes.
     """
     for call, _ in experiment.runs:
         if call.cell.space:
@@ -115,13 +119,16 @@ def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], Attributio
 
 
 def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
-    """Total gradient of one random projection of the output by each layer's hidden state, and by the first's input."""
+    """Compute the total gradient of a random projection of the output, (sample, time, unit).
+
+    Return it by (layer, direction) at each hidden state, and under ("input", "") at the first layer's input.
+    """
     calls = [call for call, _ in experiment.runs]
     nodes = list(dict.fromkeys(call.layer for call in calls))
     several = len(data.leaves_of(experiment.capture.outputs)) > 1
     of = f"output[{experiment.which}]" if several else "output"
     wrt = [f"{node}.hidden" for node in nodes] + [f"{nodes[0]}.input"]
-    # The gradient of the sum over samples holds the gradient of each, since samples do not interact in inference.
+    # Samples do not interact in inference, so the gradient of the sum contains the gradient of each sample.
     with options(certify="never"):
         found = gradients(
             experiment.model,
@@ -147,7 +154,7 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
 
 
 def _projection(experiment: Experiment) -> Any:
-    """Draw random weights of the output that give one number per sample, at the examined step."""
+    """Draw random weights of the output at the examined step, which project it to one number per sample."""
     whole = experiment.looked_at
     weights = np.random.default_rng(experiment.seed).normal(size=experiment.raw.shape[1])
     projection: Array = np.zeros(whole.shape)
@@ -156,12 +163,15 @@ def _projection(experiment: Experiment) -> Any:
     else:
         projection[...] = weights.reshape(whole.shape[1:])
     names = [experiment.layout.names[i] for i in canonical_order(experiment.layout.names)]
-    # An output of one number per step got its last axis from us.
+    # The last axis was added if the output has one number per step.
     return xr.DataArray(projection if len(names) == projection.ndim else projection[..., 0], dims=names)
 
 
 def by_lag(values: Array, order: Sequence[int], ends: Array | None) -> Array:
-    """Reorder (sample, time) to (sample, lag): against the recurrence, from each sample's end; NaN past its start."""
+    """Reorder (sample, time) to (sample, lag), with lag 0 at each sample's end and NaN before its first step.
+
+    ``order`` lists the steps from the last of the recurrence to the first.
+    """
     turned = values[:, order]
     if ends is None:
         return turned
@@ -203,7 +213,7 @@ def _facts(call: RecurrentCall, run: Replay, gradient: Array | None, ends: Array
 
 
 def _growth(norms: Array | None) -> float:
-    """Compute log10 of the largest norm over the first against the recurrence, median over samples."""
+    """Compute log10 of each sample's largest norm over its first non-zero one; return the median over samples."""
     if norms is None or not np.nan_to_num(norms).any():
         return 0.0
     norms = np.nan_to_num(norms)
@@ -213,7 +223,7 @@ def _growth(norms: Array | None) -> float:
 
 
 def _median_peak(norms: Array) -> float:
-    # Half of the largest float, so that the median of two of them is finite.
+    # Half of the largest float, so that the mean of two of them is finite.
     return float(np.median(np.nan_to_num(norms, posinf=np.finfo(norms.dtype).max / 2).max(axis=1)))
 
 

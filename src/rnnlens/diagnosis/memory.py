@@ -26,27 +26,27 @@ from ..typing import Array
 from .experiment import Experiment
 from .prediction import PredictionTarget
 
-#: With fewer samples than this no memory is reported; below ``ENOUGH`` the interval is too narrow.
+#: Below ``FEWEST`` samples no memory is reported; below ``ENOUGH`` the interval is too narrow.
 FEWEST, ENOUGH = 64, 128
-#: The second level at which the memory is given: few samples, or little variance, need it.
+#: Second level of the memory: dependencies of few samples, or of little variance.
 RARE = 0.01
-#: Samples that the residual test uses.
+#: Largest number of samples in the residual test.
 MOST = 1024
 #: Rule of MISSED_DEPENDENCY: smallest share of the variance of y, and largest p value.
 EFFECT, P_VALUE = 0.02, 0.01
-#: Share of the target's association with a step that a miscalibrated prediction has at least, if it uses the step.
+#: Share of the target's association with a step above which a miscalibrated prediction has learned the step.
 LEARNED = 0.2
-#: Gain of skill by recalibration from which on a prediction is miscalibrated.
+#: Gain of skill by recalibration above which a prediction is miscalibrated.
 MISCALIBRATED = 0.02
-#: Predictions between the given ones and their best calibration that the residual test tries.
+#: Shares of the way from the prediction to its best calibration that the residual test tries.
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-#: A sample shorter than this says nothing about the number of steps.
+#: Smallest number of steps in the test whether the number of steps matters.
 _LEAST_STEPS = 4
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A number with its 95 % interval."""
+    """Number with its 95 % interval."""
 
     value: float
     low: float
@@ -58,7 +58,10 @@ UNKNOWN = Interval(float("nan"), float("nan"), float("nan"))
 
 @dataclass(frozen=True)
 class Skill:
-    """Skill of a prediction as it is, after recalibration, and the difference; recalibrated on other samples."""
+    """Skill of a prediction, its skill after recalibration, and the gain.
+
+    The recalibration is fitted on other samples.
+    """
 
     raw: Interval
     recalibrated: Interval
@@ -66,33 +69,33 @@ class Skill:
 
     @property
     def proven(self) -> bool:
-        """Whether the skill is above 0 for certain, as it is or after recalibration."""
+        """Whether the 95 % interval of the skill is above 0, with or without recalibration."""
         return self.raw.low > 0 or self.recalibrated.low > 0
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in use of a model.
+    """Memory in use of a model, with skill and benefit.
 
     Attributes
     ----------
     steps
-        How many steps the output can have seen.
+        Number of input steps up to the examined output step, in the longest sample.
     context : (context,)
-        The k at which prefixes were exchanged.
+        Context lengths k at which prefixes were exchanged.
     use, benefit : (context,), with bands (context, 2)
     length, rare, needed : Interval
-        n at 5 % and 1 % of the variance of the prediction, and at 5 % of the score.
+        Memory n at 5 % and at 1 % of the variance of the prediction, and at 5 % of the score.
     skill : Skill or None
         None without a target.
     later
-        Number of steps after the output's own step that the prediction uses, and how many there are.
+        Number of steps after the examined one that the prediction uses, and number of all steps after it.
     count_matters
-        Whether the number of steps changes the prediction, whatever their inputs.
+        Whether the number of steps changes the prediction, independently of their inputs.
     known
         Whether n may be reported.
     why
-        Why not.
+        Reason why n is not known; empty if it is.
     """
 
     steps: int
@@ -113,7 +116,7 @@ class Memory:
 
     @property
     def miscalibrated(self) -> bool:
-        """Whether recalibration gains skill for certain."""
+        """Whether the 95 % interval of the gain by recalibration is above ``MISCALIBRATED``."""
         return self.skill is not None and self.skill.gain.low > MISCALIBRATED
 
     @property
@@ -123,13 +126,13 @@ class Memory:
 
     @property
     def lost_without(self) -> float:
-        """Share of the score that is lost where the inputs from n steps back on are another sample's."""
+        """Share of the score that is lost when the n-th step from the end and everything older are exchanged."""
         shorter = np.flatnonzero(self.context < self.length.value)
         return float(self.benefit[shorter[-1]]) if shorter.size else float("nan")
 
 
 def measure_memory(experiment: Experiment) -> Memory:
-    """Exchange prefixes of different lengths, and find from which on the prediction does not change."""
+    """Exchange prefixes of different lengths, and measure how much the prediction changes."""
     prediction, steps = experiment.prediction, experiment.reach
     if not np.isfinite(prediction).all():
         return Memory(steps, None, False, "the prediction is not finite")
@@ -147,7 +150,7 @@ def measure_memory(experiment: Experiment) -> Memory:
 
 
 def _windows(experiment: Experiment) -> Windows | None:
-    """Order and overlap of the samples where they are windows of one series."""
+    """Return order and overlap of the samples if they are windows of one series, else None."""
     leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
     return overlapping_windows(np.asarray(leaf)[: experiment.samples.count])
 
@@ -177,7 +180,7 @@ def _weights(samples: int, windows: Windows | None, seed: int) -> Array:
 
 
 def _recalibrated(prediction: Array, target: PredictionTarget, windows: Windows | None) -> Array:
-    """Calibrate the prediction of each half of the samples by a fit on the other half."""
+    """Recalibrate the prediction of each half of the samples by a fit on the other half."""
     order = np.random.default_rng(0).permutation(len(prediction)) if windows is None else windows.order
     halves = np.array_split(order, 2)
     found = prediction.copy()
@@ -209,7 +212,7 @@ def _summary(
     why: str,
     later: tuple[int, int],
 ) -> Memory:
-    # The change of a sample depends on its lender too; where windows overlap, on its neighbours far more.
+    # A sample's change depends on its lender too; for overlapping windows, on its neighbours far more.
     order = cycle(experiment.lender) if windows is None else windows.order
     block = 4 if windows is None else max(4, windows.overlap)
     weights = resampling_weights(len(experiment.prediction), order=order, block=block, seed=experiment.seed)
@@ -245,7 +248,10 @@ def _summary(
 
 
 def _benefit(experiment: Experiment, swapped: Array, weights: Array) -> tuple[Array, Array]:
-    """B(k) and its resamples, (context,) and (context, resample), from the scores (context, sample); NaN without."""
+    """Compute B(k), (context,), and its resamples, (context, resample), from scores (context, sample).
+
+    Both are NaN without a target.
+    """
     target = experiment.target
     if target is None:
         return np.full(len(swapped), np.nan), np.full((len(swapped), len(weights)), np.nan)
@@ -259,8 +265,8 @@ def _benefit(experiment: Experiment, swapped: Array, weights: Array) -> tuple[Ar
 def _length_interval(context: Array, repeats: Array, steps: int, level: float) -> tuple[float, float]:
     """Return the 95 % interval of n from resampled curves (context, resample).
 
-    A curve is known at some k only: n lies after the last of them that is above the level, at the latest at the next.
-    The low end is taken from the earliest it can be, the high end from the latest.
+    A curve is known at some k only. n lies between the last k whose value is above the level, plus 1, and the next k.
+    The low end of the interval uses the former, the high end the latter.
     """
     above = np.where(repeats > level, context[:, None], 0).max(axis=0)
     following = np.append(context, steps)[np.searchsorted(context, above, side="right")]
@@ -275,7 +281,7 @@ def _band(repeats: Array) -> Array:
 
 
 def _later(experiment: Experiment, variance: float) -> tuple[int, int]:
-    """How many steps after the output's own one are used, of how many: as a backward direction reads them."""
+    """Count the steps after the examined one that the prediction uses, and all steps after it."""
     rest = experiment.samples.steps - experiment.reach
     if rest < 1 or not variance or (experiment.last != experiment.reach).any():
         return 0, max(rest, 0)
@@ -284,14 +290,14 @@ def _later(experiment: Experiment, variance: float) -> tuple[int, int]:
         change, _ = experiment.changed(experiment.samples.with_suffix(experiment.reach + keep, experiment.lender))
         return change, change
 
-    # Context lengths count from 1 in the search: 1 is to keep no later step.
+    # The search counts context lengths from 1, so k = 1 keeps no later step.
     probes = search(lambda k: probe(k - 1), rest + 1, 2 * variance, (USED,))
     curve = {k: float(change.mean()) / (2 * variance) for k, change in probes.change.items()}
     return memory_length(curve, rest + 1) - 1, rest
 
 
 def _count_matters(experiment: Experiment, used: int, variance: float) -> bool:
-    """Whether a run over fewer steps, all those in use among them, gives another prediction."""
+    """Return whether fewer steps, with all those in use among them, change the prediction."""
     lengths = np.maximum(experiment.lengths // 2, 1)
     if (lengths < max(used, _LEAST_STEPS)).any() or (experiment.last != experiment.lengths).any():
         return False
@@ -304,7 +310,8 @@ def _count_matters(experiment: Experiment, used: int, variance: float) -> bool:
 def measure_missed(experiment: Experiment) -> Missed | None:
     """Apply the residual test to the inputs of every step; None without a target that varies.
 
-    The prediction is tested on the scale between its own and the best one on which the inputs explain least.
+    Several rescalings between the prediction and its best calibration are tried. The one whose errors the inputs
+    explain least is tested.
     """
     target = experiment.target
     if target is None or not target.variance > 0 or not np.isfinite(experiment.prediction).all():
@@ -321,9 +328,10 @@ def measure_missed(experiment: Experiment) -> Missed | None:
 
 
 def is_missed(missed: Missed | None, memory: Memory) -> bool:
-    """Whether the rule of MISSED_DEPENDENCY is met.
+    """Return whether the residual test meets the rule of MISSED_DEPENDENCY.
 
-    An overfitted model has learned the step, and more that is not there, so that the step explains errors again.
+    The rule is not met if the prediction is miscalibrated and already depends on the step: an overfitted model
+    overestimates the effect of the step, so that the step explains errors again.
     """
     if missed is None or missed.effect < EFFECT or missed.p_value >= P_VALUE:
         return False
@@ -331,7 +339,10 @@ def is_missed(missed: Missed | None, memory: Memory) -> bool:
 
 
 def _numbers(experiment: Experiment) -> Array | None:
-    """(sample, time, feature): the first sequence of x; for ids, the input of the first recurrent layer."""
+    """Return the first sequence of x, (sample, time, feature); for ids, the input of the first recurrent layer.
+
+    None if that layer has another number of steps.
+    """
     leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
     if leaf.dtype.kind == "f":
         flat: Array = leaf.reshape(*leaf.shape[:2], -1)
@@ -343,7 +354,10 @@ def _numbers(experiment: Experiment) -> Array | None:
 
 
 def _aligned(x: Array, experiment: Experiment) -> Array:
-    """Steps up to the one whose output is examined; samples of unequal length end together, zeros before them."""
+    """Return the input steps up to the examined one.
+
+    Samples of unequal length are aligned at their ends, with zeros before.
+    """
     last, reach = experiment.last, experiment.reach
     if (last == reach).all():
         return x[:, :reach]

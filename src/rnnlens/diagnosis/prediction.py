@@ -1,4 +1,4 @@
-"""Target and prediction at one output step in one form, probabilities or values, with loss and calibration."""
+"""Target and prediction at one output step as probabilities or values, with loss and calibration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..typing import Array
 Task = Literal["classes", "binary", "values"]
 
 _ENTROPY, _DISTANCE = ("entropy", "nll", "bce"), ("squared", "mse", "absolute", "mae", "l1", "huber", "log_cosh")
-#: Losses whose name tells in which form they take predictions.
+#: Names of losses that take logits; below, of those that take probabilities, and of those for values.
 _OF_LOGITS = {
     *("bcewithlogitsloss", "crossentropyloss", "multilabelsoftmarginloss", "softmarginloss", "cross_entropy"),
     *("binary_cross_entropy_with_logits", "softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels"),
@@ -27,24 +27,24 @@ _OF_PROBABILITIES = {
     "sparse_categorical_crossentropy",
 }
 _OF_VALUES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "squared_error", "mean_squared_error"}
-#: Factors on the logits that are tried for a calibration; more than 2 would be a network that has learned too little.
+#: Factors on the logits that a calibration tries. A network that needs more than 2 has learned too little.
 _FACTORS = (*np.geomspace(0.02, 2.0, 24), 1.0)
 _LARGEST_SLOPE = 2.0
-#: With more classes than this per sample, their offsets are not fitted.
+#: Largest number of classes per sample for which offsets are fitted.
 _CLASSES_PER_SAMPLE = 0.2
 _TINY = 1e-12
 
 
 @dataclass(frozen=True)
 class PredictionTarget:
-    """The target at one output step, and the form in which the model predicts it.
+    """Target at one output step, and the form in which the model predicts it.
 
     Attributes
     ----------
     values : (sample, output)
         One-hot for classes; numbers otherwise.
     logits
-        Whether outputs are logits; None where it is found out from their values.
+        Whether outputs are logits; None to decide by their values.
     """
 
     task: Task
@@ -52,12 +52,12 @@ class PredictionTarget:
     logits: bool | None = None
 
     def of_samples(self, some: Array) -> PredictionTarget:
-        """Return the target of some samples."""
+        """Return the target of the samples with indices ``some``."""
         return replace(self, values=self.values[some])
 
     @property
     def variance(self) -> float:
-        """Sum over outputs of the variance over samples."""
+        """Variance of the target over samples, summed over outputs."""
         return float(self.values.var(axis=0).sum())
 
     def prediction(self, raw: Array) -> Array:
@@ -70,7 +70,10 @@ class PredictionTarget:
         return _sigmoid(raw) if self.task == "binary" else _softmax(raw)
 
     def with_form(self, raw: Array) -> PredictionTarget:
-        """Settle by the model's own outputs whether they are logits, so that exchanged ones are read the same way."""
+        """Decide from the model's own outputs whether they are logits.
+
+        Predictions on changed inputs are then converted in the same way.
+        """
         if self.logits is not None or self.task == "values":
             return self
         return replace(self, logits=not _are_probabilities(np.asarray(raw, dtype=np.float64), self.task))
@@ -94,7 +97,7 @@ class PredictionTarget:
         return self.loss(best)
 
     def calibration(self, prediction: Array) -> Calibration:
-        """Fit the rescaling of a prediction with the smallest loss; see :class:`Calibration`."""
+        """Fit the rescaling of a prediction that has the smallest loss; see :class:`Calibration`."""
         if self.task == "values":
             centred = prediction - prediction.mean(axis=0)
             variance = np.maximum((centred**2).mean(axis=0), 1e-300)
@@ -103,7 +106,7 @@ class PredictionTarget:
         fits = [self._with_offsets(prediction, np.full(self.values.shape[1], factor)) for factor in _FACTORS]
         if self.task == "classes":
             return min(fits, key=lambda fit: float(self.loss(fit.apply(prediction)).mean()))
-        # Every output of its own, since their losses add up.
+        # Fit every output separately, since their losses add up.
         losses = [_binary_entropy(self.values, fit.apply(prediction)).mean(axis=0) for fit in fits]
         best = np.argmin(losses, axis=0)
         slope, offset = (np.stack([getattr(fit, key) for fit in fits]) for key in ("slope", "offset"))
@@ -111,13 +114,16 @@ class PredictionTarget:
         return Calibration(self.task, slope[best, every], offset[best, every])
 
     def between(self, prediction: Array, shares: Sequence[float]) -> list[Array]:
-        """Rescale a prediction by shares of the way from slope 1 to its best calibration, with the best offsets."""
+        """Rescale a prediction part of the way to its best calibration, once for each share: 0 keeps the slope 1.
+
+        The offsets are the best for each slope.
+        """
         best = self.calibration(prediction)
         fits = [self._with_offsets(prediction, 1 + share * (best.slope - 1)) for share in shares]
         return [fit.apply(prediction) for fit in fits]
 
     def _with_offsets(self, prediction: Array, slope: Array) -> Calibration:
-        """Fit the offsets for a given slope: those with which the mean prediction is the mean target."""
+        """Fit the offsets for a given slope, so that the mean prediction equals the mean target."""
         wanted = self.values.mean(axis=0)
         if self.task == "values":
             return Calibration(self.task, slope, wanted - slope * prediction.mean(axis=0))
@@ -138,7 +144,7 @@ class PredictionTarget:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A rescaling of predictions: slope and offset of values, factor and offsets of the logits of classes.
+    """Rescaling of predictions: slope and offset of values, or factor and offsets of logits.
 
     Guo, Pleiss, Sun, Weinberger 2017, arXiv:1706.04599, section 4; Platt 1999.
     """
@@ -176,16 +182,17 @@ def _binary_entropy(values: Array, prediction: Array) -> Array:
 
 
 def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: Any) -> PredictionTarget:
-    """The target in the form that the prediction has.
+    """Convert a target y to the form of the prediction at one step.
 
     Parameters
     ----------
     y
-        As the loss takes it: classes as integers or one-hot, or numbers; with a time axis for sequence outputs.
+        Target in the form for the loss: classes as integers or one-hot, or numbers; with a time axis for sequence
+        outputs.
     raw : (sample, output)
-        What the model returns at the step that is looked at.
+        Output of the model at the examined step.
     step
-        Which step of y, where it has a time axis; None where the output has none.
+        Examined step of y; None if y has no time axis.
     """
     values = np.asarray(to_host(y))
     samples, outputs = raw.shape
@@ -213,7 +220,7 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
 
 
 def _takes_logits(loss: Any) -> bool | None:
-    """Whether a loss takes logits (True) or probabilities (False), by its name or setting; None where neither tells."""
+    """Return True if a loss takes logits, False for probabilities, None if its name and settings leave it open."""
     setting = getattr(loss, "from_logits", None)
     if isinstance(setting, bool):
         return setting
@@ -223,19 +230,19 @@ def _takes_logits(loss: Any) -> bool | None:
 
 
 def _tell(words: str) -> bool:
-    """Whether the words of a loss say which task it is."""
+    """Return whether the words of a loss determine the task."""
     return any(word in words for word in (*_ENTROPY, *_DISTANCE))
 
 
 def _are_logits_of(values: Array, raw: Array) -> bool:
-    """Whether targets of 0 and 1 are met by numbers far beyond them: logits, where a loss of distances would not go."""
+    """Return whether targets of 0 and 1 have predictions far outside of [0, 1], which must be logits."""
     flat = values.reshape(len(values), -1)
     zero_one = flat.shape == raw.shape and bool(np.isin(flat, (0, 1)).all())
     return zero_one and float(np.mean((raw < -0.5) | (raw > 1.5))) > 0.25
 
 
 def _words(loss: Any) -> str:
-    """Name of a loss, and of the well-known losses that a function of the user's own calls."""
+    """Return the name of a loss, and the names of well-known losses that a user's function calls."""
     name = loss if isinstance(loss, str) else getattr(loss, "__name__", None) or type(loss).__name__
     return " ".join([str(name).lower(), *_called(loss)])
 

@@ -1,4 +1,4 @@
-"""Data of an experiment: samples as arrays in one order of axes, exchanged prefixes, and the way back to the model."""
+"""Data of an experiment: samples in one order of axes, exchanged prefixes, and conversion to the model's own order."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..vocabulary import SAMPLE, TIME
 
 
 class Orientation:
-    """How the data and the outputs of one model lie: as the user says, or as a run on few samples tells.
+    """Order of axes of the data and outputs of one model, as the user declared it or as found by short runs.
 
     Parameters
     ----------
     given
-        What the user says, by the name of a tensor or ``"y"``.
+        Layouts declared by the user, by the name of a tensor or ``"y"``.
     """
 
     def __init__(self, adapter: Adapter, model: Any, x: Any, given: Mapping[str, Layout] | None) -> None:
@@ -37,7 +37,7 @@ class Orientation:
         self.targets: list[Layout] = []
 
     def _of_inputs(self, x: Any) -> list[Layout] | None:
-        """How each leaf of x lies; None where samples come first in all, so that nothing has to be turned."""
+        """Return the layout of each leaf of x; None if samples come first in all of them."""
         if self.axes.adapter.samples_first:
             return None
         failure: Exception | None = None
@@ -58,11 +58,14 @@ class Orientation:
         return [self._complete(i, leaf, layout) for i, (leaf, layout) in enumerate(zip(leaves, found, strict=True))]
 
     def _come_first(self, x: Any) -> bool:
-        """Whether every recurrent call has two samples of the first two entries of x, and three of the first three."""
+        """Return whether the first axis of x counts samples, by runs on its first two and first three entries."""
         return all(self._samples_of_first(x, count) <= {count} for count in (2, 3))
 
     def _samples_of_first(self, x: Any, count: int) -> set[int]:
-        """How many samples the recurrent calls have on the first few entries of every leaf."""
+        """Run the model on the first ``count`` entries of every leaf.
+
+        Return the numbers of samples of its recurrent calls.
+        """
         few, request = (
             data.map_leaves(lambda leaf: leaf[:count], x),
             CaptureRequest(gradients=False, weight_grads=False),
@@ -71,7 +74,10 @@ class Orientation:
         return {int(call.input.shape[0]) for call in calls}
 
     def _complete(self, index: int, leaf: Any, layout: Layout | None) -> Layout:
-        """With the axis of the steps; the first that is free where it was not found out."""
+        """Return the layout of an input leaf with a time axis.
+
+        If that is unknown, it is the first axis that does not count samples.
+        """
         known = self.axes.layout(Port("input", index=index), np.shape(leaf))
         names = list(known.names if layout is None or SAMPLE in known.names else layout.names)
         free = [i for i, name in enumerate(names) if name != SAMPLE]
@@ -80,7 +86,7 @@ class Orientation:
         return Layout.plain(names)
 
     def turned(self, x: Any, y: Any) -> tuple[Any, Any]:
-        """X and y in NumPy, samples first, then steps."""
+        """Convert x and y to NumPy, with the sample axis first and the time axis second."""
         x = data.map_leaves(lambda leaf: np.asarray(to_host(leaf)), x)
         y = None if y is None else data.map_leaves(lambda leaf: np.asarray(to_host(leaf)), y)
         if self.inputs is None and "y" not in self.axes.data:
@@ -96,7 +102,10 @@ class Orientation:
         return x, y
 
     def _of_target(self, leaf: Array, count: int, steps: int) -> Layout:
-        """Steps before samples, as in the inputs, or samples alone; asked for where both fit."""
+        """Return the layout of a target: samples first, or steps before samples.
+
+        Raise ``InputError`` if both or neither fit.
+        """
         if "y" in self.axes.data:
             return self.axes.data["y"]
         rest = tuple(f"axis_{i}" for i in range(2, leaf.ndim))
@@ -116,21 +125,22 @@ class Orientation:
         return Layout.plain(fitting[0])
 
     def as_given(self, x: Any) -> Any:
-        """X as the model wants it."""
+        """Convert x from samples first to the model's own order of axes."""
         if self.inputs is None:
             return x
         each = iter(self.inputs)
         return data.map_leaves(lambda leaf: _turned_back(leaf, next(each)), x)
 
     def target_as_given(self, y: Any) -> Any:
-        """Y as it was given, of some of the samples that were turned last."""
+        """Convert targets from samples first to the order in which they were given to :meth:`turned`."""
         each = iter(self.targets)
         return data.map_leaves(lambda leaf: _turned_back(leaf, next(each)), y) if self.targets else y
 
     def output(self, array: Array, index: int, x: Any, samples: int) -> Array:
-        """One output of the model, samples first, then steps, on so many samples of x as the model was given them.
+        """Convert one output of the model to (sample, time, ...) or (sample, ...).
 
-        An output of one number for each step gets an axis for it.
+        ``x`` is the input of the model in its own order, with ``samples`` samples. An output (sample, time) gets a last
+        axis of size 1.
         """
         port = Port("output", index=index)
         if self._may_lie_otherwise(array, port, x, samples):
@@ -148,13 +158,13 @@ class Orientation:
         return turned[:, :, None] if set(layout.names) == {SAMPLE, TIME} else turned
 
     def _may_lie_otherwise(self, array: Array, port: Port, x: Any, samples: int) -> bool:
-        """Whether the output has steps, or as many units as there are, or does not begin with the samples."""
+        """Return whether an output may not be (sample, unit), so that its axes must be found."""
         lengths = {leaf.shape[1] for leaf in data.leaves_of(x) if len(leaf.shape) > 1}
         many = array.ndim > 2 or (array.ndim == 2 and array.shape[1] > 1 and array.shape[1] in lengths)
         return self.inputs is not None or port in self.axes.stated or array.shape[:1] != (samples,) or many
 
     def names(self, array: Array, index: int) -> Layout:
-        """How an output of the model lies, as far as it was found out."""
+        """Return the layout of an output of the model, as far as it is known."""
         return self.axes.layout(Port("output", index=index), array.shape)
 
 
@@ -173,22 +183,22 @@ def _turned_back(array: Array, layout: Layout) -> Array:
     return np.ascontiguousarray(np.transpose(array, np.argsort(canonical_order(layout.names))))
 
 
-#: Finds the order of axes of a batch of data.
+#: Function that finds the order of axes of a batch of data.
 Orient = Callable[[Any], Orientation]
-#: Changes one array of the data.
+#: Function that changes one array of the data.
 Change = Callable[[Array], Array]
 
 
 @dataclass
 class Samples:
-    """Data of an experiment: leaves with samples first, in NumPy.
+    """Data of an experiment as NumPy arrays with samples first.
 
     Attributes
     ----------
     sequences
-        Which leaves of x have a time axis (their second), and are exchanged together.
+        Indices of the leaves of x with a time axis (their second), which are exchanged together.
     lie
-        How the model wants them; with samples first where None.
+        Order of axes of the model; None for samples first.
     """
 
     x: Any
@@ -203,12 +213,12 @@ class Samples:
         return data.len_of(self.x)
 
     def with_suffix(self, begin: int, lender: Array) -> Any:
-        """Replace the steps from ``begin`` on by those of another sample."""
+        """Return x with the steps from ``begin`` on replaced by those of another sample."""
         after = np.broadcast_to(np.arange(self.steps) >= begin, (self.count, self.steps))
         return self._each_sequence(lambda leaf: np.where(_index(after, leaf.ndim), leaf[lender], leaf))
 
     def shortened(self, lengths: Array, kept: Array) -> Any:
-        """Keep the last ``kept`` real steps of each sample of ``lengths`` real steps; padding follows as before."""
+        """Return x with only the last ``kept`` of the ``lengths`` real steps of each sample, and padding after them."""
         if (lengths == self.steps).all():
             return self._each_sequence(lambda leaf: leaf[:, -int(kept.max()) :])
         filler = int(lengths.argmin())
@@ -233,9 +243,9 @@ class Samples:
         return data.map_leaves(lambda leaf: change(leaf) if next(place) in self.sequences else otherwise(leaf), self.x)
 
     def with_prefix(self, keep: Array, lender: Array, lengths: Array) -> Any:
-        """Replace the steps of each sample before its last ``keep`` real ones by those of another sample.
+        """Return x with all steps before each sample's last ``keep`` real ones replaced by another sample's.
 
-        Samples of unequal length are aligned at their last real step; a shorter lender is read round and round.
+        Samples of unequal length are aligned at their last real step. A shorter lender is repeated cyclically.
         """
         position = np.arange(self.steps)[None, :]
         own = position >= (lengths - keep)[:, None]
@@ -255,17 +265,17 @@ def _index(array: Array, ndim: int) -> Array:
 
 
 def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Samples:
-    """At most ``most`` samples of arrays, or of the first batches of a data set.
+    """Read at most ``most`` samples, from arrays or from the first batches of a data set.
 
     Parameters
     ----------
     orient
-        Finds out how a batch of the model's data lies; samples come first without it.
+        Function that finds the order of axes of a batch; None for samples first.
 
     Raises
     ------
     InputError
-        If no array has a time axis.
+        If no array has a time axis, the batches do not fit together, or y has another number of samples.
     """
     pairs = _batches(x, most) if is_source(x) else [(x, y)]
     refuse_without_time(pairs[0][0])
@@ -291,7 +301,7 @@ def read_samples(x: Any, y: Any, most: int, orient: Orient | None = None) -> Sam
 
 
 def _joined_or_refused(trees: Sequence[Any]) -> Any:
-    """Join batches along the samples; raise where their other sizes differ."""
+    """Join batches along the sample axis; raise ``InputError`` if their other sizes differ."""
     try:
         return _joined(trees)
     except ValueError as error:
@@ -306,7 +316,10 @@ def _joined_or_refused(trees: Sequence[Any]) -> Any:
 
 
 def refuse_without_time(x: Any, *, least: int = 2) -> None:
-    """Raise where no array has ``least`` samples of ``least`` steps, or they cannot be told apart."""
+    """Raise ``InputError`` unless an array has at least ``least`` samples and ``least`` steps.
+
+    Packed sequences raise ``UnsupportedError``.
+    """
     leaves = data.leaves_of(x)
     if any(data.is_packed(leaf) for leaf in leaves):
         raise UnsupportedError(
@@ -327,7 +340,7 @@ def refuse_without_time(x: Any, *, least: int = 2) -> None:
 
 
 def _batches(source: Any, most: int) -> list[tuple[Any, Any]]:
-    """(x, y) of as many batches as hold so many samples, if their first axis counts those."""
+    """Return (x, y) of the first batches of a data set, until they have ``most`` samples."""
     found, count = [], 0
     for batch in data.batches(source, as_numpy=True):
         found.append((batch.x, batch.y))

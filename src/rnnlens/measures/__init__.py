@@ -1,6 +1,6 @@
-"""Measures of memory, each a pure function of finished arrays: formula, units and reference in its docstring.
+"""Measures of memory as pure functions of arrays, with formula, units and reference in their docstrings.
 
-``rl.diagnose`` puts them together; each can be had alone.
+``rl.diagnose`` combines them; each can be used alone.
 """
 
 from ..recurrence.measures import (

@@ -1,4 +1,4 @@
-"""Facts about data, states and gates: counted, not judged."""
+"""Facts about data, states and gates, without a judgement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from ..typing import Array
 
-#: Share of the spread of the median unit below which a unit counts as dead.
+#: Share of the median unit's spread up to which a unit counts as dead.
 DEAD = 1e-4
 
 
@@ -23,7 +23,7 @@ def unit_spread(states: Array, mask: Array | None = None) -> Array:
 def dead_units(states: Array, mask: Array | None = None) -> Array:
     """Find dead units, (unit,) of bool: their spread is at most 1e-4 of the median unit's.
 
-    Where more than half of the units are dead the largest spread takes the place of the median.
+    If more than half of the units are dead, the largest spread is used instead of the median.
     """
     spread = unit_spread(states, mask)
     reference = float(np.median(spread))
@@ -34,7 +34,9 @@ def dead_units(states: Array, mask: Array | None = None) -> Array:
 
 
 def gate_timescale(forget: Array, mask: Array | None = None) -> Array:
-    """Compute the time constant of each unit in steps: -1 / ln f, f the geometric mean of its forget (update) gate.
+    """Compute the time constant -1 / ln f of each unit in steps, (unit,).
+
+    Here f is the geometric mean of the forget (or update) gate of the unit.
 
     Parameters
     ----------
@@ -55,9 +57,10 @@ def gate_timescale(forget: Array, mask: Array | None = None) -> Array:
 def stuck_gates(
     gates: Array, mask: Array | None = None, *, margin: float = 0.02, share: float = 0.99
 ) -> tuple[Array, Array]:
-    """Find gates that are nearly always shut, or open: (sample, time, gate, unit) to two (gate, unit) of bool.
+    """Find gates that are nearly always shut, and nearly always open: two arrays (gate, unit) of bool.
 
-    Stuck: beyond ``margin`` at ``share`` of samples and steps. This is no fault: networks with such gates solve tasks.
+    ``gates`` is (sample, time, gate, unit). Shut means below ``margin``, and open above 1 - ``margin``, at a share of
+    at least ``share`` of all samples and steps. This is no fault: networks with such gates solve tasks.
     """
     values = np.asarray(gates)
     rows = values.reshape(-1, *values.shape[2:]) if mask is None else values[np.asarray(mask, dtype=bool)]
@@ -67,7 +70,7 @@ def stuck_gates(
 def constant_features(x: Array) -> Array:
     """Find input features that never vary over samples and steps: (sample, time, feature) to (feature,) of bool.
 
-    Compared as max == min: in float32 a standard deviation is left with rounding.
+    The test is max == min, because a standard deviation in float32 is not exactly 0.
     """
     values = np.asarray(x)
     constant: Array = values.max(axis=(0, 1)) == values.min(axis=(0, 1))
@@ -83,7 +86,8 @@ def static_share(x: Array) -> float:
 def padding_share(x: Array, mask: Array | None = None) -> float:
     """Compute the share of padded steps: masked, or in a run of identical steps at the end or the beginning.
 
-    A run counts where every sample but a twentieth has one; the mean over samples of its length over the length.
+    With a mask only masked steps count. Otherwise the share is the mean length of the run over samples, divided by the
+    number of steps. Samples that never change are left out; if they are half of the samples or more, the share is 0.
     """
     if mask is not None:
         return float(1 - np.asarray(mask, dtype=np.float64).mean())
@@ -113,7 +117,10 @@ class Census:
 
 
 def census(array: Array) -> Census:
-    """Count NaN, infinities, and subnormal numbers: not 0, and below the smallest normal one of their dtype."""
+    """Count NaN, infinite and subnormal numbers.
+
+    Subnormal are non-zero numbers below the smallest normal one of their dtype.
+    """
     values = np.asarray(array)
     finite = np.isfinite(values)
     small = finite & (values != 0) & (np.abs(values) < np.finfo(values.dtype).tiny)

@@ -1,7 +1,8 @@
-"""Fixed points of one step of a recurrence, F(s, x) = s, their stability, and the curves that marginal ones lie on.
+"""Fixed points of one step of a recurrence, F(s, x) = s, their stability, and curves of marginal points.
 
-Levenberg-Marquardt on F(s) - s with the step's own Jacobian, all starts at once (Levenberg 1944; Marquardt 1963,
-doi:10.1137/0111030). Fixed and slow points of recurrent networks: Sussillo, Barak 2013, doi:10.1162/NECO_a_00409.
+The search is Levenberg-Marquardt on F(s) - s with the step's own Jacobian, for all starts at once (Levenberg 1944;
+Marquardt 1963, doi:10.1137/0111030). On fixed and slow points of recurrent networks see Sussillo, Barak 2013,
+doi:10.1162/NECO_a_00409.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..typing import Array, Namespace
 #: Largest |F(s) - s|^2 / 2 of a fixed point in double and single precision, and of a slow point, in units of the
 #: squared spread of the starts.
 FIXED, FIXED_SINGLE, SLOW = 1e-18, 1e-12, 1e-6
-#: Distance of an eigenvalue's modulus from 1 within which a point is marginal; wider for points that form a curve.
+#: Largest distance of an eigenvalue's modulus from 1 at a marginal point; of an eigenvalue from 1 on a curve.
 MARGINAL, NEARLY_MARGINAL = 1e-3, 0.05
 FEWEST_ON_A_CURVE = 5
 _ROUNDS = 200
@@ -25,7 +26,7 @@ _ROUNDS = 200
 
 @dataclass(frozen=True)
 class StepMap:
-    """One step of a cell under a constant input, states side by side: s to F(s), and dF/ds."""
+    """Step of a cell under a constant input: the map s to F(s) and its Jacobian dF/ds, with all states concatenated."""
 
     step: Callable[[Array], Array]
     jacobian: Callable[[Array], Array]
@@ -34,9 +35,10 @@ class StepMap:
 
 
 def step_map(cell: Cell, x: Array, *, xp: Namespace | None = None) -> StepMap:
-    """F of a cell at input ``x`` (feature,): in float64, or in what the framework computes where it runs the cell.
+    """Return the map F of a cell at a constant input ``x`` (feature,).
 
-    ``xp``: the arrays that a cell of the framework wants.
+    F is computed in float64, or in the framework's precision if the framework runs the cell. ``xp`` is the array
+    namespace of such a cell; None for NumPy.
     """
     step, jacobian = cell.map_at(x, np if xp is None else xp)
     single = cell.by_framework and np.asarray(x).dtype != np.float64
@@ -44,7 +46,10 @@ def step_map(cell: Cell, x: Array, *, xp: Namespace | None = None) -> StepMap:
 
 
 def iterate(map_: StepMap, period: int) -> StepMap:
-    """F applied ``period`` times: its fixed points are cycles of that length, and those of its divisors."""
+    """Return the map that applies F ``period`` times.
+
+    Its fixed points are the cycles of that length, and of its divisors.
+    """
 
     def step(s: Array) -> Array:
         for _ in range(period):
@@ -63,7 +68,7 @@ def iterate(map_: StepMap, period: int) -> StepMap:
 
 @dataclass(frozen=True)
 class Points:
-    """Fixed and slow points, each once.
+    """Fixed and slow points, each of them once.
 
     Attributes
     ----------
@@ -74,9 +79,9 @@ class Points:
     fixed : (point,) of bool
         False for slow points: local minima of the speed that are not 0.
     starts : (point,)
-        How many starts ended there.
+        Number of starts that ended at this point.
     curve : (point,) of int
-        Which of ``curves`` the point lies on; -1 for none.
+        Index in ``curves`` of the curve that the point lies on; -1 for none.
     curves
         ``"line"`` or ``"ring"`` for each curve of marginal points.
     """
@@ -92,24 +97,28 @@ class Points:
 
     @property
     def stable(self) -> Array:
-        """(point,) of bool: fixed, every eigenvalue inside the unit circle, and on no curve of fixed points."""
+        """Whether each point is stable, (point,) of bool.
+
+        Stable points are fixed, have all eigenvalues inside the unit circle, and lie on no curve of fixed points.
+        """
         result: Array = np.array([kind == "stable" for kind in self.kinds], dtype=bool)
         return result
 
     @property
     def kinds(self) -> list[str]:
-        """``"stable"``, ``"saddle"``, ``"repeller"``, ``"marginal"`` or ``"slow"`` for each point."""
+        """Kind of each point: ``"stable"``, ``"saddle"``, ``"repeller"``, ``"marginal"`` or ``"slow"``."""
         return point_kinds(self.eigenvalues, self.fixed, self.curve)
 
 
 def find_points(map_: StepMap, starts: Array, *, tolerance: float = 1e-3) -> Points:
-    """Fixed and slow points from many starts.
+    """Find the fixed and slow points of a map from many starts.
 
     Parameters
     ----------
     starts : (start, state)
     tolerance
-        Points nearer than this times the spread of the starts are one point.
+        Points nearer than this, times the spread of the starts and the square root of the number of states, count as
+        one.
     """
     starts = np.asarray(starts, dtype=np.float64)
     scale = max(float(starts.std()), 1e-6)
@@ -147,10 +156,10 @@ def find_points(map_: StepMap, starts: Array, *, tolerance: float = 1e-3) -> Poi
 
 
 def point_kinds(eigenvalues: Array, fixed: Array, curve: Array) -> list[str]:
-    """Classify points by the moduli of their eigenvalues (point, mode): one word for each.
+    """Classify points by the moduli of their eigenvalues (point, mode); return one word for each.
 
-    A point is marginal where an eigenvalue is on the unit circle within :data:`MARGINAL` and none is outside, or where
-    it lies on a curve of such points.
+    A point is marginal if the modulus of an eigenvalue is 1 within :data:`MARGINAL` and none is larger, or if the point
+    lies on a curve of marginal points.
     """
     moduli = np.abs(eigenvalues)
     kinds = []
@@ -171,17 +180,17 @@ def point_kinds(eigenvalues: Array, fixed: Array, curve: Array) -> list[str]:
 
 
 def marginal_curves(states: Array, eigenvalues: Array) -> tuple[Array, tuple[str, ...]]:
-    """Find the curves on which points lie close together, each with one eigenvalue near 1.
+    """Find curves of marginal points: points close together, each with exactly one eigenvalue near 1.
 
     Points are joined by a minimum spanning tree (Prim 1957), which is cut where neighbours are far apart. A curve is a
-    ring where it is long and its two ends are near each other.
+    ring if it is long and its two ends are near each other.
 
     Returns
     -------
     curve : (point,) of int
-        -1 for a point on none.
+        Index of the point's curve; -1 for a point on none.
     names
-        ``"line"`` or ``"ring"`` for each curve. Seung 1996, doi:10.1073/pnas.93.23.13339.
+        ``"line"`` or ``"ring"`` for each curve (Seung 1996, doi:10.1073/pnas.93.23.13339).
     """
     curve = np.full(len(states), -1)
     near_one = np.abs(eigenvalues - 1) <= NEARLY_MARGINAL
@@ -203,7 +212,7 @@ def marginal_curves(states: Array, eigenvalues: Array) -> tuple[Array, tuple[str
 
 
 def _spanning_tree(distance: Array) -> list[tuple[int, int]]:
-    """Edges of the minimum spanning tree of points with given distances (point, point)."""
+    """Return the edges of the minimum spanning tree of points with given distances (point, point)."""
     nearest, best = np.zeros(len(distance), dtype=int), distance[0].copy()
     outside, edges = np.ones(len(distance), dtype=bool), []
     outside[0] = False
@@ -217,7 +226,7 @@ def _spanning_tree(distance: Array) -> list[tuple[int, int]]:
 
 
 def _connected(count: int, edges: list[tuple[int, int]]) -> list[set[int]]:
-    """Connected components of a graph, as sets of points."""
+    """Return the connected components of a graph, as sets of points."""
     member = {i: {i} for i in range(count)}
     for a, b in edges:
         if member[a] is not member[b]:
@@ -228,7 +237,7 @@ def _connected(count: int, edges: list[tuple[int, int]]) -> list[set[int]]:
 
 
 def _is_closed(part: set[int], edges: list[tuple[int, int]], distance: Array) -> bool:
-    """Whether the ends of a tree are near each other although it is long: in units of the diameter of its points."""
+    """Return whether a tree is long compared with the diameter of its points, but its two ends are close together."""
     neighbours: dict[int, list[int]] = {i: [] for i in part}
     for a, b in edges:
         neighbours[a].append(b)
@@ -253,7 +262,7 @@ def _is_closed(part: set[int], edges: list[tuple[int, int]], distance: Array) ->
 
 
 def _descend(map_: StepMap, s: Array, enough: float) -> tuple[Array, Array]:
-    """Levenberg-Marquardt from every start, those that arrived left alone."""
+    """Run Levenberg-Marquardt from every start (start, state); return the end points and their speeds."""
     s = s.copy()
     residual = map_.step(s) - s
     speed = 0.5 * np.sum(residual**2, axis=1)
@@ -282,7 +291,7 @@ def _descend(map_: StepMap, s: Array, enough: float) -> tuple[Array, Array]:
 
 
 def _distinct(points: Array, radius: float) -> tuple[Array, Array]:
-    """The first of each group of near points, and how many are in the group."""
+    """Return the index of the first point of each group of near points, and the size of each group."""
     chosen: list[int] = []
     counts: list[int] = []
     for i, point in enumerate(points):

@@ -1,7 +1,7 @@
-"""Memory in use, measured by exchange: how much a prediction changes when all older inputs are another sample's.
+"""Memory in use, measured by exchange: how much a prediction changes with all older inputs from another sample.
 
-x^(k) is a sample's last k steps behind another sample's prefix, f the prediction at one output step. No gradient is
-taken, since a latch that holds one bit for good has memory and a gradient of zero.
+The sequence x^(k) is a sample's last k steps after another sample's earlier steps, and f is the prediction at one
+output step. No gradient is used, because a latch that stores one bit has memory and a gradient of nearly zero.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import numpy as np
 
 from ..typing import Array
 
-#: Share of the variance of the prediction below which older inputs count as not used.
+#: Share of the variance of the prediction up to which older inputs count as not used.
 USED = 0.05
-#: Below this share of the mean square of a prediction its variance is rounding.
+#: Share of the mean square of a prediction up to which its variance counts as rounding.
 _CONSTANT = 1e-10
 
 
 def donors(samples: int, *, lengths: Array | None = None, seed: int = 0) -> Array:
-    """Draw for each sample another one that lends its prefix: a permutation without fixed points.
+    """Draw for each sample another one whose prefix it gets: a permutation without fixed points.
 
     Parameters
     ----------
     lengths : (sample,), optional
-        Real steps of each sample. Where they differ, lenders are about as long as borrowers.
+        Real steps of each sample. If they differ, the samples of a pair have about the same length.
 
     Returns
     -------
-    (sample,) of int
+    lender : (sample,) of int
     """
     rng = np.random.default_rng(seed)
     order = rng.permutation(samples)
     if lengths is not None and len(set(np.asarray(lengths).tolist())) > 1:
-        # Neighbours by length, in random order among equals.
+        # Sort by length, in random order among equals, so that neighbours have similar lengths.
         order = order[np.argsort(np.asarray(lengths)[order], kind="stable")]
     lender = np.empty(samples, dtype=np.int64)
     lender[order] = np.roll(order, 1)
@@ -42,7 +42,7 @@ def donors(samples: int, *, lengths: Array | None = None, seed: int = 0) -> Arra
 
 
 def cycle(lender: Array) -> Array:
-    """Order the samples so that each borrows from the one before it, given the result of :func:`donors`: (sample,)."""
+    """Order the samples so that each gets its prefix from the next one, given the result of :func:`donors`."""
     lender = np.asarray(lender)
     order = [0]
     while len(order) < len(lender):
@@ -51,21 +51,21 @@ def cycle(lender: Array) -> Array:
 
 
 def total_variance(prediction: Array) -> float:
-    """Sum the variance over samples of a prediction (sample, unit) over units; 0 where it is rounding only."""
+    """Compute the variance over samples of a prediction (sample, unit), summed over units; 0 if it is rounding only."""
     prediction = np.asarray(prediction, dtype=np.float64)
     variance = float(prediction.var(axis=0).sum())
     return variance if variance > _CONSTANT * float(np.mean(prediction**2)) else 0.0
 
 
 def squared_change(prediction: Array, swapped: Array) -> Array:
-    """Compute |f(x^(k)) - f(x)|^2 of each sample from two predictions (sample, unit): (sample,)."""
+    """Compute |f(x^(k)) - f(x)|^2 for each sample, (sample,), from two predictions (sample, unit)."""
     difference = np.asarray(swapped, dtype=np.float64) - np.asarray(prediction, dtype=np.float64)
     change: Array = np.sum(difference**2, axis=-1)
     return change
 
 
 def use(prediction: Array, swapped: Array) -> float:
-    """U(k) = E|f(x^(k)) - f(x)|^2 / (2 sum Var f): the total Sobol index of all inputs older than k, in [0, 1].
+    """Compute U(k) = E|f(x^(k)) - f(x)|^2 / (2 sum Var f): the total Sobol index of all inputs older than k steps.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def use(prediction: Array, swapped: Array) -> float:
     Returns
     -------
     float
-        NaN where the prediction does not vary.
+        Between 0 and 1, up to sampling error; NaN if the prediction does not vary.
 
     References
     ----------
@@ -86,16 +86,21 @@ def use(prediction: Array, swapped: Array) -> float:
 
 
 def skill(loss: Array, constant_loss: Array) -> float:
-    """1 - loss / loss of the best constant prediction, both (sample,): 1 is perfect, 0 has learned nothing."""
+    """Compute 1 - mean loss / mean loss of the best constant prediction, from losses (sample,).
+
+    The result is 1 for perfect predictions and 0 for those no better than a constant. It is NaN if the constant
+    prediction has no loss.
+    """
     constant = float(np.mean(constant_loss))
     return 1 - float(np.mean(loss)) / constant if constant > 0 else float("nan")
 
 
 def score(target: Array, prediction: Array) -> Array:
-    """Contribution of each sample to the covariance of target and prediction, summed over units: (sample,).
+    """Compute each sample's contribution to the covariance of target and prediction, summed over units: (sample,).
 
-    Their mean is the covariance. For one-hot targets and probabilities it is the probability given to the right class,
-    above what it is by chance: unlike the cross-entropy it is bounded.
+    The mean over samples is the covariance. For one-hot targets and probabilities this is the mean probability of the
+    right class, minus its value for predictions that do not depend on the sample. It is bounded, unlike the
+    cross-entropy.
 
     Parameters
     ----------
@@ -107,9 +112,10 @@ def score(target: Array, prediction: Array) -> Array:
 
 
 def benefit(target: Array, prediction: Array, swapped: Array) -> float:
-    """B(k) = 1 - cov(y, f(x^(k))) / cov(y, f(x)): the share of the score that is lost with older inputs exchanged.
+    """Compute B(k) = 1 - cov(y, f(x^(k))) / cov(y, f(x)): the share of the score lost by exchanging older inputs.
 
-    0 where nothing is lost, 1 where everything is. NaN where prediction and target do not vary together.
+    It is 0 if nothing is lost and 1 if everything is. It is NaN if the covariance of target and prediction is not
+    positive.
 
     Parameters
     ----------
@@ -121,14 +127,15 @@ def benefit(target: Array, prediction: Array, swapped: Array) -> float:
 
 
 def memory_length(curve: Mapping[int, float], steps: int, level: float = USED) -> int:
-    """n: the smallest k from which on ``curve`` stays at or below ``level``; the last step alone is 1.
+    """Return the memory in use n: the smallest k from which on ``curve`` stays at or below ``level``.
 
     Parameters
     ----------
     curve
-        U(k) or B(k) at some k, 1 <= k < steps. At k = steps nothing is exchanged: it is 0 there.
+        U(k) or B(k) at some k, 1 <= k < steps. At k = steps nothing is exchanged, so the curve is 0 there.
     steps
-        Length of the sequence. Returned where the curve is still above ``level`` at steps - 1: n is at least that.
+        Length of the sequence. It is returned if the curve is above ``level`` at the largest k: n is then at least
+        ``steps``.
     """
     above = [k for k, value in curve.items() if value > level]
     later = [k for k in curve if k > max(above, default=0)]
@@ -137,12 +144,12 @@ def memory_length(curve: Mapping[int, float], steps: int, level: float = USED) -
 
 @dataclass(frozen=True)
 class Probes:
-    """Results of exchanging prefixes at some context lengths k.
+    """Results of exchanging prefixes at several context lengths k.
 
     Attributes
     ----------
     change, score : by k, (sample,) each
-        |f(x^(k)) - f(x)|^2, and :func:`score` of f(x^(k)).
+        Squared change |f(x^(k)) - f(x)|^2, and :func:`score` of f(x^(k)).
     """
 
     steps: int
@@ -151,14 +158,14 @@ class Probes:
 
 
 def search(probe: Callable[[int], tuple[Array, Array]], steps: int, scale: float, levels: tuple[float, ...]) -> Probes:
-    """Find where U falls below each of ``levels`` with few probes: a doubling grid, then bisection.
+    """Find where U falls to each of ``levels`` with few probes: on a doubling grid, then by bisection.
 
     Parameters
     ----------
     probe
-        Returns (change, score) of every sample for a context length k.
+        Function that returns (change, score), (sample,) each, for a context length k.
     scale
-        2 sum Var f.
+        The denominator of U(k), 2 sum Var f.
     """
     found: dict[int, tuple[Array, Array]] = {}
 
@@ -181,6 +188,6 @@ def search(probe: Callable[[int], tuple[Array, Array]], steps: int, scale: float
 
 
 def _grid(steps: int) -> list[int]:
-    """Context lengths to begin with: 1, 2, 4, ... and steps - 1."""
+    """Return the first context lengths of a search: 1, 2, 4, ... and steps - 1."""
     doubling = [2**i for i in range(steps.bit_length()) if 2**i < steps - 1]
     return [*doubling, steps - 1] if steps > 1 else []

@@ -1,6 +1,7 @@
-"""Profiles of gradients and gates over time or lag, and how samples are summarised to one profile.
+"""Profiles of gradients and gates over time or lag, and their summaries over samples.
 
-Each sample is divided by its own peak before the median over samples is taken, since few samples carry most of a mean.
+Each sample is divided by its own peak before the median over samples is computed, because a mean would depend on few
+samples with large gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .transfer import theil_sen
 
 @dataclass(frozen=True)
 class Band:
-    """Median and quartiles over samples: (lag,) each."""
+    """Median and quartiles over samples, (lag,) each."""
 
     median: Array
     low: Array
@@ -23,7 +24,10 @@ class Band:
 
 
 def own_peak(norms: Array) -> Array:
-    """Divide each row (sample, lag) by its largest value; rows that are 0 throughout are left out, NaN stays."""
+    """Divide each row (sample, lag) by its largest value.
+
+    Rows that are all 0 are left out, infinities become 0, and NaN stays.
+    """
     norms = np.asarray(norms, dtype=np.float64)
     norms = np.where(np.isinf(norms), 0.0, norms)
     peak = np.nan_to_num(norms).max(axis=1, keepdims=True)
@@ -32,7 +36,7 @@ def own_peak(norms: Array) -> Array:
 
 
 def share_of_peak(profiles: Array) -> Array:
-    """Divide each record of a profile (record, time) by its largest value; NaN where it has none above 0."""
+    """Divide each row of a profile (record, time) by its largest positive value; NaN if there is none."""
     values = np.asarray(profiles, dtype=np.float64)
     finite = np.where(np.isfinite(values), values, np.nan)
     peak = np.fmax.reduce(np.where(finite > 0, finite, np.nan), axis=1, keepdims=True)
@@ -41,7 +45,10 @@ def share_of_peak(profiles: Array) -> Array:
 
 
 def band(norms: Array) -> Band:
-    """Compute median and quartiles over samples of profiles (sample, lag), each by its own peak; NaN past the end."""
+    """Compute median and quartiles over samples of profiles (sample, lag), each divided by its own peak.
+
+    NaN, such as past the end of a sample, is left out.
+    """
     relative = own_peak(norms)
     relative = relative[:, np.isfinite(relative).any(axis=0)]
     if not len(relative):
@@ -52,7 +59,7 @@ def band(norms: Array) -> Band:
 
 
 def attribution(gradient: Array, x: Array) -> Array:
-    """Compute (|df/dx_t| sd(x_t))^2 summed over features, by step: the derivative-based measure of sensitivity.
+    """Compute (|df/dx_t| sd(x_t))^2, summed over features: a derivative-based measure of sensitivity by step.
 
     Parameters
     ----------
@@ -75,15 +82,15 @@ def attribution(gradient: Array, x: Array) -> Array:
 def input_sensitivity(gradient: Array, x: Array) -> Array:
     """Compute |df/dx_t| times the standard deviation of the input, by step: (sample, time, feature) to (sample, time).
 
-    The root of :func:`attribution`: the effect of a change of usual size at that step. A feature that never varies over
-    samples at a step has none, however large its gradient.
+    It is the square root of :func:`attribution`: the effect on the prediction of a change of usual size at that step. A
+    feature that does not vary over samples at a step adds nothing, however large its gradient is.
     """
     found: Array = np.sqrt(attribution(gradient, x))
     return found
 
 
 def attributed_memory(scores: Array, share: float = 0.95) -> int:
-    """Count the last steps that hold ``share`` of the attribution (sample, time): median over samples."""
+    """Count the last steps that have ``share`` of the attribution (sample, time); median over samples."""
     by_lag = np.asarray(scores)[:, ::-1]
     total = by_lag.sum(axis=1, keepdims=True)
     kept = by_lag[total[:, 0] > 0] / total[total[:, 0] > 0]
@@ -94,9 +101,9 @@ def attributed_memory(scores: Array, share: float = 0.95) -> int:
 
 
 def by_own_peak(values: Array) -> Array:
-    """Divide each sample (first axis) by its largest finite magnitude; NaN throughout where that is 0.
+    """Divide each sample (first axis) by its largest finite magnitude; all NaN if that is 0.
 
-    A sample without a gradient has no shape, and is left out of medians.
+    NaN marks samples without a gradient, which medians leave out.
     """
     values = np.asarray(values, dtype=np.float64)
     peak = sample_peaks(values).reshape(-1, *[1] * (values.ndim - 1))
@@ -105,7 +112,7 @@ def by_own_peak(values: Array) -> Array:
 
 
 def sample_peaks(values: Array) -> Array:
-    """Return the largest finite magnitude of each sample: (sample, ...) to (sample,); 0 where there is none."""
+    """Return the largest finite magnitude of each sample, (sample, ...) to (sample,); 0 if there is none."""
     values = np.asarray(values, dtype=np.float64)
     flat = values.reshape(len(values), -1)
     peaks: Array = np.where(np.isfinite(flat), np.abs(flat), 0.0).max(axis=1, initial=0.0)
@@ -113,9 +120,9 @@ def sample_peaks(values: Array) -> Array:
 
 
 def rms_of_shapes(values: Array, where: Array | None = None) -> Array:
-    """Compute the root mean square over samples, each by its own peak: (sample, ...) to (...), in [0, 1].
+    """Compute the root mean square over samples, each divided by its own peak: (sample, ...) to (...), in [0, 1].
 
-    Samples that are 0 throughout are left out. A position that is not finite in one sample is NaN in the result.
+    Samples that are 0 everywhere are left out. A position that is not finite in one sample is not finite in the result.
 
     Parameters
     ----------
@@ -135,7 +142,9 @@ def rms_of_shapes(values: Array, where: Array | None = None) -> Array:
 
 
 def peak_band(norms: Array, where: Array | None = None) -> Band:
-    """Compute median and quartiles over samples of norms (sample, ...), each by its own peak; all positions are kept.
+    """Compute median and quartiles over samples of norms (sample, ...), each divided by its own peak.
+
+    All positions are kept.
 
     Parameters
     ----------
@@ -184,9 +193,9 @@ def quartiles(values: Array) -> tuple[float, float, float]:
 
 
 def typical_first(losses: Array) -> Array:
-    """Order the samples: the one with the median loss first, then by distance from it in rank.
+    """Return the order of samples from the one with the median loss outwards by rank.
 
-    A sample without a finite loss comes last.
+    Samples without a finite loss come last.
     """
     losses = np.asarray(losses, dtype=np.float64)
     order = np.argsort(np.where(np.isfinite(losses), losses, np.inf), kind="stable")
@@ -198,7 +207,8 @@ def typical_first(losses: Array) -> Array:
 def lorenz(values: Array) -> Array:
     """Compute the share of the sum that the smallest k of n values make up: (n,) to (n + 1,), from 0 to 1.
 
-    Lorenz 1905, doi:10.2307/2276207. Values are non-negative; those that are not finite are left out.
+    This is the Lorenz curve (Lorenz 1905, doi:10.2307/2276207). Values must be non-negative; those that are not finite
+    are left out.
     """
     values = np.asarray(values, dtype=np.float64)
     ordered = np.sort(values[np.isfinite(values)])
@@ -208,7 +218,7 @@ def lorenz(values: Array) -> Array:
 
 
 def carriers(values: Array, share: float = 0.5) -> float:
-    """Find the smallest share of the samples that make up ``share`` of the sum; NaN where the sum is 0."""
+    """Compute the smallest share of the samples that make up ``share`` of the sum; NaN if the sum is 0."""
     curve = lorenz(values)
     if curve[-1] == 0:
         return float("nan")
@@ -217,9 +227,9 @@ def carriers(values: Array, share: float = 0.5) -> float:
 
 
 def far_out(values: Array) -> int | None:
-    """Find the value farthest outside the quartiles, if that is more than three times their distance.
+    """Return the index of the value farthest outside the quartiles, if it is more than three times their distance away.
 
-    None where no value is, or fewer than four are finite.
+    The result is None if no value is that far away, or if fewer than four values are finite.
 
     References
     ----------
@@ -235,10 +245,10 @@ def far_out(values: Array) -> int | None:
 
 
 def gradient_reach(norms: Array, share: float = 0.95) -> int:
-    """Count the last steps that hold ``share`` of the squared gradient (sample, lag), lag 0 first.
+    """Count the last steps that have ``share`` of the squared gradient (sample, lag), with lag 0 first.
 
-    Median over samples, each by its own sum, so that neither a spike at the last step nor a few samples decide it. The
-    same rule as for :func:`attributed_memory` (Sobol, Kucherenko 2009, doi:10.1016/j.matcom.2009.01.023).
+    The result is the median over samples, each relative to its own sum, so that few samples with large gradients do not
+    decide it. The rule is that of :func:`attributed_memory` (Sobol, Kucherenko 2009, doi:10.1016/j.matcom.2009.01.023).
     """
     squares = np.nan_to_num(np.asarray(norms, dtype=np.float64), posinf=0.0)
     peak = squares.max(axis=1, keepdims=True)
@@ -247,9 +257,10 @@ def gradient_reach(norms: Array, share: float = 0.95) -> int:
 
 
 def gradient_decay(norms: Array) -> float:
-    """Compute the factor by which the gradient (sample, lag) changes with every step back, lag 0 first; NaN without.
+    """Compute the factor by which a gradient (sample, lag) changes with every step back; NaN if it is unknown.
 
-    exp of the Theil-Sen slope of the median over samples, each by its own peak, from that median's peak on.
+    Lag 0 comes first. Each sample is divided by its own peak, and the median over samples is computed. The factor is e
+    to the Theil-Sen slope of the logarithm of this median, from its peak on.
     """
     median = band(norms).median
     falling = median[int(np.argmax(median)) :] if median.size else median
@@ -257,10 +268,10 @@ def gradient_decay(norms: Array) -> float:
 
 
 def lag_shares(norms: Array, *, runs_back: bool = False) -> Array:
-    """Accumulate the shares of a weight's gradient by lag: norms (time, gate) to (gate, lag), ending at 1.
+    """Accumulate the shares of a weight's gradient over lags: norms (time, gate) to (gate, lag), ending at 1.
 
-    The norm at a step is that of its contribution to dL/dW, gate by gate. Lag 0 is the last step of the recurrence: the
-    first in time with ``runs_back``. A gate whose gradient is 0 throughout is NaN.
+    ``norms`` are the norms of each step's contribution to dL/dW, for each gate. Lag 0 is the last step of the
+    recurrence, which with ``runs_back`` is the first in time. A gate whose gradient is 0 at all steps gives NaN.
     """
     norms = np.asarray(norms, dtype=np.float64)
     reached = np.cumsum(norms if runs_back else norms[::-1], axis=0)
@@ -270,15 +281,16 @@ def lag_shares(norms: Array, *, runs_back: bool = False) -> Array:
 
 
 def input_totals(norms: Array) -> Array:
-    """Sum the norms over outputs: (..., out_time, in_time) to (..., in_time)."""
+    """Sum norms over output steps: (..., out_time, in_time) to (..., in_time)."""
     totals: Array = np.asarray(norms, dtype=np.float64).sum(axis=-2)
     return totals
 
 
 def kept_by_gates(forget: Array, mask: Array | None = None) -> Array:
-    """Multiply the forget gates from the first step on, (sample, time, unit): dc_t/dc_0 along the cell state alone.
+    """Multiply the forget gates (sample, time, unit) from the first step on: dc_t/dc_0 along the cell state alone.
 
-    The path through the gates of later steps is left out. Steps masked by ``mask`` (sample, time) keep everything.
+    The paths through the gates of later steps are left out. Steps where ``mask`` (sample, time) is False have the
+    factor 1.
     """
     values = np.asarray(forget, dtype=np.float64)
     if mask is not None:
@@ -288,6 +300,6 @@ def kept_by_gates(forget: Array, mask: Array | None = None) -> Array:
 
 
 def own_diagonal(jacobian: Array) -> Array:
-    """Take the derivative of each unit's state by its own initial state: (..., unit, unit) to (..., unit)."""
+    """Return the derivative of each unit's state by its own initial state: (..., unit, unit) to (..., unit)."""
     found: Array = np.diagonal(np.asarray(jacobian), axis1=-2, axis2=-1)
     return found

@@ -1,4 +1,4 @@
-"""Percentile bootstrap over samples for curves that are ratios of means. Efron 1979, Annals of Statistics 7(1)."""
+"""Percentile bootstrap over samples for ratios of means (Efron 1979, Annals of Statistics 7(1))."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import numpy as np
 from ..typing import Array
 
 RESAMPLES = 300
-#: Size of the blocks in which dependent neighbours are drawn.
+#: Default number of dependent neighbours in a block.
 BLOCK = 4
 
 
 def resampling_weights(
     samples: int, *, order: Array | None = None, block: int = BLOCK, resamples: int = RESAMPLES, seed: int = 0
 ) -> Array:
-    """Draw samples with replacement: the share of each in each resample, (resample, sample), rows sum to 1.
+    """Draw samples with replacement; return the share of each sample in each resample, (resample, sample).
 
     Parameters
     ----------
     order : (sample,) of int, optional
-        Samples of which each shares something with the next, the last with the first, such as the prefix that one lends
-        to the other, or the steps of overlapping windows. Circular blocks of neighbours are drawn then.
+        Indices of samples in an order in which neighbours are dependent, also the last and the first: one has the
+        prefix of the other, or they are overlapping windows. Circular blocks of neighbours are then drawn. None if
+        samples are independent.
     block
-        Number of samples in such a block.
+        Number of samples in a block.
 
     References
     ----------
@@ -43,7 +44,7 @@ def resampling_weights(
 
 
 def resampled_variance(prediction: Array, weights: Array) -> Array:
-    """Sum the variance of a prediction (sample, unit) over units, in each resample: (resample,)."""
+    """Compute the variance of a prediction (sample, unit), summed over units, in each resample: (resample,)."""
     values = np.asarray(prediction, dtype=np.float64)
     values = values - values.mean(axis=0)
     variance: Array = np.maximum((weights @ values**2 - (weights @ values) ** 2).sum(axis=-1), 0.0)
@@ -51,7 +52,7 @@ def resampled_variance(prediction: Array, weights: Array) -> Array:
 
 
 def interval(values: Sequence[float] | Array, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the percentile interval of resampled values; NaN where most of them are not finite."""
+    """Return the percentile interval of resampled values; NaN if most of them are not finite."""
     array = np.asarray(values, dtype=np.float64)
     finite = array[np.isfinite(array)]
     if finite.size < len(array) / 2:
@@ -64,5 +65,5 @@ def interval(values: Sequence[float] | Array, confidence: float = 0.95) -> tuple
 def bootstrap(
     statistic: Callable[[Array], float], samples: int, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float, float]:
-    """Compute the 95 % interval of ``statistic(weights)``; the weights of the samples sum to 1."""
+    """Compute the 95 % interval of ``statistic(weights)``, where the weights (sample,) sum to 1."""
     return interval([statistic(row) for row in resampling_weights(samples, resamples=resamples, seed=seed)])

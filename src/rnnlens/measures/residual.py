@@ -1,7 +1,7 @@
-"""Residual test: whether the inputs of any step explain the errors of a prediction, and which step explains most.
+"""Residual test: do the inputs of any step explain the errors of a prediction, and which step explains most.
 
 The errors y - f are regressed on the inputs of all steps and on products within a step. Linear effects and such
-products are found; a parity over two steps is not, so no finding is no proof.
+products are detected. A parity over two steps is not, so a test without finding proves nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..typing import Array
 
-#: With more features per step than this, only squares are used as products within a step.
+#: Largest number of features for which all products within a step are used; above it only squares.
 _ALL_PRODUCTS = 12
 _FOLDS = 5
 #: Ridge penalties, relative to the mean eigenvalue of the Gram matrix.
@@ -39,7 +39,7 @@ class Missed:
     overlapping
         Whether the samples are overlapping windows of one series, so that blocks of neighbours were used.
     learned
-        Share of the association of y with that step that the prediction has too; NaN without ``target``.
+        Share of the association of y with ``step`` that the prediction has too; NaN without ``target``.
     """
 
     effect: float
@@ -60,21 +60,22 @@ def missed_dependency(
     permutations: int = 100,
     seed: int = 0,
 ) -> Missed:
-    """Test errors for what the inputs still explain.
+    """Test whether the inputs explain the errors of a prediction.
 
-    Where the samples are overlapping windows of one series, folds are contiguous with a gap between them, and the
-    permutations are circular shifts along the series, since errors of neighbours depend on each other.
+    If the samples are overlapping windows of one series, errors of neighbours are dependent. Folds are then contiguous
+    with a gap between them, and permutations are circular shifts along the series.
 
     Parameters
     ----------
     residual : (sample, output), or a sequence of such
-        y - f; one-hot minus probabilities for classes. Of several, such as those of a prediction on different scales,
-        the one that the inputs explain least is tested: what a rescaling removes was not missed.
+        Errors y - f; for classes one-hot minus probabilities. Of several, such as those of a prediction on different
+        scales, the one that the inputs explain least is tested, since errors that a rescaling removes are no missed
+        dependency.
     x : (sample, time, feature)
     target_variance
-        Sum over outputs of the variance of y.
+        Variance of y, summed over outputs.
     target : (sample, output), optional
-        y, for ``learned``. The first residual is then that of the prediction as it is.
+        Target y, to compute ``learned``. The first residual must then be that of the prediction without rescaling.
 
     References
     ----------
@@ -114,14 +115,17 @@ def missed_dependency(
 
 
 def _learned(target: Array, prediction: Array, at_step: Array) -> float:
-    """Regress the covariances of a prediction with the features of a step on those of the target."""
+    """Return the slope that maps the target's covariances with a step's features to those of the prediction."""
     wanted, made = ((values - values.mean(axis=0)).T @ at_step for values in (target, prediction))
     size = float(np.sum(wanted**2))
     return float(np.sum(wanted * made)) / size if size else float("nan")
 
 
 def _shuffled(residual: Array, gap: int, rng: np.random.Generator) -> Array:
-    """Permute samples; shift them around a circle by more than ``gap`` where neighbours depend on each other."""
+    """Permute the samples at random.
+
+    With a ``gap``, shift them circularly by more than it, because neighbours are dependent.
+    """
     samples = len(residual)
     if not gap:
         return residual[rng.permutation(samples)]
@@ -129,9 +133,10 @@ def _shuffled(residual: Array, gap: int, rng: np.random.Generator) -> Array:
 
 
 def step_features(x: Array) -> Array:
-    """Standardise the inputs (sample, time, feature) and their products within a step over samples; constants are 0.
+    """Standardise over samples the inputs (sample, time, feature) and their products within a step.
 
-    Returns (time, sample, feature').
+    The result is (time, sample, feature and product). Constant columns are 0. With more than 12 features, squares are
+    the only products.
     """
     x = np.asarray(x, dtype=np.float64)
     count = x.shape[2]
@@ -152,7 +157,7 @@ def _standardised(x: Array) -> Array:
 
 
 def _association(features: Array, residuals: Array) -> Array:
-    """Sum of squared covariances per step: residuals (set, sample, output) to (set, time)."""
+    """Sum squared covariances of features and residuals at each step: (set, sample, output) to (set, time)."""
     sets, samples, outputs = residuals.shape
     rows = residuals.transpose(0, 2, 1).reshape(sets * outputs, samples) / samples
     found = np.empty((sets, len(features)))
@@ -162,14 +167,16 @@ def _association(features: Array, residuals: Array) -> Array:
 
 
 def ridge_effects(residuals: Sequence[Array], features: Array, *, gap: int = 0) -> list[float]:
-    """Cross-validated R^2 of ridge regression of each residual on the features of all steps (time, sample, feature).
+    """Compute the cross-validated R^2 of ridge regression of each residual on the features of all steps.
 
-    In the dual form, so that its cost depends on the number of samples. Hoerl, Kennard 1970, doi:10.2307/1267351.
+    ``features`` is (time, sample, feature), and a residual is (sample, output). The dual form is used, whose cost
+    depends on the number of samples (Hoerl, Kennard 1970, doi:10.2307/1267351). The best of several penalties counts.
 
     Parameters
     ----------
     gap
-        With a gap, folds are contiguous, and as many samples on either side of a test fold are not trained on.
+        If it is not 0, folds are contiguous, and this number of samples on either side of a test fold is left out of
+        training.
     """
     gram = sum(at_step @ at_step.T for at_step in features)
     samples = len(residuals[0])
@@ -197,14 +204,14 @@ def ridge_effects(residuals: Sequence[Array], features: Array, *, gap: int = 0) 
 
 @dataclass(frozen=True)
 class Windows:
-    """Samples cut from one series so that neighbours share steps.
+    """Samples that were cut from one series so that neighbours share steps.
 
     Attributes
     ----------
     order : (sample,)
         The samples in the order of the series.
     overlap
-        How many samples after one still share steps with it, at most an eighth of all.
+        Number of following samples that share steps with a sample, at most an eighth of all samples.
     """
 
     order: Array
@@ -212,11 +219,12 @@ class Windows:
 
 
 def overlapping_windows(x: Array) -> Windows | None:
-    """Find out whether samples (sample, time, feature) are overlapping windows of one series, in any order.
+    """Detect whether samples (sample, time, feature) are overlapping windows of one series, in any order.
 
-    Two windows follow each other where the later half of one, or more, is the beginning of the other: exactly, or for
-    neighbours in the given order also up to an offset and a factor, as after scaling each window. None where fewer than
-    half of the samples are followed by another one.
+    A window follows another if it begins within the other's first half and repeats all of the rest. The values must be
+    equal; for neighbours in the given order they may also differ by an offset and a factor, as after scaling each
+    window. The result is None if fewer than half of the samples are followed by another one, and for fewer than 16
+    samples or 4 steps.
     """
     x = np.asarray(x)
     samples, steps = x.shape[:2]
@@ -233,13 +241,16 @@ def overlapping_windows(x: Array) -> Windows | None:
 
 
 def _followers(x: Array) -> tuple[Array, Array]:
-    """(sample,) each: the sample that begins soonest within the first half of a window, -1 for none, and after what."""
+    """Return for each sample the next window of the series, -1 if there is none, and the shift to it in steps.
+
+    The next window starts within the first half of the sample.
+    """
     samples, steps = x.shape[:2]
     half = steps - steps // 2
     rows = np.ascontiguousarray(x)
     begins: dict[bytes, int] = {rows[i, :half].tobytes(): i for i in range(samples)}
     after, shift = np.full(samples, -1), np.zeros(samples, dtype=int)
-    if len(begins) < 0.9 * samples:  # few distinct windows: equal ones need not be of one series
+    if len(begins) < 0.9 * samples:  # few distinct windows, so equal parts are no evidence of one series
         return after, shift
     for i in range(samples):
         for t in range(1, steps - half + 1):
@@ -251,7 +262,10 @@ def _followers(x: Array) -> tuple[Array, Array]:
 
 
 def _scaled_stride(x: Array) -> int:
-    """Smallest shift at which each window, but for scale and offset, goes on in the next sample; 0 for none."""
+    """Return the smallest shift at which each window continues in the next sample; 0 if there is none.
+
+    Windows are compared up to scale and offset.
+    """
     values = np.asarray(x, dtype=np.float64).reshape(*x.shape[:2], -1)
     for stride in range(1, x.shape[1] // 2 + 1):
         parts = [values[:-1, stride:], values[1:, : x.shape[1] - stride]]
@@ -264,7 +278,7 @@ def _scaled_stride(x: Array) -> int:
 
 
 def _in_line(after: Array) -> list[int]:
-    """All samples, each followed by the one that continues it."""
+    """Return all samples in one order, in which a window comes directly before the one that continues it."""
     begun = np.ones(len(after), dtype=bool)
     begun[after[after >= 0]] = False
     seen, line = np.zeros(len(after), dtype=bool), []

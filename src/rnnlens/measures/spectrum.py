@@ -1,4 +1,4 @@
-"""Spectra of products of step Jacobians: Lyapunov exponents, effective rank, spectral facts of a kernel."""
+"""Spectra of step Jacobians and kernels: Lyapunov exponents, eigenvalues, effective rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Lyapunov:
     exponents : (exponent,), descending
         Mean growth rate per step.
     stderr : (exponent,)
-        The larger of the standard errors over samples and over five blocks of time.
+        Standard error: the larger of those over samples and over five blocks of time.
     kaplan_yorke
         Dimension of the attractor.
     """
@@ -32,14 +32,16 @@ class Lyapunov:
 
 
 def lyapunov_spectrum(run: Replay, *, count: int | None = None, burn_in: float = 0.1, seed: int = 0) -> Lyapunov:
-    """Compute by QR: Q_t R_t = A_t Q_(t-1), lambda_i = mean log |R_ii|; of diagonal steps the mean of log |a|.
+    """Compute Lyapunov exponents by QR: Q_t R_t = A_t Q_(t-1), lambda_i = mean log |R_ii|.
+
+    For steps with common eigenvectors, such as diagonal ones, they are the means of log |eigenvalue|.
 
     Parameters
     ----------
     count
-        How many exponents, the largest first; all by default.
+        Number of exponents, the largest first; all by default.
     burn_in
-        Share of the steps at the start that is not counted, while Q turns into place.
+        Share of the steps at the start that is left out, while Q converges.
 
     References
     ----------
@@ -59,7 +61,7 @@ def lyapunov_spectrum(run: Replay, *, count: int | None = None, burn_in: float =
 
 
 def _growth_by_qr(run: Replay, count: int, seed: int) -> Array:
-    """(step, sample, exponent): log |R_ii|, in the order of the recurrence."""
+    """Return log |R_ii| at each step, (step, sample, exponent), in the order of the recurrence."""
     samples, time = run.input.shape[:2]
     basis = np.random.default_rng(seed).normal(size=(samples, sum(int(s.shape[-1]) for s in run.states), count))
     q = np.linalg.qr(basis)[0]
@@ -72,7 +74,7 @@ def _growth_by_qr(run: Replay, count: int, seed: int) -> Array:
 
 
 def _growth(run: Replay, moduli: Array, count: int, burnt: int) -> Array:
-    """Growth after the first ``burnt`` steps, for steps with common eigenvectors: Q does not turn."""
+    """Return log |a| after the first ``burnt`` steps, (step, sample, exponent), for steps with common eigenvectors."""
     order = list(run.steps())[burnt:]
     logs = np.log(np.maximum(np.asarray(moduli, dtype=np.float64)[:, order], 1e-300))
     largest = np.argsort(-logs.mean(axis=1), axis=1)[:, None, :count]
@@ -81,12 +83,12 @@ def _growth(run: Replay, moduli: Array, count: int, burnt: int) -> Array:
 
 
 def step_eigenvalues(run: Replay, steps: Sequence[int]) -> Array:
-    """Eigenvalues of A_t = ds_t/ds_(t-1), states side by side: (sample, step, mode), complex, largest modulus first.
+    """Compute the eigenvalues of A_t = ds_t/ds_(t-1): (sample, step, mode), complex, largest modulus first.
 
     Parameters
     ----------
     steps
-        Which steps, chronologically.
+        Indices of time steps, in chronological order.
     """
     order = list(run.steps())
     wanted = {order.index(step): place for place, step in enumerate(steps)}
@@ -100,7 +102,9 @@ def step_eigenvalues(run: Replay, steps: Sequence[int]) -> Array:
 
 
 def kaplan_yorke_dimension(exponents: Array) -> float:
-    """J + (l_1 + ... + l_j) / |l_(j+1)|, j the largest number of exponents (descending) whose sum is not negative.
+    """Compute the Kaplan-Yorke dimension from Lyapunov exponents in descending order.
+
+    It is j + (l_1 + ... + l_j) / |l_(j+1)|, with j the largest number of exponents whose sum is not negative.
 
     Kaplan, Yorke 1979, doi:10.1007/BFb0064319.
     """
@@ -114,7 +118,7 @@ def kaplan_yorke_dimension(exponents: Array) -> float:
 
 
 def effective_rank(matrix: Array) -> Array:
-    """Compute exp of the entropy of the normalised singular values of (..., n, m). Roy, Vetterli 2007, EUSIPCO."""
+    """Compute e to the entropy of the normalised singular values of (..., n, m). Roy, Vetterli 2007, EUSIPCO."""
     values = np.linalg.svd(np.asarray(matrix, dtype=np.float64), compute_uv=False)
     total = values.sum(axis=-1, keepdims=True)
     share = values / np.where(total > 0, total, 1.0)
@@ -130,9 +134,9 @@ class KernelSpectrum:
     ----------
     radius, largest_singular_value
     departure_from_orthogonality
-        |W^T W - I|_F.
+        Frobenius norm |W^T W - I|_F.
     departure_from_normality
-        Henrici's: sqrt(|W|_F^2 - sum |eigenvalue|^2), relative to |W|_F.
+        Henrici's measure sqrt(|W|_F^2 - sum |eigenvalue|^2), relative to |W|_F.
     """
 
     radius: float

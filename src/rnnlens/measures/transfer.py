@@ -1,7 +1,7 @@
-"""State transfer: share of a cotangent on the final state that is left tau steps earlier, whatever the loss.
+"""State transfer: share of a cotangent on the final state that is left tau steps earlier, for any loss.
 
-The states are measured in units of their spread, so that a unit that moves by 1e-3 and one that moves by 1 count alike.
-Cotangents are swept back through the recurrence, many at once; no matrix A_t is ever built.
+States are measured in units of their spread, so that a unit that varies by 1e-3 has the same weight as one that varies
+by 1. Cotangents are pulled back through the recurrence, several at once; no matrix A_t is computed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from ..recurrence.replay import Replay
 from ..typing import Array
 
-#: Steps at the end whose growth is not counted: random cotangents turn into the leading direction first.
+#: Share of the lags whose growth is left out, while random cotangents turn into the leading direction.
 BURN_IN = 0.1
 _BLOCKS = 5
 _DIRECTIONS, _ROWS = 8, 512
@@ -24,47 +24,49 @@ _TINY = 1e-290
 
 @dataclass(frozen=True)
 class Transfer:
-    """Sizes of random cotangents on the final state on their way back.
+    """Sizes of random cotangents on the final state, pulled back step by step.
 
     Attributes
     ----------
     log_ratio : (lag, sample)
-        Natural logarithm of |cotangent at lag tau| / |cotangent at lag 0|, mean over directions; lag 0 is 0. Minus
-        infinity where nothing is left, NaN before the first step of a sample that ends earlier than others, and where
-        the way back leads through a state that is not finite.
+        Natural logarithm of |cotangent at lag tau| / |cotangent at lag 0|, mean over directions; 0 at lag 0. It is
+        minus infinity where nothing is left. It is NaN before the first step of a sample that ends earlier than others,
+        and from a state on that is not finite.
     """
 
     log_ratio: Array
 
     @property
     def kappa(self) -> Array:
-        """(lag,): median of the ratio, over the samples that reach so far back; NaN where none does."""
+        """State transfer (lag,): median of the ratio over the samples that reach this lag; NaN if none does."""
         found: Array = np.full(len(self.log_ratio), np.nan)
         found[self._reached] = np.nanmedian(np.exp(self.log_ratio[self._reached]), axis=1)
         return found
 
     def quartiles(self) -> tuple[Array, Array]:
-        """(lag,) each: lower and upper quartile of the ratio."""
+        """Return the lower and the upper quartile of the ratio over samples, (lag,) each."""
         found = np.full((2, len(self.log_ratio)), np.nan)
         found[:, self._reached] = np.nanquantile(np.exp(self.log_ratio[self._reached]), [0.25, 0.75], axis=1)
         return found[0], found[1]
 
     @property
     def _reached(self) -> Array:
-        """(lag,): whether any sample reaches so far back."""
+        """Whether any sample reaches each lag, (lag,) of bool."""
         reached: Array = ~np.isnan(self.log_ratio).all(axis=1)
         return reached
 
     @property
     def growth(self) -> float:
-        """Decades by which the cotangent has grown at its largest: log10 of the largest kappa, 0 or more."""
+        """Largest growth of the cotangent in decades: log10 of the largest kappa, at least 0."""
         return float(np.log10(np.nanmax(self.kappa)))
 
     def leading_exponent(self) -> tuple[float, float]:
-        """lambda_1, the mean growth rate per step, and its standard error: the larger of that over samples and blocks.
+        """Return the leading exponent lambda_1, the mean growth rate per step, and its standard error.
 
-        Oseledets 1968; as a limit of products of step Jacobians Vogt et al. 2022, arXiv:2006.14123, section 2. A matrix
-        and its transpose grow alike.
+        The standard error is the larger of those over samples and over blocks of time. Both numbers are NaN if there
+        are too few steps; the exponent is minus infinity if nothing is left. See Oseledets 1968, and for products of
+        step Jacobians Vogt et al. 2022, arXiv:2006.14123, section 2. Products of transposed matrices grow at the same
+        rate.
         """
         kept = self._of_full_length()
         kept = kept[max(1, round(BURN_IN * len(kept))) :]
@@ -79,7 +81,7 @@ class Transfer:
         return float(rates.mean()), float(error)
 
     def _of_full_length(self) -> Array:
-        """As many lags as half of the samples reach, and those samples."""
+        """Return log ratios (lag, sample) of the lags that half of the samples reach, for these samples."""
         reached = (~np.isnan(self.log_ratio)).sum(axis=0)
         count = int(np.median(reached))
         kept: Array = self.log_ratio[:count, reached >= count]
@@ -87,9 +89,11 @@ class Transfer:
 
 
 def state_spread(run: Replay) -> list[Array]:
-    """Standard deviation of each unit of each state over samples and steps, at least 1e-3 of the median unit's.
+    """Compute the standard deviation of each unit of each state over samples and steps.
 
-    Steps of a sample whose state is not finite are left out.
+    It is at least 1e-3 of the median unit's.
+
+    Samples and steps whose state is not finite are left out.
     """
     spreads = []
     for state in run.states:
@@ -108,13 +112,13 @@ def state_transfer(
     Parameters
     ----------
     run
-        One direction of one call, replayed, in NumPy.
+        Replay of one direction of one call, in NumPy.
     directions
-        Random cotangents per sample; by default 8, and fewer where the state is large: their norms then vary less.
+        Number of random cotangents per sample. The default is 8, and fewer for large states, whose norms vary less.
     lags
-        How far back; to the first step by default.
+        Number of steps to go back; to the first step by default.
     ends : (sample,) of int, optional
-        After which step, chronologically, each sample's state is taken; after the last of the recurrence by default.
+        Time step after which each sample's state is taken; the last of the recurrence by default.
     """
     order, begin = list(run.steps(reverse=True)), np.zeros(int(run.input.shape[0]), dtype=int)
     if ends is not None:
@@ -137,7 +141,7 @@ def state_transfer(
             moves = moves & np.asarray(run.mask[:, t])
         rows = new if moves.all() else [np.where(moves[:, None, None], a, b) for a, b in zip(new, rows, strict=True)]
         size = np.sqrt(sum(np.sum((r * s) ** 2, axis=-1, dtype=np.float64) for r, s in zip(rows, spreads, strict=True)))
-        alive = ~(size <= _TINY)  # so is what is NaN: it is no zero
+        alive = ~(size <= _TINY)  # NaN counts as alive: it is not zero
         total = np.where(alive, total + np.log(np.where(alive, size, 1.0)), -np.inf)
         rows = [(r / np.where(alive, size, 1.0)[..., None]).astype(dtype) for r in rows]
         logs.append(total.mean(axis=1))
@@ -145,7 +149,7 @@ def state_transfer(
 
 
 def _from_own_end(logs: Array, begin: Array) -> Array:
-    """(lag, sample): each sample counted from where it began; NaN beyond its first step."""
+    """Shift each sample to begin at its own end: (lag, sample), NaN beyond its first step."""
     if not begin.any():
         return logs
     shifted = np.arange(len(logs))[:, None] + begin[None, :]
@@ -159,7 +163,10 @@ def _normalised(parts: Sequence[Array]) -> list[Array]:
 
 
 def step_jacobians(run: Replay) -> Iterator[Array]:
-    """A_t = ds_t/ds_(t-1) of every step, states side by side, in the order of the recurrence: (sample, S, S) each."""
+    """Yield A_t = ds_t/ds_(t-1) of every step, (sample, state, state), in the order of the recurrence.
+
+    All states of a cell are concatenated.
+    """
     sizes = [int(s.shape[-1]) for s in run.states]
     samples, dtype = int(run.input.shape[0]), np.asarray(run.states[0][:1, :1]).dtype
     unit = np.broadcast_to(np.eye(sum(sizes), dtype=dtype), (samples, sum(sizes), sum(sizes)))
@@ -170,9 +177,11 @@ def step_jacobians(run: Replay) -> Iterator[Array]:
 
 
 def theil_sen(profile: Array) -> float:
-    """Median of the slopes between all pairs of points of ln(profile) over its index: decay per step (negative: fades).
+    """Compute the Theil-Sen slope of ln(profile) over its index: the median slope of all pairs of points.
 
-    Sen 1968, doi:10.1080/01621459.1968.10480934. Points that are not finite and positive are left out.
+    It is the decay per step, negative for fading profiles (Sen 1968, doi:10.1080/01621459.1968.10480934). Points that
+    are not finite and positive are left out. More than 400 points are thinned evenly. The result is NaN for fewer than
+    two.
     """
     profile = np.asarray(profile, dtype=np.float64)
     at = np.flatnonzero(np.isfinite(profile) & (profile > 0))

@@ -1,4 +1,4 @@
-"""One curve per layer that sums up what a result holds: what its table, its page in a notebook and its JSON show."""
+"""One curve per layer that summarises a result, for its table, its notebook page and its JSON."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from ..typing import Array
 from ..vocabulary import DIRECTION, IN_TIME, OUT_TIME, SAMPLE, TIME
 from . import sparkline
 
-#: The dimension of records of a training.
+#: Name of the dimension of a training's records.
 STEP = "step"
-#: Gradients are shown over so many decades below their peak.
+#: Number of decades below the peak that a logarithmic curve shows.
 DECADES = 6
-#: A curve is the median over at most so many samples, evenly chosen.
+#: Largest number of samples, evenly chosen, in the median of a curve.
 _SAMPLES = 64
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A curve over steps.
+    """Curve over steps.
 
     Attributes
     ----------
     label
-        What it is, such as ``"|dL/dh_t|"``.
+        Name of the curve, such as ``"|dL/dh_t|"``.
     over
-        What it goes over: ``"time step"``, ``"lag"``, ``"training step"``.
+        Name of the horizontal axis: ``"time step"``, ``"lag"``, ``"training step"``.
     peak
-        Its size: the largest value before it was made relative to it.
+        Largest value before the curve was divided by it.
     log
-        Whether it is a size, to be looked at in decades.
+        Whether the curve is drawn on a logarithmic scale.
     """
 
     label: str
@@ -45,24 +45,24 @@ class Profile:
     log: bool = True
 
     def blocks(self, width: int = 32) -> str:
-        """It as blocks."""
+        """Draw the curve as a line of block characters."""
         return sparkline.blocks(self.values, width, decades=DECADES if self.log else None)
 
     def svg(self) -> str:
-        """It as inline SVG."""
+        """Draw the curve as inline SVG."""
         scale = f", {DECADES} decades" if self.log else ""
         return sparkline.svg(
             self.values, f"{self.label} over {self.over}{scale}", decades=DECADES if self.log else None
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers; null for what is not finite."""
+        """Return the curve as plain numbers, with None for values that are not finite."""
         rounded = [float(f"{v:.6g}") if np.isfinite(v) else None for v in self.values]
         return {"label": self.label, "over": self.over, "peak": _finite(self.peak), "values": rounded}
 
 
 def of_dataset(dataset: xr.Dataset) -> dict[str, Profile]:
-    """The curve of a layer, one for each direction: its gradient over time, else its states, else what is by lag."""
+    """Return the curve of a layer by direction: its gradient over time, else its states, else its curve by lag."""
     if STEP in dataset.dims:
         return _of_training(dataset)
     for name, label in (
@@ -84,7 +84,7 @@ def of_dataset(dataset: xr.Dataset) -> dict[str, Profile]:
 
 
 def _of_training(dataset: xr.Dataset) -> dict[str, Profile]:
-    """Of the records of a training: the gradient over time at the last, and how far it reached at each."""
+    """Return the curves of a training: the gradient over time in the last record, and the reach in every record."""
     found = {}
     if "adjoint_profile" in dataset and dataset.sizes[STEP]:
         last = dataset["adjoint_profile"].isel({STEP: -1})
@@ -100,7 +100,10 @@ def _over_training(array: xr.DataArray, label: str) -> Profile:
 
 
 def of_array(array: xr.DataArray) -> dict[str, Profile]:
-    """The curve of an array: of a time Jacobian how far its last output step looks back, else the norm over time."""
+    """Return the curve of an array.
+
+    For a time Jacobian it is the last output step by input step, else the norm over time.
+    """
     if IN_TIME in array.dims:
         last = array.isel({OUT_TIME: -1}) if OUT_TIME in array.dims else array
         return {"": _profile(last, "last output step by input step", IN_TIME)}
@@ -112,7 +115,7 @@ def of_array(array: xr.DataArray) -> dict[str, Profile]:
 
 
 def of(part: xr.Dataset | xr.DataArray | None) -> dict[str, Profile]:
-    """The curve of a layer, of an array, or of nothing."""
+    """Return the curve of a layer's Dataset or of an array; empty for None."""
     if part is None:
         return {}
     return of_dataset(part) if isinstance(part, xr.Dataset) else of_array(part)
@@ -126,7 +129,7 @@ def _each_direction(array: xr.DataArray, label: str, dim: str = TIME) -> dict[st
 
 
 def _profile(array: xr.DataArray, label: str, dim: str) -> Profile:
-    """Norm over everything but samples and steps; each sample by its own peak; their median."""
+    """Compute norms over all axes but sample and ``dim``, divide each sample by its peak, and take the median."""
     if SAMPLE in array.dims and array.sizes[SAMPLE] > _SAMPLES:
         array = array.isel({SAMPLE: np.linspace(0, array.sizes[SAMPLE] - 1, _SAMPLES).astype(int)})
     rest = [str(d) for d in array.dims if d not in (SAMPLE, dim)]
