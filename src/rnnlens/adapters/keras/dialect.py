@@ -178,13 +178,16 @@ class Dialect(Protocol):
         """Temporarily substitute tensors for a cell's variables; ``weights`` lists pairs (variable, tensor)."""
 
     def as_found(self, model: Any, seed: int | None) -> AbstractContextManager[None]:
-        """Restore on exit the variables and random generators that a run changes."""
+        """Restore on exit the variables and random generators that a run changes.
+
+        Within the block, process-wide generators are seeded with ``seed`` if it is given.
+        """
 
     def plain_values(self, variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return (tensors that replace the variables in a reference run, variables to differentiate directly)."""
 
     def standing(self, model: Any, values: Sequence[Any], seeds: Sequence[Any]) -> AbstractContextManager[None]:
-        """Within the block, substitute ``values`` for all variables and draw from ``seeds``, without taps."""
+        """Temporarily substitute ``values`` for all variables and draw random numbers from ``seeds``, without taps."""
 
     def initial_state(self, cell: Any, samples: int) -> Any:
         """Return the states from the cell's own ``get_initial_state`` for a number of samples."""
@@ -227,7 +230,7 @@ class Dialect(Protocol):
         """Return the loss that training minimises: compiled loss, loss weights, regularisers and ``add_loss``."""
 
     def undisturbed(self, model: Any, regularised: bool) -> AbstractContextManager[None]:
-        """Keep the compiled loss unchanged; penalties of weights have a gradient if ``regularised``."""
+        """Keep the compiled loss unchanged by runs within the block; penalties have a gradient if ``regularised``."""
 
     def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
         """Return targets and outputs with the ranks matched, as a compiled loss function receives them."""

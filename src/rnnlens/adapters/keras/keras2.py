@@ -258,9 +258,9 @@ class Keras2:
     def running(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap
     ) -> Iterator[None]:
-        """Within the block, tap ``weights`` and draw random numbers from ``seeds``.
+        """Tap ``weights``, and within the block draw random numbers from ``seeds``.
 
-        ``values`` is not used. Variables are read as they are; :meth:`as_found` restores what a run assigns.
+        ``values`` is not used: variables are read as they are. :meth:`as_found` restores what a run assigns.
         """
         del values
         for key, variable in weights.items():
@@ -270,7 +270,7 @@ class Keras2:
 
     @contextmanager
     def standing(self, model: Any, values: Sequence[Any], seeds: Sequence[Any]) -> Iterator[None]:
-        """Within the block, draw random numbers from ``seeds``; ``values`` is not used."""
+        """Draw random numbers from ``seeds`` within the block; ``values`` is not used."""
         del values
         with keras2_run.stateless(model, seeds):
             yield

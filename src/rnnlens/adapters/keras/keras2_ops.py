@@ -99,7 +99,7 @@ class UntrackedLosses(LossesContainer):  # type: ignore[misc]  # tf_keras has no
 
 @contextmanager
 def undisturbed(model: Any, regularised: bool) -> Iterator[None]:
-    """Within the block, replace the compiled loss by a copy that updates no metric.
+    """Temporarily replace the compiled loss by a copy that updates no metric.
 
     Penalties of weights have a gradient only if ``regularised``.
     """

@@ -271,7 +271,7 @@ def seeds(model: Any, seed: int | None) -> list[Any]:
 
 @contextmanager
 def stateless(model: Any, seeds: Sequence[Any]) -> Iterator[None]:
-    """Within the block, the layers of ``model`` draw from ``seeds``; their own generators do not advance."""
+    """Let the layers of ``model`` draw from ``seeds`` within the block; their own generators do not advance."""
     layers = _random_layers(model)
     own = [{name: books[name] for name in _DRAWN if name in books} for books in map(vars, layers)]
     for layer, seed in zip(layers, seeds, strict=True):
@@ -289,7 +289,7 @@ def stateless(model: Any, seeds: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def _graphs_kept(model: Any) -> Iterator[None]:
-    """Within the block, keep each ``Sequential`` from rebuilding its graph for another number of steps.
+    """Keep each ``Sequential`` within the block from rebuilding its graph for another number of steps.
 
     To rebuild, it would call its layers on symbolic tensors during a run; its present graph accepts any number.
     """

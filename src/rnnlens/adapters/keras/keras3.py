@@ -232,7 +232,7 @@ class Keras3:
     def running(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap
     ) -> Iterator[None]:
-        """Within the block, run in a ``keras.StatelessScope`` with tapped weights and the given values and seeds.
+        """Open a ``keras.StatelessScope`` with tapped weights and the given values and seeds for a block.
 
         No variable of the model is written.
         """
@@ -289,7 +289,7 @@ class Keras3:
 
     @contextmanager
     def standing(self, model: Any, values: Sequence[Any], seeds: Sequence[Any]) -> Iterator[None]:
-        """Within the block, substitute ``values`` and ``seeds`` for all variables in a ``keras.StatelessScope``."""
+        """Substitute ``values`` and ``seeds`` for all variables within a ``keras.StatelessScope``."""
         variables = self.variables(model)
         mapping = [*zip(variables, values, strict=True), *zip(_seed_states(variables), seeds, strict=True)]
         with keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
@@ -348,7 +348,7 @@ class Keras3:
 
     @contextmanager
     def undisturbed(self, model: Any, regularised: bool) -> Iterator[None]:
-        """Use a copy of a compiled loss that is not built yet, so that the model's own stays unbuilt.
+        """Temporarily replace a compiled loss that is not built yet by a copy; the model's own stays unbuilt.
 
         Penalties of weights have a gradient if ``regularised``.
         """

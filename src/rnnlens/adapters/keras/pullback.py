@@ -159,7 +159,10 @@ class KerasPullback:
 
 @contextmanager
 def _undone(model: Any, keras: Dialect, seed: int | None) -> Iterator[None]:
-    """Within the block, the model may run again as it ran for a pullback; restore it on exit."""
+    """Restore on exit the state of a model that a pullback runs again.
+
+    Within the block, the loss and the random numbers are as in the first run.
+    """
     with as_found(model, keras, seed), keras.undisturbed(model, regularised=True):
         yield
 

@@ -37,8 +37,8 @@ def reference_run(
 ) -> ReferenceRun:
     """Run the user's model without hooks, and differentiate it by its engine if ``gradients``.
 
-    ``cotangents`` maps the outputs to their cotangents; without it, the loss is differentiated. See
-    :meth:`rnnlens.adapters.protocol.Adapter.reference_run`.
+    ``cotangents`` is a function from the outputs to their cotangents; without it, the loss is differentiated. Penalties
+    of weights have a gradient if ``regularised``. See :meth:`rnnlens.adapters.protocol.Adapter.reference_run`.
     """
     if batch.initial_state:
         raise CertificateError("the initial states were put in by rnnlens; the model by itself starts elsewhere")

@@ -94,7 +94,10 @@ def _compiled(model: Any, sites: Sequence[RecurrentSite]) -> Callable[..., Any]:
 def _listening(
     model: Any, sites: Sequence[RecurrentSite], passing: StepTensors, tap: Callable[[Any, str, StepTensors], Any]
 ) -> Iterator[None]:
-    """Within the block, override methods of the layers and the loss of the model to record into ``passing``."""
+    """Record outputs, gradients and loss of a step into ``passing`` within the block.
+
+    Methods of the layers and the loss of the model are overridden for it.
+    """
     original_loss = model._compute_loss
 
     def compute_loss(*arguments: Any, **named: Any) -> Any:

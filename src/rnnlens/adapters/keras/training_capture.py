@@ -32,7 +32,7 @@ class StateBeforeStep:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within the block, the model has the state before the step; restore the present state on exit."""
+        """Restore the state before the step for a block, and the present state on exit."""
         now = StateBeforeStep([(variable, copy_of(variable)) for variable, _ in self.variables], self._torch_now())
         try:
             self._put()
