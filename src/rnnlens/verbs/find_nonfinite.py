@@ -51,38 +51,38 @@ def find_nonfinite(
 ) -> NonFinite:
     """Find the first value that is not finite, or exceeds its dtype's range, and the values it was computed from.
 
-    In order of computation: weights and data before anything runs; layers in the order of their calls, recurrent ones
-    step by step (pre-activations, gates, states); what the model returns; the loss; then backwards the gradients from
-    above, the adjoints from the last step to the first, and the gradients of weights. The recurrence is replayed, so
-    that a fused kernel hides nothing.
+    The search follows the order of computation: weights and data; layers in the order of their calls, recurrent ones
+    step by step (pre-activations, gates, states); outputs; loss; then the backward pass: direct gradients, adjoints
+    from the last step to the first, gradients of weights. Recurrences are replayed, so that values inside fused kernels
+    are found.
 
     Parameters
     ----------
     model
-        A Keras model (any engine) or ``torch.nn.Module``; left exactly as found.
+        A Keras model (any engine) or ``torch.nn.Module``; it is not changed.
     x
         One batch, as the model takes it.
     y
-        Target. Without it, and without a ``loss`` that needs none, only the forward pass is looked at.
+        Target. Without it, and without a ``loss`` that needs none, only the forward pass is searched.
     loss
         Keras: ``loss(y_true, y_pred)``, a Keras loss or its name; the compiled loss by default.
         torch: ``loss(output, target)``.
     sample_weight, class_weight
         As in training.
     training
-        Run in training mode: dropout acts. State, statistics and random state are restored.
+        Run in training mode, with dropout. State, statistics and random state are restored.
     initial_state
-        By layer name: the states to start from, one (sample, unit) array each.
+        Initial states by layer name, one (sample, unit) array each.
     seed
-        Of the random numbers drawn on the way; None goes on from where the generators are.
+        Seed of random numbers such as dropout; None continues with the present state of the generators.
     axes
-        What the axes of a tensor count, where that cannot be found out, as in :func:`rnnlens.trace`.
+        Roles of the axes of a tensor, if they cannot be found out, as in :func:`rnnlens.trace`.
 
     Returns
     -------
     NonFinite
-        False where every number is finite. Else ``.layer .quantity .gate .step .unit .sample .value .fed_by .phase``,
-        and the sentence that ``print`` shows.
+        False if every value is finite. Otherwise it has ``.layer .quantity .gate .step .unit .sample .value .fed_by
+        .phase``, and prints as a sentence.
 
     Raises
     ------
@@ -91,8 +91,8 @@ def find_nonfinite(
 
     Notes
     -----
-    A number in the data that reaches nothing, as NaN in padding that is masked, is not reported but noted. A loss scale
-    is not applied: what overflows by it alone is a step that the optimizer skips.
+    A non-finite value in the data that affects no result, such as NaN in masked padding, is only noted. A loss scale is
+    not applied, as the optimizer skips steps that overflow because of it.
     """
     adapter = adapter_for(model)
     has_loss = y is not None or loss is not None

@@ -103,62 +103,62 @@ def gradients(
     Parameters
     ----------
     model
-        A Keras model (any engine) or ``torch.nn.Module``; left exactly as found.
+        A Keras model (any engine) or ``torch.nn.Module``; it is not changed.
     x, y
         One batch, or a data set: arrays, a ``tf.data.Dataset``, a torch ``DataLoader``, a generator, a Zarr array.
-        Sources bring their own targets.
+        Sources other than arrays contain their own targets.
     of
-        What to differentiate: ``"loss"``; ``"output"``, ``"output[name]"``; ``"dense.output"``; ``"lstm.hidden"``,
+        Target to differentiate: ``"loss"``; ``"output"``, ``"output[name]"``; ``"dense.output"``; ``"lstm.hidden"``,
         ``"lstm.cell"``, ``"lstm.final_hidden"``; a callable of the model's output (of the list of them, where there are
         several) in the framework's own operations; or ``(callable, name, ...)``, a callable of named tensors.
     wrt
-        With respect to what: the names above, ``"input"``, ``"input[name]"``, ``"lstm.initial_hidden"``,
+        Tensors to differentiate by: the names above, ``"input"``, ``"input[name]"``, ``"lstm.initial_hidden"``,
         ``"lstm.gates"``, ``"lstm.gate_preactivation"``, ``"lstm.weights"``, ``"lstm*/recurrent_kernel"``,
         ``"weights"``; or several of them.
     at
-        Steps and units of the target, by dimension: ``{"time": 10, "unit": [0, 1]}``. Selected before differentiation.
+        Steps and units of the target by dimension, selected before differentiation: ``{"time": 10, "unit": [0, 1]}``.
     reduce
-        How a target of many numbers becomes one: ``"sum"``, ``"mean"``, ``"norm"``, weights to multiply and sum with,
-        or a callable in the framework's own operations. Never done silently.
+        Reduction of a target to one number: ``"sum"``, ``"mean"``, ``"norm"``, weights of a weighted sum, or a callable
+        in the framework's own operations. None: a target of several numbers is an error.
     per_sample
-        Reduce within each sample only. Weights get a ``sample`` axis then. Of the loss, a sample's gradient is its
-        share: those of all samples sum to the gradient of the batch (without what a regulariser adds).
+        Reduce within each sample only; gradients of weights then have a ``sample`` axis. For the loss, the gradients of
+        all samples sum to the gradient of the batch (without weight regularisers).
     measure
-        ``"norm"``: of each sample's gradient its norm over units or features, one number per time step. Of a gradient
-        without samples the norm of the whole.
+        ``"norm"``: the norm of each sample's gradient over units or features, one number per time step. A gradient
+        without a sample axis is reduced to one number.
     across
         Reduce the sample axis, after ``measure``, in bounded memory: ``"mean"`` or ``"sum"``.
     clip
-        ``"optimizer"``: also give the gradients as the optimizer would clip them, in ``result.clipped``. Or how to:
-        ``{"global_clipnorm": 1.0}``, ``{"clipnorm": ...}``, ``{"clipvalue": ...}``.
+        ``"optimizer"``: also return the gradients as the optimizer would clip them, in ``result.clipped``. Or a
+        clipping: ``{"global_clipnorm": 1.0}``, ``{"clipnorm": ...}``, ``{"clipvalue": ...}``.
     loss, sample_weight, class_weight, training, initial_state, seed
         As in :func:`rnnlens.trace`. Initial states have one row per sample of ``x``, or one row for all.
     batch_size
-        Samples at a time. Results are those of the whole data set as one batch, whatever the size. A loss that is no
-        plain mean or sum over samples is evaluated on the outputs of all batches, for which the data is read twice.
+        Samples at a time. The result equals that of the whole data set as one batch, for any size. A loss other than a
+        mean or sum over samples is evaluated on the outputs of all batches, for which the data is read twice.
     combine
-        How the target of a data set follows from those of its batches, where that is not clear from ``reduce``.
+        How the targets of batches combine to that of the data set, if it is not clear from ``reduce``.
     memory
-        What per-sample gradients of weights may use at a time, such as ``"1 GiB"``.
+        Memory limit for per-sample gradients of weights, such as ``"1 GiB"``.
     axes
-        What the axes of a tensor count, where that cannot be found out: ``{"input": ("time", "sample", "feature"),
-        "y": ("time", "sample")}``; ``(("time", "sample"), "unit")`` where two are folded into one.
+        Roles of the axes of a tensor, if they cannot be found out: ``{"input": ("time", "sample", "feature"),
+        "y": ("time", "sample")}``; ``(("time", "sample"), "unit")`` for two axes folded into one.
 
     Returns
     -------
     DataArray or Gradients
-        For one tensor a DataArray with its dimensions, and ``.checks``, ``.certificate`` and ``.save`` as every result
-        has them. For a list, a pattern or ``"weights"`` a mapping by layer, ``g["conv1d"]["kernel"]``, with
-        ``g.disconnected``: the tensors without gradient, and why.
+        For one tensor a DataArray with its dimensions, and ``.checks``, ``.certificate`` and ``.save`` like every
+        result. For a list, a pattern or ``"weights"`` a mapping by layer, ``g["conv1d"]["kernel"]``, with
+        ``g.disconnected``: the tensors without gradient, with reasons.
 
     Raises
     ------
     DisconnectedError
-        If the one tensor asked for has no gradient; ``error.reason`` has a code, a sentence and a remedy.
+        If the one requested tensor has no gradient; ``error.reason`` has a code, a sentence and a remedy.
     InputError
-        If the target is not one number and ``reduce`` does not say what to do, or an argument does not fit.
+        If the target is not one number and ``reduce`` is None, or an argument does not fit.
     LayerNotFoundError
-        If a name names nothing.
+        If a name matches nothing.
 
     References
     ----------

@@ -114,63 +114,64 @@ def jacobian(
     Parameters
     ----------
     model
-        A Keras model (any engine) or ``torch.nn.Module`` with at least one recurrent layer; left exactly as found.
+        A Keras model (any engine) or ``torch.nn.Module`` with at least one recurrent layer; it is not changed.
     x
         One batch, as the model takes it; with ``across=`` also a data set, as :func:`rnnlens.gradients` takes it.
     of
-        What is differentiated: ``"output"``, ``"lstm.output"``, ``"lstm.hidden"``, ``"lstm.cell"``,
+        Tensor to differentiate: ``"output"``, ``"lstm.output"``, ``"lstm.hidden"``, ``"lstm.cell"``,
         ``"lstm.final_hidden"``, ``"dense.output"``.
     wrt
-        By what: ``"input"``, ``"embedding.output"``, the output of any layer, ``"lstm.hidden"`` or ``"lstm.cell"``
-        (state to state), ``"lstm.initial_hidden"``. A state counts as it is produced: a change of c_t also reaches h_t.
+        Tensor to differentiate by: ``"input"``, ``"embedding.output"``, the output of any layer, ``"lstm.hidden"`` or
+        ``"lstm.cell"`` (state to state), ``"lstm.initial_hidden"``. A change of the state c_t includes its effect on
+        h_t.
     at
-        Steps to look at: ``{"out_time": [10], "in_time": slice(0, 5)}``, chronological from 0; negative ones count from
+        Steps to compute: ``{"out_time": [10], "in_time": slice(0, 5)}``, chronological from 0; negative ones count from
         the end. All by default. A single step keeps its axis.
     reduce
         Contract the output units before differentiation: ``"mean"``, ``"sum"``, a vector (unit,) or a matrix (k, unit).
         The cost falls by the same factor.
     measure
         One number per pair of steps instead of a matrix (output unit, input feature): ``"norm"`` (Frobenius),
-        ``"spectral"`` (largest singular value), ``"sum"``, ``"mean"``, ``"abs_mean"``. Taken inside the sweep, so the
-        whole is never stored.
+        ``"spectral"`` (largest singular value), ``"sum"``, ``"mean"``, ``"abs_mean"``. Computed inside the sweep, so
+        that the whole matrix is never stored.
     across
-        ``"mean"``: the mean over samples, after ``measure``; no sample is kept.
+        ``"mean"``: the mean over samples, after ``measure``; the result has no sample axis.
     sketch
-        Number of random probes that replace the output units in ``measure="norm"``: the square of the norm is estimated
-        without bias, and comes with its standard error, as coordinates ``norm_squared`` and ``norm_squared_stderr``.
+        Number of random probes that replace the output units in ``measure="norm"``. The estimate of the squared norm is
+        unbiased; it and its standard error are the coordinates ``norm_squared`` and ``norm_squared_stderr``.
     rtol
-        Drop cotangents that fell below this share of what they started with; off by default. An estimate of the
-        resulting error (Frobenius norm over everything) is in the attributes as ``pruning_error``.
+        Drop cotangents that fell below this share of their initial size; off by default. The attribute
+        ``pruning_error`` estimates the resulting error (Frobenius norm of the whole result).
     mode
-        Direction of the sweep; ``"auto"`` takes the one with fewer operations.
+        Direction of the sweep; ``"auto"`` selects the one with fewer operations.
     training, initial_state, seed
         As in :func:`rnnlens.trace`.
     batch_size
-        Samples at a time, with ``across=``: the mean is that over all samples, whatever the size.
+        Samples at a time, with ``across=``; the mean over all samples does not depend on it.
     memory
-        Bytes for the result and the working arrays, such as ``"2 GiB"`` (the default of ``rl.options``).
+        Memory limit for the result and the working arrays, such as ``"2 GiB"``; by default that of ``rl.options``.
     out
         A path ending in ``.zarr``: the result is written there piece by piece and may exceed the memory.
-        After an interrupt, what was finished can be read; the rest is NaN.
+        After an interrupt the finished pieces can be read; the rest is NaN.
     axes
         As in :func:`rnnlens.trace`.
 
     Returns
     -------
     DataArray
-        ``(sample, out_time, out_unit, in_time, in_feature)``; measured ``(sample, out_time, in_time)``. No ``out_time``
-        of a tensor without time. A state of a bidirectional layer adds ``direction`` (``in_direction``). Its attributes
-        hold the mode, the operations and the bytes it took; ``.checks``, ``.certificate`` and ``.save`` are those of
-        every result.
+        ``(sample, out_time, out_unit, in_time, in_feature)``; with ``measure`` ``(sample, out_time, in_time)``. A
+        tensor without time has no ``out_time``. A state of a bidirectional layer adds ``direction`` (``in_direction``).
+        Its attributes give the mode, the operations and the memory used; it has ``.checks``, ``.certificate`` and
+        ``.save`` like every result.
 
     Raises
     ------
     InputError
-        If an argument does not fit, or the input is integer: the message names the tensor to ask for instead.
+        If an argument does not fit, or the input is integer; the message then names a tensor to use instead.
     TooLargeError
-        Before computing, if the result would not fit; with its size and cheaper calls.
+        If the result would not fit into memory; raised before the computation, with its size and cheaper calls.
     LayerNotFoundError
-        If ``of`` or ``wrt`` names nothing.
+        If ``of`` or ``wrt`` matches nothing.
 
     References
     ----------

@@ -62,7 +62,7 @@ def trace(
     Parameters
     ----------
     model
-        A Keras model (any engine) or ``torch.nn.Module``; left exactly as found.
+        A Keras model (any engine) or ``torch.nn.Module``; it is not changed.
     x
         One batch, as the model takes it: an array, or a tuple, list or dict of arrays.
     y
@@ -77,20 +77,20 @@ def trace(
     sample_weight, class_weight
         As in training.
     training
-        Replay in training mode: dropout acts. State, statistics and random state are restored.
+        Run in training mode, with dropout. State, statistics and random state are restored.
     initial_state
-        By layer name: the states to start from, one (sample, unit) array each.
+        Initial states by layer name, one (sample, unit) array each.
     seed
-        Of the random numbers drawn on the way, such as dropout: equal calls draw the same. None draws what the model
-        itself would draw next.
+        Seed of random numbers such as dropout, so that equal calls draw the same. None continues with the present state
+        of the generators.
     axes
-        What the axes of a tensor count, where that cannot be found out: ``{"conv.output": ("sample", "unit",
-        "time")}``; ``(("time", "sample"), "unit")`` where two are folded into one.
+        Roles of the axes of a tensor, if they cannot be found out: ``{"conv.output": ("sample", "unit",
+        "time")}``; ``(("time", "sample"), "unit")`` for two axes folded into one.
 
     Returns
     -------
     Trace
-        ``trace["lstm"].hidden_grad`` and so on: DataArrays with dimensions ``sample, time, (direction,) unit``.
+        ``trace["lstm"].hidden_grad`` and others: DataArrays with dimensions ``sample, time, (direction,) unit``.
 
     Raises
     ------
@@ -101,12 +101,12 @@ def trace(
     LayerNotFoundError
         If ``layers`` names a layer that the model does not have.
     UnsupportedError
-        If the model contains what rnnlens refuses by name.
+        If the model contains something that rnnlens does not support; the message names it.
 
     Warns
     -----
     SelfCheckWarning
-        If a self-check exceeds what rounding explains.
+        If the mismatch of a self-check exceeds its rounding bound.
 
     References
     ----------

@@ -96,22 +96,22 @@ def weights(
     model, x, y, loss, sample_weight, class_weight, training, seed
         As for :func:`rnnlens.trace`; without data there are no gradients.
     layers
-        Names of the layers wanted; all layers with weights by default.
+        Names of the layers; all layers with weights by default.
     by_time
         Recurrent layers: the contribution of each timestep to dL/dW instead of their sum, ``(time, unit_in, gate,
         unit)``.
     measure
         ``"norm"``, with ``by_time=True``: the Frobenius norm of each contribution per gate,
-        ``recurrent_kernel_grad_norm (time, gate)``, in little memory.
+        ``recurrent_kernel_grad_norm (time, gate)``, which needs little memory.
 
     Returns
     -------
     Weights
         ``result["lstm"].kernel (feature, gate, unit)``, ``recurrent_kernel (unit_in, gate, unit)``, ``bias (gate,
         unit)``; bidirectional layers with a leading ``direction``. torch's two biases are ``bias`` and
-        ``recurrent_bias``, their sum ``bias_total``. Gradients are called ``kernel_grad`` and so on. They are those of
-        the loss without weight regularisation, whose own part is not of any timestep; ``rl.gradients(of="loss")``
-        includes it. ``*_nan_count`` and ``*_inf_count`` count per gate what is not finite.
+        ``recurrent_bias``, their sum ``bias_total``. Gradients are called ``kernel_grad`` and so on. They exclude
+        weight regularisers, whose gradient belongs to no timestep; ``rl.gradients(of="loss")`` includes them.
+        ``*_nan_count`` and ``*_inf_count`` are the numbers of NaN and infinite values per gate.
 
     Raises
     ------
@@ -223,12 +223,12 @@ def weight_norms(
     model, layers
         As in :func:`weights`.
     over
-        Dimensions to take the norm over, such as ``("feature", "unit_in", "unit")`` to keep one norm per gate; all by
-        default: one number per weight.
+        Dimensions over which the norm is taken, such as ``("feature", "unit_in", "unit")`` to keep one norm per gate;
+        all by default: one number per weight.
     ord
         1: sum of absolute values; 2: Euclidean (Frobenius) norm; or a callable from a 1-D array to a number.
     history
-        What an earlier call returned: the new row is appended.
+        Result of an earlier call, to which the new row is appended.
     step
         Position of the row; by default one more than the last.
 
