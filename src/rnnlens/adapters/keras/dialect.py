@@ -172,7 +172,7 @@ class Dialect(Protocol):
     def running(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap
     ) -> AbstractContextManager[None]:
-        """Within the block, substitute ``values`` for the variables, tap ``weights`` and draw from ``seeds``."""
+        """Temporarily substitute ``values`` for the variables, tap ``weights`` and draw from ``seeds``."""
 
     def stepping(self, cell: Any, weights: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
         """Temporarily substitute tensors for a cell's variables; ``weights`` lists pairs (variable, tensor)."""
