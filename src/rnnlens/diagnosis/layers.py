@@ -94,7 +94,7 @@ class Attribution:
 
 
 def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], Attribution | None]:
-    """Measure every recurrent call, and attribute the prediction to the input steps of the first one.
+    """Measure every recurrent call, and attribute the prediction to the input steps of the first recurrent layer.
 
     Raises
     ------

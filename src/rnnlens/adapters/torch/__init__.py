@@ -1,4 +1,4 @@
-"""The adapter for PyTorch modules."""
+"""Adapter for PyTorch modules."""
 
 from __future__ import annotations
 

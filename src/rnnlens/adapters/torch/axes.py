@@ -97,7 +97,7 @@ class _AxisPlace:
         return moved.reshape(len(array), self.before, self.size, self.after, -1)
 
     def support(self, array: Values) -> Values:
-        """Return (row, size): the places along this axis with any True in a boolean array."""
+        """Return at which entries of this axis a boolean array has any True, (row, size)."""
         return np.asarray(self.opened(array).any(axis=(1, 3, 4)))
 
     def masked(self, shape: tuple[int, ...], patterns: Values) -> Values:
@@ -259,7 +259,10 @@ def _passing_as_sink(arrived: Values, count: int, patterns: Values) -> list[_Axi
 def _passing_as_source(
     probe: _Probe, port: Port, count: int, patterns: Values, known: Mapping[Port, _AxisPlace]
 ) -> list[_AxisPlace] | None:
-    """Return the axes of a port that keep samples apart on the way to known ports; None if none is reached."""
+    """Return the axes of a port along which cotangents of some samples reach only the same samples of known ports.
+
+    None if they reach no known port.
+    """
     passing, reached = [], False
     shape = tuple(probe.values[port].shape)
     for place in _candidates(shape, count):
@@ -302,7 +305,7 @@ class _StepSequence:
         return sum(call.steps for call in self.calls)
 
     def placed(self, patterns: Values) -> dict[Port, tuple[_AxisPlace, Values]]:
-        """Return where the inputs of the calls are on, at the steps of each pattern."""
+        """Split patterns (row, step) over the calls: by input port, its time axis and its part of each pattern."""
         found, start = {}, 0
         for call in self.calls:
             found[call.input] = _AxisPlace(1, 1, call.steps, 1), patterns[:, start : start + call.steps]
@@ -310,7 +313,7 @@ class _StepSequence:
         return found
 
     def support(self, arrived: Mapping[Port, Values]) -> Values | None:
-        """Return (row, step) of bool: the outputs at which any gradient is non-zero; None if there is none."""
+        """Return at which output steps any gradient is non-zero, (row, step) of bool; None if all are zero."""
         parts = [
             _AxisPlace(1, 1, call.steps, 1).support(arrived[call.output]) if call.output in arrived else None
             for call in self.calls

@@ -103,7 +103,7 @@ def _pass(
 
 @dataclass
 class ModelTensors:
-    """Boundaries of the whole model: float inputs, and the parameters, whose gradients may bypass recurrent calls."""
+    """Tensors of the whole model whose gradients may bypass recurrent calls: float inputs and parameters."""
 
     inputs: list[Tensor]
     weights: dict[str, Tensor]

@@ -257,7 +257,7 @@ def _steps_as_torch(module: Any, kind: type[nn.Module]) -> bool:
 
 
 def _passed_through(given: Sequence[Tensor], returned: Any, args: Sequence[Any], result: Any) -> bool:
-    """Return whether a kernel took what the cell was given, and the cell returned what the kernel returned."""
+    """Return whether a kernel got the arguments of the cell, and the cell returned the kernel's result."""
     taken = sorted(float(value.sum()) for value in (args[0], *_flat(args[1])))
     pairs = list(zip(_flat(returned), _flat(result), strict=False))
     alike = all(isinstance(a, Tensor) and torch.equal(a, b) for a, b in pairs)

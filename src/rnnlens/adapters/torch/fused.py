@@ -315,9 +315,9 @@ class CallOwners:
         return owner, order
 
     def _holder(self, args: tuple[Any, ...], entered: nn.Module | None) -> nn.Module | None:
-        """Return the module that holds the weights of a call.
+        """Return the module that owns the weights of a call.
 
-        A forward that is called directly runs no hook, so the weights identify it.
+        A direct call of ``forward`` runs no hook, so the module is identified by its weights.
         """
         holders = self.holders.get(id(_first_weight(args)), [])
         if not holders or any(module is entered for module in holders):
@@ -346,7 +346,7 @@ def _first_weight(args: tuple[Any, ...]) -> Tensor:
 
 
 def _holders(asked: RequestedLayers) -> dict[int, list[nn.Module]]:
-    """Return the recurrent modules that hold each weight, by the identity of a module's first weight."""
+    """Return the recurrent modules that own each weight, by the identity of a module's first weight."""
     found: dict[int, list[nn.Module]] = {}
     for _, module in asked.modules:
         first = getattr(module, "weight_ih_l0", getattr(module, "weight_ih", None))

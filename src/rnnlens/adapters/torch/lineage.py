@@ -85,7 +85,7 @@ class StateLink:
 
     @property
     def is_hooked(self) -> bool:
-        """Return whether the user registered a tensor hook on a returned state."""
+        """Whether the user registered a tensor hook on a returned state."""
         return any(tensor._backward_hooks for tensor in self.handed)
 
     def passed_on(self, new: Tensor, index: int, rowwise: bool) -> Tensor | None:
@@ -131,7 +131,7 @@ class StateLink:
         return self.origin[:count]
 
     def _held(self, index: int) -> list[Tensor]:
-        """Return the earlier states that samples may still have where they did not move on."""
+        """Return the earlier states that samples may still have if they did not move on."""
         steps = {self.step - 1} if self.origin is None else set(self.origin.tolist())
         return [self.history[int(step)][index] for step in sorted(steps)]
 
@@ -149,7 +149,10 @@ class Continuation:
 
     @property
     def origin(self) -> Tensor | None:
-        """For each sample, the index of its state in the recurrence's history; None if all have the last one."""
+        """Index of each sample's state in the recurrence's history, (sample,).
+
+        None if all samples have the last state.
+        """
         if self.rows is None:
             return None
         device = self.rows.device
