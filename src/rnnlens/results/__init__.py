@@ -1,1 +1,1 @@
-"""Arrays and vocabulary in, labelled results out: schema, files, self-checks, repr."""
+"""Results: labelled arrays per layer with self-checks, a certificate, a repr and file input and output."""

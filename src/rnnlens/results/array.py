@@ -1,4 +1,4 @@
-"""A lone array as a result: it says how it was checked and where it came from, and can be saved."""
+"""``ResultArray``: a single labelled array with checks, certificate, provenance and ``save``."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from .checks import Check
 from .page import Row, page
 from .schema import provenance_of
 
-#: The attributes in which an array carries, also through a file, what other results have as their own.
+#: Attributes of an array that store checks and certificate; other results have these as Python attributes.
 RECORD, CERTIFICATE = "record", "certificate"
 
 
 class ResultArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's own __init_subclass__
-    """A DataArray with checks, certificate, provenance and :meth:`save` as other results have them.
+    """A DataArray with checks, certificate, provenance and :meth:`save`, like other results.
 
-    What is made from it keeps them.
+    Arrays computed from it by xarray with attributes kept have them too.
     """
 
     __slots__ = ()
 
     @property
     def checks(self) -> list[Check]:
-        """Self-checks of the replayed layers, and the comparisons with the user's own model."""
+        """Self-checks of the replayed layers, followed by the comparisons of the certificate."""
         own = [Check(**found) for found in _record(self).get("checks", [])]
         return [*own, *self.certificate.checks]
 
     @property
     def certificate(self) -> Certificate:
-        """How the numbers compare with a plain run of the model."""
+        """Comparison with a reference run of the model; its state is ``"off"`` where none was stored."""
         stored = _record(self).get("certificate")
         return Certificate() if stored is None else Certificate.from_dict(stored)
 
@@ -54,12 +54,12 @@ class ResultArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's ow
 
     @checked(path=path_of)
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it to one file: netCDF for ``.nc``, Zarr for ``.zarr``; ``rl.open`` reads it back.
+        """Write the array to one file: netCDF for ``.nc``, Zarr for ``.zarr``; ``rl.open`` reads it back.
 
         Raises
         ------
         FileError
-            If the path cannot be written, or ends in neither.
+            If the path cannot be written, or has another suffix.
         """
         from .files import save
 
@@ -67,7 +67,10 @@ class ResultArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's ow
 
 
 def record(checks: Iterable[Check], certificate: Certificate | None = None) -> dict[str, str]:
-    """The attributes that carry them: all in one, and the sentence of the certificate for whoever reads attributes."""
+    """Return attributes that store self-checks and a certificate.
+
+    One attribute has all of it as JSON, another the certificate's sentence as text.
+    """
     found: dict[str, Any] = {"checks": [check.to_dict() for check in checks]}
     if certificate is None:
         return {RECORD: json.dumps(found)}
@@ -75,7 +78,7 @@ def record(checks: Iterable[Check], certificate: Certificate | None = None) -> d
 
 
 def as_result(array: Any) -> Any:
-    """An array that carries a record as a result; anything else as it is."""
+    """Convert a DataArray that has stored checks to a :class:`ResultArray`; return anything else unchanged."""
     return ResultArray(array) if isinstance(array, xr.DataArray) and RECORD in array.attrs else array
 
 

@@ -1,4 +1,4 @@
-"""Attributes that files cannot hold (True, None, lists, mappings), written as text and read back as what they were."""
+"""Conversion of attributes that files cannot store (True, None, lists, mappings) to JSON text and back."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MARK = "json:"
 
 
 def encode(tree: xr.DataTree) -> None:
-    """Make all attributes of a tree writable, in place.
+    """Convert all attributes of a tree to types that files can store, in place.
 
     Raises
     ------
     InputError
-        If one is so long that it would not be read back.
+        If a text attribute is longer than ``TEXT`` characters, which :func:`decode` would refuse.
     """
     _change(tree, _to_file)
     if name := _too_long(tree):
@@ -30,12 +30,12 @@ def encode(tree: xr.DataTree) -> None:
 
 
 def decode(tree: xr.DataTree) -> None:
-    """Turn the attributes of a tree that was read back into plain Python values, in place.
+    """Convert the attributes of a tree read from a file back to plain Python values, in place.
 
     Raises
     ------
     FileError
-        If one is longer than any that is written.
+        If a text attribute is longer than ``TEXT`` characters.
     """
     if name := _too_long(tree):
         raise FileError(
@@ -45,7 +45,7 @@ def decode(tree: xr.DataTree) -> None:
 
 
 def _too_long(tree: xr.DataTree) -> str | None:
-    """Name of an attribute that is longer than JSON should be."""
+    """Return the name of the first text attribute longer than ``TEXT`` characters, or None."""
     for node in tree.subtree:
         for attrs in (node.attrs, *(variable.attrs for variable in node.variables.values())):
             for name, value in attrs.items():
@@ -81,5 +81,5 @@ def _from_file(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: arrays become lists, anything else its text."""
+    """Convert a value that JSON cannot represent: arrays to lists, anything else to its text."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

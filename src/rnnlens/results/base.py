@@ -1,4 +1,4 @@
-"""What every result has in common: labelled data per layer, where it comes from, notes, checks, save and open.
+"""``Result``, the base class of all results: labelled data per layer, provenance, notes, checks, save and restore.
 
 A result class is a thin subclass that names its kind::
 
@@ -7,9 +7,8 @@ A result class is a thin subclass that names its kind::
         def _meta(self):
             return {**super()._meta(), "loss": self.loss}
 
-``_meta`` returns what :meth:`Result._restore`, after a trip through JSON, builds the same result again from: keyword
-arguments, unless the class says otherwise. ``rl.open`` finds the class by its kind: one that nobody has imported yet
-lives in the module of that name in this folder.
+``_meta`` returns keyword arguments, stored as JSON, from which :meth:`Result._restore` rebuilds the result. ``rl.open``
+finds the class by its kind, and imports the module of that name in this folder if needed.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from .names import from_path, to_paths
 from .page import Row, Said, page
 from .schema import with_version
 
-#: Name, words and data of one part of a result.
+#: Name, description and data of one part of a result.
 Part = tuple[str, str, xr.Dataset | xr.DataArray | None]
 
 _CLASSES: dict[str, type[Result]] = {}
 
 
-#: Modules of the kinds that do not have the name of their module.
+#: Module of each kind whose module has another name than the kind.
 _MODULES = {"run": "training_run", "incident": "nonfinite"}
 
 
 def result_class(kind: str) -> type[Result] | None:
-    """Find the class that registered itself for ``kind``, imported if need be; None for a kind nobody knows."""
+    """Return the result class registered for ``kind``, importing its module if needed; None for an unknown kind."""
     if kind not in _CLASSES and kind.isidentifier():
         with suppress(ModuleNotFoundError):
             importlib.import_module(f"{__package__}.{_MODULES.get(kind, kind)}")
@@ -50,23 +49,21 @@ def result_class(kind: str) -> type[Result] | None:
 
 
 class Result(Mapping[str, Any]):
-    """Labelled data with one node per layer.
-
-    Behaves as a mapping from layer names to what :meth:`_node` makes of their datasets.
+    """Labelled data with one node per layer: a mapping from layer names to the return values of :meth:`_node`.
 
     Parameters
     ----------
     datasets
-        By layer name, in the order in which the layers were called; or a tree of them.
+        Dataset of each layer by name, in the order of the calls; or a DataTree of them.
     provenance
-        Framework, versions, engine, dtype, device: plain strings. Which rnnlens it was is added.
+        Framework, versions, engine, dtype, device as strings. The version of rnnlens is added.
     notes
-        Sentences that a reader of the numbers must know.
+        Sentences on how to read the numbers.
     checks
         Self-checks, as :class:`~rnnlens.results.checks.Check` or as mappings.
     certificate
-        How the numbers compare with a plain run of the model, as :class:`~rnnlens.results.certificate.Certificate` or
-        as a mapping. Its comparisons are among ``checks`` as well.
+        Comparison with a reference run of the model, as :class:`~rnnlens.results.certificate.Certificate` or as a
+        mapping. Its comparisons are also in ``checks``.
     """
 
     kind: ClassVar[str] = ""
@@ -105,12 +102,12 @@ class Result(Mapping[str, Any]):
         return tuple(self._paths)
 
     def dataset(self, name: str) -> xr.Dataset:
-        """All variables of one layer.
+        """Return all variables of one layer.
 
         Raises
         ------
         LayerNotFoundError
-            If no layer has that name, or if more than one could be meant.
+            If no layer has that name, or if a short name is ambiguous.
         """
         node: Any = self._tree[self._paths[self._resolve(name)]]
         dataset: xr.Dataset = node.to_dataset(inherit=False)
@@ -118,26 +115,26 @@ class Result(Mapping[str, Any]):
 
     @checked(path=path_of)
     def save(self, path: str | PathLike[str]) -> None:
-        """Write everything to one file: netCDF for ``.nc``, Zarr for ``.zarr``; ``rl.open`` reads it back.
+        """Write the result to one file: netCDF for ``.nc``, Zarr for ``.zarr``; ``rl.open`` reads it back.
 
-        A result of that name that is already there is replaced, and only once the new one is complete: after an error
-        or an interrupt the old file is as it was.
+        An existing result is replaced only once the new one is complete: after an error or an interrupt the old file is
+        unchanged.
 
         Raises
         ------
         FileError
-            If the path cannot be written, or ends in neither.
+            If the path cannot be written, or has another suffix.
         """
         from .files import save
 
         save(self, path)
 
     def _node(self, name: str) -> Any:
-        """Build what ``result[name]`` returns."""
+        """Return the value of ``result[name]``: the layer's dataset, or a view of it in subclasses."""
         return self.dataset(name)
 
     def _meta(self) -> dict[str, Any]:
-        """What builds this result again from its tree, for :meth:`_restore`; JSON can hold it."""
+        """Return the data beside the tree that :meth:`_restore` needs to rebuild the result; serialisable as JSON."""
         return {
             "provenance": self.provenance,
             "notes": self.notes,
@@ -146,18 +143,18 @@ class Result(Mapping[str, Any]):
         }
 
     def _stored(self) -> tuple[xr.DataTree, list[str]]:
-        """What a file holds: the tree, and the names of its nodes in their order."""
+        """Return the tree to write to a file, and the names of its nodes in order."""
         return self._tree, list(self.layers)
 
     @classmethod
     def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
-        """Build the result again from its tree, :meth:`_meta`, and the order of its layers."""
+        """Rebuild the result from its tree and its metadata: the mapping of :meth:`_meta` and the layer names."""
         meta = dict(meta)
         nodes: dict[str, Any] = {name: tree[path] for name, path in to_paths(meta.pop("layers")).items()}
         return cls({name: node.to_dataset(inherit=False) for name, node in nodes.items()}, **meta)
 
     def _resolve(self, name: str) -> str:
-        """Full name of a layer: exact, or short where only one layer ends in it."""
+        """Return the full name of a layer, given its exact or an unambiguous short name (the last part of the path)."""
         refuse_no_name(name, self._paths, f"this {self.kind}")
         if name in self._paths:
             return name
@@ -201,15 +198,15 @@ class Result(Mapping[str, Any]):
         return list(self._paths)
 
     def _headline(self) -> str:
-        """First line of the repr."""
+        """Return the text that follows the class name in the first line of the repr."""
         return f"{len(self)} {'layer' if len(self) == 1 else 'layers'}"
 
     def _rows(self) -> list[tuple[str, str]]:
-        """Name and description per layer, for the repr."""
+        """Return name and description of each layer, for the repr."""
         return [(name, ", ".join(str(v) for v in self.dataset(name).data_vars)) for name in self]
 
     def _remarks(self) -> list[tuple[str, str]]:
-        """Label and sentence of whatever follows the layers in the repr."""
+        """Return label and text of each line below the layers in the repr: checks, certificate, notes, provenance."""
         remarks = [("checks", sentence) for sentence in _check_sentences(self._self_checks)]
         if self.certificate is not None:
             remarks += [("certificate", self.certificate.sentence)]
@@ -224,16 +221,16 @@ class Result(Mapping[str, Any]):
         return "\n".join(lines + [f"  {label:<{width}}  {text}" for label, text in rows])
 
     def _said(self) -> list[Said]:
-        """Findings, for the head of the page in a notebook."""
+        """Return the findings shown at the top of the notebook page; none unless a subclass overrides it."""
         return []
 
     def _parts(self) -> list[Part]:
-        """Name, words and data of what the result is made of: layers, unless the class says otherwise."""
+        """Return name, description and data of each part of the result; the parts are the layers unless overridden."""
         words = dict(self._rows())
         return [(name, words.get(name, ""), self.dataset(name)) for name in self]
 
     def _beside(self) -> list[tuple[str, str]]:
-        """What is said beside the parts and the findings: other rows, checks, notes, where it comes from."""
+        """Return the remaining rows of the notebook page: rows that are not parts, checks, notes, provenance."""
         named = {name for name, _, _ in self._parts()}
         rows = [] if self._said() else [(label, text) for label, text in self._rows() if label not in named]
         return [*rows, *self._remarks()]
@@ -244,7 +241,7 @@ class Result(Mapping[str, Any]):
 
 
 def refuse_no_name(name: object, known: Iterable[str], where: str) -> None:
-    """What results hold is asked for by name."""
+    """Raise LayerNotFoundError if ``name`` is not a string."""
     if not isinstance(name, str):
         raise LayerNotFoundError(
             message(f"What is in {where} is asked for by name.", got=shown(name), hint=did_you_mean(name, known))
@@ -261,14 +258,17 @@ def _found(tree: xr.DataTree) -> dict[str, str]:
 
 
 def _origin(provenance: Mapping[str, str]) -> str:
-    """Values of the provenance, each once; which rnnlens comes last. The adapter has the name of its framework."""
+    """Format the provenance as one line: each distinct value once, the rnnlens version last.
+
+    ``adapter`` and ``loss_reduction`` are left out.
+    """
     silent = ("rnnlens", "loss_reduction", "adapter")
     others = dict.fromkeys(value for key, value in provenance.items() if key not in silent)
     return ", ".join([*others, f"rnnlens {provenance['rnnlens']}"])
 
 
 def _check_sentences(checks: list[Check]) -> list[str]:
-    """Every failure in full; otherwise the closest call, in one sentence."""
+    """Return one sentence per failed check; if all passed, one sentence about the check closest to its bound."""
     failed = [check.sentence for check in checks if not check.ok]
     if failed or not checks:
         return [f"FAILED {sentence}" for sentence in failed]

@@ -1,4 +1,4 @@
-"""What a result says of itself: its numbers were held against the model, run plainly, or why they were not."""
+"""``Certificate``: the outcome of comparing a result with a reference run of the model."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ State = Literal["passed", "failed", "could not", "off"]
 
 @dataclass(frozen=True)
 class Certificate:
-    """How the numbers of a result compare with the framework's own, from one plain run of the model.
+    """Outcome of comparing a result with a reference run of the model by its framework alone.
 
     Attributes
     ----------
     state
-        ``"passed"``, ``"failed"``; ``"could not"`` where nothing could be compared (``why``); ``"off"`` where
-        ``rl.options(certify=...)`` says so.
+        ``"passed"``; ``"failed"``; ``"could not"`` if nothing could be compared, with the reason in ``why``; ``"off"``
+        if ``rl.options(certify=...)`` disables certificates.
     against
-        Whose numbers they were compared with: the framework that ran the plain model.
+        Framework of the reference run.
     certified
-        What was compared, in words.
+        Names of the quantities that were compared.
     resting
-        Quantities that the framework does not have, and that follow from those that were compared.
+        Names of quantities that the framework does not return, and that follow from the compared ones.
     uncertified
-        What is neither, in words.
+        Names of all other quantities.
     checks
-        Every comparison: a residual, and the bound that rounding explains.
+        All comparisons: each a residual, and the bound that rounding explains.
     """
 
     state: State = "off"
@@ -42,7 +42,7 @@ class Certificate:
 
     @classmethod
     def of(cls, against: str, checks: Iterable[Check], **words: Any) -> Self:
-        """Passed where every comparison did, and there was one."""
+        """Build a certificate from comparisons: passed if all passed, failed if one failed, "could not" without any."""
         found = tuple(checks)
         if not found:
             return cls("could not", against, why="there was nothing that the plain run could be compared with", **words)
@@ -50,12 +50,12 @@ class Certificate:
 
     @property
     def worst(self) -> Check | None:
-        """The closest call among the comparisons."""
+        """The comparison with the largest ratio of residual to bound; None without comparisons."""
         return max(self.checks, key=lambda check: _closeness(check), default=None)
 
     @property
     def sentence(self) -> str:
-        """One line.
+        """The outcome as one line of text.
 
         >>> Certificate.of("torch", [Check("plain loss", "", 1e-8, 1e-5)], certified=("loss",)).sentence
         'certified against torch: worst 1e-08 (loss); rounding explains 1e-05. Certified: loss'
@@ -80,14 +80,14 @@ class Certificate:
         return text + "".join(f"; not certified: {what}" for what in self.uncertified)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain words and numbers, as stored in files."""
+        """Convert the certificate to plain strings, numbers and lists, as stored in files."""
         lists = {key: list(getattr(self, key)) for key in ("certified", "resting", "uncertified")}
         checks = [check.to_dict() for check in self.checks]
         return {"state": self.state, "against": self.against, "why": self.why, **lists, "checks": checks}
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
-        """The certificate that :meth:`to_dict` was made of."""
+        """Rebuild a certificate from the mapping that :meth:`to_dict` returned."""
         words = {key: tuple(stored.get(key, ())) for key in ("certified", "resting", "uncertified")}
         checks = tuple(Check(**check) for check in stored.get("checks", ()))
         return cls(stored["state"], stored.get("against", ""), why=stored.get("why", ""), checks=checks, **words)

@@ -1,11 +1,11 @@
-"""Self-checks that travel with a result: a residual, and the bound that its dtype explains.
+"""Self-checks stored with a result: a residual, and the bound that rounding of the dtype explains.
 
-Two ways to the same number differ by rounding. Each of T steps adds an error of the order of the machine epsilon, in an
-arbitrary direction, so the sum grows as sqrt(T) (a random walk; Higham, Accuracy and Stability of Numerical Algorithms,
-2nd ed., section 2.8). ``FACTOR`` covers what is not counted: inner products over features and units, and the
-approximate exp and tanh of fused kernels, which are off by a few units in the last place. A wrong gate order, a lost
-mask or a missing bias gives residuals of 1e-2 and more: far above the bound for float32 (1e-4 at 1000 steps). In half
-precision the checks find only gross faults.
+Two computations of the same number differ by rounding. Each of T steps adds an error of the order of the machine
+epsilon, in an arbitrary direction, so the sum grows as sqrt(T) (a random walk; Higham, Accuracy and Stability of
+Numerical Algorithms, 2nd ed., section 2.8). ``FACTOR`` covers further errors: inner products over features
+and units, and the approximate exp and tanh of fused kernels, which are off by a few units in the last place. A wrong
+gate order, a lost mask or a missing bias gives residuals of 1e-2 and more: far above the bound
+for float32 (1e-4 at 1000 steps). In half precision the checks find only gross faults.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..typing import Array
 
 FACTOR = 32.0
 
-#: No rounding explains more, in however coarse a dtype: half precision is off by a few percent after hundreds of steps.
+#: Upper limit of every bound: half precision is off by a few percent after hundreds of steps.
 CEILING = 0.25
 
-#: Machine epsilon by name: bfloat16 is no NumPy dtype.
+#: Machine epsilon by dtype name, since bfloat16 is no NumPy dtype.
 _EPSILON = {
     "float64": 2.0**-52,
     "complex128": 2.0**-52,
@@ -35,7 +35,7 @@ _EPSILON = {
     "bfloat16": 2.0**-7,
 }
 
-#: Smallest normal number by name; of float16 the smallest of all.
+#: Smallest normal number by dtype name; for float16 the smallest subnormal number.
 _SMALLEST = {
     "float64": 2.0**-1022,
     "complex128": 2.0**-1022,
@@ -66,7 +66,7 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Check:
-    """One residual of one layer, relative to the largest value compared or a scale, and what rounding explains."""
+    """One comparison: a relative residual of one layer, and the bound that rounding explains."""
 
     name: str
     layer: str
@@ -75,12 +75,12 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether rounding explains the residual; NaN never passes."""
+        """True if the residual is within the bound; False for NaN."""
         return self.residual <= self.bound
 
     @property
     def sentence(self) -> str:
-        """What was compared, and how it came out.
+        """The comparison and its outcome as one sentence.
 
         >>> Check("replay", "lstm", 0.5, 1e-4).sentence
         'lstm: the replayed output differs from the captured one by 0.5 (relative); rounding explains 0.0001'
@@ -91,12 +91,12 @@ class Check:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, as stored in files."""
+        """Convert the check to plain numbers and strings, as stored in files."""
         return asdict(self)
 
 
 def epsilon(dtype: Any) -> float:
-    """Machine epsilon of a dtype of any library, by its name; of float64 for what is not floating.
+    """Return the machine epsilon of a dtype of any library, found by its name; float64's for unknown dtypes.
 
     >>> epsilon("float32") == 2.0**-23
     True
@@ -109,7 +109,7 @@ def _name(dtype: Any) -> str:
 
 
 def coarser(one: str, other: str) -> str:
-    """Of the names of two dtypes, the one with fewer digits; the other one where one is empty.
+    """Return the dtype name with fewer digits; if one name is empty, the other one.
 
     >>> coarser("float64", "torch.float32"), coarser("", "float64")
     ('torch.float32', 'float64')
@@ -118,7 +118,7 @@ def coarser(one: str, other: str) -> str:
 
 
 def rounding_bound(dtype: Any, steps: int, *, factor: float = FACTOR) -> float:
-    """Largest relative residual that rounding explains after ``steps`` steps: factor * eps * sqrt(steps), if below 1/4.
+    """Return the largest relative residual that rounding explains: min(factor * eps * sqrt(steps), 1/4).
 
     >>> rounding_bound("float64", 100) < 1e-13, rounding_bound("bfloat16", 100)
     (True, 0.25)
@@ -127,10 +127,12 @@ def rounding_bound(dtype: Any, steps: int, *, factor: float = FACTOR) -> float:
 
 
 def underflow_unit(dtype: Any, steps: int) -> float:
-    """What to divide a difference by, at least: then one of a smallest normal number is what rounding explains.
+    """Return the smallest divisor for relative residuals, so that underflow alone never exceeds the rounding bound.
 
-    Below it numbers lose their digits one by one, or are set to zero, as the engine pleases. float16 is computed with
-    all the digits that it has there.
+    A difference of one smallest normal number, divided by it, equals the bound.
+
+    Below the smallest normal number, digits are lost or numbers are flushed to zero, depending on the engine. float16
+    keeps its subnormal numbers.
 
     >>> 1e-45 / underflow_unit("float32", 500) < rounding_bound("float32", 500) < 1e-30 / underflow_unit("float32", 500)
     True
@@ -139,21 +141,21 @@ def underflow_unit(dtype: Any, steps: int) -> float:
 
 
 def residual(actual: Array, expected: Array, *, scale: float | None = None) -> float:
-    """Largest absolute difference over the largest absolute value expected.
+    """Return the largest absolute difference divided by the largest absolute expected value.
 
     Parameters
     ----------
     actual, expected
-        Arrays of one shape and one library. Where neither is finite they agree: what a sum becomes that overflowed, an
-        infinity or NaN, goes by the order of its terms.
+        Arrays of one shape and one library. Elements that are not finite in both arrays count as equal: whether an
+        overflowed sum is infinite or NaN depends on the order of its terms.
     scale
-        What to divide by, if it exceeds the largest value expected: a sum of large terms that cancel is as exact as its
-        terms, not as its result.
+        Divisor used instead of the largest expected value, if larger. The error of a sum whose terms cancel is relative
+        to the terms, not to the sum.
 
     Returns
     -------
     float
-        inf where only one of the two is finite; 0 where both are 0 everywhere.
+        The residual; inf if an element is finite in only one array, 0 if both arrays are 0 everywhere.
     """
     from array_api_compat import array_namespace
 
@@ -181,9 +183,9 @@ def weight_sum_check(
     dtype: Any = None,
     scale: float | None = None,
 ) -> Check:
-    """Sum over time of per-step weight gradients against the framework's dL/dW: the worst weight of the layer.
+    """Check the sum over time of per-step weight gradients against the framework's dL/dW; report the worst weight.
 
-    Weights that only one side has are compared with nothing and do not count. ``scale`` as in :func:`residual`.
+    Weights that only one of the two mappings contains are skipped. ``scale`` as in :func:`residual`.
     """
     shared = [name for name in summed if name in reference]
     # One scale for the layer: a bias gradient that vanishes by cancellation is as exact as the kernel's.
@@ -195,7 +197,7 @@ def weight_sum_check(
 
 
 def _largest(array: Array) -> float:
-    """Largest finite absolute value; 0 of nothing."""
+    """Return the largest finite absolute value of an array; 0 for an empty one."""
     from array_api_compat import array_namespace
 
     xp = array_namespace(array)
@@ -205,7 +207,7 @@ def _largest(array: Array) -> float:
 
 
 def warn_about(checks: Iterable[Check]) -> None:
-    """Warn once for each check that rounding does not explain, pointing at the line that called rnnlens."""
+    """Issue one SelfCheckWarning for each failed check, at the line of user code that called rnnlens."""
     stacklevel, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("rnnlens."):
         stacklevel, frame = stacklevel + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""Result of ``rl.compare``: several diagnoses side by side."""
+"""``Comparison``, the result of ``rl.compare``: several diagnoses side by side."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ COLUMNS = (("skill", "skill", "{:.2f}"), ("memory", "memory", "{:.0f}"), ("memor
 class Comparison(Result, kind="comparison"):
     """Several diagnoses side by side: ``c.table``, a Dataset over ``name``; prints as a table.
 
-    ``difference`` and ``difference_interval`` compare the memory with that of the first, by a bootstrap over the
-    samples that all share. The memory is NaN where it is unknown.
+    ``difference`` and ``difference_interval`` compare the memory with that of the first diagnosis, by a bootstrap over
+    the samples common to all. The memory is NaN where it is unknown.
     """
 
     @property
     def table(self) -> xr.Dataset:
-        """One row per diagnosis."""
+        """Dataset over ``name`` with one row per diagnosis."""
         return self.dataset(self.layers[0])
 
     def _headline(self) -> str:
@@ -43,7 +43,7 @@ class Comparison(Result, kind="comparison"):
 
 
 def _difference(table: xr.Dataset, row: int) -> str:
-    """Describe the difference of the memory from that of the first diagnosis."""
+    """Describe how the memory of one diagnosis differs from that of the first one."""
     value, (low, high) = float(table["difference"].values[row]), table["difference_interval"].values[row]
     if not bool(table["known"].values[[0, row]].all()):
         return "no difference of memory, as one is unknown"

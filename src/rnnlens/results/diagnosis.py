@@ -1,4 +1,4 @@
-"""Result of ``rl.diagnose``: sentences, findings, and the measures behind both."""
+"""``Diagnosis``, the result of ``rl.diagnose``: sentences, findings and the measures behind them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Finding:
     threshold
         The rule that the numbers met.
     remedy
-        What to try, on which condition, with reference.
+        Suggested change, its condition, and a reference.
     """
 
     code: str
@@ -57,16 +57,16 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """The sentence, and the remedy where there is one."""
+        """The sentence, followed by the remedy if there is one."""
         return f"{self.sentence} Try: {self.remedy}" if self.remedy else self.sentence
 
 
 class Diagnosis(Result, kind="diagnosis"):
-    """Diagnosis of a model. ``print(d)`` shows the sentences, then the findings; ``d["lstm"]`` holds the measures.
+    """Diagnosis of a model: ``print(d)`` shows sentences and findings, ``d["lstm"]`` is the dataset of measures.
 
-    ``d["model"]`` holds what belongs to the whole model: the curves ``use`` and ``benefit`` over ``context`` with their
-    intervals, ``memory`` (n at 5 % and 1 %), ``skill``, the residual test by lag. A layer's node holds ``kappa`` and
-    the adjoint's profile by ``lag``, the leading exponent, gate timescales, dead units.
+    ``d["model"]`` contains the measures of the whole model: the curves ``use`` and ``benefit`` over ``context`` with
+    their intervals, ``memory`` (n at 5 % and 1 %), ``skill``, the residual test by lag. A layer's node contains
+    ``kappa`` and the adjoint's profile by ``lag``, the leading exponent, gate timescales, dead units.
 
     Attributes
     ----------
@@ -91,11 +91,11 @@ class Diagnosis(Result, kind="diagnosis"):
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """Codes of the findings, each once."""
+        """Distinct codes of the findings, in order."""
         return tuple(dict.fromkeys(finding.code for finding in self.findings))
 
     def to_json(self) -> str:
-        """Everything but the curves as JSON, in a stable layout: schema, sentences, findings, measures, provenance."""
+        """Return JSON in a stable layout: schema, sentences, findings, scalar measures, notes, provenance."""
         measures = {
             name: {
                 str(key): _number(variable)

@@ -1,4 +1,4 @@
-"""Result of ``rl.fixed_points``."""
+"""``FixedPoints``, the result of ``rl.fixed_points``."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ class FixedPoints(Result, kind="dynamics"):
 
     @property
     def eigenvalues(self) -> xr.DataArray:
-        """(point, mode), complex, largest modulus first."""
+        """Eigenvalues of the step Jacobian (point, mode), complex, largest modulus first."""
         return self.data["eigenvalue_real"] + 1j * self.data["eigenvalue_imag"]
 
     @property
     def eigenvectors(self) -> xr.DataArray:
-        """(point, state, mode), complex."""
+        """Eigenvectors of the step Jacobian (point, state, mode), complex."""
         return self.data["eigenvector_real"] + 1j * self.data["eigenvector_imag"]
 
     @property
     def states(self) -> xr.DataArray:
-        """(point, state): the states of the cell side by side."""
+        """Fixed and slow points (point, state); the states of the cell are concatenated."""
         return self.data["states"]
 
     @property
     def stable(self) -> xr.DataArray:
-        """(point,) of bool."""
+        """Stability of each point: (point,) of bool."""
         return self.data["stable"]
 
     @property
     def fixed(self) -> xr.DataArray:
-        """(point,) of bool; the others are slow points."""
+        """Mask of the fixed points: (point,) of bool; the others are slow points."""
         return self.data["fixed"]
 
     @property
     def kinds(self) -> list[str]:
-        """``"stable"``, ``"saddle"``, ``"repeller"``, ``"marginal"`` or ``"slow"`` for each point."""
+        """Kind of each point: ``"stable"``, ``"saddle"``, ``"repeller"``, ``"marginal"`` or ``"slow"``."""
         curve = self.data["curve"] if "curve" in self.data else xr.full_like(self.fixed, -1, dtype=int)
         return point_kinds(self.eigenvalues.values, self.fixed.values, curve.values)
 
     @property
     def curves(self) -> list[str]:
-        """``"line"`` or ``"ring"`` for each curve of marginal points."""
+        """Kind of each curve of marginal points: ``"line"`` or ``"ring"``."""
         return [name for name in str(self.data.attrs.get("curves", "")).split(", ") if name]
 
     def _headline(self) -> str:

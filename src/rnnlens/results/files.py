@@ -1,17 +1,17 @@
-"""Results to files and back: netCDF-4 (through h5netcdf) and Zarr.
+"""Saving and opening results: netCDF-4 (through h5netcdf) and Zarr.
 
-What comes back is what went in: values, dtypes, coordinates, attributes, class, notes, checks, and a loss of NaN. The
-root of a file says what it is:
+Saving and opening preserves values, dtypes, coordinates, attributes, class, notes, checks, and a loss of NaN. The root
+of a file has these attributes:
 
 =================  =====================================================================
-``rnnlens_kind``   which result class (``"trace"``, ...), or ``"array"`` or ``"dataset"``
-``rnnlens_schema`` rises when older and newer versions could misread each other
-``rnnlens_meta``   JSON: what the class holds beside labelled arrays
-``rnnlens_order``  JSON: order of the variables per node, which a folder of files does not keep
-``rnnlens_sealed`` 1 where checksums were written with it, without which it is not believed
+``rnnlens_kind``   kind of the result class (``"trace"``, ...), or ``"array"`` or ``"dataset"``
+``rnnlens_schema`` version of the layout; older versions of rnnlens refuse newer layouts
+``rnnlens_meta``   JSON: data of the class beside labelled arrays
+``rnnlens_order``  JSON: order of the variables per node, which a folder does not preserve
+``rnnlens_sealed`` 1 if checksums were written; the file is then refused without them
 =================  =====================================================================
 
-How a file is written so that it is complete or absent, and checked before it is believed, is in ``disk``.
+Atomic writing and the checks before reading are in ``disk``.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ META, ORDER, SEALED = "rnnlens_meta", "rnnlens_order", "rnnlens_sealed"
 _MARKS = (KIND, SCHEMA, VERSION, META, ORDER, SEALED)
 
 _ENGINES = {".nc": "h5netcdf", ".zarr": "zarr"}
-#: The Zarr format whose text labels every reader knows; version 3 has no specification for them yet.
+#: Zarr format 2, in which text labels are specified; format 3 has no specification of them yet.
 _ZARR_FORMAT = 2
-#: Nothing of ours is a calendar time; units such as "seconds" must stay numbers.
+#: No variable is a calendar time; those with units such as "seconds" must stay numbers.
 _DECODE: dict[str, Any] = {"decode_times": False, "decode_timedelta": False}
-#: How often a folder is read anew that is replaced while it is read.
+#: Number of attempts to read a folder that is replaced while it is read.
 _ATTEMPTS = 50
 
 
 def save(result: Result | xr.DataArray | xr.Dataset, path: str | PathLike[str]) -> None:
     """Write a result to ``path``: netCDF for ``.nc``, Zarr for ``.zarr``.
 
-    A result that is already there is replaced in one step, once the new one is complete, and its permissions stay; a
-    link is followed. After an error, an interrupt or a full disk the old file is as it was; what a killed process left
-    half-written is removed by the next save into that folder. Checksums are written along, and :func:`open` verifies
-    them. netCDF is put together in memory, once more as large as the result; Zarr is written piece by piece.
+    An existing result is replaced atomically once the new one is complete, and keeps its permissions; a link is
+    followed. After an error, an interrupt or a full disk the old file is unchanged; the next save into that folder
+    removes temporary files of killed processes. Checksums are written too, and :func:`open` verifies them. A netCDF
+    file is first built in memory, which takes as much memory again as the result; Zarr is written chunk by chunk.
 
     Raises
     ------
     FileError
-        If the path ends in neither, its folder does not exist, or it cannot be written.
+        If the path has another suffix, its folder does not exist, or it cannot be written.
     InputError
-        If ``result`` is none of ours.
+        If ``result`` is no result of rnnlens, DataArray or Dataset.
     TooLargeError
-        If the memory does not suffice to put a netCDF file together.
+        If there is not enough memory to build a netCDF file.
     """
     engine = _engine(_path(path))
     tree = _to_tree(result)
@@ -81,17 +81,17 @@ def save(result: Result | xr.DataArray | xr.Dataset, path: str | PathLike[str]) 
 
 
 def check_path(path: str | PathLike[str]) -> Path:
-    """Find out now, rather than after a long computation, that nothing could be saved to ``path``.
+    """Check before a long computation that a result could be saved to ``path``.
 
     Returns
     -------
     Path
-        Where it would be saved: links are followed.
+        The target of the save, with links resolved.
 
     Raises
     ------
     FileError
-        As :func:`save` would.
+        In the same cases as :func:`save`.
     """
     given = _path(path)
     engine = _engine(given)
@@ -109,35 +109,35 @@ def open(
     memory: str | int | None = None,
     skip_damaged: bool = False,
 ) -> Any:
-    """Read a saved result; its class is the one that was saved.
+    """Read a saved result; the class of the saved result is restored.
 
     Parameters
     ----------
     path
-        A ``.nc`` file or ``.zarr`` folder written by rnnlens, or a labelled array of ours written with ``to_netcdf``.
+        A ``.nc`` file or ``.zarr`` folder written by rnnlens, or an array of rnnlens written with ``to_netcdf``.
     lazy
-        Zarr only: leave the arrays on disk until they are used. By default everything is in memory and the file is
+        Zarr only: leave the arrays on disk until they are used. By default all arrays are loaded and the file is
         closed, so that it may be moved or replaced.
 
     memory
-        Largest size that the arrays may have in memory, such as ``"4 GiB"``; by default what ``rl.options(memory=)``
-        says. A file that announces more is refused before it is read.
+        Largest size of the arrays in memory, such as ``"4 GiB"``; by default the value of ``rl.options(memory=)``. A
+        file that declares more is refused before it is read.
     skip_damaged
-        Followed trainings only: leave out records that do not match their checksums, and name them in ``gaps``. By
+        Watched trainings only: leave out records that do not match their checksums, and list them in ``gaps``. By
         default a run with such records is refused.
 
     Returns
     -------
     Trace, Gradients, Run, ..., DataArray or Dataset
-        A followed training, a Run, may still be written by another process: all records that are complete are read.
+        A watched training may still be written by another process: all complete records are read.
 
     Raises
     ------
     FileError
-        If there is no such file, it cannot be read, is damaged, is not ours, leads outside of itself, or was written by
-        a newer rnnlens.
+        If the file does not exist, cannot be read, is damaged, was not written by rnnlens or by a newer one, or refers
+        to other files.
     TooLargeError
-        If it exceeds ``memory``.
+        If the arrays exceed ``memory``.
     """
     given = Path(path)
     engine = _engine(given)
@@ -162,7 +162,7 @@ def open(
 
 
 def root_attrs(kind: str, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes that mark the root of a file as ours, for results that are written piece by piece."""
+    """Return the attributes that mark the root of a file as written by rnnlens."""
     from .. import __version__
 
     return {KIND: kind, SCHEMA: SCHEMA_VERSION, VERSION: __version__, META: json.dumps(dict(meta))}
@@ -221,7 +221,7 @@ def _open_netcdf(source: Path, limit: int) -> Any:
 
 
 def _open_zarr(source: Path, limit: int, *, lazy: bool) -> tuple[Any, bool]:
-    """The result, and whether checksums say that all of it belongs together."""
+    """Read a Zarr folder; return the result, and True if all its files were verified by checksums."""
     from .disk.store import root_attributes, verified
 
     root = Path(os.path.realpath(source))
@@ -239,7 +239,7 @@ def _open_zarr(source: Path, limit: int, *, lazy: bool) -> tuple[Any, bool]:
 
 
 def _open_run(source: Path, memory: int | None, *, skip_damaged: bool) -> Any:
-    """The complete records of a followed training."""
+    """Read the complete records of a watched training."""
     from .disk.run_folder import read_metadata
     from .training_run import read_run
 
@@ -253,7 +253,10 @@ def _open_run(source: Path, memory: int | None, *, skip_damaged: bool) -> Any:
 
 
 def _steadily(source: Path, read: Callable[[], tuple[Any, bool]]) -> Any:
-    """What ``read`` finds, all from one folder: again, if another took its place meanwhile."""
+    """Call ``read`` again if the folder was replaced while it was read.
+
+    ``read`` returns the result, and True if checksums prove that all of it comes from one folder.
+    """
     for attempt in range(_ATTEMPTS):
         before = _identity(source)
         try:
@@ -268,7 +271,7 @@ def _steadily(source: Path, read: Callable[[], tuple[Any, bool]]) -> Any:
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    """Changes when another file or folder takes the name."""
+    """Return device, inode and change time of a path, which differ once another file takes its name; () if absent."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -277,7 +280,7 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 
 def _told(tree: xr.DataTree, source: Path, *, sealed: bool) -> Any:
-    """The result that a tree is, by its marks."""
+    """Build the result from an opened tree, according to the attributes of its root."""
     decode(tree)
     if KIND not in tree.attrs:
         return _unmarked(tree, source)
@@ -298,12 +301,12 @@ def _from_tree(tree: xr.DataTree, source: Path, *, sealed: bool) -> Any:
         return _restore(cls, tree)
     except RnnlensError:
         raise
-    except Exception as error:  # what a class says about data that it never wrote
+    except Exception as error:  # a class may raise anything for data that it did not write
         raise damaged(source, f"{type(error).__name__}: {error}") from error
 
 
 def _restore(cls: type[Result] | None, tree: xr.DataTree) -> Any:
-    """The result, from a tree that still carries our marks; they are taken off."""
+    """Rebuild the result from a tree, and remove the root attributes of rnnlens."""
     meta = json.loads(tree.attrs[META])
     for path, names in json.loads(tree.attrs.get(ORDER, "{}")).items():
         node: Any = tree[path]
@@ -316,7 +319,10 @@ def _restore(cls: type[Result] | None, tree: xr.DataTree) -> Any:
 
 
 def _unmarked(tree: xr.DataTree, source: Path) -> Any:
-    """A DataArray or Dataset of ours that the user wrote with xarray itself: its variables say that they are ours."""
+    """Return the DataArray or Dataset in a file that was written with xarray itself.
+
+    Each variable must have the attributes ``provenance`` and ``schema`` of rnnlens.
+    """
     dataset = tree.to_dataset()
     schemas = [
         variable.attrs.get("schema") for variable in dataset.data_vars.values() if "provenance" in variable.attrs
@@ -351,7 +357,7 @@ def _check_schema(schema: Any, version: Any, source: Path) -> None:
 
 @contextmanager
 def _reading(source: Path) -> Iterator[None]:
-    """One error of ours for whatever the libraries below say about a damaged file."""
+    """Convert any exception while reading a file to a FileError."""
     try:
         yield
     except RnnlensError:
@@ -371,7 +377,7 @@ def _reading(source: Path) -> Iterator[None]:
 
 @contextmanager
 def _writing(target: Path) -> Iterator[None]:
-    """One error of ours for whatever the system says about a path."""
+    """Convert an OSError while writing a file to a FileError."""
     try:
         yield
     except RnnlensError:
@@ -381,7 +387,7 @@ def _writing(target: Path) -> Iterator[None]:
 
 
 def _no_fill_values(tree: xr.DataTree) -> dict[str, Any]:
-    """Encoding that keeps NaN what it is: a value, not a hole."""
+    """Return an encoding without fill values, so that NaN is stored as a value and not as missing."""
     return {
         node.path: {name: {"_FillValue": None} for name, v in node.variables.items() if v.dtype.kind == "f"}
         for node in tree.subtree
@@ -398,7 +404,7 @@ def _check_exists(source: Path) -> None:
 
 
 def _every_chunk(tree: xr.DataTree) -> dict[str, Any]:
-    """Encoding that leaves out no chunk, also one of nothing but zeros: one that is missing was lost."""
+    """Return an encoding that writes every chunk, also chunks of zeros, so that a missing chunk is an error."""
     return {
         node.path: {
             name: {"write_empty_chunks": True, **{key: v.encoding[key] for key in ("chunks",) if key in v.encoding}}

@@ -1,4 +1,4 @@
-"""The result of ``rl.gradients``: a gradient per tensor asked for, and the reason wherever there is none."""
+"""``Gradients``, the result of ``rl.gradients``: a gradient per tensor, and a reason for each missing one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .names import to_paths
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a gradient does not exist, or is zero, or must be read with care.
+    """Reason for a gradient that does not exist, is zero, or must be read with care.
 
     Attributes
     ----------
@@ -28,9 +28,9 @@ class Reason:
     code
         One word to test for, such as ``"integer_input"`` or ``"stop_gradient"``; docs/gradients.md lists them.
     sentence
-        What is the matter, with numbers where there are any.
+        The reason in words, with numbers where there are any.
     remedy
-        The call to make instead.
+        The call that gives a gradient.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was differentiated and what came of it, besides the gradients themselves; see :class:`Gradients`."""
+    """Differentiated target, its value, and reasons for missing or flagged gradients; see :class:`Gradients`."""
 
     of: str = "loss"
     value: Any = None
@@ -70,31 +70,31 @@ class LayerGradients(LayerView):
         return "\n".join(lines + [f"  {name}  {_summary(self.dataset[name])}" for name in self])
 
 
-#: Before the names of the layers of what was clipped, in a file.
+#: Prefix, in a file, of the layer names of clipped gradients.
 _CLIPPED = "~clipped/"
 
 
 class Gradients(Result, kind="gradients"):
-    """What ``rl.gradients`` returns for several tensors: a mapping from layer names to their gradients.
+    """Result of ``rl.gradients`` for several tensors: a mapping from layer names to their gradients.
 
-    ``g["conv1d"]["kernel"]``, or by the full name of a tensor, ``g["conv1d/kernel"]``, ``g["lstm.hidden"]``,
-    ``g["input"]``. What belongs to no layer lies in a node named ``"model"``.
+    Access is by layer and name, ``g["conv1d"]["kernel"]``, or by the full name of a tensor, ``g["conv1d/kernel"]``,
+    ``g["lstm.hidden"]``, ``g["input"]``. Tensors without a layer are in a node named ``"model"``.
 
     Attributes
     ----------
     of
-        What was differentiated.
+        Name of the differentiated target.
     value
-        Its value: a number, or one per sample with ``per_sample=True``.
+        Value of the target: a number, or one per sample with ``per_sample=True``.
     disconnected
-        Tensors without a gradient by name, each with a :class:`Reason`. Where the gradient exists but is zero
-        throughout, the zeros are in the result as well.
+        :class:`Reason` of each tensor without a gradient, by name. Where the gradient exists but is zero throughout,
+        the zeros are in the result as well.
     flags
-        Tensors whose gradient is given but has to be read with care (frozen weights, masked steps), with the reason.
+        :class:`Reason` of each gradient that exists but must be read with care (frozen weights, masked steps).
     clipped
-        After clipping, where ``clip=`` was given: a result of the same layout.
+        Gradients after clipping, if ``clip=`` was given: a result of the same layout.
     clip
-        What was clipped and by how much: ``kind``, ``threshold``, ``norm``; empty without.
+        Description of the clipping: ``kind``, ``threshold``, ``norm``; empty without clipping.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Gradients(Result, kind="gradients"):
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Full names of all tensors with a gradient here."""
+        """Full names of all tensors that have a gradient in this result."""
         return tuple(self._tensors)
 
     def __getitem__(self, name: str) -> Any:
@@ -194,7 +194,7 @@ class Gradients(Result, kind="gradients"):
 
 
 def _summary(array: xr.DataArray) -> str:
-    """Dimensions and norm in a few words."""
+    """Format dimensions and norm of an array in a few words."""
     sizes = ", ".join(f"{dim}: {size}" for dim, size in array.sizes.items()) or "one number"
     touched = f", {array.attrs['touched_rows']} rows touched" if "touched_rows" in array.attrs else ""
     return f"({sizes})  norm {float(np.linalg.norm(np.asarray(array.values, dtype=float))):.3g}{touched}"
@@ -209,5 +209,5 @@ def _no_gradient(reason: Reason) -> str:
 
 
 def _reasons(stored: Mapping[str, Mapping[str, str]]) -> dict[str, Reason]:
-    """As they were before they went through a file."""
+    """Rebuild reasons by name from the mappings stored in a file."""
     return {name: Reason(**reason) for name, reason in stored.items()}

@@ -1,4 +1,4 @@
-"""The result of ``rl.layers``: what is recurrent in a model, as a table that is also a sequence."""
+"""``LayerTable``, the result of ``rl.layers``, and ``LayerView``, the variables of one layer of any result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MASKED = {None: "depends on the data", True: "yes", False: "no"}
 
 
 class LayerTable(Sequence[Any]):
-    """Recurrent layers in the order in which they are called; rows by position or by name.
+    """Recurrent layers in the order of their calls: a sequence with access by position or by name.
 
     Each row is a :class:`~rnnlens.adapters.protocol.LayerInfo`.
     """
@@ -32,12 +32,12 @@ class LayerTable(Sequence[Any]):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Headings of :meth:`rows`: those that say anything about any of the layers."""
+        """Headings of :meth:`rows`; columns that are empty for all layers are left out."""
         used = [any(row) for row in zip(*(self._cells(info) for info in self._infos), strict=True)]
         return tuple(column for column, shown in zip(_COLUMNS, used or [True] * len(_COLUMNS), strict=True) if shown)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Text of every row, in the order of :attr:`columns`."""
+        """Return the text of every row, in the order of :attr:`columns`."""
         keep = [_COLUMNS.index(column) for column in self.columns]
         return [tuple(self._cells(info)[i] for i in keep) for info in self._infos]
 
@@ -104,14 +104,14 @@ class LayerTable(Sequence[Any]):
 
 
 def _telling(value: Any) -> bool:
-    """Whether an option says something: not absent, off, or zero."""
+    """Return whether an option is worth a mention: not None, False, zero or empty."""
     return value is not None and value is not False and value != 0 and value != 0.0 and value != ""
 
 
 class LayerView(Mapping[str, xr.DataArray]):
     """Variables of one layer, by name or attribute: ``view["hidden"]``, ``view.hidden``; ``.dataset`` has all at once.
 
-    Each is a DataArray that carries its own name, units, definition and origin.
+    Each variable is a DataArray with its name, units, definition and provenance as attributes.
     """
 
     def __init__(self, name: str, dataset: xr.Dataset) -> None:
@@ -119,7 +119,7 @@ class LayerView(Mapping[str, xr.DataArray]):
         self.dataset = dataset
 
     def _absence(self, name: str) -> str:
-        """Why there is no such variable, and what to do about it."""
+        """Return the message for a variable that does not exist: the reason, and what to do."""
         raise NotImplementedError
 
     def _found(self, name: str) -> xr.DataArray:

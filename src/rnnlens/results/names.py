@@ -1,8 +1,8 @@
-"""Between the names of layers and the paths of a tree.
+"""Conversion between layer names and paths in a DataTree.
 
 A layer of a nested model, ``"encoder/lstm"``, is the node ``lstm`` of the group ``encoder``. Groups of a tree share
-their coordinates with what is below them, which must then agree in size; a layer with variables of its own that also
-holds layers keeps its variables in a child named ``"@"``, so that nothing below has to agree with it.
+their coordinates with their children, whose sizes must then agree. So a layer that has variables and also contains
+layers keeps its variables in a child named ``"@"``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ OWN, EMPTY = "@", "%"
 
 
 def to_paths(names: Iterable[str]) -> dict[str, str]:
-    """Path of each name.
+    """Return the tree path of each layer name.
 
     >>> to_paths(["lstm#0", "encoder/gru", "rnn[1]"])
     {'lstm#0': '/lstm#0', 'encoder/gru': '/encoder/gru', 'rnn[1]': '/rnn[1]'}
@@ -27,7 +27,7 @@ def to_paths(names: Iterable[str]) -> dict[str, str]:
 
 
 def from_path(path: str) -> str:
-    """Name of the layer at a path.
+    """Return the layer name for a tree path.
 
     >>> from_path("/encoder/@"), from_path("/encoder/gru")
     ('encoder', 'encoder/gru')
@@ -41,7 +41,7 @@ def _path(name: str) -> str:
 
 
 def _quote(part: str) -> str:
-    """Escape what a path cannot hold: an empty part, the two relative ones, our own mark, Zarr's other separator."""
+    """Escape a part of a name for use in a path: an empty part, ``.``, ``..``, ``@``, percent sign and backslash."""
     escaped = part.replace("%", "%25").replace("\\", "%5C")
     if escaped in (".", "..", OWN):
         return "".join(f"%{ord(character):02X}" for character in escaped)

@@ -1,4 +1,4 @@
-"""The result of ``rl.find_nonfinite``: the first number that is not finite, where it is, and what fed it."""
+"""``NonFinite`` and ``Incident``: the first number that is not finite, and a saved batch of training with one."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ Phase = Literal["data", "weights", "forward", "loss", "backward"]
 
 @dataclass(frozen=True)
 class Origin:
-    """One number that is not finite, or too large for the precision it was computed in, though what made it was not.
+    """First number that is not finite, or too large for its precision, although it was computed from finite numbers.
 
     Attributes
     ----------
     phase
-        When it appears: in the ``"data"``, in the ``"weights"``, in the ``"forward"`` pass, in the ``"loss"``, in the
-        ``"backward"`` pass.
+        Phase in which the number appears: ``"data"``, ``"weights"``, ``"forward"``, ``"loss"`` or ``"backward"``.
     layer
         Name of the layer, or ``"input"``, ``"output"``, ``"y"``, ``"sample_weight"``, ``"loss"``.
     quantity
-        What of it: ``"gate_preactivation"``, ``"hidden"``, ``"kernel"``, ``"hidden_grad"``, ...
+        Quantity of the layer: ``"gate_preactivation"``, ``"hidden"``, ``"kernel"``, ``"hidden_grad"``, ...
     value
-        The number. Finite where it overflows the precision that its layer computes in.
+        The number. It is finite if it only overflows the precision of its layer.
     index
-        Where it is, by dimension: ``{"sample": 12, "time": 37, "unit": 5}``.
+        Position by dimension: ``{"sample": 12, "time": 37, "unit": 5}``.
     fed_by
-        What it was made of, in words.
+        Inputs of the computation that gave the number, in words.
     gate, direction
-        Name of the gate, and which half of a bidirectional layer, where there are any.
+        Name of the gate, and direction of a bidirectional layer; ``""`` where there is none.
     precision
         The dtype that it overflowed; ``""`` where the number itself is not finite.
     """
@@ -53,7 +52,7 @@ class Origin:
 
     @property
     def sentence(self) -> str:
-        """One line.
+        """Place and value of the number as one line of text.
 
         >>> where = {"sample": 12, "time": 37, "unit": 5}
         >>> Origin("forward", "lstm_1", "gate_preactivation", float("inf"), where, gate="forget").sentence
@@ -87,21 +86,21 @@ _WORDS = {"gate_preactivation": "pre-activation", "gates": "gate"}
 
 
 class NonFinite(Result, kind="nonfinite"):
-    """What ``rl.find_nonfinite`` returns: false where every number is finite, and then it prints "none".
+    """Result of ``rl.find_nonfinite``: false where every number is finite, and then it prints "none".
 
-    ``found["lstm"].magnitude`` is the largest magnitude of the quantity at each step of that sample, on the way to the
+    ``found["lstm"].magnitude`` is the largest magnitude of the quantity at each step of the affected sample, up to the
     fault.
 
     Attributes
     ----------
     origin : :class:`Origin`, or None
-        The first in order of computation.
+        The first number that is not finite, in order of computation; None if all are finite.
     reaches
-        Which of ``"outputs"``, ``"loss"``, ``"gradients"`` are not finite.
+        Those of ``"outputs"``, ``"loss"``, ``"gradients"`` that are not finite.
     looked_at
-        What was looked at, in words.
+        Quantities that were examined, in words.
     layer, quantity, gate, step, unit, sample, value, fed_by, phase
-        Those of the origin; None in a healthy result.
+        Fields of the origin; None if all numbers are finite.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class NonFinite(Result, kind="nonfinite"):
 
     @property
     def sentence(self) -> str:
-        """What ``print`` shows first."""
+        """First line of the output of ``print``."""
         if self.origin is None:
             return f"none: every number is finite ({', '.join(self.looked_at)})"
         reach = (
@@ -132,47 +131,47 @@ class NonFinite(Result, kind="nonfinite"):
 
     @property
     def phase(self) -> str | None:
-        """When it appears."""
+        """Phase in which the number appears, such as ``"forward"``; None if all numbers are finite."""
         return None if self.origin is None else self.origin.phase
 
     @property
     def layer(self) -> str | None:
-        """Where it appears."""
+        """Layer in which the number appears; None if all numbers are finite."""
         return None if self.origin is None else self.origin.layer
 
     @property
     def quantity(self) -> str | None:
-        """What of the layer it is."""
+        """Quantity of the layer in which the number appears, such as ``"hidden"``; None if all are finite."""
         return None if self.origin is None else self.origin.quantity
 
     @property
     def gate(self) -> str | None:
-        """Name of the gate, if it is in one."""
+        """Name of the gate in which the number appears; None outside of gates."""
         return None if self.origin is None else self.origin.gate or None
 
     @property
     def value(self) -> float | None:
-        """The number."""
+        """The number itself; None if all numbers are finite."""
         return None if self.origin is None else self.origin.value
 
     @property
     def fed_by(self) -> str | None:
-        """What it was made of, in words."""
+        """Inputs of the computation that gave the number, in words; None if all numbers are finite."""
         return None if self.origin is None else self.origin.fed_by
 
     @property
     def step(self) -> int | None:
-        """Time step, counted from the first."""
+        """Time step of the number, counted from 0; None without a time axis."""
         return self._at(TIME)
 
     @property
     def sample(self) -> int | None:
-        """Sample of the batch."""
+        """Sample of the batch, counted from 0; None without a sample axis."""
         return self._at(SAMPLE)
 
     @property
     def unit(self) -> int | None:
-        """Unit of the layer."""
+        """Unit of the layer, counted from 0; None without a unit axis."""
         return self._at(UNIT)
 
     def _at(self, dim: str) -> int | None:
@@ -187,7 +186,7 @@ class NonFinite(Result, kind="nonfinite"):
 
 
 def _read(origin: Mapping[str, Any]) -> Origin:
-    """JSON has no word for NaN."""
+    """Build an Origin from its stored form, in which the value is text because JSON has no NaN."""
     return Origin(**{**origin, "value": float(origin["value"])})
 
 
@@ -201,20 +200,20 @@ _WORDS = {
 
 
 class Incident(Result, kind="incident"):
-    """What ``on_nonfinite="report"`` of a callback writes: one batch, and the weights that the model had on it.
+    """Batch of training that was not finite, and the weights before its update; written by ``on_nonfinite="report"``.
 
     Attributes
     ----------
     step, epoch
-        Of which batch, counted as the records of the run are.
+        Step and epoch of the batch, counted as in the records of the run.
     loss
-        Of the batch; None where it is not known.
+        Loss of the batch; None where it is not known.
     weights : dict of arrays
-        Before the update, by the framework's own names, in its order and layout.
+        Weights before the update, by the framework's own names, in its order and layout.
     x, y, sample_weight
-        As the model took them: an array, or a tuple, list or dict of arrays; None where they are not known.
+        Data as passed to the model: an array, or a tuple, list or dict of arrays; None where not known.
     found
-        The sentence of ``rl.find_nonfinite``, where it was asked at once; ``""`` otherwise.
+        Sentence of ``rl.find_nonfinite``, if it was run on the batch; ``""`` otherwise.
     """
 
     def __init__(
@@ -233,7 +232,7 @@ class Incident(Result, kind="incident"):
 
     @classmethod
     def of(cls, parts: Mapping[str, Any], weights: Mapping[str, Any], when: Mapping[str, Any], **common: Any) -> Self:
-        """From ``x``, ``y``, ``sample_weight``; weights by name; and ``step``, ``epoch``, ``loss``, ``found``."""
+        """Build an incident from the batch, weights by name, and ``step``, ``epoch``, ``loss``, ``found``."""
         datasets: dict[str, xr.Dataset] = {}
         structure: dict[str, Any] = {}
         for name in _PARTS:
@@ -248,17 +247,17 @@ class Incident(Result, kind="incident"):
 
     @property
     def x(self) -> Any:
-        """What the model was fed."""
+        """Input of the model; None where it is not known."""
         return self._part("x")
 
     @property
     def y(self) -> Any:
-        """The target; None where it is not known."""
+        """Target of the batch; None where it is not known."""
         return self._part("y")
 
     @property
     def sample_weight(self) -> Any:
-        """The weights of the samples; None without."""
+        """Weight of each sample; None without sample weights."""
         return self._part("sample_weight")
 
     @property
@@ -288,7 +287,7 @@ class Incident(Result, kind="incident"):
 
 
 def _described(value: Any, leaves: list[Any]) -> Any:
-    """The structure around arrays, as JSON can hold it; the arrays go to ``leaves``, in order."""
+    """Return the nesting of tuples, lists and dicts around arrays as JSON; append the arrays to ``leaves`` in order."""
     if value is None:
         return None
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Results in a notebook: a heading, findings, a row for each layer that opens, and how sure the numbers are.
+"""HTML of results in a notebook: heading, findings, one expandable row per layer, checks and provenance.
 
-Nothing is loaded, and no script runs. Colours are those of the text around it, so that it reads in any theme; without
-styles, as in a mail, it is text in the same order.
+The HTML loads nothing and runs no script. Colours follow the surrounding theme. Without styles, as in a mail, the text
+is complete and in the same order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Row:
-    """One layer: its name, a few words, its curves by direction, and what it opens to, as HTML."""
+    """One layer on a notebook page: name, description, curves by direction, and expandable HTML."""
 
     name: str
     words: str
@@ -46,7 +46,7 @@ class Row:
 
     @classmethod
     def of(cls, name: str, words: str, data: xr.Dataset | xr.DataArray | None) -> Row:
-        """That of a part of a result."""
+        """Build the row of one part of a result from its data."""
         if data is None:
             return cls(name, words)
         inside: Any = data
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Said:
-    """A finding: its kind (``"fault"``, ``"caution"``, ``"fact"``, ``"unknown"``, or ``""``), its code and sentence."""
+    """A finding: its severity (``"fault"``, ``"caution"``, ``"fact"``, ``"unknown"``, or ``""``), code and sentence."""
 
     severity: str
     code: str
@@ -63,14 +63,14 @@ class Said:
 
 
 def page(title: str, rows: Sequence[Row], remarks: Iterable[tuple[str, str]], said: Sequence[Said] = ()) -> str:
-    """All of it as one piece of HTML; every word is escaped, but for ``Row.inside``."""
+    """Return the notebook page of a result as HTML; all text except ``Row.inside`` is escaped."""
     found = "".join(_finding(one) for one in said)
     layers = "".join(_row(row) for row in rows)
     return around(f"<strong>{html.escape(title)}</strong>{found}{layers}{_remarks(remarks)}")
 
 
 def around(inside: str) -> str:
-    """HTML of ours with its styles."""
+    """Wrap HTML in a ``div`` with the styles of rnnlens."""
     return f'<div class="rnnlens">{_STYLE}{inside}</div>'
 
 
@@ -95,7 +95,7 @@ def _curve(direction: str, profile: Profile) -> str:
 
 
 def _remarks(remarks: Iterable[tuple[str, str]]) -> str:
-    """What follows the layers: a failure in sight, the rest behind one line."""
+    """Return the HTML below the layers: failures visible, all other remarks in a collapsed table."""
     rows = list(remarks)
     failed = [text for _, text in rows if text.startswith(("FAILED", "NOT certified", "WARNING"))]
     cells = "".join(f"<tr><th>{html.escape(label)}</th><td>{html.escape(text)}</td></tr>" for label, text in rows)

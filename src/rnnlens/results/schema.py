@@ -1,6 +1,6 @@
-"""From plain arrays to labelled ones: which dimensions, which coordinates, which words.
+"""Labels for plain arrays: dimensions, coordinates and descriptions of each quantity.
 
-Nothing here copies an array: the variables of a dataset are views of what the caller holds.
+No array is copied: the variables of a dataset are views of the caller's arrays.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..vocabulary import (
     unnamed_states,
 )
 
-#: Rises when files written by an older rnnlens could be misread by this one, or the other way round.
+#: Version of the layout of files; increased when older and newer versions could misread each other's files.
 SCHEMA_VERSION = 1
 
 _DIMENSION_WORDS: dict[str, tuple[str, str]] = {
@@ -67,7 +67,7 @@ _BORDER_STATE = re.compile(r"(?P<when>initial|final)_(?P<state>.+?)(?P<grad>_gra
 
 
 def quantity(name: str, cell: str = "") -> Quantity:
-    """Look up the quantity of that name: of a trace, a weight of a kind of cell, their gradients, or a custom state.
+    """Return the quantity with that name: of a trace, a weight of a kind of cell, their gradients, or a custom state.
 
     >>> quantity("hidden_grad").dims
     ('sample', 'time', 'unit')
@@ -89,7 +89,10 @@ def quantity(name: str, cell: str = "") -> Quantity:
 
 
 def weight_of(name: str, cell: str = "") -> Quantity | None:
-    """The weight of that name of a kind of cell; of the first cell that has one, where the kind is not known."""
+    """Return the weight quantity with that name for a kind of cell, or None.
+
+    If the kind is unknown, the first cell that has such a weight decides.
+    """
     known = kinds()
     for one in [known[cell]] if cell in known else known.values():
         if name in one.parameters:
@@ -98,7 +101,7 @@ def weight_of(name: str, cell: str = "") -> Quantity | None:
 
 
 def weight_quantity(known: Quantity, *, gradient: bool) -> Quantity:
-    """A weight of a cell, or its gradient."""
+    """Return the quantity of a weight, or of its gradient."""
     if not gradient:
         return known
     definition = f"dL/d{known.name}, summed over samples (and over time where there is no time axis)"
@@ -106,7 +109,10 @@ def weight_quantity(known: Quantity, *, gradient: bool) -> Quantity:
 
 
 def _border_state(name: str, when: str, state: str, gradient: bool) -> Quantity:
-    """``initial_hidden``, ``final_cell_grad``: one state at one end, where the states differ in size."""
+    """Return the quantity of an initial or final state (``initial_hidden``, ``final_cell_grad``).
+
+    Used where the states of a cell differ in size.
+    """
     words, symbol = f"{when} {state.replace('_', ' ')}", f"{state}_{'0' if when == 'initial' else 'T'}"
     if not gradient:
         return Quantity(name, (SAMPLE, UNIT), words, "1", f"{symbol}, chronologically by the layer's own direction")
@@ -126,18 +132,18 @@ def layer_dataset(
     Parameters
     ----------
     arrays
-        By quantity name (``vocabulary.QUANTITIES``, names of custom states, weights and their ``_grad``). None is
-        skipped. Sample first, then time, chronological; not copied. Listed in the order of the vocabulary.
+        Arrays by quantity name (``vocabulary.QUANTITIES``, names of custom states, weights and their ``_grad``); None
+        is skipped. Axes are sample first, then time, chronological. Variables are sorted as in the vocabulary.
     info
         A :class:`~rnnlens.adapters.protocol.LayerInfo` or a mapping with its fields; ``name`` is required. ``cell``
         gives the gate and state names, ``gates`` and ``states`` override them.
     provenance
-        Plain strings that every variable carries as one line.
+        Strings by name, stored as one line of text in every variable.
     bidirectional
-        Whether arrays may have a direction axis (forward first), after time, or after sample where there is no time.
-        Default: what ``info`` says. Arrays without that axis (input, mask) are recognised by their rank.
+        True if arrays may have a direction axis (forward first), after time, or after sample where there is no time.
+        Default: the direction in ``info``. Arrays without that axis (input, mask) are recognised by their rank.
     dims
-        Dimensions of single arrays, where the rules above would not find them.
+        Dimensions of single arrays, by name, which replace those found by rank.
 
     Returns
     -------
@@ -166,7 +172,7 @@ def layer_dataset(
 
 
 def info_mapping(info: Any) -> dict[str, Any]:
-    """Fields of a LayerInfo, or of a mapping, as a dict of its own."""
+    """Return the fields of a LayerInfo, or of a mapping, as a new dict."""
     if is_dataclass(info) and not isinstance(info, type):
         return asdict(info)
     return dict(info)
@@ -179,14 +185,14 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
 
 
 def describe(name: str, cell: str = "") -> dict[str, str]:
-    """Words of one quantity, as attributes: long_name, units, definition and, where there is one, the source."""
+    """Return the descriptive attributes of a quantity: long_name, units, definition and, where there is one, source."""
     known = quantity(name, cell)
     attrs = {"long_name": known.long_name, "units": known.units, "definition": known.definition}
     return {**attrs, "source": known.source} if known.source else attrs
 
 
 def provenance_line(provenance: Mapping[str, str] | None) -> str:
-    """All of the provenance in one line that fits an attribute.
+    """Format the provenance as one line of text for an attribute.
 
     >>> provenance_line({"framework": "keras 3.15.1", "dtype": "float32", "rnnlens": "0.1.0"})
     'framework: keras 3.15.1; dtype: float32; rnnlens: 0.1.0'
@@ -195,7 +201,7 @@ def provenance_line(provenance: Mapping[str, str] | None) -> str:
 
 
 def provenance_of(line: str) -> dict[str, str]:
-    """The provenance that such a line was made of.
+    """Parse the line of text that :func:`provenance_line` returns.
 
     >>> provenance_of("framework: keras 3.15.1; dtype: float32")
     {'framework': 'keras 3.15.1', 'dtype': 'float32'}
@@ -205,17 +211,17 @@ def provenance_of(line: str) -> dict[str, str]:
 
 
 def with_version(provenance: Mapping[str, str] | None) -> dict[str, str]:
-    """Provenance that says which rnnlens made the numbers: this one, unless it says so already."""
+    """Return the provenance with the rnnlens version added, unless it has one."""
     return {**(provenance or {}), "rnnlens": (provenance or {}).get("rnnlens", __version__)}
 
 
 def coordinates(sizes: Mapping[Any, int], info: Mapping[str, Any]) -> dict[Hashable, xr.Variable]:
-    """One coordinate per dimension: names for gates, states and directions, positions from 0 for all others."""
+    """Return one coordinate per dimension: names for gates, states and directions, positions from 0 for all others."""
     return {str(dim): _coordinate(str(dim), size, info) for dim, size in sizes.items()}
 
 
 def with_mask(array: xr.DataArray, dataset: xr.Dataset) -> xr.DataArray:
-    """The array with the layer's mask as a coordinate, where some of its steps are padding: figures tell them apart."""
+    """Return the array with the layer's mask as a coordinate, if some of its steps are padding."""
     mask = dataset.get("mask")
     if mask is None or array.name == "mask" or not set(mask.dims) <= set(array.dims) or bool(mask.all()):
         return array
@@ -232,7 +238,7 @@ def labelled(
     provenance: Mapping[str, str] | None = None,
     info: Mapping[str, Any] | None = None,
 ) -> xr.DataArray:
-    """One labelled array that belongs to no layer dataset, such as a time Jacobian; ``coords`` override positions."""
+    """Label one array that belongs to no layer, such as a time Jacobian; ``coords`` override positions."""
     array = to_host(values)
     everywhere = coordinates(dict(zip(dims, array.shape, strict=True)), info or {})
     for dim, labels in (coords or {}).items():
@@ -256,12 +262,15 @@ def _coordinate(dim: str, size: int, info: Mapping[str, Any]) -> xr.Variable:
 
 
 def _rank(name: str) -> int:
-    """Where a variable stands in a listing: as in the vocabulary; what is not in it keeps its order, at the end."""
+    """Return the sort position of a variable: its place in the vocabulary; unknown names come last."""
     return _ORDER.get(name, len(_ORDER))
 
 
 def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str) -> tuple[str, ...]:
-    """Dimensions by quantity and rank: with or without direction, time, or, for weights, a leading time."""
+    """Return the dimensions of an array by quantity and rank.
+
+    Candidates are with or without direction and time; weights may have a leading time.
+    """
     space = cell_of_kind(cell).space
     full = with_space(quantity(name, cell).dims, space)
     candidates = [full]
@@ -285,7 +294,7 @@ def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str
 
 
 def _with_direction(dims: tuple[str, ...]) -> tuple[str, ...]:
-    """Direction comes after time, else after sample, else first (weights)."""
+    """Insert the direction dimension after time, else after sample, else first (weights)."""
     at = direction_axis(dims)
     return (*dims[:at], DIRECTION, *dims[at:])
 
@@ -293,7 +302,7 @@ def _with_direction(dims: tuple[str, ...]) -> tuple[str, ...]:
 def _separate_units(
     named: Mapping[str, tuple[str, ...]], arrays: Mapping[str, np.ndarray[Any, Any]]
 ) -> dict[str, tuple[str, ...]]:
-    """Give variables whose last axis is not as long as that of ``hidden`` a unit dimension of their own."""
+    """Rename the unit dimension of variables whose last axis is not as long as that of ``hidden``."""
     reference = next((arrays[n].shape[-1] for n in ("hidden", "hidden_grad", "output", "gates") if n in arrays), None)
     separated = {}
     states = next((arrays[n].shape for n in ("hidden", "hidden_grad") if n in arrays), ())
@@ -305,7 +314,7 @@ def _separate_units(
 
 
 def _separate_space(dims: tuple[str, ...], shape: tuple[int, ...], states: tuple[int, ...]) -> tuple[str, ...]:
-    """Name the axes of space of an input ``input_height`` ... where they are not as long as those of the states."""
+    """Rename the spatial axes of an input to ``input_height`` ... if their sizes differ from those of the states."""
     axes = SPACE.get(len([dim for dim in dims if dim in SPACE[3]]), ())
     if not axes or FEATURE not in dims or not states:
         return dims
@@ -316,19 +325,19 @@ def _separate_space(dims: tuple[str, ...], shape: tuple[int, ...], states: tuple
 
 
 def _unit_owner(name: str) -> str:
-    """Whose units a variable has: gates have those of the cell state, a gradient those of its variable."""
+    """Return the variable whose units a variable shares: ``cell`` for gates, the variable itself for a gradient."""
     base = re.sub(r"^(initial|final)_(?!state$)", "", name.removesuffix("_grad"))
     return "cell" if base in ("gates", "gate_preactivation", "gate") else base
 
 
 def _original(array: Any, stored: np.ndarray[Any, Any]) -> dict[str, str]:
-    """Name the dtype that an array was computed in, where it is stored in another."""
+    """Return the dtype of the computation as an attribute, if the array is stored in another dtype."""
     dtype = dtype_name(array) if hasattr(array, "dtype") else dtype_name(stored)
     return {} if dtype == dtype_name(stored) else {"computed_dtype": dtype}
 
 
 def _layer_attrs(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes of a layer: the words as they are, the rest as one line of JSON (files hold no dicts)."""
+    """Return the attributes of a layer: texts unchanged, all other fields as one JSON text."""
     words = {"layer": "name", "kind": "kind", "cell": "cell", "direction": "direction"}
     attrs: dict[str, Any] = {attr: str(info[key]) for attr, key in words.items() if info.get(key)}
     rest = {key: value for key, value in info.items() if key not in words.values()}

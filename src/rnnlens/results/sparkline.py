@@ -1,4 +1,4 @@
-"""A curve in the space of a word: of blocks for a terminal, as inline SVG for a page."""
+"""Small curves: block characters for a terminal, inline SVG for a page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import numpy as np
 from ..typing import Array
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-#: Below the smallest block, and not finite.
+#: Characters for values below the smallest block, and for values that are not finite.
 BELOW, BROKEN = "·", "✗"
 
 
 def blocks(values: Array, width: int = 32, *, decades: float | None = None) -> str:
-    """One block per step, from 0 (or ``decades`` below the largest) to the largest; many steps show their largest.
+    """Format a curve as block characters, scaled from 0 (or ``decades`` below the largest value) to the largest.
+
+    Steps that share a character show their largest value.
 
     >>> blocks([0, 1, 2, 4])
     '▁▃▅█'
@@ -32,7 +34,7 @@ def blocks(values: Array, width: int = 32, *, decades: float | None = None) -> s
 
 
 def svg(values: Array, title: str, *, decades: float | None = None, width: int = 160, height: int = 28) -> str:
-    """The same as a line in the colour of the text around it; what is not finite is a gap with a red foot."""
+    """Format a curve as an inline SVG line; values that are not finite are gaps with a red mark at the bottom."""
     shares = _shares(_merged(np.asarray(values, dtype=np.float64), width), decades)
     room = width / max(len(shares) - 1, 1)
     commands, pen, feet = [], "M", []
@@ -54,7 +56,7 @@ def svg(values: Array, title: str, *, decades: float | None = None, width: int =
 
 
 def _merged(values: Array, width: int) -> Array:
-    """At most ``width`` values: of steps that share a place the largest, NaN where one is not finite."""
+    """Reduce values to at most ``width`` by the maximum of neighbours; NaN where one of them is not finite."""
     values = np.where(np.isfinite(values), values, np.nan)
     if len(values) <= width:
         return values
@@ -62,7 +64,7 @@ def _merged(values: Array, width: int) -> Array:
 
 
 def _shares(values: Array, decades: float | None) -> list[float]:
-    """Where values lie between the lower end and the largest, 0 to 1; below it is negative."""
+    """Scale values linearly or by decades to 0 ... 1; values below the lower end are negative."""
     finite = values[np.isfinite(values)]
     high = float(finite.max()) if finite.size else 0.0
     if decades is None:

@@ -1,4 +1,4 @@
-"""Any result in a mapping that JSON can hold: what ``--json`` prints, and what the table of the command line shows."""
+"""Any result as a mapping for JSON: printed by ``--json``, and shown as a table by the command line."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .diagnosis import Diagnosis
 from .profiles import of
 from .schema import to_host
 
-#: Version of the layout; it grows when a field is renamed or removed.
+#: Version of the layout; increased when a field is renamed or removed.
 SCHEMA = 1
 
 
 def parts_of(result: Any) -> list[Part]:
-    """Name, words and data of what any result is made of: layers, tensors, or itself."""
+    """Return name, description and data of each part of a result; an array is its own only part."""
     if isinstance(result, Result):
         return result._parts()
     return [(str(getattr(result, "name", None) or "values"), "", result)]
 
 
 def summary_of(result: Any) -> dict[str, Any]:
-    """``schema``, ``kind``, ``headline``, ``layers`` with their curves, ``checks``, ``certificate``, ``provenance``.
+    """Return ``schema``, ``kind``, ``headline``, ``layers`` with curves, ``checks``, ``certificate``, ``provenance``.
 
-    A diagnosis is what its ``to_json`` says, with its kind; a lone array has ``dims`` and ``attributes``.
+    A diagnosis gives the fields of its ``to_json`` and its kind; a single array has ``dims`` and ``attributes``.
     """
     if isinstance(result, Diagnosis):
         return {"kind": "diagnosis", **json.loads(result.to_json())}
@@ -60,7 +60,7 @@ def summary_of(result: Any) -> dict[str, Any]:
 
 
 def values_of(array: xr.DataArray) -> dict[str, Any]:
-    """One variable with all its numbers; null for what is not finite."""
+    """Return one variable with all its values; None for values that are not finite."""
     return {
         "schema": SCHEMA,
         "kind": "array",

@@ -1,4 +1,4 @@
-"""The result of ``rl.trace``: what each recurrent layer did at every step, and what the loss says about it."""
+"""``Trace``, the result of ``rl.trace``: values and gradients of each recurrent layer at every step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .schema import quantity, with_mask
 
 
 class LayerTrace(LayerView):
-    """Variables of one layer: ``trace["lstm"].hidden_grad``; coordinates of their dimensions by name as well."""
+    """Variables of one layer: ``trace["lstm"].hidden_grad``; coordinates are found by name as well."""
 
     def __init__(
         self, name: str, dataset: xr.Dataset, *, loss: float | None = None, asked: tuple[str, ...] | None = None
@@ -33,7 +33,7 @@ class LayerTrace(LayerView):
 
     @property
     def info(self) -> dict[str, Any]:
-        """What is known of the layer: kind, cell, direction, units, options."""
+        """Description of the layer: name, kind, cell, direction, units, options."""
         attrs = self.dataset.attrs
         words = {key: attrs[key] for key in ("kind", "cell", "direction") if key in attrs}
         return {"name": self.name, **words, **json.loads(attrs.get("details", "{}"))}
@@ -73,16 +73,16 @@ class LayerTrace(LayerView):
 
 
 class Trace(Result, kind="trace"):
-    """What ``rl.trace`` returns: a mapping from layer names to :class:`LayerTrace`.
+    """Result of ``rl.trace``: a mapping from layer names to :class:`LayerTrace`.
 
     Parameters
     ----------
     datasets
         One per layer, as :func:`~rnnlens.results.schema.layer_dataset` builds them, in the order of the calls.
     loss
-        The loss of this batch, or None without one. NaN and infinity are kept, and flagged.
+        Loss of the batch, or None without one. NaN and infinity are kept, and reported in the repr.
     quantities
-        What was asked for, where that was not everything.
+        Requested quantities; None for all.
     provenance, notes, checks, certificate
         As in :class:`~rnnlens.results.base.Result`.
     """
@@ -123,7 +123,10 @@ class Trace(Result, kind="trace"):
         return rows + [(label, names) for label, names in self._variables() if names]
 
     def _variables(self) -> list[tuple[str, str]]:
-        """Names of the variables, listed once for all layers; with a count where only some layers have one."""
+        """List the names of values and of gradients once for all layers.
+
+        A variable that only some layers have is followed by a count.
+        """
         counts = Counter(str(name) for layer in self for name in self.dataset(layer).data_vars)
         ordered = sorted(counts, key=lambda name: _LISTING.index(name) if name in _LISTING else len(_LISTING))
         shown = {
@@ -148,7 +151,7 @@ _COUNTED = ((SAMPLE, "samples"), (TIME, "time steps"))
 
 
 def describe_layer(dataset: xr.Dataset) -> str:
-    """Kind, units and direction of a layer in a few words, from its attributes and sizes."""
+    """Return kind, units and direction of a layer in a few words, from its attributes and sizes."""
     attrs = dataset.attrs
     words = [str(attrs.get("kind") or attrs.get("cell") or "layer")]
     if "unit" in dataset.sizes:

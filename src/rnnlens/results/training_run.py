@@ -1,4 +1,4 @@
-"""The result of following a training: every record of a run by layer and step, also while it is being written."""
+"""``TrainingRun``: every record of a watched training by layer and step, also while it is being written."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from .schema import SCHEMA_VERSION
 
 STEP, WRITTEN = "step", "written"
 _KINDS = ("probe", "batch")
-#: Arrays without which there is no record.
+#: Arrays that every run must have.
 _NEEDED = (STEP, "epoch", WRITTEN, "sums")
-#: How often a run that looks damaged is read, and the seconds between: its writer may be replacing files.
+#: Attempts to read a run that looks damaged, and seconds between them: its writer may be replacing files.
 _ATTEMPTS, _PAUSE = 3, 0.05
 
 
 class Gap(NamedTuple):
-    """Records that are missing from a run, and why.
+    """Records that are missing from a run, and the reason.
 
     Attributes
     ----------
     where
-        What has the gap: ``"probe"`` or ``"batch"`` records, ``"the run"`` on disk, or a logger.
+        Place of the gap: ``"probe"`` or ``"batch"`` records, ``"the run"`` on disk, or a logger.
     first, last
-        Steps of the first and of the last record that is missing; None for what was to be written at the end.
+        Steps of the first and the last missing record; None for the final write at the end of training.
     records
-        How many records are missing.
+        Number of missing records.
     reason
-        The error that kept them out.
+        The error because of which they are missing.
     """
 
     where: str
@@ -60,7 +60,7 @@ class Gap(NamedTuple):
 
 
 class LayerRun(LayerView):
-    """One layer over training: ``run["lstm"].adjoint_profile`` (step, time), its scalars as ``.reach`` (step,)."""
+    """One layer over training: profiles such as ``.adjoint_profile`` (step, time), scalars as ``.reach`` (step,)."""
 
     def _absence(self, name: str) -> str:
         return message(f"Nothing named {name!r} was recorded of layer {self.name!r}.", hint=did_you_mean(name, self))
@@ -76,20 +76,20 @@ class LayerRun(LayerView):
 
 
 class TrainingRun(Result, kind="run"):
-    """What ``rl.open`` returns for a followed training: a mapping from layer names to :class:`LayerRun`.
+    """Records of a watched training, as ``rl.open`` returns them: a mapping from layer names to :class:`LayerRun`.
 
     Attributes
     ----------
     scalars
-        Every number of every record: a Dataset with dimension ``step``, names as they were recorded
+        All numbers of all records: a Dataset with dimension ``step``, the recorded names
         (``"loss"``, ``"lstm/reach"``), and coordinates ``epoch`` and ``written`` (seconds since 1970).
     of
-        Which records these are: ``"probe"`` or ``"batch"``.
+        Kind of the records: ``"probe"`` or ``"batch"``.
     ended
-        Why no more come: ``"finished"``, ``"interrupted"``, ``"stopped"``, the name of an error; None while the run is
-        written, and where its process was killed.
+        Reason of the end: ``"finished"``, ``"interrupted"``, ``"stopped"``, or the name of an error; None while the run
+        is being written, and if its process was killed.
     path
-        Where it was read from; None of a run that was saved as one file.
+        Folder of the run; None for a run that was saved as one file.
     gaps
         Records that are missing, each a :class:`Gap`: a probe that failed, a full disk, a logger that raised.
     """
@@ -119,28 +119,28 @@ class TrainingRun(Result, kind="run"):
 
     @property
     def steps(self) -> xr.DataArray:
-        """(step,): batches trained on at each record."""
+        """Number of batches trained on at each record: (step,)."""
         found: xr.DataArray = self.scalars[STEP]
         return found
 
     @property
     def loss(self) -> xr.DataArray:
-        """(step,): the loss of each record.
+        """Loss of each record: (step,).
 
         Raises
         ------
         QuantityNotFoundError
-            If none was recorded.
+            If no loss was recorded.
         """
         return self.scalar("loss")
 
     def scalar(self, name: str) -> xr.DataArray:
-        """One number over training, by its full name: ``run.scalar("lstm/reach")``; (step,).
+        """Return one scalar over training, (step,), by its full name: ``run.scalar("lstm/reach")``.
 
         Raises
         ------
         QuantityNotFoundError
-            If it was not recorded.
+            If no scalar of that name was recorded.
         """
         from ..errors import QuantityNotFoundError
 
@@ -151,22 +151,22 @@ class TrainingRun(Result, kind="run"):
 
     @property
     def batch(self) -> TrainingRun:
-        """The records of the batches that were trained on.
+        """Records of the batches that were trained on.
 
         Raises
         ------
         FileError
-            If there are none, or the run was not read from its folder.
+            If there are no such records, or the run was not read from its folder.
         """
         return self._other("batch")
 
     @property
     def probe(self) -> TrainingRun:
-        """The records of the probe."""
+        """Records of the probe."""
         return self._other("probe")
 
     def refresh(self) -> TrainingRun:
-        """Read the run again, with what was written meanwhile, as it was opened: ``memory=``, ``skip_damaged=``."""
+        """Read the run again, with new records, and with the ``memory=`` and ``skip_damaged=`` of the first read."""
         return self._other(self.of)
 
     def _other(self, kind: str) -> TrainingRun:
@@ -229,12 +229,12 @@ def is_run(path: Path) -> bool:
 
 
 def refuse_newer(path: Path, attributes: Mapping[str, Any]) -> None:
-    """Refuse a run that a newer rnnlens wrote, whose layout is not known here.
+    """Refuse a run with the schema of a newer rnnlens.
 
     Raises
     ------
     FileError
-        By its schema.
+        If the schema of the run is newer.
     """
     if attributes.get("rnnlens_schema", 0) > SCHEMA_VERSION:
         raise FileError(message("This run was written by a newer rnnlens.", got=str(path), hint="upgrade rnnlens"))
@@ -247,13 +247,13 @@ def read_run(
     memory: int | None = None,
     skip_damaged: bool = False,
 ) -> TrainingRun:
-    """Read the complete records of a run; by default those of the probe, where there are any.
+    """Read the complete records of a run; by default those of the probe, or of batches if there is no probe.
 
     Parameters
     ----------
     memory
-        Largest size of the arrays in bytes; unless given, that of ``rl.options``, and at most a thousand times the size
-        of the files.
+        Largest size of the arrays in bytes. Default: the limit of ``rl.options``; arrays above 128 MiB are then also
+        limited to a thousand times the size of their files.
     skip_damaged
         Leave out records that do not match their checksums, rather than refuse the run.
 
@@ -262,7 +262,7 @@ def read_run(
     FileError
         If there are no records of that kind, or the folder is damaged or of a newer rnnlens.
     TooLargeError
-        If they exceed ``memory``.
+        If the arrays exceed ``memory``.
     """
     for attempt in range(_ATTEMPTS):
         try:
@@ -272,7 +272,7 @@ def read_run(
         except RnnlensError:
             if attempt == _ATTEMPTS - 1:
                 raise
-        except Exception as error:  # whatever the libraries below say of what they never wrote
+        except Exception as error:  # the libraries may raise anything for damaged files
             if attempt == _ATTEMPTS - 1:
                 reason = str(error).partition("\n")[0]
                 raise damaged(path, f"{type(error).__name__}: {reason}") from error
@@ -281,7 +281,7 @@ def read_run(
 
 
 class _NoRecordsError(FileError):
-    """There are no records of the kind that was asked for."""
+    """The run has no records of the requested kind."""
 
 
 def _read_run(path: Path, of: str | None, memory: int | None, *, skip_damaged: bool) -> TrainingRun:
@@ -329,7 +329,7 @@ def _read_run(path: Path, of: str | None, memory: int | None, *, skip_damaged: b
 
 
 def _count(root: Path, kind: str, ended: str | None) -> int:
-    """Number of complete records; none where the writer died before it could say so."""
+    """Return the number of complete records; 0 if the writer was killed before it wrote that number."""
     if not (root / kind / "committed").is_dir() and ended is None:
         return 0
     array = read_array(root, f"{kind}/committed")
@@ -341,12 +341,12 @@ def _count(root: Path, kind: str, ended: str | None) -> int:
 def _announced(
     root: Path, kind: str, names: Iterable[str], *, skip_damaged: bool
 ) -> tuple[dict[str, RunArray], list[str]]:
-    """Arrays by name, and the names of those whose metadata is damaged."""
+    """Read the metadata of all arrays; return the arrays by name, and the names of those with damaged metadata."""
     found: dict[str, RunArray] = {}
     broken: list[str] = []
     for name in [*names, "sums"]:
         if not (root / kind / name).is_dir():
-            continue  # its rows, if it had any, have checksums that nothing matches
+            continue  # a missing array is found later: its rows do not match their checksums
         try:
             found[name] = read_array(root, f"{kind}/{name}")
         except FileError:
@@ -359,14 +359,14 @@ def _announced(
 def _verified(
     root: Path, arrays: dict[str, RunArray], names: list[str], count: int, files: Mapping[str, list[str]]
 ) -> tuple[dict[str, Any], Any, list[str]]:
-    """Rows by array, which of them are damaged, and the names of the arrays that are."""
+    """Read and verify all rows; return rows by array, a mask of damaged rows, and names of damaged arrays."""
     values: dict[str, Any] = {}
     bad = np.zeros(count, dtype=bool)
     what: list[str] = []
     if count and "sums" not in arrays:
         raise damaged(root, "its checksums are missing")
     if "sums" in arrays:
-        sums, _ = arrays.pop("sums").rows(count, files.get("sums", []))  # rows that are lost match nothing
+        sums, _ = arrays.pop("sums").rows(count, files.get("sums", []))  # checksums of lost rows are 0 and match no row
     for index, name in enumerate(names):
         expected = sums[:, index] if count and index < sums.shape[1] else np.zeros(count, dtype=np.uint32)
         if name not in arrays:
@@ -390,7 +390,7 @@ def _listing(names: list[str]) -> str:
 def _run_of(
     attrs: Mapping[str, Any], arrays: Mapping[str, tuple[RunArray, Any]], common: Mapping[str, Any]
 ) -> TrainingRun:
-    """The result, from the rows of its arrays."""
+    """Build the result from the rows of its arrays."""
     index = {name: arrays[name][1] if name in arrays else [] for name in (STEP, "epoch", WRITTEN)}
     count = len(index[STEP])
     table = arrays["scalars"][1] if "scalars" in arrays else np.zeros((count, 0))
@@ -432,6 +432,6 @@ def _scalars(index: Mapping[str, Any], columns: Mapping[str, Any]) -> xr.Dataset
 
 
 def age(run: TrainingRun) -> float:
-    """Seconds since the last record of a run was written; infinite of an empty one."""
+    """Return the seconds since the last record of a run was written; infinity for an empty run."""
     written = run.scalars[WRITTEN].values
     return float(time.time() - written[-1]) if written.size else float("inf")

@@ -1,4 +1,4 @@
-"""The result of ``rl.weights``: weights by kernel and gate, their gradients, and what is not finite among them."""
+"""``Weights``, the result of ``rl.weights``: weights by kernel and gate, gradients, and counts of NaN and infinity."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .layers import LayerView
 
 
 class LayerWeights(LayerView):
-    """Weights of one layer, their gradients, and counts of what is not finite: ``w["lstm"].recurrent_kernel_grad``."""
+    """Weights of one layer, their gradients, and counts of NaN and infinity: ``w["lstm"].recurrent_kernel_grad``."""
 
     @property
     def nonfinite(self) -> dict[str, int]:
-        """Number of NaN and infinite values per variable that has any."""
+        """Number of NaN and infinite values by variable; variables without any are left out."""
         counted: dict[str, int] = {}
         for name in self:
             stem, _, what = name.rpartition("_")
@@ -49,14 +49,14 @@ class LayerWeights(LayerView):
 
 
 class Weights(Result, kind="weights"):
-    """What ``rl.weights`` returns: a mapping from layer names to :class:`LayerWeights`.
+    """Result of ``rl.weights``: a mapping from layer names to :class:`LayerWeights`.
 
     Parameters
     ----------
     penalties
-        Regularisation penalty per weight, ``"lstm/kernel"`` -> number.
+        Regularisation penalty by weight, ``"lstm/kernel"`` -> number.
     loss
-        The loss of the batch that the gradients are of; None without data.
+        Loss of the batch that was differentiated; None without data.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Weights(Result, kind="weights"):
 
     @property
     def penalty_loss(self) -> float:
-        """Sum of all penalties: what weight regularisation adds to the loss."""
+        """Sum of all penalties, which weight regularisation adds to the loss."""
         return float(sum(self.penalties.values()))
 
     @property
     def nonfinite(self) -> dict[str, int]:
-        """Number of NaN and infinite values per weight that has any, ``"lstm/kernel"`` -> count."""
+        """Number of NaN and infinite values by weight, ``"lstm/kernel"`` -> count; weights without any are left out."""
         return {f"{layer}/{name}": n for layer in self for name, n in self[layer].nonfinite.items()}
 
     def _node(self, name: str) -> LayerWeights:

@@ -1,8 +1,8 @@
-"""Old or new, never half: what is written takes its name in one step, once it is complete.
+"""Atomic replacement of files and folders: after a failure the target is either the old or the complete new one.
 
-What is new grows in a folder of its own beside the old one, held by a lock that the system drops when the process dies.
-Unlocked ones are what killed processes left behind; whoever saves next in that folder removes them. Only folders are
-locked: HDF5 locks the files that it reads, and would be refused what is locked already.
+New content is written to a locked temporary folder beside the old one. The system releases the lock when the process
+ends, so unlocked temporary folders are leftovers of killed processes; the next save removes them. Only folders are
+locked, because HDF5 locks the files that it reads, and would fail on a locked file.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from uuid import uuid4
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing is locked there, so nothing that was left behind is removed
+except ImportError:  # Windows: nothing is locked, so leftovers are not removed
     fcntl = None  # type: ignore[assignment]
 
-#: Begins the name of everything that is not complete.
+#: Prefix of the names of temporary folders.
 TEMPORARY = ".rnnlens-tmp-"
-#: Begins the name of an old folder while it steps aside, where two names cannot be swapped in one step.
+#: Prefix of the name of an old folder during its replacement, where two names cannot be swapped in one step.
 ASIDE = ".rnnlens-old-"
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-#: What file systems say that have no locks, or none for folders (NFS): there, too, what is left behind stays.
+#: Error codes of file systems without locks, or without locks on folders (NFS); leftovers are not removed there.
 _NO_LOCKS = (*_UNSUPPORTED, errno.ENOLCK, errno.EBADF)
 
 
 def write_file(target: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write ``parts`` to the file ``target``, which keeps its permissions; an OSError leaves the old one as it was."""
+    """Write ``parts`` to the file ``target`` atomically, keeping its permissions.
+
+    If an OSError is raised, the old file is unchanged.
+    """
     remove_leftovers(target.parent)
     with _claimed(target, private=True) as folder:
         new = folder / "new"
@@ -51,7 +54,7 @@ def write_file(target: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 @contextmanager
 def replacing_folder(target: Path) -> Iterator[Path]:
-    """A new folder that takes the name ``target`` at the end, and vanishes if the block fails."""
+    """Yield a new folder that replaces ``target`` when the block ends, and is removed if the block raises."""
     recover(target)
     remove_leftovers(target.parent)
     with _claimed(target, private=target.exists()) as folder:
@@ -61,7 +64,7 @@ def replacing_folder(target: Path) -> Iterator[Path]:
 
 
 def recover(target: Path) -> None:
-    """Give a folder its name back whose replacement was killed halfway, where that takes two steps."""
+    """Rename the old folder back if its replacement was killed between the two renames."""
     aside = _aside(target)
     if not os.path.lexists(target) and os.path.lexists(aside):
         with suppress(OSError), _unclaimed(aside) as certain:
@@ -70,7 +73,7 @@ def recover(target: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left in a folder; what others are writing just now is locked, and stays."""
+    """Remove temporary folders that killed processes left behind. Folders still being written are locked and stay."""
     with suppress(OSError):  # a folder that may not be listed
         for path in folder.iterdir():
             if path.name.startswith(TEMPORARY) and not path.is_symlink():
@@ -81,7 +84,7 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def _claimed(target: Path, *, private: bool) -> Iterator[Path]:
-    """A new folder beside the target, locked; what then has its name is removed at the end."""
+    """Yield a new locked temporary folder beside the target; remove whatever has its name when the block ends."""
     path, lock = _new_folder(target, 0o700 if private else 0o777)
     try:
         yield path
@@ -92,7 +95,11 @@ def _claimed(target: Path, *, private: bool) -> Iterator[Path]:
 
 
 def _new_folder(target: Path, mode: int) -> tuple[Path, int | None]:
-    """A folder, and the open lock on it; another one if it was taken for a leftover between its birth and the lock."""
+    """Create a temporary folder and lock it; return both.
+
+    The lock is None without locks (Windows). If another process removed the folder before it was locked, create
+    another.
+    """
     while True:
         path = target.with_name(f"{TEMPORARY}{uuid4().hex}")
         os.mkdir(path, mode)
@@ -113,7 +120,10 @@ def _new_folder(target: Path, mode: int) -> tuple[Path, int | None]:
 
 @contextmanager
 def _unclaimed(path: Path) -> Iterator[bool]:
-    """Holds the lock of a folder, and whether it could; BlockingIOError if somebody is writing it."""
+    """Lock a folder for the block; yield False where locks are not supported.
+
+    Raises BlockingIOError if another process has the lock.
+    """
     if not fcntl:
         yield False
         return
@@ -125,7 +135,7 @@ def _unclaimed(path: Path) -> Iterator[bool]:
 
 
 def _lock(handle: int, *, wait: bool) -> bool:
-    """Lock a folder for oneself; False where the file system has no locks for it."""
+    """Lock a folder exclusively; return False if the file system does not support locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -136,7 +146,7 @@ def _lock(handle: int, *, wait: bool) -> bool:
 
 
 def _keep_permissions(old: Path, new: Path) -> None:
-    """Owner and mode of what is replaced; what has no forerunner keeps those that the system gave it."""
+    """Copy owner and mode of the old path to the new one; do nothing if the old one does not exist."""
     try:
         found = os.stat(old)
     except FileNotFoundError:
@@ -147,12 +157,12 @@ def _keep_permissions(old: Path, new: Path) -> None:
 
 
 def _switch(new: Path, target: Path) -> None:
-    """The new folder gets the name; the old one ends under the new one's, or under none."""
+    """Rename the new folder to the target; the old target ends under the new folder's name, or is removed."""
     if not target.exists():
         os.rename(new, target)
     elif not _swap_names(new, target):
         aside = _aside(target)
-        with _unclaimed(target):  # nobody takes it for the rest of a killed process meanwhile
+        with _unclaimed(target):  # locked, so that no other process removes it as a leftover
             os.rename(target, aside)
             try:
                 os.rename(new, target)
@@ -163,7 +173,7 @@ def _switch(new: Path, target: Path) -> None:
 
 
 def _swap_names(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where the system or the file system cannot."""
+    """Exchange two names in one system call; return False where the system does not support it."""
     if sys.platform == "win32":
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -186,7 +196,7 @@ def _aside(target: Path) -> Path:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the new name itself survive a power cut, where the system can promise that."""
+    """Flush a folder to disk so that a rename survives a power cut, where the system supports it."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

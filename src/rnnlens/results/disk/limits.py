@@ -1,4 +1,4 @@
-"""How large a file may be in memory, how deep, how long its texts, before it is refused unread."""
+"""Limits on size, depth and length of texts of a file, checked before it is read."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from ...settings import format_memory
 DEPTH = 64
 #: Variables and groups of one file.
 COUNT = 100_000
-#: Bytes of one attribute, or of one file of metadata: JSON grows some thirty times when it is read, and takes its time.
+#: Bytes of one attribute, or of one metadata file: parsed JSON takes about thirty times the memory of its text.
 TEXT = 2 * 2**20
-#: Bytes in memory of one label of any length: a reference, and a Python string.
+#: Assumed bytes in memory of one text label: a reference and a Python string.
 LABEL = 80
 
 
 def damaged(path: Path, what: str) -> FileError:
-    """The error for a file that does not hold what it says."""
+    """Build the FileError for a file whose content does not match its metadata or checksums."""
     return FileError(message("This file is damaged.", got=f"{path}: {what}"))
 
 
 def foreign(path: Path, what: str) -> FileError:
-    """The error for what rnnlens never writes, and could do harm."""
+    """Build the FileError for content that rnnlens never writes and that could do harm."""
     return FileError(
         message("This file holds what rnnlens does not read.", got=f"{path}: {what}", expected="plain arrays")
     )
 
 
 def check_size(path: Path, size: int, memory: int, *, lazily: bool = False) -> None:
-    """Refuse to read arrays that exceed the memory granted.
+    """Refuse to read arrays that exceed the memory limit.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""netCDF-4 files: an image made in memory, a checksum behind it, and a look inside before anything is read.
+"""netCDF-4 files with a checksum appended; written through memory, and checked before they are read.
 
 The HDF5 library cannot be interrupted safely: on a full disk, or on a damaged file, it may take the process down. So it
-writes to memory only, and it is shown a file only after the checksum of the whole file was found right. The checksum
-stands behind the end of what HDF5 reads; every other reader of netCDF ignores it.
+writes to memory only, and reads a file only after the checksum of the whole file was verified. The checksum follows
+the part of the file that HDF5 reads; other readers of netCDF ignore it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ...errors import TooLargeError, message
 from ...settings import format_memory
 from .limits import COUNT, DEPTH, LABEL, TEXT, check_size, damaged, foreign
 
-#: Stands between the file proper and its SHA-256.
+#: Marker between the netCDF image and its SHA-256.
 SEAL = b"\nrnnlens-sha256\n"
 _SEAL_BYTES = len(SEAL) + hashlib.sha256().digest_size
 _PIECE = 2**20
-#: Bytes that HDF5 and the labels take besides.
+#: Additional bytes for HDF5 and labels.
 _ROOM = 16 * 2**20
 
 #: A dimension without labels, as netCDF-4 keeps it: a length, with no values stored.
@@ -37,12 +37,12 @@ _FILTERS = (_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32)
 
 
 def check_room(target: Path, size: int) -> None:
-    """Ask the system for the memory of an image before HDF5 does, which does not survive a refusal.
+    """Test that the system can allocate memory for a netCDF image. HDF5 may crash if an allocation fails.
 
     Raises
     ------
     TooLargeError
-        If there is no room for an image of ``size`` bytes while it grows.
+        If there is not enough memory for an image of ``size`` bytes and its copy while it grows.
     """
     try:
         mmap.mmap(-1, 2 * size + size // 4 + _ROOM).close()
@@ -53,19 +53,19 @@ def check_room(target: Path, size: int) -> None:
 
 
 def sealed(image: memoryview) -> Iterator[bytes | memoryview]:
-    """A file proper, followed by its seal."""
+    """Yield the parts of a sealed file: the netCDF image, the marker, the SHA-256 of the image."""
     yield image
     yield SEAL
     yield hashlib.sha256(image).digest()
 
 
 def check_seal(path: Path) -> bool:
-    """Whether a file has a seal.
+    """Verify the checksum at the end of a file; return False if the file has none.
 
     Raises
     ------
     FileError
-        If it has one that does not match: a bit flipped, or another program changed the file.
+        If the checksum does not match: a bit flipped, or another program changed the file.
     """
     with path.open("rb") as stream:
         proper = max(os.fstat(stream.fileno()).st_size - _SEAL_BYTES, 0)
@@ -88,12 +88,12 @@ def _digest(stream: IO[bytes], size: int) -> bytes:
 
 
 def check_contents(path: Path, memory: int) -> None:
-    """Look at what a file announces, without reading it.
+    """Check the metadata of a netCDF file, without reading its arrays.
 
     Raises
     ------
     FileError
-        If it leads elsewhere (links, external storage), goes in circles, or announces values that it does not hold.
+        If it refers to other files (links, external storage), contains cycles, or declares values that it lacks.
     TooLargeError
         If its arrays exceed ``memory``.
     """
@@ -110,7 +110,7 @@ def check_contents(path: Path, memory: int) -> None:
 
 
 def _objects(path: Path, file: h5py.File) -> Iterator[Any]:
-    """Every group and variable, each once; nothing outside of the file."""
+    """Yield every group and variable of a file once; refuse links and objects with two names."""
     waiting, seen = [(file["/"], 0)], set()
     while waiting:
         item, depth = waiting.pop()
@@ -135,7 +135,7 @@ def _child(path: Path, group: h5py.Group, name: str) -> Any:
 
 
 def _bytes(path: Path, dataset: h5py.Dataset) -> int:
-    """What a variable takes in memory, as it announces itself."""
+    """Return the bytes that a variable needs in memory, from its declared shape and dtype."""
     kind = dataset.dtype
     text = h5py.check_string_dtype(kind) is not None and kind.kind == "O"
     if not text and kind.kind not in "biufcSU":
@@ -146,7 +146,7 @@ def _bytes(path: Path, dataset: h5py.Dataset) -> int:
 
 
 def _check_storage(path: Path, dataset: h5py.Dataset) -> None:
-    """The values are in this file, all of them, and unpack to no more than announced."""
+    """Check that all values of a variable are in this file, and unpack to no more than declared."""
     created = dataset.id.get_create_plist()
     if dataset.is_virtual or created.get_external_count():
         raise foreign(path, f"values that are stored elsewhere, {dataset.name}")
@@ -163,7 +163,7 @@ def _check_storage(path: Path, dataset: h5py.Dataset) -> None:
 
 
 def _check_chunks(path: Path, dataset: h5py.Dataset, *, deflated: bool) -> None:
-    """All chunks exist, and none unpacks to more than a chunk holds."""
+    """Check that all chunks exist, and that none unpacks to more than the declared chunk size."""
     size = math.prod(dataset.chunks) * dataset.dtype.itemsize
     shape = zip(dataset.shape, dataset.chunks, strict=True)
     count = math.prod(-(-length // chunk) for length, chunk in shape)
@@ -171,13 +171,16 @@ def _check_chunks(path: Path, dataset: h5py.Dataset, *, deflated: bool) -> None:
         raise damaged(path, f"{dataset.name} announces more values than there are")
     for index in range(count if deflated else 0):
         skipped, packed = dataset.id.read_direct_chunk(dataset.id.get_chunk_info(index).chunk_offset)
-        # Fletcher's four bytes are counted where they stand before the compression.
+        # Four bytes more are allowed for the Fletcher-32 checksum, which may be part of the compressed data.
         if not skipped and len(zlib.decompressobj().decompress(packed, size + 5)) > size + 4:
             raise damaged(path, f"a part of {dataset.name} unpacks to more than announced")
 
 
 def _check_labels(path: Path, dataset: h5py.Dataset, file_size: int, memory: int) -> None:
-    """Labels of any length lie in one heap, and many may be one and the same long one: they are added up."""
+    """Check that the labels of a text variable fit into memory together.
+
+    Many labels may refer to the same long text in the file, so their lengths are added up.
+    """
     if dataset.dtype.kind != "O" or dataset.size * file_size <= memory:
         return
     at_once = max(memory // max(file_size, 1), 1)

@@ -1,9 +1,9 @@
-"""The folder of a followed training, read without trust: metadata with a checksum, arrays whose rows have checksums.
+"""Reader of the folder of a watched training; every ``zarr.json`` and every row is verified by a checksum.
 
-A run grows while it is read, so that no list of files can be sealed. Instead each ``zarr.json`` holds a checksum of
-itself, and each record a checksum of its row in every array; both are written before the record counts. Chunks are
-read here, not by Zarr: nothing is unpacked that announces more than its array holds, and no link, pipe or device is
-opened. What is damaged is found by row.
+A run grows while it is read, so a list of files cannot be complete. Instead each ``zarr.json`` contains a checksum of
+itself, and each record has a checksum of its row in every array; both are written before the record is counted. Chunks
+are read here, not by Zarr: a chunk that declares more bytes than its array has is not unpacked, and no link, pipe or
+device is opened. Damage is reported by row.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ...errors import FileError, message
 from ...typing import Array
 from .limits import DEPTH, TEXT, check_size, damaged, foreign
 
-#: The attribute of every ``zarr.json`` that holds its checksum.
+#: Attribute of every ``zarr.json`` with its checksum.
 SUM = "rnnlens_sum"
 METADATA = "zarr.json"
-#: Most arrays of one kind of records, and most files of a run.
+#: Largest number of arrays of one kind of records, and of files of a run.
 MOST_ARRAYS, MOST_FILES = 10_000, 500_000
-#: Bytes of a chunk that holds more than one row.
+#: Largest size in bytes of a chunk with more than one row.
 CHUNK = 2**20
 #: Unless ``memory=`` is given, arrays of more bytes than this may be a thousand times as large as their files.
 _USUAL, _RATIO = 128 * 2**20, 1000
@@ -63,10 +63,10 @@ _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def row_sums(rows: Array, path: str) -> Array:
-    """Checksum each row of an array: (step, ...) to (step,), 32 bits.
+    """Compute a 32-bit checksum of each row of an array: (step, ...) to (step,).
 
-    The sum over all values of a hash of value and position, so that it does not change when another record makes an
-    axis longer: the fill value, NaN or 0, counts for nothing.
+    The checksum is the sum over all values of a hash of value and position. The fill value, NaN or 0, contributes 0,
+    so the checksum does not change when a later record makes an axis longer.
     """
     rows = np.ascontiguousarray(rows)
     filled_with_nan = rows.dtype.kind == "f"
@@ -92,7 +92,7 @@ def _blocks(length: int, size: int) -> Iterator[slice]:
 
 
 def _mixed(values: Array) -> Array:
-    """Mix the bits of 64-bit integers, one to one."""
+    """Hash 64-bit integers elementwise by a bijection (the finaliser of SplitMix64)."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * _M1
         values = (values ^ (values >> np.uint64(27))) * _M2
@@ -100,18 +100,18 @@ def _mixed(values: Array) -> Array:
 
 
 def committed(count: int) -> Array:
-    """Return what the array ``committed`` holds: how many records are complete, and the checksum of that number."""
+    """Return the array ``committed``: the number of complete records, and the checksum of that number."""
     number = np.array([count], dtype=np.uint64)
     return np.array([count, _mixed(number + np.uint64(1)).view(np.int64)[0]], dtype=np.int64)
 
 
 def committed_count(values: Array, path: Path) -> int:
-    """Return the number of complete records.
+    """Return the number of complete records from the array ``committed``.
 
     Raises
     ------
     FileError
-        If its checksum does not match.
+        If the checksum of the number does not match.
     """
     if values.shape != (2,) or values[0] < 0 or not np.array_equal(committed(int(values[0])), values):
         raise damaged(path, "the number of its records does not match its checksum")
@@ -124,13 +124,13 @@ def _digest(metadata: Mapping[str, Any]) -> str:
 
 
 class SealedMetadata(WrapperStore):  # type: ignore[misc]
-    """A store to write a run to: every ``zarr.json`` gets a checksum of itself."""
+    """Zarr store for writing a run: it adds to every ``zarr.json`` a checksum of its content."""
 
     def _with_store(self, store: Any) -> SealedMetadata:
         return SealedMetadata(store)
 
     async def set(self, key: str, value: Any) -> None:
-        """Write one file."""
+        """Write one file; add the checksum if it is a ``zarr.json``."""
         if key.rpartition("/")[2] == METADATA:
             metadata = json.loads(value.to_bytes())
             attributes = metadata.setdefault("attributes", {})
@@ -143,7 +143,7 @@ class SealedMetadata(WrapperStore):  # type: ignore[misc]
         await self._store.set(key, value)
 
     async def set_if_not_exists(self, key: str, value: Any) -> None:
-        """Write one file, unless it is there."""
+        """Write one file, unless it exists."""
         if not await self._store.exists(key):
             await self.set(key, value)
 
@@ -155,12 +155,12 @@ class SealedMetadata(WrapperStore):  # type: ignore[misc]
 
 
 def read_metadata(root: Path, key: str, *, sealed: bool = True) -> dict[str, Any]:
-    """Read the ``zarr.json`` of a group or an array; unless ``sealed``, one of another program as well.
+    """Read and verify the ``zarr.json`` of a group or an array. With ``sealed=False`` a missing checksum is accepted.
 
     Raises
     ------
     FileError
-        If it is no plain file, too large, or does not match its checksum.
+        If the ``zarr.json`` is no plain file, too large, or does not match its checksum.
     """
     content = _content(root, f"{key}/{METADATA}" if key else METADATA, TEXT)
     try:
@@ -175,7 +175,7 @@ def read_metadata(root: Path, key: str, *, sealed: bool = True) -> dict[str, Any
 
 
 def _content(root: Path, key: str, most: float) -> bytes:
-    """Read a plain file of at most ``most`` bytes; links are not followed, pipes not waited for."""
+    """Read a plain file of at most ``most`` bytes. Links are not followed, pipes do not block."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         handle = os.open(root / key, flags)
@@ -191,7 +191,7 @@ def _content(root: Path, key: str, most: float) -> bytes:
 
 
 def chunk_files(root: Path, kind: str) -> dict[str, list[str]]:
-    """List the files of a kind of records by the array that they are chunks of.
+    """List the chunk files of one kind of records: array name to chunk names.
 
     Raises
     ------
@@ -228,14 +228,14 @@ def chunk_files(root: Path, kind: str) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class RunArray:
-    """One array of a run, as its metadata announces it.
+    """One array of a run, as declared by its metadata.
 
     Attributes
     ----------
     key
         Its folder in the run.
     shape, chunks
-        Of the whole array and of one chunk, the step first.
+        Shape of the whole array and of one chunk; the first axis is the step.
     """
 
     root: Path
@@ -253,7 +253,7 @@ class RunArray:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def rows(self, count: int, files: list[str]) -> tuple[Array, list[slice]]:
-        """Read the first ``count`` rows, and name those of chunks that cannot be read.
+        """Read the first ``count`` rows; return them, and the row ranges of chunks that cannot be read.
 
         Parameters
         ----------
@@ -278,7 +278,7 @@ class RunArray:
         return values, lost
 
     def _chunk(self, name: str) -> Array | None:
-        """Unpack one chunk; None where it is damaged."""
+        """Read and decompress one chunk; return None if it is damaged."""
         size = math.prod(self.chunks) * self.dtype.itemsize
         try:
             packed = _content(self.root, f"{self.key}/c/{name}", size + 2**16)
@@ -287,18 +287,18 @@ class RunArray:
             values: Array = np.frombuffer(blosc.decompress(packed), dtype=self.dtype).reshape(self.chunks)
         except FileError:
             raise
-        except Exception:  # whatever the decoder says of bytes that it did not write
+        except Exception:  # the decoder may raise anything for damaged bytes
             return None
         return values
 
 
 def read_array(root: Path, key: str) -> RunArray:
-    """Read what an array announces.
+    """Read and check the metadata of an array.
 
     Raises
     ------
     FileError
-        If it is damaged, or no array as a run has them.
+        If the metadata is damaged, or describes an array that rnnlens does not write.
     """
     found = read_metadata(root, key)
     try:
@@ -321,12 +321,14 @@ def read_array(root: Path, key: str) -> RunArray:
 
 
 def check_total(root: Path, arrays: Mapping[str, RunArray], count: int, memory: int, *, granted: bool) -> None:
-    """Refuse records that exceed the memory, or, unless it was ``granted`` for them, by far the size of their files.
+    """Refuse records larger than ``memory``.
+
+    Unless ``granted``, arrays above 128 MiB may also be at most 1000 times as large as their files.
 
     Raises
     ------
     TooLargeError
-        If they do.
+        If the records exceed the limit.
     """
     total = sum(count * array.row_bytes for array in arrays.values())
     check_size(root, max([total, *(a.row_bytes for a in arrays.values())], default=0), memory)

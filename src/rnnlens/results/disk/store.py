@@ -1,8 +1,8 @@
-"""Zarr folders with a list of checksums: what is read is what was written, all of it, and nothing else.
+"""Zarr folders with a list of checksums: every file is verified when it is read.
 
-The list, ``.rnnlens-sha256`` in the root, is what ``sha256sum --check`` reads. It is written last. Every file is held
-against it when it is read, also long after the folder was opened: a file that is missing, damaged, or of another result
-that took the folder's name meanwhile, is an error rather than a number.
+The list, ``.rnnlens-sha256`` in the root, has the format of ``sha256sum --check``. It is written last. Every file is
+verified when it is read, also long after the folder was opened: a file that is missing, damaged, or part of another
+result that replaced the folder meanwhile, raises an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .atomic import write_file
 from .limits import COUNT, DEPTH, LABEL, TEXT, check_size, damaged, foreign
 
 MANIFEST = ".rnnlens-sha256"
-#: What is read as JSON. The root's .zmetadata, which repeats them all for other readers, is not.
+#: Files that are read as JSON. The root's .zmetadata, a copy of them for other readers, is not read.
 _METADATA = (".zgroup", ".zarray", ".zattrs")
 _CHUNK = re.compile(r"\d+([./]\d+)*")
 _COMPRESSORS = (None, "blosc", "zstd")
@@ -35,7 +35,7 @@ _TEXTS = {"id": "vlen-utf8"}
 
 
 class Recording(WrapperStore):  # type: ignore[misc]
-    """A folder to write to that remembers the checksum of everything written."""
+    """Zarr store for writing: it records the SHA-256 of every file written."""
 
     def __init__(self, store: Any, sums: dict[str, str] | None = None) -> None:
         super().__init__(store)
@@ -45,12 +45,12 @@ class Recording(WrapperStore):  # type: ignore[misc]
         return Recording(store, self.sums)
 
     async def set(self, key: str, value: Any) -> None:
-        """Write one file."""
+        """Write one file and record its checksum."""
         await self._store.set(key, value)
         self.sums[key] = _sum(value.to_bytes())
 
     async def set_if_not_exists(self, key: str, value: Any) -> None:
-        """Write one file, unless it is there."""
+        """Write one file and record its checksum, unless the file exists."""
         if not await self._store.exists(key):
             await self.set(key, value)
 
@@ -58,35 +58,35 @@ class Recording(WrapperStore):  # type: ignore[misc]
         await Store._set_many(self, values)
 
     async def delete(self, key: str) -> None:
-        """Remove one file."""
+        """Delete one file and its checksum."""
         await self._store.delete(key)
         self.sums.pop(key, None)
 
     def seal(self) -> None:
-        """Write the list of checksums; nothing may be written afterwards."""
+        """Write the list of checksums; no file may be written afterwards."""
         lines = [_line(key, digest) for key, digest in sorted(self.sums.items())]
         write_file(Path(self._store.root) / MANIFEST, ["".join(lines).encode()])
 
 
 def recording(root: Path, sums: dict[str, str] | None = None) -> Recording:
-    """A folder to write to; ``sums`` goes on with what was recorded before."""
+    """Return a store that writes to the folder ``root``; ``sums`` are checksums recorded earlier."""
     return Recording(LocalStore(root), sums)
 
 
 @dataclass(frozen=True)
 class Announced:
-    """What an array says of itself.
+    """Sizes and compression of an array, as declared by its metadata.
 
     Attributes
     ----------
     size, chunk
-        Bytes in memory, of all of it and of one chunk.
+        Bytes in memory of the whole array and of one chunk.
     count
         Number of chunks.
     compressor
         Name of the compression, or None.
     most
-        Bytes that a chunk may unpack to.
+        Largest number of bytes that a chunk may unpack to.
     """
 
     size: int
@@ -96,23 +96,23 @@ class Announced:
     most: int
 
     def unpacked(self, chunk: bytes) -> float:
-        """Bytes that a compressed chunk says it unpacks to."""
+        """Return the number of bytes that a chunk unpacks to, as declared in its header."""
         if self.compressor == "blosc":
             return int.from_bytes(chunk[4:8], "little")
         return _zstd_size(chunk) if self.compressor == "zstd" else len(chunk)
 
 
 class Verified(WrapperStore):  # type: ignore[misc]
-    """A folder to read from, of which nothing is believed that its list does not bear out.
+    """Read-only Zarr store that verifies every file against the list of checksums.
 
     Parameters
     ----------
     store
         The folder.
     keys
-        What it holds, by checksum; None where there is no list.
+        Checksum of each file by path; None as the checksum if there is no list.
     arrays
-        What the arrays announce, by folder.
+        Declared sizes of the arrays, by folder.
     """
 
     def __init__(self, store: Any, keys: Mapping[str, str | None], arrays: Mapping[str, Announced]) -> None:
@@ -121,14 +121,14 @@ class Verified(WrapperStore):  # type: ignore[misc]
 
     @property
     def sealed(self) -> bool:
-        """Whether there is a list of checksums."""
+        """True if the folder has a list of checksums."""
         return None not in self.keys.values()
 
     def _with_store(self, store: Any) -> Verified:
         return Verified(store, self.keys, self.arrays)
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
-        """One file; None if there is none and none should be."""
+        """Read and verify one file; return None if the folder has no such file."""
         if byte_range is not None:
             raise NotImplementedError("A part of a file has no checksum.")
         if key not in self.keys:
@@ -146,7 +146,7 @@ class Verified(WrapperStore):  # type: ignore[misc]
         return found
 
     async def get_partial_values(self, prototype: Any, key_ranges: Any) -> list[Any]:
-        """Parts of files."""
+        """Read several files; parts of files are refused, because they have no checksum."""
         return [await self.get(key, prototype, part) for key, part in key_ranges]
 
     async def _get_many(self, requests: Any) -> AsyncIterator[tuple[str, Any]]:
@@ -154,36 +154,36 @@ class Verified(WrapperStore):  # type: ignore[misc]
             yield key, await self.get(key, prototype, part)
 
     async def exists(self, key: str) -> bool:
-        """Whether there is such a file."""
+        """Return whether the folder has a file ``key``."""
         return key in self.keys
 
     async def list(self) -> AsyncIterator[str]:
-        """All files."""
+        """Yield the paths of all files."""
         for key in self.keys:
             yield key
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        """All files whose path begins so."""
+        """Yield the paths of all files that start with ``prefix``."""
         for key in self.keys:
             if key.startswith(prefix):
                 yield key
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """What lies directly in a folder."""
+        """Yield the names of the files and folders directly in a folder."""
         start = f"{prefix.rstrip('/')}/" if prefix.strip("/") else ""
         for name in dict.fromkeys(key[len(start) :].split("/")[0] for key in self.keys if key.startswith(start)):
             yield name
 
 
 def verified(root: Path, memory: int, *, lazy: bool) -> Verified:
-    """A folder to read from, once what it announces was looked at.
+    """Check the metadata of a Zarr folder, and return a store that reads from it.
 
     Raises
     ------
     FileError
-        If it leads elsewhere, holds what rnnlens never writes, or lacks a part.
+        If it contains links, content that rnnlens never writes, or lacks a part.
     TooLargeError
-        If its arrays (one chunk of them, where they are read lazily) exceed ``memory``.
+        If its arrays (or the largest chunk, with ``lazy``) exceed ``memory``.
     """
     there, listed = set(_files(root)), manifest(root)
     for key in (listed or {}).keys() - there:
@@ -206,7 +206,7 @@ def verified(root: Path, memory: int, *, lazy: bool) -> Verified:
 
 
 def manifest(root: Path) -> dict[str, str] | None:
-    """Checksums by file; None where there is no list."""
+    """Read the list of checksums: path to SHA-256; None if there is no list."""
     try:
         text = (root / MANIFEST).read_text("utf-8")
     except FileNotFoundError:
@@ -217,7 +217,7 @@ def manifest(root: Path) -> dict[str, str] | None:
 
 
 def _line(key: str, digest: str) -> str:
-    """As ``sha256sum`` writes it: a backslash first says that some in the name are escapes."""
+    """Format one line of the list of checksums as ``sha256sum`` does, with special characters in the name escaped."""
     escaped = key.replace("\\", "\\\\").replace("\n", "\\n")
     return f"{'' if escaped == key else _ESCAPED}{digest}  {escaped}\n"
 
@@ -230,7 +230,7 @@ def _entry(line: str) -> tuple[str, str]:
 
 
 def root_attributes(root: Path) -> dict[str, Any]:
-    """What the root says it is, before anything is checked; nothing if it cannot be read."""
+    """Read the attributes of the root without any check; return an empty mapping if they cannot be read."""
     try:
         found = json.loads(_small(root, ".zattrs"))
     except (FileNotFoundError, ValueError, RecursionError):
@@ -261,7 +261,7 @@ def _announced(root: Path, key: str, expected: str | None, memory: int) -> Annou
 
 
 def _check_complete(root: Path, keys: Mapping[str, Any], arrays: Mapping[str, Announced]) -> None:
-    """Every chunk of every array is on the list."""
+    """Check that every chunk of every array is on the list of checksums."""
     listed = dict.fromkeys(arrays, 0)
     for key in keys:
         if (name := _array_of(key)) in listed:
@@ -272,13 +272,13 @@ def _check_complete(root: Path, keys: Mapping[str, Any], arrays: Mapping[str, An
 
 
 def _array_of(key: str) -> str:
-    """The folder of the array that a chunk belongs to; the key itself for anything else."""
+    """Return the folder of the array that a chunk file belongs to; the key itself for other files."""
     folder, _, name = key.rpartition("/")
     return folder if _CHUNK.fullmatch(name) else key
 
 
 def _files(root: Path) -> Iterator[str]:
-    """All files below, by path; links and devices are refused."""
+    """Yield the paths of all files below ``root``; refuse links and devices."""
     waiting, seen = [("", 0)], 0
     while waiting:
         prefix, depth = waiting.pop()
@@ -300,7 +300,7 @@ def _files(root: Path) -> Iterator[str]:
 
 
 def _small(root: Path, key: str) -> bytes:
-    """A file of metadata, which is never large."""
+    """Read a metadata file, after checking that it is small."""
     _check_small(root, key)
     return (root / key).read_bytes()
 
@@ -311,7 +311,7 @@ def _check_small(root: Path, key: str) -> None:
 
 
 def _zstd_size(frame: bytes) -> float:
-    """The field ``Frame_Content_Size`` (RFC 8878, section 3.1.1.1); infinite where it is left out."""
+    """Return the field ``Frame_Content_Size`` of a zstd frame (RFC 8878, section 3.1.1.1); infinity if absent."""
     flags = frame[4] if len(frame) > 4 else 0
     single = flags >> 5 & 1
     width = (single, 2, 4, 8)[flags >> 6]
