@@ -31,7 +31,7 @@ def compare(diagnoses: Mapping[str, Diagnosis]) -> Comparison:
     -------
     Comparison
         ``print(c)`` shows a table; ``c.table`` is a Dataset over ``name``. The difference of the memory from that of
-        the first has a paired interval: the same resamples are used for both. It is NaN if the numbers of samples
+        the first diagnosis has a paired interval, from the same resamples of both. It is NaN if the numbers of samples
         differ.
 
     Raises

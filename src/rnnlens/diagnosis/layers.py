@@ -33,7 +33,7 @@ class LayerFacts:
     adjoint : Band over lag
         Norm of the output's total gradient at the hidden state, each sample divided by its own peak; None if unknown.
     growth
-        Largest value of this gradient over its first one, in decades; median over samples.
+        Largest norm of this gradient over its first non-zero one, in decades; median over samples.
     final_norm, quarter_norm
         Mean norm of the state at the last step and after a quarter of the steps, for :attr:`bounded`.
     """

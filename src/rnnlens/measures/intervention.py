@@ -99,8 +99,7 @@ def score(target: Array, prediction: Array) -> Array:
     """Compute each sample's contribution to the covariance of target and prediction, summed over units: (sample,).
 
     The mean over samples is the covariance. For one-hot targets and probabilities this is the mean probability of the
-    right class, minus its value for predictions that do not depend on the sample. It is bounded, unlike the
-    cross-entropy.
+    right class, minus the mean for predictions of randomly chosen samples. It is bounded, unlike the cross-entropy.
 
     Parameters
     ----------

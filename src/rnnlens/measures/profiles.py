@@ -127,7 +127,7 @@ def rms_of_shapes(values: Array, where: Array | None = None) -> Array:
     Parameters
     ----------
     where : of bool, optional
-        Which entries count. A position where none counts is NaN.
+        Mask of the entries to use. A position without any is NaN.
     """
     values = np.asarray(values, dtype=np.float64)
     counted = np.ones(values.shape, bool) if where is None else np.broadcast_to(np.asarray(where, bool), values.shape)
@@ -149,7 +149,7 @@ def peak_band(norms: Array, where: Array | None = None) -> Band:
     Parameters
     ----------
     where : of bool, optional
-        Which entries count. A position where none counts is NaN.
+        Mask of the entries to use. A position without any is NaN.
     """
     values = np.asarray(norms, dtype=np.float64)
     shapes = by_own_peak(values if where is None else np.where(where, values, 0.0))

@@ -176,7 +176,10 @@ class _Probe(TorchPullback):
         return {port: tuple(map(int, self.values[port].shape)) for port in ports if port in self.values}
 
     def arrive(self, starts: Mapping[Port, tuple[_AxisPlace, Values]]) -> dict[Port, Values]:
-        """Return where cotangents that start at given axis places are non-zero: a boolean array (row, ...) by port."""
+        """Pull random cotangents back and return where gradients are non-zero, (row, ...) of bool by port.
+
+        ``starts`` gives the axis place of each cotangent and its patterns (row, index).
+        """
         count = len(next(iter(starts.values()))[1])
         size = sum(self.values[port].numel() for port in {*starts, *self.wrt})
         found: dict[Port, list[Values]] = {}
@@ -275,7 +278,7 @@ def _passing_as_source(
 
 
 def _find_times(probe: _Probe, ports: Sequence[Port], samples: Mapping[Port, _AxisPlace]) -> dict[Port, _AxisPlace]:
-    """Find the axis of each tensor that goes with the steps of a recurrence, exactly or at least in order."""
+    """Find the axis of each tensor that corresponds to the steps of a recurrence, exactly or at least in order."""
     found: dict[Port, _AxisPlace] = {}
     for sequence in _sequences(probe.calls):
         waiting = [port for port in ports if port not in found and port in probe.values]
